@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How contributions travel: from the replicas to the update."""
