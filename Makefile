@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+# Everything runs in .venv, which each target makes by itself. `make help` lists the targets.
+
+# The first of these that runs and is new enough; a shim of a version manager may be on the PATH and yet not run.
+CANDIDATES = python3.11 python3 python3.12 python3.13
+PYTHON ?= $(shell for p in $(CANDIDATES); do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' >/dev/null 2>&1 && { echo $$p; break; }; done)
+BIN = .venv/bin
+FLAGS =
+
+.PHONY: help demo test test-fast lint format bench venv venv-dev venv-bench python clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null || grep '##' Makefile
+
+demo: venv  ## train the digits experiment under every strategy (under 3 minutes); FLAGS=... adds flags
+	@cd experiments/digits && ../../$(BIN)/python run.py --flagfile=digits.flags $(FLAGS)
+
+test: venv  ## run all tests; FLAGS=... adds pytest's flags
+	$(BIN)/python -m pytest $(FLAGS)
+
+test-fast: venv  ## run the tests that start no process and need no device (seconds)
+	$(BIN)/python -m pytest -m "not processes and not devices" $(FLAGS)
+
+lint: venv-dev  ## check format, lint and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+format: venv-dev  ## format, and mend what can be mended by itself
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: venv-bench  ## measure against stock TensorFlow (about 15 minutes); FLAGS="--rows=... --sizes=..."
+	$(BIN)/python benchmarks/run.py $(FLAGS)
+
+venv: python
+	@$(PYTHON) .ci/venv.py experiments,test
+
+venv-dev: python
+	@$(PYTHON) .ci/venv.py dev
+
+venv-bench: python
+	@$(PYTHON) .ci/venv.py bench
+
+python:
+	@test -n "$(PYTHON)" || { echo "tfdist needs Python 3.11, 3.12 or 3.13, and found none of: $(CANDIDATES)." \
+		"Install one, or name it: make PYTHON=/path/to/python3.11" >&2; exit 2; }
+
+clean:  ## remove .venv and everything else that was made
+	rm -rf .venv .venv.lock build dist *.egg-info .pytest_cache .ruff_cache .hypothesis experiments/*/results benchmarks/results/scratch
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What holds for every test: it leaves nothing behind, and TensorFlow sees four CPUs and is quiet.
+
+A test that leaves an environment variable, a thread that would keep Python alive, or a child process behind fails, and
+what it left is removed so that the next test starts clean. Time limits per test are in pyproject.toml (pytest-timeout).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+# For quietness only: nothing here changes what is computed. Child processes inherit it.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+
+LOGICAL_CPUS = 4
+_GRACE_SECS = 5.0
+# Set by pytest itself, and by `import tensorflow`, whichever test comes first.
+_NOT_OURS = {"PYTEST_CURRENT_TEST", "TF2_BEHAVIOR"}
+
+
+@pytest.fixture(scope="session")
+def cpus() -> list[str]:
+    """Names of the logical CPU devices, `LOGICAL_CPUS` of them."""
+    import tensorflow as tf
+
+    _split_cpu()
+    return [device.name for device in tf.config.list_logical_devices("CPU")]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Splits the CPU before any test can start TensorFlow's runtime, which fixes the number of devices."""
+    if "tensorflow" in sys.modules:
+        _split_cpu()
+
+
+def _split_cpu() -> None:
+    import tensorflow as tf
+
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    if not tf.config.get_logical_device_configuration(cpu):
+        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * LOGICAL_CPUS)
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind() -> Iterator[None]:
+    """Fails the test that changes the environment or leaves a thread or a process."""
+    before = dict(os.environ), set(threading.enumerate()), set(_children())
+    yield
+    leaks = [*_environment_leaks(before[0]), *_thread_leaks(before[1]), *_process_leaks(before[2])]
+    if leaks:
+        pytest.fail("this test left behind: " + "; ".join(leaks), pytrace=False)
+
+
+def _environment_leaks(before: dict[str, str]) -> list[str]:
+    after = dict(os.environ)
+    names = sorted(name for name in (before.keys() | after.keys()) - _NOT_OURS if before.get(name) != after.get(name))
+    for name in names:
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
+    return [f"environment variable {name} ({before.get(name)!r} is now {after.get(name)!r})" for name in names]
+
+
+def _thread_leaks(before: set[threading.Thread]) -> list[str]:
+    """Threads that are not daemons: Python can't end before they do."""
+    new = [thread for thread in threading.enumerate() if thread not in before and not thread.daemon]
+    for thread in new:
+        thread.join(_GRACE_SECS)
+    return [f"thread {thread.name!r}" for thread in new if thread.is_alive()]
+
+
+def _process_leaks(before: set[psutil.Process]) -> list[str]:
+    new = [child for child in _children() if child not in before]
+    _, alive = psutil.wait_procs(new, timeout=_GRACE_SECS)
+    leaks = [f"process {child.pid} ({_command(child)})" for child in alive]
+    for child in alive:
+        child.kill()
+    return leaks
+
+
+def _children() -> list[psutil.Process]:
+    children = psutil.Process().children(recursive=True)
+    # multiprocessing keeps one of these for itself, for as long as Python runs.
+    return [child for child in children if "multiprocessing.resource_tracker" not in _command(child)]
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline()) or process.name()
+    except psutil.Error:
+        return "gone"
