@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import hashlib
 import importlib.util
+import os
 import pathlib
 import subprocess
 import sys
@@ -72,7 +73,8 @@ def _install(extras: str) -> None:
 
 
 def _run(command: list[str | pathlib.Path]) -> None:
-    result = subprocess.run(command, cwd=ROOT)
+    # The build backend warns of every editable installation; it is the one that we want.
+    result = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONWARNINGS": "ignore"})
     if result.returncode:
         sys.exit(f"tfdist: failed with exit code {result.returncode}: {' '.join(map(str, command))}")
 
