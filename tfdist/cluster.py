@@ -1,0 +1,355 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tasks there are and which one this process is: TF_CONFIG in and out, validated, without TensorFlow.
+
+    cluster = Cluster.from_environment()          # None when TF_CONFIG is not set
+    cluster.check_multi_worker()
+    if cluster.is_chief: ...
+
+Whatever is wrong with a description is reported as one `ClusterError` line that names the place, the value and the
+remedy, before TensorFlow sees it: TensorFlow itself would hang, train alone, or truncate an index of 1.7 to 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tfdist import _addresses
+
+# In the order in which they are listed and started. `master` is the old name of `chief`.
+JOBS = ("chief", "worker", "ps", "evaluator")
+_OLD_NAMES = {"master": "chief"}
+_MAX_INDEX = 2**31 - 1
+_UNSET = "unset TF_CONFIG to train on this machine alone"
+
+
+class ClusterError(ValueError):
+    """A cluster description, or TF_CONFIG, that can't be right. The message is one line."""
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Task:
+    """One process of a cluster: `Task("worker", 1)`, written worker:1."""
+
+    type: str
+    index: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "type", _job_name(self.type, "task.type"))
+        _check_index(self.index)
+
+    def __str__(self) -> str:
+        return f"{self.type}:{self.index}"
+
+
+@dataclasses.dataclass(frozen=True, eq=True)
+class Cluster:
+    """All tasks with their addresses, and which of them this process is.
+
+    Args:
+      jobs: addresses ("host:port") by job name: a list, or for a sparse cluster a dict from index to address, as in
+        `tf.train.ClusterSpec`. Kept as read-only dicts from index to address; empty jobs are left out, `master`
+        becomes `chief`.
+      task: this process. An evaluator need not be listed in `jobs`.
+
+    Raises:
+      ClusterError: the description can't be right.
+    """
+
+    jobs: Mapping[str, Mapping[int, str]]
+    task: Task
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "jobs", _normal_jobs(self.jobs))
+        _check_task(self.task, self.jobs)
+
+    def __hash__(self) -> int:
+        return hash(self.to_tf_config())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Cluster, ({job: dict(tasks) for job, tasks in self.jobs.items()}, self.task)
+
+    @classmethod
+    def from_tf_config(cls, text: str | None = None) -> Cluster:
+        """Reads a TF_CONFIG value.
+
+        Args:
+          text: the JSON text; the environment variable TF_CONFIG by default. Keys besides `cluster` and `task`, such as
+            `rpc_layer` and `environment`, are ignored.
+
+        Raises:
+          ClusterError: the text is not a TF_CONFIG that makes sense.
+        """
+        text = os.environ.get("TF_CONFIG") if text is None else text
+        if text is None:
+            raise ClusterError(f"TF_CONFIG is not set; {_EXAMPLE}. Received: nothing")
+        try:
+            return _from_config(_parse(text))
+        except ClusterError as error:
+            raise ClusterError(f"TF_CONFIG: {error}") from None
+
+    @classmethod
+    def from_environment(cls) -> Cluster | None:
+        """The cluster in the environment variable TF_CONFIG, or None if that is not set."""
+        return cls.from_tf_config() if "TF_CONFIG" in os.environ else None
+
+    def to_tf_config(self) -> str:
+        """The TF_CONFIG of this task: one line of JSON, dense jobs as lists and sparse ones as dicts."""
+        jobs = {job: self._job_for_json(job) for job in self.jobs}
+        return json.dumps({"cluster": jobs, "task": {"type": self.task.type, "index": self.task.index}})
+
+    def with_task(self, task: Task) -> Cluster:
+        """The same cluster seen by another of its tasks."""
+        return dataclasses.replace(self, task=task)
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """Every listed task: chief, workers, parameter servers, evaluators, each job in the order of its indices."""
+        return tuple(Task(job, index) for job, addresses in self.jobs.items() for index in addresses)
+
+    @property
+    def chief(self) -> Task | None:
+        """The task that leads: the chief, or worker 0 where there is no chief, or None."""
+        for leader in (Task("chief", 0), Task("worker", 0)):
+            if leader.index in self.jobs.get(leader.type, {}):
+                return leader
+        return None
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process leads: the chief, or worker 0 where there is no chief."""
+        return self.task == self.chief
+
+    @property
+    def num_workers(self) -> int:
+        """Tasks of the job `worker`; a chief is not counted."""
+        return len(self.jobs.get("worker", {}))
+
+    @property
+    def num_ps(self) -> int:
+        """Tasks of the job `ps`."""
+        return len(self.jobs.get("ps", {}))
+
+    @property
+    def training_tasks(self) -> tuple[Task, ...]:
+        """The tasks that train under MultiWorkerMirroredStrategy: the chief, if any, then the workers."""
+        return tuple(task for task in self.tasks if task.type in ("chief", "worker"))
+
+    def address(self, task: Task | None = None) -> str:
+        """The "host:port" of a task, of this one by default.
+
+        Raises:
+          ClusterError: the cluster lists no such task.
+        """
+        task = task or self.task
+        if task.index not in self.jobs.get(task.type, {}):
+            listed = ", ".join(map(str, self.tasks))
+            raise _wrong(
+                "task", f"has no address in this cluster, which lists {listed}", "name one of these", str(task)
+            )
+        return self.jobs[task.type][task.index]
+
+    def check_multi_worker(self) -> None:
+        """Checks that MultiWorkerMirroredStrategy can run here.
+
+        Raises:
+          ClusterError: there is a parameter server, nobody who trains, or a gap in the indices.
+        """
+        strategy = "MultiWorkerMirroredStrategy"
+        if self.num_ps:
+            raise _wrong(
+                "cluster.ps",
+                f"has no place under {strategy}, which uses no parameter servers",
+                'remove the job "ps", or use ParameterServerStrategy',
+                self._job_for_json("ps"),
+            )
+        if self.chief is None:
+            raise _wrong(
+                "cluster",
+                f"lists no chief and no worker 0, and {strategy} needs one of them to lead",
+                'add the job "worker"',
+                sorted(map(str, self.tasks)),
+            )
+        self._check_dense("worker", strategy)
+
+    def check_parameter_server(self) -> None:
+        """Checks that ParameterServerStrategy can run here.
+
+        Raises:
+          ClusterError: there is no chief, no worker or no parameter server, or the chief sees a gap in the indices.
+        """
+        strategy = "ParameterServerStrategy"
+        for job, role in (("ps", "to hold the variables"), ("worker", "to train"), ("chief", "to coordinate")):
+            if job not in self.jobs:
+                problem = f'lists no job "{job}", and {strategy} needs at least one task {role}'
+                raise _wrong("cluster", problem, f'add "{job}": ["host:port"]', sorted(map(str, self.tasks)))
+        if self.is_chief:
+            self._check_dense("worker", strategy)
+            self._check_dense("ps", strategy)
+
+    def _is_dense(self, job: str) -> bool:
+        return list(self.jobs[job]) == list(range(len(self.jobs[job])))
+
+    def _job_for_json(self, job: str) -> list[str] | dict[int, str]:
+        return list(self.jobs[job].values()) if self._is_dense(job) else dict(self.jobs[job])
+
+    def _check_dense(self, job: str, strategy: str) -> None:
+        if job in self.jobs and not self._is_dense(job):
+            problem = f"has gaps in its indices, and {strategy} needs every task from 0 up"
+            raise _wrong(f"cluster.{job}", problem, "list them all, without gaps", dict(self.jobs[job]))
+
+
+_EXAMPLE = (
+    f'write {{"cluster": {{"worker": ["host:port", ...]}}, "task": {{"type": "worker", "index": 0}}}}, or {_UNSET}'
+)
+
+
+def _wrong(where: str, problem: str, remedy: str, value: Any) -> ClusterError:
+    return ClusterError(f"{where} {problem}; {remedy}. Received: {_shown(value)}")
+
+
+def _shown(value: Any) -> str:
+    """A value as its author wrote it in JSON, on one line and of bounded length."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        # Not repr of the whole: it may be endless, or fail in its own way.
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+def _parse(text: Any) -> Any:
+    if not isinstance(text, str):
+        raise _wrong("the value", "is not text", "pass a string, such as json.dumps(config)", text)
+    if not text.strip():
+        raise _wrong("the value", "is empty", _EXAMPLE, text)
+    try:
+        return json.loads(text, object_pairs_hook=_object, parse_constant=_refuse_constant)
+    except ClusterError:
+        raise
+    except RecursionError:
+        raise _wrong("the value", "is nested too deeply", _EXAMPLE, text) from None
+    except ValueError as error:  # JSONDecodeError, and integers of thousands of digits
+        problem = f"is not JSON ({str(error).partition(';')[0]})"
+        raise _wrong("the value", problem, "use double quotes and no trailing comma", text) from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise _wrong("the value", f"has the key {_shown(key)} twice in one object", "keep one of them", keys)
+    return dict(pairs)
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ClusterError(f"the value contains a number that JSON does not have; write a plain number. Received: {name}")
+
+
+def _from_config(config: Any) -> Cluster:
+    if not isinstance(config, dict):
+        raise _wrong("the value", "is not a JSON object", _EXAMPLE, config)
+    if not config.get("cluster"):
+        having = "has a task but no cluster" if config.get("task") else "has no cluster"
+        raise _wrong("the value", having, f'add "cluster", or {_UNSET}', config)
+    if not config.get("task"):
+        raise _wrong("the value", "has a cluster but no task", 'add "task": {"type": "worker", "index": 0}', config)
+    task = config["task"]
+    if not isinstance(task, dict):
+        raise _wrong("task", "is not an object", 'write {"type": "worker", "index": 0}', task)
+    for key, example in (("type", '"worker"'), ("index", "0")):
+        if key not in task:
+            raise _wrong("task", f"has no {key}", f'add "{key}": {example}', task)
+    return Cluster(config["cluster"], Task(task["type"], task["index"]))
+
+
+def _job_name(name: Any, where: str) -> str:
+    normal = _OLD_NAMES.get(name, name) if isinstance(name, str) else name
+    if normal not in JOBS:
+        raise _wrong(where, "is not a known job", f"use one of {', '.join(JOBS)}", name)
+    return normal
+
+
+def _check_index(index: Any) -> None:
+    if type(index) is not int:
+        raise _wrong("task.index", "is not an integer", "write a plain number, such as 1", index)
+    if not 0 <= index <= _MAX_INDEX:
+        raise _wrong("task.index", "is out of range", "indices start at 0", index)
+
+
+def _check_task(task: Any, jobs: Mapping[str, Mapping[int, str]]) -> None:
+    if not isinstance(task, Task):
+        raise _wrong("task", "is not a Task", 'pass Task("worker", 0)', task)
+    if task.type == "evaluator" and "evaluator" not in jobs:
+        return  # It takes no part in training, so several schedulers leave it out of the cluster.
+    if task.type not in jobs:
+        raise _wrong("task.type", "is not a job of this cluster", f"use one of {', '.join(jobs)}", task.type)
+    if task.index not in jobs[task.type]:
+        listed = _ranges(jobs[task.type])
+        problem = f"is out of range: cluster.{task.type} has {listed}"
+        raise _wrong("task.index", problem, f"use an index that exists, or add the address of {task}", task.index)
+
+
+def _ranges(tasks: Mapping[int, str]) -> str:
+    indices = list(tasks)
+    if indices == list(range(len(indices))):
+        return "index 0 only" if len(indices) == 1 else f"indices 0 to {len(indices) - 1}"
+    return f"the indices {_shown(indices)}"
+
+
+def _normal_jobs(jobs: Any) -> Mapping[str, Mapping[int, str]]:
+    """Checks every job and address, and puts them in canonical order."""
+    if not isinstance(jobs, Mapping):
+        raise _wrong("cluster", "is not an object", 'write {"worker": ["host:port", ...]}', jobs)
+    found: dict[str, Mapping[int, str]] = {}
+    for given, tasks in jobs.items():
+        job = _job_name(given, f"cluster[{_shown(given)}]")
+        if job in found:
+            raise _wrong("cluster", "has both a chief and a master, which is its old name", "keep one", list(jobs))
+        found[job] = _normal_tasks(str(given), tasks)
+    if len(found.get("chief", ())) > 1:
+        raise _wrong("cluster.chief", "has more than one task", "keep one, make the others workers", jobs.get("chief"))
+    if not any(found.values()):
+        raise _wrong("cluster", "lists no task", f'add "worker": ["host:port"], or {_UNSET}', list(jobs))
+    _check_unique(found)
+    return types.MappingProxyType({job: found[job] for job in JOBS if found.get(job)})
+
+
+def _normal_tasks(job: str, tasks: Any) -> Mapping[int, str]:
+    where = f"cluster.{job}"
+    if isinstance(tasks, Mapping):
+        pairs = [(_sparse_index(where, key), address) for key, address in tasks.items()]
+    elif isinstance(tasks, Sequence) and not isinstance(tasks, (str, bytes, bytearray)):
+        pairs = list(enumerate(tasks))
+    else:
+        raise _wrong(where, "is not a list of addresses", 'write ["host:port", ...]', tasks)
+    if len({index for index, _ in pairs}) < len(pairs):
+        raise _wrong(where, "has an index twice", "keep one of them", [index for index, _ in pairs])
+    for index, address in pairs:
+        problem = _addresses.problem(address)
+        if problem:
+            raise _wrong(f"{where}[{index}]", *problem, address)
+    return types.MappingProxyType(dict(sorted(pairs)))
+
+
+def _sparse_index(where: str, key: Any) -> int:
+    """The index behind a key of a sparse job: in JSON every key is a string."""
+    if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10 and str(int(key)) == key:
+        key = int(key)
+    if type(key) is not int or not 0 <= key <= _MAX_INDEX:
+        raise _wrong(where, "has a key that is not an index", 'write {"0": "host:port", ...}', key)
+    return key
+
+
+def _check_unique(jobs: Mapping[str, Mapping[int, str]]) -> None:
+    owners: dict[tuple[str, int], str] = {}
+    for job, tasks in jobs.items():
+        for index, address in tasks.items():
+            where = f"cluster.{job}[{index}]"
+            other = owners.setdefault(_addresses.key(address), where)
+            if other != where:
+                raise _wrong(where, f"is the same address as {other}", "give each task its own port", address)
