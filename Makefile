@@ -14,7 +14,7 @@ help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null || grep '##' Makefile
 
 demo: venv  ## train the digits experiment under every strategy (under 3 minutes); FLAGS=... adds flags
-	@cd experiments/digits && ../../$(BIN)/python run.py --flagfile=digits.flags $(FLAGS)
+	@$(BIN)/python experiments/digits/run.py --flagfile=experiments/digits/digits.flags $(FLAGS)
 
 test: venv  ## run all tests; FLAGS=... adds pytest's flags
 	$(BIN)/python -m pytest $(FLAGS)
