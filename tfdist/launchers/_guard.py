@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: PTH, SIM105 (pathlib and contextlib would double what it costs to start a task)
 """Runs one task and ends everything it started when it is over or when the process that asked for it is gone.
 
 Run by path, `python -I -S _guard.py PARENT_PID COMMAND...`, never imported; it imports as little as possible because it
@@ -7,10 +8,11 @@ starts once per task. Standard input is a socket to the parent (see `processes.P
     parent -> guard   one byte per signal to send to the task's process group; end of file means the parent is gone
     guard -> parent   "pid N", then "exit CODE" (negative for a signal) as soon as the task itself ends, then "done"
 
-Three things hold together, none of which is enough alone. The guard watches its parent with a pidfd as well as with the
-socket, because a child that the parent forks keeps the socket open. The task gets PR_SET_PDEATHSIG, so that it goes when
-the guard is killed: that signal follows the *thread* that forked, hence it is set from here, where there is only one. The
-guard is the "child subreaper" of all it started, so that daemons and processes in sessions of their own come back to it.
+Three things hold together, none of which is enough alone. The guard watches its parent with a pidfd as well as with
+the socket, because a child that the parent forks keeps the socket open. The task gets PR_SET_PDEATHSIG, so that it goes
+when the guard is killed: that signal follows the *thread* that forked, hence it is set from here, where there is only
+one. The guard is the "child subreaper" of all it started, so that daemons and processes in sessions of their own come
+back to it.
 """
 
 import os

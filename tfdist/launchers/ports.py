@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Free TCP ports on this machine that stay free until the task that was given one listens on it. No TensorFlow import."""
+"""Free TCP ports of this machine, kept free until the task that was given one listens on it. No TensorFlow import."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import sys
 class PortReservation:
     """Free ports, kept away from other programs that ask for one.
 
-    Each port is held by a socket that is bound and does not listen. On Linux a gRPC server of TensorFlow can bind such a
-    port all the same (both sides set SO_REUSEADDR), while the kernel gives it to nobody who asks for *any* port, be it
-    to listen or to connect. So the holder needs not let go before its tasks start, and two launchers never collide.
+    Each port is held by a socket that is bound and does not listen. On Linux a gRPC server of TensorFlow can bind such
+    a port all the same (both sides set SO_REUSEADDR), while the kernel gives it to nobody who asks for *any* port, be
+    it to listen or to connect. So the holder needs not let go before its tasks start, and two launchers never collide.
 
     Args:
       count: how many ports.

@@ -13,7 +13,9 @@ the tasks and everything that they started, also what put itself into another pr
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
+import pathlib
 import queue
 import selectors
 import signal
@@ -27,7 +29,7 @@ from typing import Any
 
 from tfdist.launchers.output import Console, LineReader
 
-_GUARD = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_guard.py")
+_GUARD = str(pathlib.Path(__file__).resolve().with_name("_guard.py"))
 _TAIL_LINES = 20
 # How long the last words of a task are read after its guard is gone: longer only if something survived that.
 _DRAIN_SECS = 2.0
@@ -94,15 +96,13 @@ class Process:
             return  # A forked copy of this program must not end the tasks of the original.
         with self._lock:
             if not self._over.is_set():
-                try:
+                with contextlib.suppress(OSError):
                     self._control.send(bytes([signum]))
-                except OSError:
-                    pass
 
     def _follow(self) -> None:
         """Reads what the task prints and what its guard reports, until both are through."""
         with selectors.DefaultSelector() as selector:
-            for source, error in ((self._guard.stdout, False), (self._guard.stderr, True), (self._control, None)):
+            for source, error in zip(self._sources(), (False, True, None), strict=True):
                 selector.register(source, selectors.EVENT_READ, error)
             deadline = None
             while selector.get_map() and (deadline is None or time.monotonic() < deadline):
@@ -116,6 +116,9 @@ class Process:
                         deadline = time.monotonic() + _DRAIN_SECS
                         self._guard_is_gone()
         self._finish()
+
+    def _sources(self) -> list[Any]:
+        return [self._guard.stdout, self._guard.stderr, self._control]
 
     def _receive(self, error: bool | None, data: bytes) -> None:
         if error is not None:
@@ -145,10 +148,8 @@ class Process:
         """If somebody killed the guard, the kernel killed the task; the rest of its group is left to us."""
         if self._swept or self._pid is None:
             return
-        try:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            pass
 
     def _finish(self) -> None:
         for error, reader in self._readers.items():
@@ -157,9 +158,8 @@ class Process:
         with self._lock:
             self._over.set()
             self._control.close()
-        for stream in (self._guard.stdout, self._guard.stderr):
-            if stream:
-                stream.close()
+        for stream in self._sources()[:2]:
+            stream.close()
         self._started.set()
         self._exited(code if code < 0 else -signal.SIGKILL)
 
@@ -172,7 +172,7 @@ def _start_guard(
         guard = subprocess.Popen(
             [sys.executable, "-I", "-S", _GUARD, str(os.getpid()), *command],
             bufsize=0,
-            stdin=theirs,
+            stdin=theirs.fileno(),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=env,
