@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The optimizer tap: what happens between a replica's gradients and the update, while the user's step is traced.
+
+Keras 3 reduces gradients inside `optimizer.apply`, after clipping, inside the conditional of gradient accumulation and
+after the finiteness check of loss scaling. On several replicas each of these is wrong or impossible. The tap puts the
+reduction where one device would have it, on the optimizer *instances* and only while the step is traced: no Keras class
+is changed, and an optimizer that needs nothing of this is left as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+Gradients = Sequence[Any]
+Transform = Callable[[Gradients], Gradients]
+
+
+@contextlib.contextmanager
+def tapped(optimizers: Iterable[Any], weigh: Transform | None = None) -> Iterator[None]:
+    """Within this block, `apply` of these optimizers updates as one device would, from the sum over all replicas.
+
+    Args:
+      optimizers: Keras optimizers; each is restored at the end.
+      weigh: called in replica context with this replica's gradients before they are summed.
+    """
+    with contextlib.ExitStack() as stack:
+        for optimizer in optimizers:
+            stack.enter_context(_tapped(optimizer, weigh))
+        yield
+
+
+def optimizers_of(model: keras.Model) -> list[Any]:
+    """The optimizer given to `compile`, and those that a subclass keeps in attributes of its own, as GANs do."""
+    found = [model.optimizer, *vars(model).values()]
+    unique = {id(value): value for value in found if isinstance(value, keras.optimizers.Optimizer)}
+    return list(unique.values())
+
+
+def sum_over_replicas(gradients: Gradients) -> list[Any]:
+    """The sums over all replicas, in replica context; None stays None."""
+    present = [gradient for gradient in gradients if gradient is not None]
+    context = tf.distribute.get_replica_context()
+    sums = iter(context.all_reduce(tf.distribute.ReduceOp.SUM, present) if present else [])
+    return [None if gradient is None else next(sums) for gradient in gradients]
+
+
+@contextlib.contextmanager
+def _tapped(optimizer: Any, weigh: Transform | None) -> Iterator[None]:
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    first_sum = inner is not optimizer or clips(inner) or _branches(inner)
+    changes: list[tuple[Any, str, Any]] = []
+    if weigh or first_sum:
+        changes.append((optimizer, "apply", _apply(optimizer, weigh, first_sum)))
+    if first_sum:
+        changes.append((inner, "_all_reduce_sum_gradients", lambda gradients_and_variables: gradients_and_variables))
+    if _branches(inner):
+        changes.append((inner, "_backend_apply_gradients", _branching_apply(inner)))
+    with _attributes(changes):
+        yield
+
+
+@contextlib.contextmanager
+def _attributes(changes: list[tuple[Any, str, Any]]) -> Iterator[None]:
+    # Past Keras' own __setattr__, which tracks values and refuses changes to a locked object.
+    for target, name, value in changes:
+        object.__setattr__(target, name, value)
+    try:
+        yield
+    finally:
+        for target, name, _ in changes:
+            object.__delattr__(target, name)
+
+
+def clips(optimizer: Any) -> bool:
+    """Whether gradients are clipped, which Keras would do on each replica before the sum."""
+    return any((optimizer.clipnorm, optimizer.global_clipnorm, optimizer.clipvalue))
+
+
+def _branches(optimizer: Any) -> bool:
+    """Whether the update is conditional, which Keras would do where a replica can't wait for the others."""
+    return bool(optimizer.gradient_accumulation_steps or (optimizer.use_ema and optimizer.ema_overwrite_frequency))
+
+
+def _apply(optimizer: Any, weigh: Transform | None, first_sum: bool) -> Callable[..., None]:
+    original = optimizer.apply
+
+    def apply(grads: Gradients, trainable_variables: Any = None) -> None:
+        if tf.distribute.in_cross_replica_context():
+            return original(grads, trainable_variables)
+        grads = weigh(grads) if weigh else grads
+        grads = sum_over_replicas(grads) if first_sum else grads
+        return original(grads, trainable_variables)
+
+    return apply
+
+
+def _branching_apply(optimizer: Any) -> Callable[..., None]:
+    """Keras' `_backend_apply_gradients` with its conditionals in cross-replica context, where they may be."""
+
+    def backend_apply_gradients(grads: Gradients, trainable_variables: Sequence[Any]) -> None:
+        def everywhere(function: Callable[..., Any], *args: Any) -> Callable[[], tf.Tensor]:
+            def branch() -> tf.Tensor:
+                tf.distribute.get_strategy().extended.call_for_each_replica(_without_result(function), args=args)
+                return tf.constant(True)
+
+            return branch
+
+        def merged(strategy: tf.distribute.Strategy, grads: Gradients) -> None:
+            del strategy
+            _update_or_accumulate(optimizer, grads, trainable_variables, everywhere)
+            _average(optimizer, everywhere)
+
+        tf.distribute.get_replica_context().merge_call(merged, args=(list(grads),))
+
+    return backend_apply_gradients
+
+
+def _update_or_accumulate(optimizer: Any, grads: Gradients, variables: Sequence[Any], everywhere: Callable) -> None:
+    steps = optimizer.gradient_accumulation_steps
+    if not steps:
+        everywhere(_update, optimizer, grads, variables)()
+        return
+    # The accumulators of these variables: some may have been left out for want of a gradient.
+    sums = [optimizer._accumulated_gradients[optimizer._get_variable_index(variable)] for variable in variables]
+
+    def update_from_sums(grads: Gradients) -> None:
+        _update(optimizer, [(grad + total) / steps for grad, total in zip(grads, sums, strict=True)], variables)
+        optimizer._backend_reset_gradient_accumulators()
+
+    def accumulate(grads: Gradients) -> None:
+        optimizer._backend_increment_gradient_accumulators(grads, sums)
+
+    due = tf.equal((_value(optimizer._iterations) + 1) % steps, 0)
+    tf.cond(due, everywhere(update_from_sums, grads), everywhere(accumulate, grads))
+
+
+def _update(optimizer: Any, grads: Gradients, variables: Sequence[Any]) -> None:
+    grads = optimizer._clip_gradients(grads)
+    optimizer._apply_weight_decay(variables)
+    optimizer._backend_update_step(grads, variables, optimizer.learning_rate)
+
+
+def _average(optimizer: Any, everywhere: Callable) -> None:
+    if not optimizer.use_ema:
+        return
+    variables = optimizer._trainable_variables
+    everywhere(optimizer._update_model_variables_moving_average, variables)()
+    if optimizer.ema_overwrite_frequency:
+        due = tf.equal((tf.convert_to_tensor(optimizer.iterations) + 1) % optimizer.ema_overwrite_frequency, 0)
+        overwrite = everywhere(optimizer._overwrite_model_variables_with_average_value, variables)
+        tf.cond(due, overwrite, lambda: tf.constant(True))
+
+
+def _value(variable: Any) -> tf.Tensor:
+    return tf.convert_to_tensor(variable)
+
+
+def _without_result(function: Callable[..., Any]) -> Callable[..., None]:
+    def call(*args: Any) -> None:
+        function(*args)
+
+    return tf.autograph.experimental.do_not_convert(call)

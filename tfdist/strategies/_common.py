@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What MirroredStrategy and MultiWorkerMirroredStrategy share: the seam of Keras' steps, and the policies argument."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.strategies import steps
+
+
+class KerasSteps:
+    """Mixed into a `tf.distribute.Strategy`: takes over the steps that Keras hands to `run`, and what it reduces."""
+
+    def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
+        """Runs `fn` on every replica, as `tf.distribute.Strategy.run` does.
+
+        The steps of a Keras model return logs that are equal on all replicas: those of the global batch.
+        """
+
+        def stock() -> Any:
+            return super(KerasSteps, self).run(fn, args=args, kwargs=kwargs, options=options)
+
+        if steps.model_of(fn) is None or len(args) != 1 or kwargs:
+            return stock()
+        return steps.run_step(self, stock, fn, args[0], self._sum_over_workers)
+
+    def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
+        """Reduces over replicas, as `tf.distribute.Strategy.reduce` does, and also structures of values."""
+        if _asked_by_keras_build():
+            # Keras wants the shapes of a batch, of which the last may be uneven: any replica's part shows them.
+            return tf.nest.map_structure(lambda leaf: self.experimental_local_results(leaf)[0], value)
+        return tf.nest.map_structure(lambda leaf: self._reduce_one(reduce_op, leaf, axis), value)
+
+    def _reduce_one(self, reduce_op: Any, value: Any, axis: Any) -> Any:
+        is_mean = str(getattr(reduce_op, "value", reduce_op)).upper() == "MEAN"
+        if is_mean and getattr(value, steps.REDUCED, False):
+            return value
+        return super().reduce(reduce_op, value, axis=None if self._is_scalar(value) else axis)
+
+    def _is_scalar(self, value: Any) -> bool:
+        return tf.convert_to_tensor(self.experimental_local_results(value)[0]).shape.rank == 0
+
+    def _sum_over_workers(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        return list(tensors)
+
+
+def refuse_policies(strategy: str, policies: Sequence[Any]) -> None:
+    """Raises ValueError for any policy: no engine carries them out yet."""
+    if len(tuple(policies)):
+        raise ValueError(
+            f"{strategy}(policies=...) takes no policies in this version; leave it out. Received: policies={policies!r}"
+        )
+
+
+def _asked_by_keras_build() -> bool:
+    # No argument tells this call of Keras' from a user's: both are reduce("MEAN", structure, axis=None).
+    return sys._getframe(2).f_code.co_name == "_maybe_symbolic_build"

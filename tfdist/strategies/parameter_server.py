@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ParameterServerStrategy`: asynchronous training of one model by many workers, under unmodified `model.fit`.
+
+Every task runs the same script. The chief's constructor returns, and its `fit` drives the workers; in a `worker` or `ps` task the
+constructor serves until the chief is done and then ends the process. Without TF_CONFIG it starts a cluster of local processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist import serving
+from tfdist.cluster import Cluster
+from tfdist.engines import keras_steps
+from tfdist.engines.coordinated import CoordinatedEngine
+from tfdist.engines.coordinated_variable import coordinate
+from tfdist.engines.program import Program
+from tfdist.engines.worker_data import WorkerBatch, WorkerDataset, WorkerIterator, find_iterator
+
+_SHARDINGS = ("shard", "replicate", "dynamic")
+
+
+class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
+    """`tf.distribute.ParameterServerStrategy` for Keras 3: `fit`, `evaluate`, `predict`, and counts that are right.
+
+    Each step of Keras' loop is one update, made by whichever worker is free, from its next batch and the newest values of the
+    variables. The chief keeps a bounded number of steps in flight and does not wait for each. What it reads or writes (a metric, a
+    checkpoint, the learning rate) comes after all steps before it.
+
+    Args:
+      cluster_resolver: As for the stock strategy. Without one the cluster is taken from TF_CONFIG; without that either, `num_workers` worker
+        and `num_ps` ps processes are started on this machine, and end with this program.
+      variable_partitioner: As for the stock strategy: how to split variables over the parameter servers.
+      policies: Which contributions count and when. Empty: asynchronous.
+      data_sharding: Each worker's share of the data that `fit` trains on. `"shard"`: worker i of n takes the batches i, i + n, ...;
+        `"replicate"`: all of it; `"dynamic"`: whichever batch is next when it asks, through tf.data service.
+      num_workers: Workers to start where there is no cluster.
+      num_ps: Parameter servers to start where there is no cluster.
+      start_timeout_secs: How long to wait for the other tasks to come up.
+
+    Raises:
+      ValueError: An argument is out of range.
+      ClusterError: TF_CONFIG is not a parameter-server cluster.
+      TimeoutError: A task did not come up in time; the message names it.
+      SystemExit: In a `worker` or `ps` task, once the chief is done.
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
+        variable_partitioner: Callable[..., Any] | None = None,
+        *,
+        policies: Sequence[Any] = (),
+        data_sharding: str = "shard",
+        num_workers: int = 2,
+        num_ps: int = 1,
+        start_timeout_secs: float = 300.0,
+    ):
+        _check_arguments(policies, data_sharding, start_timeout_secs)
+        cluster = _find_cluster(cluster_resolver)
+        if cluster is not None and cluster.task.type in ("worker", "ps"):
+            sys.exit(serving.serve(cluster, start_timeout_secs))
+        self._data_sharding = data_sharding
+        self._serving = serving.attach(cluster, num_workers, num_ps, start_timeout_secs)
+        super().__init__(self._serving.resolver(), variable_partitioner)
+        # `run` and `reduce` of this class decide themselves what belongs on a worker; the stock check would only warn about it.
+        self.extended._allow_run_without_coordinator = True
+        self._engine = CoordinatedEngine(self, self._serving.num_workers, self._serving.data_service_address)
+        self._programs: dict[Any, Program] = {}
+
+    def _connect_to_cluster(self, coordinator_name: str) -> None:
+        """Joins the cluster without renaming this process' own devices.
+
+        The stock strategy renames them from job localhost to job chief, and whatever was made before (a model under MirroredStrategy,
+        a data set) can't find its device any more.
+        """
+        del coordinator_name
+        super()._connect_to_cluster("localhost")
+
+    @contextlib.contextmanager
+    def _scope(self) -> Any:
+        with super().scope(), tf.variable_creator_scope(self._create_coordinated):
+            yield self
+
+    def scope(self) -> contextlib.AbstractContextManager:
+        """See the stock `scope`. Variables made in it live on the parameter servers and count exactly."""
+        return self._scope()
+
+    def _create_coordinated(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        return coordinate(next_creator(**kwargs), lambda writes: self._engine.barrier(writes))
+
+    # Data.
+
+    def experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any = None) -> Any:
+        """Leaves the batches of `dataset` to the workers, each its share (`data_sharding`). The chief does not read them."""
+        if isinstance(dataset, WorkerDataset):
+            return dataset
+        if not tf.executing_eagerly():
+            return super().experimental_distribute_dataset(dataset, options)
+        return WorkerDataset(self._engine, dataset, self._data_sharding)
+
+    # Steps.
+
+    def run(
+        self, fn: Callable[..., Any], args: tuple = (), kwargs: dict[str, Any] | None = None, options: Any = None
+    ) -> Any:
+        """Runs `fn` on a worker.
+
+        In Keras' loop the steps overlap, and the logs returned are those of the newest finished one. Any other function is waited for,
+        and its own result returned. In a function given to `ClusterCoordinator.schedule` it means what it means in the stock strategy.
+        """
+        if tf.distribute.in_cross_replica_context() and self._on_worker():
+            return super().run(fn, args, kwargs, options)
+        kwargs = kwargs or {}
+        args, kwargs = tf.nest.map_structure(
+            lambda x: tf.convert_to_tensor(x) if isinstance(x, np.ndarray) else x, (args, kwargs)
+        )
+        kind = keras_steps.classify(fn)
+        keras_steps.check(fn)
+        if tf.executing_eagerly():
+            return self._run_eagerly(kind, fn, args, kwargs)
+        return self._run_in_graph(kind, fn, args, kwargs)
+
+    def _on_worker(self) -> bool:
+        return self.extended._being_scheduled
+
+    def _run_eagerly(self, kind: str, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        ticket = _ticket(args, kwargs)
+        iterator = None if ticket is None else find_iterator(int(ticket.iterator_id))
+        program = self._program(kind, fn, args, kwargs, iterator)
+        return program.rebuild(self._dispatch(kind, program, program.flatten_arguments(args, kwargs), iterator))
+
+    def _program(
+        self, kind: str, fn: Any, args: tuple, kwargs: dict[str, Any], iterator: WorkerIterator | None
+    ) -> Program:
+        worker_fed = iterator is not None and iterator.feed(by_chief=kind in ("test", "predict")) == "worker"
+        worker_fed = worker_fed and iterator.counted
+        specs = tf.nest.map_structure(lambda x: tf.type_spec_from_value(x) if tf.is_tensor(x) else x, (args, kwargs))
+        key = (fn, worker_fed, repr(specs))
+        if key not in self._programs:
+            self._programs[key] = Program(self, fn, args, kwargs, worker_fed)
+        return self._programs[key]
+
+    def _run_in_graph(self, kind: str, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Leaves an operation in the caller's graph that queues the step each time it runs."""
+        by_feed: dict[bool, Program] = {}
+
+        def program_for(worker_fed: bool) -> Program:
+            if worker_fed not in by_feed:
+                by_feed[worker_fed] = Program(self, fn, args, kwargs, worker_fed)
+            return by_feed[worker_fed]
+
+        ticket = _ticket(args, kwargs)
+        program = program_for(ticket is not None and kind not in ("test", "predict"))
+
+        def queue(*inputs: tf.Tensor) -> list[np.ndarray]:
+            iterator = None if ticket is None else find_iterator(int(inputs[0]))
+            tensors = list(inputs if ticket is None else inputs[1:])
+            worker_fed = (
+                iterator is not None and iterator.feed(kind in ("test", "predict")) == "worker" and iterator.counted
+            )
+            return self._dispatch(kind, program_for(worker_fed), tensors, iterator)
+
+        inputs = ([] if ticket is None else [ticket.iterator_id]) + program.flatten_arguments(args, kwargs)
+        flat = tf.py_function(queue, inputs, program.dtypes)
+        return program.rebuild(flat if isinstance(flat, list) else [])
+
+    def _dispatch(
+        self, kind: str, program: Program, tensors: list[tf.Tensor], iterator: WorkerIterator | None
+    ) -> list[np.ndarray]:
+        if iterator is None:
+            return self._engine.call(program, tensors, None)
+        if iterator.feed(False) == "chief":
+            tensors = iterator.next_local_batch() + tensors
+        if kind in ("train", "test") or not program.dtypes:
+            return self._engine.step(program, tensors, iterator, last=iterator.is_last)
+        return self._engine.call(program, tensors, iterator)
+
+    # Results. A step is made by one replica, so there is nothing to be combined.
+
+    def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:
+        """Reduces over `axis`; over the replicas there is nothing to reduce, because each step is made by one of them."""
+        if isinstance(value, WorkerBatch):
+            return find_iterator(int(value.iterator_id)).placeholder()
+        if self._on_worker():
+            return super().reduce(reduce_op, value, axis)
+        if axis is None:
+            return value
+        total = tf.reduce_sum if str(getattr(reduce_op, "name", reduce_op)).upper() == "SUM" else tf.reduce_mean
+        return tf.nest.map_structure(lambda leaf: total(leaf, axis=axis), value)
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Returns `value`: a step is made by one replica."""
+        del axis
+        return value
+
+
+def _ticket(args: tuple, kwargs: dict[str, Any]) -> WorkerBatch | None:
+    tickets = [leaf for leaf in tf.nest.flatten((args, kwargs)) if isinstance(leaf, WorkerBatch)]
+    if len(tickets) > 1:
+        raise ValueError(
+            f"strategy.run takes one distributed batch under ParameterServerStrategy. Received: {len(tickets)}."
+        )
+    return tickets[0] if tickets else None
+
+
+def _find_cluster(resolver: tf.distribute.cluster_resolver.ClusterResolver | None) -> Cluster | None:
+    cluster = Cluster.from_environment() if resolver is None else serving.cluster_of(resolver)
+    if cluster is not None:
+        cluster.check_parameter_server()
+    return cluster
+
+
+def _check_arguments(policies: Sequence[Any], data_sharding: str, start_timeout_secs: float) -> None:
+    if tuple(policies):
+        raise ValueError(f"policies must be empty: this version has none yet. Received: policies={policies!r}")
+    if data_sharding not in _SHARDINGS:
+        raise ValueError(
+            f"data_sharding must be one of {', '.join(map(repr, _SHARDINGS))}. Received: data_sharding={data_sharding!r}"
+        )
+    if not start_timeout_secs > 0:
+        raise ValueError(f"start_timeout_secs must be positive. Received: start_timeout_secs={start_timeout_secs!r}")

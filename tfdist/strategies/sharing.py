@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who gets which examples of a global batch.
+
+The batch that the user's data set yields is the global batch. Of its n examples part p of P gets those from n*p//P up to
+n*(p+1)//P: parts differ by one example at most, every example is in exactly one part, and every part takes part in
+every step, if need be with no example. TensorFlow's own rebatching cuts off the first parts in full size, so that a last
+batch can leave whole workers without a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+_KERAS_SHUFFLED = tf.data.experimental.ExternalStatePolicy.IGNORE
+# Batches whose order changes between epochs when the composition of the batches can't.
+_SHUFFLE_BATCHES = 64
+
+
+def deal(dataset: tf.data.Dataset, parts: Sequence[int], num_parts: int) -> tf.data.Dataset:
+    """The parts with these indices of each batch of `dataset`, one after the other.
+
+    Args:
+      dataset: yields global batches; all workers must see the same ones in the same order.
+      parts: indices of the parts to keep, in the order in which they are to come.
+      num_parts: into how many parts each batch is cut.
+
+    Raises:
+      ValueError: the elements are not batches.
+    """
+    check_batched(dataset.element_spec, num_parts)
+    is_tuple = isinstance(dataset.element_spec, tuple)
+
+    def shares(*element: Any) -> Any:
+        batch = element if is_tuple else element[0]
+        size = static_size(batch)
+        total = _rows(batch) if size is None else size
+        pieces = [_piece(batch, total, part, num_parts, size) for part in parts]
+        return pieces[0] if len(pieces) == 1 else _in_turn(pieces)
+
+    options = tf.data.Options()
+    # Workers that process the same batches in different orders would take overlapping shares.
+    options.deterministic = True
+    transform = dataset.map if len(parts) == 1 else dataset.flat_map
+    return _with_cardinality(transform(shares).with_options(options), dataset, len(parts))
+
+
+def reorder_batches(dataset: tf.data.Dataset, seed: int) -> tf.data.Dataset:
+    """Changes the order of the batches from epoch to epoch if Keras shuffled the data, else returns the data set as it is.
+
+    With a global seed, Keras' shuffle of arrays repeats one permutation in every epoch.
+    """
+    if dataset.options().experimental_external_state_policy != _KERAS_SHUFFLED:
+        return dataset
+    return dataset.shuffle(_SHUFFLE_BATCHES, seed=seed, reshuffle_each_iteration=True)
+
+
+def static_size(batch: Any) -> int | None:
+    """The number of examples in a batch (or in its spec) if it is known without running anything."""
+    first = _first(batch)
+    return None if first is None else tf.TensorShape(first.shape).as_list()[0]
+
+
+def rows(batch: Any) -> tf.Tensor | None:
+    """The number of examples in a batch, int64; None if nothing in it has a batch dimension."""
+    return None if _first(batch) is None else _rows(batch)
+
+
+def check_batched(element_spec: Any, num_parts: int) -> None:
+    """Raises ValueError unless the elements are batches."""
+    specs = [spec for spec in tf.nest.flatten(element_spec) if hasattr(spec, "shape")]
+    if not specs or any(tf.TensorShape(spec.shape).rank == 0 for spec in specs):
+        raise ValueError(
+            f"dataset: its elements have no batch dimension to divide among {num_parts} replicas; call .batch(global_batch_size) "
+            f"on it. Received: element_spec={element_spec}"
+        )
+
+
+def _first(batch: Any) -> Any:
+    for leaf in tf.nest.flatten(batch):
+        rank = tf.TensorShape(leaf.shape).rank if hasattr(leaf, "shape") else 0
+        if rank is None or rank > 0:
+            return leaf
+    return None
+
+
+def _rows(batch: Any) -> tf.Tensor:
+    first = _first(batch)
+    if isinstance(first, tf.RaggedTensor):
+        return tf.cast(first.nrows(), tf.int64)
+    if isinstance(first, tf.SparseTensor):
+        return tf.cast(first.dense_shape[0], tf.int64)
+    return tf.shape(first, out_type=tf.int64)[0]
+
+
+def _piece(batch: Any, total: Any, part: int, num_parts: int, size: int | None) -> Any:
+    start, stop = total * part // num_parts, total * (part + 1) // num_parts
+
+    def cut(leaf: Any) -> Any:
+        if isinstance(leaf, tf.SparseTensor):
+            begin = tf.concat([[start], tf.zeros([leaf.shape.rank - 1], tf.int64)], 0)
+            extent = tf.concat([[stop - start], leaf.dense_shape[1:]], 0)
+            return tf.sparse.slice(leaf, begin, extent)
+        if not isinstance(leaf, tf.Tensor | tf.RaggedTensor):
+            return leaf  # an empty Optional: Keras' way to say None
+        piece = leaf[start:stop]
+        # All pieces must have one type: a size is part of it only if all of them have it.
+        known = size // num_parts if size is not None and size % num_parts == 0 else None
+        return piece if isinstance(piece, tf.RaggedTensor) else _with_size(piece, known)
+
+    return tf.nest.map_structure(cut, batch)
+
+
+def _with_size(piece: tf.Tensor, size: int | None) -> tf.Tensor:
+    if size is None:
+        # Forgets what static slicing found out.
+        return tf.raw_ops.PlaceholderWithDefault(input=piece, shape=[None, *piece.shape.as_list()[1:]])
+    return tf.ensure_shape(piece, [size, *piece.shape.as_list()[1:]])
+
+
+def _in_turn(pieces: list[Any]) -> tf.data.Dataset:
+    dataset = tf.data.Dataset.from_tensors(pieces[0])
+    for piece in pieces[1:]:
+        dataset = dataset.concatenate(tf.data.Dataset.from_tensors(piece))
+    return dataset
+
+
+def _with_cardinality(dealt: tf.data.Dataset, dataset: tf.data.Dataset, times: int) -> tf.data.Dataset:
+    cardinality = int(dataset.cardinality())
+    if cardinality == tf.data.UNKNOWN_CARDINALITY or times == 1:
+        return dealt
+    known = cardinality if cardinality == tf.data.INFINITE_CARDINALITY else cardinality * times
+    return dealt.apply(tf.data.experimental.assert_cardinality(known))
