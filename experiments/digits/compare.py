@@ -12,12 +12,14 @@ import os
 import pathlib
 import shutil
 import statistics
-import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import plot
+
+from tfdist.launchers import output, processes
 
 HERE = pathlib.Path(__file__).resolve().parent
 STRATEGIES = {
@@ -27,7 +29,7 @@ STRATEGIES = {
     "parameter_server": "parameter server, 2 workers, 1 ps",
 }
 _POLL_SECS = 0.2
-_LINE_EVERY_SECS = 10.0
+_LINE_EVERY_SECS = 5.0
 _WIDTH = max(map(len, STRATEGIES.values()))
 # For readable logs only; a user's own values stay.
 _QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "GRPC_VERBOSITY": "ERROR"}
@@ -66,25 +68,15 @@ def _run(strategy: str, run_dir: pathlib.Path, epochs: int, arguments: list[str]
     shutil.rmtree(run_dir, ignore_errors=True)
     run_dir.mkdir(parents=True)
     display = Display(STRATEGIES[strategy], epochs)
-    with (run_dir / "log.txt").open("w") as log:
-        process = subprocess.Popen(
-            _command(strategy, arguments),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={**_QUIET, **os.environ},
-            start_new_session=True,
-        )
-        try:
-            while process.poll() is None:
-                display.show(_rows(run_dir))
-                time.sleep(_POLL_SECS)
-        finally:
-            _end(process)
+    # Whatever ends this program, Ctrl-C and SIGKILL included, the supervisor ends the run with all its processes.
+    with LogFile(run_dir / "log.txt") as log, processes.Supervisor(log) as supervisor:
+        process = supervisor.start(strategy, _command(strategy, arguments), _environment())
+        while supervisor.wait_first_exit(_POLL_SECS) is None:
+            display.show(_rows(run_dir))
+        process.wait()
     rows = _rows(run_dir)
     if process.returncode or len(rows) < epochs:
-        display.fail()
-        print("\n".join((run_dir / "log.txt").read_text(errors="replace").splitlines()[-20:]), file=sys.stderr)
+        display.fail("\n".join(process.tail))
         return rows, f"{strategy} ended with exit code {process.returncode}; all it printed is in {run_dir / 'log.txt'}"
     display.done(rows)
     return rows, None
@@ -97,15 +89,9 @@ def _command(strategy: str, arguments: list[str]) -> list[str]:
     return [sys.executable, *script]
 
 
-def _end(process: subprocess.Popen) -> None:
-    """Ends a run and all that it started, also when Ctrl-C ends us."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(3)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-            process.wait()
+def _environment() -> dict[str, str]:
+    """A user's own, less the cluster that this program may itself be a part of: it compares on one machine."""
+    return {name: value for name, value in (_QUIET | os.environ).items() if name != "TF_CONFIG"}
 
 
 def _rows(run_dir: pathlib.Path) -> list[Row]:
@@ -113,6 +99,26 @@ def _rows(run_dir: pathlib.Path) -> list[Row]:
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     # The last line may be half written.
     return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+class LogFile(output.Console):
+    """A console that is a file, without prefixes."""
+
+    def __init__(self, path: pathlib.Path):
+        super().__init__()
+        self._file = path.open("w", buffering=1, encoding="utf-8")
+
+    def keeps_colours(self, error: bool) -> bool:
+        return False
+
+    def write(self, prefix: str, lines: Iterable[str], error: bool = False, number: int | None = None) -> None:
+        self._file.writelines(f"{line}\n" for line in lines)
+
+    def __enter__(self) -> LogFile:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._file.close()
 
 
 class Display:
@@ -133,8 +139,8 @@ class Display:
     def done(self, rows: list[Row]) -> None:
         self._write(f"{self._progress(rows)}, {time.monotonic() - self._start:.0f} s in all", end="\n")
 
-    def fail(self) -> None:
-        self._write("failed; the end of what it printed:", end="\n")
+    def fail(self, tail: str) -> None:
+        self._write(f"failed; the end of what it printed:\n{tail}", end="\n")
 
     def _progress(self, rows: list[Row]) -> str:
         done = round(20 * len(rows) / self._epochs)

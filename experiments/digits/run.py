@@ -42,4 +42,7 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    try:
+        app.run(main)
+    except KeyboardInterrupt:
+        sys.exit("\ninterrupted; all processes have ended")
