@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# ruff: noqa: PTH, SIM105 (pathlib and contextlib would double what it costs to start a task)
+# pathlib and contextlib would double what it costs to start a task:
+# ruff: noqa: PTH112, PTH123, PTH208, SIM105
 """Runs one task and ends everything it started when it is over or when the process that asked for it is gone.
 
 Run by path, `python -I -S _guard.py PARENT_PID COMMAND...`, never imported; it imports as little as possible because it

@@ -248,6 +248,11 @@ class Supervisor:
         """Makes `wait_first_exit` return None. May be called from a signal handler."""
         self._exits.put(None)
 
+    def say(self, lines: Sequence[str]) -> None:
+        """Writes lines of the launcher's own to standard error."""
+        if self._console:
+            self._console.write("tfdist: ", lines, error=True)
+
     def stop(self, signals: Sequence[int] = (signal.SIGTERM,), grace_secs: float = 3.0) -> bool:
         """Ends every task and what it started; does nothing the second time, nor in a forked copy of this program.
 

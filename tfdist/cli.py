@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The console command `tfdist`. It imports no TensorFlow, so that it answers at once."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from absl import flags
+
+import tfdist
+from tfdist.launchers.requests import LaunchError
+
+_USAGE_ERROR = 2
+_HELP = ("-h", "-help", "--help", "help")
+_USAGE = """\
+usage: tfdist launch PLATFORM [FLAGS] SCRIPT [ARGUMENTS]
+       tfdist --help | --version
+
+The distribution toolkit for TensorFlow and Keras 3.
+
+  launch    start a script as every task of a cluster (see tfdist launch --help)
+"""
+_LAUNCH_USAGE = """\
+usage: tfdist launch PLATFORM [FLAGS] SCRIPT [ARGUMENTS]
+
+Starts the same script as every task of a cluster, each with its own TF_CONFIG.
+
+platforms (tfdist launch PLATFORM --help lists the flags of one):
+"""
+# Each is a module of tfdist.launchers with `main(arguments)`; imported only when asked for.
+_PLATFORMS = {"local": "processes on this machine"}
+
+
+class _UsageError(ValueError):
+    """What was typed makes no sense. The message is one line."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command.
+
+    Args:
+      argv: what follows the command's name; this process' own arguments by default.
+
+    Returns:
+      The exit code: 2 if the command line makes no sense.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(arguments)
+    except (_UsageError, LaunchError, OSError) as error:
+        sys.stderr.write(f"tfdist: {' '.join(str(error).split())}\n")
+        return _USAGE_ERROR
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in _HELP:
+        return _print(_USAGE, asked=bool(arguments))
+    if arguments[0] in ("-version", "--version"):
+        return _print(f"tfdist {tfdist.__version__}\n", asked=True)
+    if arguments[0] != "launch":
+        raise _UsageError(f"unknown command; use launch (see tfdist --help). Received: {arguments[0]!r}")
+    return _launch(arguments[1:])
+
+
+def _launch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in _HELP:
+        platforms = "".join(f"  {name:10}{text}\n" for name, text in _PLATFORMS.items())
+        return _print(_LAUNCH_USAGE + platforms, asked=bool(arguments))
+    platform, *rest = arguments
+    if platform not in _PLATFORMS:
+        known = ", ".join(_PLATFORMS)
+        raise _UsageError(f"unknown platform; there is: {known} (see tfdist launch --help). Received: {platform!r}")
+    try:
+        return importlib.import_module(f"tfdist.launchers.{platform}").main(rest)
+    except flags.Error as error:
+        problem = str(error).removeprefix("ERROR:: ").rstrip(".")
+        raise _UsageError(f"{problem} (see tfdist launch {platform} --help)") from None
+
+
+def _print(text: str, asked: bool) -> int:
+    (sys.stdout if asked else sys.stderr).write(text)
+    return 0 if asked else _USAGE_ERROR
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A launcher's own flags, told apart from those of the script that it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from absl import flags
+
+
+def parse(define: Callable[[flags.FlagValues], None], arguments: Sequence[str]) -> tuple[flags.FlagValues, list[str]]:
+    """Parses the launcher's flags, which end where the script, or "-m MODULE", begins.
+
+    Args:
+      define: defines the flags. The program's global flags are left alone: those are the script's.
+      arguments: what follows the platform's name.
+
+    Returns:
+      The flags, and the script (or "-m" and a module) with its arguments.
+
+    Raises:
+      absl.flags.Error: an unknown flag, or a value that can't be parsed.
+    """
+    if "-m" in arguments:
+        before = list(arguments[: arguments.index("-m")])
+        values, script = _parse(define, before)
+        # A script in front of it, or "--", makes this "-m" the script's own.
+        if not script and "--" not in before:
+            return values, list(arguments[len(before) :])
+    return _parse(define, arguments)
+
+
+def _parse(define: Callable[[flags.FlagValues], None], arguments: Sequence[str]) -> tuple[flags.FlagValues, list[str]]:
+    values = flags.FlagValues()
+    flags.DEFINE_boolean("help", False, "print this help", short_name="h", flag_values=values)
+    define(values)
+    return values, values(["tfdist", *arguments])[1:]
+
+
+def describe(values: flags.FlagValues) -> str:
+    """The flags with their defaults, a line each."""
+    names = [name for name in values if len(name) > 1]
+    shown = {name: f"--{name}" if values[name].boolean else f"--{name}={values[name].default}" for name in names}
+    width = max(map(len, shown.values()))
+    return "".join(f"  {shown[name]:{width}}  {values[name].help}\n" for name in names)

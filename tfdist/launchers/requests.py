@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a launcher is asked for: processes, as text and numbers. The same for every platform."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import pathlib
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+
+
+class LaunchError(ValueError):
+    """A job that can't be started. The message is one line."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskRequest:
+    """One process: its name such as "worker:1", what is added to the environment, and its command."""
+
+    name: str
+    env: Mapping[str, str]
+    command: tuple[str, ...]
+
+    def __str__(self) -> str:
+        settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in self.env.items())
+        return f"# {self.name}\n{settings} {shlex.join(self.command)}\n"
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """All processes of a job. As text, which is what a dry run shows, a shell command for each.
+
+    Attributes:
+      tasks: what to start, in this order.
+      deciding: the names of the tasks that make it a success when all of them have succeeded.
+      grace_secs: given to tasks to end by themselves.
+    """
+
+    tasks: tuple[TaskRequest, ...]
+    deciding: frozenset[str]
+    grace_secs: float
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.tasks))
+
+
+def check_command(command: Sequence[str]) -> None:
+    """Checks that the script, or the module after "-m", is there.
+
+    Raises:
+      LaunchError: it is not, or can't be read.
+    """
+    script, *arguments = command
+    if script == "-m":
+        _check_module(arguments[0] if arguments else "")
+        return
+    path = pathlib.Path(script)
+    try:
+        wrong = _script_problem(path)
+    except (OSError, ValueError) as error:  # A name that is too long, or a directory that may not be entered.
+        wrong = f"can't be looked up ({error}); check its name"
+    if wrong:
+        raise LaunchError(f"the script {wrong}. Received: {script!r}")
+
+
+def _script_problem(path: pathlib.Path) -> str | None:
+    if path.is_dir():
+        found = (path / "__main__.py").exists()
+        return None if found else "is a directory without __main__.py; name a file"
+    if not path.exists():
+        return f"does not exist (looked in {pathlib.Path.cwd()}); check its name"
+    return None if os.access(path, os.R_OK) else "is not readable; try chmod +r"
+
+
+def _check_module(name: str) -> None:
+    """Looks for the outermost package only: looking further would import it."""
+    sys.path.insert(0, "")  # `python -m` looks in the working directory first.
+    try:
+        found = importlib.util.find_spec(name.partition(".")[0])
+    except (ImportError, ValueError):
+        found = None
+    finally:
+        sys.path.remove("")
+    if found is None:
+        raise LaunchError(f"there is no such module; check its name and PYTHONPATH. Received: -m {name!r}")
