@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who gets which examples of a global batch.
 
-The batch that the user's data set yields is the global batch. Of its n examples part p of P gets those from n*p//P up to
-n*(p+1)//P: parts differ by one example at most, every example is in exactly one part, and every part takes part in
-every step, if need be with no example. TensorFlow's own rebatching cuts off the first parts in full size, so that a last
-batch can leave whole workers without a step.
+The batch that the user's data set yields is the global batch. Of its n examples part p of P gets those from n*p//P up
+to n*(p+1)//P: parts differ by one example at most, every example is in exactly one part, and every part takes part in
+every step, if need be with no example. TensorFlow's own rebatching cuts off the first parts in full size, so that a
+last batch can leave whole workers without a step.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def deal(dataset: tf.data.Dataset, parts: Sequence[int], num_parts: int) -> tf.d
 
 
 def reorder_batches(dataset: tf.data.Dataset, seed: int) -> tf.data.Dataset:
-    """Changes the order of the batches from epoch to epoch if Keras shuffled the data, else returns the data set as it is.
+    """Changes the order of the batches from epoch to epoch if Keras shuffled the data; else the data set as it is.
 
     With a global seed, Keras' shuffle of arrays repeats one permutation in every epoch.
     """
@@ -73,8 +73,8 @@ def check_batched(element_spec: Any, num_parts: int) -> None:
     specs = [spec for spec in tf.nest.flatten(element_spec) if hasattr(spec, "shape")]
     if not specs or any(tf.TensorShape(spec.shape).rank == 0 for spec in specs):
         raise ValueError(
-            f"dataset: its elements have no batch dimension to divide among {num_parts} replicas; call .batch(global_batch_size) "
-            f"on it. Received: element_spec={element_spec}"
+            f"dataset: its elements have no batch dimension to divide among {num_parts} replicas; "
+            f"call .batch(global_batch_size) on it. Received: element_spec={element_spec}"
         )
 
 

@@ -127,9 +127,9 @@ def _only_even(shares: Shares) -> Callable[[Sequence[Any]], list[Any]]:
     def check(gradients: Sequence[Any]) -> list[Any]:
         replica = tf.distribute.get_replica_context()._replica_id
         message = (
-            "compile(loss=...): losses with reduction='sum' beside losses with a mean can't be weighed for a batch that "
-            "divides unevenly among the replicas; use one kind of reduction, or batch(..., drop_remainder=True). Received examples, "
-            "replicas:"
+            "compile(loss=...): losses with reduction='sum' beside losses with a mean can't be weighed for a batch "
+            "that divides unevenly among the replicas; use one kind of reduction, or batch(..., drop_remainder=True). "
+            "Received examples, replicas:"
         )
         tf.debugging.Assert(shares.is_even(replica), [message, shares.total, shares.num_replicas])
         return list(gradients)
