@@ -88,7 +88,7 @@ class EpochLog(keras.callbacks.Callback):
         self._start = time.perf_counter()
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
-        self._updates, self._trained = int(self.model.optimizer.iterations), None
+        self._updates, self._trained = self._iterations(), None
         self._epoch_start = time.perf_counter()
 
     def on_test_begin(self, logs: dict | None = None) -> None:
@@ -97,12 +97,15 @@ class EpochLog(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         now = time.perf_counter()
-        updates = int(self.model.optimizer.iterations) - self._updates
+        updates = self._iterations() - self._updates
         row = {"epoch": epoch + 1, "seconds": now - self._start, "updates": updates}
         row["updates_per_sec"] = updates / ((self._trained or now) - self._epoch_start)
         row |= {name: float(value) for name, value in (logs or {}).items()}
         with self._path.open("a") as file:
             file.write(json.dumps(row) + "\n")
+
+    def _iterations(self) -> int:
+        return int(keras.ops.convert_to_numpy(self.model.optimizer.iterations))
 
 
 def _split_cpu(devices: int) -> None:
