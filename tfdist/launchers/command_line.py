@@ -32,6 +32,7 @@ def parse(define: Callable[[flags.FlagValues], None], arguments: Sequence[str]) 
 
 def _parse(define: Callable[[flags.FlagValues], None], arguments: Sequence[str]) -> tuple[flags.FlagValues, list[str]]:
     values = flags.FlagValues()
+    values.set_gnu_getopt(False)  # By default, absl would go on behind the script's name.
     flags.DEFINE_boolean("help", False, "print this help", short_name="h", flag_values=values)
     define(values)
     return values, values(["tfdist", *arguments])[1:]
