@@ -80,8 +80,12 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         The stock strategy renames them from job localhost to job chief, and whatever was made before (a model under MirroredStrategy,
         a data set) can't find its device any more.
         """
+        resolver, self._cluster_resolver = self._cluster_resolver, self._serving.renamed_resolver("localhost")
+        try:
+            super()._connect_to_cluster("localhost")
+        finally:
+            self._cluster_resolver = resolver
         del coordinator_name
-        super()._connect_to_cluster("localhost")
 
     @contextlib.contextmanager
     def _scope(self) -> Any:

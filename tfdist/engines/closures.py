@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one place that touches `ClusterCoordinator` below its public surface.
+
+`ClusterCoordinator.schedule` takes `tf.function`s only, and tells nobody on which worker a closure runs or when it ends. The
+queue beneath it takes any callable, and runs it in the thread that is bound to the worker; this is what lets the engine do its
+bookkeeping where the work is done. `tests/engines/test_closures.py` fails loudly when TensorFlow changes any of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.distribute.coordinator import cluster_coordinator, coordinator_context
+
+# What a lost or restarting task looks like from the chief. The coordinator decides which of them it can mend; a closure that
+# meets one passes it on untouched.
+TASK_FAILURES = (
+    tf.errors.UnavailableError,
+    tf.errors.AbortedError,
+    tf.errors.CancelledError,
+    tf.errors.DeadlineExceededError,
+    cluster_coordinator.ClosureInputError,
+    cluster_coordinator.ClosureAbortedError,
+)
+
+
+def schedule(coordinator: tf.distribute.coordinator.ClusterCoordinator, function: Callable[..., None], *args: Any) -> None:
+    """Queues `function(*args)` for whichever worker is free first.
+
+    It runs in that worker's thread on the chief, with the worker as the default device. It runs again, on another worker, when it
+    raises one of `TASK_FAILURES`. Per-worker values among `args` arrive as the value of the worker it runs on.
+    """
+    coordinator._cluster.schedule(function, args, {})
+
+
+def create_on_workers(
+    coordinator: tf.distribute.coordinator.ClusterCoordinator, function: Callable[..., Any], *args: Any
+) -> tf.distribute.coordinator.PerWorkerValue:
+    """Runs `function(*args)` once for each worker, and again for a worker that comes back; the values stay on the workers."""
+    return coordinator._create_per_worker_resources(function, args)
+
+
+def current_worker() -> int | None:
+    """The index of the worker whose thread this is, or None outside of a closure."""
+    context = coordinator_context.get_current_dispatch_context()
+    return None if context is None else int(context.worker_index)
+
+
+def has_failed(coordinator: tf.distribute.coordinator.ClusterCoordinator) -> bool:
+    """Whether the coordinator met an error that it could not mend (a lost parameter server, say)."""
+    return coordinator._cluster.closure_queue._error is not None
+
+
+def raise_failure(coordinator: tf.distribute.coordinator.ClusterCoordinator) -> None:
+    """Raises the error that the coordinator could not mend, if there is one. It waits for closures in flight to end."""
+    coordinator.done()

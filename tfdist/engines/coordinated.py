@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine of `ParameterServerStrategy`: steps travel to the workers as closures of TensorFlow's `ClusterCoordinator`.
+
+How a step flows:
+
+    Keras' loop (chief, main thread)                  a worker's thread (chief)             the worker's process
+      next(iterator)   make_room(): waits until
+                       fewer than `window` steps are
+                       under way
+      strategy.run     step(): queues a closure  -->    _execute(): takes the next   -->      the traced step: reads its batch and
+                       and returns the newest logs      closure, runs the Program             the variables, updates the variables
+                                                        on its worker                <--      (on the parameter servers)
+      metric.result()  barrier(): waits for all
+                       steps, then reads
+
+Who owns what: the main thread owns the order of steps; each worker's thread owns what runs on its worker; everything shared stands in
+`CoordinatedEngine` under one condition variable. A step is *pending* from `step()` until it has been made, has failed, or has turned
+out to have no data. Errors of the user's code are kept and raised in the main thread at its next call; errors of lost tasks go to the
+coordinator, which gives the closure to another worker.
+
+When the data are at their end on one worker only, its closure is handed back for another worker to take, and the worker's thread is
+*parked*: the coordinator offers no choice of worker, and would else offer the same closure to the same worker again and again.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.engines import closures
+from tfdist.engines.program import Program
+from tfdist.engines.worker_data import WorkerIterator
+
+# How long a wait sleeps before it looks for lost tasks again. It bounds how late an error is seen, not how late a result is.
+_POLL_SECS = 0.5
+# Fetching logs costs a round trip on the worker's thread. Progress bars draw at most 20 times a second.
+_LOG_INTERVAL_SECS = 0.05
+# After an error of the user's code the other workers may end the step they are in, for this long.
+_ERROR_GRACE_SECS = 15.0
+
+
+@dataclasses.dataclass(eq=False)
+class _Step:
+    """One step on its way: what to run, on what data, and who wants the result."""
+
+    program: Program
+    tensors: Sequence[tf.Tensor]
+    iterator: WorkerIterator | None = None
+    wants_logs: bool = False
+    took_batch: concurrent.futures.Future | None = None
+    result: concurrent.futures.Future | None = None
+
+
+class CoordinatedEngine:
+    """Keeps a bounded window of steps in flight over all workers.
+
+    Args:
+      strategy: The strategy whose cluster it drives.
+      num_workers: How many workers that cluster has.
+      data_service_address: Returns the address of the tf.data service's dispatcher, "grpc://host:port"; starts it if need be.
+      clock: Seconds, monotonic; tests put their own here.
+    """
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        num_workers: int,
+        data_service_address: Callable[[], str],
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.num_workers = num_workers
+        self.coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+        self.data_service_address = data_service_address
+        # Each worker computes one step while the next one waits in the queue; more would only make the logs older.
+        self.window = 2 * num_workers + 1
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._pending = 0
+        self._handed_back: collections.deque[_Step] = collections.deque()
+        self._error: BaseException | None = None
+        self._logs: list[np.ndarray] | None = None
+        self._logs_due_at = 0.0
+        self._logs_on_their_way = False
+        self._running: dict[int, float] = {}
+        self._lost: set[int] = set()
+
+    # What the main thread calls.
+
+    def make_room(self) -> None:
+        """Waits until another step may be queued. Raises what went wrong in a step before."""
+        self._wait(lambda: self._pending < self.window)
+
+    def step(self, program: Program, tensors: Sequence[tf.Tensor], iterator: WorkerIterator | None, last: bool) -> list[np.ndarray]:
+        """Queues a step whose result is a running total, such as Keras' logs.
+
+        Returns:
+          The flat result of the newest finished step; it is this step's own if `last`, or if none was finished since the chief last
+          wrote a variable (reset the metrics, say).
+
+        Raises:
+          tf.errors.OutOfRangeError: No worker has data left.
+        """
+        step = _Step(program, tensors, iterator)
+        if iterator is not None and not iterator.counted:
+            step.took_batch = concurrent.futures.Future()
+        with self._changed:
+            step.wants_logs = last or self._logs is None or (not self._logs_on_their_way and self._clock() >= self._logs_due_at)
+            self._logs_on_their_way |= step.wants_logs
+        self._queue(step)
+        if step.took_batch is not None:
+            self._wait(lambda: step.took_batch.done())
+            if not step.took_batch.result():
+                raise tf.errors.OutOfRangeError(None, None, "End of sequence")
+        self._wait((lambda: self._pending == 0) if last else (lambda: self._logs is not None or self._pending == 0))
+        if self._logs is None:
+            raise tf.errors.OutOfRangeError(None, None, "End of sequence")
+        return self._logs
+
+    def call(self, program: Program, tensors: Sequence[tf.Tensor], iterator: WorkerIterator | None) -> list[np.ndarray]:
+        """Queues a step and waits for its own result."""
+        return self.wait_for(self.start(program, tensors, iterator))
+
+    def start(self, program: Program, tensors: Sequence[tf.Tensor], iterator: WorkerIterator | None) -> concurrent.futures.Future:
+        """Queues a step; the future gets its own result, or None when there were no data for it."""
+        step = _Step(program, tensors, iterator, result=concurrent.futures.Future())
+        self._queue(step)
+        return step.result
+
+    def wait_for(self, result: concurrent.futures.Future) -> list[np.ndarray]:
+        """Waits for the result of `start`."""
+        self._wait(result.done)
+        value = result.result()
+        if value is None:
+            raise tf.errors.OutOfRangeError(None, None, "End of sequence")
+        return value
+
+    def barrier(self, writes: bool) -> None:
+        """Waits for all steps queued so far: what the chief reads or writes next comes after them.
+
+        Args:
+          writes: Whether the chief is about to write; logs of steps before are then out of date.
+        """
+        if closures.current_worker() is not None:
+            return
+        if self._pending or self._error is not None:
+            self._wait(lambda: self._pending == 0)
+        if writes:
+            self._logs = None
+
+    def busy_workers(self) -> dict[int, float]:
+        """Which workers are computing, and since when (on the engine's clock)."""
+        with self._changed:
+            return dict(self._running)
+
+    def lost_workers(self) -> set[int]:
+        """Which workers failed last and have not come back."""
+        with self._changed:
+            return set(self._lost)
+
+    # Waiting.
+
+    def _wait(self, condition: Callable[[], bool]) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._error is not None or self._handed_back or condition(), _POLL_SECS)
+                step = self._handed_back.popleft() if self._handed_back else None
+                if step is None and condition() and self._error is None:
+                    return
+            if step is not None:
+                self._schedule(step)
+            elif self._error is not None:
+                self._raise_error()
+            elif closures.has_failed(self.coordinator):
+                self._give_up(lambda: closures.raise_failure(self.coordinator))
+
+    def _raise_error(self) -> None:
+        """Lets the other steps end, and raises the error once."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._pending == len(self._handed_back), timeout=_ERROR_GRACE_SECS)
+            error, self._error = self._error, None
+        self._give_up(lambda: _raise(error))
+
+    def _give_up(self, fail: Callable[[], None]) -> None:
+        """Forgets the steps that are under way; `fail` raises why."""
+        try:
+            fail()
+        finally:
+            with self._changed:
+                self._pending = 0
+                self._handed_back.clear()
+                self._logs = None
+                self._logs_on_their_way = False
+                self._running.clear()
+                self._changed.notify_all()
+
+    # Queuing and running.
+
+    def _queue(self, step: _Step) -> None:
+        with self._changed:
+            self._pending += 1
+        self._schedule(step)
+
+    def _schedule(self, step: _Step) -> None:
+        """Only the main thread queues: the coordinator's queue raises its errors there, and waits for steps in flight to do so."""
+        on_workers = step.iterator.on_workers() if step.iterator is not None and step.iterator.feed(False) == "worker" else None
+        try:
+            closures.schedule(self.coordinator, self._execute, step, on_workers)
+        except BaseException as error:
+            self._give_up(lambda: _raise(error))
+
+    def _execute(self, step: _Step, iterator_on_worker: Any) -> None:
+        """Runs a step; in the thread of the worker that took it."""
+        worker = closures.current_worker()
+        if iterator_on_worker is not None and worker in step.iterator.exhausted:
+            self._hand_back(step, worker)
+            return
+        with self._changed:
+            self._running[worker] = self._clock()
+        try:
+            self._run(step, worker, iterator_on_worker)
+        except tf.errors.OutOfRangeError:
+            if iterator_on_worker is None:
+                raise
+            self._hand_back(step, worker)
+        except closures.TASK_FAILURES:
+            with self._changed:
+                self._lost.add(worker)
+                self._running.pop(worker, None)
+            raise
+        except Exception as error:  # Whatever the user's step raises belongs to the user, with its own type and message.
+            self._finish(step, worker, error=error)
+
+    def _run(self, step: _Step, worker: int, iterator_on_worker: Any) -> None:
+        batch = [] if iterator_on_worker is None else [iterator_on_worker]
+        if step.took_batch is not None and iterator_on_worker is not None:
+            batch = tf.nest.flatten(iterator_on_worker.get_next(), expand_composites=True)
+            with self._changed:
+                _resolve(step.took_batch, True)
+                self._changed.notify_all()
+        outputs = step.program.run(*batch, *step.tensors)
+        wanted = step.wants_logs or step.result is not None
+        self._finish(step, worker, values=step.program.fetch(outputs) if wanted else None)
+
+    def _finish(self, step: _Step, worker: int, values: list[np.ndarray] | None = None, error: BaseException | None = None) -> None:
+        with self._changed:
+            self._pending -= 1
+            self._running.pop(worker, None)
+            self._lost.discard(worker)
+            if error is not None and self._error is None:
+                self._error = error
+            if step.wants_logs:
+                self._logs_on_their_way = False
+                self._logs = values
+                self._logs_due_at = self._clock() + _LOG_INTERVAL_SECS
+            _resolve(step.took_batch, error is None)
+            _resolve(step.result, values)
+            self._changed.notify_all()
+
+    # The end of the data.
+
+    def _hand_back(self, step: _Step, worker: int) -> None:
+        """This worker has no data left: another one takes the step, or nobody if all are at their end."""
+        iterator = step.iterator
+        with self._changed:
+            self._running.pop(worker, None)
+            self._lost.discard(worker)
+            iterator.exhausted.add(worker)
+            if len(iterator.exhausted | self._lost) == self.num_workers:
+                iterator.ended = True
+                self._drop(step)
+                return
+            self._handed_back.append(step)
+            self._changed.notify_all()
+        self._park()
+
+    def _drop(self, step: _Step) -> None:
+        self._pending -= 1
+        if step.wants_logs:
+            self._logs_on_their_way = False
+        _resolve(step.took_batch, False)
+        _resolve(step.result, None)
+        self._changed.notify_all()
+
+    def _park(self) -> None:
+        """Keeps the worker of this thread from taking the same step again, until nothing is left to take."""
+        with self._changed:
+            while self._pending and not closures.has_failed(self.coordinator):
+                self._changed.wait(_POLL_SECS)
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+def _resolve(future: concurrent.futures.Future | None, value: Any) -> None:
+    if future is not None and not future.done():
+        future.set_result(value)

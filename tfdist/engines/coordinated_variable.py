@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Variables on the parameter servers that the chief sees in program order and that the workers count in exactly.
+
+Two things are wrong with the stock variable under asynchronous workers:
+
+* The chief does not know that steps it scheduled are still running. A metric that is read, or reset, in between counts a part of
+  them. Here, reading or writing a variable on the chief first waits for every step scheduled before (`barrier`).
+* Keras' `Variable.assign_add(x)` is `assign(self + x)`: read, add, write. Of two workers that do so at once one is lost. Here, when
+  the value assigned is an addition to (or subtraction from) a read of the same variable, with no write between, it becomes the one
+  atomic operation that was meant. The two are equal for a single worker, so nothing is lost where it does not matter.
+
+This module is the only one that relies on the class of the variables which `ParameterServerStrategy` makes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.distribute import ps_values
+
+_SCATTERS = tuple(f"scatter_{kind}" for kind in ("add", "sub", "update", "max", "min", "mul", "div", "nd_add", "nd_sub", "nd_update"))
+
+
+class CoordinatedVariable(ps_values.CachingVariable):
+    """A variable on a parameter server: ordered on the chief, atomic on the workers.
+
+    Args:
+      variable: The `tf.Variable` that lives on the parameter server.
+      barrier: Called before the chief touches the value; `barrier(writes=...)` returns once all scheduled steps are done.
+    """
+
+    def __init__(self, variable: tf.Variable, barrier: Callable[..., None]):
+        super().__init__(variable)
+        self._barrier = barrier
+        self._writes = 0
+        self._reads: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+    # Reads.
+
+    def _read(self, read: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if tf.executing_eagerly():
+            self._barrier(writes=False)
+            return read(*args, **kwargs)
+        value = read(*args, **kwargs)
+        if tf.is_tensor(value) and hasattr(value, "graph"):
+            self._reads.setdefault(value.graph, {})[value.op.name] = self._writes
+        return value
+
+    def read_value(self) -> tf.Tensor:
+        return self._read(super().read_value)
+
+    def value(self) -> tf.Tensor:
+        return self._read(super().value)
+
+    def sparse_read(self, indices: tf.Tensor, name: str | None = None) -> tf.Tensor:
+        return self._read(super().sparse_read, indices, name=name)
+
+    def gather_nd(self, indices: tf.Tensor, name: str | None = None) -> tf.Tensor:
+        return self._read(self._v.gather_nd, indices, name=name)
+
+    def _dense_var_to_tensor(self, dtype: Any = None, name: str | None = None, as_ref: bool = False) -> tf.Tensor:
+        return self._read(super()._dense_var_to_tensor, dtype=dtype, name=name, as_ref=as_ref)
+
+    def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
+        self._barrier(writes=False)
+        return super()._gather_saveables_for_checkpoint()
+
+    def _serialize_to_tensors(self) -> dict[str, Any]:
+        self._barrier(writes=False)
+        return self._v._serialize_to_tensors()
+
+    def _restore_from_tensors(self, restored_tensors: dict[str, Any]) -> Any:
+        self._barrier(writes=True)
+        return self._v._restore_from_tensors(restored_tensors)
+
+    # Writes.
+
+    def assign(self, value: Any, use_locking: bool | None = None, name: str | None = None, read_value: bool = True) -> Any:
+        delta = None if tf.executing_eagerly() else self._match_addition(value)
+        if delta is None:
+            return self._write(super().assign, value, use_locking=use_locking, name=name, read_value=read_value)
+        operation = self._v.assign_add if delta.sign > 0 else self._v.assign_sub
+        return self._write(operation, delta.value, use_locking=use_locking, name=name, read_value=read_value)
+
+    def assign_add(self, *args: Any, **kwargs: Any) -> Any:
+        return self._write(super().assign_add, *args, **kwargs)
+
+    def assign_sub(self, *args: Any, **kwargs: Any) -> Any:
+        return self._write(super().assign_sub, *args, **kwargs)
+
+    def _write(self, write: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if tf.executing_eagerly():
+            self._barrier(writes=True)
+        self._writes += 1
+        return write(*args, **kwargs)
+
+    # Recognising `assign(self + x)`.
+
+    def _match_addition(self, value: Any) -> _Addition | None:
+        if not tf.is_tensor(value) or not hasattr(value, "op"):
+            return None
+        operation = _behind(value, ("Identity",)).op
+        if operation.type in ("AddV2", "Add"):
+            left, right = operation.inputs
+            if self._is_fresh_read(left):
+                return _Addition(self._like_self(right), 1)
+            if self._is_fresh_read(right):
+                return _Addition(self._like_self(left), 1)
+        if operation.type == "Sub" and self._is_fresh_read(operation.inputs[0]):
+            return _Addition(self._like_self(operation.inputs[1]), -1)
+        return None
+
+    def _is_fresh_read(self, tensor: tf.Tensor) -> bool:
+        """Whether `tensor` is this variable as it was read after its last write."""
+        reads = self._reads.get(tensor.graph, {})
+        while True:
+            if reads.get(tensor.op.name) == self._writes:
+                return True
+            if tensor.op.type != "Identity":
+                return False
+            tensor = tensor.op.inputs[0]
+
+    def _like_self(self, delta: tf.Tensor) -> tf.Tensor:
+        return delta if delta.shape == self.shape else tf.broadcast_to(delta, self.shape)
+
+
+def _scatter(name: str) -> Callable[..., Any]:
+    def write(self: CoordinatedVariable, *args: Any, **kwargs: Any) -> Any:
+        return self._write(getattr(self._v, name), *args, **kwargs)
+
+    write.__name__ = name
+    write.__doc__ = f"See `tf.Variable.{name}`."
+    return write
+
+
+for _name in (*_SCATTERS, "batch_scatter_update"):
+    setattr(CoordinatedVariable, _name, _scatter(_name))
+
+
+class _Addition:
+    """`value` is added to the variable (`sign` 1) or taken off it (-1)."""
+
+    def __init__(self, value: tf.Tensor, sign: int):
+        self.value = value
+        self.sign = sign
+
+
+def _behind(tensor: tf.Tensor, types: tuple[str, ...]) -> tf.Tensor:
+    while tensor.op.type in types:
+        tensor = tensor.op.inputs[0]
+    return tensor
+
+
+def coordinate(variable: Any, barrier: Callable[..., None]) -> Any:
+    """Returns what `ParameterServerStrategy` made, as a `CoordinatedVariable` where it is a single variable."""
+    if type(variable) is ps_values.CachingVariable:
+        return CoordinatedVariable(variable.get(), barrier)
+    return variable

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tells Keras' own steps from other functions given to `strategy.run`.
+
+Keras hands in `model.train_step` and `model.test_step` as bound methods, and for `predict` a function of its own around
+`model.predict_step`. What is recognised may overlap with other steps; anything else is run as any other function, one at a time,
+so a mistake here costs speed and never a result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+
+def classify(fn: Callable[..., Any]) -> str:
+    """Returns "train", "test", "predict" or "other"."""
+    fn = getattr(fn, "__wrapped__", fn)
+    if isinstance(getattr(fn, "__self__", None), keras.Model):
+        return {"train_step": "train", "test_step": "test"}.get(fn.__name__, "other")
+    return "predict" if "make_predict_function" in getattr(fn, "__qualname__", "") else "other"
+
+
+def check(fn: Callable[..., Any]) -> None:
+    """Refuses what cannot hold when workers train one model at different speeds, and builds the optimizer.
+
+    Variables can't be made while a step is traced, so the optimizer makes its own before.
+
+    Raises:
+      ValueError: The model was compiled with something that has no meaning here.
+    """
+    model = getattr(fn, "__self__", None)
+    if classify(fn) != "train":
+        return
+    if model.jit_compile:
+        raise ValueError(
+            "jit_compile=True cannot hold under ParameterServerStrategy: the variables live on other machines, out of XLA's reach. "
+            "Use model.compile(..., jit_compile=False). Received: jit_compile=True"
+        )
+    optimizer = model.optimizer
+    steps = getattr(getattr(optimizer, "inner_optimizer", optimizer), "gradient_accumulation_steps", None)
+    if steps:
+        raise ValueError(
+            "gradient_accumulation_steps cannot hold under asynchronous ParameterServerStrategy: the workers would add to one accumulator and "
+            "each would apply what the others had begun. Use a larger batch. "
+            f"Received: gradient_accumulation_steps={steps}"
+        )
+    if optimizer is not None and not optimizer.built:
+        optimizer.build(model.trainable_variables)

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step, traced once on the chief, that any worker can run."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.engines.worker_data import WorkerBatch
+
+
+class Program:
+    """`fn(*args, **kwargs)` in replica context, as a concrete function of flat tensors.
+
+    The batch comes first: either an iterator that lives on the worker, or the batch's tensors. All other tensors among the arguments
+    follow. Scalars in the result leave the worker stacked, one tensor per dtype, because every tensor costs a round trip.
+
+    Args:
+      strategy: The strategy in whose scope `fn` is traced.
+      fn: The user's step.
+      args: Its positional arguments; tensors and `WorkerBatch`es are placeholders for what comes at run time.
+      kwargs: Its keyword arguments, likewise.
+      worker_fed: Whether the batch is taken from an iterator on the worker.
+    """
+
+    def __init__(
+        self, strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], worker_fed: bool
+    ):
+        self._strategy = strategy
+        self._fn = fn
+        self._leaves = tf.nest.flatten((args, kwargs))
+        self._arguments = (args, kwargs)
+        self._batch_spec = next((leaf.element_spec for leaf in self._leaves if isinstance(leaf, WorkerBatch)), None)
+        self._worker_fed = worker_fed and self._batch_spec is not None
+        self._result: Any = None
+        self._scalars: dict[tf.DType, list[int]] = {}
+        self._dtypes: list[tf.DType] = []
+        self._shapes: list[tf.TensorShape] = []
+        self._run = self._trace()
+
+    @property
+    def dtypes(self) -> list[tf.DType]:
+        """The dtypes of the flat result."""
+        return self._dtypes
+
+    def flatten_arguments(self, args: tuple, kwargs: dict[str, Any]) -> list[tf.Tensor]:
+        """The tensors among the arguments of one call, flat, without the batch."""
+        leaves = [leaf for leaf in tf.nest.flatten((args, kwargs)) if _is_tensor(leaf) and not isinstance(leaf, WorkerBatch)]
+        return tf.nest.flatten(leaves, expand_composites=True)
+
+    def run(self, *inputs: Any) -> list[tf.Tensor]:
+        """Runs it on the device of the calling thread; the result stays there (see `fetch`)."""
+        return self._run(*inputs)
+
+    def fetch(self, outputs: Sequence[tf.Tensor]) -> list[np.ndarray]:
+        """Brings the outputs of `run` to the chief, in the order of the flat result."""
+        values = [output.numpy() for output in outputs]
+        flat: list[Any] = [None] * len(self._dtypes)
+        packed = len(self._scalars)
+        for vector, positions in zip(values[:packed], self._scalars.values(), strict=True):
+            for value, position in zip(vector, positions, strict=True):
+                flat[position] = value
+        rest = iter(values[packed:])
+        return [next(rest) if value is None else value for value in flat]
+
+    def rebuild(self, flat: Sequence[Any]) -> Any:
+        """Packs a flat result into what `fn` returned."""
+        tensors = []
+        for value, dtype, shape in zip(flat, self._dtypes, self._shapes, strict=True):
+            tensor = tf.convert_to_tensor(value, dtype)
+            tensor.set_shape(shape) if not tf.executing_eagerly() else None
+            tensors.append(tensor)
+        supply = iter(tensors)
+        leaves = [next(supply) if _is_tensor(leaf) else leaf for leaf in tf.nest.flatten(self._result, expand_composites=True)]
+        return tf.nest.pack_sequence_as(self._result, leaves, expand_composites=True)
+
+    def _trace(self) -> Callable[..., list[tf.Tensor]]:
+        function = tf.function(self._on_worker, autograph=False)
+        with tf.init_scope(), self._strategy.scope():
+            return function.get_concrete_function(*self._input_specs())
+
+    def _input_specs(self) -> list[Any]:
+        if self._batch_spec is None:
+            batch: list[Any] = []
+        elif self._worker_fed:
+            batch = [tf.data.IteratorSpec(self._batch_spec)]
+        else:
+            batch = _flat_specs(self._batch_spec)
+        tensors = [leaf for leaf in self._leaves if _is_tensor(leaf) and not isinstance(leaf, WorkerBatch)]
+        return batch + [tf.TensorSpec(t.shape, t.dtype) for t in tf.nest.flatten(tensors, expand_composites=True)]
+
+    def _on_worker(self, *inputs: Any) -> list[tf.Tensor]:
+        batch, rest = self._take_batch(list(inputs))
+        supply = iter(rest)
+        leaves = [self._fill(leaf, batch, supply) for leaf in self._leaves]
+        args, kwargs = tf.nest.pack_sequence_as(self._arguments, leaves)
+        # Nothing may happen before the batch is there: counting a step whose data then turn out to be at their end is counting wrong.
+        with tf.control_dependencies([t for t in tf.nest.flatten(batch, expand_composites=True) if tf.is_tensor(t)]):
+            result = self._call(args, kwargs)
+        return self._pack(result)
+
+    def _take_batch(self, inputs: list[Any]) -> tuple[Any, list[Any]]:
+        if self._batch_spec is None:
+            return None, inputs
+        if self._worker_fed:
+            return inputs[0].get_next(), inputs[1:]
+        count = len(_flat_specs(self._batch_spec))
+        return tf.nest.pack_sequence_as(self._batch_spec, inputs[:count], expand_composites=True), inputs[count:]
+
+    def _fill(self, leaf: Any, batch: Any, supply: Any) -> Any:
+        if isinstance(leaf, WorkerBatch):
+            return batch
+        if not _is_tensor(leaf):
+            return leaf
+        if tf.is_tensor(leaf) and not tf.nest.is_nested(leaf) and isinstance(leaf, tf.Tensor):
+            return next(supply)
+        parts = [next(supply) for _ in tf.nest.flatten(leaf, expand_composites=True)]
+        return tf.nest.pack_sequence_as(leaf, parts, expand_composites=True)
+
+    def _call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        # One replica per worker: a plain replica context, which unlike the threads of the stock `run` also holds inside of conditionals.
+        with tf.distribute.ReplicaContext(self._strategy, 0):
+            return self._fn(*args, **kwargs)
+
+    def _pack(self, result: Any) -> list[tf.Tensor]:
+        self._result = tf.nest.map_structure(lambda leaf: tf.convert_to_tensor(leaf) if isinstance(leaf, tf.Variable) else leaf, result)
+        flat = [leaf for leaf in tf.nest.flatten(self._result, expand_composites=True) if _is_tensor(leaf)]
+        self._dtypes = [tensor.dtype for tensor in flat]
+        self._shapes = [tensor.shape for tensor in flat]
+        groups: dict[tf.DType, list[int]] = collections.defaultdict(list)
+        for position, tensor in enumerate(flat):
+            if tensor.shape.rank == 0:
+                groups[tensor.dtype].append(position)
+        self._scalars = dict(groups)
+        stacked = [tf.stack([flat[i] for i in positions]) for positions in self._scalars.values()]
+        return stacked + [tensor for tensor in flat if tensor.shape.rank != 0]
+
+
+def _flat_specs(spec: Any) -> list[tf.TensorSpec]:
+    return tf.nest.flatten(spec, expand_composites=True)
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return tf.is_tensor(leaf)
