@@ -48,5 +48,5 @@ python:
 		"Install one, or name it: make PYTHON=/path/to/python3.11" >&2; exit 2; }
 
 clean:  ## remove .venv and everything else that was made
-	rm -rf .venv .venv.lock build dist *.egg-info .pytest_cache .ruff_cache .hypothesis experiments/*/results benchmarks/results/scratch
+	rm -rf .venv .venv.lock build dist *.egg-info .pytest_cache .ruff_cache .hypothesis experiments/*/results benchmarks/results/latest.json
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
