@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import threading
@@ -17,6 +18,8 @@ from tfdist.launchers.requests import Request
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SHOWN_LINES = 8
+# A worker or ps that misses the chief may be seen to fail before the chief is seen to have succeeded.
+_VERDICT_SECS = 1.0
 
 
 def submit(request: Request) -> int:
@@ -67,12 +70,18 @@ class _Run:
     def _follow(self) -> Process | None:
         """Waits until the job is decided; returns the task that failed first, or None if none did."""
         undecided = set(self._request.deciding)
-        while undecided and not self._received:
-            ended = self._supervisor.wait_first_exit()
-            if ended and ended.returncode:
-                return ended
-            if ended:
+        failed, deadline = None, math.inf
+        while undecided and not self._received and time.monotonic() < deadline:
+            left = None if failed is None else max(0.0, deadline - time.monotonic())
+            ended = self._supervisor.wait_first_exit(left)
+            if ended and ended.returncode == 0:
                 undecided.discard(ended.name)
+            elif ended and ended.name in undecided:
+                return failed or ended
+            elif ended and failed is None:
+                failed, deadline = ended, time.monotonic() + _VERDICT_SECS
+        if undecided:
+            return failed
         self._let_others_end()
         return None
 

@@ -1,0 +1,353 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The local launcher: what it plans, whom it waits for, which code it returns, and that nobody is left behind."""
+
+import json
+import os
+import pathlib
+import pty
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from tfdist import cluster
+from tfdist.launchers import local, requests, running
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+# The planned tasks are told apart by their role, as a user's script never has to.
+PREAMBLE = """
+import json, os, signal, sys, time
+task = json.loads(os.environ["TF_CONFIG"])["task"]
+name = f"{task['type']}:{task['index']}"
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Writes a script and gives its path."""
+
+    def write(text, name="train.py"):
+        path = tmp_path / name
+        path.write_text(PREAMBLE + text)
+        return str(path)
+
+    return write
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "tfdist.cli", "launch", "local", *arguments]
+
+
+def launch(*arguments, **options):
+    done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=60, cwd=ROOT, **options)
+    return done.returncode, done.stdout, done.stderr
+
+
+# Plans.
+
+GOLDEN = """\
+# chief:0
+TF_CONFIG='{"cluster": {"chief": ["127.0.0.1:1001"], "worker": ["127.0.0.1:1002", "127.0.0.1:1003"], "ps": \
+["127.0.0.1:1004"]}, "task": {"type": "chief", "index": 0}}' TFDIST_LAUNCHER=local PYTHONUNBUFFERED=1 python3 \
+train.py '--name=two words'
+
+# worker:0
+TF_CONFIG='{"cluster": {"chief": ["127.0.0.1:1001"], "worker": ["127.0.0.1:1002", "127.0.0.1:1003"], "ps": \
+["127.0.0.1:1004"]}, "task": {"type": "worker", "index": 0}}' TFDIST_LAUNCHER=local PYTHONUNBUFFERED=1 python3 \
+train.py '--name=two words'
+
+# worker:1
+TF_CONFIG='{"cluster": {"chief": ["127.0.0.1:1001"], "worker": ["127.0.0.1:1002", "127.0.0.1:1003"], "ps": \
+["127.0.0.1:1004"]}, "task": {"type": "worker", "index": 1}}' TFDIST_LAUNCHER=local PYTHONUNBUFFERED=1 python3 \
+train.py '--name=two words'
+
+# ps:0
+TF_CONFIG='{"cluster": {"chief": ["127.0.0.1:1001"], "worker": ["127.0.0.1:1002", "127.0.0.1:1003"], "ps": \
+["127.0.0.1:1004"]}, "task": {"type": "ps", "index": 0}}' TFDIST_LAUNCHER=local PYTHONUNBUFFERED=1 python3 \
+train.py '--name=two words'
+"""
+
+
+def test_a_plan_as_text():
+    job = local.Job(("train.py", "--name=two words"), num_workers=2, num_ps=1)
+    assert str(local.plan(job, range(1001, 1005), python="python3")) == GOLDEN
+
+
+def test_the_text_of_a_plan_runs_in_a_shell(script):
+    request = local.plan(local.Job((script("print(name, sys.argv[1:])"), "it's", "a\nb")), (1, 2))
+    done = subprocess.run(["sh", "-c", str(request)], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines() == [f"worker:{i} [\"it's\", 'a\\nb']" for i in (0, 1)]
+
+
+@pytest.mark.parametrize(("num_ps", "names"), [(0, {"worker:0", "worker:1", "worker:2"}), (2, {"chief:0"})])
+def test_whose_success_decides(num_ps, names):
+    job = local.Job(("train.py",), num_workers=3, num_ps=num_ps)
+    assert local.plan(job, range(1, 1 + job.num_tasks)).deciding == names
+
+
+@pytest.mark.parametrize("num_ps", [0, 1])
+def test_planned_clusters_suit_the_strategy(num_ps):
+    job = local.Job(("train.py",), num_workers=3, num_ps=num_ps)
+    for task in local.plan(job, range(1, 1 + job.num_tasks)).tasks:
+        planned = cluster.Cluster.from_tf_config(task.env["TF_CONFIG"])
+        assert str(planned.task) == task.name
+        planned.check_parameter_server() if num_ps else planned.check_multi_worker()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_workers": 0}, "--num_workers is too small; use 1 or more. Received: 0"),
+        ({"num_ps": -1}, "--num_ps is too small; use 0 for no parameter server. Received: -1"),
+        ({"grace_secs": -1.0}, "--grace_secs is not a duration"),
+        ({"grace_secs": float("nan")}, "--grace_secs is not a duration"),
+        ({"command": ()}, "there is no script to run"),
+    ],
+)
+def test_jobs_that_make_no_sense(options, words):
+    with pytest.raises(requests.LaunchError) as caught:
+        local.Job(**{"command": ("train.py",), **options})
+    assert str(caught.value).startswith(words)
+
+
+# Runs.
+
+
+@pytest.mark.processes
+def test_every_task_runs_with_its_own_tf_config(script):
+    code, out, err = launch("--num_workers=2", "--num_ps=1", script("print(name, os.environ['TFDIST_LAUNCHER'])"))
+    assert (code, err) == (0, "")
+    assert sorted(out.splitlines()) == [f"[{n}] {n} local" for n in ("chief:0", "ps:0", "worker:0", "worker:1")]
+
+
+@pytest.mark.processes
+def test_arguments_of_the_script_arrive_unchanged(script):
+    arguments = ["two words", "'\"$x", "new\nline", "", "é", "--num_workers=9", "--flagfile=none", "--", "-m", "--help"]
+    code, out, err = launch("--num_workers=1", script("print(json.dumps(sys.argv[1:]))"), *arguments)
+    assert (code, err) == (0, "")
+    assert json.loads(out.removeprefix("[worker:0] ")) == arguments
+
+
+@pytest.mark.processes
+def test_a_module_runs_too(script):
+    path = pathlib.Path(script("print(name, sys.argv[1:])", "training.py"))
+    env = {**os.environ, "PYTHONPATH": f"{path.parent}{os.pathsep}{ROOT}"}
+    assert launch("--num_workers", "1", "-m", "training", "-m", env=env) == (0, "[worker:0] worker:0 ['-m']\n", "")
+
+
+@pytest.mark.processes
+def test_flags_may_come_from_a_file(script):
+    code, out, _ = launch("--flagfile=launch/local.flags", "--num_workers=1", script("print('here')"))
+    assert code == 0
+    assert sorted(out.splitlines()) == ["[chief:0] here", "[ps:0] here", "[worker:0] here"]
+
+
+@pytest.mark.processes
+def test_the_front_in_the_checkout_is_the_same_command(script, tmp_path):
+    front = [sys.executable, str(ROOT / "launch" / "local.py"), "--num_workers=1", script("print('here')")]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(front, capture_output=True, text=True, timeout=60, cwd=tmp_path, env=env)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[worker:0] here\n", "")
+
+
+@pytest.mark.processes
+def test_the_code_of_the_task_that_failed_first_is_returned_and_the_others_are_ended(script):
+    path = script("if name == 'worker:1':\n  print('what went wrong')\n  sys.exit(7)\nsignal.pause()")
+    code, _, err = launch("--num_workers=3", path)
+    assert code == 7
+    assert err.splitlines() == [
+        "tfdist: the last lines of worker:1:",
+        "tfdist:   what went wrong",
+        "tfdist: worker:1 failed first (exit code 7); all tasks have ended",
+    ]
+
+
+@pytest.mark.processes
+def test_a_signal_that_ends_a_task_is_128_and_its_number(script):
+    code, _, err = launch("--num_workers=2", script("signal.raise_signal(9) if name == 'worker:0' else signal.pause()"))
+    assert code == 137
+    assert "worker:0 failed first (SIGKILL, exit code 137)" in err
+
+
+@pytest.mark.processes
+def test_without_a_chief_all_workers_have_to_succeed(script):
+    path = script("sys.stdin.read(); sys.exit(4 if name == 'worker:1' else 0)")
+    assert launch("--num_workers=2", path)[0] == 4
+
+
+@pytest.mark.processes
+def test_after_the_chief_succeeded_the_others_are_given_time_and_then_ended(script):
+    stubborn = "signal.signal(15, signal.SIG_IGN)\nwhile name != 'chief:0': signal.pause()"
+    assert launch("--num_workers=1", "--num_ps=1", "--grace_secs=0.2", script(stubborn)) == (0, "", "")
+
+
+# Ends its peers by ending, and they are unhappy about it: seen from outside, anyone of them may be the first to end.
+VANISHING_CHIEF = """
+import socket
+host, port = json.loads(os.environ["TF_CONFIG"])["cluster"]["chief"][0].split(":")
+if name == "chief:0":
+    with socket.create_server((host, int(port))) as server:
+        peers = [server.accept()[0] for _ in range(3)]
+        os._exit(0)
+while True:
+    try:
+        peer = socket.create_connection((host, int(port)))
+        break
+    except ConnectionRefusedError:
+        pass
+peer.recv(1)
+os._exit(5)
+"""
+
+
+@pytest.mark.processes
+def test_others_that_end_badly_because_the_chief_succeeded_decide_nothing(script):
+    assert launch("--num_workers=2", "--num_ps=1", "--grace_secs=30", script(VANISHING_CHIEF)) == (0, "", "")
+
+
+@pytest.mark.processes
+def test_a_worker_that_fails_before_the_chief_is_done_decides(script):
+    assert launch("--num_ps=1", script("sys.exit(6) if name == 'worker:0' else signal.pause()"))[0] == 6
+
+
+@pytest.mark.processes
+def test_a_reader_that_goes_away_ends_the_job(script):
+    path = script("while True: print('line')")
+    with subprocess.Popen(command("--num_workers=2", path), stdout=subprocess.PIPE, cwd=ROOT) as launcher:
+        launcher.stdout.readline()
+        launcher.stdout.close()
+        assert launcher.wait(30) == 128 + signal.SIGPIPE
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_ends_everything(script, signum, code):
+    with subprocess.Popen(
+        command(script("print(os.getpid())\nsignal.pause()")), stdout=-1, text=True, cwd=ROOT
+    ) as launcher:
+        tasks = [psutil.Process(int(launcher.stdout.readline().split()[1])) for _ in range(2)]
+        launcher.send_signal(signum)
+        assert launcher.wait(30) == code
+    assert not any(task.is_running() for task in tasks)
+
+
+@pytest.mark.processes
+def test_a_second_signal_ends_everything_at_once(script):
+    stubborn = (
+        "for signum in (2, 15): signal.signal(signum, signal.SIG_IGN)\nprint('ready')\nwhile True: signal.pause()"
+    )
+    arguments = command("--grace_secs=1000", script(stubborn))
+    with subprocess.Popen(arguments, stdout=-1, stderr=-1, text=True, cwd=ROOT) as launcher:
+        assert [launcher.stdout.readline().split()[1] for _ in range(2)] == ["ready"] * 2
+        launcher.send_signal(signal.SIGINT)
+        assert "SIGINT: ending all tasks" in launcher.stderr.readline()
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.wait(30) == 130
+
+
+@pytest.mark.processes
+def test_nohup_is_respected(script, tmp_path):
+    os.mkfifo(tmp_path / "go")
+    path = script("print('ready')\nopen(sys.argv[1]).read()")
+    arguments = ["nohup", *command("--num_workers=1", path, str(tmp_path / "go"))]
+    with subprocess.Popen(arguments, stdout=-1, stderr=-1, text=True, cwd=ROOT) as launcher:
+        assert "ready" in launcher.stdout.readline()
+        launcher.send_signal(signal.SIGHUP)
+        (tmp_path / "go").write_text("go")
+        assert launcher.wait(30) == 0
+
+
+@pytest.mark.processes
+def test_ctrl_c_in_a_terminal_ends_everything(script):
+    """The terminal sends SIGINT to its foreground group only, and the tasks are in sessions of their own."""
+    path = script(
+        "try:\n  print(f'pid {os.getpid()}.')\n  signal.pause()\nexcept KeyboardInterrupt:\n  print('saved.')"
+    )
+    own_terminal = (
+        "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    keyboard, terminal = pty.openpty()
+    arguments = [sys.executable, "-c", own_terminal, *command("--num_workers=2", path)]
+    launcher = subprocess.Popen(
+        arguments, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True, cwd=ROOT
+    )
+    os.close(terminal)
+    screen = read_until(keyboard, lambda text: text.count("pid ") == 2 and text.count(".") == 2)
+    tasks = [psutil.Process(int(line.split("pid ")[1].rstrip(".\r"))) for line in screen.splitlines() if "pid " in line]
+    os.write(keyboard, b"\x03")
+    assert launcher.wait(30) == 130
+    screen += read_until(keyboard, lambda text: False)
+    os.close(keyboard)
+    assert screen.count("saved.") == 2
+    assert "\x1b[36m[worker:0] \x1b[0m" in screen
+    assert not any(task.is_running() for task in tasks)
+
+
+def read_until(descriptor, enough):
+    text = ""
+    while not enough(text):
+        try:
+            data = os.read(descriptor, 4096)
+        except OSError:  # The other end of a terminal is closed.
+            data = b""
+        if not data:
+            return text
+        text += data.decode()
+    return text
+
+
+@pytest.mark.processes
+def test_a_program_may_submit_a_job_and_keeps_its_signal_handlers(script, capsys):
+    before = [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    assert running.submit(local.plan(local.Job((script("print('here')"),), num_workers=1), (1,))) == 0
+    assert [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+
+
+# The command line.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nope.py"], "tfdist: the script does not exist (looked in {root}); check its name. Received: 'nope.py'"),
+        (["tests"], "tfdist: the script is a directory without __main__.py; name a file. Received: 'tests'"),
+        (["x" * 5000], "tfdist: the script can't be looked up"),
+        (["-m", "no_such_module.x"], "tfdist: there is no such module; check its name and PYTHONPATH."),
+        (["-m"], "tfdist: there is no such module"),
+        ([], "tfdist: there is no script to run"),
+        (["--num_workers=0", "setup.py"], "tfdist: --num_workers is too small; use 1 or more. Received: 0"),
+        (["--num_ps=-1", "setup.py"], "tfdist: --num_ps is too small"),
+        (["--num_workers=two", "setup.py"], "tfdist: flag --num_workers=two: invalid literal"),
+        (["--num_wokers=2", "setup.py"], "tfdist: Unknown command line flag 'num_wokers'. Did you mean: num_workers"),
+        (["--num_workers"], "tfdist: Missing value for flag --num_workers"),
+        (["--flagfile=nope", "setup.py"], "tfdist: Unable to open flagfile"),
+    ],
+)
+def test_a_command_line_that_makes_no_sense_is_one_line_and_code_2(arguments, words):
+    code, out, err = launch(*arguments)
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert err.startswith(words.format(root=ROOT))
+
+
+def test_an_unreadable_script_is_refused(script, monkeypatch):
+    path = script("pass")
+    monkeypatch.setattr(os, "access", lambda *_: False)  # Root may read everything.
+    with pytest.raises(requests.LaunchError, match="is not readable"):
+        requests.check_command([path])
+
+
+def test_a_dry_run_starts_nothing(script):
+    path = script("raise SystemExit(1)")
+    code, out, err = launch("--num_workers=2", "--dry_run", path, "--x")
+    assert (code, err) == (0, "")
+    assert [line for line in out.splitlines() if line.startswith("#")] == ["# worker:0", "# worker:1"]
+    assert out.count(f"{sys.executable} {path} --x\n") == 2
+
+
+def test_help_lists_the_flags():
+    code, out, err = launch("--help")
+    assert (code, err) == (0, "")
+    assert all(flag in out for flag in ("--num_workers=2", "--num_ps=0", "--grace_secs=3.0", "--dry_run", "-m MODULE"))
