@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Waits until all tasks of a cluster are there, before TensorFlow is started: no TensorFlow import.
+
+TensorFlow's own start blocks without a word, and can be neither interrupted nor watched from a thread, because it holds
+Python's lock. So each task first listens on its own address, answers who it is, and asks all others. A task that has
+met all others goes on and starts TensorFlow's server on the same port; to those that ask later, the server's different
+answer says as much.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+from tfdist.cluster import Cluster, Task
+
+_MAGIC = b"tfdist"
+_PROBE_SECS = 2.0
+_RETRY_SECS = 0.2
+
+
+def meet(
+    cluster: Cluster,
+    timeout_secs: float,
+    *,
+    every_secs: float = 10.0,
+    write: Callable[[str], object] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Returns when all training tasks have been reached at their addresses.
+
+    Args:
+      cluster: the tasks, and which one this is.
+      timeout_secs: how long to wait.
+      every_secs: how often to write who is missing.
+      write: takes such a line; standard error by default.
+      clock: the time in seconds.
+
+    Raises:
+      TimeoutError: somebody is missing still; names them, and why.
+      OSError: this task can't listen on its own port.
+    """
+    others = [task for task in cluster.training_tasks if task != cluster.task]
+    start = clock()
+    with _Answering(cluster), _Search(cluster, others) as search:
+        while not search.wait(min(every_secs, max(0.0, start + timeout_secs - clock()))):
+            waited, missing = clock() - start, _missing(cluster, search.missing())
+            if waited >= timeout_secs:
+                raise TimeoutError(
+                    f"{missing} not there after start_timeout_secs; start it, or correct its address in TF_CONFIG on "
+                    f"every task. Received: start_timeout_secs={timeout_secs:g}"
+                )
+            (write or _to_stderr)(f"tfdist {cluster.task}: waiting for {missing}; {waited:.0f} s of {timeout_secs:g} s")
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _missing(cluster: Cluster, reasons: dict[Task, str]) -> str:
+    return ", ".join(f"{task} at {cluster.address(task)} ({reason})" for task, reason in reasons.items())
+
+
+def _digest(cluster: Cluster) -> str:
+    # Only what all tasks must agree on: addresses may be written differently on each machine.
+    tasks = json.dumps([str(task) for task in cluster.training_tasks])
+    return hashlib.sha256(tasks.encode()).hexdigest()[:16]
+
+
+def _hello(cluster: Cluster) -> bytes:
+    return b" ".join([_MAGIC, _digest(cluster).encode(), str(cluster.task).encode()]) + b"\n"
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of "host:port" or "[IPv6]:port"."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+class _Answering:
+    """Listens on this task's port and tells everybody who it is."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._hello = _hello(cluster)
+        self._socket = _listen(cluster)
+
+    def __enter__(self) -> None:
+        threading.Thread(target=self._answer, name="tfdist-rendezvous", daemon=True).start()
+
+    def __exit__(self, *exception: object) -> None:
+        # Wakes the thread that accepts, which close alone would leave waiting.
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _answer(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            with connection, contextlib.suppress(OSError):
+                connection.settimeout(_PROBE_SECS)
+                connection.sendall(self._hello)
+                # The caller closes first, so that this port is left in no state that a server could not bind.
+                connection.recv(1)
+
+
+def _listen(cluster: Cluster) -> socket.socket:
+    _, port = split_address(cluster.address())
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    try:
+        return socket.create_server(("", port), family=family, dualstack_ipv6=family == socket.AF_INET6, backlog=128)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"{cluster.task} can't listen on its port ({error.strerror}); end what uses it, or give the task another "
+            f"port in TF_CONFIG on every task. Received: {cluster.address()}",
+        ) from None
+
+
+class _Search:
+    """Asks each of the others until it answers, each in a thread: a name may take long to resolve."""
+
+    def __init__(self, cluster: Cluster, others: Iterable[Task]) -> None:
+        self._cluster = cluster
+        self._reasons = dict.fromkeys(others, "no answer yet")
+        self._changed = threading.Condition()
+        self._stop = threading.Event()
+
+    def __enter__(self) -> _Search:
+        for task in self._reasons:
+            threading.Thread(target=self._ask_until_met, args=(task,), name=f"tfdist-meet-{task}", daemon=True).start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop.set()
+
+    def wait(self, timeout_secs: float) -> bool:
+        """Whether everybody has been met by then."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._reasons, timeout_secs)
+
+    def missing(self) -> dict[Task, str]:
+        """Who has not been met, and why not."""
+        with self._changed:
+            return dict(self._reasons)
+
+    def _ask_until_met(self, task: Task) -> None:
+        while not self._stop.is_set():
+            reason = _ask(self._cluster, task)
+            with self._changed:
+                if reason is None:
+                    self._reasons.pop(task, None)
+                    self._changed.notify_all()
+                    return
+                self._reasons[task] = reason
+            self._stop.wait(_RETRY_SECS)
+
+
+def _ask(cluster: Cluster, task: Task) -> str | None:
+    """Why this task can't be said to be there, or None if it is."""
+    host, port = split_address(cluster.address(task))
+    try:
+        with socket.create_connection((host, port), timeout=_PROBE_SECS) as connection:
+            answer = connection.recv(256)
+    except socket.gaierror as error:
+        return f"its name can't be resolved: {error.strerror}"
+    except TimeoutError:
+        return "does not answer"
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
+    return _judge(answer, cluster, task)
+
+
+def _judge(answer: bytes, cluster: Cluster, task: Task) -> str | None:
+    if not answer:
+        return "closed the connection"
+    if not answer.startswith(_MAGIC):
+        return None  # TensorFlow's server: that task has met all others.
+    words = answer.decode(errors="replace").split()
+    if len(words) != 3 or words[1] != _digest(cluster):
+        return "belongs to a cluster of other tasks: its TF_CONFIG differs"
+    return None if words[2] == str(task) else f"the task there says that it is {words[2]}"

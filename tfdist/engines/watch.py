@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Says when something does not complete, and lets Ctrl-C end a process that is stuck in it. No TensorFlow import."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+class StallReporter:
+    """Writes a line whenever the same thing has been going on for `interval_secs` again.
+
+        reporter = StallReporter(describe=lambda: "worker:1")
+        reporter.start()
+        with reporter.waiting("the evaluation"):
+            ...  # after 30 s: "tfdist: the evaluation has not completed for 30 s; waiting for worker:1"
+
+    Args:
+      describe: names those who are waited for; asked only when there is something to report.
+      interval_secs: how long something may take unreported, and how often it is reported then.
+      progress: what is going on besides `waiting` blocks: a pair (what, token), of which the token changes with
+        progress, or None for nothing.
+      clock: the time in seconds.
+      write: takes each line; standard error by default.
+    """
+
+    def __init__(
+        self,
+        describe: Callable[[], str],
+        interval_secs: float = 30.0,
+        *,
+        progress: Callable[[], tuple[str, Any] | None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+        write: Callable[[str], object] | None = None,
+    ) -> None:
+        self._describe = describe
+        self._interval_secs = interval_secs
+        self._progress = progress
+        self._clock = clock
+        self._write = write or _to_stderr
+        self._blocks: list[tuple[str, Any]] = []
+        self._last: tuple[str, Any] | None = None
+        self._since = self._reported = clock()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @contextlib.contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Within this block, `what` is going on."""
+        block = (what, object())
+        self._blocks.append(block)
+        try:
+            yield
+        finally:
+            self._blocks.remove(block)
+
+    def stalled_secs(self) -> float:
+        """For how long the same thing has been going on, as seen by `check`; 0 if nothing is."""
+        return self._clock() - self._since if self._last else 0.0
+
+    def check(self) -> None:
+        """Looks once, and writes a line if one is due. The thread calls this; tests may instead."""
+        now, current = self._clock(), (self._blocks[-1] if self._blocks else self._progress())
+        if current is None or self._last is None or current[1] != self._last[1]:
+            self._last, self._since, self._reported = current, now, now
+        elif now - self._reported >= self._interval_secs:
+            self._reported = now
+            secs = now - self._since
+            self._write(f"tfdist: {current[0]} has not completed for {secs:.0f} s; waiting for {self._describe()}")
+
+    def start(self, every_secs: float = 1.0) -> None:
+        """Calls `check` from a thread, until `stop`."""
+        self._stop.clear()
+        self._thread = threading.Thread(target=self._run, args=(every_secs,), name="tfdist-watch", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread; may be called again."""
+        self._stop.set()
+        if self._thread and self._thread is not threading.current_thread():
+            self._thread.join()
+        self._thread = None
+
+    def _run(self, every_secs: float) -> None:
+        while not self._stop.wait(every_secs):
+            self.check()
+
+
+class BlockedCall:
+    """Whether a thread is inside one call into TensorFlow's runtime, and whether it is the same one as before.
+
+    Called, it returns (what, token) while the thread is, else None: a `progress` of `StallReporter`. What blocks a
+    synchronous step is always such a call, and looking from outside costs the step nothing.
+    """
+
+    # Files of Python whose innermost frame means that the runtime is at work.
+    _RUNTIME = ("tensorflow/python/eager/", "tensorflow/python/ops/gen_", "tensorflow/python/framework/ops.py")
+
+    def __init__(self, what: str, thread_id: int | None = None) -> None:
+        self._what = what
+        self._thread_id = thread_id or threading.main_thread().ident
+        self._last: tuple[Any, int, int] | None = None
+        self._token = 0
+
+    def __call__(self) -> tuple[str, int] | None:
+        """(what, token) or None."""
+        frame = sys._current_frames().get(self._thread_id or 0)
+        if frame is None or not any(part in frame.f_code.co_filename for part in self._RUNTIME):
+            self._last = None
+            return None
+        # The frame is kept, so that no other can have its identity.
+        if self._last is None or self._last[0] is not frame or self._last[1] != frame.f_lasti:
+            self._token += 1
+            self._last = (frame, frame.f_lasti, self._token)
+        return self._what, self._token
+
+
+class InterruptEscape:
+    """Ends the process if Ctrl-C finds the main thread where Python can't interrupt it.
+
+    Python delivers KeyboardInterrupt when the main thread returns to it, which one that waits for other workers does
+    not. So if that has not happened after `grace_secs`, the process ends with exit code 130. Needs the main thread;
+    does nothing elsewhere, and nothing where the program handles wake-ups of its own, as asyncio does.
+
+    Args:
+      describe: names what is waited for, in the last line written.
+      grace_secs: how long Python has to deliver the interrupt.
+    """
+
+    def __init__(self, describe: Callable[[], str], grace_secs: float = 3.0) -> None:
+        self._describe = describe
+        self._grace_secs = grace_secs
+        self._delivered = threading.Event()
+        self._pipe: tuple[int, int] | None = None
+        self._previous: Any = None
+
+    def install(self) -> None:
+        """Starts to watch for Ctrl-C."""
+        handler = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is not threading.main_thread() or not callable(handler):
+            return
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        displaced = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        if displaced != -1:
+            signal.set_wakeup_fd(displaced)
+            os.close(read)
+            os.close(write)
+            return
+        self._pipe, self._previous = (read, write), handler
+        signal.signal(signal.SIGINT, self._deliver)
+        threading.Thread(target=self._watch, args=(read,), name="tfdist-interrupt", daemon=True).start()
+
+    def uninstall(self) -> None:
+        """Puts back what was there before; may be called again."""
+        if self._pipe is None:
+            return
+        signal.set_wakeup_fd(-1)
+        if signal.getsignal(signal.SIGINT) == self._deliver:
+            signal.signal(signal.SIGINT, self._previous)
+        os.close(self._pipe[1])  # ends the thread, which closes the other end
+        self._pipe = None
+
+    def _deliver(self, number: int, frame: Any) -> None:
+        self._delivered.set()
+        self._previous(number, frame)
+
+    def _watch(self, read: int) -> None:
+        while signals := os.read(read, 64):
+            if signal.SIGINT in signals and not self._delivered.wait(self._grace_secs):
+                _to_stderr(f"tfdist: interrupted while waiting for {self._describe()}")
+                os._exit(130)
+            self._delivered.clear()
+        os.close(read)
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)  # noqa: T201
