@@ -52,18 +52,21 @@ class Agreement:
         """What `value` returns on the chief (JSON data); called there only.
 
         Raises:
-          RuntimeError: it raised on the chief, where the exception itself is raised.
+          RuntimeError, OSError: it raised on the chief, where the exception itself is raised.
         """
         key = self._next_key()
         if not self.is_chief:
             result = json.loads(self._get(key, what))
             if "error" in result:
-                raise RuntimeError(f"{what} failed on the chief, {self.tasks[0]}: {result['error']}")
+                # So that a script that handles errors of files does so on all workers.
+                kind = OSError if result["is_os_error"] else RuntimeError
+                raise kind(f"{what} failed on the chief, {self.tasks[0]}: {result['error']}")
             return result["value"]
         try:
             result = value()
         except BaseException as error:
-            self._set(key, {"error": f"{type(error).__name__}: {error}"})
+            text = f"{type(error).__name__}: {error}"
+            self._set(key, {"error": text, "is_os_error": isinstance(error, OSError)})
             raise
         self._set(key, {"value": result})
         return result

@@ -16,7 +16,7 @@ from tensorflow.python.eager import context as tf_context
 
 from tfdist import cluster as clusters
 from tfdist.engines import rendezvous, watch
-from tfdist.strategies import _common, sharing
+from tfdist.strategies import _common, chief_writes, sharing
 from tfdist.strategies import agreement as agreements
 
 _POLICY = tf.data.experimental.AutoShardPolicy
@@ -71,6 +71,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
     def _join(self, cluster: clusters.Cluster) -> None:
         agreement = self._agreement = agreements.Agreement(cluster.task, cluster.training_tasks)
         self._seed = agreements.share_random_state(agreement)
+        chief_writes.install()
         agreements.tell_others_of_errors(cluster.task)
         watch.InterruptEscape(agreement.waited_for).install()
         agreement.reporter.start()
@@ -124,6 +125,16 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
             for index, piece in zip(chosen, tf.split(total, [tf.size(tensors[i]) for i in chosen]), strict=True):
                 sums[index] = tf.reshape(piece, tf.shape(tensors[index]))
         return sums
+
+    def _copy_from_chief(self, variables: Sequence[Any]) -> None:
+        """Gives all workers the chief's values."""
+        is_chief = self._agreement is None or self._agreement.is_chief
+        for variable in variables:
+            value = tf.convert_to_tensor(variable)
+            # Collectives add no unsigned integers and no booleans.
+            value = value if value.dtype.is_floating else tf.cast(value, tf.int64)
+            (total,) = self._sum_over_workers([value if is_chief else tf.zeros_like(value)])
+            variable.assign(tf.cast(total, variable.dtype))
 
 
 def _is_shared_by_data(dataset: Any) -> bool:

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a Python script as every worker of a cluster, and collects what each found out.
+
+The script is given with what it needs already imported (`tf`, `keras`, `np`, `tfdist`) and these names: `task` (such as
+"worker:1"), `index`, `shared` (a directory for all workers, a `pathlib.Path`) and `report(key, value)`, whose values
+(JSON data) come back. A script that is built of several checks costs one start of TensorFlow for all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tfdist import Cluster, Task
+from tfdist.launchers.ports import PortReservation
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+_HEADER = """
+import json, os, pathlib, sys
+import numpy as np, tensorflow as tf, keras
+import tfdist
+cluster = tfdist.Cluster.from_environment()
+task, index, shared = str(cluster.task), cluster.task.index, pathlib.Path(os.environ["TFDIST_TEST_SHARED"])
+_found = {}
+def report(key, value):
+    _found[key] = value
+    (shared / f"{index}.json").write_text(json.dumps(_found))
+"""
+
+
+@dataclasses.dataclass
+class Worker:
+    """One running worker."""
+
+    process: subprocess.Popen[str]
+    shared: pathlib.Path
+    index: int
+
+    def wait(self, timeout_secs: float = 100) -> int:
+        """Its exit code; it is killed if it does not come in time."""
+        try:
+            return self.process.wait(timeout_secs)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise
+
+    @property
+    def output(self) -> str:
+        """What it has written to standard output and error so far."""
+        return (self.shared / f"{self.index}.log").read_text()
+
+    @property
+    def found(self) -> dict[str, Any]:
+        """What it has reported so far."""
+        path = self.shared / f"{self.index}.json"
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def wait_for_output(self, text: str, timeout_secs: float = 60) -> None:
+        """Returns when it has written `text`."""
+        deadline = time.monotonic() + timeout_secs
+        while text not in self.output:
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"worker {self.index} did not write {text!r}:\n{self.output}")
+            # Only the interval of looking: what is waited for is the text.
+            time.sleep(0.05)
+
+    def interrupt(self) -> None:
+        """What Ctrl-C does to it."""
+        self.process.send_signal(signal.SIGINT)
+
+
+@contextlib.contextmanager
+def workers(
+    script: str, shared: pathlib.Path, num_workers: int = 2, started: int | None = None, env: Mapping[str, str] = {}
+) -> Iterator[list[Worker]]:
+    """Starts the workers and kills those that are still there at the end of the block.
+
+    Args:
+      script: Python code; see above.
+      shared: an empty directory.
+      num_workers: tasks of the cluster.
+      started: how many of these are started; all by default.
+      env: additional environment variables.
+    """
+    path = shared / "script.py"
+    path.write_text(_HEADER + textwrap.dedent(script))
+    with PortReservation(num_workers) as reserved, contextlib.ExitStack() as stack:
+        addresses = [f"127.0.0.1:{port}" for port in reserved.ports]
+        running = []
+        for index in range(num_workers if started is None else started):
+            cluster = Cluster({"worker": dict(enumerate(addresses))}, Task("worker", index))
+            running.append(_start(stack, path, shared, cluster, index, env))
+        yield running
+
+
+def run(script: str, shared: pathlib.Path, num_workers: int = 2, timeout_secs: float = 100) -> list[dict[str, Any]]:
+    """Runs the workers to their end and returns what each reported; fails if one of them fails."""
+    with workers(script, shared, num_workers) as running:
+        deadline = time.monotonic() + timeout_secs
+        try:
+            codes = [worker.wait(max(1.0, deadline - time.monotonic())) for worker in running]
+        except subprocess.TimeoutExpired:
+            codes = ["too slow"]
+        if any(codes):
+            raise AssertionError(f"exit codes {codes}\n" + "\n----\n".join(worker.output for worker in running))
+        return [worker.found for worker in running]
+
+
+def _start(
+    stack: contextlib.ExitStack,
+    path: pathlib.Path,
+    shared: pathlib.Path,
+    cluster: Cluster,
+    index: int,
+    env: Mapping[str, str],
+) -> Worker:
+    log = stack.enter_context((shared / f"{index}.log").open("w"))
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "PYTHONUNBUFFERED": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "TF_CONFIG": cluster.to_tf_config(),
+        "TFDIST_TEST_SHARED": str(shared),
+        **env,
+    }
+    process = subprocess.Popen(
+        [sys.executable, str(path)], env=environment, stdout=log, stderr=subprocess.STDOUT, text=True, cwd=shared
+    )
+    stack.callback(_end, process)
+    return Worker(process, shared, index)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
+        process.kill()
+    process.wait()
