@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a `worker` or `ps` process runs, and the embedded cluster of local processes.
 
-A serving process has no program of its own: the chief's closures run in it. It ends when the chief is done (exit code 0), or when the
-chief has vanished (exit code 75, which launchers restart). The chief says that it is done by having TensorFlow write a file *on the
-serving machine*, through the connection it has anyway, so that no second port is needed.
+A serving process has no program of its own: the chief's closures run in it. It ends when the chief is done (exit code
+0), or when the chief has vanished (exit code 75, which launchers restart). The chief says that it is done by having
+TensorFlow write a file *on the serving machine*, through the connection it has anyway, so that no second port is
+needed.
 
 `python -m tfdist.serving` serves the task in TF_CONFIG; it is what the embedded cluster starts.
 """
@@ -36,7 +37,7 @@ DATA_SERVICE_VARIABLE = "TFDIST_DATA_SERVICE"
 _POLL_SECS = 0.5
 _CHIEF_LOST_SECS = 10.0
 # Not `tempfile.gettempdir()`: TMPDIR need not be the same on the chief, and both have to come to the same path.
-_MARKS = pathlib.Path("/tmp")  # noqa: S108
+_MARKS = pathlib.Path("/tmp")
 
 
 # In a worker or ps process.
@@ -56,7 +57,11 @@ def serve(cluster: Cluster, start_timeout_secs: float = 300.0) -> int:
     _prepare(mark)
     jobs = {job: dict(tasks) for job, tasks in cluster.jobs.items()}
     server = tf.distribute.Server(
-        tf.train.ClusterSpec(jobs), job_name=cluster.task.type, task_index=cluster.task.index, protocol="grpc", start=True
+        tf.train.ClusterSpec(jobs),
+        job_name=cluster.task.type,
+        task_index=cluster.task.index,
+        protocol="grpc",
+        start=True,
     )
     _start_data_worker(cluster)
     try:
@@ -77,10 +82,15 @@ def _await_chief(cluster: Cluster, mark: pathlib.Path, start_timeout_secs: float
         if rendezvous.why_unreachable(chief) is None:
             seen, last_seen = True, now
         elif seen and now - last_seen > _CHIEF_LOST_SECS:
-            _say(f"{cluster.task}: the chief at {chief} has been gone for {_CHIEF_LOST_SECS:.0f} s; ending with code {CHIEF_LOST_EXIT_CODE}")
+            _say(
+                f"{cluster.task}: the chief at {chief} has been gone for {_CHIEF_LOST_SECS:.0f} s; "
+                f"ending with code {CHIEF_LOST_EXIT_CODE}"
+            )
             return CHIEF_LOST_EXIT_CODE
         elif not seen and now - waiting_since > start_timeout_secs:
-            _say(f"{cluster.task}: the chief at {chief} did not come up within start_timeout_secs={start_timeout_secs:g}")
+            _say(
+                f"{cluster.task}: the chief at {chief} did not come up within start_timeout_secs={start_timeout_secs:g}"
+            )
             return 1
         time.sleep(_POLL_SECS)
     return 0
@@ -92,10 +102,14 @@ def _start_data_worker(cluster: Cluster) -> None:
     if not dispatcher or cluster.task.type != "worker":
         return
     host = cluster.address().rpartition(":")[0]
-    config = tf.data.experimental.service.WorkerConfig(dispatcher_address=dispatcher, worker_address=f"{host}:%port%", port=0)
+    config = tf.data.experimental.service.WorkerConfig(
+        dispatcher_address=dispatcher, worker_address=f"{host}:%port%", port=0
+    )
     server = tf.data.experimental.service.WorkerServer(config, start=False)
     # It waits for the dispatcher, which only a chief that uses it starts; the thread keeps the server alive.
-    threading.Thread(target=lambda: (server.start(), server.join()), name="tfdist data service worker", daemon=True).start()
+    threading.Thread(
+        target=lambda: (server.start(), server.join()), name="tfdist data service worker", daemon=True
+    ).start()
 
 
 def _done_mark(cluster: Cluster, task: Task) -> pathlib.Path:
@@ -110,7 +124,9 @@ def _prepare(mark: pathlib.Path) -> None:
 
 
 def _say(message: str) -> None:
-    print(f"tfdist: {message}", file=sys.stderr, flush=True)
+    print(  # noqa: T201 - this process' own messages
+        f"tfdist: {message}", file=sys.stderr, flush=True
+    )
 
 
 # On the chief.
@@ -152,8 +168,9 @@ class Attachment:
         """Starts the dispatcher of the tf.data service, once, and returns "grpc://host:port"."""
         if self._data_service is None:
             raise ValueError(
-                f'data_sharding="dynamic" needs a tf.data service. Set the environment variable {DATA_SERVICE_VARIABLE}="host:port", the '
-                'chief\'s host and a free port there, to the same value in every task, or use data_sharding="shard".'
+                'data_sharding="dynamic" needs a tf.data service. Set the environment variable '
+                f'{DATA_SERVICE_VARIABLE}="host:port", the chief\'s host and a free port there, to the '
+                'same value in every task, or use data_sharding="shard".'
             )
         if self._dispatcher is None:
             service = tf.data.experimental.service
@@ -168,26 +185,38 @@ class Attachment:
         for task in self.cluster.tasks:
             if task.type in ("worker", "ps"):
                 # A task that is gone by now needs no word.
-                with contextlib.suppress(tf.errors.OpError), tf.device(f"/job:{task.type}/task:{task.index}/device:CPU:0"):
+                with (
+                    contextlib.suppress(tf.errors.OpError),
+                    tf.device(f"/job:{task.type}/task:{task.index}/device:CPU:0"),
+                ):
                     tf.io.write_file(str(_done_mark(self.cluster, task)), "done")
 
 
-def attach(cluster: Cluster | None, num_workers: int, num_ps: int, start_timeout_secs: float) -> Attachment:
+def attach(
+    cluster: Cluster | None, num_workers: int, num_ps: int, start_timeout_secs: float, uses_data_service: bool = False
+) -> Attachment:
     """Waits for the tasks of `cluster`, or starts a cluster of local processes where there is none.
+
+    Args:
+      cluster: The cluster, or None.
+      num_workers: Workers to start where there is none.
+      num_ps: Parameter servers to start where there is none.
+      start_timeout_secs: How long to wait for the tasks.
+      uses_data_service: Starts the dispatcher of a tf.data service, before the workers look for it.
 
     Raises:
       ValueError: A number of processes to start is out of range.
       TimeoutError: A task did not come up.
     """
-    embedded = None
-    data_service = os.environ.get(DATA_SERVICE_VARIABLE)
-    if cluster is None:
-        embedded = EmbeddedCluster(num_workers, num_ps)
-        cluster, data_service = embedded.cluster, embedded.data_service
+    embedded = EmbeddedCluster(num_workers, num_ps) if cluster is None else None
+    data_service = os.environ.get(DATA_SERVICE_VARIABLE) if embedded is None else embedded.data_service
+    cluster = cluster or embedded.cluster
+    attachment = Attachment(cluster, embedded, data_service)
+    if uses_data_service:
+        attachment.data_service_address()
     addresses = {str(t): cluster.address(t) for t in cluster.tasks if t.type in ("worker", "ps")}
     problem = rendezvous.why_unreachable if embedded is None else embedded.why_unreachable
     rendezvous.wait_for_tasks(addresses, start_timeout_secs, problem=problem)
-    attachment = Attachment(cluster, embedded, data_service)
     atexit.register(attachment.finish)
     return attachment
 
@@ -236,7 +265,9 @@ class EmbeddedCluster:
         return rendezvous.why_unreachable(address)
 
     def _start(self, task: Task) -> Process:
-        env = dict(os.environ, TF_CONFIG=self.cluster.with_task(task).to_tf_config(), TFDIST_DATA_SERVICE=self.data_service)
+        env = dict(
+            os.environ, TF_CONFIG=self.cluster.with_task(task).to_tf_config(), TFDIST_DATA_SERVICE=self.data_service
+        )
         root = str(pathlib.Path(__file__).resolve().parent.parent)
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
         if task.type == "ps":
@@ -250,7 +281,8 @@ class EmbeddedCluster:
                 continue
             process.wait()
             again = process.name.startswith("worker")
-            _say(f"{process.name} ended with code {process.returncode}{', starting it again' if again else ''}. {_tail(process)}".rstrip())
+            consequence = ", starting it again" if again else ""
+            _say(f"{process.name} ended with code {process.returncode}{consequence}. {_tail(process)}".rstrip())
             if again:
                 self._processes[process.name] = self._start(_task(process.name))
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one place that touches `ClusterCoordinator` below its public surface.
 
-`ClusterCoordinator.schedule` takes `tf.function`s only, and tells nobody on which worker a closure runs or when it ends. The
-queue beneath it takes any callable, and runs it in the thread that is bound to the worker; this is what lets the engine do its
-bookkeeping where the work is done. `tests/engines/test_closures.py` fails loudly when TensorFlow changes any of it.
+`ClusterCoordinator.schedule` takes `tf.function`s only, and tells nobody on which worker a closure runs or when it
+ends. The queue beneath it takes any callable, and runs it in the thread that is bound to the worker; this is what
+lets the engine do its bookkeeping where the work is done. `tests/engines/test_closures.py` fails loudly when
+TensorFlow changes any of it.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.distribute.coordinator import cluster_coordinator, coordinator_context
+from tensorflow.python.eager import context
 
-# What a lost or restarting task looks like from the chief. The coordinator decides which of them it can mend; a closure that
-# meets one passes it on untouched.
+# What a lost or restarting task looks like from the chief. The coordinator decides which of them it can mend; a
+# closure that meets one passes it on untouched.
 TASK_FAILURES = (
     tf.errors.UnavailableError,
     tf.errors.AbortedError,
@@ -26,11 +28,14 @@ TASK_FAILURES = (
 )
 
 
-def schedule(coordinator: tf.distribute.coordinator.ClusterCoordinator, function: Callable[..., None], *args: Any) -> None:
+def schedule(
+    coordinator: tf.distribute.coordinator.ClusterCoordinator, function: Callable[..., None], *args: Any
+) -> None:
     """Queues `function(*args)` for whichever worker is free first.
 
-    It runs in that worker's thread on the chief, with the worker as the default device. It runs again, on another worker, when it
-    raises one of `TASK_FAILURES`. Per-worker values among `args` arrive as the value of the worker it runs on.
+    It runs in that worker's thread on the chief, with the worker as the default device. It runs again, on another
+    worker, when it raises one of `TASK_FAILURES`. Per-worker values among `args` arrive as the value of the worker it
+    runs on.
     """
     coordinator._cluster.schedule(function, args, {})
 
@@ -38,14 +43,19 @@ def schedule(coordinator: tf.distribute.coordinator.ClusterCoordinator, function
 def create_on_workers(
     coordinator: tf.distribute.coordinator.ClusterCoordinator, function: Callable[..., Any], *args: Any
 ) -> tf.distribute.coordinator.PerWorkerValue:
-    """Runs `function(*args)` once for each worker, and again for a worker that comes back; the values stay on the workers."""
+    """Runs `function(*args)` once for each worker, and again for one that comes back; the values stay there."""
     return coordinator._create_per_worker_resources(function, args)
 
 
 def current_worker() -> int | None:
     """The index of the worker whose thread this is, or None outside of a closure."""
-    context = coordinator_context.get_current_dispatch_context()
-    return None if context is None else int(context.worker_index)
+    dispatch = coordinator_context.get_current_dispatch_context()
+    return None if dispatch is None else int(dispatch.worker_index)
+
+
+def clear_error() -> None:
+    """Makes the calling worker's thread forget an error that was dealt with; TensorFlow would report it again."""
+    context.context().executor.clear_error()
 
 
 def has_failed(coordinator: tf.distribute.coordinator.ClusterCoordinator) -> bool:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine of `ParameterServerStrategy`: steps travel to the workers as closures of TensorFlow's `ClusterCoordinator`.
+"""The engine of `ParameterServerStrategy`: steps travel to the workers as closures of TensorFlow's
+`ClusterCoordinator`.
 
 How a step flows:
 
@@ -7,19 +8,22 @@ How a step flows:
       next(iterator)   make_room(): waits until
                        fewer than `window` steps are
                        under way
-      strategy.run     step(): queues a closure  -->    _execute(): takes the next   -->      the traced step: reads its batch and
-                       and returns the newest logs      closure, runs the Program             the variables, updates the variables
+      strategy.run     step(): queues a closure  -->    _execute(): takes the next   -->      the traced step: reads
+      its batch and
+                       and returns the newest logs      closure, runs the Program             the variables, updates
+                       the variables
                                                         on its worker                <--      (on the parameter servers)
       metric.result()  barrier(): waits for all
                        steps, then reads
 
-Who owns what: the main thread owns the order of steps; each worker's thread owns what runs on its worker; everything shared stands in
-`CoordinatedEngine` under one condition variable. A step is *pending* from `step()` until it has been made, has failed, or has turned
-out to have no data. Errors of the user's code are kept and raised in the main thread at its next call; errors of lost tasks go to the
-coordinator, which gives the closure to another worker.
+Who owns what: the main thread owns the order of steps; each worker's thread owns what runs on its worker; everything
+shared stands in `CoordinatedEngine` under one condition variable. A step is *pending* from `step()` until it has been
+made, has failed, or has turned out to have no data. Errors of the user's code are kept and raised in the main thread
+at its next call; errors of lost tasks go to the coordinator, which gives the closure to another worker.
 
-When the data are at their end on one worker only, its closure is handed back for another worker to take, and the worker's thread is
-*parked*: the coordinator offers no choice of worker, and would else offer the same closure to the same worker again and again.
+When the data are at their end on one worker only, its closure is handed back for another worker to take, and the
+worker's thread is *parked*: the coordinator offers no choice of worker, and would else offer the same closure to the
+same worker again and again.
 """
 
 from __future__ import annotations
@@ -39,7 +43,8 @@ from tfdist.engines import closures
 from tfdist.engines.program import Program
 from tfdist.engines.worker_data import WorkerIterator
 
-# How long a wait sleeps before it looks for lost tasks again. It bounds how late an error is seen, not how late a result is.
+# How long a wait sleeps before it looks for lost tasks again. It bounds how late an error is seen, not how late a
+# result is.
 _POLL_SECS = 0.5
 # Fetching logs costs a round trip on the worker's thread. Progress bars draw at most 20 times a second.
 _LOG_INTERVAL_SECS = 0.05
@@ -65,8 +70,8 @@ class CoordinatedEngine:
     Args:
       strategy: The strategy whose cluster it drives.
       num_workers: How many workers that cluster has.
-      data_service_address: Returns the address of the tf.data service's dispatcher, "grpc://host:port"; starts it if need be.
-      clock: Seconds, monotonic; tests put their own here.
+      data_service_address: Returns the address of the tf.data service's dispatcher, "grpc://host:port"; starts it if
+        need be. clock: Seconds, monotonic; tests put their own here.
     """
 
     def __init__(
@@ -98,12 +103,14 @@ class CoordinatedEngine:
         """Waits until another step may be queued. Raises what went wrong in a step before."""
         self._wait(lambda: self._pending < self.window)
 
-    def step(self, program: Program, tensors: Sequence[tf.Tensor], iterator: WorkerIterator | None, last: bool) -> list[np.ndarray]:
+    def step(
+        self, program: Program, tensors: Sequence[tf.Tensor], iterator: WorkerIterator | None, last: bool
+    ) -> list[np.ndarray]:
         """Queues a step whose result is a running total, such as Keras' logs.
 
         Returns:
-          The flat result of the newest finished step; it is this step's own if `last`, or if none was finished since the chief last
-          wrote a variable (reset the metrics, say).
+          The flat result of the newest finished step; it is this step's own if `last`, or if none was finished since
+          the chief last wrote a variable (reset the metrics, say).
 
         Raises:
           tf.errors.OutOfRangeError: No worker has data left.
@@ -112,7 +119,9 @@ class CoordinatedEngine:
         if iterator is not None and not iterator.counted:
             step.took_batch = concurrent.futures.Future()
         with self._changed:
-            step.wants_logs = last or self._logs is None or (not self._logs_on_their_way and self._clock() >= self._logs_due_at)
+            step.wants_logs = (
+                last or self._logs is None or (not self._logs_on_their_way and self._clock() >= self._logs_due_at)
+            )
             self._logs_on_their_way |= step.wants_logs
         self._queue(step)
         if step.took_batch is not None:
@@ -128,7 +137,9 @@ class CoordinatedEngine:
         """Queues a step and waits for its own result."""
         return self.wait_for(self.start(program, tensors, iterator))
 
-    def start(self, program: Program, tensors: Sequence[tf.Tensor], iterator: WorkerIterator | None) -> concurrent.futures.Future:
+    def start(
+        self, program: Program, tensors: Sequence[tf.Tensor], iterator: WorkerIterator | None
+    ) -> concurrent.futures.Future:
         """Queues a step; the future gets its own result, or None when there were no data for it."""
         step = _Step(program, tensors, iterator, result=concurrent.futures.Future())
         self._queue(step)
@@ -179,27 +190,32 @@ class CoordinatedEngine:
             elif self._error is not None:
                 self._raise_error()
             elif closures.has_failed(self.coordinator):
-                self._give_up(lambda: closures.raise_failure(self.coordinator))
+                self._raise_failure()
 
     def _raise_error(self) -> None:
         """Lets the other steps end, and raises the error once."""
         with self._changed:
             self._changed.wait_for(lambda: self._pending == len(self._handed_back), timeout=_ERROR_GRACE_SECS)
             error, self._error = self._error, None
-        self._give_up(lambda: _raise(error))
+        self._forget_steps()
+        raise error
 
-    def _give_up(self, fail: Callable[[], None]) -> None:
-        """Forgets the steps that are under way; `fail` raises why."""
+    def _raise_failure(self) -> None:
+        """Raises what the coordinator could not mend, such as a lost parameter server."""
         try:
-            fail()
+            closures.raise_failure(self.coordinator)
         finally:
-            with self._changed:
-                self._pending = 0
-                self._handed_back.clear()
-                self._logs = None
-                self._logs_on_their_way = False
-                self._running.clear()
-                self._changed.notify_all()
+            self._forget_steps()
+
+    def _forget_steps(self) -> None:
+        """Gives up what is under way; the caller raises why."""
+        with self._changed:
+            self._pending = 0
+            self._handed_back.clear()
+            self._logs = None
+            self._logs_on_their_way = False
+            self._running.clear()
+            self._changed.notify_all()
 
     # Queuing and running.
 
@@ -209,47 +225,66 @@ class CoordinatedEngine:
         self._schedule(step)
 
     def _schedule(self, step: _Step) -> None:
-        """Only the main thread queues: the coordinator's queue raises its errors there, and waits for steps in flight to do so."""
-        on_workers = step.iterator.on_workers() if step.iterator is not None and step.iterator.feed(False) == "worker" else None
+        """Only the main thread queues: the coordinator raises its errors there, after waiting for steps in flight."""
+        on_workers = (
+            step.iterator.on_workers() if step.iterator is not None and step.iterator.feed(False) == "worker" else None
+        )
         try:
             closures.schedule(self.coordinator, self._execute, step, on_workers)
-        except BaseException as error:
-            self._give_up(lambda: _raise(error))
+        except BaseException:
+            self._forget_steps()
+            raise
 
     def _execute(self, step: _Step, iterator_on_worker: Any) -> None:
         """Runs a step; in the thread of the worker that took it."""
         worker = closures.current_worker()
-        if iterator_on_worker is not None and worker in step.iterator.exhausted:
+        if iterator_on_worker is not None and not step.iterator.has_batch(worker):
             self._hand_back(step, worker)
             return
         with self._changed:
             self._running[worker] = self._clock()
         try:
             self._run(step, worker, iterator_on_worker)
-        except tf.errors.OutOfRangeError:
-            if iterator_on_worker is None:
-                raise
-            self._hand_back(step, worker)
         except closures.TASK_FAILURES:
             with self._changed:
                 self._lost.add(worker)
                 self._running.pop(worker, None)
             raise
-        except Exception as error:  # Whatever the user's step raises belongs to the user, with its own type and message.
+        except (
+            Exception
+        ) as error:  # Whatever the user's step raises belongs to the user, with its own type and message.
+            closures.clear_error()
             self._finish(step, worker, error=error)
 
     def _run(self, step: _Step, worker: int, iterator_on_worker: Any) -> None:
-        batch = [] if iterator_on_worker is None else [iterator_on_worker]
-        if step.took_batch is not None and iterator_on_worker is not None:
-            batch = tf.nest.flatten(iterator_on_worker.get_next(), expand_composites=True)
-            with self._changed:
-                _resolve(step.took_batch, True)
-                self._changed.notify_all()
+        batch = self._batch(step, iterator_on_worker)
+        if batch is None:
+            self._hand_back(step, worker)
+            return
         outputs = step.program.run(*batch, *step.tensors)
         wanted = step.wants_logs or step.result is not None
-        self._finish(step, worker, values=step.program.fetch(outputs) if wanted else None)
+        values = step.program.fetch(outputs) if wanted else None
+        if iterator_on_worker is not None:
+            step.iterator.took_batch(worker)
+        self._finish(step, worker, values)
 
-    def _finish(self, step: _Step, worker: int, values: list[np.ndarray] | None = None, error: BaseException | None = None) -> None:
+    def _batch(self, step: _Step, iterator_on_worker: Any) -> list[Any] | None:
+        """What the program takes first: nothing, the iterator, or the batch; None if this worker has none left."""
+        if iterator_on_worker is None:
+            return []
+        if step.iterator.shares_known:
+            return [iterator_on_worker]
+        batch = iterator_on_worker.get_next_as_optional()
+        if not bool(batch.has_value()):
+            return None
+        with self._changed:
+            _resolve(step.took_batch, True)
+            self._changed.notify_all()
+        return tf.nest.flatten(batch.get_value(), expand_composites=True)
+
+    def _finish(
+        self, step: _Step, worker: int, values: list[np.ndarray] | None = None, error: BaseException | None = None
+    ) -> None:
         with self._changed:
             self._pending -= 1
             self._running.pop(worker, None)
@@ -294,10 +329,6 @@ class CoordinatedEngine:
         with self._changed:
             while self._pending and not closures.has_failed(self.coordinator):
                 self._changed.wait(_POLL_SECS)
-
-
-def _raise(error: BaseException) -> None:
-    raise error
 
 
 def _resolve(future: concurrent.futures.Future | None, value: Any) -> None:

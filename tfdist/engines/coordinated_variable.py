@@ -3,11 +3,14 @@
 
 Two things are wrong with the stock variable under asynchronous workers:
 
-* The chief does not know that steps it scheduled are still running. A metric that is read, or reset, in between counts a part of
+* The chief does not know that steps it scheduled are still running. A metric that is read, or reset, in between
+counts a part of
   them. Here, reading or writing a variable on the chief first waits for every step scheduled before (`barrier`).
-* Keras' `Variable.assign_add(x)` is `assign(self + x)`: read, add, write. Of two workers that do so at once one is lost. Here, when
-  the value assigned is an addition to (or subtraction from) a read of the same variable, with no write between, it becomes the one
-  atomic operation that was meant. The two are equal for a single worker, so nothing is lost where it does not matter.
+* Keras' `Variable.assign_add(x)` is `assign(self + x)`: read, add, write. Of two workers that do so at once one is
+lost. Here, when
+  the value assigned is an addition to (or subtraction from) a read of the same variable, with no write between, it
+  becomes the one atomic operation that was meant. The two are equal for a single worker, so nothing is lost where it
+  does not matter.
 
 This module is the only one that relies on the class of the variables which `ParameterServerStrategy` makes.
 """
@@ -21,7 +24,9 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.distribute import ps_values
 
-_SCATTERS = tuple(f"scatter_{kind}" for kind in ("add", "sub", "update", "max", "min", "mul", "div", "nd_add", "nd_sub", "nd_update"))
+_SCATTERS = tuple(
+    f"scatter_{kind}" for kind in ("add", "sub", "update", "max", "min", "mul", "div", "nd_add", "nd_sub", "nd_update")
+)
 
 
 class CoordinatedVariable(ps_values.CachingVariable):
@@ -29,7 +34,8 @@ class CoordinatedVariable(ps_values.CachingVariable):
 
     Args:
       variable: The `tf.Variable` that lives on the parameter server.
-      barrier: Called before the chief touches the value; `barrier(writes=...)` returns once all scheduled steps are done.
+      barrier: Called before the chief touches the value; `barrier(writes=...)` returns once all scheduled steps are
+        done.
     """
 
     def __init__(self, variable: tf.Variable, barrier: Callable[..., None]):
@@ -50,15 +56,19 @@ class CoordinatedVariable(ps_values.CachingVariable):
         return value
 
     def read_value(self) -> tf.Tensor:
+        """See `tf.Variable.read_value`."""
         return self._read(super().read_value)
 
     def value(self) -> tf.Tensor:
+        """See `tf.Variable.value`."""
         return self._read(super().value)
 
     def sparse_read(self, indices: tf.Tensor, name: str | None = None) -> tf.Tensor:
+        """See `tf.Variable.sparse_read`."""
         return self._read(super().sparse_read, indices, name=name)
 
     def gather_nd(self, indices: tf.Tensor, name: str | None = None) -> tf.Tensor:
+        """See `tf.Variable.gather_nd`."""
         return self._read(self._v.gather_nd, indices, name=name)
 
     def _dense_var_to_tensor(self, dtype: Any = None, name: str | None = None, as_ref: bool = False) -> tf.Tensor:
@@ -78,7 +88,10 @@ class CoordinatedVariable(ps_values.CachingVariable):
 
     # Writes.
 
-    def assign(self, value: Any, use_locking: bool | None = None, name: str | None = None, read_value: bool = True) -> Any:
+    def assign(
+        self, value: Any, use_locking: bool | None = None, name: str | None = None, read_value: bool = True
+    ) -> Any:
+        """See `tf.Variable.assign`; adding to the variable itself becomes atomic."""
         delta = None if tf.executing_eagerly() else self._match_addition(value)
         if delta is None:
             return self._write(super().assign, value, use_locking=use_locking, name=name, read_value=read_value)
@@ -86,9 +99,11 @@ class CoordinatedVariable(ps_values.CachingVariable):
         return self._write(operation, delta.value, use_locking=use_locking, name=name, read_value=read_value)
 
     def assign_add(self, *args: Any, **kwargs: Any) -> Any:
+        """See `tf.Variable.assign_add`."""
         return self._write(super().assign_add, *args, **kwargs)
 
     def assign_sub(self, *args: Any, **kwargs: Any) -> Any:
+        """See `tf.Variable.assign_sub`."""
         return self._write(super().assign_sub, *args, **kwargs)
 
     def _write(self, write: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -2,8 +2,8 @@
 """Tells Keras' own steps from other functions given to `strategy.run`.
 
 Keras hands in `model.train_step` and `model.test_step` as bound methods, and for `predict` a function of its own around
-`model.predict_step`. What is recognised may overlap with other steps; anything else is run as any other function, one at a time,
-so a mistake here costs speed and never a result.
+`model.predict_step`. What is recognised may overlap with other steps; anything else is run as any other function, one
+at a time, so a mistake here costs speed and never a result.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ def check(fn: Callable[..., Any]) -> None:
         return
     if model.jit_compile:
         raise ValueError(
-            "jit_compile=True cannot hold under ParameterServerStrategy: the variables live on other machines, out of XLA's reach. "
+            "jit_compile=True cannot hold under ParameterServerStrategy: the variables are on other machines, where "
+            "XLA can't reach them. "
             "Use model.compile(..., jit_compile=False). Received: jit_compile=True"
         )
     optimizer = model.optimizer
     steps = getattr(getattr(optimizer, "inner_optimizer", optimizer), "gradient_accumulation_steps", None)
     if steps:
         raise ValueError(
-            "gradient_accumulation_steps cannot hold under asynchronous ParameterServerStrategy: the workers would add to one accumulator and "
-            "each would apply what the others had begun. Use a larger batch. "
+            "gradient_accumulation_steps cannot hold under asynchronous ParameterServerStrategy: the workers would "
+            "add to one accumulator and each would apply what the others had begun. Use a larger batch. "
             f"Received: gradient_accumulation_steps={steps}"
         )
     if optimizer is not None and not optimizer.built:

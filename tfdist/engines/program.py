@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,8 +17,9 @@ from tfdist.engines.worker_data import WorkerBatch
 class Program:
     """`fn(*args, **kwargs)` in replica context, as a concrete function of flat tensors.
 
-    The batch comes first: either an iterator that lives on the worker, or the batch's tensors. All other tensors among the arguments
-    follow. Scalars in the result leave the worker stacked, one tensor per dtype, because every tensor costs a round trip.
+    The batch comes first: either an iterator that lives on the worker, or the batch's tensors. All other tensors
+    among the arguments follow. Scalars in the result leave the worker stacked, one tensor per dtype, because every
+    tensor costs a round trip.
 
     Args:
       strategy: The strategy in whose scope `fn` is traced.
@@ -28,7 +30,12 @@ class Program:
     """
 
     def __init__(
-        self, strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], worker_fed: bool
+        self,
+        strategy: tf.distribute.Strategy,
+        fn: Callable[..., Any],
+        args: tuple,
+        kwargs: dict[str, Any],
+        worker_fed: bool,
     ):
         self._strategy = strategy
         self._fn = fn
@@ -49,7 +56,9 @@ class Program:
 
     def flatten_arguments(self, args: tuple, kwargs: dict[str, Any]) -> list[tf.Tensor]:
         """The tensors among the arguments of one call, flat, without the batch."""
-        leaves = [leaf for leaf in tf.nest.flatten((args, kwargs)) if _is_tensor(leaf) and not isinstance(leaf, WorkerBatch)]
+        leaves = [
+            leaf for leaf in tf.nest.flatten((args, kwargs)) if _is_tensor(leaf) and not isinstance(leaf, WorkerBatch)
+        ]
         return tf.nest.flatten(leaves, expand_composites=True)
 
     def run(self, *inputs: Any) -> list[tf.Tensor]:
@@ -75,13 +84,22 @@ class Program:
             tensor.set_shape(shape) if not tf.executing_eagerly() else None
             tensors.append(tensor)
         supply = iter(tensors)
-        leaves = [next(supply) if _is_tensor(leaf) else leaf for leaf in tf.nest.flatten(self._result, expand_composites=True)]
+        leaves = [
+            next(supply) if _is_tensor(leaf) else leaf for leaf in tf.nest.flatten(self._result, expand_composites=True)
+        ]
         return tf.nest.pack_sequence_as(self._result, leaves, expand_composites=True)
 
     def _trace(self) -> Callable[..., list[tf.Tensor]]:
         function = tf.function(self._on_worker, autograph=False)
-        with tf.init_scope(), self._strategy.scope():
-            return function.get_concrete_function(*self._input_specs())
+
+        def trace() -> Callable[..., list[tf.Tensor]]:
+            with self._strategy.scope():
+                return function.get_concrete_function(*self._input_specs())
+
+        # The caller may be tracing a function of its own. A thread starts outside of it; `tf.init_scope` would lead
+        # out too, but it also stops gradient tapes.
+        with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="tfdist trace") as thread:
+            return thread.submit(trace).result()
 
     def _input_specs(self) -> list[Any]:
         if self._batch_spec is None:
@@ -98,7 +116,8 @@ class Program:
         supply = iter(rest)
         leaves = [self._fill(leaf, batch, supply) for leaf in self._leaves]
         args, kwargs = tf.nest.pack_sequence_as(self._arguments, leaves)
-        # Nothing may happen before the batch is there: counting a step whose data then turn out to be at their end is counting wrong.
+        # Nothing may happen before the batch is there: counting a step whose data then turn out to be at their end is
+        # counting wrong.
         with tf.control_dependencies([t for t in tf.nest.flatten(batch, expand_composites=True) if tf.is_tensor(t)]):
             result = self._call(args, kwargs)
         return self._pack(result)
@@ -122,12 +141,13 @@ class Program:
         return tf.nest.pack_sequence_as(leaf, parts, expand_composites=True)
 
     def _call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        # One replica per worker: a plain replica context, which unlike the threads of the stock `run` also holds inside of conditionals.
-        with tf.distribute.ReplicaContext(self._strategy, 0):
+        # One replica per worker: a plain replica context, which unlike the threads of the stock `run` also holds
+        # inside of conditionals. Its device has no job: it is the one of the worker that runs the step.
+        with tf.device(self._strategy.extended.worker_devices[0]), tf.distribute.ReplicaContext(self._strategy, 0):
             return self._fn(*args, **kwargs)
 
     def _pack(self, result: Any) -> list[tf.Tensor]:
-        self._result = tf.nest.map_structure(lambda leaf: tf.convert_to_tensor(leaf) if isinstance(leaf, tf.Variable) else leaf, result)
+        self._result = tf.nest.map_structure(_read_variable, result)
         flat = [leaf for leaf in tf.nest.flatten(self._result, expand_composites=True) if _is_tensor(leaf)]
         self._dtypes = [tensor.dtype for tensor in flat]
         self._shapes = [tensor.shape for tensor in flat]
@@ -142,6 +162,11 @@ class Program:
 
 def _flat_specs(spec: Any) -> list[tf.TensorSpec]:
     return tf.nest.flatten(spec, expand_composites=True)
+
+
+def _read_variable(leaf: Any) -> Any:
+    """Keras' variables and TensorFlow's both count as tensors, but only their values can travel."""
+    return tf.convert_to_tensor(leaf) if hasattr(leaf, "assign") else leaf
 
 
 def _is_tensor(leaf: Any) -> bool:

@@ -2,20 +2,25 @@
 """Data that the workers read, and the handles by which the chief speaks of it.
 
 Who owns what: the chief owns a `WorkerDataset` (a description, shipped to each worker once) and, per pass over it, a
-`WorkerIterator`. The batches themselves live on the workers and never pass through the chief; what the chief's loop gets from
-`next(iterator)` is a `WorkerBatch`, a ticket for "the next batch of this iterator, on whichever worker takes the step".
+`WorkerIterator`. The batches themselves live on the workers and never pass through the chief; what the chief's loop
+gets from `next(iterator)` is a `WorkerBatch`, a ticket for "the next batch of this iterator, on whichever worker
+takes the step".
 
 There are two ways to feed a step:
 
 * `worker`: each worker has an iterator over its own share, and takes its next batch from it. For training.
-* `chief`: the chief reads the data once, in order, and sends each batch along with the step. For `evaluate` and `predict`, which
+* `chief`: the chief reads the data once, in order, and sends each batch along with the step. For `evaluate` and
+`predict`, which
   must see every example exactly once and in order, and for data that only exists in the chief's Python (generators).
 """
 
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
+import secrets
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -24,14 +29,13 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from tfdist.engines import closures
+from tfdist.engines.dataset_graph import DatasetGraph, rebuild
 
 if TYPE_CHECKING:
     from tfdist.engines.coordinated import CoordinatedEngine
 
 # Protocol buffers end at 2 GiB; a data set is shipped inside one.
 _MAX_SHIPPED_BYTES = 2**31 - 2**20
-# Operations that call back into the Python of the process that made them: such a data set cannot move.
-_PYTHON_OPERATIONS = (b"EagerPyFunc", b"PyFunc", b"PyFuncStateless")
 
 _iterators: weakref.WeakValueDictionary[int, WorkerIterator] = weakref.WeakValueDictionary()
 _iterator_ids = itertools.count()
@@ -41,8 +45,8 @@ _element_specs: dict[str, Any] = {}
 class WorkerBatch(tf.experimental.ExtensionType, tf.distribute.DistributedValues):
     """A ticket for one batch that lives on the workers.
 
-    It stands for the batch in `strategy.run(fn, args=(batch,))`; inside `fn` it is the batch itself. Its content cannot be read on
-    the chief.
+    It stands for the batch in `strategy.run(fn, args=(batch,))`; inside `fn` it is the batch itself. Its content
+    cannot be read on the chief.
 
     Attributes:
       iterator_id: int64 scalar, the `WorkerIterator` it comes from.
@@ -59,7 +63,8 @@ class WorkerBatch(tf.experimental.ExtensionType, tf.distribute.DistributedValues
 
     def __iter__(self) -> Iterator[Any]:
         raise TypeError(
-            "This batch lives on the workers and can't be unpacked on the chief; give it whole to strategy.run(fn, args=(batch,)) "
+            "This batch lives on the workers and can't be unpacked on the chief; give it whole to "
+            "strategy.run(fn, args=(batch,)) "
             "and unpack it inside fn."
         )
 
@@ -75,32 +80,37 @@ class WorkerDataset(tf.distribute.DistributedDataset):
     Args:
       engine: The engine whose workers read it.
       dataset: A `tf.data.Dataset` of batches.
-      sharding: `"replicate"`: each worker reads all of it; `"shard"`: worker i of n reads the batches i, i + n, ...; `"dynamic"`: each
-        batch goes to the worker that asks first (tf.data service).
+      sharding: `"replicate"`: each worker reads all of it; `"shard"`: worker i of n reads the batches i, i + n, ...;
+        `"dynamic"`: each batch goes to the worker that asks first (tf.data service).
     """
 
     def __init__(self, engine: CoordinatedEngine, dataset: tf.data.Dataset, sharding: str):
         self._engine = engine
         self._dataset = dataset
         self._sharding = sharding
+        self._cardinality = int(dataset.cardinality())
         self._shipped: tf.distribute.coordinator.PerWorkerValue | None = None
-        self._lives_in_python: bool | None = None
+        self._described: DatasetGraph | None = None
 
     @property
     def element_spec(self) -> Any:
+        """The structure of `tf.TypeSpec`s of a batch."""
         return self._dataset.element_spec
 
     @property
     def cardinality(self) -> int:
-        return int(self._dataset.cardinality())
+        """Batches in one pass, or one of tf.data's constants for an unknown or endless number."""
+        return self._cardinality
 
     @property
     def lives_in_python(self) -> bool:
         """Whether it calls Python of this process, so that only the chief can read it."""
-        if self._lives_in_python is None:
-            graph = _serialize(self._dataset).numpy()
-            self._lives_in_python = any(name in graph for name in _PYTHON_OPERATIONS)
-        return self._lives_in_python
+        return self._graph().lives_in_python
+
+    def _graph(self) -> DatasetGraph:
+        if self._described is None:
+            self._described = DatasetGraph(self._dataset)
+        return self._described
 
     def __iter__(self) -> WorkerIterator:
         if not tf.executing_eagerly():
@@ -114,62 +124,79 @@ class WorkerDataset(tf.distribute.DistributedDataset):
     def placeholder(self) -> Any:
         """One batch of zeros, for building a model; a real one where the shape or the kind of a component is open."""
         specs = tf.nest.flatten(self.element_spec)
-        if all(isinstance(s, tf.TensorSpec) and s.shape.rank is not None and s.shape[1:].is_fully_defined() for s in specs):
+        if all(
+            isinstance(s, tf.TensorSpec) and s.shape.rank is not None and s.shape[1:].is_fully_defined() for s in specs
+        ):
             return tf.nest.map_structure(_zeros, self.element_spec)
         return next(self.local_iterator())
 
+    def share(self, worker: int) -> int | None:
+        """How many batches of a pass fall to `worker`: `sys.maxsize` if endless, None if only reading tells."""
+        total = self.cardinality
+        if total == tf.data.UNKNOWN_CARDINALITY or self._sharding == "dynamic":
+            return None
+        if total == tf.data.INFINITE_CARDINALITY:
+            return sys.maxsize
+        return total if self._sharding == "replicate" else len(range(worker, total, self._engine.num_workers))
+
     def iterate_on_workers(self) -> tf.distribute.coordinator.PerWorkerValue:
         """Starts a pass: one iterator on each worker over its share."""
+        create = functools.partial(closures.create_on_workers, self._engine.coordinator)
         if self._sharding == "dynamic":
-            return self._iterate(self._register())
+            build = self._join_service()
+            return create(lambda: iter(build()))
         if self._shipped is None:
-            self._shipped = closures.create_on_workers(self._engine.coordinator, self._builder(self._share))
-        return closures.create_on_workers(self._engine.coordinator, iter, self._shipped)
+            build = self._rebuild_share()
+            self._shipped = create(lambda: build(tf.constant(closures.current_worker(), tf.int64)))
+        return create(iter, self._shipped)
 
-    def _share(self, dataset: tf.data.Dataset, worker: tf.Tensor) -> tf.data.Dataset:
-        return dataset.shard(self._engine.num_workers, worker) if self._sharding == "shard" else dataset
-
-    def _builder(self, share: Callable[[tf.data.Dataset, tf.Tensor], tf.data.Dataset]) -> Callable[[], tf.data.Dataset]:
-        graph = _serialize(self._dataset)
-        size = len(graph.numpy())
-        if size > _MAX_SHIPPED_BYTES:
+    def _rebuild_share(self) -> Callable[[tf.Tensor], tf.data.Dataset]:
+        """A function from a worker's index to its share, which runs on the worker and carries the data set inside."""
+        graph = self._graph()
+        if graph.num_bytes > _MAX_SHIPPED_BYTES:
             raise ValueError(
-                f"The data set holds {size / 2**30:.1f} GiB in memory, more than the 2 GiB that can be sent to a worker; read it from "
-                "files with tf.data instead of passing arrays."
+                f"The data set holds {graph.num_bytes / 2**30:.1f} GiB in memory, more than the 2 GiB that a worker can "
+                "be sent; read it from files with tf.data instead of passing arrays."
             )
-        spec = self.element_spec
+        if self._sharding == "shard":
+            # Shares of different orders would overlap.
+            graph.agree_on_order(secrets.randbelow(2**31))
+        text, spec, is_shard = graph.serialize(), self.element_spec, self._sharding == "shard"
 
         @tf.function(autograph=False)
         def build(worker: tf.Tensor) -> tf.data.Dataset:
-            return share(_deserialize(graph, spec), worker)
+            dataset = rebuild(text, spec)
+            return dataset.shard(self._engine.num_workers, worker) if is_shard else dataset
 
-        concrete = build.get_concrete_function(tf.TensorSpec([], tf.int64))
-        return lambda: concrete(tf.constant(closures.current_worker(), tf.int64))
+        return build.get_concrete_function(tf.TensorSpec([], tf.int64))
 
-    def _register(self) -> Callable[[], tf.data.Dataset]:
-        address = self._engine.data_service_address()
-        service = tf.data.experimental.service
-        dataset_id = service.register_dataset(address, self._dataset)
-        spec, job = self.element_spec, f"tfdist-{next(_iterator_ids)}"
+    def _join_service(self) -> Callable[[], tf.data.Dataset]:
+        """A function that makes the worker a consumer of a new pass of the tf.data service."""
+        service, address, spec = tf.data.experimental.service, self._engine.data_service_address(), self.element_spec
+        dataset = self._dataset
+        if self.cardinality >= 0:
+            # Several producers would each end with a batch of their own that is not full, and there would be more
+            # batches than the data set says it has. A source of one element can't be split: one producer makes all
+            # batches.
+            dataset = tf.data.Dataset.range(1).flat_map(lambda _: self._dataset)
+        dataset_id, job = service.register_dataset(address, dataset), f"tfdist-{next(_iterator_ids)}"
 
         @tf.function(autograph=False)
         def build() -> tf.data.Dataset:
             return service.from_dataset_id(
-                service.ShardingPolicy.DYNAMIC, address, dataset_id, element_spec=spec, job_name=job, max_outstanding_requests=2
+                service.ShardingPolicy.DYNAMIC, address, dataset_id, element_spec=spec, job_name=job
             )
 
         return build.get_concrete_function()
-
-    def _iterate(self, build: Callable[[], tf.data.Dataset]) -> tf.distribute.coordinator.PerWorkerValue:
-        return closures.create_on_workers(self._engine.coordinator, lambda: iter(build()))
 
 
 class WorkerIterator:
     """One pass over a `WorkerDataset`, in the chief's hands. `next` gives tickets, never data.
 
-    It is no `tf.distribute.DistributedIterator`, because Keras would hand such a one into a `tf.function` as a whole instead of
-    taking one batch at a time. It ends with `StopIteration`, or with `tf.errors.OutOfRangeError` where not one ticket was given since `iter(self)`: Keras zips
-    over it `steps_per_execution` at a time, and tells the two apart.
+    It is no `tf.distribute.DistributedIterator`, because Keras would hand such a one into a `tf.function` as a whole
+    instead of taking one batch at a time. It ends with `StopIteration`, or with `tf.errors.OutOfRangeError` where not
+    one ticket was given since `iter(self)`: Keras zips over it `steps_per_execution` at a time, and tells the two
+    apart.
     """
 
     def __init__(self, engine: CoordinatedEngine, dataset: WorkerDataset):
@@ -183,6 +210,7 @@ class WorkerIterator:
         self._waiting: collections.deque[Any] = collections.deque()
         self._on_workers: tf.distribute.coordinator.PerWorkerValue | None = None
         self._lock = threading.Lock()
+        self._taken: collections.Counter[int] = collections.Counter()
         self.exhausted: set[int] = set()
         self.ended = False
         self.id = next(_iterator_ids)
@@ -193,6 +221,7 @@ class WorkerIterator:
 
     @property
     def element_spec(self) -> Any:
+        """The structure of `tf.TypeSpec`s of a batch."""
         return self._dataset.element_spec
 
     def placeholder(self) -> Any:
@@ -224,10 +253,28 @@ class WorkerIterator:
         return self._ticket
 
     def get_next(self) -> WorkerBatch:
+        """The same as `next(self)`."""
         return next(self)
 
     def get_next_as_optional(self) -> Any:
-        raise NotImplementedError("get_next_as_optional() has no meaning for batches that live on the workers; use next(iterator).")
+        """Not available: only the workers know whether there is a next batch."""
+        raise NotImplementedError(
+            "get_next_as_optional() has no meaning for batches that live on the workers; use next(iterator)."
+        )
+
+    @property
+    def shares_known(self) -> bool:
+        """Whether each worker's number of batches is known before they are read."""
+        return self.counted and self._dataset.share(0) is not None
+
+    def has_batch(self, worker: int) -> bool:
+        """Whether `worker` may have a batch left. Only that worker's thread asks."""
+        share = self._dataset.share(worker)
+        return worker not in self.exhausted and (share is None or self._taken[worker] < share)
+
+    def took_batch(self, worker: int) -> None:
+        """Counts a batch that `worker` is done with."""
+        self._taken[worker] += 1
 
     def feed(self, by_chief: bool) -> str:
         """Decides, at the first step, who feeds this pass."""
@@ -271,15 +318,3 @@ class WorkerIterator:
 def _zeros(spec: tf.TensorSpec) -> tf.Tensor:
     shape = [1 if size is None else size for size in spec.shape]
     return tf.zeros(shape, spec.dtype) if spec.dtype != tf.string else tf.fill(shape, "")
-
-
-def _serialize(dataset: tf.data.Dataset) -> tf.Tensor:
-    return tf.raw_ops.DatasetToGraphV2(
-        input_dataset=tf.data.experimental.to_variant(dataset),
-        external_state_policy=1,  # IGNORE: a shuffle buffer or a random seed is state, and starts afresh on the worker.
-        strip_device_assignment=True,
-    )
-
-
-def _deserialize(graph: tf.Tensor, element_spec: Any) -> tf.data.Dataset:
-    return tf.data.experimental.from_variant(tf.raw_ops.DatasetFromGraph(graph_def=graph), element_spec)

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ParameterServerStrategy`: asynchronous training of one model by many workers, under unmodified `model.fit`.
 
-Every task runs the same script. The chief's constructor returns, and its `fit` drives the workers; in a `worker` or `ps` task the
-constructor serves until the chief is done and then ends the process. Without TF_CONFIG it starts a cluster of local processes.
+Every task runs the same script. The chief's constructor returns, and its `fit` drives the workers; in a `worker` or
+`ps` task the constructor serves until the chief is done and then ends the process. Without TF_CONFIG it starts a
+cluster of local processes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,6 +24,7 @@ from tfdist.engines.coordinated import CoordinatedEngine
 from tfdist.engines.coordinated_variable import coordinate
 from tfdist.engines.program import Program
 from tfdist.engines.worker_data import WorkerBatch, WorkerDataset, WorkerIterator, find_iterator
+from tfdist.strategies import sharing
 
 _SHARDINGS = ("shard", "replicate", "dynamic")
 
@@ -29,17 +32,18 @@ _SHARDINGS = ("shard", "replicate", "dynamic")
 class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     """`tf.distribute.ParameterServerStrategy` for Keras 3: `fit`, `evaluate`, `predict`, and counts that are right.
 
-    Each step of Keras' loop is one update, made by whichever worker is free, from its next batch and the newest values of the
-    variables. The chief keeps a bounded number of steps in flight and does not wait for each. What it reads or writes (a metric, a
-    checkpoint, the learning rate) comes after all steps before it.
+    Each step of Keras' loop is one update, made by whichever worker is free, from its next batch and the newest
+    values of the variables. The chief keeps a bounded number of steps in flight and does not wait for each. What it
+    reads or writes (a metric, a checkpoint, the learning rate) comes after all steps before it.
 
     Args:
-      cluster_resolver: As for the stock strategy. Without one the cluster is taken from TF_CONFIG; without that either, `num_workers` worker
-        and `num_ps` ps processes are started on this machine, and end with this program.
+      cluster_resolver: As for the stock strategy. Without one the cluster is taken from TF_CONFIG; without that
+        either, `num_workers` worker and `num_ps` ps processes are started on this machine, and end with this program.
       variable_partitioner: As for the stock strategy: how to split variables over the parameter servers.
       policies: Which contributions count and when. Empty: asynchronous.
-      data_sharding: Each worker's share of the data that `fit` trains on. `"shard"`: worker i of n takes the batches i, i + n, ...;
-        `"replicate"`: all of it; `"dynamic"`: whichever batch is next when it asks, through tf.data service.
+      data_sharding: Each worker's share of the data that `fit` trains on. `"shard"`: worker i of n takes the batches
+        i, i + n, ...; `"replicate"`: all of it; `"dynamic"`: whichever batch is next when it asks, through tf.data
+        service.
       num_workers: Workers to start where there is no cluster.
       num_ps: Parameter servers to start where there is no cluster.
       start_timeout_secs: How long to wait for the other tasks to come up.
@@ -67,9 +71,10 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         if cluster is not None and cluster.task.type in ("worker", "ps"):
             sys.exit(serving.serve(cluster, start_timeout_secs))
         self._data_sharding = data_sharding
-        self._serving = serving.attach(cluster, num_workers, num_ps, start_timeout_secs)
+        self._serving = serving.attach(cluster, num_workers, num_ps, start_timeout_secs, data_sharding == "dynamic")
         super().__init__(self._serving.resolver(), variable_partitioner)
-        # `run` and `reduce` of this class decide themselves what belongs on a worker; the stock check would only warn about it.
+        # `run` and `reduce` of this class decide themselves what belongs on a worker; the stock check would only warn
+        # about it.
         self.extended._allow_run_without_coordinator = True
         self._engine = CoordinatedEngine(self, self._serving.num_workers, self._serving.data_service_address)
         self._programs: dict[Any, Program] = {}
@@ -77,8 +82,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     def _connect_to_cluster(self, coordinator_name: str) -> None:
         """Joins the cluster without renaming this process' own devices.
 
-        The stock strategy renames them from job localhost to job chief, and whatever was made before (a model under MirroredStrategy,
-        a data set) can't find its device any more.
+        The stock strategy renames them from job localhost to job chief, and whatever was made before (a model under
+        MirroredStrategy, a data set) can't find its device any more.
         """
         resolver, self._cluster_resolver = self._cluster_resolver, self._serving.renamed_resolver("localhost")
         try:
@@ -102,11 +107,13 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     # Data.
 
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any = None) -> Any:
-        """Leaves the batches of `dataset` to the workers, each its share (`data_sharding`). The chief does not read them."""
+        """Leaves the batches of `dataset` to the workers, each its share; the chief does not read them."""
         if isinstance(dataset, WorkerDataset):
             return dataset
         if not tf.executing_eagerly():
             return super().experimental_distribute_dataset(dataset, options)
+        if self._data_sharding == "shard":
+            dataset = sharing.reorder_batches(dataset, seed=0)
         return WorkerDataset(self._engine, dataset, self._data_sharding)
 
     # Steps.
@@ -116,8 +123,9 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     ) -> Any:
         """Runs `fn` on a worker.
 
-        In Keras' loop the steps overlap, and the logs returned are those of the newest finished one. Any other function is waited for,
-        and its own result returned. In a function given to `ClusterCoordinator.schedule` it means what it means in the stock strategy.
+        In Keras' loop the steps overlap, and the logs returned are those of the newest finished one. Any other
+        function is waited for, and its own result returned. In a function given to `ClusterCoordinator.schedule` it
+        means what it means in the stock strategy.
         """
         if tf.distribute.in_cross_replica_context() and self._on_worker():
             return super().run(fn, args, kwargs, options)
@@ -144,7 +152,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         self, kind: str, fn: Any, args: tuple, kwargs: dict[str, Any], iterator: WorkerIterator | None
     ) -> Program:
         worker_fed = iterator is not None and iterator.feed(by_chief=kind in ("test", "predict")) == "worker"
-        worker_fed = worker_fed and iterator.counted
+        worker_fed = worker_fed and iterator.shares_known
         specs = tf.nest.map_structure(lambda x: tf.type_spec_from_value(x) if tf.is_tensor(x) else x, (args, kwargs))
         key = (fn, worker_fed, repr(specs))
         if key not in self._programs:
@@ -163,11 +171,14 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         ticket = _ticket(args, kwargs)
         program = program_for(ticket is not None and kind not in ("test", "predict"))
 
+        @_as_operation
         def queue(*inputs: tf.Tensor) -> list[np.ndarray]:
             iterator = None if ticket is None else find_iterator(int(inputs[0]))
             tensors = list(inputs if ticket is None else inputs[1:])
             worker_fed = (
-                iterator is not None and iterator.feed(kind in ("test", "predict")) == "worker" and iterator.counted
+                iterator is not None
+                and iterator.feed(kind in ("test", "predict")) == "worker"
+                and iterator.shares_known
             )
             return self._dispatch(kind, program_for(worker_fed), tensors, iterator)
 
@@ -189,7 +200,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     # Results. A step is made by one replica, so there is nothing to be combined.
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:
-        """Reduces over `axis`; over the replicas there is nothing to reduce, because each step is made by one of them."""
+        """Reduces over `axis`; there is nothing to reduce over replicas, because one of them makes each step."""
         if isinstance(value, WorkerBatch):
             return find_iterator(int(value.iterator_id)).placeholder()
         if self._on_worker():
@@ -214,6 +225,24 @@ def _ticket(args: tuple, kwargs: dict[str, Any]) -> WorkerBatch | None:
     return tickets[0] if tickets else None
 
 
+def _as_operation(queue: Callable[..., list[np.ndarray]]) -> Callable[..., list[np.ndarray]]:
+    """Translates what `queue` raises: an operation passes on a few of Python's exceptions, none of TensorFlow's."""
+
+    @functools.wraps(queue)
+    def operation(*inputs: tf.Tensor) -> list[np.ndarray]:
+        try:
+            return queue(*inputs)
+        except tf.errors.OutOfRangeError:
+            end = StopIteration("End of sequence")
+        except tf.errors.InvalidArgumentError as error:
+            end = ValueError(error.message)
+        except tf.errors.OpError as error:
+            end = RuntimeError(f"{type(error).__name__}: {error.message}")
+        raise end
+
+    return operation
+
+
 def _find_cluster(resolver: tf.distribute.cluster_resolver.ClusterResolver | None) -> Cluster | None:
     cluster = Cluster.from_environment() if resolver is None else serving.cluster_of(resolver)
     if cluster is not None:
@@ -226,7 +255,8 @@ def _check_arguments(policies: Sequence[Any], data_sharding: str, start_timeout_
         raise ValueError(f"policies must be empty: this version has none yet. Received: policies={policies!r}")
     if data_sharding not in _SHARDINGS:
         raise ValueError(
-            f"data_sharding must be one of {', '.join(map(repr, _SHARDINGS))}. Received: data_sharding={data_sharding!r}"
+            f"data_sharding must be one of {', '.join(map(repr, _SHARDINGS))}. "
+            f"Received: data_sharding={data_sharding!r}"
         )
     if not start_timeout_secs > 0:
         raise ValueError(f"start_timeout_secs must be positive. Received: start_timeout_secs={start_timeout_secs!r}")

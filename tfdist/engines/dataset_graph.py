@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A data set as text that can be sent to the workers, and what has to be known about it before it goes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.core.framework import graph_pb2
+
+# Operations that call back into the Python of the process that made them.
+_PYTHON_OPERATIONS = frozenset({"EagerPyFunc", "PyFunc", "PyFuncStateless"})
+# Data sets whose inputs 'seed' and 'seed2' stand at these positions.
+_SEED_INPUTS = {
+    "ShuffleDataset": (2, 3),
+    "ShuffleDatasetV3": (2, 3),
+    "ShuffleAndRepeatDataset": (2, 3),
+    "ShuffleAndRepeatDatasetV2": (2, 3),
+    "RandomDataset": (0, 1),
+    "RandomDatasetV2": (0, 1),
+    "SamplingDataset": (2, 3),
+}
+
+
+class DatasetGraph:
+    """The operations of a data set.
+
+    Args:
+      dataset: What to describe. Random state does not come along: a shuffle starts afresh wherever the data set is
+        rebuilt.
+    """
+
+    def __init__(self, dataset: tf.data.Dataset):
+        text = tf.raw_ops.DatasetToGraphV2(
+            input_dataset=tf.data.experimental.to_variant(dataset),
+            external_state_policy=1,  # IGNORE
+            strip_device_assignment=True,
+        )
+        self.element_spec = dataset.element_spec
+        self._graph = graph_pb2.GraphDef.FromString(text.numpy())
+
+    @property
+    def lives_in_python(self) -> bool:
+        """Whether it calls Python of this process (a generator, `tf.py_function`) and therefore cannot be moved."""
+        return any(node.op in _PYTHON_OPERATIONS for nodes in self._bodies() for node in nodes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size on the wire."""
+        return self._graph.ByteSize()
+
+    def agree_on_order(self, seed: int) -> None:
+        """Gives random operations without a seed one, so that all who rebuild the data set see the same order."""
+        draw = random.Random(seed)
+        for nodes in self._bodies():
+            constants = {node.name: node for node in nodes if node.op == "Const"}
+            for node in nodes:
+                if node.op in _SEED_INPUTS:
+                    _seed_inputs(node, constants, draw)
+                elif "seed" in node.attr and "seed2" in node.attr and not (node.attr["seed"].i or node.attr["seed2"].i):
+                    node.attr["seed"].i, node.attr["seed2"].i = _draw(draw), _draw(draw)
+
+    def serialize(self) -> tf.Tensor:
+        """A string scalar from which `rebuild` makes the data set again."""
+        return tf.constant(self._graph.SerializeToString())
+
+    def _bodies(self) -> Iterable[Any]:
+        yield self._graph.node
+        for function in self._graph.library.function:
+            yield function.node_def
+
+
+def rebuild(graph: tf.Tensor, element_spec: Any) -> tf.data.Dataset:
+    """The data set that `DatasetGraph.serialize` wrote."""
+    return tf.data.experimental.from_variant(tf.raw_ops.DatasetFromGraph(graph_def=graph), element_spec)
+
+
+def _seed_inputs(node: Any, constants: dict[str, Any], draw: random.Random) -> None:
+    names = [node.input[position].split(":")[0] for position in _SEED_INPUTS[node.op]]
+    seeds = [constants[name] for name in names if name in constants]
+    if len(seeds) < len(names) or any(_value(seed) for seed in seeds):
+        return
+    for seed in seeds:
+        tensor = seed.attr["value"].tensor
+        tensor.ClearField("tensor_content")
+        del tensor.int64_val[:]
+        tensor.int64_val.append(_draw(draw))
+
+
+def _value(constant: Any) -> int:
+    return int(tf.make_ndarray(constant.attr["value"].tensor))
+
+
+def _draw(draw: random.Random) -> int:
+    return draw.randrange(1, 2**31)
