@@ -22,8 +22,17 @@ os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
 LOGICAL_CPUS = 4
 _GRACE_SECS = 5.0
-# Set by pytest itself, and by `import tensorflow`, whichever test comes first.
-_NOT_OURS = {"PYTEST_CURRENT_TEST", "TF2_BEHAVIOR"}
+# Set by pytest itself, and by whichever test is the first to import TensorFlow, h5py or scikit-learn.
+_NOT_OURS = {
+    "ENABLE_RUNTIME_UPTIME_TELEMETRY",
+    "HDF5_PLUGIN_PATH",
+    "KMP_DUPLICATE_LIB_OK",
+    "KMP_INIT_AT_FORK",
+    "PYTEST_CURRENT_TEST",
+    "TF2_BEHAVIOR",
+    "TPU_ML_PLATFORM",
+    "TPU_ML_PLATFORM_VERSION",
+}
 
 
 @pytest.fixture(scope="session")

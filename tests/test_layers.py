@@ -21,20 +21,22 @@ MODULES = sorted((ROOT / "tfdist").rglob("*.py"))
 # Which parts of tfdist each part may import. A new part gets a line here, and the arrow must point one way.
 ARROWS: dict[str, set[str]] = {
     "__init__": {"cluster", "strategies"},
+    "_addresses": set(),
     "callbacks": {"telemetry"},
     "cli": {"__init__", "cluster", "launchers"},
-    "cluster": set(),
+    "cluster": {"_addresses"},
     "compression": set(),
     "engines": {"cluster", "compression", "policies"},
     "flags": {"__init__", "cluster", "policies", "strategies"},
     "launchers": {"cluster"},
     "policies": set(),
-    "serving": {"cluster", "launchers"},
-    "strategies": {"cluster", "compression", "engines", "policies", "serving", "telemetry"},
+    "rendezvous": {"_addresses", "cluster"},
+    "serving": {"cluster", "launchers", "rendezvous"},
+    "strategies": {"cluster", "compression", "engines", "policies", "rendezvous", "serving", "telemetry"},
     "telemetry": {"cluster", "policies"},
     "testing": {"__init__", "cluster", "engines", "launchers", "policies", "serving", "strategies", "telemetry"},
 }
-WITHOUT_TENSORFLOW = ("__init__", "cli", "cluster", "launchers", "policies")
+WITHOUT_TENSORFLOW = ("__init__", "_addresses", "cli", "cluster", "launchers", "policies", "rendezvous")
 HEAVY = ("tensorflow", "keras", "numpy")
 
 

@@ -30,7 +30,7 @@ def save(output_dir: pathlib.Path, titles: Mapping[str, str]) -> pathlib.Path:
         path = output_dir / strategy / "epochs.jsonl"
         rows = [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
         seconds = [row["seconds"] for row in rows]
-        style = {"color": colour, "linestyle": line, "linewidth": 2.0, "label": title}
+        style = {"color": colour, "linestyle": line, "linewidth": 2.0, "marker": "o", "markersize": 3.5, "label": title}
         if rows:
             loss.plot(seconds, [row["loss"] for row in rows], **style)
             accuracy.plot(seconds, [row["val_accuracy"] for row in rows], **style)

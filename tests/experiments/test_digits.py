@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The digits experiment: what it compares, and that it says which strategy failed."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pathlib
+import subprocess
+import sys
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+FOLDER = pathlib.Path(__file__).resolve().parents[2] / "experiments" / "digits"
+
+
+@pytest.fixture
+def compare(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("compare")
+
+
+def _row(epoch: int, accuracy: float = 0.9) -> dict[str, float]:
+    return {"epoch": epoch, "seconds": epoch * 2.0, "updates": 56, "updates_per_sec": 40.0 + epoch} | {
+        "loss": 1.0 / epoch,
+        "val_accuracy": accuracy,
+    }
+
+
+def test_every_strategy_has_an_expected_accuracy_of_at_least_97_percent(compare: ModuleType):
+    expected = json.loads((FOLDER / "expected.json").read_text())
+    assert expected.keys() == compare.STRATEGIES.keys()
+    assert all(row["validation_accuracy_at_least"] >= 0.97 for row in expected.values())
+
+
+def test_a_strategy_below_its_expected_accuracy_is_named(compare: ModuleType):
+    summary = {"mirrored": compare._summary([_row(1, 0.99)]), "multi_worker": compare._summary([_row(1, 0.95)])}
+    (problem,) = compare._missed(summary)
+    assert problem.startswith("multi_worker reached a validation accuracy of 95.00%")
+
+
+def test_the_first_epoch_does_not_count_for_the_speed(compare: ModuleType):
+    summary = compare._summary([_row(1), _row(2), _row(3), _row(4, 0.98)])
+    assert summary == {"seconds": 8.0, "updates": 224, "updates_per_sec": 43.0, "validation_accuracy": 0.98}
+
+
+def test_a_half_written_line_is_left_for_later(compare: ModuleType, tmp_path: pathlib.Path):
+    (tmp_path / "epochs.jsonl").write_text(json.dumps(_row(1)) + "\n" + json.dumps(_row(2))[:20])
+    assert compare._rows(tmp_path) == [_row(1)]
+
+
+def test_the_plot_shows_the_strategies_that_have_results(compare: ModuleType, tmp_path: pathlib.Path):
+    (tmp_path / "mirrored").mkdir()
+    (tmp_path / "mirrored" / "epochs.jsonl").write_text("".join(json.dumps(_row(e)) + "\n" for e in (1, 2, 3)))
+    path = compare.plot.save(tmp_path, compare.STRATEGIES)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.devices
+def test_an_image_is_shifted_one_pixel_each_way(compare: ModuleType):
+    train = importlib.import_module("train")
+    image = np.arange(64.0).reshape(1, 8, 8, 1)
+    same, down, up, right, left = train.with_shifts(image)
+    np.testing.assert_array_equal(same, image[0])
+    np.testing.assert_array_equal(down[1:], same[:-1])
+    np.testing.assert_array_equal(up[:-1], same[1:])
+    np.testing.assert_array_equal(right[:, 1:], same[:, :-1])
+    np.testing.assert_array_equal(left[:, :-1], same[:, 1:])
+
+
+@pytest.mark.processes
+def test_a_run_that_fails_is_shown_and_makes_the_comparison_fail(tmp_path: pathlib.Path):
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import pathlib, compare\n"
+        "compare.STRATEGIES = {'one_device': 'one device'}\n"
+        "sys.exit(compare.compare(pathlib.Path(sys.argv[2]), 1, ['--epochs=none']))"
+    )
+    command = [sys.executable, "-c", program, str(FOLDER), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "FAILED: one_device ended with exit code 1" in done.stderr
+    assert "flag --epochs=none" in done.stdout
