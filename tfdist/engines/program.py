@@ -116,11 +116,7 @@ class Program:
         supply = iter(rest)
         leaves = [self._fill(leaf, batch, supply) for leaf in self._leaves]
         args, kwargs = tf.nest.pack_sequence_as(self._arguments, leaves)
-        # Nothing may happen before the batch is there: counting a step whose data then turn out to be at their end is
-        # counting wrong.
-        with tf.control_dependencies([t for t in tf.nest.flatten(batch, expand_composites=True) if tf.is_tensor(t)]):
-            result = self._call(args, kwargs)
-        return self._pack(result)
+        return self._pack(self._call(args, kwargs))
 
     def _take_batch(self, inputs: list[Any]) -> tuple[Any, list[Any]]:
         if self._batch_spec is None:

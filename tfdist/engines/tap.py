@@ -60,12 +60,13 @@ def _tapped(optimizer: Any, weigh: Transform | None) -> Iterator[None]:
         changes.append((inner, "_all_reduce_sum_gradients", lambda gradients_and_variables: gradients_and_variables))
     if _branches(inner):
         changes.append((inner, "_backend_apply_gradients", _branching_apply(inner)))
-    with _attributes(changes):
+    with attributes(changes):
         yield
 
 
 @contextlib.contextmanager
-def _attributes(changes: list[tuple[Any, str, Any]]) -> Iterator[None]:
+def attributes(changes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Within this block these objects have these attributes, of (object, name, value), of their own."""
     # Past Keras' own __setattr__, which tracks values and refuses changes to a locked object.
     for target, name, value in changes:
         object.__setattr__(target, name, value)

@@ -17,25 +17,17 @@ There are two ways to feed a step:
 from __future__ import annotations
 
 import collections
-import functools
 import itertools
-import secrets
-import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from tfdist.engines import closures
-from tfdist.engines.dataset_graph import DatasetGraph, rebuild
-
 if TYPE_CHECKING:
     from tfdist.engines.coordinated import CoordinatedEngine
-
-# Protocol buffers end at 2 GiB; a data set is shipped inside one.
-_MAX_SHIPPED_BYTES = 2**31 - 2**20
+    from tfdist.engines.worker_dataset import WorkerDataset
 
 _iterators: weakref.WeakValueDictionary[int, WorkerIterator] = weakref.WeakValueDictionary()
 _iterator_ids = itertools.count()
@@ -72,122 +64,6 @@ class WorkerBatch(tf.experimental.ExtensionType, tf.distribute.DistributedValues
 def find_iterator(iterator_id: int) -> WorkerIterator:
     """Returns the iterator that a ticket came from."""
     return _iterators[iterator_id]
-
-
-class WorkerDataset(tf.distribute.DistributedDataset):
-    """A data set of which each worker reads its share.
-
-    Args:
-      engine: The engine whose workers read it.
-      dataset: A `tf.data.Dataset` of batches.
-      sharding: `"replicate"`: each worker reads all of it; `"shard"`: worker i of n reads the batches i, i + n, ...;
-        `"dynamic"`: each batch goes to the worker that asks first (tf.data service).
-    """
-
-    def __init__(self, engine: CoordinatedEngine, dataset: tf.data.Dataset, sharding: str):
-        self._engine = engine
-        self._dataset = dataset
-        self._sharding = sharding
-        self._cardinality = int(dataset.cardinality())
-        self._shipped: tf.distribute.coordinator.PerWorkerValue | None = None
-        self._described: DatasetGraph | None = None
-
-    @property
-    def element_spec(self) -> Any:
-        """The structure of `tf.TypeSpec`s of a batch."""
-        return self._dataset.element_spec
-
-    @property
-    def cardinality(self) -> int:
-        """Batches in one pass, or one of tf.data's constants for an unknown or endless number."""
-        return self._cardinality
-
-    @property
-    def lives_in_python(self) -> bool:
-        """Whether it calls Python of this process, so that only the chief can read it."""
-        return self._graph().lives_in_python
-
-    def _graph(self) -> DatasetGraph:
-        if self._described is None:
-            self._described = DatasetGraph(self._dataset)
-        return self._described
-
-    def __iter__(self) -> WorkerIterator:
-        if not tf.executing_eagerly():
-            raise RuntimeError("iter(dataset) must be called outside of a tf.function under ParameterServerStrategy.")
-        return WorkerIterator(self._engine, self)
-
-    def local_iterator(self) -> Iterator[Any]:
-        """An iterator of the chief's own, over the whole."""
-        return iter(self._dataset)
-
-    def placeholder(self) -> Any:
-        """One batch of zeros, for building a model; a real one where the shape or the kind of a component is open."""
-        specs = tf.nest.flatten(self.element_spec)
-        if all(
-            isinstance(s, tf.TensorSpec) and s.shape.rank is not None and s.shape[1:].is_fully_defined() for s in specs
-        ):
-            return tf.nest.map_structure(_zeros, self.element_spec)
-        return next(self.local_iterator())
-
-    def share(self, worker: int) -> int | None:
-        """How many batches of a pass fall to `worker`: `sys.maxsize` if endless, None if only reading tells."""
-        total = self.cardinality
-        if total == tf.data.UNKNOWN_CARDINALITY or self._sharding == "dynamic":
-            return None
-        if total == tf.data.INFINITE_CARDINALITY:
-            return sys.maxsize
-        return total if self._sharding == "replicate" else len(range(worker, total, self._engine.num_workers))
-
-    def iterate_on_workers(self) -> tf.distribute.coordinator.PerWorkerValue:
-        """Starts a pass: one iterator on each worker over its share."""
-        create = functools.partial(closures.create_on_workers, self._engine.coordinator)
-        if self._sharding == "dynamic":
-            build = self._join_service()
-            return create(lambda: iter(build()))
-        if self._shipped is None:
-            build = self._rebuild_share()
-            self._shipped = create(lambda: build(tf.constant(closures.current_worker(), tf.int64)))
-        return create(iter, self._shipped)
-
-    def _rebuild_share(self) -> Callable[[tf.Tensor], tf.data.Dataset]:
-        """A function from a worker's index to its share, which runs on the worker and carries the data set inside."""
-        graph = self._graph()
-        if graph.num_bytes > _MAX_SHIPPED_BYTES:
-            raise ValueError(
-                f"The data set holds {graph.num_bytes / 2**30:.1f} GiB in memory, more than the 2 GiB that a worker can "
-                "be sent; read it from files with tf.data instead of passing arrays."
-            )
-        if self._sharding == "shard":
-            # Shares of different orders would overlap.
-            graph.agree_on_order(secrets.randbelow(2**31))
-        text, spec, is_shard = graph.serialize(), self.element_spec, self._sharding == "shard"
-
-        @tf.function(autograph=False)
-        def build(worker: tf.Tensor) -> tf.data.Dataset:
-            dataset = rebuild(text, spec)
-            return dataset.shard(self._engine.num_workers, worker) if is_shard else dataset
-
-        return build.get_concrete_function(tf.TensorSpec([], tf.int64))
-
-    def _join_service(self) -> Callable[[], tf.data.Dataset]:
-        """A function that makes the worker a consumer of a new pass of the tf.data service."""
-        service, address, spec = tf.data.experimental.service, self._engine.data_service_address(), self.element_spec
-        dataset = self._dataset
-        if self.cardinality >= 0:
-            # Several producers would each end with a batch of their own that is not full, and there would be more
-            # batches than the data set says it has. A source of one element can't be split: one producer makes all
-            # batches.
-            dataset = tf.data.Dataset.range(1).flat_map(lambda _: self._dataset)
-        dataset_id, job = service.register_dataset(address, dataset), f"tfdist-{next(_iterator_ids)}"
-
-        @tf.function(autograph=False)
-        def build() -> tf.data.Dataset:
-            return service.from_dataset_id(
-                service.ShardingPolicy.DYNAMIC, address, dataset_id, element_spec=spec, job_name=job
-            )
-
-        return build.get_concrete_function()
 
 
 class WorkerIterator:
@@ -313,8 +189,3 @@ class WorkerIterator:
         except tf.errors.OutOfRangeError:
             return False
         return True
-
-
-def _zeros(spec: tf.TensorSpec) -> tf.Tensor:
-    shape = [1 if size is None else size for size in spec.shape]
-    return tf.zeros(shape, spec.dtype) if spec.dtype != tf.string else tf.fill(shape, "")

@@ -23,7 +23,8 @@ from tfdist.engines import keras_steps
 from tfdist.engines.coordinated import CoordinatedEngine
 from tfdist.engines.coordinated_variable import coordinate
 from tfdist.engines.program import Program
-from tfdist.engines.worker_data import WorkerBatch, WorkerDataset, WorkerIterator, find_iterator
+from tfdist.engines.worker_data import WorkerBatch, WorkerIterator, find_iterator
+from tfdist.engines.worker_dataset import WorkerDataset, WorkerDatasetFromFunction
 from tfdist.strategies import sharing
 
 _SHARDINGS = ("shard", "replicate", "dynamic")
@@ -115,6 +116,16 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         if self._data_sharding == "shard":
             dataset = sharing.reorder_batches(dataset, seed=0)
         return WorkerDataset(self._engine, dataset, self._data_sharding)
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset], options: Any = None
+    ) -> Any:
+        """Leaves to each worker the batches of the data set that `dataset_fn`, called here, makes for it."""
+        if not tf.executing_eagerly():
+            return super().distribute_datasets_from_function(dataset_fn, options)
+        count = self._engine.num_workers
+        contexts = [tf.distribute.InputContext(count, worker, self.num_replicas_in_sync) for worker in range(count)]
+        return WorkerDatasetFromFunction(self._engine, [dataset_fn(context) for context in contexts])
 
     # Steps.
 
