@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -54,6 +54,37 @@ def refuse_policies(strategy: str, policies: Sequence[Any]) -> None:
         raise ValueError(
             f"{strategy}(policies=...) takes no policies in this version; leave it out. Received: policies={policies!r}"
         )
+
+
+def allow_functions_in_control_flow(strategy: tf.distribute.Strategy) -> None:
+    """Lets a `tf.function` that uses collectives be called inside a conditional, as Keras' steps_per_execution does.
+
+    TensorFlow gives each collective a new key whenever the function is called; the key of one that is called inside
+    a conditional never arrives. Such a collective gets a key when it is traced instead.
+    """
+    for name in ("_cross_device_ops", "_host_cross_device_ops", "_collective_ops"):
+        for launcher in getattr(getattr(strategy.extended, name, None), "_launchers", ()):
+            launcher._next_instance_key = _instance_key(launcher, launcher._next_instance_key)
+
+
+def _instance_key(launcher: Any, original: Callable[[], Any]) -> Callable[[], Any]:
+    def next_instance_key() -> Any:
+        if _in_function_in_control_flow():
+            return launcher._collective_keys.get_instance_key(launcher._group_key, launcher._device)
+        return original()
+
+    return next_instance_key
+
+
+def _in_function_in_control_flow() -> bool:
+    graph, in_function = tf.compat.v1.get_default_graph(), False
+    while graph is not None:
+        is_control_flow = getattr(graph, "is_control_flow_graph", False)
+        if is_control_flow and in_function:
+            return True
+        in_function = in_function or not is_control_flow
+        graph = getattr(graph, "outer_graph", None)
+    return False
 
 
 def _asked_by_keras_build() -> bool:

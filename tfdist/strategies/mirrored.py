@@ -26,6 +26,7 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
     def __init__(self, devices: Any = None, cross_device_ops: Any = None, *, policies: Sequence[Any] = ()) -> None:
         _common.refuse_policies("MirroredStrategy", policies)
         super().__init__(devices, cross_device_ops)
+        _common.allow_functions_in_control_flow(self)
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         """Divides each batch of `dataset` among the replicas, as evenly as its size allows."""

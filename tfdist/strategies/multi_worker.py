@@ -60,12 +60,14 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         cluster = _cluster(cluster_resolver)
         if cluster is None or cluster.task not in cluster.training_tasks or len(cluster.training_tasks) == 1:
             super().__init__(cluster_resolver, communication_options)
+            _common.allow_functions_in_control_flow(self)
             return
         _before_context()
         rendezvous.meet(cluster, start_timeout_secs)
         _configure_coordination(cluster, start_timeout_secs)
         with _interruptible():
             super().__init__(cluster_resolver, communication_options)
+        _common.allow_functions_in_control_flow(self)
         self._join(cluster)
 
     def _join(self, cluster: clusters.Cluster) -> None:
@@ -97,17 +99,19 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         return distributed
 
     def _check_same(self, dataset: tf.data.Dataset) -> bool:
-        """Whether the number of batches is known; raises ValueError where the workers have different ones."""
-        mine = int(dataset.cardinality())
+        """Whether the number of batches is known; raises ValueError where the workers have different data sets."""
+        size = int(dataset.cardinality())
         if self._agreement:
-            found = self._agreement.gather(mine, "comparing the data sets")
-            if len(set(found.values())) > 1:
-                shown = ", ".join(f"{task}: {count}" for task, count in found.items())
-                raise ValueError(
-                    "dataset: every worker must be given the same data set, of which it takes its share; give all the "
-                    f"same, or shard it yourself with AutoShardPolicy.OFF. Received numbers of batches: {shown}"
-                )
-        return mine != tf.data.UNKNOWN_CARDINALITY
+            found = self._agreement.gather([f"{size} batches", *_sources(dataset)], "comparing the data sets")
+            # What the data sets begin with says most: lengths of arrays, numbers of files.
+            for traits in zip(*found.values(), strict=False):
+                if len(set(traits)) > 1:
+                    shown = ", ".join(f"{task}: {trait}" for task, trait in zip(found, traits, strict=True))
+                    raise ValueError(
+                        "dataset: every worker must be given the same data set, of which it takes its share; give all "
+                        f"the same, or shard it yourself with AutoShardPolicy.OFF. Received: {shown}"
+                    )
+        return size != tf.data.UNKNOWN_CARDINALITY
 
     def _parts(self) -> range:
         # The order in which Keras' predict puts the replicas of several workers together.
@@ -140,6 +144,11 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
 def _is_shared_by_data(dataset: Any) -> bool:
     is_dataset = isinstance(dataset, tf.data.Dataset)
     return is_dataset and dataset.options().experimental_distribute.auto_shard_policy in (_POLICY.AUTO, _POLICY.DATA)
+
+
+def _sources(dataset: tf.data.Dataset) -> list[str]:
+    """What this data set and those that it is made of yield."""
+    return [str(dataset.element_spec), *(text for source in dataset._inputs() for text in _sources(source))]
 
 
 def _cluster(resolver: Any) -> clusters.Cluster | None:

@@ -57,7 +57,8 @@ def run_step(strategy: Any, run: Callable[[], Any], step: Any, data: Any, sum_ov
         _build_optimizers(strategy, model)
     shares = Shares.of(strategy, data, sum_over_workers)
     weigh = _weigh(model, shares) if training else None
-    with tap.tapped(tap.optimizers_of(model), weigh) if training else contextlib.nullcontext():
+    taps = tap.tapped(tap.optimizers_of(model), weigh) if training else contextlib.nullcontext()
+    with taps, tap.attributes(_loss_trackers(model, shares)):
         logs = run()
     return _Results(strategy, model, shares, sum_over_workers).merge(step, logs, training)
 
@@ -80,8 +81,7 @@ class Shares:
     def of(cls, strategy: Any, data: Any, sum_over_workers: Sum) -> Shares | None:
         """The shares of this batch, or None if they are known to be equal without looking."""
         local = [_local(strategy, data, index) for index in range(len(strategy.extended.worker_devices))]
-        sizes = {sharing.static_size(batch) for batch in local}
-        if strategy.num_replicas_in_sync == 1 or (_is_distributed(data) and len(sizes) == 1 and None not in sizes):
+        if strategy.num_replicas_in_sync == 1 or _are_surely_even(strategy, data, local):
             return None
         rows = [sharing.rows(batch) for batch in local]
         if any(count is None for count in rows):
@@ -97,6 +97,10 @@ class Shares:
         """The part of the global batch, 0 to 1, that this replica of this worker has."""
         share = tf.cast(self.rows[replica], tf.float64) / tf.cast(tf.maximum(self.total, 1), tf.float64)
         return tf.cast(share, dtype)
+
+    def of_this_replica(self) -> tf.Tensor:
+        """The part of the global batch that this replica has; called in replica context."""
+        return self.of_replica(tf.distribute.get_replica_context()._replica_id)
 
     def weigh(self, gradients: Sequence[Any]) -> list[Any]:
         """Gradients of a mean over this replica's examples, as their part in the mean over the global batch.
@@ -119,6 +123,30 @@ def _weigh(model: keras.Model, shares: Shares | None) -> Callable[[Sequence[Any]
     if not sums:
         return shares.weigh
     return None if len(sums) == len(_losses(model)) else _only_even(shares)
+
+
+def _loss_trackers(model: keras.Model, shares: Shares | None) -> list[tuple[Any, str, Any]]:
+    """What lets the metrics of the losses count as on one device where replicas have different numbers of examples.
+
+    Keras weighs each replica's loss by its examples, which is wrong for sums, and not at all for the losses of single
+    outputs.
+    """
+    if shares is None or not _losses(model):
+        return []
+    is_sum = [loss in _sum_losses(model) for loss in _losses(model)]
+    trackers = [(model._loss_tracker, lambda: shares.total / shares.num_replicas)] if all(is_sum) else []
+    # One for each loss, or none for a single one.
+    for metric, summed in zip(model._compile_loss.metrics, is_sum, strict=False):
+        trackers.append((metric, (lambda: 1 / shares.num_replicas) if summed else shares.of_this_replica))
+    return [(metric, "update_state", _weighing(metric.update_state, weight)) for metric, weight in trackers]
+
+
+def _weighing(update_state: Callable[..., Any], weight: Callable[[], Any]) -> Callable[..., Any]:
+    def update(values: Any, sample_weight: Any = None) -> Any:
+        del sample_weight
+        return update_state(values, sample_weight=tf.cast(weight(), tf.float32))
+
+    return update
 
 
 def _only_even(shares: Shares) -> Callable[[Sequence[Any]], list[Any]]:
@@ -166,6 +194,16 @@ def _build_optimizers(strategy: Any, model: keras.Model) -> None:
         optimizer.build(model.trainable_variables)
 
 
+def _are_surely_even(strategy: Any, data: Any, local: list[Any]) -> bool:
+    """Whether the shapes say that all replicas have equally many examples."""
+    is_alone = strategy.num_replicas_in_sync == len(local)
+    if not _is_distributed(data) or (tf.executing_eagerly() and not is_alone):
+        # What this worker sees says nothing about the others: outside a graph every size is known.
+        return False
+    sizes = {sharing.static_size(batch) for batch in local}
+    return len(sizes) == 1 and None not in sizes
+
+
 def _is_distributed(data: Any) -> bool:
     return all(isinstance(leaf, tf.distribute.DistributedValues) for leaf in tf.nest.flatten(data))
 
@@ -205,7 +243,8 @@ class _Results:
 
     def _mean_part(self, value: Any) -> tf.Tensor:
         """What this worker adds to the mean over all replicas, weighted by their examples."""
-        values = value.values if hasattr(value, "values") else self.strategy.experimental_local_results(value)
+        # What is no distributed value, such as a number that Python computed, is the same on all replicas.
+        values = getattr(value, "values", None) or [value] * len(self.strategy.extended.worker_devices)
         return tf.add_n([self._weighted(index, value) for index, value in enumerate(values)])
 
     def _weighted(self, replica: int, value: Any) -> tf.Tensor:
