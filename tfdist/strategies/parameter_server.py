@@ -22,6 +22,7 @@ from tfdist.cluster import Cluster
 from tfdist.engines import keras_steps
 from tfdist.engines.coordinated import CoordinatedEngine
 from tfdist.engines.coordinated_variable import coordinate
+from tfdist.engines.partitioned_variable import PartitionedVariable, partition
 from tfdist.engines.program import Program
 from tfdist.engines.worker_data import WorkerBatch, WorkerIterator, find_iterator
 from tfdist.engines.worker_dataset import WorkerDataset, WorkerDatasetFromFunction
@@ -103,7 +104,14 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         return self._scope()
 
     def _create_coordinated(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
-        return coordinate(next_creator(**kwargs), lambda writes: self._engine.barrier(writes))
+        if isinstance(kwargs.get("colocate_with"), PartitionedVariable):
+            # An optimizer's slot: its shape is that of the variable, so it falls into the same shards.
+            del kwargs["colocate_with"]
+        variable = next_creator(**kwargs)
+        return partition(coordinate(variable, self._barrier), self._barrier)
+
+    def _barrier(self, writes: bool) -> None:
+        self._engine.barrier(writes)
 
     # Data.
 

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A variable whose rows are spread over several parameter servers, in the shape that Keras 3 can use.
+
+TensorFlow's `ShardedVariable` (made where the strategy has a `variable_partitioner`) has no handle, so that neither a
+gradient tape nor Keras' optimizers know what to do with it. Here the whole variable is read once per step, by putting
+the shards together, and what was read serves as the handle: gradients are taken with respect to it. Writes are split
+and go to each shard.
+
+Source of the layout: "div" partitioning of `tf.distribute.experimental.ParameterServerStrategy`: consecutive rows,
+the first shards one row larger where the rows don't divide evenly.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.distribute import sharded_variable
+from tensorflow.python.eager import record, tape
+
+from tfdist.engines.coordinated_variable import CoordinatedVariable
+
+VARIABLE_VALUE = "VARIABLE_VALUE"
+
+
+class PartitionedVariable(CoordinatedVariable):
+    """Several variables that look like one.
+
+    Args:
+      shards: The stock variable that holds them.
+      barrier: See `CoordinatedVariable`.
+    """
+
+    def __init__(self, shards: sharded_variable.ShardedVariable, barrier: Callable[..., None]):
+        super().__init__(_Whole(shards), barrier)
+
+    @property
+    def handle(self) -> tf.Tensor:
+        """What gradients are taken with respect to: the value that this step has read."""
+        return self._v.value()
+
+    @property
+    def trainable(self) -> bool:
+        """Whether gradient tapes watch it."""
+        return self._v.trainable
+
+    @property
+    def _shared_name(self) -> str:
+        return self._v.name
+
+    @property
+    def variables(self) -> list[tf.Variable]:
+        """The shards."""
+        return self._v.variables
+
+    def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
+        raise NotImplementedError  # Makes checkpoints use the two methods below, which know nothing of partitions.
+
+    def _serialize_to_tensors(self) -> dict[str, Any]:
+        self._barrier(writes=False)
+        return {VARIABLE_VALUE: self._v.value()}
+
+    def _restore_from_tensors(self, restored_tensors: dict[str, Any]) -> Any:
+        return self.assign(restored_tensors[VARIABLE_VALUE])
+
+
+class _Whole:
+    """`ShardedVariable` with what it lacks of a variable's interface."""
+
+    def __init__(self, shards: sharded_variable.ShardedVariable):
+        self._shards = shards
+        self._sizes = [int(shard.shape[0]) for shard in shards.variables]
+        self._read: tuple[weakref.ref, tf.Tensor] | None = None
+        self.trainable = shards.variables[0].trainable
+        self.device = shards.variables[0].device
+        self.variables = list(shards.variables)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._shards, name)
+
+    def value(self) -> tf.Tensor:
+        """The whole value, shape and dtype of the variable; within one graph read once between two writes."""
+        if tf.executing_eagerly():
+            return self._concatenated()
+        value = self._read_before()
+        if value is None:
+            value = self._concatenated()
+            self._read = (weakref.ref(value.graph), value)
+        tape.variable_accessed(_Watched(value, self.trainable))
+        return value
+
+    def read_value(self) -> tf.Tensor:
+        return tf.identity(self.value())
+
+    def _dense_var_to_tensor(self, dtype: Any = None, name: str | None = None, as_ref: bool = False) -> tf.Tensor:
+        del dtype, name, as_ref
+        return self.value()
+
+    def sparse_read(self, indices: tf.Tensor, name: str | None = None) -> tf.Tensor:
+        return tf.gather(self.value(), indices, name=name)
+
+    def gather_nd(self, indices: tf.Tensor, name: str | None = None) -> tf.Tensor:
+        return tf.gather_nd(self.value(), indices, name=name)
+
+    def assign(self, value: Any, **kwargs: Any) -> Any:
+        return self._write("assign", value, kwargs)
+
+    def assign_add(self, delta: Any, **kwargs: Any) -> Any:
+        return self._write("assign_add", delta, kwargs)
+
+    def assign_sub(self, delta: Any, **kwargs: Any) -> Any:
+        return self._write("assign_sub", delta, kwargs)
+
+    def scatter_add(self, slices: tf.IndexedSlices, **kwargs: Any) -> Any:
+        return self._scatter("scatter_add", slices, kwargs)
+
+    def scatter_sub(self, slices: tf.IndexedSlices, **kwargs: Any) -> Any:
+        return self._scatter("scatter_sub", slices, kwargs)
+
+    def scatter_update(self, slices: tf.IndexedSlices, **kwargs: Any) -> Any:
+        return self._scatter("scatter_update", slices, kwargs)
+
+    def _write(self, method: str, value: Any, kwargs: dict[str, Any]) -> Any:
+        self._read = None
+        parts = tf.split(
+            tf.broadcast_to(tf.convert_to_tensor(value, self._shards.dtype), self._shards.shape), self._sizes
+        )
+        for shard, part in zip(self.variables, parts, strict=True):
+            getattr(shard, method)(part, **kwargs)
+        return self
+
+    def _scatter(self, method: str, slices: tf.IndexedSlices, kwargs: dict[str, Any]) -> Any:
+        self._read = None
+        getattr(self._shards, method)(slices, **kwargs)
+        return self
+
+    def _concatenated(self) -> tf.Tensor:
+        with record.stop_recording():
+            return tf.concat([shard.read_value() for shard in self.variables], axis=0)
+
+    def _read_before(self) -> tf.Tensor | None:
+        """What this graph, or one around it, has read since the last write."""
+        graph, value = (self._read[0](), self._read[1]) if self._read else (None, None)
+        current = tf.compat.v1.get_default_graph()
+        while graph is not None and current is not None:
+            if current is graph:
+                return value
+            current = getattr(current, "outer_graph", None)
+        return None
+
+
+class _Watched:
+    """Stands for a variable where a gradient tape is told that it was read."""
+
+    def __init__(self, handle: tf.Tensor, trainable: bool):
+        self.handle = handle
+        self.trainable = trainable
+
+
+def partition(variable: Any, barrier: Callable[..., None]) -> Any:
+    """Returns what `ParameterServerStrategy` made, as a `PartitionedVariable` where it is in shards."""
+    if isinstance(variable, sharded_variable.ShardedVariable):
+        return PartitionedVariable(variable, barrier)
+    return variable
