@@ -17,6 +17,7 @@ import hashlib
 import os
 import pathlib
 import shutil
+import socket
 import sys
 import threading
 import time
@@ -24,8 +25,8 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from tfdist import rendezvous
 from tfdist.cluster import Cluster, Task
+from tfdist.engines import rendezvous
 from tfdist.launchers.ports import PortReservation
 from tfdist.launchers.processes import Process, Supervisor
 
@@ -79,7 +80,7 @@ def _await_chief(cluster: Cluster, mark: pathlib.Path, start_timeout_secs: float
     waiting_since = last_seen = time.monotonic()
     while not mark.exists():
         now = time.monotonic()
-        if rendezvous.why_unreachable(chief) is None:
+        if _answers(chief):
             seen, last_seen = True, now
         elif seen and now - last_seen > _CHIEF_LOST_SECS:
             _say(
@@ -94,6 +95,14 @@ def _await_chief(cluster: Cluster, mark: pathlib.Path, start_timeout_secs: float
             return 1
         time.sleep(_POLL_SECS)
     return 0
+
+
+def _answers(address: str) -> bool:
+    try:
+        socket.create_connection(rendezvous.split_address(address), timeout=_POLL_SECS).close()
+    except OSError:
+        return False
+    return True
 
 
 def _start_data_worker(cluster: Cluster) -> None:
@@ -214,9 +223,10 @@ def attach(
     attachment = Attachment(cluster, embedded, data_service)
     if uses_data_service:
         attachment.data_service_address()
-    addresses = {str(t): cluster.address(t) for t in cluster.tasks if t.type in ("worker", "ps")}
-    problem = rendezvous.why_unreachable if embedded is None else embedded.why_unreachable
-    rendezvous.wait_for_tasks(addresses, start_timeout_secs, problem=problem)
+    servers = [task for task in cluster.tasks if task.type in ("worker", "ps")]
+    rendezvous.reach(cluster, servers, start_timeout_secs, check=embedded.check if embedded else lambda: None)
+    if embedded is not None:
+        embedded.keep_alive()
     atexit.register(attachment.finish)
     return attachment
 
@@ -254,15 +264,16 @@ class EmbeddedCluster:
         self.data_service = addresses[-1]
         self._supervisor = Supervisor()
         self._processes = {str(task): self._start(task) for task in self.cluster.tasks}
-        self._stopping = threading.Event()
+
+    def keep_alive(self) -> None:
+        """From now on, workers that end are started again."""
         threading.Thread(target=self._watch, name="tfdist embedded cluster", daemon=True).start()
 
-    def why_unreachable(self, address: str) -> str | None:
-        """See `rendezvous.why_unreachable`; a process that ended before it served is an error at once."""
+    def check(self) -> None:
+        """Raises RuntimeError if a process has ended before it ever served."""
         for name, process in self._processes.items():
-            if process.poll() is not None and self.cluster.address(_task(name)) == address:
+            if process.poll() is not None:
                 raise RuntimeError(f"{name} of the embedded cluster ended with code {process.poll()}: {_tail(process)}")
-        return rendezvous.why_unreachable(address)
 
     def _start(self, task: Task) -> Process:
         env = dict(
@@ -275,10 +286,7 @@ class EmbeddedCluster:
         return self._supervisor.start(str(task), [sys.executable, "-m", "tfdist.serving"], env)
 
     def _watch(self) -> None:
-        while not self._stopping.is_set():
-            process = self._supervisor.wait_first_exit()
-            if process is None or self._stopping.is_set() or self._processes.get(process.name) is not process:
-                continue
+        while process := self._supervisor.wait_first_exit():
             process.wait()
             again = process.name.startswith("worker")
             consequence = ", starting it again" if again else ""

@@ -39,7 +39,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.engines import closures
+from tfdist.engines import closures, watch
 from tfdist.engines.program import Program
 from tfdist.engines.worker_data import WorkerIterator
 
@@ -94,8 +94,11 @@ class CoordinatedEngine:
         self._logs: list[np.ndarray] | None = None
         self._logs_due_at = 0.0
         self._logs_on_their_way = False
-        self._running: dict[int, float] = {}
+        self._finished = 0
+        self._running: set[int] = set()
         self._lost: set[int] = set()
+        self._reporter = watch.StallReporter(self.waited_for, progress=self._progress, clock=clock)
+        self._reporter.start()
 
     # What the main thread calls.
 
@@ -166,15 +169,16 @@ class CoordinatedEngine:
         if writes:
             self._logs = None
 
-    def busy_workers(self) -> dict[int, float]:
-        """Which workers are computing, and since when (on the engine's clock)."""
+    def waited_for(self) -> str:
+        """Names those who hold up the steps under way."""
         with self._changed:
-            return dict(self._running)
+            busy = [f"worker:{worker}" for worker in sorted(self._running)]
+            lost = [f"worker:{worker} (lost; it has to be started again)" for worker in sorted(self._lost)]
+        return ", ".join(busy + lost) or "any worker, to take it"
 
-    def lost_workers(self) -> set[int]:
-        """Which workers failed last and have not come back."""
-        with self._changed:
-            return set(self._lost)
+    def _progress(self) -> tuple[str, int] | None:
+        """For the reporter: what is going on, and a number that changes when it gets on."""
+        return ("a step", self._finished) if self._pending else None
 
     # Waiting.
 
@@ -242,13 +246,13 @@ class CoordinatedEngine:
             self._hand_back(step, worker)
             return
         with self._changed:
-            self._running[worker] = self._clock()
+            self._running.add(worker)
         try:
             self._run(step, worker, iterator_on_worker)
         except closures.TASK_FAILURES:
             with self._changed:
                 self._lost.add(worker)
-                self._running.pop(worker, None)
+                self._running.discard(worker)
             raise
         except (
             Exception
@@ -287,7 +291,8 @@ class CoordinatedEngine:
     ) -> None:
         with self._changed:
             self._pending -= 1
-            self._running.pop(worker, None)
+            self._finished += 1
+            self._running.discard(worker)
             self._lost.discard(worker)
             if error is not None and self._error is None:
                 self._error = error
@@ -305,7 +310,7 @@ class CoordinatedEngine:
         """This worker has no data left: another one takes the step, or nobody if all are at their end."""
         iterator = step.iterator
         with self._changed:
-            self._running.pop(worker, None)
+            self._running.discard(worker)
             self._lost.discard(worker)
             iterator.exhausted.add(worker)
             if len(iterator.exhausted | self._lost) == self.num_workers:

@@ -3,8 +3,7 @@
 
 TensorFlow's own start blocks without a word, and can be neither interrupted nor watched from a thread, because it holds
 Python's lock. So each task first listens on its own address, answers who it is, and asks all others. A task that has
-met all others goes on and starts TensorFlow's server on the same port; to those that ask later, the server's different
-answer says as much.
+met all others, and was met by them, goes on and starts TensorFlow's server on the same port.
 """
 
 from __future__ import annotations
@@ -21,8 +20,11 @@ from collections.abc import Callable, Iterable
 from tfdist.cluster import Cluster, Task
 
 _MAGIC = b"tfdist"
+# The answer of TensorFlow's server: that task has met all others already.
+_SERVING = "serving"
 _PROBE_SECS = 2.0
 _RETRY_SECS = 0.2
+_CHECK_SECS = 0.5
 
 
 def meet(
@@ -47,16 +49,48 @@ def meet(
       OSError: this task can't listen on its own port.
     """
     others = [task for task in cluster.training_tasks if task != cluster.task]
-    start = clock()
-    with _Answering(cluster), _Search(cluster, others) as search:
-        while not search.wait(min(every_secs, max(0.0, start + timeout_secs - clock()))):
-            waited, missing = clock() - start, _missing(cluster, search.missing())
-            if waited >= timeout_secs:
+    with _Answering(cluster):
+        reach(cluster, others, timeout_secs, every_secs=every_secs, write=write, clock=clock)
+
+
+def reach(
+    cluster: Cluster,
+    tasks: Iterable[Task],
+    timeout_secs: float,
+    *,
+    every_secs: float = 10.0,
+    write: Callable[[str], object] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    check: Callable[[], object] = lambda: None,
+) -> None:
+    """Returns when all of `tasks` have been reached at their addresses.
+
+    Args:
+      cluster: the tasks, and which one this is.
+      tasks: those to reach.
+      timeout_secs: how long to wait.
+      every_secs: how often to write who is missing.
+      write: takes such a line; standard error by default.
+      clock: the time in seconds.
+      check: called now and then; raises if there is no point in waiting on.
+
+    Raises:
+      TimeoutError: somebody is missing still; names them, and why.
+    """
+    start = said = clock()
+    with _Search(cluster, tasks) as search:
+        while not search.wait(min(_CHECK_SECS, every_secs, max(0.0, start + timeout_secs - clock()))):
+            check()
+            now, missing = clock(), _missing(cluster, search.missing())
+            if now - start >= timeout_secs:
                 raise TimeoutError(
                     f"{missing} not there after start_timeout_secs; start it, or correct its address in TF_CONFIG on "
                     f"every task. Received: start_timeout_secs={timeout_secs:g}"
                 )
-            (write or _to_stderr)(f"tfdist {cluster.task}: waiting for {missing}; {waited:.0f} s of {timeout_secs:g} s")
+            if now - said >= every_secs:
+                said = now
+                line = f"tfdist {cluster.task}: waiting for {missing}; {now - start:.0f} s of {timeout_secs:g} s"
+                (write or _to_stderr)(line)
 
 
 def _to_stderr(line: str) -> None:
@@ -86,8 +120,9 @@ def split_address(address: str) -> tuple[str, int]:
 class _Answering:
     """Listens on this task's port and tells everybody who it is."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, on_asked: Callable[[str], None]) -> None:
         self._hello = _hello(cluster)
+        self._on_asked = on_asked
         self._socket = _listen(cluster)
 
     def __enter__(self) -> None:
@@ -109,7 +144,9 @@ class _Answering:
                 connection.settimeout(_PROBE_SECS)
                 connection.sendall(self._hello)
                 # The caller closes first, so that this port is left in no state that a server could not bind.
-                connection.recv(1)
+                words = connection.recv(256).decode(errors="replace").split()
+                if words[:2] == self._hello.decode().split()[:2]:
+                    self._on_asked(words[-1])
 
 
 def _listen(cluster: Cluster) -> socket.socket:
@@ -131,6 +168,7 @@ class _Search:
     def __init__(self, cluster: Cluster, others: Iterable[Task]) -> None:
         self._cluster = cluster
         self._reasons = dict.fromkeys(others, "no answer yet")
+        self._not_asked = set(self._reasons)
         self._changed = threading.Condition()
         self._stop = threading.Event()
 
@@ -145,19 +183,27 @@ class _Search:
     def wait(self, timeout_secs: float) -> bool:
         """Whether everybody has been met by then."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._reasons, timeout_secs)
+            return self._changed.wait_for(lambda: not self._reasons and not self._not_asked, timeout_secs)
 
     def missing(self) -> dict[Task, str]:
         """Who has not been met, and why not."""
         with self._changed:
-            return dict(self._reasons)
+            return dict.fromkeys(self._not_asked, "it can't reach this task yet") | self._reasons
+
+    def was_asked_by(self, name: str) -> None:
+        """Notes that the task of this name has met this one."""
+        with self._changed:
+            self._not_asked = {task for task in self._not_asked if str(task) != name}
+            self._changed.notify_all()
 
     def _ask_until_met(self, task: Task) -> None:
         while not self._stop.is_set():
             reason = _ask(self._cluster, task)
             with self._changed:
-                if reason is None:
+                if reason in (None, _SERVING):
                     self._reasons.pop(task, None)
+                    if reason == _SERVING:
+                        self._not_asked.discard(task)
                     self._changed.notify_all()
                     return
                 self._reasons[task] = reason
@@ -165,11 +211,13 @@ class _Search:
 
 
 def _ask(cluster: Cluster, task: Task) -> str | None:
-    """Why this task can't be said to be there, or None if it is."""
+    """Why this task can't be said to be there; None or `_SERVING` if it is."""
     host, port = split_address(cluster.address(task))
     try:
         with socket.create_connection((host, port), timeout=_PROBE_SECS) as connection:
             answer = connection.recv(256)
+            if answer.startswith(_MAGIC):
+                connection.sendall(_hello(cluster))
     except socket.gaierror as error:
         return f"its name can't be resolved: {error.strerror}"
     except TimeoutError:
@@ -183,7 +231,7 @@ def _judge(answer: bytes, cluster: Cluster, task: Task) -> str | None:
     if not answer:
         return "closed the connection"
     if not answer.startswith(_MAGIC):
-        return None  # TensorFlow's server: that task has met all others.
+        return _SERVING
     words = answer.decode(errors="replace").split()
     if len(words) != 3 or words[1] != _digest(cluster):
         return "belongs to a cluster of other tasks: its TF_CONFIG differs"

@@ -84,6 +84,8 @@ class WorkerIterator:
         self._feed: str | None = None
         self._local: Iterator[Any] | None = None
         self._waiting: collections.deque[Any] = collections.deque()
+        # Steps begun ahead of the tickets for them (`predict`).
+        self.started: collections.deque[Any] = collections.deque()
         self._on_workers: tf.distribute.coordinator.PerWorkerValue | None = None
         self._lock = threading.Lock()
         self._taken: collections.Counter[int] = collections.Counter()
@@ -120,7 +122,7 @@ class WorkerIterator:
 
     def __next__(self) -> WorkerBatch:
         self._engine.make_room()
-        if self.ended or self._tickets == self._cardinality or not self._has_local_batch():
+        if not self.started and (self.ended or self._tickets == self._cardinality or not self._has_local_batch()):
             if self._given_since_iter:
                 raise StopIteration
             raise tf.errors.OutOfRangeError(None, None, "End of sequence")

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.strategies import _common, sharing
+from tfdist.strategies import _common, order, sharing
 
 
 class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
@@ -28,9 +28,17 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
         super().__init__(devices, cross_device_ops)
         _common.allow_functions_in_control_flow(self)
 
+    def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
+        """Runs `fn` on every replica."""
+        if self.num_replicas_in_sync > 1:
+            order.mirrored_trains()
+        return super().run(fn, args, kwargs, options)
+
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         """Divides each batch of `dataset` among the replicas, as evenly as its size allows."""
         replicas = self.num_replicas_in_sync
+        if replicas > 1:
+            order.mirrored_trains()
         if options is not None or replicas == 1 or not isinstance(dataset, tf.data.Dataset):
             return super().experimental_distribute_dataset(dataset, options)
         sharing.check_batched(dataset.element_spec, replicas)

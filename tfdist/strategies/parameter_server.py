@@ -19,14 +19,14 @@ import tensorflow as tf
 
 from tfdist import serving
 from tfdist.cluster import Cluster
-from tfdist.engines import keras_steps
+from tfdist.engines import keras_steps, watch
 from tfdist.engines.coordinated import CoordinatedEngine
 from tfdist.engines.coordinated_variable import coordinate
 from tfdist.engines.partitioned_variable import PartitionedVariable, partition
 from tfdist.engines.program import Program
 from tfdist.engines.worker_data import WorkerBatch, WorkerIterator, find_iterator
 from tfdist.engines.worker_dataset import WorkerDataset, WorkerDatasetFromFunction
-from tfdist.strategies import sharing
+from tfdist.strategies import order, sharing
 
 _SHARDINGS = ("shard", "replicate", "dynamic")
 
@@ -80,6 +80,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         self.extended._allow_run_without_coordinator = True
         self._engine = CoordinatedEngine(self, self._serving.num_workers, self._serving.data_service_address)
         self._programs: dict[Any, Program] = {}
+        watch.InterruptEscape(self._engine.waited_for).install()
+        order.joined_cluster()
 
     def _connect_to_cluster(self, coordinator_name: str) -> None:
         """Joins the cluster without renaming this process' own devices.
@@ -210,11 +212,23 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     ) -> list[np.ndarray]:
         if iterator is None:
             return self._engine.call(program, tensors, None)
+        if kind == "predict":
+            return self._predict(program, iterator)
         if iterator.feed(False) == "chief":
             tensors = iterator.next_local_batch() + tensors
         if kind in ("train", "test") or not program.dtypes:
             return self._engine.step(program, tensors, iterator, last=iterator.is_last)
         return self._engine.call(program, tensors, iterator)
+
+    def _predict(self, program: Program, iterator: WorkerIterator) -> list[np.ndarray]:
+        """Returns the predictions for the next batch; those for the ones after it are under way meanwhile."""
+        ahead = iterator.started
+        with contextlib.suppress(tf.errors.OutOfRangeError):
+            while len(ahead) < self._engine.window:
+                ahead.append(self._engine.start(program, iterator.next_local_batch(), iterator))
+        if not ahead:
+            raise tf.errors.OutOfRangeError(None, None, "End of sequence")
+        return self._engine.wait_for(ahead.popleft())
 
     # Results. A step is made by one replica, so there is nothing to be combined.
 
