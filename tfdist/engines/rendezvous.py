@@ -49,8 +49,9 @@ def meet(
       OSError: this task can't listen on its own port.
     """
     others = [task for task in cluster.training_tasks if task != cluster.task]
-    with _Answering(cluster):
-        reach(cluster, others, timeout_secs, every_secs=every_secs, write=write, clock=clock)
+    search = _Search(cluster, others, mutual=True)
+    with _Answering(cluster, search.was_asked_by):
+        _complete(search, timeout_secs, every_secs, write or _to_stderr, clock, lambda: None)
 
 
 def reach(
@@ -77,11 +78,22 @@ def reach(
     Raises:
       TimeoutError: somebody is missing still; names them, and why.
     """
+    _complete(_Search(cluster, tasks), timeout_secs, every_secs, write or _to_stderr, clock, check)
+
+
+def _complete(
+    search: _Search,
+    timeout_secs: float,
+    every_secs: float,
+    write: Callable[[str], object],
+    clock: Callable[[], float],
+    check: Callable[[], object],
+) -> None:
     start = said = clock()
-    with _Search(cluster, tasks) as search:
+    with search:
         while not search.wait(min(_CHECK_SECS, every_secs, max(0.0, start + timeout_secs - clock()))):
             check()
-            now, missing = clock(), _missing(cluster, search.missing())
+            now, missing = clock(), _missing(search.cluster, search.missing())
             if now - start >= timeout_secs:
                 raise TimeoutError(
                     f"{missing} not there after start_timeout_secs; start it, or correct its address in TF_CONFIG on "
@@ -89,8 +101,8 @@ def reach(
                 )
             if now - said >= every_secs:
                 said = now
-                line = f"tfdist {cluster.task}: waiting for {missing}; {now - start:.0f} s of {timeout_secs:g} s"
-                (write or _to_stderr)(line)
+                waited = f"{now - start:.0f} s of {timeout_secs:g} s"
+                write(f"tfdist {search.cluster.task}: waiting for {missing}; {waited}")
 
 
 def _to_stderr(line: str) -> None:
@@ -165,10 +177,11 @@ def _listen(cluster: Cluster) -> socket.socket:
 class _Search:
     """Asks each of the others until it answers, each in a thread: a name may take long to resolve."""
 
-    def __init__(self, cluster: Cluster, others: Iterable[Task]) -> None:
-        self._cluster = cluster
+    def __init__(self, cluster: Cluster, others: Iterable[Task], mutual: bool = False) -> None:
+        self.cluster = cluster
         self._reasons = dict.fromkeys(others, "no answer yet")
-        self._not_asked = set(self._reasons)
+        # Who has yet to meet this task, where that matters.
+        self._not_asked = set(self._reasons) if mutual else set()
         self._changed = threading.Condition()
         self._stop = threading.Event()
 
@@ -198,7 +211,7 @@ class _Search:
 
     def _ask_until_met(self, task: Task) -> None:
         while not self._stop.is_set():
-            reason = _ask(self._cluster, task)
+            reason = _ask(self.cluster, task)
             with self._changed:
                 if reason in (None, _SERVING):
                     self._reasons.pop(task, None)
