@@ -62,6 +62,12 @@ class _Step:
     wants_logs: bool = False
     took_batch: concurrent.futures.Future | None = None
     result: concurrent.futures.Future | None = None
+    worker_fed: bool = False
+    queued: bool = False
+
+    def suits(self, worker: int) -> bool:
+        """Whether `worker` could make it now. Only that worker's thread asks."""
+        return self.queued and (not self.worker_fed or self.iterator.has_batch(worker))
 
 
 class CoordinatedEngine:
@@ -88,7 +94,7 @@ class CoordinatedEngine:
         self.window = 2 * num_workers + 1
         self._clock = clock
         self._changed = threading.Condition()
-        self._pending = 0
+        self._pending: set[_Step] = set()
         self._handed_back: collections.deque[_Step] = collections.deque()
         self._error: BaseException | None = None
         self._logs: list[np.ndarray] | None = None
@@ -104,7 +110,7 @@ class CoordinatedEngine:
 
     def make_room(self) -> None:
         """Waits until another step may be queued. Raises what went wrong in a step before."""
-        self._wait(lambda: self._pending < self.window)
+        self._wait(lambda: len(self._pending) < self.window)
 
     def step(
         self, program: Program, tensors: Sequence[tf.Tensor], iterator: WorkerIterator | None, last: bool
@@ -118,6 +124,9 @@ class CoordinatedEngine:
         Raises:
           tf.errors.OutOfRangeError: No worker has data left.
         """
+        if last:
+            # Its result is the total of all of them, and workers do not end in the order in which they began.
+            self._wait(lambda: not self._pending)
         step = _Step(program, tensors, iterator)
         if iterator is not None and not iterator.counted:
             step.took_batch = concurrent.futures.Future()
@@ -131,7 +140,7 @@ class CoordinatedEngine:
             self._wait(lambda: step.took_batch.done())
             if not step.took_batch.result():
                 raise tf.errors.OutOfRangeError(None, None, "End of sequence")
-        self._wait((lambda: self._pending == 0) if last else (lambda: self._logs is not None or self._pending == 0))
+        self._wait((lambda: not self._pending) if last else (lambda: self._logs is not None or not self._pending))
         if self._logs is None:
             raise tf.errors.OutOfRangeError(None, None, "End of sequence")
         return self._logs
@@ -165,7 +174,7 @@ class CoordinatedEngine:
         if closures.current_worker() is not None:
             return
         if self._pending or self._error is not None:
-            self._wait(lambda: self._pending == 0)
+            self._wait(lambda: not self._pending)
         if writes:
             self._logs = None
 
@@ -199,7 +208,7 @@ class CoordinatedEngine:
     def _raise_error(self) -> None:
         """Lets the other steps end, and raises the error once."""
         with self._changed:
-            self._changed.wait_for(lambda: self._pending == len(self._handed_back), timeout=_ERROR_GRACE_SECS)
+            self._changed.wait_for(lambda: len(self._pending) == len(self._handed_back), timeout=_ERROR_GRACE_SECS)
             error, self._error = self._error, None
         self._forget_steps()
         raise error
@@ -212,9 +221,9 @@ class CoordinatedEngine:
             self._forget_steps()
 
     def _forget_steps(self) -> None:
-        """Gives up what is under way; the caller raises why."""
+        """Gives up what is under way; the caller raises why. What still runs then counts for nothing."""
         with self._changed:
-            self._pending = 0
+            self._pending.clear()
             self._handed_back.clear()
             self._logs = None
             self._logs_on_their_way = False
@@ -225,15 +234,17 @@ class CoordinatedEngine:
 
     def _queue(self, step: _Step) -> None:
         with self._changed:
-            self._pending += 1
+            self._pending.add(step)
         self._schedule(step)
 
     def _schedule(self, step: _Step) -> None:
         """Only the main thread queues: the coordinator raises its errors there, after waiting for steps in flight."""
-        on_workers = (
-            step.iterator.on_workers() if step.iterator is not None and step.iterator.feed(False) == "worker" else None
-        )
+        step.worker_fed = step.iterator is not None and step.iterator.feed(False) == "worker"
         try:
+            on_workers = step.iterator.on_workers() if step.worker_fed else None
+            with self._changed:
+                step.queued = True
+                self._changed.notify_all()
             closures.schedule(self.coordinator, self._execute, step, on_workers)
         except BaseException:
             self._forget_steps()
@@ -242,6 +253,10 @@ class CoordinatedEngine:
     def _execute(self, step: _Step, iterator_on_worker: Any) -> None:
         """Runs a step; in the thread of the worker that took it."""
         worker = closures.current_worker()
+        with self._changed:
+            if step not in self._pending:
+                return
+            step.queued = False
         if iterator_on_worker is not None and not step.iterator.has_batch(worker):
             self._hand_back(step, worker)
             return
@@ -253,6 +268,8 @@ class CoordinatedEngine:
             with self._changed:
                 self._lost.add(worker)
                 self._running.discard(worker)
+                step.queued = True
+                self._changed.notify_all()
             raise
         except (
             Exception
@@ -290,19 +307,23 @@ class CoordinatedEngine:
         self, step: _Step, worker: int, values: list[np.ndarray] | None = None, error: BaseException | None = None
     ) -> None:
         with self._changed:
-            self._pending -= 1
             self._finished += 1
-            self._running.discard(worker)
             self._lost.discard(worker)
-            if error is not None and self._error is None:
-                self._error = error
-            if step.wants_logs:
-                self._logs_on_their_way = False
-                self._logs = values
-                self._logs_due_at = self._clock() + _LOG_INTERVAL_SECS
+            if step in self._pending:
+                self._pending.remove(step)
+                self._running.discard(worker)
+                self._take_outcome(step, values, error)
             _resolve(step.took_batch, error is None)
             _resolve(step.result, values)
             self._changed.notify_all()
+
+    def _take_outcome(self, step: _Step, values: list[np.ndarray] | None, error: BaseException | None) -> None:
+        if error is not None and self._error is None:
+            self._error = error
+        if step.wants_logs:
+            self._logs_on_their_way = False
+            self._logs = values
+            self._logs_due_at = self._clock() + _LOG_INTERVAL_SECS
 
     # The end of the data.
 
@@ -313,27 +334,35 @@ class CoordinatedEngine:
             self._running.discard(worker)
             self._lost.discard(worker)
             iterator.exhausted.add(worker)
-            if len(iterator.exhausted | self._lost) == self.num_workers:
+            if self._nobody_has_data(step):
                 iterator.ended = True
                 self._drop(step)
                 return
-            self._handed_back.append(step)
-            self._changed.notify_all()
-        self._park()
+            if step in self._pending:
+                self._handed_back.append(step)
+                self._changed.notify_all()
+        self._park(worker)
+
+    def _nobody_has_data(self, step: _Step) -> bool:
+        return step.worker_fed and len(step.iterator.exhausted | self._lost) == self.num_workers
 
     def _drop(self, step: _Step) -> None:
-        self._pending -= 1
+        self._pending.discard(step)
         if step.wants_logs:
             self._logs_on_their_way = False
         _resolve(step.took_batch, False)
         _resolve(step.result, None)
         self._changed.notify_all()
 
-    def _park(self) -> None:
-        """Keeps the worker of this thread from taking the same step again, until nothing is left to take."""
+    def _park(self, worker: int) -> None:
+        """Keeps the worker of this thread from taking the same step again, until there is one for it or none at all."""
         with self._changed:
-            while self._pending and not closures.has_failed(self.coordinator):
+            while self._pending and not self._has_work(worker) and not closures.has_failed(self.coordinator):
                 self._changed.wait(_POLL_SECS)
+
+    def _has_work(self, worker: int) -> bool:
+        """Whether a step waits that the worker can make, or that nobody can and that it therefore has to drop."""
+        return any(step.suits(worker) or (step.queued and self._nobody_has_data(step)) for step in self._pending)
 
 
 def _resolve(future: concurrent.futures.Future | None, value: Any) -> None:
