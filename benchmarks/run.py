@@ -60,7 +60,7 @@ flags.DEFINE_list("rows", [*ROWS, "startup"], "What to measure.")
 flags.DEFINE_list("sizes", list(SIZES), "Models to measure with.")
 flags.DEFINE_integer("rounds", 9, "Segments of each contender.", lower_bound=1)
 flags.DEFINE_float("segment_secs", 1.5, "About how long a segment takes.", lower_bound=0.1)
-flags.DEFINE_string("output", str(HERE / "results" / "latest.json"), "Where the samples go.")
+flags.DEFINE_string("output", os.path.relpath(HERE / "results" / "latest.json"), "Where the samples go.")
 flags.register_validator("rows", lambda rows: set(rows) <= {*ROWS, "startup"}, f"use any of {', '.join(ROWS)}, startup")
 flags.register_validator("sizes", lambda sizes: set(sizes) <= set(SIZES), f"use any of {', '.join(SIZES)}")
 
@@ -71,6 +71,9 @@ def main(argv: list[str]) -> None:
     started = time.monotonic()
     report: dict[str, Any] = {"environment": _environment(), "rounds": FLAGS.rounds, "training": [], "startup": {}}
     failures = []
+    load, cores = report["environment"]["load_average_before"], report["environment"]["cores"]
+    if load > cores / 2:
+        print(f"This machine is busy (load {load} on {cores} cores): expect wide quartiles.\n", flush=True)
     _print_head()
     for name in (name for name in FLAGS.rows if name in ROWS):
         for size in FLAGS.sizes:
@@ -85,7 +88,7 @@ def main(argv: list[str]) -> None:
     if "startup" in FLAGS.rows:
         report["startup"] = _measure_startup()
     _write(report)
-    print(f"\n{time.monotonic() - started:.0f} s; all samples are in {os.path.relpath(FLAGS.output)}")
+    print(f"\n{time.monotonic() - started:.0f} s; all samples are in {FLAGS.output}")
     for failure in failures:
         print(f"FAILED: {failure}", file=sys.stderr)
     sys.exit(1 if failures else 0)
@@ -169,6 +172,8 @@ def _environment() -> dict[str, Any]:
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        # What else the machine was doing: well below the number of cores, or the numbers mean little.
+        "load_average_before": round(os.getloadavg()[0], 2),
         "platform": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         **{package: importlib.metadata.version(package) for package in packages},
