@@ -30,13 +30,12 @@ ARROWS: dict[str, set[str]] = {
     "flags": {"__init__", "cluster", "policies", "strategies"},
     "launchers": {"cluster"},
     "policies": set(),
-    "rendezvous": {"_addresses", "cluster"},
-    "serving": {"cluster", "launchers", "rendezvous"},
-    "strategies": {"cluster", "compression", "engines", "policies", "rendezvous", "serving", "telemetry"},
+    "serving": {"cluster", "engines", "launchers"},
+    "strategies": {"cluster", "compression", "engines", "policies", "serving", "telemetry"},
     "telemetry": {"cluster", "policies"},
     "testing": {"__init__", "cluster", "engines", "launchers", "policies", "serving", "strategies", "telemetry"},
 }
-WITHOUT_TENSORFLOW = ("__init__", "_addresses", "cli", "cluster", "launchers", "policies", "rendezvous")
+WITHOUT_TENSORFLOW = ("__init__", "_addresses", "cli", "cluster", "launchers", "policies")
 HEAVY = ("tensorflow", "keras", "numpy")
 
 
