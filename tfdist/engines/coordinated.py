@@ -135,6 +135,8 @@ class CoordinatedEngine:
                 last or self._logs is None or (not self._logs_on_their_way and self._clock() >= self._logs_due_at)
             )
             self._logs_on_their_way |= step.wants_logs
+        if not step.wants_logs:
+            program.prepare_silent()
         self._queue(step)
         if step.took_batch is not None:
             self._wait(lambda: step.took_batch.done())
@@ -282,9 +284,11 @@ class CoordinatedEngine:
         if batch is None:
             self._hand_back(step, worker)
             return
-        outputs = step.program.run(*batch, *step.tensors)
-        wanted = step.wants_logs or step.result is not None
-        values = step.program.fetch(outputs) if wanted else None
+        values = None
+        if step.wants_logs or step.result is not None:
+            values = step.program.fetch(step.program.run(*batch, *step.tensors))
+        else:
+            step.program.run_silently(*batch, *step.tensors)
         if iterator_on_worker is not None:
             step.iterator.took_batch(worker)
         self._finish(step, worker, values)

@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 import random
+import secrets
 from collections.abc import Iterable
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2
 
-# Operations that call back into the Python of the process that made them.
-_PYTHON_OPERATIONS = frozenset({"EagerPyFunc", "PyFunc", "PyFuncStateless"})
+# Operations that call back into the Python of the process that made them, or use a variable of it.
+_LOCAL_OPERATIONS = frozenset({"EagerPyFunc", "PyFunc", "PyFuncStateless", "VarHandleOp"})
 # Data sets whose inputs 'seed' and 'seed2' stand at these positions.
 _SEED_INPUTS = {
     "ShuffleDataset": (2, 3),
@@ -40,11 +41,12 @@ class DatasetGraph:
         )
         self.element_spec = dataset.element_spec
         self._graph = graph_pb2.GraphDef.FromString(text.numpy())
+        self._forget_resources()
 
     @property
     def lives_in_python(self) -> bool:
-        """Whether it calls Python of this process (a generator, `tf.py_function`) and therefore cannot be moved."""
-        return any(node.op in _PYTHON_OPERATIONS for nodes in self._bodies() for node in nodes)
+        """Whether it needs this process and can't be moved: a generator, `tf.py_function`, or a variable in a map."""
+        return any(node.op in _LOCAL_OPERATIONS for nodes in self._bodies() for node in nodes)
 
     @property
     def num_bytes(self) -> int:
@@ -52,15 +54,33 @@ class DatasetGraph:
         return self._graph.ByteSize()
 
     def agree_on_order(self, seed: int) -> None:
-        """Gives random operations without a seed one, so that all who rebuild the data set see the same order."""
+        """Fixes what is left to chance, so that all who rebuild the data set see the same order.
+
+        Random operations without a seed get one, and parallel ones may no longer give out whatever is ready first.
+        """
         draw = random.Random(seed)
         for nodes in self._bodies():
             constants = {node.name: node for node in nodes if node.op == "Const"}
             for node in nodes:
+                if "deterministic" in node.attr and node.attr["deterministic"].s:
+                    node.attr["deterministic"].s = b"true"
                 if node.op in _SEED_INPUTS:
                     _seed_inputs(node, constants, draw)
                 elif "seed" in node.attr and "seed2" in node.attr and not (node.attr["seed"].i or node.attr["seed2"].i):
                     node.attr["seed"].i, node.attr["seed2"].i = _draw(draw), _draw(draw)
+
+    def _forget_resources(self) -> None:
+        """Lets whoever rebuilds the data set make its random state and its caches anew.
+
+        They are referred to by a name with a running number in it. In another process that number may belong to
+        another data set, whose order or even whose cached elements would be taken.
+        """
+        unique = secrets.token_hex(8)
+        for nodes in self._bodies():
+            for node in nodes:
+                if node.op == "Const":
+                    for handle in node.attr["value"].tensor.resource_handle_val:
+                        handle.name = f"{handle.name}_{unique}"
 
     def serialize(self) -> tf.Tensor:
         """A string scalar from which `rebuild` makes the data set again."""

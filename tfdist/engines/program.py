@@ -11,7 +11,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist.engines import keras_steps
 from tfdist.engines.worker_data import WorkerBatch
+
+
+# About what a perceptron of ten layers with Adam comes to.
+_SMALL_STEP_OPERATIONS = 3000
 
 
 class Program:
@@ -38,7 +43,7 @@ class Program:
         worker_fed: bool,
     ):
         self._strategy = strategy
-        self._fn = fn
+        self._fn = _converted(fn)
         self._leaves = tf.nest.flatten((args, kwargs))
         self._arguments = (args, kwargs)
         self._batch_spec = next((leaf.element_spec for leaf in self._leaves if isinstance(leaf, WorkerBatch)), None)
@@ -47,7 +52,8 @@ class Program:
         self._scalars: dict[tf.DType, list[int]] = {}
         self._dtypes: list[tf.DType] = []
         self._shapes: list[tf.TensorShape] = []
-        self._run = self._trace()
+        self._run = self._trace(self._on_worker)
+        self._silent: Callable[..., list[tf.Tensor]] | None = None
 
     @property
     def dtypes(self) -> list[tf.DType]:
@@ -64,6 +70,19 @@ class Program:
     def run(self, *inputs: Any) -> list[tf.Tensor]:
         """Runs it on the device of the calling thread; the result stays there (see `fetch`)."""
         return self._run(*inputs)
+
+    def run_silently(self, *inputs: Any) -> None:
+        """Runs it for its effects alone, which spares it what only the result needs (see `prepare_silent`)."""
+        (self._silent or self._run)(*inputs)
+
+    def prepare_silent(self) -> None:
+        """Traces the step without its result, where that is cheap; only the main thread may call it.
+
+        Reading the metrics for a result that nobody looks at is a good part of a small step. A large one would hardly notice, but
+        would take long to trace again.
+        """
+        if self._silent is None and len(self._run.graph.get_operations()) <= _SMALL_STEP_OPERATIONS:
+            self._silent = self._trace(self._for_effects)
 
     def fetch(self, outputs: Sequence[tf.Tensor]) -> list[np.ndarray]:
         """Brings the outputs of `run` to the chief, in the order of the flat result."""
@@ -89,8 +108,8 @@ class Program:
         ]
         return tf.nest.pack_sequence_as(self._result, leaves, expand_composites=True)
 
-    def _trace(self) -> Callable[..., list[tf.Tensor]]:
-        function = tf.function(self._on_worker, autograph=False)
+    def _trace(self, on_worker: Callable[..., list[tf.Tensor]]) -> Callable[..., list[tf.Tensor]]:
+        function = tf.function(on_worker, autograph=False)
 
         def trace() -> Callable[..., list[tf.Tensor]]:
             with self._strategy.scope():
@@ -112,11 +131,18 @@ class Program:
         return batch + [tf.TensorSpec(t.shape, t.dtype) for t in tf.nest.flatten(tensors, expand_composites=True)]
 
     def _on_worker(self, *inputs: Any) -> list[tf.Tensor]:
+        return self._pack(self._result_of(*inputs))
+
+    def _for_effects(self, *inputs: Any) -> list[tf.Tensor]:
+        self._result_of(*inputs)
+        return []
+
+    def _result_of(self, *inputs: Any) -> Any:
         batch, rest = self._take_batch(list(inputs))
         supply = iter(rest)
         leaves = [self._fill(leaf, batch, supply) for leaf in self._leaves]
         args, kwargs = tf.nest.pack_sequence_as(self._arguments, leaves)
-        return self._pack(self._call(args, kwargs))
+        return self._call(args, kwargs)
 
     def _take_batch(self, inputs: list[Any]) -> tuple[Any, list[Any]]:
         if self._batch_spec is None:
@@ -154,6 +180,14 @@ class Program:
         self._scalars = dict(groups)
         stacked = [tf.stack([flat[i] for i in positions]) for positions in self._scalars.values()]
         return stacked + [tensor for tensor in flat if tensor.shape.rank != 0]
+
+
+def _converted(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets a user's function use Python's control flow on tensors, as it might where it is run eagerly."""
+    if keras_steps.classify(fn) != "other":
+        return fn
+    autograph = tf.__internal__.autograph
+    return autograph.tf_convert(fn, autograph.control_status_ctx(), convert_by_default=True)
 
 
 def _flat_specs(spec: Any) -> list[tf.TensorSpec]:

@@ -13,6 +13,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 
+_JOIN_SECS = 2.0
+
+
 class StallReporter:
     """Writes a line whenever the same thing has been going on for `interval_secs` again.
 
@@ -84,7 +87,8 @@ class StallReporter:
         """Ends the thread; may be called again."""
         self._stop.set()
         if self._thread and self._thread is not threading.current_thread():
-            self._thread.join()
+            # Not for ever: it may be asking a cluster that no longer answers.
+            self._thread.join(_JOIN_SECS)
         self._thread = None
 
     def _run(self, every_secs: float) -> None:

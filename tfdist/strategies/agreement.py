@@ -7,8 +7,12 @@ agreement in the same order, and n is part of the key.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import faulthandler
 import json
+import os
+import pathlib
 import random
 import secrets
 import sys
@@ -26,6 +30,9 @@ from tfdist.engines import watch
 # How long one question to the service blocks, during which Python can't deliver Ctrl-C.
 _ASK_MS = 1000
 _STATE_EVERY_CHECKS = 5
+# How long a process that failed may take to end.
+_END_SECS = 3.0
+_kept: list[Any] = []
 
 
 class Agreement:
@@ -117,7 +124,10 @@ class Agreement:
 
 
 def tell_others_of_errors(task: Task) -> None:
-    """Lets an exception that ends this process end the others too, at once and with its message."""
+    """Lets an exception that ends this process end the others too, at once and with its message.
+
+    Such a process ends for sure: TensorFlow, taken down with its cluster in error, now and then waits for ever.
+    """
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -127,8 +137,16 @@ def tell_others_of_errors(task: Task) -> None:
                 message = f"{task} ended with {kind.__name__}: {error}"
                 tf_context.context().report_error_to_cluster(tf.errors.ABORTED, message)
         previous(kind, error, trace)
+        atexit.register(_end_within, _END_SECS)
 
     sys.excepthook = hook
+
+
+def _end_within(secs: float) -> None:
+    # Of all timers, this one needs no running interpreter, nor its lock. What it writes is of no use to anybody.
+    nowhere = pathlib.Path(os.devnull).open("w")  # noqa: SIM115: for as long as the process lives
+    faulthandler.dump_traceback_later(secs, exit=True, file=nowhere)
+    _kept.append(nowhere)
 
 
 def share_random_state(agreement: Agreement) -> int:
