@@ -14,7 +14,6 @@ import tensorflow as tf
 from tfdist.engines import keras_steps
 from tfdist.engines.worker_data import WorkerBatch
 
-
 # About what a perceptron of ten layers with Adam comes to.
 _SMALL_STEP_OPERATIONS = 3000
 
@@ -78,8 +77,8 @@ class Program:
     def prepare_silent(self) -> None:
         """Traces the step without its result, where that is cheap; only the main thread may call it.
 
-        Reading the metrics for a result that nobody looks at is a good part of a small step. A large one would hardly notice, but
-        would take long to trace again.
+        Reading the metrics for a result that nobody looks at is a good part of a small step. A large one would hardly
+        notice, but would take long to trace again.
         """
         if self._silent is None and len(self._run.graph.get_operations()) <= _SMALL_STEP_OPERATIONS:
             self._silent = self._trace(self._for_effects)
