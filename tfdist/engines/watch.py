@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-
 _JOIN_SECS = 2.0
 
 

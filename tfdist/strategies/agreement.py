@@ -144,7 +144,7 @@ def tell_others_of_errors(task: Task) -> None:
 
 def _end_within(secs: float) -> None:
     # Of all timers, this one needs no running interpreter, nor its lock. What it writes is of no use to anybody.
-    nowhere = pathlib.Path(os.devnull).open("w")  # noqa: SIM115: for as long as the process lives
+    nowhere = pathlib.Path(os.devnull).open("w")  # noqa: SIM115
     faulthandler.dump_traceback_later(secs, exit=True, file=nowhere)
     _kept.append(nowhere)
 

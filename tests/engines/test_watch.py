@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stall reporter with a clock of its own: no waiting."""
+
+from __future__ import annotations
+
+from tfdist.engines.watch import StallReporter
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def reporter(clock: Clock, lines: list[str], **options):
+    return StallReporter(lambda: "worker:1", clock=clock, write=lines.append, **options)
+
+
+def check_every_second(watched: StallReporter, clock: Clock, secs: int) -> None:
+    for _ in range(secs):
+        clock.now += 1
+        watched.check()
+
+
+def test_a_line_every_interval_and_none_after_the_end():
+    clock, lines = Clock(), []
+    watched = reporter(clock, lines)
+    with watched.waiting("the step"):
+        check_every_second(watched, clock, 65)
+    check_every_second(watched, clock, 65)
+    assert lines == [
+        "tfdist: the step has not completed for 30 s; waiting for worker:1",
+        "tfdist: the step has not completed for 60 s; waiting for worker:1",
+    ]
+
+
+def test_progress_is_no_stall():
+    clock, lines = Clock(), []
+    watched = reporter(clock, lines, progress=lambda: ("a step", clock.now // 20))
+    check_every_second(watched, clock, 200)
+    assert lines == []
+
+
+def test_nothing_going_on_is_no_stall():
+    clock, lines = Clock(), []
+    watched = reporter(clock, lines)
+    check_every_second(watched, clock, 100)
+    assert lines == []
+    assert watched.stalled_secs() == 0
+
+
+def test_two_blocks_of_one_name_are_two_things():
+    clock, lines = Clock(), []
+    watched = reporter(clock, lines)
+    for _ in range(4):
+        with watched.waiting("the step"):
+            check_every_second(watched, clock, 20)
+    assert lines == []
+
+
+def test_the_thread_ends_with_stop():
+    watched = reporter(Clock(), [])
+    watched.start(every_secs=0.01)
+    watched.stop()
+    watched.stop()

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes wrong among the workers of a MultiWorkerMirroredStrategy is said, by name, and ends."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+
+import pytest
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+import process_cluster
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+
+TRAINING = """
+strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout_secs=60)
+with strategy.scope():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+class At20(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 20:
+            print("at step 20", flush=True)
+            if index == 1:
+                misfortune()
+x = np.ones((64000, 3), np.float32)
+def train():
+    model.fit(x, x[:, :1], batch_size=32, verbose=0, callbacks=[At20()])
+"""
+RAISES = "def misfortune():\n    raise LookupError('my own words')\n"
+DIES = "import signal\ndef misfortune():\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+HANGS = """
+import time
+strategy._agreement.reporter._interval_secs = 6  # for the test; 30 s otherwise
+def misfortune():
+    time.sleep(1000)
+"""
+
+
+def test_a_worker_that_never_comes_is_named(tmp_path: pathlib.Path):
+    script = """
+    try:
+        tfdist.MultiWorkerMirroredStrategy(start_timeout_secs=3)
+    except TimeoutError as error:
+        report("error", str(error))
+    """
+    with process_cluster.workers(script, tmp_path, started=1) as (worker,):
+        assert worker.wait() == 0
+        error = worker.found["error"]
+    assert "worker:1 at 127.0.0.1:" in error
+    assert "connection refused" in error
+    assert "Received: start_timeout_secs=3" in error
+
+
+def test_ctrl_c_ends_the_wait_for_a_worker(tmp_path: pathlib.Path):
+    # The line that is waited for comes from the rendezvous itself.
+    script = "from tfdist.engines import rendezvous\n"
+    script += "rendezvous.meet(cluster, 300, every_secs=0.2, write=lambda line: print(line, flush=True))"
+    with process_cluster.workers(script, tmp_path, started=1) as (worker,):
+        worker.wait_for_output("waiting for worker:1")
+        worker.interrupt()
+        assert worker.wait() != 0
+
+
+def test_an_exception_of_one_worker_reaches_all_in_its_own_words(tmp_path: pathlib.Path):
+    with process_cluster.workers(TRAINING + RAISES + "train()", tmp_path) as running:
+        assert [worker.wait() for worker in running] == [1, 1]
+        outputs = [worker.output for worker in running]
+    assert "LookupError: my own words" in outputs[1].splitlines()[-1]
+    assert "worker:1 ended with LookupError: my own words" in outputs[0]
+
+
+def test_a_dead_worker_is_an_error_of_the_others(tmp_path: pathlib.Path):
+    with process_cluster.workers(TRAINING + DIES + "train()", tmp_path) as running:
+        assert [worker.wait() for worker in running] == [1, -9]
+        assert "task:1" in running[0].output or "Connection reset" in running[0].output
+
+
+def test_a_worker_that_hangs_is_named_and_ctrl_c_ends_all(tmp_path: pathlib.Path):
+    with process_cluster.workers(TRAINING + HANGS + "train()", tmp_path) as running:
+        running[0].wait_for_output("has not completed for")
+        assert "waiting for worker:1" in running[0].output
+        # The first is inside a collective, where Python can't be interrupted; the second is in Python.
+        for worker in running:
+            worker.interrupt()
+            assert worker.wait() != 0
+        assert "interrupted while waiting for worker:1" in running[0].output
