@@ -75,7 +75,9 @@ def serve(cluster: Cluster, start_timeout_secs: float = 300.0) -> int:
 def _await_chief(cluster: Cluster, mark: pathlib.Path, start_timeout_secs: float) -> int:
     chief = cluster.jobs.get("chief", {}).get(0)
     if chief is None:
+        # An embedded cluster: the guard of this process ends it.
         threading.Event().wait()
+        return 0
     seen = False
     waiting_since = last_seen = time.monotonic()
     while not mark.exists():
@@ -217,9 +219,10 @@ def attach(
       ValueError: A number of processes to start is out of range.
       TimeoutError: A task did not come up.
     """
-    embedded = EmbeddedCluster(num_workers, num_ps) if cluster is None else None
-    data_service = os.environ.get(DATA_SERVICE_VARIABLE) if embedded is None else embedded.data_service
-    cluster = cluster or embedded.cluster
+    embedded, data_service = None, os.environ.get(DATA_SERVICE_VARIABLE)
+    if cluster is None:
+        embedded = EmbeddedCluster(num_workers, num_ps)
+        cluster, data_service = embedded.cluster, embedded.data_service
     attachment = Attachment(cluster, embedded, data_service)
     if uses_data_service:
         attachment.data_service_address()
@@ -259,7 +262,8 @@ class EmbeddedCluster:
                 raise ValueError(f"{name} must be an integer of at least 1. Received: {name}={value!r}")
         self._ports = PortReservation(num_workers + num_ps + 1)
         addresses = [f"127.0.0.1:{port}" for port in self._ports.ports]
-        jobs = {"worker": addresses[:num_workers], "ps": addresses[num_workers:-1]}
+        workers, servers = addresses[:num_workers], addresses[num_workers:-1]
+        jobs = {"worker": dict(enumerate(workers)), "ps": dict(enumerate(servers))}
         self.cluster = Cluster(jobs, Task("worker", 0))
         self.data_service = addresses[-1]
         self._supervisor = Supervisor()

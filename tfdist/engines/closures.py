@@ -18,7 +18,7 @@ from tensorflow.python.eager import context
 
 # What a lost or restarting task looks like from the chief. The coordinator decides which of them it can mend; a
 # closure that meets one passes it on untouched.
-TASK_FAILURES = (
+_TASK_FAILURES = (
     tf.errors.UnavailableError,
     tf.errors.AbortedError,
     tf.errors.CancelledError,
@@ -34,7 +34,8 @@ def schedule(
     """Queues `function(*args)` for whichever worker is free first.
 
     It runs in that worker's thread on the chief, with the worker as the default device. It runs again, on another
-    worker, when it raises one of `TASK_FAILURES`. Per-worker values among `args` arrive as the value of the worker it
+    worker, when it raises an error that
+    `is_task_failure` knows. Per-worker values among `args` arrive as the value of the worker it
     runs on.
     """
     coordinator._cluster.schedule(function, args, {})
@@ -51,6 +52,24 @@ def current_worker() -> int | None:
     """The index of the worker whose thread this is, or None outside of a closure."""
     dispatch = coordinator_context.get_current_dispatch_context()
     return None if dispatch is None else int(dispatch.worker_index)
+
+
+def this_worker() -> int:
+    """The index of the worker whose thread this is.
+
+    Raises:
+      RuntimeError: It is no worker's thread.
+    """
+    worker = current_worker()
+    if worker is None:
+        raise RuntimeError("this_worker() was called outside of a closure")
+    return worker
+
+
+def is_task_failure(error: BaseException) -> bool:
+    """Whether a closure that met `error` has to pass it on, for the coordinator to mend or to report."""
+    # The second kind comes from a worker that was restarted so fast that nobody noticed that it was gone.
+    return isinstance(error, _TASK_FAILURES) or cluster_coordinator._is_worker_failure(error)
 
 
 def clear_error() -> None:

@@ -155,9 +155,9 @@ class CoordinatedEngine:
         self, program: Program, tensors: Sequence[tf.Tensor], iterator: WorkerIterator | None
     ) -> concurrent.futures.Future:
         """Queues a step; the future gets its own result, or None when there were no data for it."""
-        step = _Step(program, tensors, iterator, result=concurrent.futures.Future())
-        self._queue(step)
-        return step.result
+        result: concurrent.futures.Future = concurrent.futures.Future()
+        self._queue(_Step(program, tensors, iterator, result=result))
+        return result
 
     def wait_for(self, result: concurrent.futures.Future) -> list[np.ndarray]:
         """Waits for the result of `start`."""
@@ -213,7 +213,8 @@ class CoordinatedEngine:
             self._changed.wait_for(lambda: len(self._pending) == len(self._handed_back), timeout=_ERROR_GRACE_SECS)
             error, self._error = self._error, None
         self._forget_steps()
-        raise error
+        if error is not None:
+            raise error
 
     def _raise_failure(self) -> None:
         """Raises what the coordinator could not mend, such as a lost parameter server."""
@@ -254,7 +255,7 @@ class CoordinatedEngine:
 
     def _execute(self, step: _Step, iterator_on_worker: Any) -> None:
         """Runs a step; in the thread of the worker that took it."""
-        worker = closures.current_worker()
+        worker = closures.this_worker()
         with self._changed:
             if step not in self._pending:
                 return
@@ -266,18 +267,21 @@ class CoordinatedEngine:
             self._running.add(worker)
         try:
             self._run(step, worker, iterator_on_worker)
-        except closures.TASK_FAILURES:
-            with self._changed:
-                self._lost.add(worker)
-                self._running.discard(worker)
-                step.queued = True
-                self._changed.notify_all()
-            raise
-        except (
-            Exception
-        ) as error:  # Whatever the user's step raises belongs to the user, with its own type and message.
+        except Exception as error:
+            if closures.is_task_failure(error):
+                self._lose(step, worker)
+                raise
+            # Whatever the user's step raises belongs to the user, with its own type and message.
             closures.clear_error()
             self._finish(step, worker, error=error)
+
+    def _lose(self, step: _Step, worker: int) -> None:
+        """The worker is gone; the coordinator will queue the step again."""
+        with self._changed:
+            self._lost.add(worker)
+            self._running.discard(worker)
+            step.queued = True
+            self._changed.notify_all()
 
     def _run(self, step: _Step, worker: int, iterator_on_worker: Any) -> None:
         batch = self._batch(step, iterator_on_worker)

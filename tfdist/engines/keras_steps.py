@@ -30,7 +30,7 @@ def check(fn: Callable[..., Any]) -> None:
     Raises:
       ValueError: The model was compiled with something that has no meaning here.
     """
-    model = getattr(fn, "__self__", None)
+    model: Any = getattr(fn, "__self__", None)
     if classify(fn) != "train":
         return
     if model.jit_compile:

@@ -71,7 +71,7 @@ class _Whole:
 
     def __init__(self, shards: sharded_variable.ShardedVariable):
         self._shards = shards
-        self._sizes = [int(shard.shape[0]) for shard in shards.variables]
+        self._sizes = [shard.shape.as_list()[0] for shard in shards.variables]
         self._read: tuple[weakref.ref, tf.Tensor] | None = None
         self.trainable = shards.variables[0].trainable
         self.device = shards.variables[0].device

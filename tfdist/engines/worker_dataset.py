@@ -99,7 +99,7 @@ class WorkerDataset(input_lib.DistributedDataset):
             return create(lambda: iter(build()))
         if self._shipped is None:
             share = self._shares()
-            self._shipped = create(lambda: share(closures.current_worker()))
+            self._shipped = create(lambda: share(closures.this_worker()))
         return create(iter, self._shipped)
 
     def _shares(self) -> Callable[[int], tf.data.Dataset]:

@@ -123,6 +123,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             return dataset
         if not tf.executing_eagerly():
             return super().experimental_distribute_dataset(dataset, options)
+        # The stock coordinator leaves it set when a function that it is given fails to trace.
+        self.extended._being_scheduled = False
         if self._data_sharding == "shard":
             dataset = sharing.reorder_batches(dataset, seed=0)
         return WorkerDataset(self._engine, dataset, self._data_sharding)
@@ -150,15 +152,12 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         """
         if tf.distribute.in_cross_replica_context() and self._on_worker():
             return super().run(fn, args, kwargs, options)
-        kwargs = kwargs or {}
-        args, kwargs = tf.nest.map_structure(
-            lambda x: tf.convert_to_tensor(x) if isinstance(x, np.ndarray) else x, (args, kwargs)
+        given = tf.nest.map_structure(
+            lambda x: tf.convert_to_tensor(x) if isinstance(x, np.ndarray) else x, (args, kwargs or {})
         )
         kind = keras_steps.classify(fn)
         keras_steps.check(fn)
-        if tf.executing_eagerly():
-            return self._run_eagerly(kind, fn, args, kwargs)
-        return self._run_in_graph(kind, fn, args, kwargs)
+        return (self._run_eagerly if tf.executing_eagerly() else self._run_in_graph)(kind, fn, *given)
 
     def _on_worker(self) -> bool:
         return self.extended._being_scheduled
@@ -172,8 +171,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     def _program(
         self, kind: str, fn: Any, args: tuple, kwargs: dict[str, Any], iterator: WorkerIterator | None
     ) -> Program:
-        worker_fed = iterator is not None and iterator.feed(by_chief=kind in ("test", "predict")) == "worker"
-        worker_fed = worker_fed and iterator.shares_known
+        worker_fed = iterator is not None and _takes_batches_itself(kind, iterator)
         specs = tf.nest.map_structure(lambda x: tf.type_spec_from_value(x) if tf.is_tensor(x) else x, (args, kwargs))
         key = (fn, worker_fed, repr(specs))
         if key not in self._programs:
@@ -196,11 +194,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         def queue(*inputs: tf.Tensor) -> list[np.ndarray]:
             iterator = None if ticket is None else find_iterator(int(inputs[0]))
             tensors = list(inputs if ticket is None else inputs[1:])
-            worker_fed = (
-                iterator is not None
-                and iterator.feed(kind in ("test", "predict")) == "worker"
-                and iterator.shares_known
-            )
+            worker_fed = iterator is not None and _takes_batches_itself(kind, iterator)
             return self._dispatch(kind, program_for(worker_fed), tensors, iterator)
 
         inputs = ([] if ticket is None else [ticket.iterator_id]) + program.flatten_arguments(args, kwargs)
@@ -247,6 +241,11 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         """Returns `value`: a step is made by one replica."""
         del axis
         return value
+
+
+def _takes_batches_itself(kind: str, iterator: WorkerIterator) -> bool:
+    """Whether the traced step reads its batch from an iterator on the worker; else it is handed the batch."""
+    return iterator.feed(by_chief=kind in ("test", "predict")) == "worker" and iterator.shares_known
 
 
 def _ticket(args: tuple, kwargs: dict[str, Any]) -> WorkerBatch | None:
