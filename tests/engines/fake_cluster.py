@@ -100,7 +100,7 @@ class FakeCluster:
                 function, args = taken
                 try:
                     function(*_localize(args, worker))
-                except closures.TASK_FAILURES:
+                except tf.errors.UnavailableError:
                     with self._changed:
                         self._queue.append(taken)
                         self._changed.notify_all()
@@ -137,6 +137,12 @@ class FakeProgram:
     def run(self, *inputs: Any) -> Any:
         self._cluster.check_alive()
         return self._function(*(i.get_next() if isinstance(i, FakeIterator) else i for i in inputs))
+
+    def run_silently(self, *inputs: Any) -> None:
+        self.run(*inputs)
+
+    def prepare_silent(self) -> None:
+        """A step in Python is the same with and without its result."""
 
     def fetch(self, outputs: Any) -> list[np.ndarray]:
         self.fetched += 1
