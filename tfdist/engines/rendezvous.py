@@ -186,7 +186,7 @@ class _Search:
         self._stop = threading.Event()
 
     def __enter__(self) -> _Search:
-        for task in self._reasons:
+        for task in list(self._reasons):  # the threads take out of it whom they meet
             threading.Thread(target=self._ask_until_met, args=(task,), name=f"tfdist-meet-{task}", daemon=True).start()
         return self
 
