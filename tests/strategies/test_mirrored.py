@@ -348,3 +348,11 @@ def test_what_cannot_be_is_said_in_one_line(strategy):
         tfdist.MirroredStrategy(policies=["warmup"])
     with pytest.raises(ValueError, match=r"call \.batch\(global_batch_size\)"):
         strategy.experimental_distribute_dataset(tf.data.Dataset.range(4))
+
+
+def test_xla_is_refused_where_it_cannot_be(strategy):
+    with strategy.scope():
+        model = dense_model()
+        model.compile("sgd", "mse", jit_compile=True)
+    with pytest.raises(ValueError, match=r"jit_compile=True\): XLA can't compile"):
+        model.fit(X, Y, verbose=0)

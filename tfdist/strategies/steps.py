@@ -53,6 +53,7 @@ def run_step(strategy: Any, run: Callable[[], Any], step: Any, data: Any, sum_ov
       The logs, equal on all replicas and workers.
     """
     model, training = step.__self__, step.__name__ == TRAIN
+    _check_xla(strategy, model)
     if training:
         _build_optimizers(strategy, model)
     shares = Shares.of(strategy, data, sum_over_workers)
@@ -183,6 +184,16 @@ def _times(gradient: Any, share: tf.Tensor) -> Any:
         return tf.IndexedSlices(_times(gradient.values, share), gradient.indices, gradient.dense_shape)
     # Without examples the gradient may be NaN; no share of it is nothing.
     return tf.math.multiply_no_nan(gradient, tf.cast(share, gradient.dtype))
+
+
+def _check_xla(strategy: Any, model: keras.Model) -> None:
+    devices = strategy.extended.worker_devices
+    is_local_gpus = len(devices) == strategy.num_replicas_in_sync and all("GPU" in device for device in devices)
+    if model.jit_compile and strategy.num_replicas_in_sync > 1 and not is_local_gpus:
+        raise ValueError(
+            "compile(jit_compile=True): XLA can't compile a step that runs on several workers or CPU devices; leave it "
+            f"at 'auto' or False. Received: jit_compile=True, {strategy.num_replicas_in_sync} replicas, {devices[0]}"
+        )
 
 
 def _build_optimizers(strategy: Any, model: keras.Model) -> None:
