@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist.engines import keras_steps
+from tfdist.engines.coordinated_variable import CoordinatedVariable
 
 pytestmark = pytest.mark.devices
 
@@ -154,3 +156,24 @@ def test_a_model_without_an_optimizer_passes() -> None:
 
 def test_other_functions_pass() -> None:
     keras_steps.check(train_step)
+
+
+def test_variables_made_outside_of_the_scope_are_named() -> None:
+    with pytest.raises(ValueError, match="must be made in the scope of ParameterServerStrategy") as raised:
+        keras_steps.check_scope(model().train_step)
+    assert "kernel" in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("outside", ["optimizer", "metric", "nothing"])
+def test_optimizers_and_metrics_have_to_be_made_in_scope_too(outside: str) -> None:
+    optimizer, metric = keras.optimizers.SGD(), keras.metrics.MeanSquaredError(name="own")
+    with tf.variable_creator_scope(lambda make, **kwargs: CoordinatedVariable(make(**kwargs), lambda writes: None)):
+        made = model(
+            optimizer=optimizer if outside == "optimizer" else "sgd",
+            metrics=[metric if outside == "metric" else "mae"],
+        )
+        made._symbolic_build(data_batch=(X, Y))
+    expectation = contextlib.nullcontext() if outside == "nothing" else pytest.raises(ValueError, match="made outside")
+    with expectation:
+        keras_steps.check_scope(made.test_step)

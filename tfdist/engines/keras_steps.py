@@ -13,6 +13,8 @@ from typing import Any
 
 import keras
 
+from tfdist.engines.coordinated_variable import CoordinatedVariable
+
 
 def classify(fn: Callable[..., Any]) -> str:
     """Returns "train", "test", "predict" or "other"."""
@@ -49,3 +51,21 @@ def check(fn: Callable[..., Any]) -> None:
         )
     if optimizer is not None and not optimizer.built:
         optimizer.build(model.trainable_variables)
+
+
+def check_scope(fn: Callable[..., Any]) -> None:
+    """Refuses a model that has variables of the chief's own, in which workers would overwrite each other's counts.
+
+    Raises:
+      ValueError: The model, its optimizer or one of its metrics was made outside of the strategy's scope.
+    """
+    if classify(fn) not in ("train", "test"):
+        return
+    model: Any = getattr(fn, "__self__", None)
+    for variable in (*model.variables, *model.metrics_variables, *getattr(model.optimizer, "variables", ())):
+        if not isinstance(getattr(variable, "_value", variable), CoordinatedVariable):
+            raise ValueError(
+                "The model, its optimizer and its metrics must be made in the scope of ParameterServerStrategy. Put "
+                "the lines that make them, and model.compile, under `with strategy.scope():`. "
+                f"Received: variable {variable.path!r}, made outside of it"
+            )

@@ -81,6 +81,7 @@ class WorkerIterator:
         self._cardinality = dataset.cardinality
         self._tickets = 0
         self._given_since_iter = 0
+        self._redeemed = 0
         self._feed: str | None = None
         self._local: Iterator[Any] | None = None
         self._waiting: collections.deque[Any] = collections.deque()
@@ -122,7 +123,7 @@ class WorkerIterator:
 
     def __next__(self) -> WorkerBatch:
         self._engine.make_room()
-        if not self.started and (self.ended or self._tickets == self._cardinality or not self._has_local_batch()):
+        if self._tickets == self._cardinality or not self._has_next():
             if self._given_since_iter:
                 raise StopIteration
             raise tf.errors.OutOfRangeError(None, None, "End of sequence")
@@ -170,10 +171,30 @@ class WorkerIterator:
                 self._on_workers = self._dataset.iterate_on_workers()
             return self._on_workers
 
+    def redeem(self) -> None:
+        """Says that the batch of one more ticket was fed by the chief."""
+        self._redeemed += 1
+
     def next_local_batch(self) -> list[tf.Tensor]:
         """The chief's next batch, flat. Raises `tf.errors.OutOfRangeError` at the end."""
-        if self._waiting:
-            return self._waiting.popleft()
+        return self._waiting.popleft() if self._waiting else self._read()
+
+    def _has_next(self) -> bool:
+        """Whether there is a batch for one more ticket. Where the chief feeds, it reads that far ahead.
+
+        So the end is known before a step is begun: one that fails takes the results of the others of its execution
+        along (`steps_per_execution`).
+        """
+        if self._local is None:
+            return not self.ended
+        while len(self._waiting) + len(self.started) <= self._tickets - self._redeemed:
+            try:
+                self._waiting.append(self._read())
+            except tf.errors.OutOfRangeError:
+                return False
+        return True
+
+    def _read(self) -> list[tf.Tensor]:
         if self._local is None:
             raise RuntimeError("next_local_batch() on data that the workers read.")
         try:
@@ -181,13 +202,3 @@ class WorkerIterator:
         except StopIteration:
             self.ended = True
             raise tf.errors.OutOfRangeError(None, None, "End of sequence") from None
-
-    def _has_local_batch(self) -> bool:
-        """Reads ahead by one where the chief feeds, so that the end is known before a step is begun."""
-        if self._local is None or self._waiting:
-            return True
-        try:
-            self._waiting.append(self.next_local_batch())
-        except tf.errors.OutOfRangeError:
-            return False
-        return True

@@ -157,6 +157,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         )
         kind = keras_steps.classify(fn)
         keras_steps.check(fn)
+        keras_steps.check_scope(fn)
         return (self._run_eagerly if tf.executing_eagerly() else self._run_in_graph)(kind, fn, *given)
 
     def _on_worker(self) -> bool:
@@ -210,6 +211,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             return self._predict(program, iterator)
         if iterator.feed(False) == "chief":
             tensors = iterator.next_local_batch() + tensors
+            iterator.redeem()
         if kind in ("train", "test") or not program.dtypes:
             return self._engine.step(program, tensors, iterator, last=iterator.is_last)
         return self._engine.call(program, tensors, iterator)
@@ -222,6 +224,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
                 ahead.append(self._engine.start(program, iterator.next_local_batch(), iterator))
         if not ahead:
             raise tf.errors.OutOfRangeError(None, None, "End of sequence")
+        iterator.redeem()
         return self._engine.wait_for(ahead.popleft())
 
     # Results. A step is made by one replica, so there is nothing to be combined.

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes in, and whether all of it is counted once. Run by `test_parameter_server.py`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from parameter_server_cluster import (
+    BATCH,
+    COUNT,
+    IDS,
+    NUM_WORKERS,
+    STEPS,
+    Batches,
+    Moment,
+    X,
+    Y,
+    compiled,
+    dataset,
+    dense,
+    fit,
+    layers,
+    mean_square,
+    moments,
+)
+
+ALL = np.arange(COUNT)
+
+
+def observed(strategy: Any) -> keras.Model:
+    """A net that learns nothing and sees which labels it is given."""
+    return compiled(
+        strategy,
+        layers,
+        optimizer=lambda: keras.optimizers.SGD(0.0),
+        metrics=lambda: [Moment(power) for power in range(3)] + [Batches()],
+    )
+
+
+def seen(history: dict[str, list[float]]) -> list[list[float]]:
+    """(number, sum, sum of squares) of the labels of each epoch."""
+    return [list(values) for values in zip(*(history[f"moment{power}"] for power in range(3)), strict=True)]
+
+
+def slices() -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices((X, IDS))
+
+
+def generated() -> Iterator[Any]:
+    yield from zip(X, IDS, strict=True)
+
+
+def from_generator() -> tf.data.Dataset:
+    signature = (tf.TensorSpec((6,), tf.float32), tf.TensorSpec((1,), tf.float64))
+    return tf.data.Dataset.from_generator(generated, output_signature=signature).batch(BATCH)
+
+
+class Rows(keras.utils.PyDataset):
+    def __len__(self) -> int:
+        return math.ceil(COUNT / BATCH)
+
+    def __getitem__(self, index: int) -> Any:
+        rows = slice(index * BATCH, (index + 1) * BATCH)
+        return X[rows], IDS[rows]
+
+
+SOURCES = {
+    "arrays": lambda: (X, IDS),
+    "batches": lambda: (slices().batch(BATCH),),
+    "shuffled without a seed": lambda: (slices().shuffle(COUNT).batch(BATCH),),
+    "shuffled batches": lambda: (slices().batch(BATCH).shuffle(COUNT),),
+    "repeated": lambda: (slices().shuffle(COUNT).repeat(2).batch(BATCH),),
+    "cached": lambda: (slices().shuffle(COUNT).cache().batch(BATCH),),
+    "unordered": lambda: (
+        slices().map(lambda x, y: (x + 0.0, y), num_parallel_calls=4, deterministic=False).batch(BATCH),
+    ),
+    "of unknown size": lambda: (slices().shuffle(COUNT).filter(lambda x, y: True).batch(BATCH),),
+    "flat map": lambda: (
+        tf.data.Dataset.range(7).flat_map(lambda i: slices().shard(7, i).shuffle(COUNT)).batch(BATCH).prefetch(2),
+    ),
+    "generator": lambda: (from_generator(),),
+    "PyDataset": lambda: (Rows(),),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("strategy", ["shard", "dynamic"], indirect=True)
+def test_each_example_is_trained_on_once_per_epoch(strategy: Any, source: str) -> None:
+    model, times = observed(strategy), 2 if source == "repeated" else 1
+    history = fit(model, *SOURCES[source](), epochs=3)
+    assert seen(history) == [[times * moment for moment in moments(ALL)]] * 3
+    assert int(model.optimizer.iterations) == sum(history["batches"])
+    # Where the number is not known, the data service lets several producers end with a batch of their own.
+    if strategy._data_sharding == "shard" or source not in ("of unknown size", "flat map"):
+        assert history["batches"] == [math.ceil(times * COUNT / BATCH)] * 3
+
+
+@pytest.mark.parametrize("strategy", ["replicate"], indirect=True)
+def test_replicated_data_are_read_by_each_worker(strategy: Any) -> None:
+    history = fit(observed(strategy), slices().batch(BATCH).repeat(), epochs=2, steps_per_epoch=STEPS)
+    assert history["batches"] == [STEPS, STEPS]
+
+
+def test_the_user_may_give_each_worker_its_own_data(strategy: Any) -> None:
+    def share(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        return slices().shard(context.num_input_pipelines, context.input_pipeline_id).batch(BATCH)
+
+    history = fit(observed(strategy), strategy.distribute_datasets_from_function(share))
+    assert seen(history) == [moments(ALL)]
+
+
+@pytest.mark.parametrize("source", ["arrays", "batches", "of unknown size", "generator", "PyDataset"])
+@pytest.mark.parametrize("steps_per_execution", [1, 5])
+def test_evaluate_sees_each_example_once(strategy: Any, source: str, steps_per_execution: int) -> None:
+    model = observed(strategy)
+    model.steps_per_execution = steps_per_execution
+    options = {"batch_size": BATCH} if source == "arrays" else {}
+    found = model.evaluate(*SOURCES[source](), verbose=0, return_dict=True, **options)
+    assert [found[f"moment{power}"] for power in range(3)] == moments(ALL)
+    assert found["batches"] == STEPS
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 4])
+def test_predict_gives_each_example_its_own_in_order(strategy: Any, steps_per_execution: int) -> None:
+    model = dense(strategy, steps_per_execution=steps_per_execution)
+    expected = layers()
+    expected.set_weights(model.get_weights())
+    unknown = tf.data.Dataset.from_tensor_slices(X).filter(lambda x: True).batch(BATCH)
+    for data, options in ((X, {"batch_size": BATCH}), (dataset(), {}), (unknown, {})):
+        np.testing.assert_allclose(model.predict(data, verbose=0, **options), expected(X), rtol=1e-5)
+
+
+def test_a_thousand_asynchronous_steps_are_counted_exactly(strategy: Any) -> None:
+    model = compiled(strategy, layers, metrics=lambda: [Batches()])
+    history = fit(model, slices().repeat().batch(4), epochs=2, steps_per_epoch=500)
+    assert int(model.optimizer.iterations) == 1000
+    assert history["batches"] == [500, 500]
+
+
+# Kinds of data.
+
+
+def test_dictionaries_and_several_inputs_and_outputs(strategy: Any) -> None:
+    def make() -> keras.Model:
+        a, b = keras.Input((6,), name="a"), keras.Input((), dtype="int32", name="b")
+        joined = keras.layers.Concatenate()([keras.layers.Dense(8)(a), keras.layers.Embedding(9, 4)(b)])
+        outputs = {"one": keras.layers.Dense(1, name="one")(joined), "two": keras.layers.Dense(2, name="two")(joined)}
+        return keras.Model({"a": a, "b": b}, outputs)
+
+    losses = {"one": "mse", "two": "mse"}
+    model = compiled(strategy, make, loss=losses, metrics=lambda: {"one": ["mae"], "two": [Batches("n")]})
+    inputs, targets = {"a": X, "b": ALL % 9}, {"one": Y, "two": np.repeat(Y, 2, 1)}
+    arrays = fit(model, inputs, targets, batch_size=BATCH, epochs=6, validation_data=(inputs, targets))
+    data = fit(model, tf.data.Dataset.from_tensor_slices((inputs, targets)).batch(BATCH))
+    assert {"loss", "one_loss", "one_mae", "two_loss", "two_n", "val_one_mae"} <= set(arrays)
+    assert arrays["loss"][-1] < arrays["loss"][0]
+    assert data["two_n"] == [STEPS]
+    assert {name: array.shape for name, array in model.predict(inputs, verbose=0).items()} == {
+        "one": (COUNT, 1),
+        "two": (COUNT, 2),
+    }
+
+
+def test_a_list_of_inputs_and_a_list_of_outputs(strategy: Any) -> None:
+    def make() -> keras.Model:
+        inputs = [keras.Input((6,)), keras.Input((6,))]
+        return keras.Model(inputs, [keras.layers.Dense(1)(i) for i in inputs])
+
+    model = compiled(strategy, make, loss=["mse", "mse"], metrics=lambda: [["mae"], ["mae"]])
+    history = fit(model, [X, X], [Y, Y], batch_size=BATCH)
+    assert math.isfinite(history["loss"][0])
+    assert [array.shape for array in model.predict([X, X], verbose=0)] == [(COUNT, 1), (COUNT, 1)]
+
+
+def test_ragged_and_text_inputs(strategy: Any) -> None:
+    words = np.array(["a", "b", "c"])[ALL % 3]
+    table = tf.lookup.StaticHashTable(
+        tf.lookup.KeyValueTensorInitializer(["a", "b", "c"], tf.constant([0.0, 1.0, 2.0])), -1.0
+    )
+    data = tf.data.Dataset.from_tensor_slices((words, IDS)).map(lambda w, y: (tf.fill([6], table.lookup(w)), y))
+    assert seen(fit(observed(strategy), data.batch(BATCH))) == [moments(ALL)]
+
+
+def test_layers_with_state_in_the_data_set(strategy: Any) -> None:
+    """Keras' layers for augmentation keep their random state in a variable of the chief."""
+    noise = keras.layers.GaussianNoise(0.1)
+    data = slices().batch(BATCH).map(lambda x, y: (noise(x, training=True), y))
+    assert seen(fit(observed(strategy), data)) == [moments(ALL)]
+
+
+def test_validation_data_are_read_exactly(strategy: Any) -> None:
+    model = observed(strategy)
+    for validation in ((X[:50], IDS[:50]), slices().take(50).batch(7)):
+        history = fit(model, X, IDS, epochs=2, validation_data=validation)
+        assert [history[f"val_moment{power}"] for power in range(3)] == [[moment] * 2 for moment in moments(ALL[:50])]
+
+
+def test_validation_split(strategy: Any) -> None:
+    history = fit(observed(strategy), X, IDS, epochs=2, validation_split=0.25)
+    held_back = ALL[int(COUNT * 0.75) :]
+    assert [history[f"val_moment{power}"][1] for power in range(3)] == moments(held_back)
+    assert [history[f"moment{power}"][1] for power in range(3)] == moments(ALL[: int(COUNT * 0.75)])
+
+
+def test_class_weights_and_sample_weights(strategy: Any) -> None:
+    """A weight of zero leaves an example out of the loss; it is the same as with one device."""
+    classes = (ALL % 2)[:, None]
+    model = dense(strategy, lambda: keras.optimizers.SGD(0.0), metrics=None, weighted_metrics=["mae"])
+    alone = layers()
+    alone.set_weights(model.get_weights())
+    alone.compile(keras.optimizers.SGD(0.0), "mse", weighted_metrics=["mae"])
+    for options in ({"class_weight": {0: 0.0, 1: 2.0}}, {"sample_weight": (ALL % 3).astype("f")}):
+        found, expected = (fit(m, X, classes, shuffle=False, **options) for m in (model, alone))
+        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-4)
+        assert found["mae"] == pytest.approx(expected["mae"], rel=1e-4)
+
+
+def test_steps_per_epoch_of_endless_data(strategy: Any) -> None:
+    history = fit(observed(strategy), slices().repeat().batch(BATCH), epochs=3, steps_per_epoch=7)
+    assert history["batches"] == [7, 7, 7]
+
+
+def test_steps_per_epoch_of_data_that_end_within(strategy: Any) -> None:
+    model = observed(strategy)
+    history = fit(model, slices().batch(BATCH), epochs=1, steps_per_epoch=STEPS - 3)
+    assert history["batches"] == [STEPS - 3]
+    assert int(model.optimizer.iterations) == STEPS - 3
+
+
+def test_more_workers_than_batches(strategy: Any) -> None:
+    few = NUM_WORKERS - 2
+    history = fit(observed(strategy), slices().take(few).batch(1), epochs=3)
+    assert seen(history) == [moments(ALL[:few])] * 3
+
+
+def test_data_that_drop_the_remainder(strategy: Any) -> None:
+    history = fit(observed(strategy), slices().batch(BATCH, drop_remainder=True))
+    assert seen(history) == [moments(ALL[: COUNT // BATCH * BATCH])]
+
+
+def test_one_batch_at_a_time(strategy: Any) -> None:
+    model = dense(strategy)
+    losses = [model.train_on_batch(X[:BATCH], Y[:BATCH], return_dict=True)["loss"] for _ in range(3)]
+    assert int(model.optimizer.iterations) == 3
+    assert len(set(map(float, losses))) == 3
+    alone = mean_square(model)
+    model.reset_metrics()
+    assert model.test_on_batch(X, Y)[0] == pytest.approx(alone, rel=1e-4)
+    assert model.predict_on_batch(X[:3]).shape == (3, 1)
