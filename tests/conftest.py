@@ -8,6 +8,7 @@ what it left is removed so that the next test starts clean. Time limits per test
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -19,6 +20,10 @@ import pytest
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+
+# A shell that starts this in the background has Ctrl-C ignored, and children inherit that: tests send it to theirs.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LOGICAL_CPUS = 4
 _GRACE_SECS = 5.0
