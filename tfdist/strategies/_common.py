@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfdist.strategies import steps
 
 
-class KerasSteps:
+class KerasSteps(tf.distribute.Strategy):
     """Mixed into a `tf.distribute.Strategy`: takes over the steps that Keras hands to `run`, and what it reduces."""
 
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
