@@ -155,13 +155,14 @@ class Process:
         for error, reader in self._readers.items():
             self._print(error, reader.close())
         code = self._guard.wait()
+        # Before `_over`: who waits for that reads the return code at once.
+        self._exited(code if code < 0 else -signal.SIGKILL)
         with self._lock:
             self._over.set()
             self._control.close()
         for stream in self._sources()[:2]:
             stream.close()
         self._started.set()
-        self._exited(code if code < 0 else -signal.SIGKILL)
 
 
 def _start_guard(
