@@ -115,3 +115,33 @@ def mean_square(model: keras.Model) -> float:
     alone = layers()
     alone.set_weights(model.get_weights())
     return float(np.mean((alone(X).numpy() - Y) ** 2))
+
+
+class Own(keras.Model):
+    """Has steps of its own, whose logs are not all metrics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        self.tracker = keras.metrics.Mean(name="tracked")
+        self.batches = Batches()
+
+    def call(self, inputs: Any) -> Any:
+        return self.dense(inputs)
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.tracker, self.batches]
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x) - y) ** 2)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        self.tracker.update_state(loss)
+        self.batches.update_state()
+        return {"tracked": self.tracker.result(), "batches": self.batches.result(), "raw": loss}
+
+    def test_step(self, data: Any) -> dict[str, Any]:
+        self.batches.update_state()
+        return {"batches": self.batches.result()}

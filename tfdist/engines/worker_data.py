@@ -115,7 +115,10 @@ class WorkerIterator:
     @property
     def is_last(self) -> bool:
         """Whether the ticket given last was the last one."""
-        return self.ended or self._tickets == self._cardinality
+        if self._tickets == self._cardinality:
+            return True
+        # Where the chief feeds, it can look whether there is another.
+        return self.ended or (not self.counted and self._local is not None and not self._has_next())
 
     def __iter__(self) -> WorkerIterator:
         self._given_since_iter = 0

@@ -125,6 +125,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             return super().experimental_distribute_dataset(dataset, options)
         # The stock coordinator leaves it set when a function that it is given fails to trace.
         self.extended._being_scheduled = False
+        dataset = _with_size_known_to_keras(dataset, sys._getframe(1).f_locals.get("self"))
         if self._data_sharding == "shard":
             dataset = sharing.reorder_batches(dataset, seed=0)
         return WorkerDataset(self._engine, dataset, self._data_sharding)
@@ -244,6 +245,17 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         """Returns `value`: a step is made by one replica."""
         del axis
         return value
+
+
+def _with_size_known_to_keras(dataset: tf.data.Dataset, caller: Any) -> tf.data.Dataset:
+    """Says how many batches Keras makes of arrays, which the data set that it makes for them does not.
+
+    Only so is a step known to be the last one of its epoch, and its logs those of the whole epoch.
+    """
+    adapter = getattr(caller, "data_adapter", None)
+    if type(adapter).__name__ != "ArrayDataAdapter" or int(dataset.cardinality()) != tf.data.UNKNOWN_CARDINALITY:
+        return dataset
+    return dataset.apply(tf.data.experimental.assert_cardinality(adapter.num_batches))
 
 
 def _takes_batches_itself(kind: str, iterator: WorkerIterator) -> bool:

@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Callbacks, files, loops of the user's own, and errors. Run by `test_parameter_server.py`."""
+
+from __future__ import annotations
+
+import math
+import os
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from parameter_server_cluster import (
+    BATCH,
+    NUM_WORKERS,
+    STEPS,
+    Batches,
+    Own,
+    X,
+    Y,
+    dataset,
+    dense,
+    fit,
+)
+
+from tfdist.engines import closures
+
+# Callbacks and files.
+
+
+def test_batch_callbacks_get_real_logs(strategy: Any) -> None:
+    losses, kinds = [], set()
+
+    class Logs(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            losses.append(float(logs["loss"]))
+            kinds.update(logs)
+
+    fit(dense(strategy), X, Y, epochs=2, callbacks=[Logs()])
+    assert len(losses) == 2 * STEPS
+    assert all(math.isfinite(loss) and loss > 0 for loss in losses)
+    assert kinds == {"loss", "mae"}
+
+
+def test_schedules_early_stopping_and_logs_of_epochs(strategy: Any, tmp_path: pathlib.Path) -> None:
+    history = fit(
+        dense(strategy, lambda: keras.optimizers.SGD(1e-9)),
+        X,
+        Y,
+        epochs=9,
+        validation_split=0.2,
+        callbacks=[
+            keras.callbacks.EarlyStopping(patience=2, min_delta=1.0),
+            keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2),
+            keras.callbacks.CSVLogger(tmp_path / "log.csv"),
+            keras.callbacks.TensorBoard(tmp_path / "board"),
+        ],
+    )
+    assert len(history["loss"]) == 3
+    np.testing.assert_allclose(history["learning_rate"], [5e-10, 2.5e-10, 1.25e-10], rtol=1e-5)
+    assert len((tmp_path / "log.csv").read_text().splitlines()) == 4
+    assert sorted(path.name for path in (tmp_path / "board").iterdir()) == ["train", "validation"]
+
+
+def test_stopping_within_an_epoch(strategy: Any) -> None:
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.model.stop_training = batch >= 4
+
+    model = dense(strategy)
+    fit(model, X, Y, epochs=5, callbacks=[Stop()])
+    assert STEPS >= int(model.optimizer.iterations) >= 5
+    assert fit(model, X, Y)["loss"]
+
+
+def test_the_learning_rate_is_the_one_set_before_the_step(strategy: Any) -> None:
+    """Steps before the change still move the weights; none after it does."""
+    weights = []
+
+    class Freeze(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 5:
+                self.model.optimizer.learning_rate = 0.0
+                weights.append(self.model.get_weights())
+
+    model = dense(strategy, lambda: keras.optimizers.SGD(0.1))
+    fit(model, X, Y, callbacks=[Freeze()])
+    for one, other in zip(weights[0], model.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_checkpoints_hold_what_was_trained(strategy: Any, tmp_path: pathlib.Path) -> None:
+    model = dense(strategy)
+    fit(
+        model,
+        X,
+        Y,
+        epochs=2,
+        callbacks=[
+            keras.callbacks.ModelCheckpoint(tmp_path / "{epoch}.keras"),
+            keras.callbacks.ModelCheckpoint(tmp_path / "{epoch}.weights.h5", save_weights_only=True),
+        ],
+    )
+    alone = keras.models.load_model(tmp_path / "2.keras")
+    assert int(alone.optimizer.iterations) == 2 * STEPS
+    for one, other in zip(alone.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
+    model.load_weights(tmp_path / "1.weights.h5")
+    first = keras.models.load_model(tmp_path / "1.keras").get_weights()
+    for one, other in zip(model.get_weights(), first, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_loaded_model_goes_on_training(strategy: Any, tmp_path: pathlib.Path) -> None:
+    model = dense(strategy)
+    fit(model, X, Y)
+    model.save(tmp_path / "model.keras")
+    with strategy.scope():
+        loaded = keras.models.load_model(tmp_path / "model.keras")
+    fit(loaded, X, Y)
+    assert int(loaded.optimizer.iterations) == 2 * STEPS
+
+
+def test_interrupted_training_goes_on_where_it_was(strategy: Any, tmp_path: pathlib.Path) -> None:
+    class Interrupt(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            if epoch == 1:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(dense(strategy), X, Y, epochs=4, callbacks=[keras.callbacks.BackupAndRestore(tmp_path), Interrupt()])
+    model = dense(strategy)
+    history = fit(model, X, Y, epochs=4, callbacks=[keras.callbacks.BackupAndRestore(tmp_path)])
+    assert len(history["loss"]) < 4
+    assert int(model.optimizer.iterations) == 4 * STEPS
+
+
+def test_checkpoints_of_tensorflow(strategy: Any, tmp_path: pathlib.Path) -> None:
+    model = dense(strategy)
+    fit(model, X, Y)
+    checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+    path, weights = checkpoint.save(os.fspath(tmp_path / "ckpt")), model.get_weights()
+    fit(model, X, Y)
+    checkpoint.restore(path)
+    assert int(model.optimizer.iterations) == STEPS
+    for one, other in zip(weights, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+# Loops of the user's own.
+
+
+def own_step(model: keras.Model) -> Callable[[Any], Any]:
+    def step(batch: Any) -> Any:
+        x, y = batch
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x) - y) ** 2)
+        model.optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        return loss
+
+    return step
+
+
+@pytest.mark.parametrize("in_graph", [True, False])
+def test_a_loop_over_distributed_data(strategy: Any, in_graph: bool) -> None:
+    model = dense(strategy, lambda: keras.optimizers.SGD(0.05))
+    with strategy.scope():
+        model.optimizer.build(model.trainable_variables)
+    step, losses = own_step(model), []
+
+    def once(batch: Any) -> Any:
+        return strategy.reduce("SUM", strategy.run(step, args=(batch,)), axis=None)
+
+    train = tf.function(once) if in_graph else once
+    data = strategy.experimental_distribute_dataset(dataset())
+    for _ in range(2):
+        losses += [float(train(batch)) for batch in data]
+    assert len(losses) == int(model.optimizer.iterations) == 2 * STEPS
+    assert sum(losses[STEPS:]) < sum(losses[:STEPS])
+
+
+def test_a_loop_of_steps_without_a_result_is_counted_at_the_end(strategy: Any) -> None:
+    model = dense(strategy)
+    with strategy.scope():
+        model.optimizer.build(model.trainable_variables)
+    step = own_step(model)
+
+    @tf.function
+    def train(batch: Any) -> None:
+        strategy.run(lambda batch: [step(batch), None][1], args=(batch,))
+
+    for batch in strategy.experimental_distribute_dataset(dataset()):
+        train(batch)
+    assert int(model.optimizer.iterations) == STEPS
+
+
+def test_a_loop_with_the_coordinator(strategy: Any) -> None:
+    model = dense(strategy)
+    with strategy.scope():
+        model.optimizer.build(model.trainable_variables)
+    model._symbolic_build(data_batch=(X[:1], Y[:1]))
+    coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+    iterator = iter(coordinator.create_per_worker_dataset(lambda: dataset().repeat()))
+    step = tf.function(lambda iterator: strategy.run(model.train_step, args=(next(iterator),)))
+    results = [coordinator.schedule(step, args=(iterator,)) for _ in range(50)]
+    coordinator.join()
+    assert int(model.optimizer.iterations) == 50
+    assert math.isfinite(results[-1].fetch()["loss"])
+
+
+def test_a_batch_on_the_workers_can_not_be_unpacked_on_the_chief(strategy: Any) -> None:
+    batch = next(iter(strategy.experimental_distribute_dataset(dataset())))
+    with pytest.raises(TypeError, match="give it whole to"):
+        _x, _y = batch
+
+
+# Errors of the user's code.
+
+
+def works_again(strategy: Any) -> None:
+    model = dense(strategy, metrics=lambda: [Batches()])
+    assert fit(model, X, Y)["batches"] == [STEPS]
+
+
+def test_an_error_while_tracing_reaches_the_user(strategy: Any) -> None:
+    class Broken(Own):
+        def train_step(self, data: Any) -> Any:
+            raise KeyError("my own message")
+
+    with strategy.scope():
+        model = Broken()
+        model.compile("sgd")
+    with pytest.raises(KeyError, match="my own message"):
+        fit(model, X, Y)
+    works_again(strategy)
+
+
+def test_shapes_that_do_not_fit_reach_the_user(strategy: Any) -> None:
+    with pytest.raises(ValueError, match="incompatible with the layer"):
+        fit(dense(strategy), X[:, :5], Y)
+    works_again(strategy)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_an_error_of_an_operation_reaches_the_user(strategy: Any, eager: bool) -> None:
+    class Broken(Own):
+        def train_step(self, data: Any) -> Any:
+            with tf.control_dependencies([tf.debugging.Assert(False, ["my own message"])]):
+                return super().train_step(data)
+
+    with strategy.scope():
+        model = Broken()
+        model.compile("sgd", run_eagerly=eager)
+    with pytest.raises(Exception, match="my own message"):
+        fit(model, X, Y)
+    works_again(strategy)
+
+
+def test_an_error_late_in_the_data_reaches_the_user(strategy: Any) -> None:
+    def make(number: tf.Tensor) -> Any:
+        with tf.control_dependencies([tf.debugging.assert_less(number, tf.constant(33, tf.int64), "my own message")]):
+            return tf.ones([4, 6]), tf.ones([4, 1])
+
+    with pytest.raises(Exception, match="my own message"):
+        fit(dense(strategy), tf.data.Dataset.range(40).map(make))
+    works_again(strategy)
+
+
+@pytest.mark.parametrize("method", ["evaluate", "predict"])
+def test_an_error_in_the_data_of_evaluate_and_predict_reaches_the_user(strategy: Any, method: str) -> None:
+    broken = dataset().map(lambda x, y: (tf.debugging.check_numerics(x / 0.0, "my own message"), y))
+    with pytest.raises(Exception, match="my own message"):
+        getattr(dense(strategy), method)(broken, verbose=0)
+    works_again(strategy)
+
+
+def test_an_error_in_a_generator_reaches_the_user(strategy: Any) -> None:
+    def generate() -> Any:
+        yield X[:BATCH], Y[:BATCH]
+        raise ValueError("my own message")
+
+    with pytest.raises(Exception, match="my own message"):
+        fit(dense(strategy), generate(), steps_per_epoch=5)
+    works_again(strategy)
+
+
+def test_an_error_in_a_callback_leaves_the_cluster_usable(strategy: Any) -> None:
+    class Broken(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            raise RuntimeError("my own message")
+
+    with pytest.raises(RuntimeError, match="my own message"):
+        fit(dense(strategy), X, Y, callbacks=[Broken()])
+    works_again(strategy)
+
+
+# What `closures` says about TensorFlow's coordinator.
+
+
+def test_closures_run_in_the_thread_of_their_worker(strategy: Any) -> None:
+    coordinator, seen = strategy._engine.coordinator, []
+
+    def note(word: str, value: Any) -> None:
+        seen.append((word, closures.current_worker(), int(value)))
+
+    values = closures.create_on_workers(coordinator, lambda: tf.constant(10 + closures.current_worker()))
+    for _ in range(40):
+        closures.schedule(coordinator, note, "word", values)
+    coordinator.join()
+    assert len(seen) == 40
+    assert {(word, value - worker) for word, worker, value in seen} == {("word", 10)}
+    assert {worker for _, worker, _ in seen} <= set(range(NUM_WORKERS))
+    assert closures.current_worker() is None
+    assert not closures.has_failed(coordinator)

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models and optimizers. Run by `test_parameter_server.py`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from parameter_server_cluster import (
+    BATCH,
+    COUNT,
+    STEPS,
+    Batches,
+    Own,
+    X,
+    Y,
+    compiled,
+    dataset,
+    dense,
+    fit,
+    layers,
+    mean_square,
+)
+
+# What the numbers are worth.
+
+
+def test_it_learns_and_evaluates_what_it_learned(strategy: Any) -> None:
+    model = dense(strategy, lambda: keras.optimizers.Adam(0.01))
+    losses = fit(model, X, Y, epochs=8)["loss"]
+    assert losses[-1] < losses[0] / 3
+    assert model.evaluate(X, Y, verbose=0)[0] == pytest.approx(mean_square(model), rel=1e-4)
+
+
+def test_one_step_at_a_time_is_the_step_of_one_device(strategy: Any) -> None:
+    """With one batch per epoch there is nothing asynchronous."""
+    for optimizer in (lambda: keras.optimizers.SGD(0.1, momentum=0.9), lambda: keras.optimizers.Adam(0.01)):
+        model = dense(strategy, optimizer)
+        alone = layers()
+        alone.set_weights(model.get_weights())
+        alone.compile(optimizer(), "mse", metrics=["mae"])
+        found, expected = (fit(m, X, Y, batch_size=COUNT, epochs=6, shuffle=False) for m in (model, alone))
+        np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-4)
+        for one, other in zip(model.get_weights(), alone.get_weights(), strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "ema": lambda: keras.optimizers.SGD(0.01, use_ema=True, ema_overwrite_frequency=5),
+    "ema at the end": lambda: keras.optimizers.SGD(0.01, use_ema=True),
+    "clipnorm": lambda: keras.optimizers.Adam(clipnorm=1.0),
+    "global_clipnorm": lambda: keras.optimizers.Adam(global_clipnorm=1.0),
+    "clipvalue": lambda: keras.optimizers.SGD(0.01, clipvalue=0.1),
+    "weight decay": lambda: keras.optimizers.AdamW(),
+    "schedule": lambda: keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.01, 100)),
+    "loss scaling": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=4.0),
+}
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_optimizers_train_and_count(strategy: Any, make: Callable[[], Any]) -> None:
+    model = dense(strategy, make)
+    losses = fit(model, X, Y, epochs=3)["loss"]
+    assert losses[-1] < losses[0]
+    assert int(model.optimizer.iterations) == 3 * STEPS
+
+
+def test_clipping_bounds_the_update(strategy: Any) -> None:
+    model = dense(strategy, lambda: keras.optimizers.SGD(1.0, clipvalue=1e-3))
+    before = model.get_weights()
+    fit(model, X, Y)
+    for one, other in zip(before, model.get_weights(), strict=True):
+        assert 0 < np.abs(one - other).max() <= STEPS * 1e-3 * 1.01
+
+
+def test_mixed_precision(strategy: Any) -> None:
+    keras.mixed_precision.set_global_policy("mixed_float16")
+    try:
+        model = dense(strategy)
+        losses = fit(model, X, Y, epochs=4)["loss"]
+        optimizer = model.optimizer
+        assert isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        skipped = math.log2(2.0**15 / float(optimizer.dynamic_scale))
+        assert int(optimizer.iterations) + skipped == 4 * STEPS
+        assert losses[-1] < losses[0]
+        assert model.predict(X, verbose=0).dtype == np.float16
+    finally:
+        keras.mixed_precision.set_global_policy("float32")
+
+
+def test_normalization_dropout_and_embedding(strategy: Any) -> None:
+    def make() -> keras.Model:
+        inputs = keras.Input((), dtype="int32")
+        hidden = keras.layers.Embedding(10, 4)(inputs)
+        hidden = keras.layers.BatchNormalization(momentum=0.5)(hidden)
+        return keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Dropout(0.5)(hidden)))
+
+    model = compiled(strategy, make)
+    ids = np.arange(COUNT) % 10
+    fit(model, ids, Y, epochs=2)
+    normalization = model.layers[2]
+    assert not np.allclose(normalization.moving_mean.numpy(), 0.0)
+    assert not np.allclose(normalization.moving_variance.numpy(), 1.0)
+    one, other = (model.predict(ids, verbose=0) for _ in range(2))
+    np.testing.assert_array_equal(one, other)
+    np.testing.assert_allclose(one, model(ids), rtol=1e-5)
+
+
+def through_python(x: tf.Tensor, y: tf.Tensor) -> Any:
+    return tf.ensure_shape(tf.py_function(lambda x: x, [x], tf.float32), [None, 6]), y
+
+
+@pytest.mark.parametrize("source", ["arrays", "batches", "from Python"])
+def test_a_model_with_steps_of_its_own(strategy: Any, source: str) -> None:
+    """Its logs are no metrics, so Keras takes those of the last step for those of the epoch."""
+    with strategy.scope():
+        model = Own()
+        model.compile(keras.optimizers.SGD(0.05))
+    data, options = {
+        "arrays": ((X, Y), {"batch_size": BATCH}),
+        "batches": ((dataset(),), {}),
+        "from Python": ((dataset().map(through_python),), {}),
+    }[source]
+    history = fit(model, *data, epochs=4)
+    assert history["tracked"][-1] < history["tracked"][0]
+    assert history["batches"] == [STEPS] * 4
+    assert all(math.isfinite(loss) for loss in history["raw"])
+    assert model.evaluate(*data, verbose=0, return_dict=True, **options)["batches"] == STEPS
+
+
+def test_two_optimizers_in_one_model(strategy: Any) -> None:
+    class Twice(Own):
+        def compile(self, **options: Any) -> None:
+            super().compile(optimizer=keras.optimizers.SGD(0.01), **options)
+            self.second = keras.optimizers.SGD(0.01)
+
+        def train_step(self, data: Any) -> dict[str, Any]:
+            logs = super().train_step(data)
+            self.second.apply([tf.zeros_like(v) for v in self.trainable_variables], self.trainable_variables)
+            return logs
+
+    with strategy.scope():
+        model = Twice()
+        model.compile()
+        model(X[:1])
+        model.optimizer.build(model.trainable_variables)
+        model.second.build(model.trainable_variables)
+    fit(model, X, Y)
+    assert int(model.second.iterations) == int(model.optimizer.iterations) == STEPS
+
+
+def test_several_steps_per_execution(strategy: Any) -> None:
+    model = dense(strategy, steps_per_execution=4, metrics=lambda: [Batches()])
+    history = fit(model, X, Y, epochs=3)
+    assert int(model.optimizer.iterations) == 3 * STEPS
+    assert history["batches"] == [STEPS] * 3
+
+
+def test_run_eagerly(strategy: Any) -> None:
+    model = dense(strategy, run_eagerly=True)
+    history = fit(model, X, Y, epochs=2, validation_data=(X, Y))
+    assert int(model.optimizer.iterations) == 2 * STEPS
+    assert history["val_loss"][1] == pytest.approx(mean_square(model), rel=1e-4)
+
+
+# What can't hold.
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"jit_compile": True}, "jit_compile=True cannot hold"),
+        ({"optimizer": lambda: keras.optimizers.SGD(gradient_accumulation_steps=2)}, "gradient_accumulation_steps"),
+    ],
+    ids=["jit_compile", "gradient_accumulation_steps"],
+)
+def test_what_can_not_hold_is_refused_before_anything_is_trained(strategy: Any, options: Any, message: str) -> None:
+    model = dense(strategy, **options)
+    with pytest.raises(ValueError, match=message):
+        fit(model, X, Y)
+    assert int(model.optimizer.iterations) == 0
+
+
+def test_a_metric_made_outside_of_the_scope_is_refused(strategy: Any) -> None:
+    model = dense(strategy, metrics=[Batches()])
+    with pytest.raises(ValueError, match=r"made in the scope of ParameterServerStrategy.*'batches/count'"):
+        fit(model, X, Y)
