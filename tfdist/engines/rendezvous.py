@@ -201,7 +201,8 @@ class _Search:
     def missing(self) -> dict[Task, str]:
         """Who has not been met, and why not."""
         with self._changed:
-            return dict.fromkeys(self._not_asked, "it can't reach this task yet") | self._reasons
+            missing = dict.fromkeys(self._not_asked, "it can't reach this task yet") | self._reasons
+            return dict(sorted(missing.items()))
 
     def was_asked_by(self, name: str) -> None:
         """Notes that the task of this name has met this one."""
