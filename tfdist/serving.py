@@ -55,7 +55,8 @@ def serve(cluster: Cluster, start_timeout_secs: float = 300.0) -> int:
       The exit code: 0 when the chief is done, 75 when it has vanished, 1 when it never came.
     """
     mark = _done_mark(cluster, cluster.task)
-    _prepare(mark)
+    if cluster.chief is not None and cluster.chief.type == "chief":
+        _prepare(mark)
     jobs = {job: dict(tasks) for job, tasks in cluster.jobs.items()}
     server = tf.distribute.Server(
         tf.train.ClusterSpec(jobs),
