@@ -9,13 +9,27 @@ for good.
 from __future__ import annotations
 
 _mirrored_trained = False
+_joined = False
 _joined_after = False
+
+
+def join_cluster() -> None:
+    """Called by ParameterServerStrategy before it starts anything.
+
+    Raises:
+      RuntimeError: This process has joined a cluster already; TensorFlow would abort it later on.
+    """
+    if _joined:
+        raise RuntimeError(
+            "A program can build one ParameterServerStrategy, and this one has built it before: a process of "
+            "TensorFlow's belongs to one cluster. Use the first one again, also for further models."
+        )
 
 
 def joined_cluster() -> None:
     """Called by ParameterServerStrategy when it has joined its cluster."""
-    global _joined_after
-    _joined_after = _mirrored_trained
+    global _joined, _joined_after
+    _joined, _joined_after = True, _mirrored_trained
 
 
 def mirrored_trains() -> None:

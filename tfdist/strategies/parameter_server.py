@@ -54,6 +54,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       ValueError: An argument is out of range.
       ClusterError: TF_CONFIG is not a parameter-server cluster.
       TimeoutError: A task did not come up in time; the message names it.
+      RuntimeError: This program has built a ParameterServerStrategy before.
       SystemExit: In a `worker` or `ps` task, once the chief is done.
     """
 
@@ -72,6 +73,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         cluster = _find_cluster(cluster_resolver)
         if cluster is not None and cluster.task.type in ("worker", "ps"):
             sys.exit(serving.serve(cluster, start_timeout_secs))
+        order.join_cluster()
         self._data_sharding = data_sharding
         self._serving = serving.attach(cluster, num_workers, num_ps, start_timeout_secs, data_sharding == "dynamic")
         super().__init__(self._serving.resolver(), variable_partitioner)
