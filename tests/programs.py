@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a user's program as a process of its own, and finds every process that it has started.
+
+What a program starts inherits its environment, so all of them carry the same mark, whoever their parent is by then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+
+import psutil
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+_MARK = "TFDIST_TEST_MARK"
+_HEADER = """
+import os, signal, sys
+import keras, numpy as np, tensorflow as tf
+import tfdist
+X = np.random.default_rng(0).random((64, 4), np.float32)
+Y = X.sum(1, keepdims=True)
+def model(strategy, optimizer="sgd"):
+    with strategy.scope():
+        made = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        made.compile(optimizer, "mse")
+    return made
+"""
+
+
+class Program:
+    """One running program. Made by `running`."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: pathlib.Path, mark: str) -> None:
+        self.process = process
+        self._log = log
+        self._mark = mark
+
+    @property
+    def output(self) -> str:
+        """What it and all that it started have written to standard output and error so far."""
+        return self._log.read_text(errors="replace")
+
+    def wait(self, timeout_secs: float = 100) -> int:
+        """Its exit code."""
+        return self.process.wait(timeout_secs)
+
+    def wait_for_output(self, text: str, timeout_secs: float = 100) -> None:
+        """Returns when `text` was written."""
+        deadline = time.monotonic() + timeout_secs
+        while text not in self.output:
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"{text!r} was not written:\n{self.output}")
+            # Only the interval of looking: what is waited for is the text.
+            time.sleep(0.05)
+
+    def family(self) -> list[psutil.Process]:
+        """Every process alive that carries the mark: the program and all that it started."""
+        return [process for process in psutil.process_iter() if _carries(process, self._mark)]
+
+
+def _carries(process: psutil.Process, mark: str) -> bool:
+    try:
+        return process.environ().get(_MARK) == mark and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+@contextlib.contextmanager
+def running(
+    script: str, directory: pathlib.Path, env: Mapping[str, str] = {}, name: str = "script"
+) -> Iterator[Program]:
+    """Starts Python code (after `_HEADER`) in `directory`; what is left of its family is killed at the end."""
+    path, log, mark = directory / f"{name}.py", directory / f"{name}.log", uuid.uuid4().hex
+    path.write_text(_HEADER + textwrap.dedent(script))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", _MARK: mark, **env}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, str(path)], env=environment, stdout=output, stderr=subprocess.STDOUT, cwd=directory
+        )
+    program = Program(process, log, mark)
+    try:
+        yield program
+    finally:
+        for left in program.family():
+            with contextlib.suppress(psutil.Error):
+                left.kill()
+        process.wait()

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A program that builds a MirroredStrategy and a ParameterServerStrategy, in either order."""
+
+from __future__ import annotations
+
+import pathlib
+
+import programs
+import pytest
+
+pytestmark = pytest.mark.processes
+
+BEGIN = """
+cpu = tf.config.list_physical_devices("CPU")[0]
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+DATA = tf.data.Dataset.from_tensor_slices((X, Y)).batch(16)
+def mirrored():
+    return tfdist.MirroredStrategy(["/cpu:0", "/cpu:1"])
+def parameter_server():
+    return tfdist.ParameterServerStrategy(num_workers=1, num_ps=1)
+def trains(strategy, data=DATA):
+    made = model(strategy)
+    losses = made.fit(data, epochs=3, verbose=0).history["loss"]
+    assert losses[-1] < losses[0], losses
+    assert made.optimizer.iterations.numpy() == 12
+    assert made.predict(X, verbose=0).shape == (64, 1)
+    return made
+"""
+
+
+def run(script: str, directory: pathlib.Path) -> str:
+    with programs.running(BEGIN + script, directory) as program:
+        assert program.wait(100) == 0, program.output
+        return program.output
+
+
+def test_parameter_server_first_and_what_was_only_built_before_it(tmp_path: pathlib.Path) -> None:
+    """Also a model and a data set made before anything has joined a cluster."""
+    script = """
+    early, alone = mirrored(), model(tf.distribute.get_strategy())
+    alone.fit(DATA, verbose=0)
+    servers = parameter_server()
+    for strategy in (servers, early, mirrored(), servers, early):
+        trains(strategy)
+    trains(servers, tf.data.Dataset.from_tensor_slices((X, Y)).batch(16))
+    alone.fit(DATA, verbose=0)
+    print("all of them trained")
+    """
+    assert "all of them trained" in run(script.replace("\n    ", "\n"), tmp_path)
+
+
+def test_a_mirrored_strategy_that_trained_first_says_which_line_to_move(tmp_path: pathlib.Path) -> None:
+    script = """
+    early = mirrored()
+    made = trains(early)
+    weights = made.get_weights()
+    servers = parameter_server()
+    trains(servers)
+    for again in (lambda: made.fit(DATA, verbose=0), lambda: trains(early), lambda: trains(mirrored())):
+        try:
+            again()
+        except RuntimeError as error:
+            print("refused:", error)
+    for one, other in zip(weights, made.get_weights()):
+        np.testing.assert_array_equal(one, other)
+    trains(servers)
+    print("the parameter servers trained")
+    """
+    output = run(script.replace("\n    ", "\n"), tmp_path)
+    refusals = [line for line in output.splitlines() if line.startswith("refused:")]
+    assert len(refusals) == 3
+    assert all("Move the line that builds ParameterServerStrategy above" in refusal for refusal in refusals)
+    assert "the parameter servers trained" in output
