@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which worker reads which batches, and what the chief's loop sees of them."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from fake_cluster import FakeCluster, running_engine
+
+from tfdist.engines.coordinated import CoordinatedEngine
+from tfdist.engines.worker_data import WorkerBatch, WorkerIterator, find_iterator
+from tfdist.engines.worker_dataset import WorkerDataset, WorkerDatasetFromFunction
+
+pytestmark = pytest.mark.devices
+
+WORKERS = 3
+
+
+@pytest.fixture
+def engine() -> Iterator[CoordinatedEngine]:
+    with running_engine(WORKERS) as (engine, _):
+        yield engine
+
+
+def numbers(count: int = 10) -> tf.data.Dataset:
+    return tf.data.Dataset.range(count).batch(1)
+
+
+def from_python(count: int = 4) -> tf.data.Dataset:
+    return numbers(count).map(lambda i: tf.ensure_shape(tf.py_function(lambda i: i, [i], tf.int64), [None]))
+
+
+def read(dataset: WorkerDataset) -> list[list[int]]:
+    """What each worker would read in one pass."""
+    return [[int(value) for batch in share for value in batch] for share in dataset.iterate_on_workers().values]
+
+
+# Shares.
+
+
+def test_shards_take_batches_by_turns(engine: CoordinatedEngine) -> None:
+    dataset = WorkerDataset(engine, numbers(), "shard")
+    assert read(dataset) == [[0, 3, 6, 9], [1, 4, 7], [2, 5, 8]]
+    assert [dataset.share(worker) for worker in range(WORKERS)] == [4, 3, 3]
+
+
+def test_shards_of_shuffled_data_are_the_whole_in_every_pass(engine: CoordinatedEngine) -> None:
+    dataset = WorkerDataset(engine, tf.data.Dataset.range(20).shuffle(20).batch(2), "shard")
+    passes = [read(dataset) for _ in range(3)]
+    assert all(sorted(itertools.chain(*shares)) == list(range(20)) for shares in passes)
+    assert len({str(shares) for shares in passes}) == 3
+
+
+def test_replicas_read_all_of_it(engine: CoordinatedEngine) -> None:
+    dataset = WorkerDataset(engine, numbers(4), "replicate")
+    assert read(dataset) == [[0, 1, 2, 3]] * WORKERS
+    assert dataset.share(2) == 4
+
+
+def test_data_given_for_each_worker(engine: CoordinatedEngine) -> None:
+    dataset = WorkerDatasetFromFunction(engine, [numbers(1), numbers(3), numbers(0)])
+    assert read(dataset) == [[0], [0, 1, 2], []]
+    assert [dataset.share(worker) for worker in range(WORKERS)] == [1, 3, 0]
+    assert dataset.cardinality == 4
+
+
+@pytest.mark.parametrize(
+    ("make", "sharding", "share"),
+    [
+        (lambda: numbers().repeat(), "shard", sys.maxsize),
+        (lambda: numbers().repeat(), "replicate", sys.maxsize),
+        (lambda: numbers().filter(lambda i: True), "shard", None),
+        (numbers, "dynamic", None),
+        (lambda: numbers(1), "shard", 0),
+    ],
+    ids=["endless shards", "endless replicas", "unknown", "dynamic", "more workers than batches"],
+)
+def test_how_much_is_known_of_a_share(engine: CoordinatedEngine, make: Any, sharding: str, share: int | None) -> None:
+    assert WorkerDataset(engine, make(), sharding).share(2) == share
+
+
+def test_data_that_do_not_fit_into_a_message_are_an_error(
+    engine: CoordinatedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tfdist.engines.worker_dataset._MAX_SHIPPED_BYTES", 1000)
+    with pytest.raises(ValueError, match="read it from files"):
+        read(WorkerDataset(engine, tf.data.Dataset.from_tensor_slices(np.zeros([1000, 1])), "shard"))
+
+
+def test_it_is_described_and_sent_once(engine: CoordinatedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset, sent = WorkerDataset(engine, numbers(), "shard"), []
+    original = WorkerDataset._shares
+    monkeypatch.setattr(WorkerDataset, "_shares", lambda self: sent.append(1) or original(self))
+    for _ in range(3):
+        read(dataset)
+    assert sent == [1]
+
+
+# What the chief's loop sees.
+
+
+def tickets(iterator: WorkerIterator) -> int:
+    """How many `next` gives."""
+    count = 0
+    while True:
+        try:
+            ticket = next(iterator)
+        except (StopIteration, tf.errors.OutOfRangeError):
+            return count
+        assert isinstance(ticket, WorkerBatch)
+        count += 1
+
+
+def test_as_many_tickets_as_batches(engine: CoordinatedEngine) -> None:
+    iterator = iter(WorkerDataset(engine, numbers(), "shard"))
+    assert tickets(iterator) == 10
+    assert tickets(iterator) == 0
+
+
+def test_a_ticket_leads_back_to_its_iterator(engine: CoordinatedEngine) -> None:
+    iterators = [iter(WorkerDataset(engine, numbers(), "shard")) for _ in range(2)]
+    assert [find_iterator(int(next(iterator).iterator_id)) for iterator in iterators] == iterators
+
+
+def test_a_ticket_passes_through_a_function_which_is_traced_once(engine: CoordinatedEngine) -> None:
+    traced = []
+
+    @tf.function
+    def through(batch: WorkerBatch) -> tf.Tensor:
+        traced.append(batch.element_spec)
+        return batch.iterator_id
+
+    for _ in range(2):
+        iterator = iter(WorkerDataset(engine, numbers(), "shard"))
+        assert int(through(next(iterator))) == iterator.id
+    assert traced == [tf.TensorSpec([None], tf.int64)]
+    through(next(iter(WorkerDataset(engine, numbers().map(lambda i: (i, i)), "shard"))))
+    assert len(traced) == 2
+
+
+def test_the_batch_itself_can_not_be_read_on_the_chief(engine: CoordinatedEngine) -> None:
+    batch = next(iter(WorkerDataset(engine, numbers(), "shard")))
+    with pytest.raises(TypeError, match="give it whole to"):
+        list(batch)
+
+
+def test_the_end_is_stop_iteration_after_a_ticket_and_out_of_range_without_one(engine: CoordinatedEngine) -> None:
+    """Keras takes several at a time, and tells a short execution from none by this."""
+    iterator = iter(WorkerDataset(engine, numbers(3), "shard"))
+    assert len(list(zip(range(5), iterator, strict=False))) == 3
+    with pytest.raises(tf.errors.OutOfRangeError):
+        next(iter(iterator))
+
+
+def test_the_last_ticket_is_known_as_the_last(engine: CoordinatedEngine) -> None:
+    iterator = iter(WorkerDataset(engine, numbers(3), "shard"))
+    known = []
+    for _ in iterator:
+        known.append(iterator.is_last)
+    assert known == [False, False, True]
+
+
+def test_iterating_inside_of_a_function_is_refused(engine: CoordinatedEngine) -> None:
+    dataset = WorkerDataset(engine, numbers(), "shard")
+
+    @tf.function(autograph=False)
+    def loop() -> None:
+        iter(dataset)
+
+    with pytest.raises(RuntimeError, match=r"outside of a tf\.function"):
+        loop()
+
+
+# Who feeds.
+
+
+@pytest.mark.parametrize(
+    ("make", "by_chief", "feed"),
+    [(numbers, False, "worker"), (numbers, True, "chief"), (from_python, False, "chief"), (from_python, True, "chief")],
+    ids=["training", "evaluation", "training from Python", "evaluation from Python"],
+)
+def test_who_feeds(engine: CoordinatedEngine, make: Callable[[], Any], by_chief: bool, feed: str) -> None:
+    iterator = iter(WorkerDataset(engine, make(), "shard"))
+    assert iterator.feed(by_chief) == feed
+    assert iterator.feed(not by_chief) == feed, "it is decided once"
+
+
+def taken(iterator: WorkerIterator, at_most: int) -> int:
+    try:
+        return len(list(zip(range(at_most), iterator, strict=False)))
+    except tf.errors.OutOfRangeError:
+        return 0
+
+
+def unknown(count: int) -> tf.data.Dataset:
+    return numbers(count).filter(lambda i: True)
+
+
+@pytest.mark.parametrize("make", [numbers, unknown, from_python])
+@pytest.mark.parametrize("count", [1, 7])
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_the_chief_never_gives_more_tickets_than_it_has_batches(
+    engine: CoordinatedEngine, make: Any, count: int, at_once: int
+) -> None:
+    """Keras takes `at_once` tickets, and then runs as many steps."""
+    iterator = iter(WorkerDataset(engine, make(count), "shard"))
+    iterator.feed(by_chief=True)
+    read, last = [], []
+    while True:
+        given = taken(iterator, at_once)
+        for _ in range(given):
+            read += [int(value) for value in iterator.next_local_batch()[0]]
+            iterator.redeem()
+            last.append(iterator.is_last)
+        if given < at_once:
+            break
+    assert read == list(range(count))
+    assert last[-1]
+    assert at_once > 1 or last == [False] * (count - 1) + [True]
+
+
+def test_what_a_model_is_built_from_needs_no_data(engine: CoordinatedEngine) -> None:
+    def fail(i: Any) -> Any:
+        raise AssertionError("read")
+
+    broken = numbers().map(lambda i: tf.ensure_shape(tf.py_function(fail, [i], tf.int64), [None]))
+    assert WorkerDataset(engine, broken, "shard").placeholder().shape == (1,)
+
+
+def test_where_a_shape_is_open_a_model_is_built_from_the_first_batch(engine: CoordinatedEngine) -> None:
+    ragged = tf.data.Dataset.from_tensors(tf.ragged.constant([[1, 2], [3]]))
+    assert WorkerDataset(engine, ragged, "shard").placeholder().to_list() == [[1, 2], [3]]
+    open_shape = tf.data.Dataset.from_generator(
+        lambda: iter([np.zeros([2, 5])]), output_signature=tf.TensorSpec([None, None])
+    )
+    assert WorkerDataset(engine, open_shape, "shard").placeholder().shape == (2, 5)
+
+
+def test_keras_takes_it_for_distributed_data(engine: CoordinatedEngine) -> None:
+    dataset = WorkerDataset(engine, numbers(), "shard")
+    assert isinstance(dataset, tf.distribute.DistributedDataset)
+    assert not isinstance(iter(dataset), tf.distribute.DistributedIterator)
+
+
+def test_a_cluster_of_threads_gives_each_worker_its_own() -> None:
+    """The fake itself: what the tests of this folder stand on."""
+    cluster = FakeCluster(2)
+    assert cluster.create_on_workers(None, cluster.current_worker).values == [0, 1]
