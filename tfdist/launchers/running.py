@@ -95,19 +95,19 @@ class _Run:
         if signum != signal.SIGPIPE:
             self._say(f"{_signal_name(signum)}: ending all tasks")
         # What Ctrl-C in a terminal would have sent comes first: a script may catch KeyboardInterrupt and save its work.
-        self._end([signal.SIGINT, signal.SIGTERM] if signum == signal.SIGINT else [signal.SIGTERM])
+        # Only the first signal is answered by that: a second one may have come while the line was written.
+        self._end([signal.SIGINT, signal.SIGTERM] if signum == signal.SIGINT else [signal.SIGTERM], answered=1)
         return 128 + signum
 
-    def _end(self, signals: Sequence[int]) -> None:
-        """Ends all tasks, at once if another signal shows that the user has no patience left."""
-        before = len(self._received)
+    def _end(self, signals: Sequence[int], answered: int = 0) -> None:
+        """Ends all tasks, at once if more signals than `answered` show that the user has no patience left."""
         stopping = threading.Thread(
             target=self._supervisor.stop, args=(signals, self._request.grace_secs), name="tfdist stop", daemon=True
         )
         stopping.start()
         while stopping.is_alive():
             stopping.join(0.05)
-            if len(self._received) > before:
+            if len(self._received) > answered:
                 self._supervisor.stop(signals=())
                 break
         for process in self._supervisor.running:
