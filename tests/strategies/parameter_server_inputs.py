@@ -89,7 +89,7 @@ SOURCES = {
 }
 
 
-DYNAMIC = ["arrays", "shuffled without a seed", "repeated", "of unknown size", "generator"]
+DYNAMIC = ["arrays", "repeated", "of unknown size", "generator"]
 
 
 @pytest.mark.parametrize(

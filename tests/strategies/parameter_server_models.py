@@ -52,10 +52,7 @@ def test_one_step_at_a_time_is_the_step_of_one_device(strategy: Any) -> None:
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "ema": lambda: keras.optimizers.SGD(0.01, use_ema=True, ema_overwrite_frequency=5),
-    "ema at the end": lambda: keras.optimizers.SGD(0.01, use_ema=True),
-    "clipnorm": lambda: keras.optimizers.Adam(clipnorm=1.0),
     "global_clipnorm": lambda: keras.optimizers.Adam(global_clipnorm=1.0),
-    "clipvalue": lambda: keras.optimizers.SGD(0.01, clipvalue=0.1),
     "weight decay": lambda: keras.optimizers.AdamW(),
     "schedule": lambda: keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.01, 100)),
     "loss scaling": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=4.0),
