@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which policies go together, and that docs/policies.md says the same."""
+
+from __future__ import annotations
+
+import itertools
+import pathlib
+
+import pytest
+
+import tfdist
+from tfdist.policies import composition
+from tfdist.policies.asynchronous import Asynchronous
+from tfdist.policies.base import Policy
+
+PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "policies.md"
+POLICIES = {
+    "BackupWorkers": lambda: tfdist.BackupWorkers(1),
+    "SoftSync": lambda: tfdist.SoftSync(2),
+    "StalenessScaling": lambda: tfdist.StalenessScaling(),
+    "DropStale": lambda: tfdist.DropStale(3),
+    "BoundedStaleness": lambda: tfdist.BoundedStaleness(4),
+    "Warmup": lambda: tfdist.Warmup(steps=5),
+    "ParameterAveraging": lambda: tfdist.ParameterAveraging(6),
+}
+STRATEGIES = ("MirroredStrategy", "MultiWorkerMirroredStrategy", "ParameterServerStrategy")
+
+
+def _goes(policies: list[Policy], strategy: str) -> bool:
+    try:
+        composition.check(policies, strategy)
+    except ValueError:
+        return False
+    return True
+
+
+def _table(title: str) -> dict[tuple[str, str], str]:
+    """{(row, column): cell} of the first table below a heading of the page."""
+    lines = PAGE.read_text().split(f"## {title}\n", 1)[1].splitlines()
+    rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    rows = rows[: next((i for i, row in enumerate(rows) if len(row) != len(rows[0])), len(rows))]
+    return {(row[0], column): cell for row in rows[2:] for column, cell in zip(rows[0][1:], row[1:], strict=True)}
+
+
+def test_the_table_of_strategies_is_what_the_constructors_say() -> None:
+    shown = _table("What goes with which strategy")
+    assert {key: cell == "yes" for key, cell in shown.items()} == {
+        (policy, strategy): _goes([make()], strategy) for policy, make in POLICIES.items() for strategy in STRATEGIES
+    }
+
+
+def test_the_table_of_pairs_is_what_the_constructors_say() -> None:
+    shown = _table("What goes together")
+    for first, second in itertools.permutations(POLICIES, 2):
+        goes = any(_goes([POLICIES[first](), POLICIES[second]()], strategy) for strategy in STRATEGIES)
+        assert (shown[first, second] == "yes") == goes, (first, second)
+
+
+def test_errors_name_both_policies_and_what_to_use_instead() -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"BackupWorkers\(spares=1\) and SoftSync\(updates=2\) don't go together: .*use one or the other\. "
+        r"Received: policies=\[SoftSync\(updates=2\), BackupWorkers\(spares=1\)\]",
+    ):
+        composition.check([tfdist.SoftSync(2), tfdist.BackupWorkers(1)], "ParameterServerStrategy")
+    with pytest.raises(ValueError, match=r"SoftSync\(updates=2\) does not go with MirroredStrategy: .*BackupWorkers"):
+        composition.check([tfdist.SoftSync(2)], "MirroredStrategy")
+    with pytest.raises(ValueError, match=r"ParameterAveraging\(every_steps=6\) does not go with ParameterServer.*Soft"):
+        composition.check([tfdist.ParameterAveraging(6)], "ParameterServerStrategy")
+    with pytest.raises(ValueError, match="there can be only one of a kind"):
+        composition.check([tfdist.SoftSync(2), tfdist.SoftSync(1)], "ParameterServerStrategy")
+
+
+@pytest.mark.parametrize("policies", [tfdist.BackupWorkers(1), [1], "auto", [tfdist.BackupWorkers]])
+def test_what_is_no_list_of_policies(policies: object) -> None:
+    with pytest.raises(ValueError, match="policies must be a list of policies such as"):
+        composition.check(policies, "MirroredStrategy")  # type: ignore[arg-type]
+
+
+def test_a_list_comes_to_one_that_decides() -> None:
+    none = composition.compose([], "ParameterServerStrategy", 4)
+    assert none == composition.Composition()
+    warmup = tfdist.Warmup(steps=1)
+    alone = composition.compose([warmup], "ParameterServerStrategy", 4)
+    assert isinstance(alone.aggregation, Asynchronous)
+    assert alone.aggregation.replicas_to_aggregate == 1
+    assert alone.warmup is warmup
+    soft = composition.compose([tfdist.SoftSync(2), tfdist.StalenessScaling()], "ParameterServerStrategy", 4)
+    assert soft.aggregation is not None
+    assert soft.aggregation.replicas_to_aggregate == 2
+    assert soft.aggregation.is_weighted

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which policies go with which strategy, and with each other: the one place that says so.
+
+`docs/policies.md` shows the same as a table, and a test holds one against the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from tfdist.policies.asynchronous import Asynchronous
+from tfdist.policies.backup_workers import BackupWorkers
+from tfdist.policies.base import Aggregation, Policy
+from tfdist.policies.parameter_averaging import ParameterAveraging
+from tfdist.policies.staleness import BoundedStaleness, DropStale, SoftSync, StalenessScaling
+from tfdist.policies.warmup import Warmup
+
+_STALENESS = (SoftSync, StalenessScaling, DropStale, BoundedStaleness)
+PARAMETER_SERVER = "ParameterServerStrategy"
+
+# What can't be had under a strategy: why, and what to use instead.
+_WITHOUT_STALENESS = (
+    "all replicas update at once there, so that no gradient is ever stale; against stragglers use "
+    "tfdist.BackupWorkers(spares=...), or tfdist.ParameterServerStrategy"
+)
+_WITHOUT_AVERAGING = (
+    "its workers have no variables of their own, which could be averaged; use tfdist.SoftSync(updates=...), or "
+    "tfdist.MultiWorkerMirroredStrategy"
+)
+# What can't be had together.
+_ONE_OF_A_KIND = "there can be only one of a kind; leave one away"
+_IN_STEP = "the first one keeps all gradients of an update in step, so that none is ever stale; use one or the other"
+_ALONE = "with the first one the replicas send no gradients that an update could be made of; use one or the other"
+# Whom "the first one" means in a reason.
+_FIRST = {_IN_STEP: BackupWorkers, _ALONE: ParameterAveraging, _ONE_OF_A_KIND: Policy}
+
+
+@dataclasses.dataclass(frozen=True)
+class Composition:
+    """What a list of policies comes to, for one strategy.
+
+    Attributes:
+      aggregation: decides what each update is made of; None leaves that to the strategy.
+      warmup: who takes part at first; None for all.
+      averaging: when parameters are averaged; None for never.
+    """
+
+    aggregation: Aggregation | None = None
+    warmup: Warmup | None = None
+    averaging: ParameterAveraging | None = None
+
+
+def check(policies: Sequence[Any], strategy: str) -> None:
+    """Checks a list of policies before any work starts.
+
+    Args:
+      policies: what the user gave.
+      strategy: the strategy's name, such as "MirroredStrategy".
+
+    Raises:
+      ValueError: they are no policies, or don't go with the strategy or with each other.
+    """
+    if isinstance(policies, (Policy, str)) or not all(isinstance(policy, Policy) for policy in policies):
+        raise ValueError(
+            "policies must be a list of policies such as tfdist.BackupWorkers(spares=1). "
+            f"Received: policies={policies!r}"
+        )
+    received = f"Received: policies={list(policies)!r}"
+    for policy in policies:
+        if reason := refusal(type(policy), strategy):
+            raise ValueError(f"policies: {policy!r} does not go with {strategy}: {reason}. {received}")
+    for index, first in enumerate(policies):
+        for second in policies[index + 1 :]:
+            if reason := clash(type(first), type(second)):
+                first, second = sorted((first, second), key=lambda each: not isinstance(each, _FIRST[reason]))
+                raise ValueError(f"policies: {first!r} and {second!r} don't go together: {reason}. {received}")
+
+
+def refusal(policy: type[Policy], strategy: str) -> str | None:
+    """Why a strategy can't have a policy, and what to use instead; None if it can."""
+    if issubclass(policy, _STALENESS) and strategy != PARAMETER_SERVER:
+        return _WITHOUT_STALENESS
+    if issubclass(policy, ParameterAveraging) and strategy == PARAMETER_SERVER:
+        return _WITHOUT_AVERAGING
+    return None
+
+
+def clash(first: type[Policy], second: type[Policy]) -> str | None:
+    """Why two policies can't be had together, and what to do; None if they can."""
+    if first is second:
+        return _ONE_OF_A_KIND
+    kinds = {first, second}
+    if BackupWorkers in kinds and kinds & set(_STALENESS):
+        return _IN_STEP
+    if ParameterAveraging in kinds and BackupWorkers in kinds:
+        return _ALONE
+    return None
+
+
+def compose(policies: Sequence[Policy], strategy: str, total_num_replicas: int) -> Composition:
+    """Makes of policies that were checked what the engines ask.
+
+    Args:
+      policies: what the user gave.
+      strategy: the strategy's name.
+      total_num_replicas: how many replicas compute gradients.
+
+    Raises:
+      ValueError: a policy makes no sense with so many replicas.
+    """
+    for policy in policies:
+        policy.begin(total_num_replicas, strategy)
+    by_kind: dict[type[Policy], Any] = {type(policy): policy for policy in policies}
+    warmup = by_kind.get(Warmup)
+    aggregation = next((policy for policy in policies if isinstance(policy, Aggregation)), None)
+    if aggregation is None and strategy == PARAMETER_SERVER and policies:
+        aggregation = Asynchronous(*(by_kind.get(kind) for kind in _STALENESS))
+        aggregation.begin(total_num_replicas, strategy)
+    return Composition(aggregation, warmup, by_kind.get(ParameterAveraging))

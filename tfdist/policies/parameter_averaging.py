@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameter averaging (local SGD): replicas train alone and meet every H steps."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from tfdist.policies import base
+
+_STATES = ("average", "local", "reset")
+
+
+class ParameterAveraging(base.Policy):
+    """Lets each replica train alone, without traffic, and averages the parameters every H steps.
+
+    What is evaluated, saved or checkpointed is the average, and so is the end of a period that was not finished.
+
+    Sources: McMahan et al. 2017, arXiv 1602.05629 (averaging); Lin et al. 2018, arXiv 1808.07217 (local SGD); Douillard
+    et al. 2023, DiLoCo, arXiv 2311.08105, algorithm 1 (an outer optimizer, there Nesterov with a learning rate of 0.7
+    and a momentum of 0.9).
+
+    Args:
+      every_steps: H, how many steps of its own each replica makes between two averages; 1 or more. With H=1 and plain
+        SGD it is synchronous SGD.
+      optimizer_state: what becomes of the optimizer's slots at each average: "average" them too, keep each replica's
+        own until the end of `fit` ("local"), or "reset" them to what a new optimizer has.
+      outer: "mean", or a Keras optimizer that is given the mean of (parameters at the last average - parameters now) as
+        a gradient, and moves the parameters of the last average by it. Each model gets a new one of its kind. On
+        several workers give a function that makes it: to make one is to use TensorFlow, which must come after the
+        strategy.
+
+    Raises:
+      ValueError: there is no such number, word or optimizer.
+    """
+
+    def __init__(
+        self,
+        every_steps: int,
+        *,
+        optimizer_state: Literal["average", "local", "reset"] = "average",
+        outer: Any = "mean",
+    ) -> None:
+        super().__init__()
+        if not base.is_count(every_steps, at_least=1):
+            raise ValueError(
+                "ParameterAveraging(every_steps=...): how many steps does each replica make alone? Give 1 or more. "
+                f"Received: every_steps={every_steps!r}"
+            )
+        if optimizer_state not in _STATES:
+            raise ValueError(
+                f"ParameterAveraging(optimizer_state=...) must be one of {', '.join(map(repr, _STATES))}. "
+                f"Received: optimizer_state={optimizer_state!r}"
+            )
+        if outer != "mean" and not _is_optimizer(outer) and not callable(outer):
+            raise ValueError(
+                'ParameterAveraging(outer=...): give "mean" or a Keras optimizer such as '
+                "keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True), or a function that makes one. "
+                f"Received: outer={outer!r}"
+            )
+        self.every_steps = every_steps
+        self.optimizer_state = optimizer_state
+        self.outer: Any = outer
+
+    def make_outer(self) -> Any:
+        """A new outer optimizer; `outer` is not "mean".
+
+        Raises:
+          ValueError: the function that was to make it has made something else.
+        """
+        if _is_optimizer(self.outer):
+            return type(self.outer).from_config(self.outer.get_config())
+        made = self.outer()
+        if not _is_optimizer(made):
+            raise ValueError(
+                f"ParameterAveraging(outer=...): the function must return a Keras optimizer. Received: {made!r}"
+            )
+        return made
+
+    def __repr__(self) -> str:
+        state = "" if self.optimizer_state == "average" else f", optimizer_state={self.optimizer_state!r}"
+        outer = "" if self.outer == "mean" else f", outer={_name(self.outer)}(...)"
+        return f"ParameterAveraging(every_steps={self.every_steps}{state}{outer})"
+
+    def _check_replicas(self, total_num_replicas: int, strategy: str) -> None:
+        if total_num_replicas == 1:
+            raise ValueError(
+                f"{self!r} needs a second replica to average with, and {strategy} has only one; leave it away. "
+                f"Received: total_num_replicas={total_num_replicas}"
+            )
+        if strategy == "MultiWorkerMirroredStrategy" and _is_optimizer(self.outer):
+            name = _name(self.outer)
+            raise ValueError(
+                "ParameterAveraging(outer=...): on several workers nothing of TensorFlow may be made before the "
+                f"strategy; give a function that makes the optimizer, such as outer=lambda: {name}(...). "
+                f"Received: outer={self.outer!r}"
+            )
+
+
+def _is_optimizer(outer: Any) -> bool:
+    return not isinstance(outer, type) and all(callable(getattr(outer, name, None)) for name in ("apply", "get_config"))
+
+
+def _name(outer: Any) -> str:
+    return type(outer).__name__ if _is_optimizer(outer) else getattr(outer, "__name__", "function")
