@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kills, stops and continues tasks on purpose, at once or at a given step of `fit`."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+
+# Process groups that were stopped and not continued yet.
+_stopped: set[int] = set()
+
+
+def kill(strategy: Any, task: str) -> bool:
+    """Ends a task with SIGKILL. The embedded cluster starts a worker again; a parameter server is lost.
+
+    Under ParameterServerStrategy with its embedded cluster, called in the chief, it reaches every task. Under
+    MultiWorkerMirroredStrategy, called in all workers, it takes effect in the one that is meant.
+
+    Args:
+      strategy: the strategy.
+      task: such as "worker:1".
+
+    Returns:
+      Whether it reached a running process.
+
+    Raises:
+      ValueError: there is no such task, or none that can be reached.
+    """
+    return _send(_group(strategy, task, "kill"), signal.SIGKILL)
+
+
+def stop_task(strategy: Any, task: str) -> bool:
+    """Freezes a task of the embedded cluster with SIGSTOP, until `continue_task` or the end of this program.
+
+    See `kill` for what it takes and returns.
+    """
+    group = _group(strategy, task, "stop")
+    if group is None:
+        return False
+    # Known before it stops, so that it goes on again whatever happens in between.
+    _stopped.add(group)
+    atexit.unregister(_continue_all)
+    atexit.register(_continue_all)
+    return _send(group, signal.SIGSTOP)
+
+
+def continue_task(strategy: Any, task: str) -> bool:
+    """Lets a task that was stopped go on. See `kill` for what it takes and returns."""
+    group = _group(strategy, task, "continue")
+    _stopped.discard(group or 0)
+    return _send(group, signal.SIGCONT)
+
+
+_ACTIONS: dict[str, Callable[[Any, str], bool]] = {"kill": kill, "stop": stop_task, "continue": continue_task}
+
+
+class Faults(keras.callbacks.Callback):
+    """Kills, stops and continues tasks while `fit` runs.
+
+        model.fit(dataset, callbacks=[tfdist.testing.Faults([(20, "stop", "worker:1"), (40, "continue", "worker:1")])])
+
+    What is still stopped when training ends goes on.
+
+    Args:
+      schedule: (step, action, task): once `step` batches of this `fit` are through the loop (0: when training begins),
+        "kill", "stop" or "continue" the task. Under ParameterServerStrategy without policies, batches that are through
+        the loop may still be under way.
+
+    Raises:
+      ValueError: the schedule makes no sense; when training begins: a task in it can't be reached.
+    """
+
+    def __init__(self, schedule: Sequence[tuple[int, str, str]]) -> None:
+        super().__init__()
+        for entry in schedule:
+            _check(entry)
+        self._schedule = sorted(schedule, key=lambda entry: entry[0])
+        self._due: list[tuple[int, str, str]] = []
+        self._epoch_start = self._batches = 0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Checks that all tasks can be reached."""
+        for _, action, task in self._schedule:
+            _group(self.model.distribute_strategy, task, action)
+        self._due = list(self._schedule)
+        self._epoch_start = self._batches = 0
+        self._act()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Goes on counting where the epoch before ended."""
+        self._epoch_start = self._batches
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Does what is due."""
+        self._batches = self._epoch_start + batch + 1
+        self._act()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Lets all go on that are stopped."""
+        _continue_all()
+
+    def _act(self) -> None:
+        while self._due and self._due[0][0] <= self._batches:
+            _, action, task = self._due.pop(0)
+            _ACTIONS[action](self.model.distribute_strategy, task)
+
+
+def _check(entry: Any) -> None:
+    problem = None
+    if not isinstance(entry, tuple | list) or len(entry) != 3:
+        problem = 'each entry is (step, action, task), such as (100, "kill", "worker:1")'
+    elif not isinstance(entry[0], int) or isinstance(entry[0], bool) or entry[0] < 0:
+        problem = "step must be an integer of at least 0"
+    elif not isinstance(entry[1], str) or entry[1] not in _ACTIONS:
+        problem = f"action must be one of {', '.join(map(repr, _ACTIONS))}"
+    elif not isinstance(entry[2], str):
+        problem = 'task must be a name such as "worker:1"'
+    if problem:
+        raise ValueError(f"Faults(schedule=...): {problem}. Received: {entry!r}")
+
+
+def _send(group: int | None, signum: int) -> bool:
+    if group is None:
+        return False
+    try:
+        # A worker that means itself does not mean its launcher, which may be of the same group.
+        (os.kill if group == os.getpid() else os.killpg)(group, signum)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _group(strategy: Any, task: str, action: str) -> int | None:
+    """The process group of a task; this process' own id if it is the task; None if it is not within reach, or ended."""
+    if hasattr(strategy, "_serving"):
+        return _embedded_group(strategy, task)
+    agreement = getattr(strategy, "_agreement", None)
+    if agreement is None:
+        raise ValueError(
+            "faults need a ParameterServerStrategy with its embedded cluster, or a MultiWorkerMirroredStrategy of "
+            f"several workers. Received: {type(strategy).__name__}"
+        )
+    if action != "kill":
+        raise ValueError(
+            f'under MultiWorkerMirroredStrategy only "kill" is possible: while a worker is stopped, no other comes to '
+            f"the step at which it goes on; make it slow with tfdist.testing.Delays. Received: {action!r}"
+        )
+    _check_task(task, [str(each) for each in agreement.tasks])
+    return os.getpid() if task == str(agreement.task) else None
+
+
+def _embedded_group(strategy: Any, task: str) -> int | None:
+    embedded = strategy._serving.embedded
+    if embedded is None:
+        raise ValueError(
+            "faults reach the tasks of an embedded cluster only: run the program without TF_CONFIG. Received: "
+            f"{task!r} of a cluster that this program has not started"
+        )
+    _check_task(task, [str(each) for each in embedded.cluster.tasks])
+    return embedded.pid(task)
+
+
+def _check_task(task: str, tasks: Sequence[str]) -> None:
+    if task not in tasks:
+        raise ValueError(f"there is no such task; the cluster has {', '.join(tasks)}. Received: {task!r}")
+
+
+def _continue_all() -> None:
+    while _stopped:
+        _send(_stopped.pop(), signal.SIGCONT)

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Laws of delay: how much longer a contribution takes.
+
+    law = lognormal(mean=0.2, s=1.0)
+    law.draw(seed=0, replica=3, attempt=17)  # seconds
+
+A draw is determined by the seed, the replica and its attempt, and by nothing else: not by who asks, in which process or
+in which order. So the simulator of `tfdist.policies` can be given the very delays that a real run gets.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import random
+import statistics
+from collections.abc import Callable, Mapping
+from typing import Any
+
+_NORMAL = statistics.NormalDist()
+_BITS = 52
+
+
+@dataclasses.dataclass(frozen=True)
+class Law:
+    """A distribution of delays. Made by the functions of this module.
+
+    Attributes:
+      name: that of the function that made it.
+      parameters: what that function was given.
+    """
+
+    name: str
+    parameters: Mapping[str, float]
+    _secs: Callable[[float, int], float] = dataclasses.field(repr=False, compare=False)
+
+    def draw(self, seed: int, replica: int, attempt: int) -> float:
+        """The delay of the `attempt`-th contribution (from 0) of `replica`, in seconds."""
+        # Python seeds with a text alike in every process; a number made of the three would repeat itself.
+        bits = random.Random(f"{seed}:{replica}:{attempt}").getrandbits(_BITS)
+        return self._secs((bits + 0.5) / 2**_BITS, attempt)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Its JSON form, such as {"law": "constant", "secs": 0.1}."""
+        return {"law": self.name, **self.parameters}
+
+    @classmethod
+    def from_dict(cls, given: Any) -> Law:
+        """The law that `to_dict` described.
+
+        Raises:
+          ValueError: there is no such law, or these are not its parameters.
+        """
+        known = f"use one of {', '.join(_signature(law) for law in _LAWS.values())}. Received: {given!r}"
+        if not isinstance(given, Mapping) or str(given.get("law")) not in _LAWS:
+            raise ValueError(f'a law is an object such as {{"law": "constant", "secs": 0.1}}; {known}')
+        make, parameters = _LAWS[str(given["law"])], {name: value for name, value in given.items() if name != "law"}
+        if parameters.keys() != inspect.signature(make).parameters.keys():
+            raise ValueError(f"law {given['law']!r} takes {', '.join(inspect.signature(make).parameters)}; {known}")
+        return make(**parameters)
+
+
+def constant(secs: float) -> Law:
+    """Always `secs` seconds."""
+    _check("constant", {"secs": secs}, secs=0)
+    return Law("constant", {"secs": secs}, lambda uniform, attempt: float(secs))
+
+
+def lognormal(mean: float, s: float) -> Law:
+    """Lognormal: exp(mu + s Z), Z standard normal, mu such that the mean is `mean` seconds. Stragglers in moderation.
+
+    Args:
+      mean: seconds, > 0.
+      s: standard deviation of the logarithm, >= 0.
+    """
+    _check("lognormal", {"mean": mean, "s": s}, mean=None, s=0)
+    mu = math.log(mean) - s * s / 2
+    return Law(
+        "lognormal", {"mean": mean, "s": s}, lambda uniform, attempt: math.exp(mu + s * _NORMAL.inv_cdf(uniform))
+    )
+
+
+def pareto(mean: float, a: float) -> Law:
+    """Pareto, type I: x_m U^(-1/a), U uniform, x_m = mean (a - 1) / a. A heavy tail.
+
+    Args:
+      mean: seconds, > 0.
+      a: exponent of the tail, > 1; up to 2 the variance is infinite.
+    """
+    _check("pareto", {"mean": mean, "a": a}, mean=None, a=None)
+    if not a > 1:
+        raise ValueError(f"pareto(a=...): there is a mean only for a > 1. Received: a={a!r}")
+    least = mean * (a - 1) / a
+    return Law("pareto", {"mean": mean, "a": a}, lambda uniform, attempt: least * (1 - uniform) ** (-1 / a))
+
+
+def stalls(secs: float, every: int) -> Law:
+    """`secs` seconds for each `every`-th contribution of a replica, nothing for the others.
+
+    Args:
+      secs: seconds, >= 0.
+      every: 1 or more; with 3, attempts 2, 5, 8, ... take longer.
+    """
+    _check("stalls", {"secs": secs, "every": every}, secs=0, every=None)
+    if not isinstance(every, int):
+        raise ValueError(f"stalls(every=...) must be an integer. Received: every={every!r}")
+    return Law(
+        "stalls",
+        {"secs": secs, "every": every},
+        lambda uniform, attempt: float(secs) if attempt % every == every - 1 else 0.0,
+    )
+
+
+_LAWS: dict[str, Callable[..., Law]] = {law.__name__: law for law in (constant, lognormal, pareto, stalls)}
+
+
+def _check(law: str, parameters: Mapping[str, Any], **least: float | None) -> None:
+    """Every parameter must be a finite number, of at least `least`, or above 0 where that is None."""
+    for name, value in parameters.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        bound = least[name]
+        if not is_number or value < 0 or (bound is None and value == 0):
+            wanted = "greater than 0" if bound is None else f"of at least {bound}"
+            raise ValueError(f"{law}({name}=...) must be a number {wanted}. Received: {name}={value!r}")
+
+
+def _signature(law: Callable[..., Law]) -> str:
+    return f"{law.__name__}({', '.join(inspect.signature(law).parameters)})"
