@@ -16,11 +16,13 @@ _USAGE_ERROR = 2
 _HELP = ("-h", "-help", "--help", "help")
 _USAGE = """\
 usage: tfdist launch PLATFORM [FLAGS] SCRIPT [ARGUMENTS]
+       tfdist doctor [FLAGS]
        tfdist --help | --version
 
 The distribution toolkit for TensorFlow and Keras 3.
 
   launch    start a script as every task of a cluster (see tfdist launch --help)
+  doctor    look at this machine, and at the cluster in TF_CONFIG, for what would fail
 """
 _LAUNCH_USAGE = """\
 usage: tfdist launch PLATFORM [FLAGS] SCRIPT [ARGUMENTS]
@@ -30,7 +32,13 @@ Starts the same script as every task of a cluster, each with its own TF_CONFIG.
 platforms (tfdist launch PLATFORM --help lists the flags of one):
 """
 # Each is a module of tfdist.launchers with `main(arguments)`; imported only when asked for.
-_PLATFORMS = {"local": "processes on this machine"}
+_PLATFORMS = {
+    "local": "processes on this machine",
+    "ssh": "machines reached by ssh",
+    "slurm": "a Slurm job",
+    "kubernetes": "pods on Kubernetes",
+    "tpu": "a TPU VM, or a TPU node pool of GKE",
+}
 
 
 class _UsageError(ValueError):
@@ -61,24 +69,30 @@ def _run(arguments: list[str]) -> int:
         return _print(_USAGE, asked=bool(arguments))
     if arguments[0] in ("-version", "--version"):
         return _print(f"tfdist {tfdist.__version__}\n", asked=True)
+    if arguments[0] == "doctor":
+        return _call("tfdist.doctor", arguments[1:], "tfdist doctor")
     if arguments[0] != "launch":
-        raise _UsageError(f"unknown command; use launch (see tfdist --help). Received: {arguments[0]!r}")
+        raise _UsageError(f"unknown command; use launch or doctor (see tfdist --help). Received: {arguments[0]!r}")
     return _launch(arguments[1:])
 
 
 def _launch(arguments: list[str]) -> int:
     if not arguments or arguments[0] in _HELP:
-        platforms = "".join(f"  {name:10}{text}\n" for name, text in _PLATFORMS.items())
+        platforms = "".join(f"  {name:12}{text}\n" for name, text in _PLATFORMS.items())
         return _print(_LAUNCH_USAGE + platforms, asked=bool(arguments))
     platform, *rest = arguments
     if platform not in _PLATFORMS:
         known = ", ".join(_PLATFORMS)
         raise _UsageError(f"unknown platform; there is: {known} (see tfdist launch --help). Received: {platform!r}")
+    return _call(f"tfdist.launchers.{platform}", rest, f"tfdist launch {platform}")
+
+
+def _call(module: str, arguments: list[str], command: str) -> int:
     try:
-        return importlib.import_module(f"tfdist.launchers.{platform}").main(rest)
+        return importlib.import_module(module).main(arguments)
     except flags.Error as error:
         problem = str(error).removeprefix("ERROR:: ").rstrip(".")
-        raise _UsageError(f"{problem} (see tfdist launch {platform} --help)") from None
+        raise _UsageError(f"{problem} (see {command} --help)") from None
 
 
 def _print(text: str, asked: bool) -> int:

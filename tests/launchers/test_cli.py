@@ -2,10 +2,12 @@
 """The console command answers, at once and in one line where something is wrong."""
 
 import importlib
+import pathlib
 import subprocess
 import sys
 
 import pytest
+from absl import flags
 
 import tfdist
 from tfdist import cli
@@ -37,27 +39,45 @@ def test_nothing_to_do_is_an_error_that_shows_the_usage(arguments, capsys):
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["lunch"], "tfdist: unknown command; use launch (see tfdist --help). Received: 'lunch'\n"),
+        (["lunch"], "tfdist: unknown command; use launch or doctor (see tfdist --help). Received: 'lunch'\n"),
         (
             ["launch", "slrum", "train.py"],
-            "tfdist: unknown platform; there is: local (see tfdist launch --help). Received: 'slrum'\n",
+            "tfdist: unknown platform; there is: {platforms} (see tfdist launch --help). Received: 'slrum'\n",
         ),
         (
             ["launch", "--num_workers=2", "local"],
-            "tfdist: unknown platform; there is: local (see tfdist launch --help). Received: '--num_workers=2'\n",
+            "tfdist: unknown platform; there is: {platforms} (see tfdist launch --help). Received: '--num_workers=2'\n",
         ),
     ],
 )
 def test_what_is_unknown_is_one_line_and_code_2(arguments, line, capsys):
     assert cli.main(arguments) == 2
-    assert capsys.readouterr().err == line
+    assert capsys.readouterr().err == line.format(platforms=", ".join(cli._PLATFORMS))
 
 
 def test_every_platform_has_a_command():
     assert all(callable(importlib.import_module(f"tfdist.launchers.{name}").main) for name in cli._PLATFORMS)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["launch", "--help"], ["launch", "local", "--help"]])
+@pytest.mark.parametrize("platform", cli._PLATFORMS)
+def test_every_platform_has_a_front_a_flagfile_and_a_page(platform, capsys):
+    root = pathlib.Path(cli.__file__).resolve().parents[1]
+    assert f'["launch", "{platform}", *sys.argv[1:]]' in (root / "launch" / f"{platform}.py").read_text()
+    pages = [root / "docs" / "launching" / f"{platform}.md", root / "docs" / "launching.md"]
+    page = "".join(path.read_text() for path in pages if path.exists())
+    assert f"launch/{platform}.flags" in page
+    module = importlib.import_module(f"tfdist.launchers.{platform}")
+    values = flags.FlagValues()
+    module.define_flags(values)
+    assert not [name for name in values if f"| `--{name}" not in page]
+    flagfile = f"--flagfile={root / 'launch' / f'{platform}.flags'}"
+    assert cli.main(["launch", platform, flagfile, "--dry_run", str(root / "setup.py")]) == 0
+    assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["launch", "--help"], *(["launch", p, "--help"] for p in cli._PLATFORMS)]
+)
 def test_the_command_imports_no_tensorflow(arguments):
     code = f"import sys; from tfdist import cli; cli.main({arguments}); sys.exit('tensorflow' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 0

@@ -50,29 +50,29 @@ def launch(*arguments, **options):
 GOLDEN = """\
 # chief:0
 TF_CONFIG='{"cluster": {"chief": ["127.0.0.1:1001"], "worker": ["127.0.0.1:1002", "127.0.0.1:1003"], "ps": \
-["127.0.0.1:1004"]}, "task": {"type": "chief", "index": 0}}' TFDIST_LAUNCHER=local PYTHONUNBUFFERED=1 python3 \
-train.py '--name=two words'
+["127.0.0.1:1004"]}, "task": {"type": "chief", "index": 0}}' TFDIST_DATA_SERVICE=127.0.0.1:1005 TFDIST_LAUNCHER=local \
+PYTHONUNBUFFERED=1 python3 train.py '--name=two words'
 
 # worker:0
 TF_CONFIG='{"cluster": {"chief": ["127.0.0.1:1001"], "worker": ["127.0.0.1:1002", "127.0.0.1:1003"], "ps": \
-["127.0.0.1:1004"]}, "task": {"type": "worker", "index": 0}}' TFDIST_LAUNCHER=local PYTHONUNBUFFERED=1 python3 \
-train.py '--name=two words'
+["127.0.0.1:1004"]}, "task": {"type": "worker", "index": 0}}' TFDIST_DATA_SERVICE=127.0.0.1:1005 TFDIST_LAUNCHER=local \
+PYTHONUNBUFFERED=1 python3 train.py '--name=two words'
 
 # worker:1
 TF_CONFIG='{"cluster": {"chief": ["127.0.0.1:1001"], "worker": ["127.0.0.1:1002", "127.0.0.1:1003"], "ps": \
-["127.0.0.1:1004"]}, "task": {"type": "worker", "index": 1}}' TFDIST_LAUNCHER=local PYTHONUNBUFFERED=1 python3 \
-train.py '--name=two words'
+["127.0.0.1:1004"]}, "task": {"type": "worker", "index": 1}}' TFDIST_DATA_SERVICE=127.0.0.1:1005 TFDIST_LAUNCHER=local \
+PYTHONUNBUFFERED=1 python3 train.py '--name=two words'
 
 # ps:0
 TF_CONFIG='{"cluster": {"chief": ["127.0.0.1:1001"], "worker": ["127.0.0.1:1002", "127.0.0.1:1003"], "ps": \
-["127.0.0.1:1004"]}, "task": {"type": "ps", "index": 0}}' TFDIST_LAUNCHER=local PYTHONUNBUFFERED=1 python3 \
-train.py '--name=two words'
+["127.0.0.1:1004"]}, "task": {"type": "ps", "index": 0}}' TFDIST_DATA_SERVICE=127.0.0.1:1005 TFDIST_LAUNCHER=local \
+PYTHONUNBUFFERED=1 python3 train.py '--name=two words'
 """
 
 
 def test_a_plan_as_text():
     job = local.Job(("train.py", "--name=two words"), num_workers=2, num_ps=1)
-    assert str(local.plan(job, range(1001, 1005), python="python3")) == GOLDEN
+    assert str(local.plan(job, range(1001, 1006), python="python3")) == GOLDEN
 
 
 def test_the_text_of_a_plan_runs_in_a_shell(script):
@@ -84,13 +84,13 @@ def test_the_text_of_a_plan_runs_in_a_shell(script):
 @pytest.mark.parametrize(("num_ps", "names"), [(0, {"worker:0", "worker:1", "worker:2"}), (2, {"chief:0"})])
 def test_whose_success_decides(num_ps, names):
     job = local.Job(("train.py",), num_workers=3, num_ps=num_ps)
-    assert local.plan(job, range(1, 1 + job.num_tasks)).deciding == names
+    assert local.plan(job, range(1, 1 + job.num_ports)).deciding == names
 
 
 @pytest.mark.parametrize("num_ps", [0, 1])
 def test_planned_clusters_suit_the_strategy(num_ps):
     job = local.Job(("train.py",), num_workers=3, num_ps=num_ps)
-    for task in local.plan(job, range(1, 1 + job.num_tasks)).tasks:
+    for task in local.plan(job, range(1, 1 + job.num_ports)).tasks:
         planned = cluster.Cluster.from_tf_config(task.env["TF_CONFIG"])
         assert str(planned.task) == task.name
         planned.check_parameter_server() if num_ps else planned.check_multi_worker()
@@ -101,8 +101,8 @@ def test_planned_clusters_suit_the_strategy(num_ps):
     [
         ({"num_workers": 0}, "--num_workers is too small; use 1 or more. Received: 0"),
         ({"num_ps": -1}, "--num_ps is too small; use 0 for no parameter server. Received: -1"),
-        ({"grace_secs": -1.0}, "--grace_secs is not a duration"),
-        ({"grace_secs": float("nan")}, "--grace_secs is not a duration"),
+        ({"grace_secs": -1.0}, "--grace_period_secs is not a duration"),
+        ({"grace_secs": float("nan")}, "--grace_period_secs is not a duration"),
         ({"command": ()}, "there is no script to run"),
     ],
 )
@@ -180,7 +180,7 @@ def test_without_a_chief_all_workers_have_to_succeed(script):
 @pytest.mark.processes
 def test_after_the_chief_succeeded_the_others_are_given_time_and_then_ended(script):
     stubborn = "signal.signal(15, signal.SIG_IGN)\nwhile name != 'chief:0': signal.pause()"
-    assert launch("--num_workers=1", "--num_ps=1", "--grace_secs=0.2", script(stubborn)) == (0, "", "")
+    assert launch("--num_workers=1", "--num_ps=1", "--grace_period_secs=0.2", script(stubborn)) == (0, "", "")
 
 
 # Ends its peers by ending, and they are unhappy about it: seen from outside, anyone of them may be the first to end.
@@ -204,7 +204,7 @@ os._exit(5)
 
 @pytest.mark.processes
 def test_others_that_end_badly_because_the_chief_succeeded_decide_nothing(script):
-    assert launch("--num_workers=2", "--num_ps=1", "--grace_secs=30", script(VANISHING_CHIEF)) == (0, "", "")
+    assert launch("--num_workers=2", "--num_ps=1", "--grace_period_secs=30", script(VANISHING_CHIEF)) == (0, "", "")
 
 
 @pytest.mark.processes
@@ -238,7 +238,7 @@ def test_a_second_signal_ends_everything_at_once(script):
     stubborn = (
         "for signum in (2, 15): signal.signal(signum, signal.SIG_IGN)\nprint('ready')\nwhile True: signal.pause()"
     )
-    arguments = command("--grace_secs=1000", script(stubborn))
+    arguments = command("--grace_period_secs=1000", script(stubborn))
     with subprocess.Popen(arguments, stdout=-1, stderr=-1, text=True, cwd=ROOT) as launcher:
         assert [launcher.stdout.readline().split()[1] for _ in range(2)] == ["ready"] * 2
         launcher.send_signal(signal.SIGINT)
@@ -350,4 +350,6 @@ def test_a_dry_run_starts_nothing(script):
 def test_help_lists_the_flags():
     code, out, err = launch("--help")
     assert (code, err) == (0, "")
-    assert all(flag in out for flag in ("--num_workers=2", "--num_ps=0", "--grace_secs=3.0", "--dry_run", "-m MODULE"))
+    assert all(
+        flag in out for flag in ("--num_workers=2", "--num_ps=0", "--grace_period_secs=3.0", "--dry_run", "-m MODULE")
+    )

@@ -3,9 +3,46 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 
 from absl import flags
+
+
+def run(
+    usage: str,
+    define: Callable[[flags.FlagValues], None],
+    arguments: Sequence[str],
+    launch: Callable[[flags.FlagValues, list[str]], int],
+) -> int:
+    """A launcher's command: shows its help, or launches.
+
+    Args:
+      usage: what the help begins with.
+      define: defines the flags.
+      arguments: what follows the platform's name.
+      launch: given the flags and the script with its arguments, launches it and returns the exit code.
+
+    Returns:
+      The exit code.
+
+    Raises:
+      LaunchError: the job makes no sense, or what was asked to start it refuses it.
+      absl.flags.Error: a flag is unknown or its value can't be parsed.
+    """
+    values, command = parse(define, arguments)
+    if not values.help:
+        return launch(values, command)
+    sys.stdout.write(usage + describe(values))
+    return 0
+
+
+def submit_or_show(values: flags.FlagValues, request: object, submit: Callable[[], int]) -> int:
+    """Submits a request, or with --dry_run prints it; returns the exit code."""
+    if not values.dry_run:
+        return submit()
+    sys.stdout.write(str(request))
+    return 0
 
 
 def parse(define: Callable[[flags.FlagValues], None], arguments: Sequence[str]) -> tuple[flags.FlagValues, list[str]]:

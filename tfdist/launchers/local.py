@@ -7,17 +7,27 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import pathlib
+import secrets
 import sys
 from collections.abc import Sequence
 
 from absl import flags
 
-from tfdist.cluster import Cluster, Task
-from tfdist.launchers import command_line
+from tfdist.cluster import DATA_SERVICE_VARIABLE, Task
+from tfdist.launchers import command_line, gpus, shape
 from tfdist.launchers.ports import PortReservation
-from tfdist.launchers.requests import LaunchError, Request, TaskRequest, check_command
+from tfdist.launchers.requests import (
+    PREEMPTED_EXIT_CODE,
+    LaunchError,
+    Request,
+    Restarts,
+    TaskRequest,
+    check_command,
+)
 from tfdist.launchers.running import submit
+from tfdist.launchers.shape import Shape
+from tfdist.launchers.task_logs import LogSettings
 
 _USAGE = """\
 usage: tfdist launch local [FLAGS] SCRIPT [ARGUMENTS]
@@ -40,8 +50,12 @@ class Job:
     Args:
       command: the script and its arguments, or "-m", a module and its arguments.
       num_workers: tasks of the job `worker`.
-      num_ps: parameter servers. With any, there is a chief beside the workers; with none, worker 0 leads.
+      num_ps: parameter servers. With any, there is a chief beside the workers.
       grace_secs: given to tasks to end by themselves, and from the first signal to SIGKILL.
+      chief: whether there is a chief beside the workers; None means that there is one if there is a parameter server.
+      evaluator: whether there is an evaluator beside the cluster.
+      gpus_per_worker: GPUs for each worker; None shares all of them out evenly.
+      restarts: how often all tasks are started again.
 
     Raises:
       LaunchError: a number is out of range, or there is no script.
@@ -51,76 +65,131 @@ class Job:
     num_workers: int = 2
     num_ps: int = 0
     grace_secs: float = 3.0
+    chief: bool | None = None
+    evaluator: bool = False
+    gpus_per_worker: int | None = None
+    restarts: Restarts = dataclasses.field(default_factory=Restarts)
 
     def __post_init__(self) -> None:
-        if self.num_workers < 1:
-            raise LaunchError(f"--num_workers is too small; use 1 or more. Received: {self.num_workers}")
-        if self.num_ps < 0:
-            raise LaunchError(f"--num_ps is too small; use 0 for no parameter server. Received: {self.num_ps}")
-        if not 0 <= self.grace_secs < math.inf:
-            raise LaunchError(f"--grace_secs is not a duration; use 0 or more. Received: {self.grace_secs}")
+        _ = self.shape
+        shape.check_duration("grace_period_secs", self.grace_secs)
+        if self.gpus_per_worker is not None:
+            shape.check_count("gpus_per_worker", self.gpus_per_worker)
         if not self.command:
             raise LaunchError("there is no script to run; name one after the flags. Received: nothing")
 
     @property
-    def num_tasks(self) -> int:
-        """How many processes there will be, and so how many ports are needed."""
-        return self.num_workers + self.num_ps + (self.num_ps > 0)
+    def shape(self) -> Shape:
+        """Which tasks there are."""
+        return Shape(self.num_workers, self.num_ps, self.chief, self.evaluator)
+
+    @property
+    def num_ports(self) -> int:
+        """How many ports are needed: one per member, and one for a tf.data service where there are servers."""
+        return len(self.shape.members) + (self.num_ps > 0)
 
 
-def plan(job: Job, ports: Sequence[int], python: str = sys.executable) -> Request:
+def plan(job: Job, ports: Sequence[int], python: str = sys.executable, devices: Sequence[str] = ()) -> Request:
     """What `submit` would start.
 
     Args:
       job: what to run.
-      ports: one free port per task, `job.num_tasks` of them.
+      ports: free ports, `job.num_ports` of them.
       python: the interpreter.
+      devices: the GPUs that there are, to be shared out among the workers.
+
+    Raises:
+      LaunchError: there are fewer GPUs than asked for.
     """
     free = iter(ports)
-    leader = Task("chief" if job.num_ps else "worker", 0)
-    sizes = {"chief": int(job.num_ps > 0), "worker": job.num_workers, "ps": job.num_ps}
-    jobs = {name: {i: f"127.0.0.1:{next(free)}" for i in range(size)} for name, size in sizes.items()}
-    cluster = Cluster(jobs, leader)
-    tasks = tuple(_task_request(cluster.with_task(task), (python, *job.command)) for task in cluster.tasks)
-    deciding = frozenset(str(task) for task in cluster.tasks if task.type == leader.type)
-    return Request(tasks, deciding, job.grace_secs)
+    addresses = [f"127.0.0.1:{next(free)}" for _ in job.shape.members]
+    service = {DATA_SERVICE_VARIABLE: f"127.0.0.1:{next(free)}"} if job.num_ps else {}
+    visible = _visible_devices(job, devices)
+    tasks = []
+    for task in job.shape.tasks:
+        env = {"TF_CONFIG": job.shape.cluster(addresses, task).to_tf_config(), **service, **visible.get(task, {})}
+        env |= {"TFDIST_LAUNCHER": "local", "PYTHONUNBUFFERED": "1"}
+        tasks.append(TaskRequest(str(task), env, (python, *job.command)))
+    deciding = frozenset(map(str, job.shape.deciding))
+    return Request(tuple(tasks), deciding, job.grace_secs, job.restarts)
 
 
-def _task_request(cluster: Cluster, command: tuple[str, ...]) -> TaskRequest:
-    env = {"TF_CONFIG": cluster.to_tf_config(), "TFDIST_LAUNCHER": "local", "PYTHONUNBUFFERED": "1"}
-    return TaskRequest(str(cluster.task), env, command)
+def _visible_devices(job: Job, devices: Sequence[str]) -> dict[Task, dict[str, str]]:
+    """CUDA_VISIBLE_DEVICES of each task; of none where there is no GPU and none was asked for."""
+    if not devices and not job.gpus_per_worker:
+        return {}
+    computing = job.shape.computing
+    shares = dict(zip(computing, gpus.share(devices, len(computing), job.gpus_per_worker), strict=True))
+    return {task: {gpus.VISIBLE: ",".join(shares.get(task, ()))} for task in job.shape.tasks}
 
 
 def define_flags(values: flags.FlagValues) -> None:
     """Defines this platform's flags."""
-    flags.DEFINE_integer("num_workers", 2, "workers to start", flag_values=values)
-    flags.DEFINE_integer("num_ps", 0, "parameter servers to start; with any, also a chief", flag_values=values)
-    flags.DEFINE_float("grace_secs", 3.0, "seconds that tasks have to end before SIGKILL", flag_values=values)
+    shape.define_flags(values)
+    gpu_help = "GPUs for each worker; by default all are shared out evenly"
+    flags.DEFINE_integer("gpus_per_worker", None, gpu_help, flag_values=values)
+    define_run_flags(values, grace_period_secs=3.0)
+
+
+def define_run_flags(values: flags.FlagValues, grace_period_secs: float) -> None:
+    """Defines the flags of every launcher that stays until the job is over."""
+    grace_help = "seconds that tasks have to end before SIGKILL"
+    flags.DEFINE_float("grace_period_secs", grace_period_secs, grace_help, flag_values=values)
+    flags.DEFINE_integer("max_restarts", 0, "how often all tasks start again after a failure", flag_values=values)
+    flags.DEFINE_float(
+        "restart_backoff_secs", 1.0, "seconds before the first restart; doubles each time", flag_values=values
+    )
+    preemption_help = f"how often all tasks start again after one ended with code {PREEMPTED_EXIT_CODE}"
+    flags.DEFINE_integer("max_preemptions", 100, preemption_help, flag_values=values)
+    flags.DEFINE_string("task_logs", None, "directory for files with each task's output", flag_values=values)
+    flags.DEFINE_string("run", "", "folder in --task_logs; the time by default", flag_values=values)
+    flags.DEFINE_boolean("tee", True, "print the tasks' output, also where it is logged", flag_values=values)
     flags.DEFINE_boolean("dry_run", False, "print a shell command per task, start nothing", flag_values=values)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """`tfdist launch local`.
+def restarts_from_flags(values: flags.FlagValues) -> Restarts:
+    """Reads what `define_run_flags` has defined."""
+    return Restarts(values.max_restarts, values.restart_backoff_secs, values.max_preemptions)
 
-    Args:
-      arguments: what follows on the command line.
 
-    Returns:
-      The exit code.
+def logs_from_flags(values: flags.FlagValues) -> LogSettings:
+    """Reads what `define_run_flags` has defined.
 
     Raises:
-      LaunchError: there is no such script, or a number is out of range.
-      absl.flags.Error: a flag is unknown or its value can't be parsed.
+      LaunchError: the run is there already, or has no proper name.
     """
-    values, command = command_line.parse(define_flags, arguments)
-    if values.help:
-        sys.stdout.write(_USAGE + command_line.describe(values))
-        return 0
-    job = Job(tuple(command), values.num_workers, values.num_ps, values.grace_secs)
+    logs = LogSettings(values.task_logs, values.run, values.tee)
+    if logs.directory and logs.run and pathlib.Path(logs.directory, logs.run).exists():
+        raise LaunchError(f"--run names a folder that exists in {logs.directory}; use another. Received: {logs.run!r}")
+    return logs
+
+
+def main(arguments: Sequence[str]) -> int:
+    """`tfdist launch local`: see `command_line.run`."""
+    return command_line.run(_USAGE, define_flags, arguments, _launch)
+
+
+def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
+    job = Job(
+        tuple(command),
+        values.num_workers,
+        values.num_ps,
+        values.grace_period_secs,
+        values.chief,
+        values.evaluator,
+        values.gpus_per_worker,
+        restarts_from_flags(values),
+    )
     check_command(job.command)
-    with PortReservation(job.num_tasks) as reservation:
-        request = plan(job, reservation.ports)
-        if not values.dry_run:
-            return submit(request)
-        sys.stdout.write(str(request))
-        return 0
+    logs = logs_from_flags(values)
+    devices = [] if values.gpus_per_worker == 0 else gpus.present()
+    with PortReservation(job.num_ports) as reservation:
+        request = plan(job, reservation.ports, devices=devices)
+        return command_line.submit_or_show(values, request, lambda: submit(with_secret(request), logs))
+
+
+def with_secret(request: Request) -> Request:
+    """Gives the tasks what only members of this job know, drawn anew for each launch; a dry run does not show it."""
+    secret = {"TFDIST_JOB_SECRET": secrets.token_hex(32)}
+    tasks = tuple(dataclasses.replace(task, env={**task.env, **secret}) for task in request.tasks)
+    return dataclasses.replace(request, tasks=tasks)

@@ -200,10 +200,14 @@ class Supervisor:
     Args:
       console: where output goes, each line behind "[name] "; None keeps it off the screen (the end of it is in
         `Process.tail`).
+      on_lines: called with the name of a task, lines that it printed and whether to standard error, from any thread.
     """
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(
+        self, console: Console | None = None, on_lines: Callable[[str, list[str], bool], None] | None = None
+    ) -> None:
         self._console = console
+        self._on_lines = on_lines
         self._owner = os.getpid()
         self._processes: list[Process] = []
         self._exits: queue.SimpleQueue[Process | None] = queue.SimpleQueue()
@@ -279,6 +283,8 @@ class Supervisor:
 
     def _printer(self, number: int) -> Callable[[Process, list[str], bool], None]:
         def show(process: Process, lines: list[str], error: bool) -> None:
+            if self._on_lines:
+                self._on_lines(process.name, lines, error)
             if self._console:
                 self._console.write(f"[{process.name}] ", lines, error, number)
 

@@ -5,11 +5,16 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import math
 import os
 import pathlib
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+
+# A script that was preempted and has saved its work ends with this code (EX_TEMPFAIL of sysexits.h: "try again later").
+# Launchers start the job again and don't count it as a failure.
+PREEMPTED_EXIT_CODE = 75
 
 
 class LaunchError(ValueError):
@@ -30,6 +35,31 @@ class TaskRequest:
 
 
 @dataclasses.dataclass(frozen=True)
+class Restarts:
+    """How often all tasks are started again.
+
+    Args:
+      max_restarts: after a failure.
+      backoff_secs: time before the first of these; it doubles each time, up to 64-fold.
+      max_preemptions: after a task has ended with `PREEMPTED_EXIT_CODE`, which is no failure.
+
+    Raises:
+      LaunchError: a number is out of range.
+    """
+
+    max_restarts: int = 0
+    backoff_secs: float = 1.0
+    max_preemptions: int = 100
+
+    def __post_init__(self) -> None:
+        for flag in ("max_restarts", "max_preemptions"):
+            if getattr(self, flag) < 0:
+                raise LaunchError(f"--{flag} is too small; use 0 for none. Received: {getattr(self, flag)}")
+        if not 0 <= self.backoff_secs < math.inf:
+            raise LaunchError(f"--restart_backoff_secs is not a duration; use 0 or more. Received: {self.backoff_secs}")
+
+
+@dataclasses.dataclass(frozen=True)
 class Request:
     """All processes of a job. As text, which is what a dry run shows, a shell command for each.
 
@@ -37,11 +67,13 @@ class Request:
       tasks: what to start, in this order.
       deciding: the names of the tasks that make it a success when all of them have succeeded.
       grace_secs: given to tasks to end by themselves.
+      restarts: how often all of them are started again.
     """
 
     tasks: tuple[TaskRequest, ...]
     deciding: frozenset[str]
     grace_secs: float
+    restarts: Restarts = dataclasses.field(default_factory=Restarts)
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.tasks))

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the processes of a request to their end: output, first failure, signals, exit code."""
+"""Runs the processes of a request to their end: output, first failure, signals, restarts, exit code."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
+import pathlib
 import signal
 import threading
 import time
@@ -14,72 +16,173 @@ from typing import Any
 
 from tfdist.launchers.output import Console
 from tfdist.launchers.processes import Process, Supervisor
-from tfdist.launchers.requests import Request
+from tfdist.launchers.requests import PREEMPTED_EXIT_CODE, Request
+from tfdist.launchers.task_logs import LogSettings, TaskLogs, new_run_name
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SHOWN_LINES = 8
 # A worker or ps that misses the chief may be seen to fail before the chief is seen to have succeeded.
 _VERDICT_SECS = 1.0
+# One that has lost another says that it may be started again, often before the one that failed is through with failing.
+_CAUSE_SECS = 5.0
+_MAX_BACKOFF_DOUBLINGS = 6
 
 
-def submit(request: Request) -> int:
-    """Starts the tasks, prints what they print, and ends those that are left over.
+def submit(request: Request, logs: LogSettings = LogSettings()) -> int:  # noqa: B008 - frozen
+    """Starts the tasks, prints what they print, ends those that are left over, and starts them again as it may.
+
+    Args:
+      request: what to run.
+      logs: where output goes.
 
     Returns:
-      0 if all deciding tasks succeeded; else the code of the task that failed first (128+N if signal N ended it);
-      130 after Ctrl-C, and 128+N after another signal N to this process.
+      0 if all deciding tasks succeeded; else the code of the task that failed first in the last attempt (128+N if
+      signal N ended it); 130 after Ctrl-C, and 128+N after another signal N to this process.
+
+    Raises:
+      OSError: the directory for the logs can't be made.
     """
-    received: list[int] = []
-    supervisor = Supervisor(Console(on_broken_pipe=lambda: notify(signal.SIGPIPE)))
+    submission = _Submission(request, logs)
+    with _handling(submission.notify):
+        return submission.run()
 
-    def notify(signum: int) -> None:
-        received.append(signum)
-        supervisor.wake()
 
-    with _handling(notify), supervisor:
-        return _Run(request, supervisor, received).run()
+class _Submission:
+    """All attempts of a request."""
+
+    def __init__(self, request: Request, logs: LogSettings) -> None:
+        self._request = request
+        self._logs = logs
+        self._folder = pathlib.Path(logs.directory, logs.run or new_run_name()) if logs.directory else None
+        self._console = Console(on_broken_pipe=lambda: self.notify(signal.SIGPIPE))
+        self._received: list[int] = []
+        self._supervisor: Supervisor | None = None
+
+    def notify(self, signum: int) -> None:
+        """May be called from a signal handler."""
+        self._received.append(signum)
+        if self._supervisor:
+            self._supervisor.wake()
+
+    def run(self) -> int:
+        """Returns the exit code."""
+        failures = preemptions = attempt = 0
+        restarts = self._request.restarts
+        while True:
+            outcome = self._attempt(attempt)
+            attempt += 1
+            if outcome.failed is None or self._received:
+                return outcome.code
+            if outcome.code == PREEMPTED_EXIT_CODE:
+                preemptions += 1
+                if preemptions > restarts.max_preemptions:
+                    return outcome.code
+                backoff_secs, why = restarts.backoff_secs, f"preemption {preemptions}"
+            else:
+                failures += 1
+                if failures > restarts.max_restarts:
+                    return outcome.code
+                backoff_secs = restarts.backoff_secs * 2 ** min(failures - 1, _MAX_BACKOFF_DOUBLINGS)
+                why = f"restart {failures} of {restarts.max_restarts}"
+            self._say(f"starting all tasks again in {backoff_secs:g} s ({why})")
+            if not self._pause(backoff_secs):
+                return 128 + self._received[0]
+
+    def _attempt(self, attempt: int) -> _Outcome:
+        logs = TaskLogs(self._folder, attempt, self._say) if self._folder else None
+        console = self._console if self._logs.tee else _Quiet(self._console)
+        try:
+            with Supervisor(console, logs.write if logs else None) as supervisor:
+                self._supervisor = supervisor
+                return _Run(self._request, supervisor, self._received, attempt, logs).run()
+        finally:
+            if logs:
+                logs.close()
+
+    def _pause(self, secs: float) -> bool:
+        """Waits; False once a signal has come. The supervisor has ended, and only wakes us."""
+        deadline = time.monotonic() + secs
+        while self._supervisor and not self._received and time.monotonic() < deadline:
+            self._supervisor.wait_first_exit(max(0.0, deadline - time.monotonic()))
+        return not self._received
+
+    def _say(self, *lines: str) -> None:
+        self._console.write("tfdist: ", lines, error=True)
+
+
+class _Quiet(Console):
+    """Shows only what the launcher says itself."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def keeps_colours(self, error: bool) -> bool:
+        return False
+
+    def write(self, prefix: str, lines: Any, error: bool = False, number: int | None = None) -> None:
+        if number is None:
+            self._console.write(prefix, lines, error)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Outcome:
+    """How an attempt ended: the exit code, and the task that failed first, if that is what decided."""
+
+    code: int
+    failed: Process | None = None
 
 
 class _Run:
-    """One submission. `received` grows with each signal to this process, from its signal handler."""
+    """One attempt. `received` grows with each signal to this process, from its signal handler."""
 
-    def __init__(self, request: Request, supervisor: Supervisor, received: list[int]) -> None:
+    def __init__(
+        self, request: Request, supervisor: Supervisor, received: list[int], attempt: int, logs: TaskLogs | None
+    ) -> None:
         self._request = request
         self._supervisor = supervisor
         self._received = received
+        self._attempt = attempt
+        self._logs = logs
 
-    def run(self) -> int:
+    def run(self) -> _Outcome:
         try:
             self._start()
         except OSError as error:
             self._say(f"a task could not be started: {error}")
-            return 1
+            return _Outcome(1)
         failed = self._follow()
         if self._received:
-            return self._end_interrupted(self._received[0])
+            return _Outcome(self._end_interrupted(self._received[0]))
         self._end([signal.SIGTERM])
         if failed is None:
-            return 0
-        self._say(*_obituary(failed))
-        return _exit_code(failed)
+            return _Outcome(0)
+        self._say(*_obituary(failed), *([f"its output is below {self._logs.folder}"] if self._logs else []))
+        return _Outcome(_exit_code(failed), failed)
 
     def _start(self) -> None:
+        attempt = {"TFDIST_ATTEMPT": str(self._attempt)}
         for task in self._request.tasks:
-            self._supervisor.start(task.name, task.command, {**os.environ, **task.env})
+            self._supervisor.start(task.name, task.command, {**os.environ, **task.env, **attempt})
 
     def _follow(self) -> Process | None:
         """Waits until the job is decided; returns the task that failed first, or None if none did."""
-        undecided = set(self._request.deciding)
+        undecided, pending = set(self._request.deciding), len(self._request.tasks)
         failed, deadline = None, math.inf
-        while undecided and not self._received and time.monotonic() < deadline:
+        while undecided and pending and not self._received and time.monotonic() < deadline:
             left = None if failed is None else max(0.0, deadline - time.monotonic())
             ended = self._supervisor.wait_first_exit(left)
-            if ended and ended.returncode == 0:
+            if ended is None:
+                continue
+            pending -= 1
+            if ended.returncode == 0:
                 undecided.discard(ended.name)
-            elif ended and ended.name in undecided:
-                return failed or ended
-            elif ended and failed is None:
-                failed, deadline = ended, time.monotonic() + _VERDICT_SECS
+            elif failed is None:
+                failed, deadline = ended, time.monotonic() + _verdict_secs(ended, ended.name in undecided)
+            elif failed.returncode == PREEMPTED_EXIT_CODE != ended.returncode:
+                return ended
+            elif ended.name in undecided:
+                return failed
         if undecided:
             return failed
         self._let_others_end()
@@ -130,6 +233,13 @@ def _handling(notify: Callable[[int], None]) -> Iterator[None]:
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
+
+
+def _verdict_secs(failed: Process, is_deciding: bool) -> float:
+    """How long after a failure the others may show that something else was the cause."""
+    if failed.returncode == PREEMPTED_EXIT_CODE:
+        return _CAUSE_SECS
+    return 0.0 if is_deciding else _VERDICT_SECS
 
 
 def _exit_code(process: Process) -> int:

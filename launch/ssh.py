@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`tfdist launch ssh` from a checkout, without installing: python launch/ssh.py [FLAGS] SCRIPT [ARGUMENTS]."""
+
+import pathlib
+import sys
+
+# In place of this folder, whose modules are named after platforms and must not hide packages of the same name.
+sys.path[0] = str(pathlib.Path(__file__).resolve().parent.parent)
+
+from tfdist import cli  # noqa: E402
+
+if __name__ == "__main__":
+    sys.exit(cli.main(["launch", "ssh", *sys.argv[1:]]))

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Slurm of one machine: sbatch, srun, scancel and scontrol that refuse options they don't know and run what they get.
+
+`install` puts them into a directory for PATH. State is kept in that directory, one file per fact.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import shlex
+import signal
+import subprocess
+import sys
+
+# Options with a value that sbatch and srun of Slurm 23.11 know, as far as they concern us; those without one.
+SBATCH = {
+    *("account", "chdir", "comment", "constraint", "cpus-per-task", "error", "export", "gpus-per-node", "gres"),
+    *("job-name", "mail-type", "mem", "nodes", "ntasks", "ntasks-per-node", "open-mode", "output", "partition", "qos"),
+    *("reservation", "signal", "time"),
+}
+SBATCH_SWITCHES = {"parsable", "requeue", "exclusive", "no-requeue"}
+SRUN = {"ntasks", "cpus-per-task", "distribution", "kill-on-bad-exit", "nodes", "output"}
+SRUN_SWITCHES = {"unbuffered", "label"}
+
+
+def install(directory: pathlib.Path) -> dict[str, str]:
+    """Writes the commands; returns the environment in which they are found."""
+    directory.mkdir()
+    for name in ("sbatch", "srun", "scancel", "scontrol"):
+        path = directory / name
+        path.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(__file__)} {name} "$@"\n')
+        path.chmod(0o755)
+    return {**os.environ, "PATH": f"{directory}{os.pathsep}{os.environ['PATH']}", "FAKE_SLURM": str(directory)}
+
+
+def parse(arguments: list[str], valued: set[str], switches: set[str]) -> tuple[dict[str, str], list[str]]:
+    """Long options up to the first word that is none."""
+    options: dict[str, str] = {}
+    for position, word in enumerate(arguments):
+        if not word.startswith("--"):
+            return options, arguments[position:]
+        name, equals, value = word[2:].partition("=")
+        if name not in (valued if equals else switches):
+            sys.exit(f"error: unrecognized option '{word}'")
+        options[name] = value
+    return options, []
+
+
+def directives(script: str) -> list[str]:
+    """The words of the #SBATCH lines, which end at the first command."""
+    words: list[str] = []
+    for line in script.splitlines()[1:]:
+        if line.startswith("#SBATCH "):
+            words += shlex.split(line.removeprefix("#SBATCH "))
+        elif line and not line.startswith("#"):
+            break
+    return words
+
+
+def sbatch(state: pathlib.Path, arguments: list[str]) -> int:
+    parse(arguments, SBATCH, SBATCH_SWITCHES)
+    script = sys.stdin.read()
+    if not script.startswith("#!"):
+        sys.exit("error: This does not look like a batch script.")
+    options, rest = parse(directives(script), SBATCH, SBATCH_SWITCHES)
+    if rest:
+        sys.exit(f"error: unrecognized option {rest[0]}")
+    if not re.fullmatch(r"[A-Z0-9]+@[0-9]+", options.get("signal", "TERM@1")):
+        sys.exit("error: Invalid --signal specification")
+    nodes, ntasks, each = (int(options[name]) for name in ("nodes", "ntasks", "ntasks-per-node"))
+    counts = [min(each, ntasks - each * node) for node in range(nodes)]
+    env = {
+        **os.environ,
+        "SLURM_JOB_ID": "4711",
+        "SLURM_JOB_NODELIST": f"n[01-{nodes:02d}]" if nodes > 1 else "n01",
+        "SLURM_TASKS_PER_NODE": ",".join(map(str, counts)),
+        "SLURM_NTASKS": str(ntasks),
+    }
+    if "gpus-per-node" in options:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(int(options["gpus-per-node"]))))
+    output = options["output"].replace("%j", "4711")
+    for attempt in range(10):
+        if attempt:
+            env["SLURM_RESTART_COUNT"] = str(attempt)
+        with pathlib.Path(options["chdir"], output).open("ab") as file:
+            code = subprocess.run(
+                ["bash", "-c", script],
+                env=env,
+                cwd=options["chdir"],
+                stdout=file,
+                stderr=file,
+                stdin=subprocess.DEVNULL,
+            ).returncode
+        if not (state / "requeued").exists():
+            break
+        (state / "requeued").unlink()
+    (state / "code").write_text(str(code))
+    sys.stdout.write("4711;cluster\n" if "--parsable" in arguments else "Submitted batch job 4711\n")
+    return 0
+
+
+def srun(state: pathlib.Path, arguments: list[str]) -> int:
+    options, command = parse(arguments, SRUN, SRUN_SWITCHES)
+    ntasks = int(options["ntasks"])
+    step = {name.replace("SLURM_", "SLURM_STEP_"): os.environ[name] for name in ("SLURM_TASKS_PER_NODE",)}
+    step |= {"SLURM_STEP_NODELIST": os.environ["SLURM_JOB_NODELIST"], "SLURM_STEP_ID": "0"}
+    tasks = [
+        subprocess.Popen(command, env={**os.environ, **step, "SLURM_PROCID": str(number)}, start_new_session=True)
+        for number in range(ntasks)
+    ]
+    (state / "pids").write_text(" ".join(str(task.pid) for task in tasks))
+    by_pid, codes = {task.pid: task for task in tasks}, []
+    while by_pid:
+        pid, status = os.wait()
+        code = os.waitstatus_to_exitcode(status)
+        by_pid.pop(pid)
+        codes.append(code if code >= 0 else 128 - code)
+        if codes[-1] and options.get("kill-on-bad-exit") == "1":
+            for other in by_pid:
+                os.killpg(other, signal.SIGTERM)
+                os.killpg(other, signal.SIGKILL)
+    return max(codes)
+
+
+def scancel(state: pathlib.Path, arguments: list[str]) -> int:
+    options, (step,) = parse(arguments, {"signal"}, set())
+    if step != "4711.0":
+        sys.exit(f"scancel: error: Invalid job id {step}")
+    for pid in (state / "pids").read_text().split():
+        try:
+            os.kill(int(pid), signal.Signals[f"SIG{options['signal']}"])
+        except ProcessLookupError:
+            continue
+    return 0
+
+
+def scontrol(state: pathlib.Path, arguments: list[str]) -> int:
+    if arguments != ["requeue", "4711"]:
+        sys.exit(f"invalid keyword: {arguments}")
+    (state / "requeued").touch()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(globals()[sys.argv[1]](pathlib.Path(os.environ["FAKE_SLURM"]), sys.argv[2:]))

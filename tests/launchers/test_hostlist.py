@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host lists as Slurm writes them: ranges, padding, suffixes; whatever else is typed is one line of error."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tfdist.launchers import hostlist
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("n1", ["n1"]),
+        ("n1,n2", ["n1", "n2"]),
+        ("n[1-3]", ["n1", "n2", "n3"]),
+        ("n[08-11]", ["n08", "n09", "n10", "n11"]),
+        ("n[008,10,7]", ["n008", "n10", "n7"]),
+        ("n[9-10]-ib,login", ["n9-ib", "n10-ib", "login"]),
+        ("r[0-1]n[1-2].x", ["r0n1.x", "r0n2.x", "r1n1.x", "r1n2.x"]),
+        ("[1-2]", ["1", "2"]),
+        ("n[5-5],n5", ["n5", "n5"]),
+    ],
+)
+def test_lists(text, hosts):
+    assert hostlist.expand(text) == hosts
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "the host list is empty; write it as Slurm does"),
+        ("a,,b", "the host list has an empty name"),
+        ("n[1-3", "the host list has a bracket that is not closed"),
+        ("n1-3]", "the host list has a bracket too many at character 5"),
+        ("n[[1]]", "the host list has a bracket too many at character 3"),
+        ("n[]", "the host list has '' in brackets, which is no range"),
+        ("n[3-1]", "the host list has the range 3-1, which runs backwards"),
+        ("n[a-c]", "the host list has 'a-c' in brackets"),
+        ("n[1-99999999]", "the host list names more than 65536 hosts"),
+        ("[1-999][1-999]", "the host list names more than 65536 hosts"),
+        ("n 1", "the host list has ' ' in a name"),
+    ],
+)
+def test_what_is_no_list(text, words):
+    with pytest.raises(hostlist.HostlistError) as caught:
+        hostlist.expand(text)
+    assert str(caught.value).startswith(words)
+
+
+@pytest.mark.parametrize(("text", "counts"), [("2(x3),1", [2, 2, 2, 1]), ("4", [4]), ("1,2", [1, 2])])
+def test_tasks_per_host(text, counts):
+    assert hostlist.expand_counts(text) == counts
+
+
+@pytest.mark.parametrize("text", ["", "x", "2(x0)", "2(x99999999)", "2x3", "-1", "²"])
+def test_what_are_no_tasks_per_host(text):
+    with pytest.raises(hostlist.HostlistError, match="the tasks per host are not written as Slurm does"):
+        hostlist.expand_counts(text)
+
+
+NAMES = st.text("abcxyz0189-._", min_size=1, max_size=6)
+RANGES = st.tuples(st.integers(0, 1200), st.integers(0, 30), st.integers(0, 6))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(NAMES, RANGES, NAMES), min_size=1, max_size=5))
+def test_a_list_written_from_hosts_gives_them_back(parts):
+    hosts, texts = [], []
+    for prefix, (first, more, width), suffix in parts:
+        numbers = [f"{number:0{width}d}" for number in range(first, first + more + 1)]
+        hosts += [f"{prefix}{number}{suffix}" for number in numbers]
+        texts.append(f"{prefix}[{numbers[0]}-{numbers[-1]}]{suffix}")
+    assert hostlist.expand(",".join(texts)) == hosts
+
+
+@pytest.mark.parametrize("cases", [500, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+def test_fuzz(cases):
+    @settings(max_examples=cases, deadline=None, database=None)
+    @given(st.text("ab09[]-,() x\n", max_size=24) | st.text(max_size=12))
+    def check(text):
+        for function in (hostlist.expand, hostlist.expand_counts):
+            try:
+                found = function(text)
+            except hostlist.HostlistError as error:
+                assert len(str(error).splitlines()) == 1
+            else:
+                assert 0 < len(found) <= hostlist.MAX_HOSTS
+
+    check()

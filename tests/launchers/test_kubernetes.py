@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Kubernetes launcher: manifests as text and against the published schemas, tasks run as their containers would."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from tfdist.launchers import kubernetes, kubernetes_task, manifests, requests
+from tfdist.launchers.shape import Shape
+
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+FORMS = ("job", "jobset", "tfjob")
+# A directory with the OpenAPI (swagger.json) files of Kubernetes, JobSet and the training operator. See the docs page.
+SCHEMAS = os.environ.get("TFDIST_KUBERNETES_SCHEMAS")
+ODD = ["two words", 'it\'s "$(HOME)" $$x `y`', "new\nline", "", "é", "--", "-m"]
+
+
+def pods(**options):
+    options = {"shape": Shape(2, 1, evaluator=True), "command": ("train.py", "--name=it's two words"), **options}
+    return manifests.Pods(**{"name": "run1", "image": "me/train:1", **options})
+
+
+def full():
+    return pods(
+        accelerators={"nvidia.com/gpu": 1},
+        claims={"data": "/data"},
+        command=("train.py", *ODD),
+        cpu="4",
+        env={"ODD": "$(B) 'c'\nd", "N": "1"},
+        memory="16Gi",
+        namespace="ml",
+        node_selector={"cloud/pool": "gpu"},
+        working_dir="/app",
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_plan_as_text(form):
+    assert str(kubernetes.plan(full(), form)) == (GOLDEN / f"kubernetes_{form}.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"command": ()}, "there is no script to run"),
+        ({"image": ""}, "--image is missing"),
+        ({"name": ""}, "--name makes hosts with names of"),
+        ({"name": "Run_1"}, "--name is no name for Kubernetes; use a-z, 0-9 and dashes. Received: 'Run_1'"),
+        ({"name": "1run"}, "--name is no name for Kubernetes"),
+        ({"name": "a" * 64}, "--name is longer than 63 characters"),
+        (
+            {"name": "a" * 52},
+            f"--name makes hosts with names of 66 characters, such as {'a' * 52}-evaluator-0-0, and 63",
+        ),
+        ({"namespace": "n.s"}, "--namespace is no name for Kubernetes"),
+        ({"claims": {"da ta": "/x"}}, "--claim is no name for Kubernetes"),
+        ({"cpu": "four"}, "--cpu is no quantity"),
+        ({"memory": "16GB"}, "--memory is no quantity"),
+        ({"max_restarts": -1}, "--max_restarts is too small"),
+        ({"accelerators": {"nvidia.com/gpu": -1}}, "--gpus_per_worker is too small"),
+        ({"port": 65535}, "--port is not a port with one after it"),
+        ({"command": ("a.py", "\0")}, "an argument is not UTF-8 text"),
+        ({"env": {"A": "\udcff"}}, "an argument is not UTF-8 text"),
+    ],
+)
+def test_jobs_that_make_no_sense(options, words):
+    with pytest.raises(requests.LaunchError) as caught:
+        kubernetes.plan(pods(**options))
+    assert str(caught.value).startswith(words)
+
+
+def test_the_longest_name_that_fits():
+    kubernetes.plan(pods(name="a" * 49))
+
+
+# What the pods do.
+
+
+def containers(request):
+    """Command and environment of each container, as Kubernetes would start it, one for each task."""
+    for job in request.objects:
+        if job["kind"] == "Job":
+            (container,) = job["spec"]["template"]["spec"]["containers"]
+            command = [word.replace("$$", "$") for word in container["command"]]
+            env = {e["name"]: e["value"].replace("$$", "$") for e in container["env"] if "value" in e}
+            for index in range(job["spec"]["completions"]):
+                yield command, {**env, "JOB_COMPLETION_INDEX": str(index)}
+
+
+@pytest.mark.processes
+def test_each_container_runs_its_task_and_all_arrives_unchanged(tmp_path):
+    script = tmp_path / "train it.py"
+    script.write_text(
+        "import json, os, sys\nprint(json.dumps([os.environ['TF_CONFIG'], os.environ['ODD'], sys.argv[1:]]))"
+    )
+    request = kubernetes.plan(pods(command=(str(script), *ODD), env={"ODD": ODD[1]}, python=sys.executable))
+    tasks = []
+    for command, env in containers(request):
+        done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        config, odd, arguments = json.loads(done.stdout)
+        config = json.loads(config)
+        tasks.append(f"{config['task']['type']}:{config['task']['index']}")
+        assert (odd, arguments) == (ODD[1], ODD)
+        assert config["cluster"] == {
+            "chief": ["run1-chief-0.run1:2222"],
+            "worker": ["run1-worker-0.run1:2222", "run1-worker-1.run1:2222"],
+            "ps": ["run1-ps-0.run1:2222"],
+        }
+    assert tasks == ["chief:0", "worker:0", "worker:1", "ps:0", "evaluator:0"]
+
+
+@pytest.mark.parametrize(
+    ("role", "index", "words"),
+    [
+        ("worker", None, "JOB_COMPLETION_INDEX is no index"),
+        ("worker", "-1", "JOB_COMPLETION_INDEX is no index"),
+        ("worker", "2", "the job has no task worker:2"),
+        ("evaluator", "0", "the job has no task evaluator:0"),
+        ("boss", "0", "task.type is not a known job"),
+    ],
+)
+def test_pods_that_make_no_sense(role, index, words):
+    env = {} if index is None else {"JOB_COMPLETION_INDEX": index}
+    with pytest.raises(ValueError) as caught:
+        kubernetes_task.task_environment(Shape(2, 1), role, "{type}-{index}", 2222, env)
+    assert str(caught.value).startswith(words)
+
+
+@pytest.mark.processes
+def test_a_signal_reaches_the_script_and_its_exit_code_comes_back(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\nprint('ready', flush=True)\n"
+        "while True: signal.pause()\n"
+    )
+    command, env = next(
+        containers(kubernetes.plan(pods(shape=Shape(1), command=(str(script),), python=sys.executable)))
+    )
+    with subprocess.Popen(command, env={**os.environ, **env}, stdout=subprocess.PIPE) as task:
+        assert task.stdout.readline() == b"ready\n"
+        task.terminate()
+        assert task.wait(30) == 75
+
+
+# The command line.
+
+FAKE_KUBECTL = """#!{python}
+import pathlib, sys
+if sys.argv[1:] != ["create", "--filename=-"]:
+    sys.exit(f"error: unknown flag: {{sys.argv[1:]}}")
+text = sys.stdin.read()
+if "kind: Job" not in text:
+    sys.exit('Error from server (AlreadyExists): jobs.batch "run1-worker" already exists')
+pathlib.Path({log!r}).write_text(text)
+print("created")
+"""
+
+
+@pytest.fixture
+def kubectl(tmp_path, monkeypatch):
+    """A kubectl that refuses what it does not know; gives the file in which it leaves what it got."""
+    tool = tmp_path / "kubectl"
+    tool.write_text(FAKE_KUBECTL.format(python=sys.executable, log=str(tmp_path / "log")))
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    return tmp_path / "log"
+
+
+def test_what_is_submitted_is_the_plan_and_a_secret(kubectl, capsys):
+    arguments = ["--image=me/train:1", "--name=run1", "--gpus_per_worker=2", "/app/train.py"]
+    assert kubernetes.main(["--dry_run", *arguments]) == 0
+    text = capsys.readouterr().out
+    assert kubernetes.main(arguments) == 0
+    first, _, rest = kubectl.read_text().partition("---\n")
+    assert rest == text
+    assert "kind: Secret" in first and "job-secret" in first and "kind: Secret" not in text
+    shown = capsys.readouterr()
+    assert shown.out == "created\n"
+    assert "kubectl delete secret,service,networkpolicy,job --selector=app.kubernetes.io/instance=run1 " in shown.err
+
+
+def test_what_the_cluster_refuses_is_one_line(kubectl):
+    with pytest.raises(
+        requests.LaunchError, match=r'kubectl failed with exit code 1: Error from server .*"run1-worker"'
+    ):
+        kubernetes.main(["--image=me/train:1", "--form=tfjob", "--name=run1", "/app/train.py"])
+
+
+# The published schemas.
+
+
+def definitions():
+    found = {}
+    for path in sorted(pathlib.Path(SCHEMAS).glob("*.json")):
+        found |= json.loads(path.read_text())["definitions"]
+    return found
+
+
+def problems(value, schema, known, where):
+    """What of a value a schema does not allow; unlike the API server, any field that it does not list."""
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        # The operators' files refer to Kubernetes' types by shorter names.
+        name = (
+            name
+            if name in known
+            else next(
+                full
+                for full in known
+                if full.endswith("." + name.removeprefix("k8s.io.api.").removeprefix("k8s.io.apimachinery."))
+            )
+        )
+        schema = known[name]
+    if "int-or-string" in schema.get("format", "") or name_is_quantity(schema):
+        return [] if isinstance(value, int | str) else [f"{where}: no quantity"]
+    kinds = {"object": dict, "array": list | tuple, "string": str, "integer": int, "boolean": bool}
+    kind = kinds.get(schema.get("type", "object"), object)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        return [f"{where}: not {schema.get('type')}"]
+    if isinstance(value, list | tuple):
+        return [p for i, item in enumerate(value) for p in problems(item, schema["items"], known, f"{where}[{i}]")]
+    if not isinstance(value, dict):
+        return [] if value in schema.get("enum", [value]) else [f"{where}: {value!r} is not allowed"]
+    wrong = [f"{where}: no {name}" for name in schema.get("required", []) if name not in value]
+    for key, item in value.items():
+        below = schema.get("properties", {}).get(key, schema.get("additionalProperties"))
+        wrong += problems(item, below, known, f"{where}.{key}") if below else [f"{where}.{key}: unknown"]
+    return wrong
+
+
+def name_is_quantity(schema):
+    return "Quantity is a fixed-point representation" in schema.get("description", "")
+
+
+@pytest.mark.skipif(not SCHEMAS, reason="TFDIST_KUBERNETES_SCHEMAS names no directory with OpenAPI files")
+@pytest.mark.parametrize("form", FORMS)
+def test_manifests_are_what_the_published_schemas_allow(form):
+    known = definitions()
+    request = kubernetes.plan(full(), form)
+    for each in [manifests.secret(request.pods, "x"), *request.objects]:
+        group, _, version = str(each["apiVersion"]).rpartition("/")
+        ends = f"{version}.{each['kind']}"
+        named = [n for n in known if n.endswith(f".{ends}") and (group.partition(".")[0] or "core") in n]
+        schema = known[named[0] if named else next(n for n in known if n.endswith(ends))]
+        assert problems(json.loads(json.dumps(each)), schema, known, str(each["kind"])) == []

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The local launcher starts a job again, tells failures from preemptions, and logs each attempt of each task."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tfdist.launchers import local, requests, task_logs
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+PREAMBLE = """
+import json, os, signal, sys
+task = json.loads(os.environ["TF_CONFIG"])["task"]
+name = f"{task['type']}:{task['index']}"
+attempt = int(os.environ["TFDIST_ATTEMPT"])
+"""
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """Runs a script in a directory of its own; gives the code and both streams."""
+
+    def run(text, *flags):
+        (tmp_path / "train.py").write_text(PREAMBLE + text)
+        command = [
+            sys.executable,
+            "-m",
+            "tfdist.cli",
+            "launch",
+            "local",
+            "--restart_backoff_secs=0",
+            *flags,
+            "train.py",
+        ]
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+        return done.returncode, done.stdout.splitlines(), done.stderr.splitlines()
+
+    return run
+
+
+@pytest.mark.processes
+def test_after_a_failure_all_tasks_start_again(launch):
+    text = "print(attempt)\nif attempt < 2 and name == 'worker:1': sys.exit(3)\nif attempt < 2: signal.pause()"
+    code, out, err = launch(text, "--max_restarts=2")
+    assert code == 0
+    assert {"[worker:1] 0", "[worker:1] 1", "[worker:1] 2", "[worker:0] 2"} <= set(out)
+    assert [line for line in err if "again" in line] == [
+        f"tfdist: starting all tasks again in 0 s (restart {n} of 2)" for n in (1, 2)
+    ]
+
+
+@pytest.mark.processes
+def test_when_no_restart_is_left_the_code_of_the_last_failure_is_returned(launch):
+    code, out, err = launch("print(attempt)\nsys.exit(10 + attempt)", "--num_workers=1", "--max_restarts=1")
+    assert (code, out) == (11, ["[worker:0] 0", "[worker:0] 1"])
+    assert err[-1] == "tfdist: worker:0 failed first (exit code 11); all tasks have ended"
+
+
+@pytest.mark.processes
+def test_preemptions_are_no_failures(launch):
+    code, out, err = launch(
+        "print(attempt)\nsys.exit([75, 75, 1, 75, 0][attempt])", "--num_workers=1", "--max_restarts=1"
+    )
+    assert (code, len(out)) == (0, 5)
+    assert "tfdist: starting all tasks again in 0 s (preemption 3)" in err
+    code, out, _ = launch("print(attempt)\nsys.exit(75)", "--num_workers=1", "--max_preemptions=2")
+    assert (code, len(out)) == (75, 3)
+
+
+@pytest.mark.processes
+def test_who_says_again_because_another_failed_is_not_the_cause(launch):
+    """The worker ends first, for it has heard of the chief's error, and the chief takes its time to end."""
+    text = """
+import time
+if name == "worker:0":
+    open("pid", "w").write(str(os.getpid()))
+    os.rename("pid", "ready")
+    sys.exit(75)
+if name == "chief:0":
+    while not os.path.exists("ready"): time.sleep(0.01)
+    pid = int(open("ready").read())
+    while os.path.exists(f"/proc/{pid}"): time.sleep(0.01)
+    sys.exit(3)
+signal.pause()
+"""
+    code, _, err = launch(text, "--num_workers=1", "--num_ps=1")
+    assert code == 3
+    assert err[-1] == "tfdist: chief:0 failed first (exit code 3); all tasks have ended"
+
+
+@pytest.mark.processes
+def test_each_attempt_of_each_task_has_its_files(launch, tmp_path):
+    text = "print('out', attempt)\nprint('err', file=sys.stderr)\nsys.exit(75 if attempt == 0 else 0)"
+    code, out, err = launch(text, "--num_workers=2", "--task_logs=logs", "--run=first", "--notee")
+    assert (code, out) == (0, [])
+    assert all(line.startswith("tfdist: ") for line in err)
+    assert "tfdist: its output is below logs/first/attempt_0" in err
+    run = tmp_path / "logs" / "first"
+    for task in ("worker_0", "worker_1"):
+        assert (run / "attempt_1" / task / "stdout.log").read_text() == "out 1\n"
+        assert (run / "attempt_1" / task / "stderr.log").read_text() == "err\n"
+    code, _, err = launch(text, "--task_logs=logs", "--run=first")
+    assert (code, err) == (2, ["tfdist: --run names a folder that exists in logs; use another. Received: 'first'"])
+
+
+@pytest.mark.processes
+def test_a_signal_ends_the_wait_for_a_restart(tmp_path):
+    (tmp_path / "train.py").write_text("raise SystemExit(1)")
+    command = [sys.executable, "-m", "tfdist.cli", "launch", "local", "--max_restarts=1", "--restart_backoff_secs=1000"]
+    with subprocess.Popen([*command, "train.py"], cwd=tmp_path, stderr=subprocess.PIPE, text=True) as launcher:
+        while "again in 1000 s" not in launcher.stderr.readline():
+            pass
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(20) == 143
+
+
+def test_logs_keep_no_colours_and_say_once_that_the_disk_refuses(tmp_path):
+    said = []
+    logs = task_logs.TaskLogs(tmp_path / "run", 0, said.append)
+    logs.write("worker:0", ["\x1b[31mred\x1b[0m"], error=False)
+    (tmp_path / "run" / "attempt_0" / "ps_0").write_text("in the way")
+    for _ in range(2):
+        logs.write("ps:0", ["line"], error=True)
+    logs.close()
+    assert (tmp_path / "run" / "attempt_0" / "worker_0" / "stdout.log").read_text() == "red\n"
+    assert len(said) == 1
+    assert said[0].startswith("can't log what ps:0 prints: ")
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: requests.Restarts(max_restarts=-1), "--max_restarts is too small; use 0 for none. Received: -1"),
+        (lambda: requests.Restarts(max_preemptions=-1), "--max_preemptions is too small"),
+        (lambda: requests.Restarts(backoff_secs=float("inf")), "--restart_backoff_secs is not a duration"),
+        (lambda: task_logs.LogSettings(tee=False), "--notee would lose all output"),
+        (lambda: task_logs.LogSettings("logs", "../x"), "--run is no name for a folder"),
+        (lambda: local.Job(("a.py",), num_ps=1, chief=False), "--nochief leaves nobody to coordinate"),
+        (
+            lambda: local.Job(("a.py",), gpus_per_worker=-1),
+            "--gpus_per_worker is too small; use 0 or more. Received: -1",
+        ),
+    ],
+)
+def test_what_makes_no_sense(make, words):
+    with pytest.raises(requests.LaunchError) as caught:
+        make()
+    assert str(caught.value).startswith(words)
+
+
+def test_a_chief_and_an_evaluator():
+    job = local.Job(("a.py",), num_workers=1, chief=True, evaluator=True)
+    request = local.plan(job, (1, 2))
+    assert [task.name for task in request.tasks] == ["chief:0", "worker:0", "evaluator:0"]
+    assert request.deciding == {"chief:0", "worker:0"}

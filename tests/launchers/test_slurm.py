@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Slurm launcher: the batch script as text, and run by a Slurm that refuses what it doesn't know."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import fake_slurm
+import pytest
+
+from tfdist.cluster import Task
+from tfdist.launchers import requests, slurm, slurm_task
+from tfdist.launchers.shape import Shape
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+GOLDEN = ROOT / "tests" / "launchers" / "golden"
+PREAMBLE = """
+import json, os, signal, sys, time
+task = json.loads(os.environ["TF_CONFIG"])["task"]
+name = f"{task['type']}:{task['index']}"
+"""
+
+# Plans.
+
+
+def test_a_plan_as_text():
+    job = slurm.Job(
+        ("train.py", "--name=it's two words", "a\nb"),
+        Shape(num_workers=4, num_ps=1),
+        name="run1",
+        directory="/shared/my project",
+        tasks_per_node=2,
+        cpus_per_task=8,
+        gpus_per_node=2,
+        max_restarts=3,
+        env={"DATA": "a \"b\" 'c' $d\ne"},
+        options={"partition": "gpu", "time": "4:00:00", "output": "slurm-%j.out"},
+        extra=("--exclusive",),
+    )
+    assert str(slurm.plan(job)) == (GOLDEN / "slurm.sh").read_text()
+
+
+def test_what_is_planned_is_shell():
+    subprocess.run(["bash", "-n", GOLDEN / "slurm.sh"], check=True, timeout=20)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"command": ()}, "there is no script to run"),
+        ({"name": "two words"}, "--name is no name for a job"),
+        ({"tasks_per_node": 0}, "--tasks_per_node is too small; use 1 or more. Received: 0"),
+        ({"cpus_per_task": 0}, "--cpus_per_task is too small"),
+        ({"gpus_per_node": -1}, "--gpus_per_node is too small"),
+        ({"tasks_per_node": 2, "gpus_per_node": 1}, "--gpus_per_node leaves workers of a host without a GPU"),
+        ({"max_restarts": -1}, "--max_restarts is too small"),
+        ({"pre_kill_secs": 70000}, "--pre_kill_secs is out of Slurm's range"),
+        ({"grace_secs": float("nan")}, "--grace_period_secs is not a duration"),
+        ({"port": 65536}, "--port is not a port"),
+        ({"directory": "a\nb"}, "--directory has a character that a batch script can't hold"),
+        ({"options": {"time": '1"'}}, "--time has a character that a batch script can't hold"),
+        ({"extra": ("exclusive",)}, "--sbatch is not an option"),
+        ({"command": ("a.py", "\0")}, "an argument has a zero byte"),
+    ],
+)
+def test_jobs_that_make_no_sense(options, words):
+    with pytest.raises(requests.LaunchError) as caught:
+        slurm.Job(**{"command": ("train.py",), **options})
+    assert str(caught.value).startswith(words)
+
+
+# Who a task is.
+
+ENVIRONMENT = {
+    "SLURM_JOB_ID": "1234",
+    "SLURM_JOB_NODELIST": "gpu[08-10]-ib",
+    "SLURM_TASKS_PER_NODE": "2(x2),1",
+    "SLURM_PROCID": "0",
+}
+
+
+def found(job, env, port=0):
+    return slurm_task.task_environment(slurm_task.Step.from_environment(env), job, port, env)
+
+
+def test_tasks_of_a_step():
+    job = Shape(num_workers=3, num_ps=1)
+    env = [found(job, {**ENVIRONMENT, "SLURM_PROCID": str(number)}) for number in range(5)]
+    assert [str(task) for task, _ in env] == ["worker:0", "worker:1", "worker:2", "ps:0", "chief:0"]
+    first = 12000 + 234 * 16
+    assert json.loads(env[4][1]["TF_CONFIG"]) == {
+        "cluster": {
+            "chief": [f"gpu10-ib:{first}"],
+            "worker": [f"gpu08-ib:{first}", f"gpu08-ib:{first + 1}", f"gpu09-ib:{first}"],
+            "ps": [f"gpu09-ib:{first + 1}"],
+        },
+        "task": {"type": "chief", "index": 0},
+    }
+    assert {e["TFDIST_DATA_SERVICE"] for _, e in env} == {f"gpu10-ib:{first + 1}"}
+
+
+def test_an_evaluator_is_a_task_without_address():
+    task, env = found(Shape(3, chief=True, evaluator=True), {**ENVIRONMENT, "SLURM_PROCID": "4"}, port=2000)
+    assert task == Task("evaluator", 0)
+    assert json.loads(env["TF_CONFIG"])["cluster"] == {
+        "chief": ["gpu09-ib:2001"],
+        "worker": ["gpu08-ib:2000", "gpu08-ib:2001", "gpu09-ib:2000"],
+    }
+
+
+def test_gpus_are_shared_out_among_the_workers_of_a_host():
+    env = {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+    shares = [found(Shape(3, 1), {**env, "SLURM_PROCID": str(n)})[1].get("CUDA_VISIBLE_DEVICES") for n in range(5)]
+    assert shares == ["0,1", "2,3", None, "", ""]  # None: it has the host's GPUs for itself.
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"SLURM_PROCID": ""}, "SLURM_PROCID is not set; run this inside of a job, with srun"),
+        ({"SLURM_PROCID": "five"}, "SLURM_PROCID is not a number. Received: 'five'"),
+        ({"SLURM_PROCID": "5"}, "SLURM_PROCID is no process of this step of 5. Received: 5"),
+        ({"SLURM_JOB_NODELIST": "gpu[08-09"}, "the host list has a bracket that is not closed"),
+        ({"SLURM_JOB_NODELIST": "gpu[08-09]"}, "Slurm lists 2 hosts with tasks for 3"),
+        ({"SLURM_TASKS_PER_NODE": "2(x"}, "the tasks per host are not written as Slurm does"),
+        ({"SLURM_TASKS_PER_NODE": "2(x3)"}, "the step needs 5 processes; use srun --ntasks. Received: 6"),
+        ({"SLURM_TASKS_PER_NODE": "5", "SLURM_JOB_NODELIST": "n$1"}, "cluster.chief[0] has a host that is neither"),
+        (
+            {"SLURM_TASKS_PER_NODE": "4,1", "SLURM_JOB_NODELIST": "a,b", "CUDA_VISIBLE_DEVICES": "0,1"},
+            "3 workers can't share out fewer GPUs than they are",
+        ),
+    ],
+)
+def test_steps_that_make_no_sense(change, words):
+    with pytest.raises(ValueError) as caught:
+        found(Shape(3, 1), {**ENVIRONMENT, **change})
+    assert str(caught.value).startswith(words)
+
+
+def test_more_tasks_on_a_host_than_ports():
+    env = {**ENVIRONMENT, "SLURM_JOB_NODELIST": "n", "SLURM_TASKS_PER_NODE": "16"}
+    with pytest.raises(requests.LaunchError, match="a host has more tasks than the 15 for which ports are set aside"):
+        found(Shape(16), env)
+    assert "n:3015" in found(Shape(16), env, port=3000)[1]["TF_CONFIG"]
+
+
+# Runs.
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """Writes a script, submits it, and gives the launcher's code, the job's code, and what the tasks printed."""
+    env = fake_slurm.install(tmp_path / "slurm")
+
+    def run(text, *flags, arguments=()):
+        (tmp_path / "train it.py").write_text(PREAMBLE + text)
+        command = [
+            sys.executable,
+            "-m",
+            "tfdist.cli",
+            "launch",
+            "slurm",
+            "--grace_period_secs=20",
+            *flags,
+            "train it.py",
+        ]
+        done = subprocess.run(
+            [*command, *arguments], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=100
+        )
+        output = tmp_path / "slurm-4711.out"
+        code = tmp_path / "slurm" / "code"
+        lines = output.read_text().splitlines() if output.exists() else []
+        left = [path.name for path in tmp_path.glob(".tfdist-*")]
+        assert not left
+        return done, int(code.read_text()) if code.exists() else None, lines
+
+    return run
+
+
+@pytest.mark.processes
+def test_a_job_runs_every_task_and_all_arrives_unchanged(launch):
+    odd = ["two words", 'it\'s "$HOME" `x`', "new\nline", "", "é", "--", "-m"]
+    text = "print(name, json.dumps([sys.argv[1:], os.environ['ODD']]))"
+    done, code, lines = launch(text, "--num_ps=1", "--tasks_per_node=2", f"--env=ODD={odd[1]}\n!", arguments=odd)
+    assert (done.returncode, done.stdout, code) == (0, "4711\n", 0), lines
+    rest = json.dumps([odd, odd[1] + "\n!"])
+    assert sorted(lines) == [f"[{name}] {name} {rest}" for name in ("chief:0", "ps:0", "worker:0", "worker:1")]
+
+
+@pytest.mark.processes
+def test_a_failure_has_the_others_save_their_work_and_its_code_is_the_jobs(launch):
+    text = """
+def save(*_):
+    print(name, "saved", flush=True)
+    sys.exit(75)
+signal.signal(signal.SIGTERM, save)
+open(name, "w").close()
+while name == "worker:1" and not os.path.exists("worker:0"): pass
+if name == "worker:1": sys.exit(7)
+while True: signal.pause()
+"""
+    done, code, lines = launch(text)
+    assert (done.returncode, code) == (0, 7), lines
+    assert "[worker:0] worker:0 saved" in lines
+    assert "tfdist: worker:1 failed first (exit code 7)" in lines
+
+
+@pytest.mark.processes
+def test_preempted_jobs_run_again_and_failed_ones_as_often_as_they_may(launch):
+    text = """
+attempt = int(os.environ["TFDIST_ATTEMPT"])
+print("attempt", attempt, flush=True)
+sys.exit([75, 1, 75, 0][attempt])
+"""
+    done, code, lines = launch(text, "--num_workers=1", "--max_restarts=1")
+    assert (done.returncode, code) == (0, 0), lines
+    assert [line for line in lines if "attempt" in line] == [f"[worker:0] attempt {n}" for n in range(4)]
+    text = text.replace("[75, 1, 75, 0]", "[75, 1, 2, 0]")
+    assert launch(text, "--num_workers=1", "--max_restarts=1")[1] == 2
+
+
+@pytest.mark.processes
+def test_what_slurm_refuses_is_one_line(launch):
+    done, code, _ = launch("", "--sbatch=--exclusiv")
+    assert (done.returncode, code) == (2, None)
+    assert done.stderr == "tfdist: sbatch failed with exit code 1: error: unrecognized option '--exclusiv'\n"
+
+
+def test_without_slurm_it_says_where_to_go(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(requests.LaunchError, match="there is no command sbatch here; call this on a login host"):
+        slurm.submit(slurm.SlurmRequest("#!/bin/bash\n"))
+
+
+def test_a_dry_run_is_the_script(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    assert slurm.main(["--dry_run", "--num_workers=3", "train.py", "--x"]) == 0
+    text = capsys.readouterr().out
+    assert "#SBATCH --ntasks=3\n" in text
+    assert text.endswith('exit "$code"\n')

@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ssh launcher: what it plans, what it checks before, and that nothing outlives it on the other side.
+
+Most tests use an `ssh` that refuses unknown options and runs commands here; one uses a real server, where there is one.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from tfdist.launchers import requests, ssh
+from tfdist.launchers.hostfile import Host
+from tfdist.launchers.ports import PortReservation
+from tfdist.launchers.shape import Shape
+
+PREAMBLE = """
+import json, os, signal, sys
+task = json.loads(os.environ["TF_CONFIG"])["task"]
+name = f"{task['type']}:{task['index']}"
+"""
+FAKE = """#!{python} -S
+import os, sys, time
+words = sys.argv[1:]
+while words[0].startswith("-") and words[0] != "--":
+    option = words.pop(0)
+    if not option.startswith(("-T", "-p", "-oBatchMode=", "-oConnectTimeout=", "-oServerAlive")):
+        sys.exit(f"unknown option -- {{option}}")
+host, command = words[1:]
+if host == "silent":
+    time.sleep(1000)
+if host not in ("alpha", "me@beta"):
+    sys.stderr.write(f"ssh: Could not resolve hostname {{host}}: Name or service not known\\n")
+    sys.exit(255)
+# As sshd does: a fresh environment, the home directory, and the login shell.
+env = {{"HOME": os.environ["HOME"], "PATH": os.defpath, "FAKE_HOST": host}}
+if os.environ.get("FAKE_CLOCK"):
+    env["PYTHONPATH"] = os.environ["FAKE_CLOCK"]
+os.chdir(os.environ["HOME"])
+os.execve("/bin/sh", ["sh", "-c", command], env)
+"""
+
+
+@pytest.fixture
+def port():
+    """A port that is free, and stays so for others who ask for any."""
+    with PortReservation(1) as reservation:
+        yield reservation.ports[0]
+
+
+@pytest.fixture
+def launch(tmp_path, port):
+    """Runs `tfdist launch ssh` with the stand-in for ssh; gives the code and both streams, or the process."""
+    (tmp_path / "bin").mkdir()
+    tool = tmp_path / "bin" / "ssh"
+    tool.write_text(FAKE.format(python=sys.executable))
+    tool.chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}", "HOME": str(tmp_path)}
+
+    def command(*arguments):
+        return [sys.executable, "-m", "tfdist.cli", "launch", "ssh", f"--port={port}", *arguments]
+
+    def run(text, *flags, arguments=(), more=None):
+        (tmp_path / "train it.py").write_text(PREAMBLE + text)
+        done = subprocess.run(
+            command(*flags, "train it.py", *arguments),
+            env={**env, **(more or {})},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        return done.returncode, done.stdout, done.stderr
+
+    def start(text, *flags):
+        (tmp_path / "train it.py").write_text(PREAMBLE + text)
+        return subprocess.Popen(
+            command(*flags, "train it.py"),
+            env=env,
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    run.start = start
+    return run
+
+
+# Plans.
+
+
+def job(**options):
+    hosts = (Host("alpha", 2), Host("me@beta", 2, "10.0.0.2"))
+    return ssh.Job(**{"command": ("train.py", "two words"), "hosts": hosts, "directory": "/data/my project", **options})
+
+
+def test_a_plan_as_text(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "python3")
+    text = str(ssh.plan(job(shape=Shape(2, 1), env={"A": "b\nc"}, ssh_options=("-p2200",), gpus_per_worker=1)))
+    assert text == (pathlib.Path(__file__).parent / "golden" / "ssh.sh").read_text()
+
+
+def test_places_and_ports():
+    tasks = ssh.plan(job(shape=Shape(2, 1))).tasks
+    config = json.loads(tasks[0].env["TFDIST_SEND_TF_CONFIG"])
+    assert config["cluster"] == {
+        "chief": ["10.0.0.2:2223"],
+        "worker": ["alpha:2222", "alpha:2223"],
+        "ps": ["10.0.0.2:2222"],
+    }
+    assert tasks[0].env["TFDIST_SEND_TFDIST_DATA_SERVICE"] == "10.0.0.2:2224"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"command": ()}, "there is no script to run"),
+        (
+            {"shape": Shape(5)},
+            "the hosts have too few slots for 5 tasks; add hosts, or write host slots=N. Received: 4",
+        ),
+        ({"port": 65534}, "--port leaves no port for each slot"),
+        ({"port": 0}, "--port leaves no port for each slot"),
+        ({"gpus_per_worker": -1}, "--gpus_per_worker is too small"),
+        ({"grace_secs": -1}, "--grace_period_secs is not a duration"),
+        ({"ssh_options": ("p2200",)}, "--ssh is no option of ssh"),
+    ],
+)
+def test_jobs_that_make_no_sense(options, words):
+    with pytest.raises(requests.LaunchError) as caught:
+        job(**options)
+    assert str(caught.value).startswith(words)
+
+
+# Runs.
+
+
+@pytest.mark.processes
+def test_every_task_runs_on_its_host_and_all_arrives_unchanged(launch):
+    odd = ["two words", 'it\'s "$HOME" `x`', "new\nline", "", "é", "--", "-m"]
+    text = "print(name, os.environ['FAKE_HOST'], json.dumps([sys.argv[1:], os.environ['ODD']]))"
+    code, out, err = launch(text, "--hosts=alpha,me@beta", f"--env=ODD={odd[1]}\n!", "--ssh=-p2200", arguments=odd)
+    assert (code, err) == (0, "")
+    rest = json.dumps([odd, odd[1] + "\n!"])
+    assert sorted(out.splitlines()) == [
+        f"[worker:0] worker:0 alpha {rest}",
+        f"[worker:1] worker:1 me@beta {rest}",
+    ]
+
+
+@pytest.mark.processes
+def test_tasks_know_a_secret_that_no_command_line_shows(launch):
+    text = """
+import pathlib
+lines = b"".join(path.read_bytes() for path in pathlib.Path("/proc").glob("[0-9]*/cmdline") if path.exists())
+print(len(os.environ["TFDIST_JOB_SECRET"]), os.environ["TFDIST_JOB_SECRET"].encode() in lines)
+"""
+    assert launch(text, "--hosts=alpha", "--num_workers=1")[:2] == (0, "[worker:0] 64 False\n")
+
+
+@pytest.mark.processes
+def test_when_one_fails_the_others_are_ended_and_its_code_is_returned(launch):
+    text = """
+def end(*_):
+    print(name, "saved", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, end)
+print(name, "ready", flush=True)
+if name == "worker:1":
+    while not os.path.exists("ready"): pass
+    sys.exit(7)
+open("ready", "w").close()
+while True: signal.pause()
+"""
+    code, out, err = launch(text, "--hosts=alpha,me@beta")
+    assert code == 7
+    assert "[worker:0] worker:0 saved" in out.splitlines()
+    assert "tfdist: worker:1 failed first (exit code 7); all tasks have ended" in err
+
+
+@pytest.mark.processes
+def test_a_task_that_a_signal_ends_has_128_and_its_number(launch):
+    assert launch("signal.raise_signal(9)", "--hosts=alpha", "--num_workers=1")[0] == 137
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_nothing_outlives_the_launcher(launch, signum):
+    # Ignores what is polite, and has a child in a session of its own.
+    text = """
+for number in (1, 2, 15): signal.signal(number, signal.SIG_IGN)
+import subprocess
+child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+print("pids", os.getpid(), child.pid, flush=True)
+while True: signal.pause()
+"""
+    with launch.start(text, "--hosts=alpha,me@beta", "--grace_period_secs=1") as launcher:
+        lines = [launcher.stdout.readline() for _ in range(2)]
+        pids = [int(pid) for line in lines for pid in line.split()[2:]]
+        processes = [psutil.Process(pid) for pid in pids]
+        assert len(processes) == 4
+        launcher.send_signal(signum)
+        launcher.wait(30)
+        _, alive = psutil.wait_procs(processes, timeout=20)
+        assert not alive
+
+
+# Before anything starts.
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--hosts=alpha,gamma"], "gamma can't be reached (ssh: Could not resolve hostname gamma: Name or service not"),
+        (["--hosts=alpha:2", "--python=/no/python"], "alpha can't run that interpreter ("),
+        (["--hosts=alpha:2", "--directory=/no/where"], "alpha lacks /no/where; copy or mount it there"),
+        (["--hosts=alpha:2", "--gpus_per_worker=500"], "alpha has 0 GPUs where 1000 are asked for"),
+        (["--hosts=silent", "--num_workers=1", "--preflight_secs=0.5"], "silent did not answer within 0.5 s"),
+        ([], "say where to run by one of --hosts=a,b and --hostfile=FILE. Received: neither"),
+        (["--hostfile=nope"], "[Errno 2] No such file or directory: 'nope'"),
+        (["--hosts=alpha"], "the hosts have too few slots for 2 tasks"),
+    ],
+)
+def test_what_can_not_work_is_one_line_that_names_the_host(launch, flags, words):
+    code, out, err = launch("", *flags)
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert err.startswith(f"tfdist: {words}")
+
+
+@pytest.mark.processes
+def test_a_port_in_use_is_named(launch, port):
+    with socket.create_server(("", port)):
+        code, _, err = launch("", "--hosts=alpha", "--num_workers=1")
+    assert (code, err) == (2, f"tfdist: alpha has port {port} in use; end what holds it, or use another --port\n")
+
+
+@pytest.mark.processes
+def test_other_versions_and_a_wrong_clock_are_told(launch, tmp_path):
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text("import time\nreal = time.time\ntime.time = lambda: real() - 3600\n")
+    code, _, err = launch("", "--hosts=alpha", "--num_workers=1", more={"FAKE_CLOCK": str(site)})
+    assert code == 0
+    assert "tfdist: the clock of alpha is -3600 s off from this one; set it" in err
+    (site / "sitecustomize.py").write_text("import tfdist\ntfdist.__version__ = '0.0.1'\n")
+    code, _, err = launch("", "--hosts=alpha", "--num_workers=1", more={"FAKE_CLOCK": str(site)})
+    assert code == 2
+    assert err.startswith("tfdist: alpha has tfdist 0.0.1 where this machine has ")
+
+
+# A real server.
+
+
+@contextlib.contextmanager
+def ssh_server(directory):
+    """A server of our own on the loopback address; gives the options to reach it."""
+    server = shutil.which("sshd") or "/usr/sbin/sshd"
+    if not (pathlib.Path(server).exists() and shutil.which("ssh-keygen") and shutil.which("ssh")):
+        pytest.skip("there is no OpenSSH server here")
+    for key in ("host", "user"):
+        subprocess.run(
+            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(directory / key)], check=True, timeout=20
+        )
+    with PortReservation(1) as reservation:
+        port = reservation.ports[0]
+    config = directory / "config"
+    config.write_text(
+        f"ListenAddress 127.0.0.1:{port}\nHostKey {directory}/host\nAuthorizedKeysFile {directory}/user.pub\n"
+        "StrictModes no\nPidFile none\nPasswordAuthentication no\nKbdInteractiveAuthentication no\n"
+    )
+    with subprocess.Popen([server, "-D", "-e", "-f", str(config)], stderr=subprocess.PIPE, text=True) as process:
+        try:
+            deadline = time.monotonic() + 20
+            while True:
+                with contextlib.suppress(OSError):
+                    socket.create_connection(("127.0.0.1", port), 1).close()
+                    break
+                if process.poll() is not None or time.monotonic() > deadline:
+                    process.kill()
+                    pytest.skip(f"the OpenSSH server does not start here: {process.stderr.read()[-300:]}")
+            known = f"-oUserKnownHostsFile={directory}/known"
+            yield [f"-p{port}", f"-i{directory}/user", known, "-oStrictHostKeyChecking=no", "-oLogLevel=ERROR"]
+        finally:
+            process.terminate()
+
+
+@pytest.mark.processes
+def test_a_real_server_runs_tasks_and_ends_them(tmp_path, port):
+    odd = ["two words", 'it\'s "$HOME" `x`', "new\nline", "", "é"]
+    (tmp_path / "train it.py").write_text(
+        PREAMBLE
+        + "print(json.dumps(sys.argv[1:]), os.getpid(), flush=True)\nif os.environ['END'] == 'no': signal.pause()\n"
+    )
+    with ssh_server(tmp_path) as options:
+        command = [sys.executable, "-m", "tfdist.cli", "launch", "ssh", "--hosts=localhost:2", f"--port={port}"]
+        command += [f"--ssh={option}" for option in options]
+        done = subprocess.run(
+            [*command, "--env=END=yes", "train it.py", *odd], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        shown = sorted(line.rpartition(" ")[0] for line in done.stdout.splitlines())
+        assert shown == [f"[worker:{index}] {json.dumps(odd)}" for index in range(2)]
+        arguments = [*command, "--env=END=no", "train it.py"]
+        with subprocess.Popen(arguments, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as launcher:
+            tasks = [psutil.Process(int(launcher.stdout.readline().split()[-1])) for _ in range(2)]
+            launcher.kill()
+            _, alive = psutil.wait_procs(tasks, timeout=20)
+            assert not alive

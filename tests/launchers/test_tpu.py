@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The TPU launcher: chips and hosts, the commands of gcloud as text and run by a stand-in, GKE's manifests."""
+
+import json
+import os
+import pathlib
+import sys
+
+import pytest
+
+from tfdist.launchers import manifests, requests, tpu, tpu_shapes
+from tfdist.launchers.shape import Shape
+from tfdist.launchers.task_logs import LogSettings
+
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+ODD = ["two words", 'it\'s "$HOME" `x`', "new\nline", "", "é"]
+
+
+@pytest.mark.parametrize(
+    ("name", "chips", "hosts"),
+    [
+        ("v2-8", 4, 1),
+        ("v3-8", 4, 1),
+        ("v3-32", 16, 4),
+        ("v4-8", 4, 1),
+        ("v4-32", 16, 4),
+        ("v5p-16", 8, 2),
+        ("v5litepod-1", 1, 1),
+        ("v5litepod-8", 8, 1),
+        ("v5litepod-16", 16, 4),
+        ("v6e-256", 256, 64),
+    ],
+)
+def test_types(name, chips, hosts):
+    assert tpu_shapes.from_type(name) == tpu_shapes.Slice(chips, hosts)
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "topology", "each", "chips", "hosts"),
+    [
+        ("tpu-v4-podslice", "2x2x1", 0, 4, 1),
+        ("tpu-v4-podslice", "2x2x4", 0, 16, 4),
+        ("tpu-v5p-slice", "4x4x4", 0, 64, 16),
+        ("tpu-v5-lite-podslice", "1x1", 0, 1, 1),
+        ("tpu-v5-lite-podslice", "2x2", 0, 4, 1),
+        ("tpu-v5-lite-podslice", "2x4", 0, 8, 1),
+        ("tpu-v5-lite-podslice", "2x4", 4, 8, 2),
+        ("tpu-v6e-slice", "16x16", 0, 256, 64),
+    ],
+)
+def test_topologies(accelerator, topology, each, chips, hosts):
+    found = tpu_shapes.from_topology(accelerator, topology, each)
+    assert found == tpu_shapes.Slice(chips, hosts)
+    assert found.chips_per_host * hosts == chips
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: tpu_shapes.from_type("v9-8"), "--accelerator_type is not known; use one of v2-N, v3-N, v4-N"),
+        (lambda: tpu_shapes.from_type("v4"), "--accelerator_type is not known"),
+        (lambda: tpu_shapes.from_type("v4-7"), "--accelerator_type has no such size: v4 counts 2 cores a chip"),
+        (lambda: tpu_shapes.from_type("v4-12"), "--accelerator_type=v4-12 makes no whole hosts of 4 chips"),
+        (lambda: tpu_shapes.from_topology("tpu", "2x2"), "--accelerator is not known; use one of tpu-v4-podslice"),
+        (
+            lambda: tpu_shapes.from_topology("tpu-v4-podslice", "2x2"),
+            "--topology is none of tpu-v4-podslice, which has 3",
+        ),
+        (lambda: tpu_shapes.from_topology("tpu-v6e-slice", "2*2"), "--topology is none of tpu-v6e-slice"),
+        (lambda: tpu_shapes.from_topology("tpu-v6e-slice", "3x3"), "--topology=3x3 makes no whole hosts of 4 chips"),
+        (lambda: tpu_shapes.from_topology("tpu-v6e-slice", "4x4", 8), "--topology=4x4 makes no whole hosts of 8 chips"),
+        (lambda: tpu_shapes.from_topology("tpu-v6e-slice", "999x999"), "--topology=999x999 makes no whole hosts"),
+        (lambda: job(command=()), "there is no script to run"),
+        (lambda: job(name="My_TPU"), "--name is no name for a TPU"),
+        (lambda: job(name="a" * 64), "--name is no name for a TPU; use up to 63"),
+        (lambda: job(zone=""), "--zone is missing or malformed"),
+        (
+            lambda: gke("tpu-v4-podslice", "2x2x4"),
+            "--topology has 4 hosts, and GKE has no runtime that gives TensorFlow",
+        ),
+        (lambda: gke("tpu-v4-podslice", "2x2x1", image=""), "--image is missing"),
+    ],
+)
+def test_what_makes_no_sense(make, words):
+    with pytest.raises(requests.LaunchError) as caught:
+        make()
+    assert str(caught.value).startswith(words)
+
+
+def job(**options):
+    return tpu.Job(**{"command": ("train.py", *ODD), "accelerator_type": "v4-8", "zone": "us-central2-b", **options})
+
+
+def gke(accelerator, topology, **options):
+    options = {"name": "run1", "shape": Shape(1), "command": ("train.py",), "image": "me/train:1", **options}
+    return tpu.plan_gke(manifests.Pods(**options), accelerator, topology)
+
+
+def test_a_plan_as_text():
+    request = tpu.plan(
+        job(
+            accelerator_type="v4-32", copy=".", setup="pip install -r req.txt", spot=True, delete=True, env={"A": "b c"}
+        )
+    )
+    assert str(request) == (GOLDEN / "tpu.sh").read_text()
+
+
+def test_a_plan_for_gke_as_text():
+    assert str(gke("tpu-v5-lite-podslice", "2x4")) == (GOLDEN / "tpu_gke.yaml").read_text()
+
+
+FAKE = """#!{python}
+import json, os, subprocess, sys
+words = sys.argv[1:]
+with open({log!r}, "a") as log:
+    log.write(json.dumps(words) + chr(10))
+assert words[:3] == ["compute", "tpus", "tpu-vm"], words
+flags = [word.partition("=")[0] for word in words[4:] if word.startswith("-")]
+known = {{
+    "create": ["--zone", "--project", "--accelerator-type", "--version", "--spot"],
+    "scp": ["--recurse", "--zone", "--project", "--worker"],
+    "ssh": ["--zone", "--project", "--worker", "--ssh-flag", "--command"],
+    "delete": ["--zone", "--project", "--quiet"],
+}}[words[3]]
+for flag in flags:
+    if flag not in known:
+        sys.exit(f"ERROR: (gcloud.compute.tpus.tpu-vm.{{words[3]}}) unrecognized arguments: {{flag}}")
+if words[3] == "create" and os.environ.get("NO_TPU"):
+    sys.exit("ERROR: There is no more capacity in the zone")
+for word in words:
+    if word.startswith("--command="):
+        sys.exit(subprocess.call(["sh", "-c", word.removeprefix("--command=")]))
+"""
+
+
+@pytest.fixture
+def gcloud(tmp_path, monkeypatch):
+    """A gcloud that refuses what it does not know and runs commands here; gives the file that lists its calls."""
+    log = tmp_path / "log"
+    tool = tmp_path / "gcloud"
+    tool.write_text(FAKE.format(python=sys.executable, log=str(log)))
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    return log
+
+
+@pytest.mark.processes
+def test_the_script_gets_its_arguments_and_the_tpu_is_deleted_whatever_happens(gcloud, tmp_path, capfd):
+    script = tmp_path / "train it.py"
+    script.write_text(
+        "import json, os, sys\nprint(json.dumps([os.environ['TPU_NAME'], os.environ['A'], sys.argv[1:]]))\nsys.exit(3)"
+    )
+    request = tpu.plan(
+        job(command=(script.name, *ODD), directory=str(tmp_path), env={"A": ODD[1]}, python=sys.executable, delete=True)
+    )
+    assert tpu.submit(request, LogSettings()) == 3
+    shown = capfd.readouterr()
+    assert json.loads(shown.out.removeprefix("[tpu] ")) == ["local", ODD[1], ODD]
+    calls = [json.loads(line)[3] for line in gcloud.read_text().splitlines()]
+    assert calls == ["create", "ssh", "delete"]
+
+
+@pytest.mark.processes
+def test_a_tpu_that_can_not_be_made_is_one_line(gcloud, monkeypatch):
+    monkeypatch.setenv("NO_TPU", "1")
+    with pytest.raises(requests.LaunchError, match="gcloud failed with exit code 1: ERROR: There is no more capacity"):
+        tpu.submit(tpu.plan(job()), LogSettings())
+
+
+def test_the_command_line(capsys):
+    arguments = ["--accelerator_type=v4-8", "--zone=z", "--dry_run", "--nocreate", "train.py", "--x"]
+    assert tpu.main(arguments) == 0
+    assert capsys.readouterr().out.count("gcloud") == 1
+    arguments = ["--gke", "--accelerator=tpu-v6e-slice", "--topology=2x2", "--image=i", "--dry_run", "train.py"]
+    assert tpu.main(arguments) == 0
+    assert "google.com/tpu: 4" in capsys.readouterr().out

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""YAML as people write it, in which all text stays text."""
+
+import pytest
+
+from tfdist.launchers import yaml_text
+
+
+def test_a_document():
+    value = {"a": {"b c": [1, {"d": "x y", "e": []}, ["f"]], "g": {}}, "h": True, "on": "off"}
+    assert yaml_text.document(value) == (
+        'a:\n  b c:\n  - 1\n  - d: x y\n    e: []\n  - - f\n  g: {}\nh: true\n"on": "off"\n'
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "true",
+        "No",
+        "null",
+        "~",
+        "1",
+        "1e3",
+        "0x1",
+        "1.5",
+        "1:30",
+        "a: b",
+        "a #b",
+        "- a",
+        " a",
+        "a ",
+        "*a",
+        ".inf",
+        "...",
+    ],
+)
+def test_text_that_looks_like_something_else_is_quoted(text):
+    assert yaml_text.document({"a": text}) == f'a: "{text}"\n'
+
+
+def test_text_with_anything_in_it_is_one_line():
+    text = '"\\\n\t\r\0\x7f\x85\u2028é😀'
+    assert yaml_text.document({"a": text}) == 'a: "\\"\\\\\\n\\t\\r\\x00\\x7f\\x85\\u2028é😀"\n'
+
+
+def test_two_documents():
+    assert yaml_text.documents([{"a": 1}, {"b": 2}]) == "a: 1\n---\nb: 2\n"
+
+
+def test_what_is_not_plain_data_is_refused():
+    with pytest.raises(TypeError, match=r"only text, numbers.*Received: None"):
+        yaml_text.document({"a": None})

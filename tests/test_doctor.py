@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tfdist doctor: what it finds on a machine and in a cluster, and that it says what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+
+import tfdist
+from tfdist import cli, doctor, doctor_meeting
+from tfdist.launchers.ports import PortReservation
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+GOOD = {"tensorflow": "2.21.0", "keras": "3.15.1", "numpy": "2.4.0", "absl-py": "2.5.1"}
+
+
+def wrong(found):
+    return [finding.text for finding in found if finding.state == doctor.WRONG]
+
+
+def cluster(*ports, index=0, host="127.0.0.1"):
+    return tfdist.Cluster({"worker": [f"{host}:{port}" for port in ports]}, tfdist.Task("worker", index))
+
+
+# This machine.
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({}, []),
+        ({"tensorflow": "2.22.0rc1"}, ["tensorflow 2.22.0rc1 is not supported; pip install 'tensorflow>=2.20,<2.22'"]),
+        ({"keras": "3.11.9"}, ["keras 3.11.9 is not supported; pip install 'keras>=3.12'"]),
+        ({"numpy": None}, ["numpy is not installed; pip install 'numpy>=1.26'"]),
+        ({"tensorflow": None, "tensorflow-tpu": "2.20.0"}, []),
+        (
+            {"tensorflow-tpu": "2.20.0"},
+            ["tensorflow 2.21.0 and tensorflow-tpu 2.20.0 overwrite each other; uninstall both"],
+        ),
+        ({"keras": "strange"}, ["keras strange is not supported"]),
+    ],
+)
+def test_versions(change, words):
+    found = wrong(doctor.versions({**GOOD, **change}.get))
+    assert len(found) == len(words)
+    assert all(text.startswith(start) for text, start in zip(found, words, strict=True))
+
+
+def test_what_is_needed_is_what_setup_asks_for():
+    setup = (ROOT / "setup.py").read_text()
+    for name, (lowest, below) in doctor._NEEDED.items():
+        bounds = f">={'.'.join(map(str, lowest))}" + (f",<{'.'.join(map(str, below))}" if below else "")
+        assert f'"{name}{bounds}"' in setup
+
+
+def test_another_backend_of_keras(tmp_path):
+    assert wrong(doctor.keras_backend({"KERAS_BACKEND": "jax"})) == [
+        "KERAS_BACKEND has Keras use jax; set KERAS_BACKEND=tensorflow"
+    ]
+    assert wrong(doctor.keras_backend({"KERAS_HOME": str(tmp_path)})) == []
+    (tmp_path / "keras.json").write_text('{"backend": "torch"}')
+    assert "keras.json has Keras use torch" in wrong(doctor.keras_backend({"KERAS_HOME": str(tmp_path)}))[0]
+    for text in ("[]", "{", '{"backend": "tensorflow"}'):
+        (tmp_path / "keras.json").write_text(text)
+        assert wrong(doctor.keras_backend({"KERAS_HOME": str(tmp_path)})) == []
+
+
+def test_gpus(monkeypatch):
+    def state(there, usable, package):
+        monkeypatch.setattr(doctor.gpus, "present", lambda env: usable if env else there)
+        (finding,) = doctor.gpu_findings({"CUDA_VISIBLE_DEVICES": "x"}, {package: "9"}.get)
+        return finding.state, finding.text
+
+    assert state([], [], "")[0] == "ok"
+    assert state(["0", "1"], ["0"], "nvidia-cudnn-cu12") == ("ok", "1 of 2 GPUs may be used")
+    assert state(["0"], [], "") == ("warning", "CUDA_VISIBLE_DEVICES='x' hides all 1 GPUs; unset it to use them")
+    assert "pip install 'tfdist[gpu]'" in state(["0"], ["0"], "")[1]
+
+
+# The cluster.
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "TF_CONFIG: the value is not JSON"),
+        (
+            '{"cluster": {"worker": ["a"]}, "task": {"type": "worker", "index": 0}}',
+            "TF_CONFIG: cluster.worker[0] has no port",
+        ),
+    ],
+)
+def test_a_malformed_tf_config(text, words):
+    (found,) = wrong(doctor.examine(1.0, env={"TF_CONFIG": text}))
+    assert found.startswith(words)
+
+
+def test_a_cluster_that_no_strategy_takes():
+    config = {"cluster": {"ps": ["a:1"], "chief": ["b:1"]}, "task": {"type": "chief", "index": 0}}
+    (found,) = wrong(doctor.strategy(tfdist.Cluster.from_tf_config(json.dumps(config))))
+    assert found.startswith('TF_CONFIG: cluster lists no job "worker"')
+
+
+def test_names_that_can_not_be_resolved(monkeypatch):
+    def resolve(host, *_):
+        if host == "nowhere":
+            raise socket.gaierror(-2, "Name or service not known")
+        if host == "slow":
+            release.wait(30)
+
+    release = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    found = doctor.names(tfdist.Cluster({"worker": ["nowhere:1", "slow:1", "a:1"]}, tfdist.Task("worker", 0)), 0.1)
+    release.set()
+    assert [text.partition(" can't")[0] for text in wrong(found)] == [
+        "the host nowhere of worker:0",
+        "the host slow of worker:1",
+    ]
+    assert "no answer in 0.1 s" in found[1].text
+
+
+def test_the_own_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        (found,) = wrong(doctor.own_port(cluster(server.getsockname()[1])))
+        assert "can't be listened on" in found
+    with PortReservation(1) as reservation:
+        assert wrong(doctor.own_port(cluster(*reservation.ports))) == []
+        (finding,) = doctor.own_port(cluster(*reservation.ports, host="192.0.2.1"))
+    assert (finding.state, "none of this machine" in finding.text) == ("warning", True)
+
+
+def test_who_can_be_reached(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server, PortReservation(2) as reservation:
+        found = doctor.reachable(cluster(reservation.ports[0], server.getsockname()[1], reservation.ports[1]), 5.0)
+    assert [finding.text.partition(": ")[2] for finding in found] == [doctor._LISTENS, doctor._REFUSES]
+
+    def fail(address, timeout):
+        raise TimeoutError if address[1] == 2 else OSError(113, "No route to host")
+
+    monkeypatch.setattr(socket, "create_connection", fail)
+    found = wrong(doctor.reachable(cluster(1, 2, 3), 5.0))
+    assert "no answer in 5 s; check that the machine is up" in found[0]
+    assert "No route to host" in found[1]
+
+
+# All tasks at once.
+
+
+def test_tasks_that_meet_compare_versions_and_clocks(monkeypatch):
+    with PortReservation(2) as reservation:
+        tasks = [cluster(*reservation.ports, index=index) for index in range(2)]
+        found = {}
+
+        def meet(index, version):
+            found[index] = doctor_meeting.meet(tasks[index], {"tfdist": version}, 30.0)
+
+        thread = threading.Thread(target=meet, args=(1, "2"))
+        thread.start()
+        meet(0, "1")
+        thread.join(30)
+    assert found[0][1] == ("wrong", "worker:1 has tfdist 2 where 1 is here; install the same on all")
+    assert found[1][1][1] == "worker:0 has tfdist 1 where 2 is here; install the same on all"
+    answer = {"task": "worker:1", "versions": {}, "skew": -7.25}
+    (_, skew) = doctor_meeting._compare(tfdist.Task("worker", 1), "a:1", answer, {})
+    assert skew == ("warning", "the clock of worker:1 is -7.2 s off from this one; synchronise them")
+    (other,) = doctor_meeting._compare(tfdist.Task("worker", 1), "a:1", {**answer, "task": "worker:9"}, {})
+    assert "'worker:9' answers there" in other[1]
+
+
+def test_a_task_that_does_not_come_is_named():
+    with PortReservation(2) as reservation:
+        ((state, text),) = doctor_meeting.meet(cluster(*reservation.ports), {}, 0.5)
+    assert state == "wrong"
+    assert text.startswith(f"worker:1 at 127.0.0.1:{reservation.ports[1]}: ")
+    assert "does it run" in text
+
+
+@pytest.mark.processes
+def test_as_all_tasks_of_a_launch():
+    command = [sys.executable, "-m", "tfdist.cli", "launch", "local", "-m", "tfdist.doctor", "--meet_secs=60"]
+    env = {**os.environ, "KERAS_BACKEND": "tensorflow"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stdout
+    for index in range(2):
+        assert f"[worker:{index}] ok      TF_CONFIG: this is worker:{index} of 2 tasks" in done.stdout
+        assert f"[worker:{index}] ok      worker:{1 - index} at 127.0.0.1:" in done.stdout
+
+
+# The command line.
+
+
+def test_the_exit_code(monkeypatch, capsys):
+    monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    assert cli.main(["doctor"]) == 0
+    assert capsys.readouterr().out.endswith("all is well\n")
+    monkeypatch.setenv("TF_CONFIG", "{}")
+    assert cli.main(["doctor"]) == 1
+    assert capsys.readouterr().out.endswith("1 thing is wrong\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--timeout_secs=0"], "tfdist: flag --timeout_secs=0"),
+        (["--tiemout_secs=1"], "tfdist: Unknown command line flag 'tiemout_secs'. Did you mean: timeout_secs"),
+        (["now"], "tfdist: tfdist doctor takes flags only"),
+    ],
+)
+def test_a_command_line_that_makes_no_sense(arguments, words, capsys):
+    assert cli.main(["doctor", *arguments]) == 2
+    assert capsys.readouterr().err.startswith(words)

@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Looks at this machine, and at the cluster in TF_CONFIG, for what would fail late or hang: `tfdist doctor`.
+
+It imports no TensorFlow. Started as all tasks of a cluster at once (`tfdist launch ... -m tfdist.doctor
+--meet_secs=60`), the tasks ask each other, and compare versions and clocks too.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import ctypes
+import dataclasses
+import errno
+import json
+import os
+import pathlib
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+
+from absl import flags
+
+import tfdist
+from tfdist import _addresses, doctor_meeting
+from tfdist.cluster import Cluster, ClusterError, Task
+from tfdist.launchers import command_line, gpus
+from tfdist.launchers.requests import LaunchError
+
+_USAGE = """\
+usage: tfdist doctor [FLAGS]
+
+Looks at this machine, and at the cluster in the variable TF_CONFIG if it is set: versions, GPUs, names, ports, whether
+the other tasks can be reached, clocks. Returns 0 if nothing is wrong, else 1.
+
+  tfdist doctor                                                    this machine
+  tfdist launch ssh --hosts=a,b -m tfdist.doctor --meet_secs=60    all machines of a cluster, from each other
+
+flags:
+"""
+OK, WARNING, WRONG = "ok", "warning", "wrong"
+# What setup.py asks for, as lower and upper bounds.
+_NEEDED = {
+    "tensorflow": ((2, 20), (2, 22)),
+    "keras": ((3, 12), None),
+    "numpy": ((1, 26), None),
+    "absl-py": ((2, 1), None),
+}
+_PYTHON = ((3, 11), (3, 14))
+_TIME_ERROR = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at: its state (`OK`, `WARNING` or `WRONG`), and what it is and what to do in a line."""
+
+    state: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.state:8}{self.text}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """`tfdist doctor`.
+
+    Args:
+      arguments: what follows on the command line.
+
+    Returns:
+      0 if nothing is wrong (there may be warnings), else 1.
+
+    Raises:
+      absl.flags.Error: a flag is unknown or its value can't be parsed.
+      LaunchError: there is more on the command line than flags.
+    """
+    values, rest = command_line.parse(_define_flags, arguments)
+    if values.help:
+        sys.stdout.write(_USAGE + command_line.describe(values))
+        return 0
+    if rest:
+        raise LaunchError(f"tfdist doctor takes flags only; see tfdist doctor --help. Received: {rest[0]!r}")
+    wrong = 0
+    for finding in examine(values.timeout_secs, values.meet_secs):
+        sys.stdout.write(f"{finding}\n")
+        wrong += finding.state == WRONG
+    sys.stdout.write(f"{wrong} things are wrong\n" if wrong > 1 else "1 thing is wrong\n" if wrong else "all is well\n")
+    sys.stdout.flush()
+    return 1 if wrong else 0
+
+
+def _define_flags(values: flags.FlagValues) -> None:
+    flags.DEFINE_float(
+        "timeout_secs", 5.0, "how long another task may take to answer", lower_bound=0.1, flag_values=values
+    )
+    flags.DEFINE_float(
+        "meet_secs",
+        0.0,
+        "how long to wait for the other tasks, which run this too",
+        lower_bound=0.0,
+        flag_values=values,
+    )
+
+
+def examine(timeout_secs: float, meet_secs: float = 0.0, env: Mapping[str, str] = os.environ) -> list[Finding]:
+    """All findings.
+
+    Args:
+      timeout_secs: how long another task may take to answer.
+      meet_secs: how long to wait for the other tasks to run this too; 0 only looks whether they can be reached.
+      env: the environment.
+    """
+    found = [*versions(_installed), *keras_backend(env), *gpu_findings(env, _installed), *clock()]
+    if "TF_CONFIG" not in env:
+        return [*found, Finding(OK, "TF_CONFIG is not set: this machine trains alone")]
+    try:
+        cluster = Cluster.from_tf_config(env["TF_CONFIG"])
+    except ClusterError as error:
+        return [*found, Finding(WRONG, str(error))]
+    found += [*strategy(cluster), *names(cluster, timeout_secs), *own_port(cluster)]
+    if meet_secs:
+        mine = {"tfdist": tfdist.__version__, "Python": _dotted(sys.version_info[:2])}
+        mine |= {name: version for name in ("tensorflow", "keras") if (version := _installed(name))}
+        return found + [Finding(*each) for each in doctor_meeting.meet(cluster, mine, meet_secs)]
+    return found + reachable(cluster, timeout_secs)
+
+
+# This machine.
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def versions(installed: Callable[[str], str | None]) -> list[Finding]:
+    """Python and the packages that tfdist needs.
+
+    Args:
+      installed: the version of a package, or None.
+    """
+    python = tuple(sys.version_info[:2])
+    known = _PYTHON[0] <= python < _PYTHON[1]
+    remedy = "" if known else f"; use {_dotted(_PYTHON[0])} or newer, below {_dotted(_PYTHON[1])}"
+    found = [Finding(OK if known else WRONG, f"Python {_dotted(python)}{remedy}")]
+    tpu = installed("tensorflow-tpu")
+    for name, (lowest, below) in _NEEDED.items():
+        version = installed(name)
+        if name == "tensorflow" and tpu:
+            if version:
+                text = (
+                    f"tensorflow {version} and tensorflow-tpu {tpu} overwrite each other; uninstall both, install one"
+                )
+                found.append(Finding(WRONG, text))
+                continue
+            name, version = "tensorflow-tpu", tpu
+        bounds = f">={_dotted(lowest)}" + (f",<{_dotted(below)}" if below else "")
+        if version is None:
+            found.append(Finding(WRONG, f"{name} is not installed; pip install '{name}{bounds}'"))
+        elif _parts(version) < lowest or (below and _parts(version) >= below):
+            found.append(Finding(WRONG, f"{name} {version} is not supported; pip install '{name}{bounds}'"))
+        else:
+            found.append(Finding(OK, f"{name} {version}"))
+    return found
+
+
+def _parts(version: str) -> tuple[int, ...]:
+    numbers = []
+    for part in version.split(".")[:2]:
+        digits = "".join(char for char in part if char in "0123456789")
+        numbers.append(int(digits[:9] or 0))
+    return tuple(numbers)
+
+
+def _dotted(version: Sequence[int]) -> str:
+    return ".".join(map(str, version))
+
+
+def keras_backend(env: Mapping[str, str]) -> list[Finding]:
+    """Which backend Keras will choose."""
+    where, backend = "KERAS_BACKEND", env.get("KERAS_BACKEND")
+    if not backend:
+        home = pathlib.Path(env.get("KERAS_HOME") or pathlib.Path(env.get("HOME", "~")).expanduser() / ".keras")
+        where = str(home / "keras.json")
+        try:
+            backend = json.loads((home / "keras.json").read_text(encoding="utf-8")).get("backend")
+        except (OSError, ValueError, AttributeError):
+            backend = None
+    if backend in (None, "tensorflow"):
+        return [Finding(OK, "Keras uses TensorFlow")]
+    return [Finding(WRONG, f"{where} has Keras use {backend}; set KERAS_BACKEND=tensorflow")]
+
+
+def gpu_findings(env: Mapping[str, str], installed: Callable[[str], str | None]) -> list[Finding]:
+    """The GPUs that TensorFlow may use, and whether it has what it needs for that."""
+    try:
+        there, usable = gpus.present({}), gpus.present(env)
+    except LaunchError as error:
+        return [Finding(WRONG, str(error))]
+    if not there:
+        return [Finding(OK, "no GPU: training uses the CPU")]
+    if not usable:
+        text = f"{gpus.VISIBLE}={env.get(gpus.VISIBLE)!r} hides all {len(there)} GPUs; unset it to use them"
+        return [Finding(WARNING, text)]
+    if not any(installed(f"nvidia-cudnn-cu{version}") for version in (12, 13)):
+        text = (
+            f"{len(usable)} GPUs, and no CUDA libraries from pip; if TensorFlow sees no GPU, pip install 'tfdist[gpu]'"
+        )
+        return [Finding(WARNING, text)]
+    return [Finding(OK, f"{len(usable)} of {len(there)} GPUs may be used")]
+
+
+def clock() -> list[Finding]:
+    """Whether the kernel holds this machine's clock for synchronised."""
+    if not sys.platform.startswith("linux"):
+        return []
+    try:
+        # With `modes` 0, which is its first field, it only reads; struct timex is smaller than this everywhere.
+        state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.create_string_buffer(512))
+    except (OSError, AttributeError):
+        return []
+    if state == _TIME_ERROR:
+        return [
+            Finding(
+                WARNING,
+                "the clock is not synchronised; start chrony or systemd-timesyncd (in a container: on its host)",
+            )
+        ]
+    return [Finding(OK, "the clock is synchronised")] if state >= 0 else []
+
+
+# The cluster.
+
+
+def strategy(cluster: Cluster) -> list[Finding]:
+    """Whether the strategy that suits this cluster would take it."""
+    try:
+        if cluster.num_ps:
+            cluster.check_parameter_server()
+        elif cluster.task.type != "evaluator":
+            cluster.check_multi_worker()
+    except ClusterError as error:
+        return [Finding(WRONG, f"TF_CONFIG: {error}")]
+    kind = "ParameterServerStrategy" if cluster.num_ps else "MultiWorkerMirroredStrategy"
+    return [Finding(OK, f"TF_CONFIG: this is {cluster.task} of {len(cluster.tasks)} tasks, for {kind}")]
+
+
+def names(cluster: Cluster, timeout_secs: float) -> list[Finding]:
+    """Whether the name of each task's host can be resolved here."""
+    hosts: dict[str, list[Task]] = {}
+    for task in cluster.tasks:
+        hosts.setdefault(_addresses.split(cluster.address(task))[0], []).append(task)
+    found = []
+    pool = concurrent.futures.ThreadPoolExecutor(min(32, len(hosts)), "tfdist names")
+    futures = {host: pool.submit(socket.getaddrinfo, host, None) for host in hosts}
+    for host, future in futures.items():
+        tasks = ", ".join(map(str, hosts[host]))
+        try:
+            future.result(timeout_secs)
+        except (OSError, UnicodeError) as error:  # TimeoutError is an OSError.
+            why = f"{error}" or f"no answer in {timeout_secs:g} s"
+            found.append(
+                Finding(WRONG, f"the host {host} of {tasks} can't be resolved ({why}); mend DNS, or use its IP address")
+            )
+    pool.shutdown(wait=False, cancel_futures=True)
+    return found or [Finding(OK, f"all {len(hosts)} names of hosts can be resolved")]
+
+
+def own_port(cluster: Cluster) -> list[Finding]:
+    """Whether this task can listen at its own address."""
+    if cluster.task not in cluster.tasks:
+        return []
+    host, port = _addresses.split(cluster.address())
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen(1)
+    except socket.gaierror:
+        return []  # Said above.
+    except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            # Behind an address translation that is right: TensorFlow listens on all interfaces.
+            text = f"{host}, the address of {cluster.task}, is none of this machine; is this the right task?"
+            return [Finding(WARNING, text)]
+        return [
+            Finding(
+                WRONG,
+                f"port {port} of {cluster.task} can't be listened on ({error}); end what holds it, or use another",
+            )
+        ]
+    return [Finding(OK, f"port {port} is free")]
+
+
+def reachable(cluster: Cluster, timeout_secs: float) -> list[Finding]:
+    """Whether the machines of the other tasks answer. That nothing listens there yet is fine."""
+    others = [task for task in cluster.tasks if task != cluster.task]
+    if not others:
+        return []
+    with concurrent.futures.ThreadPoolExecutor(min(32, len(others)), "tfdist reach") as pool:
+        answers = list(pool.map(lambda task: _knock(cluster.address(task), timeout_secs), others))
+    found = []
+    for task, answer in zip(others, answers, strict=True):
+        state = OK if answer in (_LISTENS, _REFUSES) else WRONG
+        remedy = "" if state == OK else "; check that the machine is up, and that no firewall is between"
+        found.append(Finding(state, f"{task} at {cluster.address(task)}: {answer}{remedy}"))
+    return found
+
+
+_LISTENS, _REFUSES = "something listens", "the machine answers, nothing listens yet"
+
+
+def _knock(address: str, timeout_secs: float) -> str:
+    try:
+        socket.create_connection(_addresses.split(address), timeout_secs).close()
+    except ConnectionRefusedError:
+        return _REFUSES
+    except TimeoutError:
+        return f"no answer in {timeout_secs:g} s"
+    except OSError as error:
+        return str(error)
+    return _LISTENS
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

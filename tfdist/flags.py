@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Strategy, policies, cluster and telemetry from absl flags and flagfiles, so that one script serves every setting.
+
+    from absl import app
+    import tfdist
+
+    tfdist.flags.define_flags()
+
+    def main(_):
+        strategy = tfdist.strategy_from_flags()
+        ...
+        model.fit(dataset, callbacks=tfdist.flags.callbacks_from_flags())
+
+    app.run(main)
+
+Importing this module defines nothing. All flags start with `tfdist_`.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import functools
+import importlib
+import json
+import os
+from collections.abc import Callable
+from typing import Any
+
+from absl import flags
+
+import tfdist
+from tfdist.cluster import Cluster, ClusterError, Task
+
+_STRATEGIES = ("auto", "mirrored", "multi_worker", "parameter_server", "tpu")
+_MAX_TEXT = 1000
+
+
+def define_flags(flag_values: flags.FlagValues = flags.FLAGS) -> None:
+    """Defines the flags; does nothing the second time.
+
+    Args:
+      flag_values: where; absl's global flags by default.
+    """
+    if "tfdist_strategy" in flag_values:
+        return
+    text = functools.partial(flags.DEFINE_string, flag_values=flag_values)
+    number = functools.partial(flags.DEFINE_integer, flag_values=flag_values)
+    chosen = "which strategy; auto: parameter_server or multi_worker as TF_CONFIG says, else mirrored"
+    flags.DEFINE_enum("tfdist_strategy", "auto", _STRATEGIES, chosen, flag_values=flag_values)
+    policy_help = "a policy, such as 'Warmup(epochs=1)'; once for each"
+    flags.DEFINE_multi_string("tfdist_policies", [], policy_help, flag_values=flag_values)
+    text("tfdist_cluster", None, 'addresses, such as \'{"worker": ["a:2222", "b:2222"]}\'; else TF_CONFIG')
+    text("tfdist_task", None, "which task this is, such as worker:1; with --tfdist_cluster")
+    number("tfdist_num_workers", 2, "workers of the cluster on this machine, if there is no other", lower_bound=1)
+    number("tfdist_num_ps", 1, "parameter servers of it", lower_bound=1)
+    text("tfdist_data_sharding", "shard", "parameter_server: shard, replicate or dynamic")
+    flags.DEFINE_list("tfdist_devices", None, "mirrored: devices, such as GPU:0,GPU:1", flag_values=flag_values)
+    text("tfdist_tpu", None, "tpu: name; by default the variable TPU_NAME, else local")
+    flags.DEFINE_float("tfdist_start_timeout_secs", 300.0, "how long to wait for other tasks", flag_values=flag_values)
+    text("tfdist_telemetry_dir", None, "write telemetry for TensorBoard into this directory")
+    number("tfdist_telemetry_freq", 50, "batches between two of its points", lower_bound=1)
+
+
+def strategy_from_flags(flag_values: flags.FlagValues = flags.FLAGS) -> Any:
+    """Builds the strategy that the flags describe. In a task that serves, it serves and then ends the process.
+
+    With --tfdist_cluster and --tfdist_task the environment variable TF_CONFIG is set, for TensorFlow reads it too.
+
+    Args:
+      flag_values: where `define_flags` has defined the flags.
+
+    Returns:
+      A tfdist strategy, or a tf.distribute.TPUStrategy.
+
+    Raises:
+      ValueError: a value makes no sense, or policies don't go with the strategy or each other. ClusterError is one.
+    """
+    _check_ready(flag_values)
+    policies = policies_from_flags(flag_values)
+    cluster = _cluster_from_flags(flag_values)
+    name = flag_values.tfdist_strategy
+    name = _suitable(cluster) if name == "auto" else name
+    return _BUILDERS[name](flag_values, policies)
+
+
+def policies_from_flags(flag_values: flags.FlagValues = flags.FLAGS) -> list[Any]:
+    """The policies alone, in the order of the flags.
+
+    Raises:
+      ValueError: one of them is not known, or makes no sense.
+    """
+    _check_ready(flag_values)
+    return [parse_policy(text) for text in flag_values.tfdist_policies]
+
+
+def callbacks_from_flags(flag_values: flags.FlagValues = flags.FLAGS) -> list[Any]:
+    """The callbacks for `fit`: `tfdist.callbacks.Telemetry` with --tfdist_telemetry_dir, else none."""
+    _check_ready(flag_values)
+    if not flag_values.tfdist_telemetry_dir:
+        return []
+    from tfdist import callbacks
+
+    return [callbacks.Telemetry(flag_values.tfdist_telemetry_dir, flag_values.tfdist_telemetry_freq)]
+
+
+def _check_ready(flag_values: flags.FlagValues) -> None:
+    if "tfdist_strategy" not in flag_values:
+        raise ValueError("the flags are not defined; call tfdist.flags.define_flags() where the script defines its own")
+    if not flag_values.is_parsed():
+        raise ValueError("the flags are not parsed; use absl.app.run(main), or call absl.flags.FLAGS(sys.argv) before")
+
+
+# Policies.
+
+
+def parse_policy(text: str) -> Any:
+    """Makes a policy from text such as "BackupWorkers(spares=1)". Its arguments are plain values; nothing is evaluated.
+
+    Raises:
+      ValueError: it is no such text, or the policy refuses the arguments.
+    """
+    name, arguments, keywords = _parse_call(text)
+    known = _policies()
+    if name not in known:
+        close = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(sorted(known))}"
+        raise ValueError(f"--tfdist_policies names no policy; {hint} Received: {text!r}")
+    try:
+        return known[name]()(*arguments, **keywords)
+    except TypeError as error:
+        problem = " ".join(str(error).replace(f"{name}.__init__()", name).split())
+        raise ValueError(f"--tfdist_policies: {problem}; see docs/policies.md. Received: {text!r}") from None
+    except ValueError as error:
+        raise ValueError(f"--tfdist_policies={text}: {' '.join(str(error).split())}") from None
+
+
+def _policies() -> dict[str, Callable[[], Callable[..., Any]]]:
+    """How to get at each public policy, by its name."""
+    homes = {name: home for name, home in tfdist._HOME.items() if home.startswith("tfdist.policies.")}
+    return {name: functools.partial(_attribute, home, name) for name, home in homes.items()}
+
+
+def _attribute(home: str, name: str) -> Any:
+    return getattr(importlib.import_module(home), name)
+
+
+def _parse_call(text: str) -> tuple[str, list[Any], dict[str, Any]]:
+    """Name, arguments and keyword arguments of "Name(1, key=2)", or of "Name"."""
+    try:
+        if len(text) > _MAX_TEXT:
+            raise ValueError("too long")
+        node = ast.parse(text.strip(), mode="eval").body
+        call = node if isinstance(node, ast.Call) else ast.Call(func=node, args=[], keywords=[])
+        if not isinstance(call.func, ast.Name):
+            raise ValueError("no name")
+        arguments = [ast.literal_eval(each) for each in call.args]
+        keywords = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+        if any(each.arg is None for each in call.keywords):
+            raise ValueError("**")
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        shown = text if len(text) <= _MAX_TEXT else f"{text[:100]}..."
+        raise ValueError(
+            "--tfdist_policies is no policy with plain arguments; write it as --tfdist_policies='Warmup(epochs=1)'. "
+            f"Received: {shown!r}"
+        ) from None
+    return call.func.id, arguments, keywords
+
+
+# Clusters.
+
+
+def _cluster_from_flags(flag_values: flags.FlagValues) -> Cluster | None:
+    """The cluster in the flags, which TF_CONFIG is set to, or else the one in TF_CONFIG."""
+    given, task = flag_values.tfdist_cluster, flag_values.tfdist_task
+    if given is None and task is None:
+        return Cluster.from_environment()
+    if given is None or task is None:
+        missing = "--tfdist_task=worker:0" if task is None else "--tfdist_cluster"
+        raise ValueError(f"--tfdist_cluster and --tfdist_task belong together; add {missing}. Received: one of them")
+    if "TF_CONFIG" in os.environ:
+        raise ValueError("--tfdist_cluster and the variable TF_CONFIG both describe the cluster; remove one of them")
+    cluster = parse_cluster(given, task)
+    os.environ["TF_CONFIG"] = cluster.to_tf_config()
+    return cluster
+
+
+def parse_cluster(text: str, task: str) -> Cluster:
+    """The cluster of --tfdist_cluster and --tfdist_task.
+
+    Raises:
+      ClusterError: they make no sense.
+    """
+    job, colon, index = task.rpartition(":")
+    if not (colon and index.isascii() and index.isdigit() and len(index) < 10):
+        raise ClusterError(f"--tfdist_task is no task; write worker:1. Received: {task!r}")
+    try:
+        # Through TF_CONFIG, for that is what finds a key twice, and whatever else JSON lets pass.
+        checked = Cluster.from_tf_config(
+            f'{{"cluster": {text}, "task": {json.dumps({"type": job, "index": int(index)})}}}'
+        )
+    except ClusterError as error:
+        problem = str(error).removeprefix("TF_CONFIG: ")
+        raise ClusterError(f"--tfdist_cluster, --tfdist_task: {problem}") from None
+    return checked.with_task(Task(job, int(index)))
+
+
+def _suitable(cluster: Cluster | None) -> str:
+    """The strategy for a cluster."""
+    if cluster is None:
+        return "mirrored"
+    return "parameter_server" if cluster.num_ps else "multi_worker"
+
+
+# Strategies.
+
+
+def _mirrored(values: flags.FlagValues, policies: list[Any]) -> Any:
+    return tfdist.MirroredStrategy(values.tfdist_devices, policies=policies)
+
+
+def _multi_worker(values: flags.FlagValues, policies: list[Any]) -> Any:
+    return tfdist.MultiWorkerMirroredStrategy(policies=policies, start_timeout_secs=values.tfdist_start_timeout_secs)
+
+
+def _parameter_server(values: flags.FlagValues, policies: list[Any]) -> Any:
+    return tfdist.ParameterServerStrategy(
+        policies=policies,
+        data_sharding=values.tfdist_data_sharding,
+        num_workers=values.tfdist_num_workers,
+        num_ps=values.tfdist_num_ps,
+        start_timeout_secs=values.tfdist_start_timeout_secs,
+    )
+
+
+def _tpu(values: flags.FlagValues, policies: list[Any]) -> Any:
+    if policies:
+        raise ValueError(
+            f"--tfdist_strategy=tpu goes with no policy: all chips of a slice compute in lockstep; remove "
+            f"--tfdist_policies. Received: {', '.join(map(repr, policies))}"
+        )
+    import tensorflow as tf
+
+    name = values.tfdist_tpu or os.environ.get("TPU_NAME") or "local"
+    try:
+        resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu=name)
+        tf.config.experimental_connect_to_cluster(resolver)
+        tf.tpu.experimental.initialize_tpu_system(resolver)
+    except (ImportError, OSError, RuntimeError, ValueError, tf.errors.OpError) as error:
+        problem = (" ".join(str(error).split()) or type(error).__name__)[:300]
+        raise ValueError(
+            f"--tfdist_strategy=tpu found no TPU; run it where there is one, with the package tensorflow-tpu (2.20 at "
+            f"most). Received: --tfdist_tpu={name} ({problem})"
+        ) from error
+    return tf.distribute.TPUStrategy(resolver)
+
+
+_BUILDERS: dict[str, Callable[[flags.FlagValues, list[Any]], Any]] = {
+    "mirrored": _mirrored,
+    "multi_worker": _multi_worker,
+    "parameter_server": _parameter_server,
+    "tpu": _tpu,
+}

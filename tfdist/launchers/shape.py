@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many tasks of which kind a job has: the same flags, order and roles on every platform."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from absl import flags
+
+from tfdist.cluster import Cluster, Task
+from tfdist.launchers.requests import LaunchError
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """The tasks of a job.
+
+    Args:
+      num_workers: tasks of the job `worker`.
+      num_ps: parameter servers.
+      chief: whether there is a chief beside the workers; None means that there is one if there is a parameter server.
+      evaluator: whether there is an evaluator beside the cluster.
+
+    Raises:
+      LaunchError: a number is out of range, or parameter servers have no chief.
+    """
+
+    num_workers: int = 2
+    num_ps: int = 0
+    chief: bool | None = None
+    evaluator: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_workers < 1:
+            raise LaunchError(f"--num_workers is too small; use 1 or more. Received: {self.num_workers}")
+        if self.num_ps < 0:
+            raise LaunchError(f"--num_ps is too small; use 0 for no parameter server. Received: {self.num_ps}")
+        if self.chief is None:
+            object.__setattr__(self, "chief", self.num_ps > 0)
+        if self.num_ps and not self.chief:
+            raise LaunchError(
+                f"--nochief leaves nobody to coordinate the parameter servers; remove it, or use --num_ps=0. Received: "
+                f"--nochief with --num_ps={self.num_ps}"
+            )
+
+    @property
+    def members(self) -> tuple[Task, ...]:
+        """The tasks of the cluster, each of which needs an address: chief, workers, parameter servers."""
+        sizes = {"chief": int(bool(self.chief)), "worker": self.num_workers, "ps": self.num_ps}
+        return tuple(Task(job, index) for job, size in sizes.items() for index in range(size))
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """Every process of the job, in the order in which they are started: the members, then the evaluator."""
+        return self.members + ((Task("evaluator", 0),) if self.evaluator else ())
+
+    @property
+    def placed(self) -> tuple[Task, ...]:
+        """The same in the order in which hosts are filled: workers, which have the accelerators, come first."""
+        order = ("worker", "ps", "chief", "evaluator")
+        return tuple(sorted(self.tasks, key=lambda task: (order.index(task.type), task.index)))
+
+    @property
+    def deciding(self) -> tuple[Task, ...]:
+        """The tasks that make the job a success when all have succeeded: the chief of parameter servers, else all."""
+        roles = ("chief",) if self.num_ps else ("chief", "worker")
+        return tuple(task for task in self.members if task.type in roles)
+
+    @property
+    def computing(self) -> tuple[Task, ...]:
+        """The tasks that need the accelerators."""
+        return tuple(
+            task for task in self.members if task.type == "worker" or (task.type == "chief" and not self.num_ps)
+        )
+
+    def cluster(self, addresses: Sequence[str], task: Task) -> Cluster:
+        """The cluster as one of its tasks sees it.
+
+        Args:
+          addresses: "host:port" of each of `members`.
+          task: one of `tasks`.
+
+        Raises:
+          ClusterError: an address is none, or is there twice.
+        """
+        jobs: dict[str, dict[int, str]] = {}
+        for member, address in zip(self.members, addresses, strict=True):
+            jobs.setdefault(member.type, {})[member.index] = address
+        return Cluster(jobs, task)
+
+    def arguments(self) -> tuple[str, ...]:
+        """The flags that `from_flags` reads back, for a wrapper that runs elsewhere."""
+        shown = [f"--num_workers={self.num_workers}", f"--num_ps={self.num_ps}"]
+        shown.append("--chief" if self.chief else "--nochief")
+        return (*shown, *(["--evaluator"] if self.evaluator else []))
+
+    @staticmethod
+    def from_flags(values: flags.FlagValues) -> Shape:
+        """Reads what `define_flags` has defined."""
+        return Shape(values.num_workers, values.num_ps, values.chief, values.evaluator)
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    """Defines the flags that say how many tasks there are."""
+    flags.DEFINE_integer("num_workers", 2, "workers to start", flag_values=values)
+    flags.DEFINE_integer("num_ps", 0, "parameter servers to start; with any, also a chief", flag_values=values)
+    flags.DEFINE_boolean(
+        "chief", None, "start a chief beside the workers (as parameter servers need)", flag_values=values
+    )
+    flags.DEFINE_boolean("evaluator", False, "start an evaluator beside the cluster", flag_values=values)
+
+
+def check_count(flag: str, value: int, least: int = 0) -> None:
+    """Checks a whole number from the command line.
+
+    Raises:
+      LaunchError: it is too small.
+    """
+    if value < least:
+        raise LaunchError(f"--{flag} is too small; use {least} or more. Received: {value}")
+
+
+def check_duration(flag: str, value: float) -> None:
+    """Checks a number of seconds from the command line.
+
+    Raises:
+      LaunchError: it is negative, endless, or no number.
+    """
+    if not 0 <= value < math.inf:
+        raise LaunchError(f"--{flag} is not a duration; use 0 or more. Received: {value}")

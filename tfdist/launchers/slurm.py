@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts a script as every task of a cluster in a Slurm job.
+
+`plan` renders the batch script, `submit` hands it to `sbatch`; a dry run prints it. Inside of the job, each task finds
+out who it is from SLURM_* (`tfdist.launchers.slurm_task`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pathlib
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+
+from absl import flags
+
+from tfdist.launchers import command_line, shape, tools
+from tfdist.launchers.requests import PREEMPTED_EXIT_CODE, LaunchError, check_command
+from tfdist.launchers.shape import Shape
+from tfdist.launchers.slurm_task import EXITS_VARIABLE
+
+_USAGE = """\
+usage: tfdist launch slurm [FLAGS] SCRIPT [ARGUMENTS]
+       tfdist launch slurm [FLAGS] -m MODULE [ARGUMENTS]
+
+Submits a Slurm job that runs SCRIPT as every task of a cluster. What follows SCRIPT is its own. The hosts must share
+the directory from which this is called, and have tfdist in the same place.
+
+  tfdist launch slurm --num_workers=4 --gpus_per_node=4 --time=4:00:00 train.py     for MultiWorkerMirroredStrategy
+  tfdist launch slurm --num_workers=8 --num_ps=2 --tasks_per_node=4 train.py        for ParameterServerStrategy
+
+flags (also from a file, with --flagfile=FILE):
+"""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
+_PLAIN = re.compile(r"[A-Za-z0-9@%+=:,./_\[\]-]+", re.ASCII)
+# What #SBATCH lines are made of, in this order: our flag, and Slurm's option.
+_OPTIONS = ("partition", "account", "qos", "time", "mem", "constraint", "output")
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What to run.
+
+    Args:
+      command: the script and its arguments, or "-m", a module and its arguments.
+      shape: which tasks there are.
+      name: of the job.
+      directory: where it runs; all hosts share it.
+      python: the interpreter on the hosts.
+      tasks_per_node: tasks on each host.
+      cpus_per_task: cores for each task.
+      gpus_per_node: GPUs of each host, shared out among the workers there; 0 asks for none.
+      max_restarts: how often a job that fails is put into the queue again.
+      pre_kill_secs: how long before the time limit the tasks get SIGTERM, to save their work.
+      grace_secs: given to the other tasks after one has failed.
+      port: the first port of each host; 0 derives it from the job's number.
+      env: added to the environment.
+      options: what Slurm is told besides, by the names of its own options; empty ones are left out.
+      extra: further options of sbatch, such as "--exclusive".
+
+    Raises:
+      LaunchError: something is out of range or can't be written into a batch script.
+    """
+
+    command: tuple[str, ...]
+    shape: Shape = dataclasses.field(default_factory=Shape)
+    name: str = "tfdist"
+    directory: str = "."
+    python: str = "python3"
+    tasks_per_node: int = 1
+    cpus_per_task: int = 1
+    gpus_per_node: int = 0
+    max_restarts: int = 0
+    pre_kill_secs: int = 120
+    grace_secs: float = 30.0
+    port: int = 0
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    options: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    extra: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.command:
+            raise LaunchError("there is no script to run; name one after the flags. Received: nothing")
+        if not _NAME.fullmatch(self.name):
+            raise LaunchError(
+                f"--name is no name for a job; use up to 64 letters, digits, dots and dashes. Received: {self.name!r}"
+            )
+        for flag, least in (("tasks_per_node", 1), ("cpus_per_task", 1), ("gpus_per_node", 0), ("max_restarts", 0)):
+            shape.check_count(flag, getattr(self, flag), least)
+        if not 0 <= self.pre_kill_secs <= 65535:
+            raise LaunchError(
+                f"--pre_kill_secs is out of Slurm's range; use 0 to 65535. Received: {self.pre_kill_secs}"
+            )
+        if not 0 <= self.port < 65536:
+            raise LaunchError(f"--port is not a port; use 1 to 65535, or 0 to derive it. Received: {self.port}")
+        shape.check_duration("grace_period_secs", self.grace_secs)
+        self._check_texts()
+        workers = min(self.tasks_per_node, len(self.shape.computing))
+        if 0 < self.gpus_per_node < workers:
+            raise LaunchError(
+                f"--gpus_per_node leaves workers of a host without a GPU; use {workers} or more, or fewer "
+                f"--tasks_per_node. Received: {self.gpus_per_node}"
+            )
+
+    def _check_texts(self) -> None:
+        for option in self.extra:
+            if not option.startswith("-"):
+                raise LaunchError(f"--sbatch is not an option; write --sbatch=--exclusive. Received: {option!r}")
+        for flag, text in (*self.options.items(), ("directory", self.directory), *(("sbatch", x) for x in self.extra)):
+            if any(char in text for char in '\n\r\0"\\'):
+                raise LaunchError(f"--{flag} has a character that a batch script can't hold. Received: {text!r}")
+        for text in (*self.command, *self.env.values()):
+            if "\0" in text:
+                raise LaunchError(f"an argument has a zero byte, which no program can be given. Received: {text!r}")
+
+    @property
+    def num_nodes(self) -> int:
+        """How many hosts the tasks need."""
+        return math.ceil(len(self.shape.tasks) / self.tasks_per_node)
+
+
+@dataclasses.dataclass(frozen=True)
+class SlurmRequest:
+    """A batch script."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def plan(job: Job) -> SlurmRequest:
+    """What `submit` would hand to sbatch."""
+    return SlurmRequest("\n".join(["#!/bin/bash", *_directives(job), "", _body(job)]))
+
+
+def _directives(job: Job) -> list[str]:
+    ntasks = len(job.shape.tasks)
+    options = {
+        "job-name": job.name,
+        "nodes": str(job.num_nodes),
+        "ntasks": str(ntasks),
+        "ntasks-per-node": str(min(ntasks, job.tasks_per_node)),
+        "cpus-per-task": str(job.cpus_per_task),
+        "gpus-per-node": str(job.gpus_per_node) if job.gpus_per_node else "",
+        **{name: job.options.get(name, "") for name in _OPTIONS},
+        "chdir": job.directory,
+        "open-mode": "append",
+        "signal": f"TERM@{job.pre_kill_secs}" if job.pre_kill_secs else "",
+    }
+    lines = [f"#SBATCH --{name}={_quoted(value)}" for name, value in options.items() if value]
+    return [*lines, "#SBATCH --requeue", *(f"#SBATCH {_quoted(option)}" for option in job.extra)]
+
+
+def _quoted(value: str) -> str:
+    return value if _PLAIN.fullmatch(value) else f'"{value}"'
+
+
+def _body(job: Job) -> str:
+    wrapper = [
+        *(job.python, "-m", "tfdist.launchers.slurm_task", *job.shape.arguments()),
+        *(f"--port={job.port}", f"--grace_period_secs={job.grace_secs:g}", "--", *job.command),
+    ]
+    srun = ["srun", f"--ntasks={len(job.shape.tasks)}", f"--cpus-per-task={job.cpus_per_task}"]
+    return f"""\
+{tools.shell_exports(job.env)}# Known to the tasks of this run only; drawn anew when the job runs again.
+export TFDIST_JOB_SECRET=$(od -An -v -N32 -tx1 /dev/urandom | tr -d ' \\n')
+export TFDIST_ATTEMPT=${{SLURM_RESTART_COUNT:-0}}
+# Where the tasks leave their exit codes: srun knows the largest only, and not who was the first.
+state=$PWD/.tfdist-$SLURM_JOB_ID
+export {EXITS_VARIABLE}=$state-$TFDIST_ATTEMPT
+rm -rf -- "${EXITS_VARIABLE}"
+mkdir -p -- "${EXITS_VARIABLE}"
+
+{shlex.join(srun)} --distribution=block --kill-on-bad-exit=1 --unbuffered \\
+  {shlex.join(wrapper)}
+code=$?
+
+if [ "$code" -ne 0 ] && [ -r "${EXITS_VARIABLE}/first" ]; then
+  read -r code task < "${EXITS_VARIABLE}/first"
+  echo "tfdist: $task failed first (exit code $code)" >&2
+fi
+rm -rf -- "${EXITS_VARIABLE}"
+failures=$(cat -- "$state-failures" 2>/dev/null || echo 0)
+if [ "$code" -eq {PREEMPTED_EXIT_CODE} ]; then
+  # Preempted, and its work is saved: not a failure.
+  scontrol requeue "$SLURM_JOB_ID" && exit {PREEMPTED_EXIT_CODE}
+elif [ "$code" -ne 0 ] && [ "$failures" -lt {job.max_restarts} ]; then
+  echo $((failures + 1)) > "$state-failures"
+  scontrol requeue "$SLURM_JOB_ID" && exit "$code"
+fi
+rm -f -- "$state-failures"
+exit "$code"
+"""
+
+
+def submit(request: SlurmRequest) -> int:
+    """Hands the script to sbatch and says the job's number.
+
+    Args:
+      request: what `plan` gave.
+
+    Returns:
+      0: it is in the queue.
+
+    Raises:
+      LaunchError: there is no sbatch here, or it refuses the job.
+    """
+    sbatch = tools.find("sbatch", "call this on a login host of the cluster, or look at it with --dry_run")
+    number = tools.run([sbatch, "--parsable"], stdin=request.text).strip().partition(";")[0]
+    sys.stdout.write(f"{number}\n")
+    sys.stderr.write(f"tfdist: submitted job {number}; squeue --job={number} shows it, scancel {number} ends it\n")
+    return 0
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    """Defines this platform's flags."""
+    shape.define_flags(values)
+    texts = {
+        "name": ("tfdist", "name of the job"),
+        "partition": ("", "partition to run in"),
+        "account": ("", "account to charge"),
+        "qos": ("", "quality of service"),
+        "time": ("", "time limit, such as 4:00:00"),
+        "mem": ("", "memory of each host, such as 16G"),
+        "constraint": ("", "features that the hosts must have"),
+        "output": ("slurm-%j.out", "file for the output of all tasks"),
+        "python": (sys.executable, "interpreter on the hosts"),
+        "directory": ("", "where to run, shared by all hosts; the current directory by default"),
+    }
+    for name, (default, text) in texts.items():
+        flags.DEFINE_string(name, default, text, flag_values=values)
+    numbers = {
+        "tasks_per_node": (1, "tasks on each host"),
+        "cpus_per_task": (1, "cores for each task"),
+        "gpus_per_node": (0, "GPUs of each host, shared out among the workers there"),
+        "max_restarts": (0, "how often a job that fails runs again; one that was preempted always does"),
+        "pre_kill_secs": (120, "seconds before the time limit at which the tasks get SIGTERM; 0 for none"),
+        "port": (0, "first port of each host; 0 derives it from the job's number"),
+    }
+    for name, (default, text) in numbers.items():
+        flags.DEFINE_integer(name, default, text, flag_values=values)
+    flags.DEFINE_float(
+        "grace_period_secs", 30.0, "seconds for the other tasks after one has failed", flag_values=values
+    )
+    flags.DEFINE_multi_string("env", [], "NAME=VALUE for all tasks; may be repeated", flag_values=values)
+    flags.DEFINE_multi_string("sbatch", [], "one more option of sbatch; may be repeated", flag_values=values)
+    flags.DEFINE_boolean("dry_run", False, "print the batch script, submit nothing", flag_values=values)
+
+
+def job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> Job:
+    """The job that the command line describes.
+
+    Raises:
+      LaunchError: it makes no sense.
+    """
+    same = ("name", "python", "tasks_per_node", "cpus_per_task", "gpus_per_node", "max_restarts", "pre_kill_secs")
+    return Job(
+        tuple(command),
+        Shape.from_flags(values),
+        **{name: getattr(values, name) for name in (*same, "port")},
+        grace_secs=values.grace_period_secs,
+        directory=values.directory or str(pathlib.Path.cwd()),
+        env=tools.parse_environment("env", values.env),
+        options={name: getattr(values, name) for name in _OPTIONS},
+        extra=tuple(values.sbatch),
+    )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """`tfdist launch slurm`: see `command_line.run`."""
+    return command_line.run(_USAGE, define_flags, arguments, _launch)
+
+
+def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
+    job = job_from_flags(values, command)
+    check_command(job.command)
+    request = plan(job)
+    return command_line.submit_or_show(values, request, lambda: submit(request))

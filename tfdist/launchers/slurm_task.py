@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs inside a Slurm step, once per task: finds out from SLURM_* which task this is, and runs the script as it.
+
+    srun ... python3 -m tfdist.launchers.slurm_task --num_workers=4 -- train.py --epochs=5
+
+Tasks are numbered over the hosts of the step in blocks, as `srun --distribution=block` does: first the workers, which
+have the GPUs, then the parameter servers, the chief and the evaluator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+from absl import flags
+
+from tfdist.cluster import DATA_SERVICE_VARIABLE, ClusterError, Task
+from tfdist.launchers import command_line, gpus, hostlist, shape, wrapping
+from tfdist.launchers.requests import LaunchError
+from tfdist.launchers.shape import Shape
+
+# Below the ephemeral ports of every usual system. Jobs that share a host have numbers close to each other.
+_FIRST_PORT, _PORTS_PER_JOB, _JOBS = 12000, 16, 1000
+# Names a directory that all hosts share, in which each task leaves its exit code, and the first to fail its name.
+EXITS_VARIABLE = "TFDIST_SLURM_EXITS"
+_SIGNAL_TIMEOUT_SECS = 20.0
+_POLL_SECS = 0.2
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """Where the processes of a Slurm step run.
+
+    Args:
+      job_id: number of the job.
+      hosts: the host of each process, by its number in the step.
+      number: this process.
+    """
+
+    job_id: int
+    hosts: tuple[str, ...]
+    number: int
+
+    @staticmethod
+    def from_environment(env: Mapping[str, str]) -> Step:
+        """Reads SLURM_*.
+
+        Raises:
+          LaunchError: a variable is missing or makes no sense.
+        """
+        hosts = hostlist.expand(_text(env, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"))
+        counts = hostlist.expand_counts(_text(env, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
+        if len(hosts) != len(counts):
+            raise LaunchError(
+                f"Slurm lists {len(hosts)} hosts with tasks for {len(counts)}. Received: {hosts}, {counts}"
+            )
+        placed = tuple(host for host, count in zip(hosts, counts, strict=True) for _ in range(count))
+        number = _number(env, "SLURM_PROCID")
+        if number >= len(placed):
+            raise LaunchError(f"SLURM_PROCID is no process of this step of {len(placed)}. Received: {number}")
+        return Step(_number(env, "SLURM_JOB_ID", "SLURM_JOBID"), placed, number)
+
+
+def _text(env: Mapping[str, str], *names: str) -> str:
+    for name in names:
+        if env.get(name):
+            return env[name]
+    raise LaunchError(f"{names[0]} is not set; run this inside of a job, with srun. Received: nothing")
+
+
+def _number(env: Mapping[str, str], *names: str) -> int:
+    text = _text(env, *names)
+    if not (text.isascii() and text.isdigit() and len(text) <= 18):
+        raise LaunchError(f"{names[0]} is not a number. Received: {text!r}")
+    return int(text)
+
+
+def task_environment(step: Step, job: Shape, port: int, env: Mapping[str, str]) -> tuple[Task, dict[str, str]]:
+    """Which task a process of a step is, and what it finds in its environment.
+
+    Args:
+      step: where the processes run.
+      job: which tasks there are.
+      port: the first port of each host; 0 derives it from the job's number.
+      env: the environment that Slurm gave to the process.
+
+    Raises:
+      LaunchError: the step has another number of processes, or too few ports or GPUs.
+      ClusterError: Slurm names a host that is not one.
+    """
+    tasks = job.placed
+    if len(tasks) != len(step.hosts):
+        raise LaunchError(f"the step needs {len(tasks)} processes; use srun --ntasks. Received: {len(step.hosts)}")
+    ports = _ports(step, port)
+    addresses = {task: f"{host}:{ports[i]}" for i, (task, host) in enumerate(zip(tasks, step.hosts, strict=True))}
+    task = tasks[step.number]
+    cluster = job.cluster([addresses[member] for member in job.members], task)
+    found = {"TF_CONFIG": cluster.to_tf_config(), "TFDIST_LAUNCHER": "slurm", "PYTHONUNBUFFERED": "1"}
+    if job.num_ps:
+        host = addresses[Task("chief", 0)].rpartition(":")[0]
+        last = max(ports[i] for i, other in enumerate(step.hosts) if other == host)
+        found[DATA_SERVICE_VARIABLE] = f"{host}:{last + 1}"
+    return task, found | _gpus(step, tasks, job, env)
+
+
+def _ports(step: Step, port: int) -> list[int]:
+    """The port of each process: those of one host count up from its first."""
+    first = port or _FIRST_PORT + step.job_id % _JOBS * _PORTS_PER_JOB
+    used: dict[str, int] = {}
+    ports = []
+    for host in step.hosts:
+        ports.append(first + used.setdefault(host, 0))
+        used[host] += 1
+    if not port and max(used.values()) >= _PORTS_PER_JOB:
+        raise LaunchError(
+            f"a host has more tasks than the {_PORTS_PER_JOB - 1} for which ports are set aside; use --port. Received: "
+            f"{max(used.values())} tasks on one host"
+        )
+    if max(ports) >= 65535:
+        raise LaunchError(f"--port leaves no port for all tasks of a host; use a smaller one. Received: {port}")
+    return ports
+
+
+def _gpus(step: Step, tasks: Sequence[Task], job: Shape, env: Mapping[str, str]) -> dict[str, str]:
+    """Each of the tasks on this host that compute gets its part of the GPUs that Slurm gave to the step here."""
+    if gpus.VISIBLE not in env:
+        return {}
+    if tasks[step.number] not in job.computing:
+        return {gpus.VISIBLE: ""}
+    host = step.hosts[step.number]
+    here = [task for task, other in zip(tasks, step.hosts, strict=True) if other == host and task in job.computing]
+    devices = [name for name in env[gpus.VISIBLE].split(",") if name]
+    # Slurm may have bound one part to each task already (--gpus-per-task), where each sees its own only.
+    if len(here) == 1 or "SLURM_GPUS_PER_TASK" in env:
+        return {}
+    shares = gpus.share(devices, len(here), None, place=host)
+    return {gpus.VISIBLE: ",".join(shares[here.index(tasks[step.number])])}
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    """Defines the wrapper's flags."""
+    shape.define_flags(values)
+    flags.DEFINE_integer("port", 0, "first port of each host; 0 derives it from the job", flag_values=values)
+    flags.DEFINE_float("grace_period_secs", 30.0, "seconds for the others after one has failed", flag_values=values)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the script as the task that this process is; returns its exit code."""
+    try:
+        values, script = command_line.parse(define_flags, arguments)
+        job = Shape.from_flags(values)
+        step = Step.from_environment(os.environ)
+        task, env = task_environment(step, job, values.port, os.environ)
+        shape.check_duration("grace_period_secs", values.grace_period_secs)
+    except (LaunchError, ClusterError, flags.Error) as error:
+        wrapping.say(" ".join(str(error).split()))
+        return 2
+    exits = Exits(os.environ.get(EXITS_VARIABLE), job)
+    over = None if task in job.deciding else exits.job_has_succeeded
+    command = wrapping.script_command(script)
+    leave = functools.partial(exits.leave, task, grace_secs=values.grace_period_secs)
+    return wrapping.run(command, env, leave, over, str(task))
+
+
+class Exits:
+    """What the tasks tell each other as they end: a file per task in a directory that all hosts share.
+
+    srun itself would kill all tasks at once when one has failed, and report the largest of their codes.
+
+    Args:
+      directory: the directory; None if there is none, as in a step started by hand.
+      job: which tasks there are.
+    """
+
+    def __init__(self, directory: str | None, job: Shape) -> None:
+        self._directory = pathlib.Path(directory) if directory else None
+        self._job = job
+
+    def job_has_succeeded(self) -> bool:
+        """Whether all deciding tasks have ended well, so that the others have nothing left to do."""
+        return all(self._code(task) == "0" for task in self._job.deciding)
+
+    def leave(self, task: Task, code: int, grace_secs: float) -> None:
+        """Notes how a task ended; after a failure, gives the others time to save their work."""
+        self._write(_file_name(task), str(code), "w")
+        if code == 0:
+            return
+        if self._write("first", f"{code} {task}\n", "x"):
+            wrapping.say(f"{task} ended with exit code {code}, as the first; ending the others")
+            if len(self._job.tasks) > 1:
+                _terminate_step()
+        # srun kills the others as soon as this process has ended (--kill-on-bad-exit).
+        deadline = time.monotonic() + grace_secs
+        while not self._all_ended() and time.monotonic() < deadline:
+            time.sleep(_POLL_SECS)
+
+    def _all_ended(self) -> bool:
+        return all(self._code(task) is not None for task in self._job.tasks)
+
+    def _code(self, task: Task) -> str | None:
+        try:
+            return (self._directory / _file_name(task)).read_text() if self._directory else None
+        except OSError:
+            return None
+
+    def _write(self, name: str, text: str, mode: str) -> bool:
+        """Writes a file; False if another task has written it before."""
+        try:
+            if self._directory:
+                with (self._directory / name).open(mode, encoding="utf-8") as file:
+                    file.write(text)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            wrapping.say(f"can't write to {self._directory}, which all hosts of the job should share: {error}")
+        return True
+
+
+def _file_name(task: Task) -> str:
+    return f"{task.type}_{task.index}"
+
+
+def _terminate_step() -> None:
+    job, step, tool = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID"), shutil.which("scancel")
+    if tool and job and step:
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            command = [tool, "--signal=TERM", f"{job}.{step}"]
+            subprocess.run(command, timeout=_SIGNAL_TIMEOUT_SECS, stdin=subprocess.DEVNULL, check=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

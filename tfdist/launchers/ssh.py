@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts a script as every task of a cluster on machines that are reached by ssh.
+
+Each task has a local process that keeps its connection (`tfdist.launchers.ssh_client`); on the other side
+`tfdist.launchers.ssh_task` runs it. `plan` says which runs where; `submit` carries it out; a dry run prints it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+
+from absl import flags
+
+import tfdist
+from tfdist.cluster import DATA_SERVICE_VARIABLE, Task
+from tfdist.launchers import command_line, hostfile, local, shape, ssh_preflight, tools
+from tfdist.launchers.gpus import VISIBLE
+from tfdist.launchers.hostfile import Host
+from tfdist.launchers.requests import LaunchError, Request, Restarts, TaskRequest
+from tfdist.launchers.running import submit
+from tfdist.launchers.shape import Shape
+from tfdist.launchers.ssh_client import PREFIX
+
+_USAGE = """\
+usage: tfdist launch ssh --hosts=HOST[:SLOTS],... [FLAGS] SCRIPT [ARGUMENTS]
+       tfdist launch ssh --hostfile=FILE [FLAGS] -m MODULE [ARGUMENTS]
+
+Starts SCRIPT as every task of a cluster on these hosts, and stays until the job is over. What follows SCRIPT is its
+own. SCRIPT is looked for on each host, which needs the same Python and tfdist, and an ssh login without a password.
+
+  tfdist launch ssh --hosts=a,b,c,d --num_workers=4 train.py --epochs=5     for MultiWorkerMirroredStrategy
+  tfdist launch ssh --hostfile=hosts --num_workers=3 --num_ps=1 train.py    for ParameterServerStrategy
+
+flags (also from a file, with --flagfile=FILE):
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What to run.
+
+    Args:
+      command: the script and its arguments, or "-m", a module and its arguments.
+      hosts: where; their slots are filled in this order, workers first, then parameter servers, chief and evaluator.
+      shape: which tasks there are.
+      directory: where the script runs on each host.
+      python: the interpreter on the hosts.
+      port: the first port of each host, whose tasks count up from there.
+      gpus_per_worker: GPUs for each worker; None leaves what the host shows.
+      env: added to the environment of the tasks.
+      ssh_options: of ssh, such as "-p2222".
+      grace_secs: given to tasks to end by themselves, and from the first signal to SIGKILL.
+      restarts: how often all tasks are started again.
+
+    Raises:
+      LaunchError: something is out of range, or there are too few slots.
+    """
+
+    command: tuple[str, ...]
+    hosts: tuple[Host, ...]
+    shape: Shape = dataclasses.field(default_factory=Shape)
+    directory: str = "."
+    python: str = "python3"
+    port: int = 2222
+    gpus_per_worker: int | None = None
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    ssh_options: tuple[str, ...] = ()
+    grace_secs: float = 10.0
+    restarts: Restarts = dataclasses.field(default_factory=Restarts)
+
+    def __post_init__(self) -> None:
+        if not self.command:
+            raise LaunchError("there is no script to run; name one after the flags. Received: nothing")
+        slots = sum(host.slots for host in self.hosts)
+        needed = len(self.shape.tasks)
+        if slots < needed:
+            raise LaunchError(
+                f"the hosts have too few slots for {needed} tasks; add hosts, or write host slots=N. Received: {slots} "
+                f"slots on {len(self.hosts)} hosts"
+            )
+        shape.check_duration("grace_period_secs", self.grace_secs)
+        if self.gpus_per_worker is not None:
+            shape.check_count("gpus_per_worker", self.gpus_per_worker)
+        if not 0 < self.port <= 65535 - max(host.slots for host in self.hosts):
+            raise LaunchError(f"--port leaves no port for each slot; use a smaller number. Received: {self.port}")
+        for option in self.ssh_options:
+            if not option.startswith("-") or option == "--":
+                raise LaunchError(f"--ssh is no option of ssh; write --ssh=-p2222. Received: {option!r}")
+
+    @property
+    def places(self) -> dict[Task, tuple[Host, int]]:
+        """The host of each task, and which of the host's tasks it is."""
+        free = [(host, slot) for host in self.hosts for slot in range(host.slots)]
+        return dict(zip(self.shape.placed, free, strict=False))
+
+    @property
+    def data_service_port(self) -> int:
+        """On the chief's host, after the ports of its tasks."""
+        host, _ = self.places[Task("chief", 0)]
+        return self.port + sum(other == host for other, _ in self.places.values())
+
+
+def plan(job: Job) -> Request:
+    """What `submit` would start: the local process of each task."""
+    places = job.places
+    addresses = {task: f"{host.address}:{job.port + slot}" for task, (host, slot) in places.items()}
+    common = {"TFDIST_LAUNCHER": "ssh", "PYTHONUNBUFFERED": "1", **job.env}
+    if job.shape.num_ps:
+        common[DATA_SERVICE_VARIABLE] = f"{places[Task('chief', 0)][0].address}:{job.data_service_port}"
+    visible = _visible_devices(job)
+    tasks = []
+    for task in job.shape.tasks:
+        cluster = job.shape.cluster([addresses[member] for member in job.shape.members], task)
+        env = {"TF_CONFIG": cluster.to_tf_config(), **common, **visible.get(task, {})}
+        client = (sys.executable, "-m", "tfdist.launchers.ssh_client", places[task][0].login, job.python, job.directory)
+        command = (*client, *job.ssh_options, "--", *job.command)
+        tasks.append(TaskRequest(str(task), {PREFIX + name: value for name, value in env.items()}, command))
+    return Request(tuple(tasks), frozenset(map(str, job.shape.deciding)), job.grace_secs, job.restarts)
+
+
+def _visible_devices(job: Job) -> dict[Task, dict[str, str]]:
+    if job.gpus_per_worker is None:
+        return {}
+    used: dict[Host, int] = {}
+    found = {}
+    for task, (host, _) in job.places.items():
+        first = used.get(host, 0)
+        count = job.gpus_per_worker if task in job.shape.computing else 0
+        found[task] = {VISIBLE: ",".join(map(str, range(first, first + count)))}
+        used[host] = first + count
+    return found
+
+
+def preflight(job: Job, timeout_secs: float = 30.0) -> list[str]:
+    """Looks at every host; returns warnings.
+
+    Raises:
+      LaunchError: a host can't be used.
+    """
+    tools.find("ssh", "install an OpenSSH client")
+    asked: dict[str, dict[str, object]] = {}
+    files = [] if job.command[0] == "-m" else [job.command[0]]
+    for task, (host, slot) in job.places.items():
+        entry = asked.setdefault(host.login, {"directory": job.directory, "files": files, "ports": [], "gpus": 0})
+        ports, gpus = entry["ports"], entry["gpus"]
+        if isinstance(ports, list) and isinstance(gpus, int):
+            ports.extend([job.port + slot] if task in job.shape.members else [])
+            ports.extend([job.data_service_port] if job.shape.num_ps and task.type == "chief" else [])
+            entry["gpus"] = gpus + (job.gpus_per_worker or 0) * (task in job.shape.computing)
+    here = {"Python": ".".join(map(str, sys.version_info[:2])), "tfdist": tfdist.__version__}
+    for name in ("tensorflow", "keras"):
+        try:
+            here[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue  # A laptop that only launches need not have it.
+    return ssh_preflight.check(asked, job.python, job.ssh_options, here, timeout_secs)
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    """Defines this platform's flags."""
+    flags.DEFINE_string("hosts", "", "hosts, such as a,user@b:2", flag_values=values)
+    flags.DEFINE_string("hostfile", "", 'file with lines such as "host slots=2"', flag_values=values)
+    shape.define_flags(values)
+    flags.DEFINE_string("directory", "", "where to run; the current directory by default", flag_values=values)
+    flags.DEFINE_string("python", sys.executable, "interpreter on the hosts", flag_values=values)
+    flags.DEFINE_integer("port", 2222, "first port of each host; its tasks count up from there", flag_values=values)
+    gpu_help = "GPUs for each worker; by default what the host shows"
+    flags.DEFINE_integer("gpus_per_worker", None, gpu_help, flag_values=values)
+    flags.DEFINE_multi_string("env", [], "NAME=VALUE for all tasks; may be repeated", flag_values=values)
+    flags.DEFINE_multi_string("ssh", [], "one more option of ssh, such as -p2222; may be repeated", flag_values=values)
+    flags.DEFINE_float("preflight_secs", 30.0, "how long a host may take to answer; 0 asks none", flag_values=values)
+    local.define_run_flags(values, grace_period_secs=10.0)
+
+
+def job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> Job:
+    """The job that the command line describes.
+
+    Raises:
+      LaunchError: it makes no sense.
+      OSError: the hostfile can't be read.
+    """
+    if bool(values.hosts) == bool(values.hostfile):
+        received = "both" if values.hosts else "neither"
+        raise LaunchError(f"say where to run by one of --hosts=a,b and --hostfile=FILE. Received: {received}")
+    hosts = hostfile.from_flag(values.hosts) if values.hosts else hostfile.read(values.hostfile)
+    return Job(
+        tuple(command),
+        tuple(hosts),
+        Shape.from_flags(values),
+        directory=values.directory or str(pathlib.Path.cwd()),
+        python=values.python,
+        port=values.port,
+        gpus_per_worker=values.gpus_per_worker,
+        env=tools.parse_environment("env", values.env),
+        ssh_options=tuple(values.ssh),
+        grace_secs=values.grace_period_secs,
+        restarts=local.restarts_from_flags(values),
+    )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """`tfdist launch ssh`: see `command_line.run`."""
+    return command_line.run(_USAGE, define_flags, arguments, _launch)
+
+
+def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
+    job = job_from_flags(values, command)
+    shape.check_duration("preflight_secs", values.preflight_secs)
+    logs = local.logs_from_flags(values)
+    request = plan(job)
+
+    def start() -> int:
+        for warning in preflight(job, values.preflight_secs) if values.preflight_secs else []:
+            sys.stderr.write(f"tfdist: {warning}\n")
+        return submit(local.with_secret(request), logs)
+
+    return command_line.submit_or_show(values, request, start)

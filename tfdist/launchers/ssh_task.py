@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The far side of `tfdist launch ssh`: runs one task, and ends it when the launcher says so or is gone.
+
+Standard input carries a line of JSON, then a byte for each signal, and a zero every few seconds. So nothing has to be
+quoted for a shell, nothing secret is on a command line, and a launcher that was killed, or whose machine has vanished,
+is noticed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from typing import Any
+
+import tfdist
+from tfdist.launchers import gpus
+from tfdist.launchers.processes import Supervisor
+from tfdist.launchers.requests import LaunchError
+
+# The launcher sends a byte at least every `HEARTBEAT_SECS`.
+HEARTBEAT_SECS = 5.0
+_LOST_SECS = 60.0
+_GRACE_SECS = 3.0
+_MAX_LINE = 1 << 24
+LOST_EXIT_CODE = 75
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the task, or with "--probe" answers what the preflight asks; returns the exit code."""
+    line = _read_line(0)
+    try:
+        asked = json.loads(line)
+    except ValueError:
+        sys.stderr.write("tfdist: this is the far side of tfdist launch ssh; it is not for use by hand\n")
+        return 2
+    if arguments == ["--probe"]:
+        sys.stdout.write(json.dumps(probe(asked)) + "\n")
+        return 0
+    try:
+        os.chdir(asked["directory"])
+    except OSError as error:
+        sys.stderr.write(f"tfdist: can't work in that directory on this host: {error}\n")
+        return 2
+    return _run([sys.executable, *asked["script"]], {**os.environ, **asked["env"]})
+
+
+def probe(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """What the preflight compares: versions, the time, what is missing, which ports are taken."""
+    versions = {}
+    for name in ("tensorflow", "keras"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    directory = pathlib.Path(asked["directory"])
+    missing = [str(path) for path in (directory, *(directory / name for name in asked["files"])) if not path.exists()]
+    try:
+        num_gpus = len(gpus.present())
+    except LaunchError:
+        num_gpus = 0
+    python = ".".join(map(str, sys.version_info[:2]))
+    return {
+        "versions": {"Python": python, "tfdist": tfdist.__version__, **versions},
+        "time": time.time(),
+        "missing": missing,
+        "taken": [port for port in asked["ports"] if not _is_free(port)],
+        "gpus": num_gpus,
+    }
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe_socket:
+        probe_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe_socket.bind(("", port))
+        except OSError:
+            return False
+        return True
+
+
+def _read_line(descriptor: int) -> bytes:
+    """Byte by byte: what follows the line is for somebody else."""
+    line = bytearray()
+    while not line.endswith(b"\n") and len(line) < _MAX_LINE:
+        byte = os.read(descriptor, 1)
+        if not byte:
+            break
+        line += byte
+    return bytes(line)
+
+
+def _run(command: Sequence[str], env: Mapping[str, str]) -> int:
+    for signum in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGPIPE):
+        signal.signal(signum, signal.SIG_IGN)  # The launcher decides; its connection tells.
+    lost = threading.Event()
+    with Supervisor(on_lines=_show) as supervisor:
+        task = supervisor.start("task", command, env)
+
+        def listen() -> None:
+            for signum in _signals(0):
+                task.send_signal(signum)
+            lost.set()
+            supervisor.wake()
+
+        threading.Thread(target=listen, name="tfdist listen", daemon=True).start()
+        ended = supervisor.wait_first_exit()
+        if ended is None and lost.is_set():
+            supervisor.stop(grace_secs=_GRACE_SECS)
+            return LOST_EXIT_CODE
+        task.wait()
+        code = task.returncode or 0
+        return code if code >= 0 else 128 - code
+
+
+def _signals(descriptor: int):
+    """The signals that the launcher sends, until it is gone."""
+    while True:
+        readable, _, _ = select.select([descriptor], [], [], _LOST_SECS)
+        received = os.read(descriptor, 4096) if readable else b""
+        if not received:
+            return
+        yield from filter(None, received)
+
+
+def _show(name: str, lines: list[str], error: bool) -> None:
+    data = "".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace")
+    with contextlib.suppress(OSError):
+        while data:
+            data = data[os.write(2 if error else 1, data) :]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

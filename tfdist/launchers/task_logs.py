@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each task prints, in files of its own: DIRECTORY/RUN/attempt_0/worker_1/stdout.log."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import re
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import IO
+
+from tfdist.launchers.requests import LaunchError
+
+_COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
+_RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
+
+
+@dataclasses.dataclass(frozen=True)
+class LogSettings:
+    """Where output goes.
+
+    Args:
+      directory: for the files; None writes none.
+      run: the name of this run, a folder below `directory`.
+      tee: whether output goes to the screen too.
+
+    Raises:
+      LaunchError: the run's name is none, or all output would be lost.
+    """
+
+    directory: str | None = None
+    run: str = ""
+    tee: bool = True
+
+    def __post_init__(self) -> None:
+        if self.run and not _RUN.fullmatch(self.run):
+            raise LaunchError(
+                f"--run is no name for a folder; use letters, digits, dots and dashes. Received: {self.run!r}"
+            )
+        if self.directory is None and not self.tee:
+            raise LaunchError(
+                "--notee would lose all output; name a directory with --task_logs. Received: --notee alone"
+            )
+
+
+def new_run_name() -> str:
+    """A name that sorts by time and that two launchers on one machine don't share."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+
+
+class TaskLogs:
+    """The files of one attempt, each opened when its task first prints.
+
+    Args:
+      folder: DIRECTORY/RUN.
+      attempt: counts from 0.
+      say: tells the user, in a line, that a file can't be written; the training is worth more than its output.
+
+    Raises:
+      OSError: the folder can't be made.
+    """
+
+    def __init__(self, folder: pathlib.Path, attempt: int, say: Callable[[str], None]) -> None:
+        self.folder = folder / f"attempt_{attempt}"
+        self.folder.mkdir(parents=True)
+        self._say = say
+        self._lock = threading.Lock()
+        self._files: dict[tuple[str, bool], IO[str] | None] = {}
+
+    def write(self, task: str, lines: Sequence[str], error: bool) -> None:
+        """Appends lines of a task's standard output or standard error."""
+        with self._lock:
+            try:
+                if (task, error) not in self._files:
+                    self._files[task, error] = self._open(task, error)
+                if file := self._files[task, error]:
+                    file.write("".join(f"{_COLOUR.sub('', line)}\n" for line in lines))
+                    file.flush()
+            except OSError as problem:
+                self._files[task, error] = None
+                self._say(f"can't log what {task} prints: {problem}")
+
+    def _open(self, task: str, error: bool) -> IO[str]:
+        path = self.folder / task.replace(":", "_") / ("stderr.log" if error else "stdout.log")
+        path.parent.mkdir(exist_ok=True)
+        return path.open("a", encoding="utf-8", errors="backslashreplace")
+
+    def close(self) -> None:
+        """Closes the files; may be called again."""
+        with self._lock:
+            for file in self._files.values():
+                if file:
+                    file.close()
+            self._files.clear()

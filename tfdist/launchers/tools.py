@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command-line tools of the platforms: found, run with a time limit, and their complaints on one line."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+
+from tfdist.launchers.requests import LaunchError
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
+
+
+def find(name: str, remedy: str) -> str:
+    """The path of a tool.
+
+    Raises:
+      LaunchError: it is not installed.
+    """
+    path = shutil.which(name)
+    if path is None:
+        raise LaunchError(f"there is no command {name} here; {remedy}. Received: PATH={os.environ.get('PATH', '')!r}")
+    return path
+
+
+def run(command: Sequence[str], stdin: str = "", timeout_secs: float | None = 120.0) -> str:
+    """Runs a tool to its end and returns what it printed to standard output.
+
+    Raises:
+      LaunchError: it failed, with the end of what it said, or took too long.
+    """
+    name = os.path.basename(command[0])  # noqa: PTH119 - a name, not a file
+    try:
+        done = subprocess.run(command, input=stdin.encode("utf-8"), capture_output=True, timeout=timeout_secs)
+    except subprocess.TimeoutExpired:
+        raise LaunchError(
+            f"{name} did not answer within {timeout_secs:g} s; try it by hand. Received: {command}"
+        ) from None
+    except UnicodeEncodeError:
+        raise LaunchError(f"{name} takes UTF-8 only; rename what is not. Received: {command}") from None
+    if done.returncode:
+        said = (done.stderr or done.stdout).decode("utf-8", "replace").strip()
+        raise LaunchError(f"{name} failed with exit code {done.returncode}: {said[-500:] or 'it said nothing'}")
+    return done.stdout.decode("utf-8", "replace")
+
+
+def parse_environment(flag: str, settings: Sequence[str]) -> dict[str, str]:
+    """Reads NAME=VALUE pairs; a NAME alone takes the value that it has here.
+
+    Raises:
+      LaunchError: a pair has no proper name, or the name alone is not set.
+    """
+    found: dict[str, str] = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not _VARIABLE.fullmatch(name):
+            raise LaunchError(
+                f"--{flag} does not start with the name of a variable; write NAME=VALUE. Received: {setting!r}"
+            )
+        if not equals and name not in os.environ:
+            raise LaunchError(f"--{flag}={name} takes the value from here, where it is not set; write {name}=VALUE")
+        found[name] = value if equals else os.environ[name]
+        if "\0" in found[name]:
+            raise LaunchError(f"--{flag}={name} has a zero byte, which no environment can hold; remove it")
+    return found
+
+
+def shell_exports(extra: Mapping[str, str]) -> str:
+    """How a variable is set in a shell script, one line each."""
+    return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in extra.items())

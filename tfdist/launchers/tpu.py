@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts a script on TPUs: on a TPU VM by `gcloud`, or in a GKE node pool by `kubectl`.
+
+TPUs have a strategy of their own, tf.distribute.TPUStrategy, and need no TF_CONFIG: one program, on the first host,
+drives all chips.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+from absl import flags
+
+from tfdist.launchers import command_line, kubernetes, manifests, shape, tools, tpu_shapes
+from tfdist.launchers.kubernetes import KubernetesRequest
+from tfdist.launchers.manifests import Pods
+from tfdist.launchers.requests import LaunchError, Request, Restarts, TaskRequest
+from tfdist.launchers.running import submit as run_tasks
+from tfdist.launchers.shape import Shape
+from tfdist.launchers.task_logs import LogSettings
+from tfdist.launchers.tpu_shapes import Slice
+
+_USAGE = """\
+usage: tfdist launch tpu --accelerator_type=TYPE --zone=ZONE [FLAGS] SCRIPT [ARGUMENTS]
+       tfdist launch tpu --gke --accelerator=NAME --topology=TOPOLOGY --image=IMAGE [FLAGS] SCRIPT [ARGUMENTS]
+
+Runs SCRIPT on TPUs: on a TPU VM, on its first host only where it has several; or in a GKE node pool. SCRIPT builds its
+strategy by tfdist.strategy_from_flags() with --tfdist_strategy=tpu, or a tf.distribute.TPUStrategy.
+
+flags (also from a file, with --flagfile=FILE):
+"""
+_NAME = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
+_WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*", re.ASCII)
+_GCLOUD = ("gcloud", "compute", "tpus", "tpu-vm")
+_CREATE_TIMEOUT_SECS = 3600.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What to run on a TPU VM.
+
+    Args:
+      command: the script and its arguments, or "-m", a module and its arguments.
+      accelerator_type: such as v4-8.
+      zone: of the TPU.
+      name: of the TPU.
+      version: the runtime, such as tpu-ubuntu2204-base; for TensorFlow on several hosts one that serves it.
+      project: "" for the one that gcloud is set to.
+      create: whether the TPU is made first.
+      delete: whether it is deleted at the end, whatever happens.
+      spot: whether it may be taken away at any time.
+      copy: a local directory that is copied to `directory` on all hosts; "" for none.
+      directory: where the script runs, below the home directory if relative.
+      setup: a shell command that is run on all hosts first, such as "pip install -r requirements.txt"; "" for none.
+      python: the interpreter.
+      env: added to the environment.
+      restarts: how often the script is started again.
+
+    Raises:
+      LaunchError: something is out of range.
+    """
+
+    command: tuple[str, ...]
+    accelerator_type: str
+    zone: str
+    name: str = "tfdist"
+    version: str = "tpu-ubuntu2204-base"
+    project: str = ""
+    create: bool = True
+    delete: bool = False
+    spot: bool = False
+    copy: str = ""
+    directory: str = "."
+    setup: str = ""
+    python: str = "python3"
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    restarts: Restarts = dataclasses.field(default_factory=Restarts)
+
+    def __post_init__(self) -> None:
+        if not self.command:
+            raise LaunchError("there is no script to run; name one after the flags. Received: nothing")
+        if not _NAME.fullmatch(self.name):
+            raise LaunchError(
+                f"--name is no name for a TPU; use up to 63 of a-z, 0-9 and dashes. Received: {self.name!r}"
+            )
+        for flag in ("zone", "version", *(["project"] if self.project else [])):
+            if not _WORD.fullmatch(getattr(self, flag)):
+                raise LaunchError(
+                    f"--{flag} is missing or malformed; see gcloud compute tpus. Received: {getattr(self, flag)!r}"
+                )
+        _ = self.slice
+
+    @property
+    def slice(self) -> Slice:
+        """The chips and hosts."""
+        return tpu_shapes.from_type(self.accelerator_type)
+
+
+@dataclasses.dataclass(frozen=True)
+class TpuRequest:
+    """The commands, in their order: before the script, the script, and after it whatever happened."""
+
+    before: tuple[tuple[str, ...], ...]
+    script: tuple[str, ...]
+    after: tuple[tuple[str, ...], ...]
+    restarts: Restarts
+
+    def __str__(self) -> str:
+        return "".join(f"{shlex.join(command)}\n" for command in (*self.before, self.script, *self.after))
+
+
+def plan(job: Job) -> TpuRequest:
+    """The commands of gcloud that `submit` would run."""
+    where = (f"--zone={job.zone}", *([f"--project={job.project}"] if job.project else []))
+    before: list[tuple[str, ...]] = []
+    if job.create:
+        kind = (f"--accelerator-type={job.accelerator_type}", f"--version={job.version}")
+        before.append((*_GCLOUD, "create", job.name, *where, *kind, *(["--spot"] if job.spot else [])))
+    if job.copy:
+        before.append((*_GCLOUD, "scp", "--recurse", job.copy, f"{job.name}:{job.directory}", *where, "--worker=all"))
+    if job.setup:
+        before.append((*_GCLOUD, "ssh", job.name, *where, "--worker=all", f"--command={job.setup}"))
+    # A terminal, so that the script gets SIGHUP when the connection ends.
+    script = (*_GCLOUD, "ssh", job.name, *where, "--worker=0", "--ssh-flag=-tt", f"--command={_remote(job)}")
+    after = ((*_GCLOUD, "delete", job.name, *where, "--quiet"),) if job.delete else ()
+    return TpuRequest(tuple(before), script, after, job.restarts)
+
+
+def _remote(job: Job) -> str:
+    """The shell command on the first host."""
+    env = {"PYTHONUNBUFFERED": "1", "TFDIST_LAUNCHER": "tpu", **job.env}
+    # On several hosts the runtime of each holds its chips, and TensorFlow finds them by the TPU's name.
+    env |= {"TPU_NAME": job.name, "TPU_LOAD_LIBRARY": "0"} if job.slice.hosts > 1 else {"TPU_NAME": "local"}
+    settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in env.items())
+    return f"cd {shlex.quote(job.directory)} && env {settings} {shlex.join([job.python, *job.command])}"
+
+
+def submit(request: TpuRequest, logs: LogSettings) -> int:
+    """Runs the commands; what comes after the script is run whatever happened.
+
+    Returns:
+      The exit code of the script.
+
+    Raises:
+      LaunchError: gcloud is missing, or fails before the script.
+    """
+    tools.find("gcloud", "install the Google Cloud CLI, or look at the commands with --dry_run")
+    # As Ctrl-C does: the TPU is still deleted.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        for command in request.before:
+            sys.stderr.write(f"tfdist: {shlex.join(command)}\n")
+            tools.run(command, timeout_secs=_CREATE_TIMEOUT_SECS)
+        task = TaskRequest("tpu", {}, request.script)
+        return run_tasks(Request((task,), frozenset({"tpu"}), 10.0, request.restarts), logs)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        for command in request.after:
+            sys.stderr.write(f"tfdist: {shlex.join(command)}\n")
+            done = subprocess.run(command, stdin=subprocess.DEVNULL, timeout=_CREATE_TIMEOUT_SECS, check=False)
+            if done.returncode:
+                sys.stderr.write(f"tfdist: that failed, and the TPU may go on costing money: {shlex.join(command)}\n")
+
+
+def plan_gke(pods: Pods, accelerator: str, topology: str, chips_per_host: int = 0) -> KubernetesRequest:
+    """The Job that runs the script in a GKE node pool.
+
+    Args:
+      pods: what to run; accelerators and selectors are added here.
+      accelerator: the label cloud.google.com/gke-tpu-accelerator.
+      topology: the label cloud.google.com/gke-tpu-topology.
+      chips_per_host: of the machine type; 0 for the usual.
+
+    Raises:
+      LaunchError: the topology is none, or has several hosts.
+    """
+    tpus = tpu_shapes.from_topology(accelerator, topology, chips_per_host)
+    if tpus.hosts > 1:
+        raise LaunchError(
+            f"--topology has {tpus.hosts} hosts, and GKE has no runtime that gives TensorFlow those of other hosts; "
+            f"use a topology of one host, or a TPU VM (without --gke). Received: {topology!r}"
+        )
+    labels = {"cloud.google.com/gke-tpu-accelerator": accelerator, "cloud.google.com/gke-tpu-topology": topology}
+    pods = dataclasses.replace(
+        pods,
+        shape=Shape(1),
+        accelerators={"google.com/tpu": tpus.chips},
+        node_selector={**pods.node_selector, **labels},
+        env={**pods.env, "PYTHONUNBUFFERED": "1", "TFDIST_LAUNCHER": "tpu", "TPU_NAME": "local"},
+    )
+    kubernetes.check(pods)
+    job = manifests.plain_job(pods, "worker", tpus.hosts, (pods.python, *pods.command))
+    return KubernetesRequest((manifests.network_policy(pods), job), pods)
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    """Defines this platform's flags."""
+    flags.DEFINE_boolean("gke", False, "run in a GKE node pool, not on a TPU VM", flag_values=values)
+    texts = {
+        "accelerator_type": ("", "TPU VM: such as v4-8"),
+        "zone": ("", "TPU VM: zone"),
+        "project": ("", "TPU VM: project; the one that gcloud is set to by default"),
+        "version": ("tpu-ubuntu2204-base", "TPU VM: runtime"),
+        "copy": ("", "TPU VM: local directory to copy to --working_dir on all hosts"),
+        "setup": ("", "TPU VM: shell command for all hosts before the script"),
+        "accelerator": ("", "GKE: such as tpu-v5-lite-podslice"),
+        "topology": ("", "GKE: such as 2x4"),
+    }
+    for name, (default, text) in texts.items():
+        flags.DEFINE_string(name, default, text, flag_values=values)
+    flags.DEFINE_integer("chips_per_host", 0, "GKE: chips of the machine type; 0 for the usual", flag_values=values)
+    flags.DEFINE_boolean("create", True, "TPU VM: make the TPU first", flag_values=values)
+    flags.DEFINE_boolean("delete", False, "TPU VM: delete the TPU at the end, whatever happens", flag_values=values)
+    flags.DEFINE_boolean("spot", False, "TPU VM: one that may be taken away at any time", flag_values=values)
+    kubernetes.define_pod_flags(values)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """`tfdist launch tpu`: see `command_line.run`."""
+    return command_line.run(_USAGE, define_flags, arguments, _launch)
+
+
+def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
+    if values.gke:
+        pods = kubernetes.pods_from_flags(values, command, Shape(1))
+        request = plan_gke(pods, values.accelerator, values.topology, values.chips_per_host)
+    else:
+        request = plan(_job_from_flags(values, command))
+    return command_line.submit_or_show(values, request, lambda: _submit(request))
+
+
+def _submit(request: TpuRequest | KubernetesRequest) -> int:
+    return kubernetes.submit(request) if isinstance(request, KubernetesRequest) else submit(request, LogSettings())
+
+
+def _job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> Job:
+    shape.check_count("max_restarts", values.max_restarts)
+    same = (
+        "accelerator_type",
+        "zone",
+        "name",
+        "version",
+        "project",
+        "create",
+        "delete",
+        "spot",
+        "copy",
+        "setup",
+        "python",
+    )
+    return Job(
+        tuple(command),
+        **{name: getattr(values, name) for name in same},
+        directory=values.working_dir or ".",
+        env=tools.parse_environment("env", values.env),
+        restarts=Restarts(values.max_restarts),
+    )

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a script as the child of a wrapper on the compute side: signals reach it, its exit code comes back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO
+
+from tfdist.launchers.output import Console, LineReader
+
+_FORWARDED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGCONT")
+_NOT_FOUND_EXIT_CODE = 127
+_POLL_SECS = 1.0
+# For a task that is not needed any more: to end by itself, and then again after SIGTERM.
+_OVER_SECS = 10.0
+_DRAIN_SECS = 2.0
+
+
+def script_command(script: Sequence[str]) -> list[str]:
+    """What runs a script, or "-m" and a module, with the interpreter of this process."""
+    return [sys.executable, *script]
+
+
+def say(message: str) -> None:
+    """Writes one line of the wrapper's own to standard error."""
+    sys.stderr.write(f"tfdist: {message}\n")
+    sys.stderr.flush()
+
+
+def run(
+    command: Sequence[str],
+    env: Mapping[str, str],
+    on_exit: Callable[[int], None] | None = None,
+    is_over: Callable[[], bool] | None = None,
+    name: str | None = None,
+) -> int:
+    """Runs a command to its end.
+
+    Schedulers differ in whom they signal: the wrapper, its process group, or all processes. The command gets a group of
+    its own, so that it hears of each signal once, from the wrapper.
+
+    Args:
+      command: program and arguments.
+      env: added to the environment.
+      on_exit: called with the exit code while signals are still held off.
+      is_over: asked every second; once it says yes, the command is given some time to end, then ended, and that is no
+        failure.
+      name: printed before each line of output, such as "worker:1", where several tasks share a file; progress bars are
+        made readable then.
+
+    Returns:
+      The exit code; 128+N if signal N ended the command.
+    """
+    pending: list[int] = []
+    child: list[subprocess.Popen[bytes]] = []
+
+    def forward(signum: int, _: object) -> None:
+        if not child:
+            pending.append(signum)  # It has not started yet.
+            return
+        _kill(child[0], signum)
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        numbers = [getattr(signal, name) for name in _FORWARDED]
+        before = {number: signal.signal(number, forward) for number in numbers}
+    try:
+        try:
+            output = subprocess.PIPE if name else None
+            started = subprocess.Popen(
+                command, env={**os.environ, **env}, process_group=0, stdout=output, stderr=output
+            )
+        except OSError as error:
+            say(f"can't run {command[0]}: {error}")
+            return _NOT_FOUND_EXIT_CODE
+        child.append(started)
+        readers = _print_lines(started, f"[{name}] ") if name else []
+        for signum in pending:
+            forward(signum, None)
+        code = _wait(started, is_over)
+        for reader in readers:
+            # What it started in the background may go on writing for ever.
+            reader.join(_DRAIN_SECS)
+        if on_exit:
+            on_exit(code)
+        return code
+    finally:
+        if child and child[0].poll() is None:
+            _kill(child[0], signal.SIGKILL)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _print_lines(child: subprocess.Popen[bytes], prefix: str) -> list[threading.Thread]:
+    """Prints both streams line by line, from threads that end with them."""
+    console = Console()
+
+    def copy(stream: IO[bytes], error: bool) -> None:
+        lines = LineReader()
+        while data := os.read(stream.fileno(), 1 << 16):
+            console.write(prefix, lines.feed(data), error)
+        console.write(prefix, lines.close(), error)
+
+    streams = [(stream, error) for stream, error in ((child.stdout, False), (child.stderr, True)) if stream]
+    threads = [threading.Thread(target=copy, args=each, name="tfdist output", daemon=True) for each in streams]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def _wait(child: subprocess.Popen[bytes], is_over: Callable[[], bool] | None) -> int:
+    while is_over is not None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return _code(child.wait(_POLL_SECS))
+        if is_over():
+            return _end(child)
+    return _code(child.wait())
+
+
+def _end(child: subprocess.Popen[bytes]) -> int:
+    for signum in (None, signal.SIGTERM, signal.SIGKILL):
+        if signum is not None:
+            _kill(child, signum)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(_OVER_SECS)
+            break
+    return 0
+
+
+def _code(code: int) -> int:
+    return code if code >= 0 else 128 - code
+
+
+def _kill(child: subprocess.Popen[bytes], signum: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.pid, signum)
