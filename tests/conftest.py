@@ -2,12 +2,14 @@
 """What holds for every test: it leaves nothing behind, and TensorFlow sees four CPUs and is quiet.
 
 A test that leaves an environment variable, a thread that would keep Python alive, or a child process behind fails, and
-what it left is removed so that the next test starts clean. Time limits per test are in pyproject.toml (pytest-timeout).
+what it left is removed so that the next test starts clean. Seeds it set are forgotten. Time limits per test are in
+pyproject.toml (pytest-timeout).
 """
 
 from __future__ import annotations
 
 import os
+import random
 import signal
 import sys
 import threading
@@ -68,9 +70,19 @@ def leaves_nothing_behind() -> Iterator[None]:
     """Fails the test that changes the environment or leaves a thread or a process."""
     before = dict(os.environ), set(threading.enumerate()), set(_children())
     yield
+    _forget_seeds()
     leaks = [*_environment_leaks(before[0]), *_thread_leaks(before[1]), *_process_leaks(before[2])]
     if leaks:
         pytest.fail("this test left behind: " + "; ".join(leaks), pytrace=False)
+
+
+def _forget_seeds() -> None:
+    """Undoes keras.utils.set_random_seed: a data set with a global seed shuffles alike in every copy."""
+    random.seed()
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()
+    if tf := sys.modules.get("tensorflow"):
+        tf.random.set_seed(None)
 
 
 def _environment_leaks(before: dict[str, str]) -> list[str]:

@@ -292,6 +292,14 @@ def test_parameter_server_wants_all_three_jobs(missing):
         read(jobs, (next(iter(jobs)), 0)).check_parameter_server()
 
 
+@pytest.mark.parametrize("listed", [{}, {"evaluator": ["e:1"]}])
+def test_an_evaluator_has_no_part_in_a_parameter_server_cluster_but_may_be_listed(listed):
+    jobs = {"chief": ["c:1"], "worker": ["w:1"], "ps": ["p:1"], **listed}
+    with pytest.raises(ClusterError, match=r'ParameterServerStrategy.*leave the evaluator out.*Received: "evaluator"'):
+        read(jobs, ("evaluator", 0)).check_parameter_server()
+    read(jobs, ("chief", 0)).check_parameter_server()
+
+
 def test_a_gap_matters_to_the_chief_of_a_parameter_server_cluster_only():
     jobs = {"chief": ["c:1"], "worker": {"1": "w:1"}, "ps": ["p:1"]}
     read(jobs, ("worker", 1)).check_parameter_server()

@@ -20,22 +20,27 @@ MODULES = sorted((ROOT / "tfdist").rglob("*.py"))
 
 # Which parts of tfdist each part may import. A new part gets a line here, and the arrow must point one way.
 ARROWS: dict[str, set[str]] = {
-    "__init__": {"cluster", "strategies"},
+    "__init__": {"cluster", "flags", "strategies"},
     "_addresses": set(),
-    "callbacks": {"telemetry"},
-    "cli": {"__init__", "cluster", "launchers"},
+    "callbacks": {"learning_rate", "telemetry"},
+    "cli": {"__init__", "cluster", "doctor", "launchers"},
     "cluster": {"_addresses"},
     "compression": set(),
     "engines": {"cluster", "compression", "policies"},
-    "flags": {"__init__", "cluster", "policies", "strategies"},
-    "launchers": {"cluster"},
+    "doctor": {"__init__", "_addresses", "cluster", "doctor_meeting", "launchers"},
+    "doctor_meeting": {"_addresses", "cluster"},
+    "flags": {"__init__", "callbacks", "cluster", "policies", "strategies"},
+    "launchers": {"__init__", "_addresses", "cluster"},
+    "learning_rate": set(),
     "policies": set(),
-    "serving": {"cluster", "engines", "launchers"},
+    "schedules": set(),
+    "serving": {"cluster", "engines", "launchers", "serving_task"},
+    "serving_task": {"cluster", "engines"},
     "strategies": {"cluster", "compression", "engines", "policies", "serving", "telemetry"},
     "telemetry": {"cluster", "policies"},
     "testing": {"__init__", "cluster", "engines", "launchers", "policies", "serving", "strategies", "telemetry"},
 }
-WITHOUT_TENSORFLOW = ("__init__", "_addresses", "cli", "cluster", "launchers", "policies")
+WITHOUT_TENSORFLOW = ("__init__", "_addresses", "cli", "cluster", "doctor", "doctor_meeting", "launchers", "policies")
 HEAVY = ("tensorflow", "keras", "numpy")
 
 

@@ -8,6 +8,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import textwrap
 from typing import Any
 
 import programs
@@ -17,6 +18,7 @@ import pytest
 import tfdist
 from tfdist import Cluster, Task
 from tfdist.launchers.ports import PortReservation
+from tfdist.strategies import order
 
 # By then all are gone, on a busy machine too; in practice it takes a second or two.
 ENDED_WITHIN_SECS = 10.0
@@ -67,6 +69,8 @@ def chief_of(*workers: str, ps: str = "127.0.0.1:1") -> str:
 def test_tasks_that_do_not_come_up_are_named(
     monkeypatch: pytest.MonkeyPatch, workers: list[str], named: list[str]
 ) -> None:
+    # What other tests of this process have left must not be what the constructor stops at.
+    monkeypatch.setattr(order, "_variables", list)
     monkeypatch.setenv("TF_CONFIG", chief_of(*workers))
     with pytest.raises(TimeoutError) as raised:
         tfdist.ParameterServerStrategy(start_timeout_secs=0.2)
@@ -84,6 +88,14 @@ def test_a_cluster_without_one_of_its_jobs(monkeypatch: pytest.MonkeyPatch, miss
     del jobs[missing]
     monkeypatch.setenv("TF_CONFIG", Cluster(jobs, Task(next(iter(jobs)), 0)).to_tf_config())
     with pytest.raises(tfdist.cluster.ClusterError, match=missing):
+        tfdist.ParameterServerStrategy(start_timeout_secs=0.2)
+
+
+@pytest.mark.devices
+def test_an_evaluator_is_no_second_chief(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = {"chief": {0: "127.0.0.1:2"}, "worker": {0: "127.0.0.1:3"}, "ps": {0: "127.0.0.1:1"}}
+    monkeypatch.setenv("TF_CONFIG", Cluster(jobs, Task("evaluator", 0)).to_tf_config())
+    with pytest.raises(tfdist.cluster.ClusterError, match="evaluator"):
         tfdist.ParameterServerStrategy(start_timeout_secs=0.2)
 
 
@@ -123,6 +135,18 @@ def assert_nobody_is_left(program: programs.Program) -> None:
     assert program.family() == []
 
 
+# For scripts: waits for what sends no signal; sleeps only between two looks.
+WAIT = """
+import time
+
+def wait_until(condition, timeout_secs=60):
+    deadline = time.monotonic() + timeout_secs
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+"""
+
+
 @pytest.mark.processes
 def test_a_killed_worker_is_started_again_and_training_goes_on(tmp_path: pathlib.Path) -> None:
     script = """
@@ -144,15 +168,17 @@ def test_a_killed_worker_is_started_again_and_training_goes_on(tmp_path: pathlib
         os.kill(before.pid, signal.SIGKILL)
         before.wait()
         host, _, port = embedded.cluster.address(tfdist.Task("worker", 1)).rpartition(":")
-        answers = False
-        while embedded._processes["worker:1"] is before or not answers:
+
+        def answers():
             with contextlib.suppress(OSError), socket.create_connection((host, int(port))):
-                answers = embedded._processes["worker:1"] is not before
+                return embedded._processes["worker:1"] is not before
+
+        wait_until(answers)
         made.fit(data, steps_per_epoch=50, epochs=2, verbose=0)
         print("iterations", int(made.optimizer.iterations), flush=True)
         print("evaluated", made.evaluate(X, Y, verbose=0), flush=True)
     """
-    with programs.running(script, tmp_path) as program:
+    with programs.running(WAIT + textwrap.dedent(script), tmp_path) as program:
         assert program.wait(110) == 0, program.output
         first, second = (int(line.split()[1]) for line in program.output.splitlines() if line.startswith("iterations"))
         # A step that was under way when its worker was killed may have been made twice: at least once, says TensorFlow.
@@ -161,6 +187,128 @@ def test_a_killed_worker_is_started_again_and_training_goes_on(tmp_path: pathlib
         assert "worker:0 ended with code -9, starting it again" in program.output
         assert "worker:1 ended with code -9, starting it again" in program.output
         assert "evaluated" in program.output
+        assert_nobody_is_left(program)
+
+
+@pytest.mark.processes
+def test_a_worker_that_is_back_goes_on_with_its_share_in_the_order_of_the_others(tmp_path: pathlib.Path) -> None:
+    script = """
+        class Sum(keras.metrics.Metric):
+            def __init__(self):
+                super().__init__(name="sum")
+                self.total = self.add_variable((), "zeros", name="total", dtype="float64")
+
+            def update_state(self, y_true, y_pred, sample_weight=None):
+                self.total.assign(self.total + tf.reduce_sum(tf.cast(y_true, "float64") ** 2))
+
+            def result(self):
+                return tf.convert_to_tensor(self.total)
+
+        strategy = tfdist.ParameterServerStrategy(num_workers=2, num_ps=1)
+        made = model(strategy)
+        with strategy.scope():
+            made.compile(keras.optimizers.SGD(0.0), "mse", metrics=[Sum()])
+        ids = np.arange(800.0)[:, None]
+        data = tf.data.Dataset.from_tensor_slices((np.zeros((800, 4), "f"), ids)).shuffle(800).batch(4)
+
+        class Kill(keras.callbacks.Callback):
+            def on_epoch_begin(self, epoch, logs=None):
+                self.epoch = epoch
+
+            def on_train_batch_end(self, batch, logs=None):
+                if self.epoch == 1 and batch == 60:
+                    os.kill(strategy._serving.embedded._processes["worker:0"].pid, signal.SIGKILL)
+                if self.epoch == 1 and batch == 75:
+                    worker = strategy._engine.coordinator._cluster.workers[0]
+                    wait_until(lambda: worker._is_dead_with_error is not None)
+                    wait_until(lambda: not worker._is_dead_with_error)
+
+        history = made.fit(data, epochs=4, verbose=0, callbacks=[Kill()]).history
+        print("sums", *(int(value) for value in history["sum"]), flush=True)
+    """
+    with programs.running(WAIT + textwrap.dedent(script), tmp_path) as program:
+        assert program.wait(110) == 0, program.output
+        (line,) = (line for line in program.output.splitlines() if line.startswith("sums"))
+        sums, expected = [int(word) for word in line.split()[1:]], sum(number**2 for number in range(800))
+        assert [sums[0], *sums[2:]] == [expected] * 3
+        # The batch that was under way may count twice.
+        assert expected <= sums[1] <= expected + 4 * 799**2
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("sharding", ["shard", "dynamic"])
+def test_a_worker_that_never_comes_back_is_not_waited_for(tmp_path: pathlib.Path, sharding: str) -> None:
+    """Passes end without what it had; when no worker is left, the program ends with an error that names them."""
+    script = f"""
+        import warnings
+        warnings.simplefilter("always")
+        strategy = tfdist.ParameterServerStrategy(num_workers=2, num_ps=1, data_sharding="{sharding}")
+        strategy._engine._stall_timeout_secs = 4.0
+        embedded = strategy._serving.embedded
+        embedded._start = lambda task: embedded._processes[str(task)]
+        made = model(strategy)
+        data = tf.data.Dataset.from_tensors((X, Y)).repeat(100)
+
+        class Kill(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                if self.worker and batch == 30:
+                    os.kill(embedded._processes[self.worker].pid, signal.SIGKILL)
+                    self.worker = None
+
+        kill = Kill()
+        for kill.worker in (None, "worker:0", None):
+            before = int(made.optimizer.iterations)
+            made.fit(data, verbose=0, callbacks=[kill])
+            print("steps", int(made.optimizer.iterations) - before, flush=True)
+        # Lost while it had nothing to do.
+        print("evaluated", made.evaluate(X, Y, verbose=0), flush=True)
+        kill.worker = "worker:1"
+        made.fit(data.repeat(), steps_per_epoch=10**6, verbose=0, callbacks=[kill])
+    """
+    with programs.running(script, tmp_path) as program:
+        assert program.wait(110) == 1, program.output
+        whole, cut, alone = (int(line.split()[1]) for line in program.output.splitlines() if line.startswith("steps"))
+        assert whole == 100
+        # The step that was under way may have been made twice.
+        assert 50 <= cut <= 101, program.output
+        assert alone == (50 if sharding == "shard" else 100), program.output
+        assert "evaluated" in program.output
+        if sharding == "shard":
+            assert "ended without 50 of its 100 batches. worker:0 was lost" in program.output
+        assert "TimeoutError: no step has completed for 4 s; still waiting for worker:0 (lost" in program.output
+        assert "worker:1 (lost; it has to be started again)" in program.output
+        assert_nobody_is_left(program)
+
+
+@pytest.mark.processes
+def test_a_worker_killed_while_batches_are_dealt_out_leaves_a_pass_that_ends(tmp_path: pathlib.Path) -> None:
+    script = """
+        strategy = tfdist.ParameterServerStrategy(num_workers=2, num_ps=1, data_sharding="dynamic")
+        made = model(strategy)
+
+        class Kill(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                if batch == 20 and self.epoch == 1:
+                    os.kill(strategy._serving.embedded._processes["worker:1"].pid, signal.SIGKILL)
+            def on_epoch_begin(self, epoch, logs=None):
+                self.epoch = epoch
+            def on_epoch_end(self, epoch, logs=None):
+                print("after", int(made.optimizer.iterations), flush=True)
+
+        for data, options in (
+            (tf.data.Dataset.from_tensors((X, Y)).repeat(100), {}),
+            (tf.data.Dataset.from_tensors((X, Y)).repeat(100).filter(lambda x, y: True), {}),
+            (tf.data.Dataset.from_tensors((X, Y)).repeat(), {"steps_per_epoch": 100}),
+        ):
+            made.fit(data, epochs=2, verbose=0, callbacks=[Kill()], **options)
+    """
+    with programs.running(script, tmp_path) as program:
+        assert program.wait(110) == 0, program.output
+        counts = [int(line.split()[1]) for line in program.output.splitlines() if line.startswith("after")]
+        steps = [b - a for a, b in zip([0, *counts], counts, strict=False)]
+        assert steps[::2] == [100, 100, 100], program.output
+        assert all(20 <= cut <= 101 for cut in steps[1::2]), program.output
+        assert steps[-1] >= 100, "endless data"
         assert_nobody_is_left(program)
 
 
@@ -199,10 +347,11 @@ def test_a_process_that_can_not_start_is_an_error_at_once(tmp_path: pathlib.Path
 # Clusters described by TF_CONFIG: every task runs the same script.
 
 SCRIPT = """
-strategy = tfdist.ParameterServerStrategy(start_timeout_secs=60)
+strategy = tfdist.ParameterServerStrategy(start_timeout_secs=60, data_sharding="dynamic")
 print("chief", flush=True)
 made = model(strategy)
 made.fit(X, Y, verbose=0, epochs=2)
+made.fit(tf.data.Dataset.from_tensors((X, Y)).repeat(), verbose=0, steps_per_epoch=4)
 print("iterations", int(made.optimizer.iterations), flush=True)
 """
 
@@ -214,7 +363,7 @@ def test_workers_and_parameter_servers_end_when_the_chief_is_done(tmp_path: path
     command = [sys.executable, "-m", "tfdist.cli", "launch", "local", "--num_workers=2", "--num_ps=1", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=programs.ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("iterations 4") == 1
+    assert done.stdout.count("iterations 8") == 1
     # The chief alone comes past the line that builds the strategy.
     assert [line for line in done.stdout.splitlines() if line.endswith("chief")] == ["[chief:0] chief"]
 

@@ -11,7 +11,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import tfdist.callbacks as callbacks  # noqa: F401
+    import tfdist.flags as flags  # noqa: F401
+    import tfdist.schedules as schedules  # noqa: F401
+    import tfdist.testing as testing  # noqa: F401
     from tfdist.cluster import Cluster, ClusterError, Task
+    from tfdist.flags import strategy_from_flags
+    from tfdist.policies.backup_workers import BackupWorkers
+    from tfdist.policies.parameter_averaging import ParameterAveraging
+    from tfdist.policies.staleness import BoundedStaleness, DropStale, SoftSync, StalenessScaling
+    from tfdist.policies.warmup import Warmup
     from tfdist.strategies.mirrored import MirroredStrategy
     from tfdist.strategies.multi_worker import MultiWorkerMirroredStrategy
     from tfdist.strategies.parameter_server import ParameterServerStrategy
@@ -19,27 +28,48 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BackupWorkers",
+    "BoundedStaleness",
     "Cluster",
     "ClusterError",
+    "DropStale",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
+    "ParameterAveraging",
     "ParameterServerStrategy",
+    "SoftSync",
+    "StalenessScaling",
     "Task",
+    "Warmup",
     "__version__",
+    "strategy_from_flags",
 ]
 
 # Where each public name lives. `tests/test_layers.py` holds it against `__all__` and the modules themselves.
 _HOME = {
+    "BackupWorkers": "tfdist.policies.backup_workers",
+    "BoundedStaleness": "tfdist.policies.staleness",
+    "DropStale": "tfdist.policies.staleness",
+    "ParameterAveraging": "tfdist.policies.parameter_averaging",
+    "SoftSync": "tfdist.policies.staleness",
+    "StalenessScaling": "tfdist.policies.staleness",
+    "Warmup": "tfdist.policies.warmup",
     "Cluster": "tfdist.cluster",
     "ClusterError": "tfdist.cluster",
     "Task": "tfdist.cluster",
     "MirroredStrategy": "tfdist.strategies.mirrored",
     "MultiWorkerMirroredStrategy": "tfdist.strategies.multi_worker",
     "ParameterServerStrategy": "tfdist.strategies.parameter_server",
+    "strategy_from_flags": "tfdist.flags",
 }
+
+# Modules that users reach by `import tfdist` alone.
+_MODULES = ("callbacks", "flags", "schedules", "testing")
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"tfdist.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'tfdist' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME[name]), name)
@@ -48,4 +78,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*__all__, *_MODULES])

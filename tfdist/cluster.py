@@ -22,6 +22,8 @@ from tfdist import _addresses
 
 # In the order in which they are listed and started. `master` is the old name of `chief`.
 JOBS = ("chief", "worker", "ps", "evaluator")
+# The environment variable in which the workers find the dispatcher of the tf.data service, "host:port" on the chief.
+DATA_SERVICE_VARIABLE = "TFDIST_DATA_SERVICE"
 _OLD_NAMES = {"master": "chief"}
 _MAX_INDEX = 2**31 - 1
 _UNSET = "unset TF_CONFIG to train on this machine alone"
@@ -180,9 +182,14 @@ class Cluster:
         """Checks that ParameterServerStrategy can run here.
 
         Raises:
-          ClusterError: there is no chief, no worker or no parameter server, or the chief sees a gap in the indices.
+          ClusterError: there is no chief, no worker or no parameter server, or the chief sees a gap in the indices, or
+            this is an evaluator.
         """
         strategy = "ParameterServerStrategy"
+        if self.task.type == "evaluator":
+            problem = f"is one for which {strategy} has no part yet"
+            remedy = "leave the evaluator out of the job, or let its script evaluate checkpoints without this strategy"
+            raise _wrong("task.type", problem, remedy, self.task.type)
         for job, role in (("ps", "to hold the variables"), ("worker", "to train"), ("chief", "to coordinate")):
             if job not in self.jobs:
                 problem = f'lists no job "{job}", and {strategy} needs at least one task {role}'

@@ -28,12 +28,14 @@ class FakeCluster:
 
     Attributes:
       failure: what the coordinator could not mend, if anything.
+      found_dead: workers that the coordinator knows to be gone without a closure having met it.
       lives: how often each worker has come back.
     """
 
     def __init__(self, num_workers: int) -> None:
         self.num_workers = num_workers
         self.failure: BaseException | None = None
+        self.found_dead: set[int] = set()
         self.lives: collections.Counter[int] = collections.Counter()
         self._changed = threading.Condition()
         self._queue: collections.deque[tuple[Callable[..., None], tuple]] = collections.deque()
@@ -53,12 +55,15 @@ class FakeCluster:
     def create_on_workers(self, coordinator: Any, function: Callable[..., Any], *args: Any) -> PerWorker:
         values = []
         for worker in range(self.num_workers):
-            with _as_worker(worker):
+            with as_worker(worker):
                 values.append(function(*_localize(args, worker)))
         return PerWorker(values)
 
     def current_worker(self) -> int | None:
         return getattr(_here, "worker", None)
+
+    def lost_workers(self, coordinator: Any) -> set[int]:
+        return set(self.found_dead)
 
     def has_failed(self, coordinator: Any) -> bool:
         return self.failure is not None
@@ -75,9 +80,15 @@ class FakeCluster:
         with self._changed:
             self._gone.add(worker)
 
+    def find_dead(self, worker: int) -> None:
+        """This worker is lost, and the coordinator knows before it takes another closure."""
+        with self._changed:
+            self.found_dead.add(worker)
+
     def bring_back(self, worker: int) -> None:
         with self._changed:
             self._gone.discard(worker)
+            self.found_dead.discard(worker)
             self.lives[worker] += 1
             self._changed.notify_all()
 
@@ -95,8 +106,8 @@ class FakeCluster:
         assert not stuck, f"threads of workers that never came back: {stuck}"
 
     def _work(self, worker: int) -> None:
-        with _as_worker(worker):
-            while (taken := self._take()) is not None:
+        with as_worker(worker):
+            while (taken := self._take(worker)) is not None:
                 function, args = taken
                 try:
                     function(*_localize(args, worker))
@@ -111,9 +122,9 @@ class FakeCluster:
         if self.current_worker() in self._gone:
             raise tf.errors.UnavailableError(None, None, "worker is gone")
 
-    def _take(self) -> tuple[Callable[..., None], tuple] | None:
+    def _take(self, worker: int) -> tuple[Callable[..., None], tuple] | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._stopped)
+            self._changed.wait_for(lambda: (self._queue and worker not in self.found_dead) or self._stopped)
             return self._queue.popleft() if self._queue and not self._stopped else None
 
 
@@ -160,11 +171,16 @@ class FakeDataset:
 
     element_spec = tf.TensorSpec([None], tf.int64)
     lives_in_python = False
+    passes = 1
 
     def __init__(self, cluster: FakeCluster, shares: Sequence[int], known: str = "total and shares") -> None:
         self._cluster = cluster
         self._shares = list(shares)
         self._known = known
+
+    @property
+    def is_dealt_out(self) -> bool:
+        return self._known == "total"
 
     @property
     def cardinality(self) -> int:
@@ -173,8 +189,10 @@ class FakeDataset:
     def share(self, worker: int) -> int | None:
         return self._shares[worker] if self._known == "total and shares" else None
 
-    def iterate_on_workers(self) -> PerWorker:
-        return PerWorker([FakeIterator(self._cluster, worker, size) for worker, size in enumerate(self._shares)])
+    def iterate_on_workers(self, position: Callable[[int], int]) -> PerWorker:
+        return PerWorker(
+            [FakeIterator(self._cluster, worker, size, position) for worker, size in enumerate(self._shares)]
+        )
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -186,19 +204,22 @@ class Batch:
 
 
 class FakeIterator:
-    """An iterator on a worker; a worker that was lost and is back has a fresh one."""
+    """An iterator on a worker; a worker that was lost and is back has one that goes on after what it had taken."""
 
-    def __init__(self, cluster: FakeCluster, worker: int, size: int) -> None:
+    def __init__(self, cluster: FakeCluster, worker: int, size: int, taken: Callable[[int], int]) -> None:
         self._cluster = cluster
         self._worker = worker
         self._size = size
+        self._taken = taken
         self._life = -1
 
     def get_next(self) -> Batch:
         self._cluster.check_alive()
         if self._life != self._cluster.lives[self._worker]:
             self._life = self._cluster.lives[self._worker]
-            self._batches = iter([Batch(self._worker, position) for position in range(self._size)])
+            self._batches = iter(
+                [Batch(self._worker, position) for position in range(self._taken(self._worker), self._size)]
+            )
         batch = next(self._batches, None)
         if batch is None:
             raise tf.errors.OutOfRangeError(None, None, "read beyond the end of a share")
@@ -224,22 +245,22 @@ class FakeOptional:
 
 @contextlib.contextmanager
 def running_engine(
-    num_workers: int, clock: Callable[[], float] = lambda: 0.0, poll_secs: float = 60.0
+    num_workers: int, clock: Callable[[], float] = lambda: 0.0, poll_secs: float = 60.0, **options: Any
 ) -> Iterator[tuple[coordinated.CoordinatedEngine, FakeCluster]]:
     """The real engine over threads.
 
-    Nothing may depend on polling, other than noticing a lost parameter server: it is so slow here that a wake-up that
+    Nothing may depend on polling, other than noticing that somebody was lost: it is so slow here that a wake-up that
     is missing is a test that hangs.
     """
     cluster = FakeCluster(num_workers)
-    names = ("schedule", "create_on_workers", "current_worker", "has_failed", "raise_failure")
+    names = ("schedule", "create_on_workers", "current_worker", "lost_workers", "has_failed", "raise_failure")
     with contextlib.ExitStack() as stack:
         for name in names:
             stack.enter_context(mock.patch.object(closures, name, getattr(cluster, name)))
         stack.enter_context(mock.patch.object(closures, "clear_error", lambda: None))
         stack.enter_context(mock.patch.object(tf.distribute.coordinator, "ClusterCoordinator", lambda strategy: None))
         stack.enter_context(mock.patch.object(coordinated, "_POLL_SECS", poll_secs))
-        engine = coordinated.CoordinatedEngine(None, num_workers, lambda: "", clock)
+        engine = coordinated.CoordinatedEngine(None, num_workers, lambda endless: "", clock, **options)
         cluster.start()
         try:
             yield engine, cluster
@@ -250,7 +271,7 @@ def running_engine(
 
 
 @contextlib.contextmanager
-def _as_worker(worker: int) -> Iterator[None]:
+def as_worker(worker: int) -> Iterator[None]:
     _here.worker, before = worker, getattr(_here, "worker", None)
     try:
         yield

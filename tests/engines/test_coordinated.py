@@ -7,6 +7,7 @@ import collections
 import contextlib
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -392,15 +393,76 @@ def test_a_worker_that_comes_back_is_no_longer_called_lost() -> None:
         assert "lost" not in engine.waited_for()
 
 
+@pytest.mark.parametrize("found_by", ["a step", "the coordinator"])
 @pytest.mark.parametrize("known", ["total and shares", "nothing"])
-def test_a_worker_lost_at_the_end_of_the_data_keeps_nobody_waiting(known: str) -> None:
-    """Its share can't be read by others; what was under way ends, and the loop with it."""
+def test_a_worker_lost_at_the_end_of_the_data_keeps_nobody_waiting(known: str, found_by: str) -> None:
+    """Its share can't be read by others; what was under way ends, the loop with it, and it is said what is missing."""
     with running_engine(2, poll_secs=0.02) as (engine, cluster):
-        passed = Pass(engine, cluster, [3, 3], known)
-        cluster.lose(0)
-        passed.run()
+        passed = Pass(engine, cluster, [4, 3], known)
+        cluster.lose(0) if found_by == "a step" else cluster.find_dead(0)
+        with pytest.warns(RuntimeWarning, match="worker:0 was lost") as warned:
+            passed.run()
+            engine.barrier(writes=False)
         assert sorted(passed.batches) == all_of([0, 3])
         cluster.bring_back(0)
+        expected = "4 of its 7 batches" if known == "total and shares" else "an unknown number of batches"
+        assert [expected in str(warning.message) for warning in warned] == [True]
+
+
+@pytest.mark.parametrize("known", ["total and shares", "nothing"])
+def test_a_worker_that_is_back_in_time_goes_on_with_its_share_and_nothing_is_said(known: str) -> None:
+    with running_engine(2, poll_secs=0.02) as (engine, cluster), warnings.catch_warnings(record=True) as warned:
+        # Else what was said once, in another test, is not said again.
+        warnings.simplefilter("always")
+        gate = Gate()
+        passed = Pass(engine, cluster, [4, 3], known, work=lambda batch: gate() if batch == Batch(1, 1) else None)
+        cluster.lose(0)
+        loop = threading.Thread(target=passed.run)
+        loop.start()
+        gate.wait_for(1)
+        wait_until(lambda: "worker:0 (lost" in engine.waited_for())
+        cluster.bring_back(0)
+        wait_until(lambda: sum(batch.worker == 0 for batch in passed.batches) == 4)
+        gate.open()
+        loop.join(timeout=30)
+        engine.barrier(writes=False)
+        assert sorted(passed.batches) == all_of([4, 3])
+        assert not warned
+
+
+def test_what_a_lost_worker_had_fetched_of_batches_that_are_dealt_out_is_said_to_be_missing() -> None:
+    with running_engine(2, poll_secs=0.02) as (engine, cluster):
+        passed = Pass(engine, cluster, [3, 4], "total")
+        cluster.lose(0)
+        with pytest.warns(RuntimeWarning, match=r"3 of its 7 batches. worker:0 was lost; it had fetched"):
+            passed.run()
+            engine.barrier(writes=False)
+        cluster.bring_back(0)
+
+
+def test_a_wait_for_a_worker_that_never_comes_back_ends_with_its_name() -> None:
+    now = [0.0]
+    looks: list[float] = []
+
+    def clock() -> float:
+        if now[0] == 1599.0 and threading.current_thread() is threading.main_thread():
+            looks.append(now[0])
+            # It looks at the clock whenever it has waited, and goes on waiting until the time is over.
+            now[0] = 1599.0 if len(looks) < 3 else 1601.0
+        return now[0]
+
+    with running_engine(1, clock, poll_secs=0.02, stall_timeout_secs=600.0) as (engine, cluster):
+        engine.call(FakeProgram(cluster, lambda: 1), [], None)
+        cluster.lose(0)
+        now[0] = 1000.0  # between steps no time is counted
+        started = engine.start(FakeProgram(cluster, lambda: 1), [], None)
+        wait_until(lambda: "lost" in engine.waited_for())
+        now[0] = 1599.0
+        with pytest.raises(TimeoutError, match=r"600 s; still waiting for worker:0 \(lost.*stall_timeout_secs=600"):
+            engine.wait_for(started)
+        assert len(looks) == 3
+        cluster.bring_back(0)
+        assert int(engine.call(FakeProgram(cluster, lambda: 2), [], None)[0]) == 2
 
 
 def test_a_worker_lost_after_another_is_at_its_end_keeps_nobody_waiting() -> None:

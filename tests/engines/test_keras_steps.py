@@ -122,9 +122,17 @@ def test_any_other_function_is_run_as_any_other(fn: Any) -> None:
 
 def test_compiling_with_xla_is_refused_in_one_line() -> None:
     with pytest.raises(ValueError, match="jit_compile=True cannot hold under ParameterServerStrategy") as raised:
-        keras_steps.check(model(jit_compile=True).train_step)
+        keras_steps.check(model(jit_compile=True).train_step, asynchronous=True)
     assert "\n" not in str(raised.value)
     assert "jit_compile=False" in str(raised.value)
+
+
+def test_compiling_with_xla_is_refused_for_whatever_is_run() -> None:
+    compiled = tf.function(train_step, jit_compile=True)
+    for fn in (model(jit_compile=True).test_step, compiled, functools.wraps(compiled)(lambda data: compiled(data))):
+        with pytest.raises(ValueError, match="jit_compile=True cannot hold"):
+            keras_steps.check(fn, asynchronous=True)
+    keras_steps.check(tf.function(train_step), asynchronous=True)
 
 
 @pytest.mark.parametrize("scaled", [False, True])
@@ -132,18 +140,20 @@ def test_gradient_accumulation_is_refused_in_one_line(scaled: bool) -> None:
     optimizer = keras.optimizers.SGD(gradient_accumulation_steps=4)
     optimizer = keras.optimizers.LossScaleOptimizer(optimizer) if scaled else optimizer
     with pytest.raises(ValueError, match="Received: gradient_accumulation_steps=4") as raised:
-        keras_steps.check(model(optimizer=optimizer).train_step)
+        keras_steps.check(model(optimizer=optimizer).train_step, asynchronous=True)
     assert "\n" not in str(raised.value)
 
 
 def test_evaluating_such_a_model_is_not_refused() -> None:
-    keras_steps.check(model(optimizer=keras.optimizers.SGD(gradient_accumulation_steps=4)).test_step)
+    accumulating = model(optimizer=keras.optimizers.SGD(gradient_accumulation_steps=4))
+    keras_steps.check(accumulating.test_step, asynchronous=True)
+    keras_steps.check(accumulating.train_step, asynchronous=False)
 
 
 def test_the_optimizer_makes_its_variables_before_a_step_is_traced() -> None:
     made = model(optimizer="adam")
     assert not made.optimizer.built
-    keras_steps.check(made.train_step)
+    keras_steps.check(made.train_step, asynchronous=True)
     assert made.optimizer.built
     assert len(made.optimizer.variables) > 2
 
@@ -151,11 +161,11 @@ def test_the_optimizer_makes_its_variables_before_a_step_is_traced() -> None:
 def test_a_model_without_an_optimizer_passes() -> None:
     made = model()
     made.optimizer = None
-    keras_steps.check(made.train_step)
+    keras_steps.check(made.train_step, asynchronous=True)
 
 
 def test_other_functions_pass() -> None:
-    keras_steps.check(train_step)
+    keras_steps.check(train_step, asynchronous=True)
 
 
 def test_variables_made_outside_of_the_scope_are_named() -> None:

@@ -111,6 +111,22 @@ def test_the_replica_context_holds_inside_of_a_conditional(strategy: Any) -> Non
     assert bool(round_trip(strategy, step, tf.constant(1.0)))
 
 
+def test_the_sum_over_one_replica_is_the_value_itself_and_no_operation(strategy: Any) -> None:
+    """TensorFlow's own leaves operations, and a line in the log."""
+
+    def step(x: tf.Tensor) -> Any:
+        slices = tf.IndexedSlices(x, tf.constant([0, 2], tf.int64))
+        operations = len(x.graph.get_operations())
+        total, same = tf.distribute.get_replica_context().all_reduce("SUM", (x, slices))
+        assert total is x
+        assert same is slices
+        assert len(x.graph.get_operations()) == operations
+        return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.MEAN, [total, 2.0])
+
+    vector, two = round_trip(strategy, step, tf.constant([1.0, 2.0]))
+    assert (list(vector.numpy()), float(two)) == ([1.0, 2.0], 2.0)
+
+
 def test_it_may_be_made_while_another_function_is_traced(strategy: Any) -> None:
     made = []
 

@@ -47,6 +47,14 @@ def test_the_missing_are_named_with_the_reason():
     assert lines[0].startswith("tfdist worker:0: waiting for worker:1 at")
 
 
+def test_who_waits_has_a_name_also_where_it_is_no_task():
+    with PortReservation(1) as reserved:
+        described, lines = cluster(reserved.ports, 0), []
+        with pytest.raises(TimeoutError):
+            rendezvous.reach(described, described.tasks, 0.5, every_secs=0.2, write=lines.append, name="chief")
+    assert lines[0].startswith("tfdist chief: waiting for worker:0 at")
+
+
 def test_a_port_in_use_is_said_at_once():
     with socket.create_server(("", 0)) as used:
         port = used.getsockname()[1]

@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
-from tfdist.engines.watch import StallReporter
+import signal
+
+import pytest
+
+from tfdist.engines.watch import InterruptEscape, StallReporter
 
 
 class Clock:
@@ -65,3 +69,17 @@ def test_the_thread_ends_with_stop():
     watched.start(every_secs=0.01)
     watched.stop()
     watched.stop()
+
+
+def test_an_interrupt_that_python_delivers_is_told_and_does_what_it_did_before():
+    told = []
+    escape = InterruptEscape(lambda: "nobody", on_interrupt=lambda: told.append("told"))
+    before = signal.getsignal(signal.SIGINT)
+    escape.install()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        escape.uninstall()
+    assert told == ["told"]
+    assert signal.getsignal(signal.SIGINT) == before

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import sys
 from collections.abc import Callable, Iterator
@@ -11,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from fake_cluster import FakeCluster, running_engine
+from fake_cluster import FakeCluster, as_worker, running_engine
 
+from tfdist.engines import closures
 from tfdist.engines.coordinated import CoordinatedEngine
 from tfdist.engines.worker_data import WorkerBatch, WorkerIterator, find_iterator
 from tfdist.engines.worker_dataset import WorkerDataset, WorkerDatasetFromFunction
@@ -38,7 +40,10 @@ def from_python(count: int = 4) -> tf.data.Dataset:
 
 def read(dataset: WorkerDataset) -> list[list[int]]:
     """What each worker would read in one pass."""
-    return [[int(value) for batch in share for value in batch] for share in dataset.iterate_on_workers().values]
+    return [
+        [int(value) for batch in share for value in batch]
+        for share in dataset.iterate_on_workers(lambda worker: 0).values
+    ]
 
 
 # Shares.
@@ -55,6 +60,38 @@ def test_shards_of_shuffled_data_are_the_whole_in_every_pass(engine: Coordinated
     passes = [read(dataset) for _ in range(3)]
     assert all(sorted(itertools.chain(*shares)) == list(range(20)) for shares in passes)
     assert len({str(shares) for shares in passes}) == 3
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda data: data.shuffle(30).batch(2),
+        lambda data: data.batch(2).shuffle(15),
+        lambda data: data.shuffle(30).cache().batch(2),
+        lambda data: data.cache().shuffle(30, seed=3).batch(2),
+        lambda data: data.batch(2),
+    ],
+    ids=["examples", "batches", "shuffled, then cached", "cached, then shuffled", "in order"],
+)
+def test_a_worker_that_is_back_goes_on_in_the_order_of_the_others(
+    engine: CoordinatedEngine, monkeypatch: pytest.MonkeyPatch, make: Callable[[Any], Any]
+) -> None:
+    create, created, taken = closures.create_on_workers, [], collections.Counter()
+
+    def recorded(coordinator: Any, function: Callable[..., Any], *args: Any) -> Any:
+        created.append(function)
+        return create(coordinator, function, *args)
+
+    monkeypatch.setattr(closures, "create_on_workers", recorded)
+    dataset = WorkerDataset(engine, make(tf.data.Dataset.range(30)), "shard")
+    for _ in range(3):
+        shares = dataset.iterate_on_workers(lambda worker: taken[worker]).values
+        read = [[batch.numpy().tolist() for batch in share] for share in shares]
+    build, *_, iterate = created
+    taken[1] = 2
+    with as_worker(1):  # what the coordinator does for a worker that is back
+        again = [batch.numpy().tolist() for batch in iterate(build())]
+    assert again == read[1][2:]
 
 
 def test_replicas_read_all_of_it(engine: CoordinatedEngine) -> None:

@@ -102,9 +102,7 @@ def test_each_example_is_trained_on_once_per_epoch(strategy: Any, source: str) -
     history = fit(model, *SOURCES[source](), epochs=3)
     assert seen(history) == [[times * moment for moment in moments(ALL)]] * 3
     assert int(model.optimizer.iterations) == sum(history["batches"])
-    # Where the number is not known, the data service lets several producers end with a batch of their own.
-    if strategy._data_sharding == "shard" or source != "of unknown size":
-        assert history["batches"] == [math.ceil(times * COUNT / BATCH)] * 3
+    assert history["batches"] == [math.ceil(times * COUNT / BATCH)] * 3
 
 
 @pytest.mark.parametrize("strategy", ["replicate"], indirect=True)
@@ -227,6 +225,29 @@ def test_class_weights_and_sample_weights(strategy: Any) -> None:
         found, expected = (fit(m, X, classes, shuffle=False, **options) for m in (model, alone))
         assert found["loss"] == pytest.approx(expected["loss"], rel=1e-4)
         assert found["mae"] == pytest.approx(expected["mae"], rel=1e-4)
+
+
+def test_sample_weights_in_a_data_set(strategy: Any) -> None:
+    weights = (ALL % 3).astype("f")
+    weighted = tf.data.Dataset.from_tensor_slices((X, Y, weights)).batch(BATCH)
+    model = dense(strategy, lambda: keras.optimizers.SGD(0.0), metrics=None, weighted_metrics=["mae"])
+    alone = layers()
+    alone.set_weights(model.get_weights())
+    alone.compile("sgd", "mse", weighted_metrics=["mae"])
+    expected = alone.evaluate(X, Y, sample_weight=weights, verbose=0, batch_size=BATCH, return_dict=True)
+    history = fit(model, weighted, validation_data=weighted)
+    for prefix in ("", "val_"):
+        assert [history[prefix + name][0] for name in ("loss", "mae")] == pytest.approx(
+            [expected["loss"], expected["mae"]], rel=1e-4
+        )
+
+
+def test_a_part_of_the_validation_data(strategy: Any) -> None:
+    model = observed(strategy)
+    history = fit(model, X, IDS, validation_data=slices().batch(10).repeat(), validation_steps=3)
+    assert [history[f"val_moment{power}"][0] for power in range(3)] == moments(ALL[:30])
+    found = model.evaluate(slices().batch(10), steps=2, verbose=0, return_dict=True)
+    assert [found[f"moment{power}"] for power in range(3)] == moments(ALL[:20])
 
 
 def test_steps_per_epoch_of_endless_data(strategy: Any) -> None:

@@ -45,6 +45,17 @@ def test_batch_callbacks_get_real_logs(strategy: Any) -> None:
     assert kinds == {"loss", "mae"}
 
 
+def test_the_report_tells_how_stale_each_gradient_was(strategy: Any) -> None:
+    before = strategy.report()
+    fit(dense(strategy), dataset(), epochs=3)
+    report = strategy.report()
+    assert report.updates - before.updates == 3 * STEPS
+    for counted in (report.staleness, report.accepted):
+        assert sum(counted.values()) == report.updates
+    assert min(report.staleness) == 0
+    assert sum(report.dropped.values()) == 0
+
+
 def test_schedules_early_stopping_and_logs_of_epochs(strategy: Any, tmp_path: pathlib.Path) -> None:
     history = fit(
         dense(strategy, lambda: keras.optimizers.SGD(1e-9)),
@@ -112,6 +123,28 @@ def test_checkpoints_hold_what_was_trained(strategy: Any, tmp_path: pathlib.Path
     first = keras.models.load_model(tmp_path / "1.keras").get_weights()
     for one, other in zip(model.get_weights(), first, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_the_best_weights_are_kept_and_restored(strategy: Any, tmp_path: pathlib.Path) -> None:
+    """With a learning rate that makes it worse in every epoch, the best are those of the first."""
+    model = dense(strategy, lambda: keras.optimizers.SGD(-0.01))
+    history = fit(
+        model,
+        X,
+        Y,
+        epochs=4,
+        validation_data=(X, Y),
+        callbacks=[
+            keras.callbacks.ModelCheckpoint(tmp_path / "best.keras", monitor="val_loss", save_best_only=True),
+            keras.callbacks.EarlyStopping(monitor="val_loss", patience=1, restore_best_weights=True),
+        ],
+    )
+    assert len(history["val_loss"]) == 2
+    best = keras.models.load_model(tmp_path / "best.keras")
+    assert int(best.optimizer.iterations) == STEPS
+    for one, other in zip(best.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert model.evaluate(X, Y, verbose=0)[0] == pytest.approx(min(history["val_loss"]), rel=1e-4)
 
 
 def test_a_loaded_model_goes_on_training(strategy: Any, tmp_path: pathlib.Path) -> None:
@@ -254,8 +287,13 @@ def test_an_error_of_an_operation_reaches_the_user(strategy: Any, eager: bool) -
     with strategy.scope():
         model = Broken()
         model.compile("sgd", run_eagerly=eager)
-    with pytest.raises(Exception, match="my own message"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="my own message") as raised:
         fit(model, X, Y)
+    if not eager:
+        # Near the beginning, and where the operation was made: not behind the frames of Keras' loop.
+        told = raised.value.message.splitlines()[:5]
+        assert any("my own message" in line for line in told)
+        assert any("parameter_server_loops.py" in line for line in told)
     works_again(strategy)
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -37,17 +38,26 @@ def test_it_learns_and_evaluates_what_it_learned(strategy: Any) -> None:
     assert model.evaluate(X, Y, verbose=0)[0] == pytest.approx(mean_square(model), rel=1e-4)
 
 
-def test_one_step_at_a_time_is_the_step_of_one_device(strategy: Any) -> None:
+EXACT: dict[str, Callable[[], Any]] = {
+    "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    "Adam": lambda: keras.optimizers.Adam(0.01),
+    "ema": lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5),
+    "clipping and decay": lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.5, weight_decay=0.01),
+    "loss scaling": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=8.0),
+}
+
+
+@pytest.mark.parametrize("optimizer", EXACT.values(), ids=EXACT)
+def test_one_step_at_a_time_is_the_step_of_one_device(strategy: Any, optimizer: Callable[[], Any]) -> None:
     """With one batch per epoch there is nothing asynchronous."""
-    for optimizer in (lambda: keras.optimizers.SGD(0.1, momentum=0.9), lambda: keras.optimizers.Adam(0.01)):
-        model = dense(strategy, optimizer)
-        alone = layers()
-        alone.set_weights(model.get_weights())
-        alone.compile(optimizer(), "mse", metrics=["mae"])
-        found, expected = (fit(m, X, Y, batch_size=COUNT, epochs=6, shuffle=False) for m in (model, alone))
-        np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-4)
-        for one, other in zip(model.get_weights(), alone.get_weights(), strict=True):
-            np.testing.assert_allclose(one, other, atol=1e-5)
+    model = dense(strategy, optimizer)
+    alone = layers()
+    alone.set_weights(model.get_weights())
+    alone.compile(optimizer(), "mse", metrics=["mae"], jit_compile=False)
+    found, expected = (fit(m, X, Y, batch_size=COUNT, epochs=6, shuffle=False) for m in (model, alone))
+    np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-4)
+    for one, other in zip(model.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
 
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
@@ -88,6 +98,41 @@ def test_mixed_precision(strategy: Any) -> None:
         assert model.predict(X, verbose=0).dtype == np.float16
     finally:
         keras.mixed_precision.set_global_policy("float32")
+
+
+def test_mixed_bfloat16(strategy: Any) -> None:
+    keras.mixed_precision.set_global_policy("mixed_bfloat16")
+    try:
+        model = dense(strategy, lambda: keras.optimizers.Adam(0.01))
+        losses = fit(model, X, Y, epochs=4)["loss"]
+        assert losses[-1] < losses[0]
+        assert {weight.dtype for weight in model.trainable_variables} == {"float32"}
+        assert model.predict(X, verbose=0).dtype == tf.bfloat16.as_numpy_dtype
+    finally:
+        keras.mixed_precision.set_global_policy("float32")
+
+
+@keras.saving.register_keras_serializable("tests")
+class Subclassed(keras.Model):
+    """Has layers and no steps of its own."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.recurrent = keras.layers.GRU(4)
+        self.normalization = keras.layers.BatchNormalization()
+        self.outputs_ = keras.layers.Dense(1)
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        return self.outputs_(self.normalization(self.recurrent(inputs[:, :, None]), training=training))
+
+
+def test_a_subclassed_model_is_built_by_its_data_and_loads_elsewhere(strategy: Any, tmp_path: pathlib.Path) -> None:
+    model = compiled(strategy, Subclassed)
+    losses = fit(model, X, Y, epochs=4, validation_data=(X, Y))
+    assert losses["loss"][-1] < losses["loss"][0]
+    model.save(tmp_path / "model.keras")
+    alone = keras.models.load_model(tmp_path / "model.keras")
+    np.testing.assert_allclose(alone.predict(X, verbose=0), model.predict(X, verbose=0), rtol=1e-5)
 
 
 def test_normalization_dropout_and_embedding(strategy: Any) -> None:
@@ -181,6 +226,13 @@ def test_what_can_not_hold_is_refused_before_anything_is_trained(strategy: Any, 
     with pytest.raises(ValueError, match=message):
         fit(model, X, Y)
     assert int(model.optimizer.iterations) == 0
+
+
+def test_xla_is_refused_for_evaluate_and_predict_too(strategy: Any) -> None:
+    model = dense(strategy, jit_compile=True)
+    for use in (lambda: model.evaluate(X, Y, verbose=0), lambda: model.predict(X, verbose=0)):
+        with pytest.raises(ValueError, match=r"^jit_compile=True cannot hold"):
+            use()
 
 
 def test_a_metric_made_outside_of_the_scope_is_refused(strategy: Any) -> None:

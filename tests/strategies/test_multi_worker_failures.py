@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import pathlib
 import sys
+from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import process_cluster
+
+import tfdist
+from tfdist import Cluster, Task
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
@@ -39,6 +43,13 @@ def misfortune():
 """
 
 
+@pytest.mark.parametrize("name", ["start_timeout_secs", "stall_timeout_secs"])
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), "5", True, None])
+def test_a_timeout_that_is_none_is_refused_at_once(name: str, value: Any):
+    with pytest.raises(ValueError, match=f"{name} must be a positive number of seconds. Received: {name}={value!r}"):
+        tfdist.MultiWorkerMirroredStrategy(**{name: value})
+
+
 def test_a_worker_that_never_comes_is_named(tmp_path: pathlib.Path):
     script = """
     try:
@@ -52,6 +63,27 @@ def test_a_worker_that_never_comes_is_named(tmp_path: pathlib.Path):
     assert "worker:1 at 127.0.0.1:" in error
     assert "connection refused" in error
     assert "Received: start_timeout_secs=3" in error
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_an_evaluator_works_alone_whether_it_is_listed_or_not(tmp_path: pathlib.Path, listed: bool):
+    """No other task of its cluster is running."""
+    script = """
+    strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout_secs=3)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x = np.ones((8, 3), np.float32)
+    model.fit(x, x[:, :1], verbose=0)
+    report("loss", model.evaluate(x, x[:, :1], verbose=0))
+    model.save(shared / "model.keras")
+    """
+    jobs = {"worker": {0: "127.0.0.1:1", 1: "127.0.0.1:2"}, **({"evaluator": {0: "127.0.0.1:3"}} if listed else {})}
+    env = {"TF_CONFIG": Cluster(jobs, Task("evaluator", 0)).to_tf_config()}
+    with process_cluster.workers(script, tmp_path, started=1, env=env) as (evaluator,):
+        assert evaluator.wait() == 0, evaluator.output
+        assert evaluator.found["loss"] >= 0
+    assert (tmp_path / "model.keras").exists()
 
 
 def test_ctrl_c_ends_the_wait_for_a_worker(tmp_path: pathlib.Path):

@@ -66,6 +66,11 @@ def this_worker() -> int:
     return worker
 
 
+def lost_workers(coordinator: tf.distribute.coordinator.ClusterCoordinator) -> set[int]:
+    """The workers that the coordinator has found dead and that are not back yet."""
+    return {worker.worker_index for worker in coordinator._cluster.workers if worker._is_dead_with_error}
+
+
 def is_task_failure(error: BaseException) -> bool:
     """Whether a closure that met `error` has to pass it on, for the coordinator to mend or to report."""
     # The second kind comes from a worker that was restarted so fast that nobody noticed that it was gone.

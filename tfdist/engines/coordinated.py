@@ -30,9 +30,9 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
-import dataclasses
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,8 +40,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.engines import closures, watch
+from tfdist.engines.coordinated_step import Step, resolve
 from tfdist.engines.program import Program
 from tfdist.engines.worker_data import WorkerIterator
+from tfdist.policies.base import Update
 
 # How long a wait sleeps before it looks for lost tasks again. It bounds how late an error is seen, not how late a
 # result is.
@@ -52,50 +54,44 @@ _LOG_INTERVAL_SECS = 0.05
 _ERROR_GRACE_SECS = 15.0
 
 
-@dataclasses.dataclass(eq=False)
-class _Step:
-    """One step on its way: what to run, on what data, and who wants the result."""
-
-    program: Program
-    tensors: Sequence[tf.Tensor]
-    iterator: WorkerIterator | None = None
-    wants_logs: bool = False
-    took_batch: concurrent.futures.Future | None = None
-    result: concurrent.futures.Future | None = None
-    worker_fed: bool = False
-    queued: bool = False
-
-    def suits(self, worker: int) -> bool:
-        """Whether `worker` could make it now. Only that worker's thread asks."""
-        return self.queued and (not self.worker_fed or self.iterator.has_batch(worker))
-
-
 class CoordinatedEngine:
     """Keeps a bounded window of steps in flight over all workers.
 
     Args:
       strategy: The strategy whose cluster it drives.
       num_workers: How many workers that cluster has.
-      data_service_address: Returns the address of the tf.data service's dispatcher, "grpc://host:port"; starts it if
-        need be. clock: Seconds, monotonic; tests put their own here.
+      data_service_address: Given whether the data are endless, returns the address of the tf.data service's dispatcher
+        for them, "grpc://host:port", and starts it if need be.
+      clock: Seconds, monotonic; tests put their own here.
+      stall_timeout_secs: How long no step may complete before the wait for one ends with an error.
+      on_update: Told of each update: who made it, and how many others were made since its worker began. An update
+        counts from when the chief hears of it.
     """
 
     def __init__(
         self,
         strategy: tf.distribute.Strategy,
         num_workers: int,
-        data_service_address: Callable[[], str],
+        data_service_address: Callable[[bool], str],
         clock: Callable[[], float] = time.monotonic,
+        stall_timeout_secs: float = 600.0,
+        on_update: Callable[[Update], object] = lambda update: None,
     ):
         self.num_workers = num_workers
         self.coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
         self.data_service_address = data_service_address
         # Each worker computes one step while the next one waits in the queue; more would only make the logs older.
         self.window = 2 * num_workers + 1
+        # Called before a step is queued; another engine that occupies the workers leaves them then.
+        self.before_queueing: Callable[[], None] = lambda: None
         self._clock = clock
+        self._on_update = on_update
+        self._updates = 0
+        self._stall_timeout_secs = stall_timeout_secs
+        self._progressed_at = clock()
         self._changed = threading.Condition()
-        self._pending: set[_Step] = set()
-        self._handed_back: collections.deque[_Step] = collections.deque()
+        self._pending: set[Step] = set()
+        self._handed_back: collections.deque[Step] = collections.deque()
         self._error: BaseException | None = None
         self._logs: list[np.ndarray] | None = None
         self._logs_due_at = 0.0
@@ -103,6 +99,7 @@ class CoordinatedEngine:
         self._finished = 0
         self._running: set[int] = set()
         self._lost: set[int] = set()
+        self._cut_short: WorkerIterator | None = None
         self._reporter = watch.StallReporter(self.waited_for, progress=self._progress, clock=clock)
         self._reporter.start()
 
@@ -113,9 +110,21 @@ class CoordinatedEngine:
         self._wait(lambda: len(self._pending) < self.window)
 
     def step(
-        self, program: Program, tensors: Sequence[tf.Tensor], iterator: WorkerIterator | None, last: bool
+        self,
+        program: Program,
+        tensors: Sequence[tf.Tensor],
+        iterator: WorkerIterator | None,
+        last: bool,
+        is_update: bool = False,
     ) -> list[np.ndarray]:
         """Queues a step whose result is a running total, such as Keras' logs.
+
+        Args:
+          program: What to run.
+          tensors: What it takes beside the batch.
+          iterator: Where the batch comes from.
+          last: Whether it is the last step of its pass.
+          is_update: Whether it trains.
 
         Returns:
           The flat result of the newest finished step; it is this step's own if `last`, or if none was finished since
@@ -127,7 +136,7 @@ class CoordinatedEngine:
         if last:
             # Its result is the total of all of them, and workers do not end in the order in which they began.
             self._wait(lambda: not self._pending)
-        step = _Step(program, tensors, iterator)
+        step = Step(program, tensors, iterator, is_update=is_update)
         if iterator is not None and not iterator.counted:
             step.took_batch = concurrent.futures.Future()
         with self._changed:
@@ -156,7 +165,7 @@ class CoordinatedEngine:
     ) -> concurrent.futures.Future:
         """Queues a step; the future gets its own result, or None when there were no data for it."""
         result: concurrent.futures.Future = concurrent.futures.Future()
-        self._queue(_Step(program, tensors, iterator, result=result))
+        self._queue(Step(program, tensors, iterator, result=result))
         return result
 
     def wait_for(self, result: concurrent.futures.Future) -> list[np.ndarray]:
@@ -175,7 +184,7 @@ class CoordinatedEngine:
         """
         if closures.current_worker() is not None:
             return
-        if self._pending or self._error is not None:
+        if self._pending or self._error is not None or self._cut_short is not None:
             self._wait(lambda: not self._pending)
         if writes:
             self._logs = None
@@ -184,7 +193,7 @@ class CoordinatedEngine:
         """Names those who hold up the steps under way."""
         with self._changed:
             busy = [f"worker:{worker}" for worker in sorted(self._running)]
-            lost = [f"worker:{worker} (lost; it has to be started again)" for worker in sorted(self._lost)]
+            lost = [f"worker:{worker} (lost; it has to be started again)" for worker in sorted(self._gone())]
         return ", ".join(busy + lost) or "any worker, to take it"
 
     def _progress(self) -> tuple[str, int] | None:
@@ -199,13 +208,25 @@ class CoordinatedEngine:
                 self._changed.wait_for(lambda: self._error is not None or self._handed_back or condition(), _POLL_SECS)
                 step = self._handed_back.popleft() if self._handed_back else None
                 if step is None and condition() and self._error is None:
-                    return
+                    break
             if step is not None:
                 self._schedule(step)
             elif self._error is not None:
                 self._raise_error()
             elif closures.has_failed(self.coordinator):
                 self._raise_failure()
+            elif self._clock() - self._progressed_at > self._stall_timeout_secs:
+                self._raise_stall()
+        self._warn_of_lost_batches()
+
+    def _warn_of_lost_batches(self) -> None:
+        """Once a pass is over: says what of it was never used because a worker was lost."""
+        if self._cut_short is None or self._pending:
+            return
+        loss, self._cut_short = self._cut_short.loss(self._gone()), None
+        if loss:
+            # The caller is in Keras or in this library: no line of the user's own to point at.
+            warnings.warn(loss, RuntimeWarning, stacklevel=1)
 
     def _raise_error(self) -> None:
         """Lets the other steps end, and raises the error once."""
@@ -223,6 +244,16 @@ class CoordinatedEngine:
         finally:
             self._forget_steps()
 
+    def _raise_stall(self) -> None:
+        """Ends a wait for what may never come."""
+        missing = self.waited_for()
+        self._forget_steps()
+        raise TimeoutError(
+            f"no step has completed for {self._stall_timeout_secs:g} s; still waiting for {missing}. Start what is "
+            "lost again at the same address, or give a slow step more time with stall_timeout_secs. "
+            f"Received: stall_timeout_secs={self._stall_timeout_secs:g}"
+        )
+
     def _forget_steps(self) -> None:
         """Gives up what is under way; the caller raises why. What still runs then counts for nothing."""
         with self._changed:
@@ -230,17 +261,21 @@ class CoordinatedEngine:
             self._handed_back.clear()
             self._logs = None
             self._logs_on_their_way = False
+            self._cut_short = None
             self._running.clear()
             self._changed.notify_all()
 
     # Queuing and running.
 
-    def _queue(self, step: _Step) -> None:
+    def _queue(self, step: Step) -> None:
+        self.before_queueing()
         with self._changed:
+            if not self._pending:
+                self._progressed_at = self._clock()
             self._pending.add(step)
         self._schedule(step)
 
-    def _schedule(self, step: _Step) -> None:
+    def _schedule(self, step: Step) -> None:
         """Only the main thread queues: the coordinator raises its errors there, after waiting for steps in flight."""
         step.worker_fed = step.iterator is not None and step.iterator.feed(False) == "worker"
         try:
@@ -253,13 +288,16 @@ class CoordinatedEngine:
             self._forget_steps()
             raise
 
-    def _execute(self, step: _Step, iterator_on_worker: Any) -> None:
+    def _execute(self, step: Step, iterator_on_worker: Any) -> None:
         """Runs a step; in the thread of the worker that took it."""
         worker = closures.this_worker()
         with self._changed:
+            # It takes closures only while it is up.
+            self._lost.discard(worker)
             if step not in self._pending:
                 return
             step.queued = False
+            step.local_step = self._updates
         if iterator_on_worker is not None and not step.iterator.has_batch(worker):
             self._hand_back(step, worker)
             return
@@ -275,15 +313,17 @@ class CoordinatedEngine:
             closures.clear_error()
             self._finish(step, worker, error=error)
 
-    def _lose(self, step: _Step, worker: int) -> None:
+    def _lose(self, step: Step, worker: int) -> None:
         """The worker is gone; the coordinator will queue the step again."""
         with self._changed:
             self._lost.add(worker)
+            if step.worker_fed:
+                step.iterator.lost.add(worker)
             self._running.discard(worker)
             step.queued = True
             self._changed.notify_all()
 
-    def _run(self, step: _Step, worker: int, iterator_on_worker: Any) -> None:
+    def _run(self, step: Step, worker: int, iterator_on_worker: Any) -> None:
         batch = self._batch(step, iterator_on_worker)
         if batch is None:
             self._hand_back(step, worker)
@@ -297,7 +337,7 @@ class CoordinatedEngine:
             step.iterator.took_batch(worker)
         self._finish(step, worker, values)
 
-    def _batch(self, step: _Step, iterator_on_worker: Any) -> list[Any] | None:
+    def _batch(self, step: Step, iterator_on_worker: Any) -> list[Any] | None:
         """What the program takes first: nothing, the iterator, or the batch; None if this worker has none left."""
         if iterator_on_worker is None:
             return []
@@ -307,25 +347,27 @@ class CoordinatedEngine:
         if not bool(batch.has_value()):
             return None
         with self._changed:
-            _resolve(step.took_batch, True)
+            resolve(step.took_batch, True)
             self._changed.notify_all()
         return tf.nest.flatten(batch.get_value(), expand_composites=True)
 
     def _finish(
-        self, step: _Step, worker: int, values: list[np.ndarray] | None = None, error: BaseException | None = None
+        self, step: Step, worker: int, values: list[np.ndarray] | None = None, error: BaseException | None = None
     ) -> None:
         with self._changed:
             self._finished += 1
-            self._lost.discard(worker)
+            self._progressed_at = self._clock()
             if step in self._pending:
                 self._pending.remove(step)
                 self._running.discard(worker)
                 self._take_outcome(step, values, error)
-            _resolve(step.took_batch, error is None)
-            _resolve(step.result, values)
+                if step.is_update and error is None:
+                    self._count_update(step, worker)
+            resolve(step.took_batch, error is None)
+            resolve(step.result, values)
             self._changed.notify_all()
 
-    def _take_outcome(self, step: _Step, values: list[np.ndarray] | None, error: BaseException | None) -> None:
+    def _take_outcome(self, step: Step, values: list[np.ndarray] | None, error: BaseException | None) -> None:
         if error is not None and self._error is None:
             self._error = error
         if step.wants_logs:
@@ -333,16 +375,24 @@ class CoordinatedEngine:
             self._logs = values
             self._logs_due_at = self._clock() + _LOG_INTERVAL_SECS
 
+    def _count_update(self, step: Step, worker: int) -> None:
+        staleness = self._updates - step.local_step
+        self._updates += 1
+        self._on_update(Update.of_one(self._updates, worker, staleness))
+
     # The end of the data.
 
-    def _hand_back(self, step: _Step, worker: int) -> None:
+    def _hand_back(self, step: Step, worker: int) -> None:
         """This worker has no data left: another one takes the step, or nobody if all are at their end."""
         iterator = step.iterator
         with self._changed:
             self._running.discard(worker)
-            self._lost.discard(worker)
+            self._progressed_at = self._clock()
             iterator.exhausted.add(worker)
             if self._nobody_has_data(step):
+                if not iterator.ended:
+                    # Once for a pass, however many steps find out.
+                    self._cut_short = iterator
                 iterator.ended = True
                 self._drop(step)
                 return
@@ -351,15 +401,19 @@ class CoordinatedEngine:
                 self._changed.notify_all()
         self._park(worker)
 
-    def _nobody_has_data(self, step: _Step) -> bool:
-        return step.worker_fed and len(step.iterator.exhausted | self._lost) == self.num_workers
+    def _nobody_has_data(self, step: Step) -> bool:
+        return step.worker_fed and len(step.iterator.exhausted | self._gone()) == self.num_workers
 
-    def _drop(self, step: _Step) -> None:
+    def _gone(self) -> set[int]:
+        """The workers that are lost and not back yet. The coordinator also knows of those lost between two steps."""
+        return self._lost | closures.lost_workers(self.coordinator)
+
+    def _drop(self, step: Step) -> None:
         self._pending.discard(step)
         if step.wants_logs:
             self._logs_on_their_way = False
-        _resolve(step.took_batch, False)
-        _resolve(step.result, None)
+        resolve(step.took_batch, False)
+        resolve(step.result, None)
         self._changed.notify_all()
 
     def _park(self, worker: int) -> None:
@@ -371,8 +425,3 @@ class CoordinatedEngine:
     def _has_work(self, worker: int) -> bool:
         """Whether a step waits that the worker can make, or that nobody can and that it therefore has to drop."""
         return any(step.suits(worker) or (step.queued and self._nobody_has_data(step)) for step in self._pending)
-
-
-def _resolve(future: concurrent.futures.Future | None, value: Any) -> None:
-    if future is not None and not future.done():
-        future.set_result(value)

@@ -49,6 +49,11 @@ class DatasetGraph:
         return any(node.op in _LOCAL_OPERATIONS for nodes in self._bodies() for node in nodes)
 
     @property
+    def caches(self) -> bool:
+        """Whether it keeps what it has read for later passes."""
+        return any(node.op.startswith("CacheDataset") for nodes in self._bodies() for node in nodes)
+
+    @property
     def num_bytes(self) -> int:
         """Its size on the wire."""
         return self._graph.ByteSize()

@@ -24,33 +24,63 @@ def classify(fn: Callable[..., Any]) -> str:
     return "predict" if "make_predict_function" in getattr(fn, "__qualname__", "") else "other"
 
 
-def check(fn: Callable[..., Any]) -> None:
-    """Refuses what cannot hold when workers train one model at different speeds, and builds the optimizer.
+def traced_with(fn: Callable[..., Any]) -> dict[Any, Any] | None:
+    """Where to keep what is traced of a Keras step: with what Keras has made of it.
+
+    Keras throws that away when the model is compiled again, while the bound method stays the same to all appearances,
+    and it goes when the model goes.
+
+    Returns:
+      The same dictionary until then; None if `fn` is no step of Keras', or if Keras has made nothing of it, as in a
+      custom loop.
+    """
+    kind = classify(fn)
+    function = getattr(getattr(fn, "__self__", None), f"{kind}_function", None)
+    return None if function is None else vars(function).setdefault("_tfdist_traced", {})
+
+
+def check(fn: Callable[..., Any], asynchronous: bool) -> None:
+    """Refuses what cannot hold on several workers, and builds the optimizer.
 
     Variables can't be made while a step is traced, so the optimizer makes its own before.
+
+    Args:
+      fn: What was given to `strategy.run`.
+      asynchronous: Whether each worker updates the model by itself.
 
     Raises:
       ValueError: The model was compiled with something that has no meaning here.
     """
     model: Any = getattr(fn, "__self__", None)
-    if classify(fn) != "train":
-        return
-    if model.jit_compile:
+    kind = classify(fn)
+    if (kind in ("train", "test") and model.jit_compile) or _is_compiled(fn):
         raise ValueError(
             "jit_compile=True cannot hold under ParameterServerStrategy: the variables are on other machines, where "
             "XLA can't reach them. "
             "Use model.compile(..., jit_compile=False). Received: jit_compile=True"
         )
+    if kind != "train":
+        return
     optimizer = model.optimizer
     steps = getattr(getattr(optimizer, "inner_optimizer", optimizer), "gradient_accumulation_steps", None)
-    if steps:
+    if steps and asynchronous:
         raise ValueError(
             "gradient_accumulation_steps cannot hold under asynchronous ParameterServerStrategy: the workers would "
-            "add to one accumulator and each would apply what the others had begun. Use a larger batch. "
+            "add to one accumulator and each would apply what the others had begun. Use a larger batch, or "
+            "policies=[tfdist.BackupWorkers(spares=0)], which makes training synchronous. "
             f"Received: gradient_accumulation_steps={steps}"
         )
     if optimizer is not None and not optimizer.built:
         optimizer.build(model.trainable_variables)
+
+
+def _is_compiled(fn: Any) -> bool:
+    """Whether `fn`, or what it wraps, is compiled with XLA, as Keras does with a step of `predict`."""
+    while fn is not None:
+        if getattr(fn, "_jit_compile", None):
+            return True
+        fn = getattr(fn, "__wrapped__", None)
+    return False
 
 
 def check_scope(fn: Callable[..., Any]) -> None:

@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
-import collections
 import concurrent.futures
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfdist.engines import keras_steps
+from tfdist.engines.packing import Packing
 from tfdist.engines.worker_data import WorkerBatch
 
 # About what a perceptron of ten layers with Adam comes to.
@@ -22,8 +23,7 @@ class Program:
     """`fn(*args, **kwargs)` in replica context, as a concrete function of flat tensors.
 
     The batch comes first: either an iterator that lives on the worker, or the batch's tensors. All other tensors
-    among the arguments follow. Scalars in the result leave the worker stacked, one tensor per dtype, because every
-    tensor costs a round trip.
+    among the arguments follow.
 
     Args:
       strategy: The strategy in whose scope `fn` is traced.
@@ -47,17 +47,14 @@ class Program:
         self._arguments = (args, kwargs)
         self._batch_spec = next((leaf.element_spec for leaf in self._leaves if isinstance(leaf, WorkerBatch)), None)
         self._worker_fed = worker_fed and self._batch_spec is not None
-        self._result: Any = None
-        self._scalars: dict[tf.DType, list[int]] = {}
-        self._dtypes: list[tf.DType] = []
-        self._shapes: list[tf.TensorShape] = []
+        self._packing = Packing()
         self._run = self._trace(self._on_worker)
         self._silent: Callable[..., list[tf.Tensor]] | None = None
 
     @property
     def dtypes(self) -> list[tf.DType]:
         """The dtypes of the flat result."""
-        return self._dtypes
+        return self._packing.dtypes
 
     def flatten_arguments(self, args: tuple, kwargs: dict[str, Any]) -> list[tf.Tensor]:
         """The tensors among the arguments of one call, flat, without the batch."""
@@ -85,39 +82,14 @@ class Program:
 
     def fetch(self, outputs: Sequence[tf.Tensor]) -> list[np.ndarray]:
         """Brings the outputs of `run` to the chief, in the order of the flat result."""
-        values = [output.numpy() for output in outputs]
-        flat: list[Any] = [None] * len(self._dtypes)
-        packed = len(self._scalars)
-        for vector, positions in zip(values[:packed], self._scalars.values(), strict=True):
-            for value, position in zip(vector, positions, strict=True):
-                flat[position] = value
-        rest = iter(values[packed:])
-        return [next(rest) if value is None else value for value in flat]
+        return self._packing.unpack(outputs)
 
     def rebuild(self, flat: Sequence[Any]) -> Any:
         """Packs a flat result into what `fn` returned."""
-        tensors = []
-        for value, dtype, shape in zip(flat, self._dtypes, self._shapes, strict=True):
-            tensor = tf.convert_to_tensor(value, dtype)
-            tensor.set_shape(shape) if not tf.executing_eagerly() else None
-            tensors.append(tensor)
-        supply = iter(tensors)
-        leaves = [
-            next(supply) if _is_tensor(leaf) else leaf for leaf in tf.nest.flatten(self._result, expand_composites=True)
-        ]
-        return tf.nest.pack_sequence_as(self._result, leaves, expand_composites=True)
+        return self._packing.rebuild(flat)
 
     def _trace(self, on_worker: Callable[..., list[tf.Tensor]]) -> Callable[..., list[tf.Tensor]]:
-        function = tf.function(on_worker, autograph=False)
-
-        def trace() -> Callable[..., list[tf.Tensor]]:
-            with self._strategy.scope():
-                return function.get_concrete_function(*self._input_specs())
-
-        # The caller may be tracing a function of its own. A thread starts outside of it; `tf.init_scope` would lead
-        # out too, but it also stops gradient tapes.
-        with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="tfdist trace") as thread:
-            return thread.submit(trace).result()
+        return trace(self._strategy, on_worker, self._input_specs())
 
     def _input_specs(self) -> list[Any]:
         if self._batch_spec is None:
@@ -130,7 +102,7 @@ class Program:
         return batch + [tf.TensorSpec(t.shape, t.dtype) for t in tf.nest.flatten(tensors, expand_composites=True)]
 
     def _on_worker(self, *inputs: Any) -> list[tf.Tensor]:
-        return self._pack(self._result_of(*inputs))
+        return self._packing.pack(self._result_of(*inputs))
 
     def _for_effects(self, *inputs: Any) -> list[tf.Tensor]:
         self._result_of(*inputs)
@@ -162,23 +134,47 @@ class Program:
         return tf.nest.pack_sequence_as(leaf, parts, expand_composites=True)
 
     def _call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        # One replica per worker: a plain replica context, which unlike the threads of the stock `run` also holds
-        # inside of conditionals. Its device has no job: it is the one of the worker that runs the step.
-        with tf.device(self._strategy.extended.worker_devices[0]), tf.distribute.ReplicaContext(self._strategy, 0):
+        # Its device has no job: it is the one of the worker that runs the step.
+        with replica_on(self._strategy, self._strategy.extended.worker_devices[0]):
             return self._fn(*args, **kwargs)
 
-    def _pack(self, result: Any) -> list[tf.Tensor]:
-        self._result = tf.nest.map_structure(_read_variable, result)
-        flat = [leaf for leaf in tf.nest.flatten(self._result, expand_composites=True) if _is_tensor(leaf)]
-        self._dtypes = [tensor.dtype for tensor in flat]
-        self._shapes = [tensor.shape for tensor in flat]
-        groups: dict[tf.DType, list[int]] = collections.defaultdict(list)
-        for position, tensor in enumerate(flat):
-            if tensor.shape.rank == 0:
-                groups[tensor.dtype].append(position)
-        self._scalars = dict(groups)
-        stacked = [tf.stack([flat[i] for i in positions]) for positions in self._scalars.values()]
-        return stacked + [tensor for tensor in flat if tensor.shape.rank != 0]
+
+def trace(strategy: tf.distribute.Strategy, function: Callable[..., Any], specs: Sequence[Any]) -> Callable[..., Any]:
+    """The concrete function of `function` for arguments of these specs, traced in the strategy's scope."""
+    traced = tf.function(function, autograph=False)
+
+    def in_scope() -> Callable[..., Any]:
+        with strategy.scope():
+            return traced.get_concrete_function(*specs)
+
+    # The caller may be tracing a function of its own. A thread starts outside of it; `tf.init_scope` would lead out
+    # too, but it also stops gradient tapes.
+    with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="tfdist trace") as thread:
+        return thread.submit(in_scope).result()
+
+
+@contextlib.contextmanager
+def replica_on(strategy: tf.distribute.Strategy, device: str) -> Iterator[None]:
+    """Within this block, what is traced is the one replica of a step, on this device.
+
+    A plain replica context, which unlike the threads of the stock `run` also holds inside of conditionals.
+    """
+    with tf.device(device), _OneReplica(strategy, 0):
+        yield
+
+
+class _OneReplica(tf.distribute.ReplicaContext):
+    """The replica context of a step that one replica makes, in which there is nothing to be reduced over replicas.
+
+    The stock one would leave a few operations for it, and a line in the log.
+    """
+
+    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        """Returns `value`, as tensors."""
+        del reduce_op, options
+        return tf.nest.map_structure(
+            lambda leaf: leaf if isinstance(leaf, tf.IndexedSlices) else tf.convert_to_tensor(leaf), value
+        )
 
 
 def _converted(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -191,11 +187,6 @@ def _converted(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def _flat_specs(spec: Any) -> list[tf.TensorSpec]:
     return tf.nest.flatten(spec, expand_composites=True)
-
-
-def _read_variable(leaf: Any) -> Any:
-    """Keras' variables and TensorFlow's both count as tensors, but only their values can travel."""
-    return tf.convert_to_tensor(leaf) if hasattr(leaf, "assign") else leaf
 
 
 def _is_tensor(leaf: Any) -> bool:

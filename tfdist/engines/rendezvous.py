@@ -12,12 +12,12 @@ import contextlib
 import hashlib
 import json
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
 
 from tfdist.cluster import Cluster, Task
+from tfdist.engines import watch
 
 _MAGIC = b"tfdist"
 # The answer of TensorFlow's server: that task has met all others already.
@@ -51,7 +51,7 @@ def meet(
     others = [task for task in cluster.training_tasks if task != cluster.task]
     search = _Search(cluster, others, mutual=True)
     with _Answering(cluster, search.was_asked_by):
-        _complete(search, timeout_secs, every_secs, write or _to_stderr, clock, lambda: None)
+        _complete(search, timeout_secs, every_secs, write or watch.say, clock, lambda: None)
 
 
 def reach(
@@ -63,6 +63,7 @@ def reach(
     write: Callable[[str], object] | None = None,
     clock: Callable[[], float] = time.monotonic,
     check: Callable[[], object] = lambda: None,
+    name: str | None = None,
 ) -> None:
     """Returns when all of `tasks` have been reached at their addresses.
 
@@ -74,11 +75,12 @@ def reach(
       write: takes such a line; standard error by default.
       clock: the time in seconds.
       check: called now and then; raises if there is no point in waiting on.
+      name: who is waiting, where that is no task of the cluster.
 
     Raises:
       TimeoutError: somebody is missing still; names them, and why.
     """
-    _complete(_Search(cluster, tasks), timeout_secs, every_secs, write or _to_stderr, clock, check)
+    _complete(_Search(cluster, tasks), timeout_secs, every_secs, write or watch.say, clock, check, name)
 
 
 def _complete(
@@ -88,6 +90,7 @@ def _complete(
     write: Callable[[str], object],
     clock: Callable[[], float],
     check: Callable[[], object],
+    name: str | None = None,
 ) -> None:
     start = said = clock()
     with search:
@@ -102,11 +105,7 @@ def _complete(
             if now - said >= every_secs:
                 said = now
                 waited = f"{now - start:.0f} s of {timeout_secs:g} s"
-                write(f"tfdist {search.cluster.task}: waiting for {missing}; {waited}")
-
-
-def _to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)  # noqa: T201
+                write(f"tfdist {name or search.cluster.task}: waiting for {missing}; {waited}")
 
 
 def _missing(cluster: Cluster, reasons: dict[Task, str]) -> str:

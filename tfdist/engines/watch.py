@@ -45,7 +45,7 @@ class StallReporter:
         self._interval_secs = interval_secs
         self._progress = progress
         self._clock = clock
-        self._write = write or _to_stderr
+        self._write = write or say
         self._blocks: list[tuple[str, Any]] = []
         self._last: tuple[str, Any] | None = None
         self._since = self._reported = clock()
@@ -134,11 +134,15 @@ class InterruptEscape:
     Args:
       describe: names what is waited for, in the last line written.
       grace_secs: how long Python has to deliver the interrupt.
+      on_interrupt: called when Python delivers it.
     """
 
-    def __init__(self, describe: Callable[[], str], grace_secs: float = 3.0) -> None:
+    def __init__(
+        self, describe: Callable[[], str], grace_secs: float = 3.0, on_interrupt: Callable[[], object] = lambda: None
+    ) -> None:
         self._describe = describe
         self._grace_secs = grace_secs
+        self._on_interrupt = on_interrupt
         self._delivered = threading.Event()
         self._pipe: tuple[int, int] | None = None
         self._previous: Any = None
@@ -172,16 +176,18 @@ class InterruptEscape:
 
     def _deliver(self, number: int, frame: Any) -> None:
         self._delivered.set()
+        self._on_interrupt()
         self._previous(number, frame)
 
     def _watch(self, read: int) -> None:
         while signals := os.read(read, 64):
             if signal.SIGINT in signals and not self._delivered.wait(self._grace_secs):
-                _to_stderr(f"tfdist: interrupted while waiting for {self._describe()}")
+                say(f"tfdist: interrupted while waiting for {self._describe()}")
                 os._exit(130)
             self._delivered.clear()
         os.close(read)
 
 
-def _to_stderr(line: str) -> None:
+def say(line: str) -> None:
+    """Writes a line for the person who watches the run."""
     print(line, file=sys.stderr, flush=True)  # noqa: T201

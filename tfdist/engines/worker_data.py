@@ -20,7 +20,7 @@ import collections
 import itertools
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -84,14 +84,19 @@ class WorkerIterator:
         self._redeemed = 0
         self._feed: str | None = None
         self._local: Iterator[Any] | None = None
+        self._reading = threading.RLock()
         self._waiting: collections.deque[Any] = collections.deque()
         # Steps begun ahead of the tickets for them (`predict`).
         self.started: collections.deque[Any] = collections.deque()
         self._on_workers: tf.distribute.coordinator.PerWorkerValue | None = None
         self._lock = threading.Lock()
         self._taken: collections.Counter[int] = collections.Counter()
+        self._updates = 0
         self.exhausted: set[int] = set()
+        # Workers that were lost while they had a share in this pass.
+        self.lost: set[int] = set()
         self.ended = False
+        self._number = 0
         self.id = next(_iterator_ids)
         structure = repr(dataset.element_spec)
         _element_specs.setdefault(structure, dataset.element_spec)
@@ -158,6 +163,36 @@ class WorkerIterator:
         """Counts a batch that `worker` is done with."""
         self._taken[worker] += 1
 
+    def begin_update(self) -> None:
+        """Counts an update that all workers contribute to, each with its part of one batch."""
+        self._updates += 1
+
+    def _position(self, worker: int) -> int:
+        """How many batches a worker that comes back leaves out."""
+        return self._updates - 1 if self._updates else self._taken[worker]
+
+    def loss(self, gone: set[int]) -> str | None:
+        """What of this pass, which is over, was never used because workers were lost; None for nothing.
+
+        Args:
+          gone: The workers that are lost and not back.
+        """
+        # A worker that is back makes up for what was left of its share; what it had fetched is lost where the batches
+        # are no worker's own.
+        is_dealt_out = self._dataset.is_dealt_out
+        workers = self.lost if is_dealt_out else gone - self.exhausted
+        missing = self._cardinality - sum(self._taken.values())
+        if not workers or self._cardinality == tf.data.INFINITE_CARDINALITY or (self.counted and missing <= 0):
+            return None
+        what = f"{missing} of its {self._cardinality} batches" if self.counted else "an unknown number of batches"
+        why = (
+            "it had fetched them"
+            if is_dealt_out
+            else "they were the rest of its share, and the others had come to the end of theirs before it was back"
+        )
+        names = " and ".join(f"worker:{worker}" for worker in sorted(workers))
+        return f"Pass {self._number} over the data ended without {what}. {names} was lost; {why}."
+
     def feed(self, by_chief: bool) -> str:
         """Decides, at the first step, who feeds this pass."""
         with self._lock:
@@ -171,7 +206,8 @@ class WorkerIterator:
         """The iterators on the workers, made when the first step needs them."""
         with self._lock:
             if self._on_workers is None:
-                self._on_workers = self._dataset.iterate_on_workers()
+                self._on_workers = self._dataset.iterate_on_workers(self._position)
+                self._number = self._dataset.passes
             return self._on_workers
 
     def redeem(self) -> None:
@@ -182,12 +218,51 @@ class WorkerIterator:
         """The chief's next batch, flat. Raises `tf.errors.OutOfRangeError` at the end."""
         return self._waiting.popleft() if self._waiting else self._read()
 
+    def read_ahead(self) -> list[tf.Tensor]:
+        """The chief's next batch, flat, perhaps before there is a ticket for it; any thread may call it."""
+        with self._reading:
+            batch = self.next_local_batch()
+            self.started.append(None)
+            return batch
+
+    def redeem_ahead(self) -> None:
+        """Says that one more ticket's batch was one of `read_ahead`."""
+        with self._reading:
+            if self.started:
+                self.started.popleft()
+            self.redeem()
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether what the workers read are parts of batches."""
+        return self._dataset.is_cut
+
+    @property
+    def is_shared_out(self) -> bool:
+        """Whether the data were cut into shares beforehand."""
+        return self._dataset.is_shared_out
+
+    def open_shares(self) -> Callable[[int, int], Any]:
+        """For a new pass: a function from a share and a number of parts to leave out to an iterator over it.
+
+        The function makes the iterator on the worker in whose thread it is called.
+        """
+        return self._dataset.open_shares()
+
+    def forget_shares(self, worker: int) -> None:
+        """Says that `worker` was lost, with what was opened there."""
+        self._dataset.forget_shares(worker)
+
     def _has_next(self) -> bool:
         """Whether there is a batch for one more ticket. Where the chief feeds, it reads that far ahead.
 
         So the end is known before a step is begun: one that fails takes the results of the others of its execution
         along (`steps_per_execution`).
         """
+        with self._reading:
+            return self._looks_ahead()
+
+    def _looks_ahead(self) -> bool:
         if self._local is None:
             return not self.ended
         while len(self._waiting) + len(self.started) <= self._tickets - self._redeemed:

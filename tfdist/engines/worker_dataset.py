@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 from tensorflow.python.distribute import input_lib
 
-from tfdist.engines import closures
+from tfdist.engines import closures, sharing
 from tfdist.engines.dataset_graph import DatasetGraph, rebuild
 from tfdist.engines.worker_data import WorkerIterator
 
@@ -33,16 +33,25 @@ class WorkerDataset(input_lib.DistributedDataset):
       engine: The engine whose workers read it.
       dataset: A `tf.data.Dataset` of batches.
       sharding: `"replicate"`: each worker reads all of it; `"shard"`: worker i of n reads the batches i, i + n, ...;
-        `"dynamic"`: each batch goes to the worker that asks first (tf.data service).
+        `"dynamic"`: each batch goes to the worker that asks first (tf.data service); `"deal"`: worker i of n reads part
+        i of n of every batch.
+      num_parts: into how many parts, one after the other, a worker's batches are cut.
     """
 
-    def __init__(self, engine: CoordinatedEngine, dataset: tf.data.Dataset, sharding: str):
+    def __init__(self, engine: CoordinatedEngine, dataset: tf.data.Dataset, sharding: str, num_parts: int = 1):
         self._engine = engine
         self._dataset = dataset
         self._sharding = sharding
+        self._num_parts = num_parts
         self._cardinality = int(dataset.cardinality())
         self._shipped: tf.distribute.coordinator.PerWorkerValue | None = None
         self._described: DatasetGraph | None = None
+        self._share_builder: Callable[[tf.Tensor], tf.data.Dataset] | None = None
+        self.passes = 0
+        # Passes that each worker has begun since it built its share. Only that worker's thread looks at its own.
+        self._begun: dict[int, int] = {}
+        # What `open_shares` has built, by worker and share, with the number of passes begun.
+        self._opened: dict[tuple[int, int], tuple[tf.data.Dataset, int]] = {}
 
     @property
     def element_spec(self) -> Any:
@@ -89,26 +98,104 @@ class WorkerDataset(input_lib.DistributedDataset):
             return None
         if total == tf.data.INFINITE_CARDINALITY:
             return sys.maxsize
-        return total if self._sharding == "replicate" else len(range(worker, total, self._engine.num_workers))
+        if self._sharding in ("replicate", "deal"):
+            return total
+        return len(range(worker, total, self._engine.num_workers))
 
-    def iterate_on_workers(self) -> tf.distribute.coordinator.PerWorkerValue:
-        """Starts a pass: one iterator on each worker over its share."""
+    @property
+    def is_dealt_out(self) -> bool:
+        """Whether a batch goes to the worker that asks first, so that no batch belongs to a worker before."""
+        return self._sharding == "dynamic"
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether what the workers read are parts of batches."""
+        return self._sharding == "deal" or self._num_parts > 1
+
+    @property
+    def is_shared_out(self) -> bool:
+        """Whether each batch of a pass belongs to one worker's share."""
+        return self._sharding == "shard"
+
+    def open_shares(self) -> Callable[[int, int], Iterator[Any]]:
+        """Starts a pass over the shares, any of which any worker may read (see `WorkerIterator.open_shares`)."""
+        self.passes += 1
+        number = self.passes
+        if self._share_builder is None:
+            self._graph().agree_on_order(secrets.randbelow(2**31))
+            self._share_builder = self._rebuilder(self._graph(), self._engine.num_workers)
+        build = self._share_builder
+
+        def open_share(share: int, position: int) -> Iterator[Any]:
+            key = closures.this_worker(), share
+            dataset, begun = self._opened.pop(key, (None, 0))
+            if dataset is None or position:
+                # Built anew where a pass is gone on with: each iterator of one data set draws another order.
+                dataset, begun = build(tf.constant(share, tf.int64)), 0
+            self._begin_passes(dataset, number - 1 - begun)
+            self._opened[key] = dataset, number
+            return iter(dataset.skip(position) if position else dataset)
+
+        return open_share
+
+    def forget_shares(self, worker: int) -> None:
+        """Says that `worker` was lost, with what was built there."""
+        for key in [key for key in list(self._opened) if key[0] == worker]:
+            self._opened.pop(key, None)
+
+    def iterate_on_workers(
+        self, position: Callable[[int], int] = lambda worker: 0
+    ) -> tf.distribute.coordinator.PerWorkerValue:
+        """Starts a pass: one iterator on each worker over its share.
+
+        Args:
+          position: How many batches of its share a worker leaves out: one that comes back goes on where it was.
+        """
+        self.passes += 1
         create = functools.partial(closures.create_on_workers, self._engine.coordinator)
         if self._sharding == "dynamic":
             build = self._join_service()
             return create(lambda: iter(build()))
         if self._shipped is None:
-            share = self._shares()
-            self._shipped = create(lambda: share(closures.this_worker()))
-        return create(iter, self._shipped)
+            self._shipped = create(functools.partial(self._build_share, self._shares()))
+        number = self.passes
+
+        def iterate(dataset: tf.data.Dataset) -> Iterator[Any]:
+            worker = closures.this_worker()
+            self._catch_up(dataset, worker, number)
+            count = position(worker)
+            return iter(dataset.skip(count) if count else dataset)
+
+        return create(iterate, self._shipped)
+
+    def _build_share(self, share: Callable[[int], tf.data.Dataset]) -> tf.data.Dataset:
+        worker = closures.this_worker()
+        self._begun[worker] = 0
+        return share(worker)
+
+    def _catch_up(self, dataset: tf.data.Dataset, worker: int, number: int) -> None:
+        """Brings a worker that has built its share anew to the order that pass `number` has for the others.
+
+        Each iterator draws a new order. What is cached is in the order of the first, which has to be read then.
+        """
+        self._begin_passes(dataset, number - 1 - self._begun[worker])
+        self._begun[worker] = max(self._begun[worker], number)
+
+    def _begin_passes(self, dataset: tf.data.Dataset, count: int) -> None:
+        for _ in range(count):
+            if self._graph().caches:
+                dataset.reduce(tf.constant(0, tf.int64), lambda count, *_: count + 1)
+            else:
+                iter(dataset)
 
     def _shares(self) -> Callable[[int], tf.data.Dataset]:
         """A function that rebuilds a worker's share, to be called where the worker is the default device."""
-        if self._sharding == "shard":
+        is_shared = self._sharding in ("shard", "deal")
+        if is_shared:
             # Shares of different orders would overlap.
             self._graph().agree_on_order(secrets.randbelow(2**31))
-        build = self._rebuilder(self._graph(), self._engine.num_workers if self._sharding == "shard" else 1)
-        return lambda worker: build(tf.constant(worker if self._sharding == "shard" else 0, tf.int64))
+        build = self._rebuilder(self._graph(), self._engine.num_workers if is_shared else 1)
+        return lambda worker: build(tf.constant(worker if is_shared else 0, tf.int64))
 
     def _rebuilder(self, graph: DatasetGraph, num_shards: int) -> Callable[[tf.Tensor], tf.data.Dataset]:
         """A function from the index of a shard to the shard, which carries the data set inside."""
@@ -122,26 +209,31 @@ class WorkerDataset(input_lib.DistributedDataset):
         @tf.function(autograph=False)
         def build(shard: tf.Tensor) -> tf.data.Dataset:
             dataset = rebuild(text, spec)
-            return dataset.shard(num_shards, shard) if num_shards > 1 else dataset
+            if self._sharding == "deal":
+                parts = sharing.deal(dataset, [shard], num_shards).prefetch(1)
+                # A worker whose contribution was withdrawn makes another one for the same update, and must not run out.
+                return parts.repeat(2) if self.cardinality >= 0 else parts
+            return self._cut(dataset.shard(num_shards, shard) if num_shards > 1 else dataset)
 
         return build.get_concrete_function(tf.TensorSpec([], tf.int64))
 
+    def _cut(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        if self._num_parts == 1:
+            return dataset
+        return sharing.deal(dataset, range(self._num_parts), self._num_parts)
+
     def _join_service(self) -> Callable[[], tf.data.Dataset]:
         """A function that makes the worker a consumer of a new pass of the tf.data service."""
-        service, address, spec = tf.data.experimental.service, self._engine.data_service_address(), self.element_spec
-        dataset = self._dataset
-        if self.cardinality >= 0:
-            # Several producers would each end with a batch of their own that is not full, and there would be more
-            # batches than the data set says it has. A source of one element can't be split: one producer makes all
-            # batches.
-            dataset = tf.data.Dataset.range(1).flat_map(lambda _: self._dataset)
-        dataset_id, job = service.register_dataset(address, dataset), f"tfdist-{secrets.token_hex(8)}"
+        endless = self.cardinality == tf.data.INFINITE_CARDINALITY
+        service, spec = tf.data.experimental.service, self.element_spec
+        address = self._engine.data_service_address(endless)
+        # Endless data may have several producers, which divide the sources among them; data that end have one.
+        policy = service.ShardingPolicy.DYNAMIC if endless else service.ShardingPolicy.OFF
+        dataset_id, job = service.register_dataset(address, self._dataset), f"tfdist-{secrets.token_hex(8)}"
 
         @tf.function(autograph=False)
         def build() -> tf.data.Dataset:
-            return service.from_dataset_id(
-                service.ShardingPolicy.DYNAMIC, address, dataset_id, element_spec=spec, job_name=job
-            )
+            return self._cut(service.from_dataset_id(policy, address, dataset_id, element_spec=spec, job_name=job))
 
         return build.get_concrete_function()
 
@@ -154,8 +246,8 @@ class WorkerDatasetFromFunction(WorkerDataset):
       datasets: One data set of batches for each worker, all of one structure.
     """
 
-    def __init__(self, engine: CoordinatedEngine, datasets: Sequence[tf.data.Dataset]):
-        super().__init__(engine, functools.reduce(tf.data.Dataset.concatenate, datasets), "given")
+    def __init__(self, engine: CoordinatedEngine, datasets: Sequence[tf.data.Dataset], num_parts: int = 1):
+        super().__init__(engine, functools.reduce(tf.data.Dataset.concatenate, datasets), "given", num_parts)
         self._datasets = datasets
         # Asked for here, on the chief: `share` is called where a worker is the default device.
         self._counts = [int(dataset.cardinality()) for dataset in datasets]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What MirroredStrategy and MultiWorkerMirroredStrategy share: the seam of Keras' steps, and the policies argument."""
+"""What MirroredStrategy and MultiWorkerMirroredStrategy share: the seam of Keras' steps, and arguments."""
 
 from __future__ import annotations
 
@@ -9,11 +9,16 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.engines import averaging_data
+from tfdist.engines.averaging import AveragingEngine
 from tfdist.strategies import steps
 
 
 class KerasSteps(tf.distribute.Strategy):
     """Mixed into a `tf.distribute.Strategy`: takes over the steps that Keras hands to `run`, and what it reduces."""
+
+    # Where replicas train alone.
+    _averaging: AveragingEngine | None = None
 
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Runs `fn` on every replica, as `tf.distribute.Strategy.run` does.
@@ -24,6 +29,8 @@ class KerasSteps(tf.distribute.Strategy):
         def stock() -> Any:
             return super(KerasSteps, self).run(fn, args=args, kwargs=kwargs, options=options)
 
+        if self._averaging is not None and averaging_data.is_alone(args):
+            return steps.run_alone(self, self._averaging, fn, args[0])
         if steps.model_of(fn) is None or len(args) != 1 or kwargs:
             return stock()
         return steps.run_step(self, stock, fn, args[0], self._sum_over_workers)
@@ -48,12 +55,11 @@ class KerasSteps(tf.distribute.Strategy):
         return list(tensors)
 
 
-def refuse_policies(strategy: str, policies: Sequence[Any]) -> None:
-    """Raises ValueError for any policy: no engine carries them out yet."""
-    if len(tuple(policies)):
-        raise ValueError(
-            f"{strategy}(policies=...) takes no policies in this version; leave it out. Received: policies={policies!r}"
-        )
+def check_timeouts(**secs: float) -> None:
+    """Raises ValueError unless each of these arguments, given by name, is a positive number of seconds."""
+    for name, value in secs.items():
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+            raise ValueError(f"{name} must be a positive number of seconds. Received: {name}={value!r}")
 
 
 def allow_functions_in_control_flow(strategy: tf.distribute.Strategy) -> None:

@@ -137,9 +137,17 @@ def tell_others_of_errors(task: Task) -> None:
                 message = f"{task} ended with {kind.__name__}: {error}"
                 tf_context.context().report_error_to_cluster(tf.errors.ABORTED, message)
         previous(kind, error, trace)
-        atexit.register(_end_within, _END_SECS)
+        end_soon_after_exit()
 
     sys.excepthook = hook
+
+
+def end_soon_after_exit() -> None:
+    """From the moment on at which the program is over, its process ends within `_END_SECS`.
+
+    TensorFlow's end in a cluster of which others go on takes 10 s now and then, and they go on waiting meanwhile.
+    """
+    atexit.register(_end_within, _END_SECS)
 
 
 def _end_within(secs: float) -> None:

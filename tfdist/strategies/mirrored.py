@@ -3,47 +3,201 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import os
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
-from tfdist.strategies import _common, order, sharing
+from tfdist.engines import averaging_data, keras_steps, python_operation, sharing
+from tfdist.engines.averaging import AveragingEngine
+from tfdist.engines.threaded import ThreadedEngine
+from tfdist.engines.threaded_data import ReplicaBatch, ReplicaDataset, ReplicaDatasetFromFunction, find_iterator
+from tfdist.engines.threaded_step import ThreadedStep
+from tfdist.policies import composition
+from tfdist.policies.base import Aggregation
+from tfdist.strategies import _common, order, steps, warming
+from tfdist.telemetry.report import Recorder, Report
+
+# TensorFlow tells the collectives of a process apart by numbers that each strategy counts from this one.
+_KEY_BASES = itertools.count(2**16, 2**16)
 
 
-class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
+class MirroredStrategy(warming.WarmingSteps, tf.distribute.MirroredStrategy):
     """Synchronous training on the devices of one machine: `tf.distribute.MirroredStrategy`, mended for Keras 3.
+
+    With a policy, `fit` computes each device's gradient in a thread of its own and makes an update as soon as the
+    policy says so; everything else (`evaluate`, `predict`, `train_on_batch`, functions of your own given to `run`) is
+    synchronous as without. A data set is read once for all devices, which wait for it together; those that
+    `distribute_datasets_from_function` makes are read by each device on its own, so a slow one makes only it late.
+
+    Keras' step, and each device that is late within an operation, holds one of TensorFlow's inter-op threads, of which
+    there is one for each CPU. With fewer CPUs than devices + 1, ask for more at the top of the program:
+    `tf.config.threading.set_inter_op_parallelism_threads(devices + 1)`.
 
     Args:
       devices: device names such as `["GPU:0", "GPU:1"]`; all GPUs by default, or the CPU where there are none.
-      cross_device_ops: how gradients are reduced, a `tf.distribute.CrossDeviceOps`.
-      policies: must be empty in this version.
+      cross_device_ops: how gradients are reduced, a `tf.distribute.CrossDeviceOps`; not used by `fit` with a policy.
+      policies: which gradients make an update, such as `[tfdist.BackupWorkers(spares=1)]`; those of all by default.
+      stall_timeout_secs: how long an update may wait, with a policy, while no device brings a gradient.
 
     Raises:
-      ValueError: a policy was given.
+      ValueError: the policies don't go together, or not with this number of devices; or a timeout is not positive.
+      RuntimeError: a policy was given, and TensorFlow has too few threads for one.
     """
 
-    def __init__(self, devices: Any = None, cross_device_ops: Any = None, *, policies: Sequence[Any] = ()) -> None:
-        _common.refuse_policies("MirroredStrategy", policies)
+    def __init__(
+        self,
+        devices: Any = None,
+        cross_device_ops: Any = None,
+        *,
+        policies: Sequence[Any] = (),
+        stall_timeout_secs: float = 600.0,
+    ) -> None:
+        composition.check(policies, "MirroredStrategy")
+        _common.check_timeouts(stall_timeout_secs=stall_timeout_secs)
+        if any(isinstance(policy, Aggregation) for policy in policies):
+            _check_threads()
+        # Else its all-reduces would be taken for those of another strategy on these devices, of other shapes.
+        self._collective_key_base = next(_KEY_BASES)
         super().__init__(devices, cross_device_ops)
+        composed = composition.compose(policies, "MirroredStrategy", self.num_replicas_in_sync)
+        policy = self._aggregation = composed.aggregation
         _common.allow_functions_in_control_flow(self)
+        names = [f"worker:{replica}" for replica in range(self.num_replicas_in_sync)]
+        self._recorder = Recorder(names)
+        self._engine = (
+            ThreadedEngine(self, policy, names, self._recorder.record, stall_timeout_secs) if policy else None
+        )
+        if composed.averaging:
+            replicas = range(self.num_replicas_in_sync)
+            self._averaging = AveragingEngine(self, composed.averaging, replicas, self._sum_over_workers, 1)
+        self._warming = warming.on_devices(self, composed.warmup, self._recorder)
+        # The step of a custom loop that was run outside of a graph last.
+        self._traced: dict[Any, ThreadedStep] = {}
 
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
-        """Runs `fn` on every replica."""
+        """Runs `fn` on every replica. With a policy, the `train_step` that `fit` hands in makes an update."""
         if self.num_replicas_in_sync > 1:
             order.mirrored_trains()
+        if self._engine is None or not any(isinstance(x, ReplicaBatch) for x in tf.nest.flatten((args, kwargs))):
+            return super().run(fn, args, kwargs, options)
+        model = steps.model_of(fn)
+        if model is not None and fn.__name__ == steps.TRAIN and len(args) == 1 and not kwargs:
+            return self._train(fn, args[0])
+        args, kwargs = tf.nest.map_structure(_redeemed, (args, kwargs))
         return super().run(fn, args, kwargs, options)
 
+    def _train(self, fn: Any, ticket: ReplicaBatch) -> Any:
+        engine, model = self._engine, fn.__self__
+        _check_xla(model)
+        if tf.executing_eagerly():
+            step = self._step_outside_of_a_graph(fn, ticket)
+            return step.rebuild(engine.step(step, find_iterator(int(ticket.iterator_id))))
+        steps._build_optimizers(self, model)
+        step = engine.prepare(fn, ticket)
+        # TensorFlow keeps the Python of operations for ever: it must not keep the model, which its graph does instead.
+        graph: Any = tf.compat.v1.get_default_graph()
+        graph._tfdist_steps = [*getattr(graph, "_tfdist_steps", []), step]
+        engine_of: Any = weakref.ref(engine)
+        step_of: Any = weakref.ref(step)
+
+        def update(iterator_id: tf.Tensor) -> list[np.ndarray]:
+            return engine_of().step(step_of(), find_iterator(int(iterator_id)))
+
+        return step.rebuild(python_operation.call(update, [ticket.iterator_id], step.dtypes))
+
+    def _step_outside_of_a_graph(self, fn: Any, ticket: ReplicaBatch) -> ThreadedStep:
+        kept, key = keras_steps.traced_with(fn), (id(self), fn, ticket.is_whole, ticket.structure)
+        if kept is None:
+            kept = self._traced
+            for other in kept.keys() - {key}:
+                del kept[other]
+        if key not in kept:
+            steps._build_optimizers(self, fn.__self__)
+            kept[key] = self._engine.prepare(fn, ticket)
+        return kept[key]
+
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
-        """Divides each batch of `dataset` among the replicas, as evenly as its size allows."""
+        """Divides each batch of `dataset` among the replicas, as evenly as its size allows.
+
+        With a policy, iterating over the result gives tickets, to be given to `run` in place of a batch.
+        """
+        return warming.with_batches(self._warming, self._divided(dataset, options), dataset, options)
+
+    def _divided(self, dataset: Any, options: Any) -> Any:
         replicas = self.num_replicas_in_sync
         if replicas > 1:
             order.mirrored_trains()
-        if options is not None or replicas == 1 or not isinstance(dataset, tf.data.Dataset):
+        if isinstance(dataset, ReplicaDataset):
+            return dataset
+        if self._averaging is not None and averaging_data.is_plain(dataset, options):
+            return self._averaging.dataset(dataset, lambda: self._divide(dataset, options))
+        return self._divide(dataset, options)
+
+    def _divide(self, dataset: Any, options: Any) -> Any:
+        replicas = self.num_replicas_in_sync
+        is_plain = options is None and isinstance(dataset, tf.data.Dataset)
+        if self._engine is not None and is_plain and tf.executing_eagerly():
+            return ReplicaDataset(dataset, replicas)
+        if not is_plain or replicas == 1:
             return super().experimental_distribute_dataset(dataset, options)
         sharing.check_batched(dataset.element_spec, replicas)
         size = sharing.static_size(dataset.element_spec)
         if size is not None and size % replicas == 0:
             return super().experimental_distribute_dataset(dataset, options)
         dealt = sharing.deal(dataset, range(replicas), replicas).prefetch(replicas)
-        return self.distribute_datasets_from_function(lambda context: dealt)
+        return super().distribute_datasets_from_function(lambda context: dealt)
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset], options: Any = None
+    ) -> Any:
+        """With a policy every replica is an input pipeline of its own: it reads, in its thread, what is made for it."""
+        count = self.num_replicas_in_sync
+        contexts = [tf.distribute.InputContext(count, replica, count) for replica in range(count)]
+        is_stock = self._engine is None or options is not None or not tf.executing_eagerly()
+        if is_stock:
+            whole = super().distribute_datasets_from_function(dataset_fn, options)
+        else:
+            whole = ReplicaDatasetFromFunction([dataset_fn(context) for context in contexts])
+        if self._averaging is not None and options is None and tf.executing_eagerly():
+            stock = whole
+            whole = self._averaging.dataset_of_own(dataset_fn(tf.distribute.InputContext(1, 0, count)), lambda: stock)
+        return warming.with_own(self._warming, whole, lambda: dataset_fn(tf.distribute.InputContext(1, 0, count)))
+
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """See the stock method. Of a ticket: what one replica's part looks like."""
+        if isinstance(value, ReplicaBatch):
+            return (find_iterator(int(value.iterator_id)).example(),)
+        return super().experimental_local_results(value)
+
+    def report(self) -> Report:
+        """What was counted since the strategy was built; nothing without a policy."""
+        report = self._recorder.report()
+        return self._averaging.complete(report) if self._averaging else report
+
+
+def _redeemed(leaf: Any) -> Any:
+    return leaf.redeem() if isinstance(leaf, ReplicaBatch) else leaf
+
+
+def _check_threads() -> None:
+    # 0 stands for one for each CPU that this process may use.
+    count = tf.config.threading.get_inter_op_parallelism_threads() or len(os.sched_getaffinity(0))
+    if count < 2:
+        raise RuntimeError(
+            "MirroredStrategy(policies=...): Keras' step waits in one of TensorFlow's inter-op threads while the "
+            "replicas compute in the others; call tf.config.threading.set_inter_op_parallelism_threads(2), or more, at "
+            f"the top of the program. Received: {count} thread"
+        )
+
+
+def _check_xla(model: Any) -> None:
+    if model.jit_compile:
+        raise ValueError(
+            "compile(jit_compile=True): XLA can't compile a step that a policy takes apart; leave it at 'auto' or "
+            "False. Received: jit_compile=True"
+        )

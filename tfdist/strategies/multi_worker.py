@@ -5,44 +5,73 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
+import secrets
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 from tensorflow.python.distribute import collective_all_reduce_strategy as stock
 from tensorflow.python.eager import context as tf_context
 
 from tfdist import cluster as clusters
-from tfdist.engines import rendezvous, watch
-from tfdist.strategies import _common, chief_writes, sharing
+from tfdist.engines import (
+    averaging_data,
+    board,
+    own_address,
+    quorum,
+    quorum_data,
+    quorum_member,
+    rendezvous,
+    sharing,
+    watch,
+)
+from tfdist.engines.averaging import AveragingEngine
+from tfdist.engines.quorum_step import Ticket
+from tfdist.policies import composition
+from tfdist.policies.base import Aggregation, Update
+from tfdist.strategies import _common, chief_writes, steps, warming
 from tfdist.strategies import agreement as agreements
+from tfdist.telemetry.report import Recorder, Report
 
 _POLICY = tf.data.experimental.AutoShardPolicy
 # A worker that sends no heartbeat for this long is taken for dead, and the others get an error.
 _HEARTBEAT_TIMEOUT_SECS = 10
+_SECRET = "TFDIST_JOB_SECRET"
 
 
-class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerMirroredStrategy):
+class MultiWorkerMirroredStrategy(warming.WarmingSteps, tf.distribute.MultiWorkerMirroredStrategy):
     """Synchronous training on several workers: `tf.distribute.MultiWorkerMirroredStrategy`, made to work with Keras 3.
 
-    Every worker runs the same script. Without TF_CONFIG it trains alone on the local devices.
+    Every worker runs the same script. Without TF_CONFIG it trains alone on the local devices, and so does an evaluator.
+
+    With a policy, `fit` makes each update from the gradients that the policy accepts: all workers take part in every
+    all-reduce at once, and one that is not done gives nothing to it and goes on computing. Custom loops and
+    `train_on_batch` stay synchronous.
 
     Args:
       cluster_resolver: a `tf.distribute.cluster_resolver.ClusterResolver`; TF_CONFIG by default.
       communication_options: a `tf.distribute.experimental.CommunicationOptions`.
-      policies: must be empty in this version.
+      policies: which gradients count and when, a list of one policy such as `tfdist.BackupWorkers`. Empty: all do.
       start_timeout_secs: how long to wait for all workers to come.
+      stall_timeout_secs: how long an update may wait, with a policy, while nothing is heard of the workers that it
+        waits for. A worker whose process has ended is an error at once.
 
     Raises:
       ClusterError: the cluster's description can't be right.
       TimeoutError: a worker did not come in time; the message names it.
-      ValueError: a policy was given, or a timeout that is not positive.
+      ValueError: the policy makes no sense here, or a timeout is not positive.
+      ConnectionError: the workers do not belong to one job; they have different secrets.
     """
 
-    # None where this worker trains alone.
+    # None where this worker trains alone, and without a policy.
     _agreement: agreements.Agreement | None = None
+    _quorum: quorum.QuorumEngine | None = None
+    # On the chief, with a policy.
+    _board: board.Board | None = None
 
     def __init__(
         self,
@@ -50,16 +79,21 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         communication_options: Any = None,
         *,
         policies: Sequence[Any] = (),
-        start_timeout_secs: float = 300,
+        start_timeout_secs: float = 300.0,
+        stall_timeout_secs: float = 600.0,
     ) -> None:
-        _common.refuse_policies("MultiWorkerMirroredStrategy", policies)
-        if not start_timeout_secs > 0:
-            raise ValueError(
-                f"start_timeout_secs must be positive. Received: start_timeout_secs={start_timeout_secs!r}"
-            )
+        composition.check(policies, "MultiWorkerMirroredStrategy")
+        _common.check_timeouts(start_timeout_secs=start_timeout_secs, stall_timeout_secs=stall_timeout_secs)
         cluster = _cluster(cluster_resolver)
-        if cluster is None or cluster.task not in cluster.training_tasks or len(cluster.training_tasks) == 1:
-            super().__init__(cluster_resolver, communication_options)
+        is_training = cluster is None or cluster.task in cluster.training_tasks
+        num_workers = 1 if cluster is None else len(cluster.training_tasks)
+        composed = composition.compose(policies if is_training else (), "MultiWorkerMirroredStrategy", num_workers)
+        policy = self._aggregation = composed.aggregation
+        self._recorder = Recorder([f"worker:{index}" for index in range(num_workers)])
+        if cluster is None or not is_training or num_workers == 1:
+            # An evaluator would be looked for among the workers.
+            resolver = cluster_resolver if is_training else _nobody_else()
+            super().__init__(resolver, communication_options)
             _common.allow_functions_in_control_flow(self)
             return
         _before_context()
@@ -68,16 +102,82 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         with _interruptible():
             super().__init__(cluster_resolver, communication_options)
         _common.allow_functions_in_control_flow(self)
+        if policy or composed.warmup:
+            self._check_devices(policy or composed.warmup)
         self._join(cluster)
+        if policy:
+            self._start_quorum(policy, cluster, stall_timeout_secs)
+        self._warming = warming.on_workers(self, composed.warmup, self._recorder, self._agreements())
+        if composed.averaging:
+            parts, sum_up = self._parts(), self._sum_over_workers
+            self._averaging = AveragingEngine(self, composed.averaging, parts, sum_up, num_workers)
 
     def _join(self, cluster: clusters.Cluster) -> None:
         agreement = self._agreement = agreements.Agreement(cluster.task, cluster.training_tasks)
         self._seed = agreements.share_random_state(agreement)
         chief_writes.install()
         agreements.tell_others_of_errors(cluster.task)
-        watch.InterruptEscape(agreement.waited_for).install()
+        watch.InterruptEscape(agreement.waited_for, on_interrupt=agreements.end_soon_after_exit).install()
         agreement.reporter.start()
         atexit.register(agreement.reporter.stop)
+
+    def _check_devices(self, policy: Any) -> None:
+        count = len(self.extended.worker_devices)
+        if count > 1:
+            raise ValueError(
+                f"{policy!r} needs one device per worker under MultiWorkerMirroredStrategy; start one process for each "
+                f"device, and let it see only that one (CUDA_VISIBLE_DEVICES). Received: {count} devices"
+            )
+
+    def _start_quorum(self, policy: Aggregation, cluster: clusters.Cluster, stall_timeout_secs: float) -> None:
+        """Starts the board, on the chief, and joins it.
+
+        Without a launcher there is no secret. The chief then draws one and shares it through the coordination service,
+        which is as trustworthy as the collectives that carry the gradients.
+        """
+        agreement, tasks = self._agreements(), cluster.training_tasks
+        names, own = [str(task) for task in tasks], os.environ.get(_SECRET)
+
+        def open_board() -> dict[str, Any]:
+            secret = own or secrets.token_hex(32)
+            hosts = [rendezvous.split_address(cluster.address(task))[0] for task in tasks]
+            host = own_address.reachable(hosts[0], hosts, lambda line: watch.say(f"tfdist: {line}"))
+            self._board = board.Board(policy, names, secret.encode(), host)
+            self._board.start()
+            atexit.register(self._board.close)
+            return {"address": self._board.address, "secret": None if own else secret}
+
+        opened = agreement.from_chief(open_board, "opening the arrival board")
+        secret = opened["secret"] or own
+        if secret is None:
+            raise ConnectionError(f"{_SECRET} is set on {names[0]} and not here; give all workers the same, or none")
+        worker = tasks.index(cluster.task)
+        member = quorum_member.Member(
+            tuple(opened["address"]), worker, names, secret.encode(), stall_timeout_secs=stall_timeout_secs
+        )
+        self._quorum = quorum.QuorumEngine(self, worker, member, self._sum_over_workers, self._prepare, self._record)
+        self._quorum.start()
+
+    def _prepare(self, model: keras.Model) -> None:
+        steps._check_xla(self, model)
+        steps._build_optimizers(self, model)
+
+    def _record(self, update: Update, examples: int) -> None:
+        # The board alone has the policy that decides, and all hear what it was.
+        self._num_contributed = len(update.contributors)
+        self._recorder.record(update, examples)
+
+    def report(self) -> Report:
+        """What was counted since the strategy was built, the same on all workers; nothing without a policy."""
+        report = self._recorder.report()
+        return self._averaging.complete(report) if self._averaging else report
+
+    def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
+        """Runs `fn` on every replica, as `tf.distribute.Strategy.run` does; see there for the arguments."""
+        if len(args) != 1 or not isinstance(args[0], Ticket):
+            return super().run(fn, args, kwargs, options)
+        logs = args[0].step.update(args[0])
+        return tf.nest.map_structure(steps._mark, logs)
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         """Divides each batch of `dataset` among the replicas of all workers, as evenly as its size allows.
@@ -86,6 +186,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         """
         replicas = self.num_replicas_in_sync
         if options is not None or replicas == 1 or not _is_shared_by_data(dataset):
+            self._check_policy_allows(dataset, options)
             return super().experimental_distribute_dataset(dataset, options)
         sharing.check_batched(dataset.element_spec, replicas)
         is_known = self._check_same(dataset)
@@ -93,10 +194,40 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
             dataset = sharing.reorder_batches(dataset, self._seed)
         parts = self._parts()
         dealt = sharing.deal(dataset, parts, replicas).prefetch(len(parts))
-        distributed = self.distribute_datasets_from_function(lambda context: dealt)
+        distributed = super().distribute_datasets_from_function(lambda context: dealt)
         # All workers come to the end in the same step: no need to ask them in each.
         distributed._enable_get_next_as_optional = distributed._enable_get_next_as_optional and not is_known
-        return distributed
+        if not (self._quorum or self._averaging or self._warming):
+            return distributed
+        own = quorum_data.part_of(dataset, parts[0], replicas)
+        whole = quorum_data.QuorumDataset(self._quorum, distributed, own) if self._quorum else distributed
+        whole = self._averaging.dataset(dataset, lambda: distributed) if self._averaging else whole
+        return warming.with_worker(self._warming, whole, own, self._quorum)
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset], options: Any = None
+    ) -> Any:
+        """Has each worker read the data set that `dataset_fn`, called on it, makes for it."""
+        distributed = super().distribute_datasets_from_function(dataset_fn, options)
+        if not (self._quorum or self._averaging or self._warming) or not tf.executing_eagerly():
+            return distributed
+        workers, replicas = self.extended._num_workers, self.num_replicas_in_sync
+        read = dataset_fn(tf.distribute.InputContext(workers, self.extended._id_in_cluster, replicas))
+        own = quorum_data.without_total(read)
+        whole = quorum_data.QuorumDataset(self._quorum, distributed, own) if self._quorum else distributed
+        whole = self._averaging.dataset_of_own(read, lambda: distributed) if self._averaging else whole
+        return warming.with_worker(self._warming, whole, own, self._quorum, self._sum_over_workers)
+
+    def _check_policy_allows(self, dataset: Any, options: Any) -> None:
+        is_made_here = isinstance(dataset, quorum_data.QuorumDataset | averaging_data.AveragingDataset)
+        if is_made_here or not (self._quorum or self._averaging or self._warming):
+            return
+        received = f"options={options}" if options is not None else "a data set of another AutoShardPolicy"
+        raise ValueError(
+            "experimental_distribute_dataset: under a policy the batches of a data set are divided among the workers; "
+            "leave options away and its AutoShardPolicy at AUTO or DATA, or give each worker its own with "
+            f"distribute_datasets_from_function. Received: {received}"
+        )
 
     def _check_same(self, dataset: tf.data.Dataset) -> bool:
         """Whether the number of batches is known; raises ValueError where the workers have different data sets."""
@@ -116,6 +247,11 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
     def _parts(self) -> range:
         # The order in which Keras' predict puts the replicas of several workers together.
         return range(self.extended._id_in_cluster, self.num_replicas_in_sync, self.extended._num_workers)
+
+    def _agreements(self) -> agreements.Agreement:
+        if self._agreement is None:
+            raise RuntimeError("this worker trains alone: there is nobody to agree with")
+        return self._agreement
 
     def _sum_over_workers(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         if not self.extended._in_multi_worker_mode():
@@ -161,6 +297,10 @@ def _cluster(resolver: Any) -> clusters.Cluster | None:
     if cluster:
         cluster.check_multi_worker()
     return cluster
+
+
+def _nobody_else() -> tf.distribute.cluster_resolver.ClusterResolver:
+    return tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
 
 
 def _before_context() -> None:

@@ -9,7 +9,6 @@ cluster of local processes.
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,14 +18,20 @@ import tensorflow as tf
 
 from tfdist import serving
 from tfdist.cluster import Cluster
-from tfdist.engines import keras_steps, watch
+from tfdist.engines import joining, keras_steps, python_operation, sharing, watch
+from tfdist.engines.aggregated import AggregatedEngine
+from tfdist.engines.aggregated_step import AggregatedStep
+from tfdist.engines.asynchronous import AsynchronousEngine
 from tfdist.engines.coordinated import CoordinatedEngine
 from tfdist.engines.coordinated_variable import coordinate
 from tfdist.engines.partitioned_variable import PartitionedVariable, partition
 from tfdist.engines.program import Program
 from tfdist.engines.worker_data import WorkerBatch, WorkerIterator, find_iterator
 from tfdist.engines.worker_dataset import WorkerDataset, WorkerDatasetFromFunction
-from tfdist.strategies import order, sharing
+from tfdist.policies import composition
+from tfdist.policies.base import Aggregation
+from tfdist.strategies import _common, order
+from tfdist.telemetry.report import Recorder, Report
 
 _SHARDINGS = ("shard", "replicate", "dynamic")
 
@@ -49,6 +54,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       num_workers: Workers to start where there is no cluster.
       num_ps: Parameter servers to start where there is no cluster.
       start_timeout_secs: How long to wait for the other tasks to come up.
+      stall_timeout_secs: How long to wait for lost tasks without which training can't go on.
 
     Raises:
       ValueError: An argument is out of range.
@@ -68,11 +74,16 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         num_workers: int = 2,
         num_ps: int = 1,
         start_timeout_secs: float = 300.0,
+        stall_timeout_secs: float = 600.0,
     ):
-        _check_arguments(policies, data_sharding, start_timeout_secs)
+        composition.check(policies, "ParameterServerStrategy")
+        _check_arguments(policies, data_sharding, start_timeout_secs, stall_timeout_secs)
         cluster = _find_cluster(cluster_resolver)
         if cluster is not None and cluster.task.type in ("worker", "ps"):
             sys.exit(serving.serve(cluster, start_timeout_secs))
+        if cluster is None:
+            serving.check_sizes(num_workers, num_ps)
+        composed = composition.compose(policies, "ParameterServerStrategy", _num_workers(cluster, num_workers))
         order.join_cluster()
         self._data_sharding = data_sharding
         self._serving = serving.attach(cluster, num_workers, num_ps, start_timeout_secs, data_sharding == "dynamic")
@@ -80,23 +91,41 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         # `run` and `reduce` of this class decide themselves what belongs on a worker; the stock check would only warn
         # about it.
         self.extended._allow_run_without_coordinator = True
-        self._engine = CoordinatedEngine(self, self._serving.num_workers, self._serving.data_service_address)
+        self._engine = CoordinatedEngine(
+            self,
+            self._serving.num_workers,
+            self._serving.data_service_address,
+            stall_timeout_secs=stall_timeout_secs,
+            on_update=lambda update: self._recorder.record(update),
+        )
         self._programs: dict[Any, Program] = {}
+        self._recorder = Recorder([f"worker:{index}" for index in range(self._serving.num_workers)])
+        self._aggregated: AggregatedEngine | None = None
+        self._num_parts = 1
+        self._aggregate(composed, stall_timeout_secs)
         watch.InterruptEscape(self._engine.waited_for).install()
         order.joined_cluster()
 
-    def _connect_to_cluster(self, coordinator_name: str) -> None:
-        """Joins the cluster without renaming this process' own devices.
+    def _aggregate(self, composed: composition.Composition, stall_timeout_secs: float) -> None:
+        """Has policies decide what updates are made of, if there are any."""
+        aggregation = composed.aggregation
+        if aggregation is None:
+            return
+        engine = AggregatedEngine if aggregation.is_synchronous else AsynchronousEngine
+        self._aggregated = engine(
+            self, self._engine, aggregation, self._recorder.record, stall_timeout_secs, composed.warmup
+        )
+        # A batch is cut into what an update is made of.
+        if not aggregation.is_synchronous:
+            self._num_parts = aggregation.replicas_to_aggregate
+        elif self._data_sharding == "shard":
+            self._num_parts = self._engine.num_workers
 
-        The stock strategy renames them from job localhost to job chief, and whatever was made before (a model under
-        MirroredStrategy, a data set) can't find its device any more.
-        """
-        resolver, self._cluster_resolver = self._cluster_resolver, self._serving.renamed_resolver("localhost")
-        try:
-            super()._connect_to_cluster("localhost")
-        finally:
-            self._cluster_resolver = resolver
+    def _connect_to_cluster(self, coordinator_name: str) -> None:
         del coordinator_name
+        cluster_spec = self._serving.renamed_resolver(joining.CHIEF_JOB).cluster_spec()
+        self._num_workers, self._num_ps = cluster_spec.num_tasks("worker"), cluster_spec.num_tasks("ps")
+        joining.join(cluster_spec)
 
     @contextlib.contextmanager
     def _scope(self) -> Any:
@@ -130,7 +159,12 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         dataset = _with_size_known_to_keras(dataset, sys._getframe(1).f_locals.get("self"))
         if self._data_sharding == "shard":
             dataset = sharing.reorder_batches(dataset, seed=0)
-        return WorkerDataset(self._engine, dataset, self._data_sharding)
+        if self._num_parts > 1:
+            sharing.check_batched(dataset.element_spec, self._num_parts)
+        if isinstance(self._aggregated, AsynchronousEngine):
+            return WorkerDataset(self._engine, dataset, self._data_sharding, self._num_parts)
+        is_dealt = self._aggregated is not None and self._data_sharding == "shard"
+        return WorkerDataset(self._engine, dataset, "deal" if is_dealt else self._data_sharding)
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset], options: Any = None
@@ -140,7 +174,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             return super().distribute_datasets_from_function(dataset_fn, options)
         count = self._engine.num_workers
         contexts = [tf.distribute.InputContext(count, worker, self.num_replicas_in_sync) for worker in range(count)]
-        return WorkerDatasetFromFunction(self._engine, [dataset_fn(context) for context in contexts])
+        num_parts = self._num_parts if isinstance(self._aggregated, AsynchronousEngine) else 1
+        return WorkerDatasetFromFunction(self._engine, [dataset_fn(context) for context in contexts], num_parts)
 
     # Steps.
 
@@ -159,7 +194,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             lambda x: tf.convert_to_tensor(x) if isinstance(x, np.ndarray) else x, (args, kwargs or {})
         )
         kind = keras_steps.classify(fn)
-        keras_steps.check(fn)
+        keras_steps.check(fn, asynchronous=self._aggregated is None)
         keras_steps.check_scope(fn)
         return (self._run_eagerly if tf.executing_eagerly() else self._run_in_graph)(kind, fn, *given)
 
@@ -169,6 +204,9 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     def _run_eagerly(self, kind: str, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         ticket = _ticket(args, kwargs)
         iterator = None if ticket is None else find_iterator(int(ticket.iterator_id))
+        if iterator is not None and self._is_aggregated(kind, ticket):
+            step = self._aggregated_step(fn, ticket)
+            return step.rebuild(self._aggregated.step(step, iterator))
         program = self._program(kind, fn, args, kwargs, iterator)
         return program.rebuild(self._dispatch(kind, program, program.flatten_arguments(args, kwargs), iterator))
 
@@ -177,24 +215,26 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     ) -> Program:
         worker_fed = iterator is not None and _takes_batches_itself(kind, iterator)
         specs = tf.nest.map_structure(lambda x: tf.type_spec_from_value(x) if tf.is_tensor(x) else x, (args, kwargs))
-        key = (fn, worker_fed, repr(specs))
-        if key not in self._programs:
-            self._programs[key] = Program(self, fn, args, kwargs, worker_fed)
-        return self._programs[key]
+        programs, key = self._traced_with(fn), (fn, worker_fed, repr(specs))
+        if key not in programs:
+            programs[key] = Program(self, fn, args, kwargs, worker_fed)
+        return programs[key]
 
     def _run_in_graph(self, kind: str, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Leaves an operation in the caller's graph that queues the step each time it runs."""
-        by_feed: dict[bool, Program] = {}
+        ticket = _ticket(args, kwargs)
+        if self._is_aggregated(kind, ticket):
+            return self._aggregate_in_graph(fn, ticket)
+        # Not annotated: AutoGraph, which reads this under a user's tf.function, can't take that in a closure.
+        by_feed = dict[bool, Program]()
 
         def program_for(worker_fed: bool) -> Program:
             if worker_fed not in by_feed:
                 by_feed[worker_fed] = Program(self, fn, args, kwargs, worker_fed)
             return by_feed[worker_fed]
 
-        ticket = _ticket(args, kwargs)
         program = program_for(ticket is not None and kind not in ("test", "predict"))
 
-        @_as_operation
         def queue(*inputs: tf.Tensor) -> list[np.ndarray]:
             iterator = None if ticket is None else find_iterator(int(inputs[0]))
             tensors = list(inputs if ticket is None else inputs[1:])
@@ -202,8 +242,40 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             return self._dispatch(kind, program_for(worker_fed), tensors, iterator)
 
         inputs = ([] if ticket is None else [ticket.iterator_id]) + program.flatten_arguments(args, kwargs)
-        flat = tf.py_function(queue, inputs, program.dtypes)
-        return program.rebuild(flat if isinstance(flat, list) else [])
+        return program.rebuild(python_operation.call(queue, inputs, program.dtypes))
+
+    def _is_aggregated(self, kind: str, ticket: WorkerBatch | None) -> bool:
+        """Whether workers contribute to this step; a batch that the chief hands in whole is one worker's matter."""
+        return kind == "train" and ticket is not None and self._aggregated is not None
+
+    def _aggregated_step(self, fn: Callable[..., Any], ticket: WorkerBatch) -> AggregatedStep:
+        steps, key = self._traced_with(fn), (fn, "step", ticket.structure)
+        if key not in steps:
+            spec, count = ticket.element_spec, self._num_parts
+            steps[key] = self._aggregated.prepare(fn, sharing.part_spec(spec, count) if count > 1 else spec)
+        return steps[key]
+
+    def _traced_with(self, fn: Callable[..., Any]) -> dict[Any, Any]:
+        kept = keras_steps.traced_with(fn)
+        return self._programs if kept is None else kept
+
+    def _aggregate_in_graph(self, fn: Callable[..., Any], ticket: WorkerBatch) -> Any:
+        """Leaves an operation in the caller's graph that makes an update each time it runs."""
+        step = self._aggregated_step(fn, ticket)
+
+        def update(iterator_id: tf.Tensor) -> list[np.ndarray]:
+            return self._aggregated.step(step, find_iterator(int(iterator_id)))
+
+        return step.rebuild(python_operation.call(update, [ticket.iterator_id], step.dtypes))
+
+    @property
+    def replicas_to_aggregate(self) -> int:
+        """How many gradients an update is made of, as things are: 1 without a policy."""
+        return self._aggregated.replicas_to_aggregate if self._aggregated else 1
+
+    def report(self) -> Report:
+        """What was counted since the strategy was built."""
+        return self._recorder.report()
 
     def _dispatch(
         self, kind: str, program: Program, tensors: list[tf.Tensor], iterator: WorkerIterator | None
@@ -216,7 +288,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             tensors = iterator.next_local_batch() + tensors
             iterator.redeem()
         if kind in ("train", "test") or not program.dtypes:
-            return self._engine.step(program, tensors, iterator, last=iterator.is_last)
+            is_last, is_update = iterator.is_last, kind == "train"
+            return self._engine.step(program, tensors, iterator, last=is_last, is_update=is_update)
         return self._engine.call(program, tensors, iterator)
 
     def _predict(self, program: Program, iterator: WorkerIterator) -> list[np.ndarray]:
@@ -261,8 +334,11 @@ def _with_size_known_to_keras(dataset: tf.data.Dataset, caller: Any) -> tf.data.
 
 
 def _takes_batches_itself(kind: str, iterator: WorkerIterator) -> bool:
-    """Whether the traced step reads its batch from an iterator on the worker; else it is handed the batch."""
-    return iterator.feed(by_chief=kind in ("test", "predict")) == "worker" and iterator.shares_known
+    """Whether the traced step reads its batch from an iterator on the worker; else it is handed the batch.
+
+    Where a policy has the workers read parts of batches, all other steps are handed whole ones by the chief.
+    """
+    return iterator.feed(by_chief=kind in ("test", "predict") or iterator.is_cut) == "worker" and iterator.shares_known
 
 
 def _ticket(args: tuple, kwargs: dict[str, Any]) -> WorkerBatch | None:
@@ -274,24 +350,6 @@ def _ticket(args: tuple, kwargs: dict[str, Any]) -> WorkerBatch | None:
     return tickets[0] if tickets else None
 
 
-def _as_operation(queue: Callable[..., list[np.ndarray]]) -> Callable[..., list[np.ndarray]]:
-    """Translates what `queue` raises: an operation passes on a few of Python's exceptions, none of TensorFlow's."""
-
-    @functools.wraps(queue)
-    def operation(*inputs: tf.Tensor) -> list[np.ndarray]:
-        try:
-            return queue(*inputs)
-        except tf.errors.OutOfRangeError:
-            end = StopIteration("End of sequence")
-        except tf.errors.InvalidArgumentError as error:
-            end = ValueError(error.message)
-        except tf.errors.OpError as error:
-            end = RuntimeError(f"{type(error).__name__}: {error.message}")
-        raise end
-
-    return operation
-
-
 def _find_cluster(resolver: tf.distribute.cluster_resolver.ClusterResolver | None) -> Cluster | None:
     cluster = Cluster.from_environment() if resolver is None else serving.cluster_of(resolver)
     if cluster is not None:
@@ -299,13 +357,23 @@ def _find_cluster(resolver: tf.distribute.cluster_resolver.ClusterResolver | Non
     return cluster
 
 
-def _check_arguments(policies: Sequence[Any], data_sharding: str, start_timeout_secs: float) -> None:
-    if tuple(policies):
-        raise ValueError(f"policies must be empty: this version has none yet. Received: policies={policies!r}")
+def _num_workers(cluster: Cluster | None, num_workers: int) -> int:
+    return num_workers if cluster is None else len(cluster.jobs["worker"])
+
+
+def _check_arguments(
+    policies: Sequence[Any], data_sharding: str, start_timeout_secs: float, stall_timeout_secs: float
+) -> None:
     if data_sharding not in _SHARDINGS:
         raise ValueError(
             f"data_sharding must be one of {', '.join(map(repr, _SHARDINGS))}. "
             f"Received: data_sharding={data_sharding!r}"
         )
-    if not start_timeout_secs > 0:
-        raise ValueError(f"start_timeout_secs must be positive. Received: start_timeout_secs={start_timeout_secs!r}")
+    in_step = [policy for policy in policies if isinstance(policy, Aggregation)]
+    if in_step and data_sharding == "dynamic":
+        raise ValueError(
+            'data_sharding="dynamic" gives whole batches to whoever asks first, and under '
+            f'{in_step[0]!r} a batch is shared by all workers; use "shard". Received: data_sharding="dynamic", '
+            f"policies={policies!r}"
+        )
+    _common.check_timeouts(start_timeout_secs=start_timeout_secs, stall_timeout_secs=stall_timeout_secs)

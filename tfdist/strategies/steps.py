@@ -22,8 +22,8 @@ import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 
-from tfdist.engines import tap
-from tfdist.strategies import sharing
+from tfdist.engines import sharing, tap
+from tfdist.engines.averaging import AveragingEngine
 
 TRAIN, TEST = "train_step", "test_step"
 # Set on tensors that are the same on all replicas already.
@@ -62,6 +62,13 @@ def run_step(strategy: Any, run: Callable[[], Any], step: Any, data: Any, sum_ov
     with taps, tap.attributes(_loss_trackers(model, shares)):
         logs = run()
     return _Results(strategy, model, shares, sum_over_workers).merge(step, logs, training)
+
+
+def run_alone(strategy: Any, averaging: AveragingEngine, step: Any, data: Any) -> Any:
+    """Runs a Keras train step on each replica alone; see `run_step`, and for `data` `averaging_data.is_alone`."""
+    _check_xla(strategy, step.__self__)
+    _build_optimizers(strategy, step.__self__)
+    return tf.nest.map_structure(_mark, averaging.step(step, data))
 
 
 @dataclasses.dataclass(frozen=True)

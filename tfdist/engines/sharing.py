@@ -19,7 +19,7 @@ _KERAS_SHUFFLED = tf.data.experimental.ExternalStatePolicy.IGNORE
 _SHUFFLE_BATCHES = 64
 
 
-def deal(dataset: tf.data.Dataset, parts: Sequence[int], num_parts: int) -> tf.data.Dataset:
+def deal(dataset: tf.data.Dataset, parts: Sequence[int | tf.Tensor], num_parts: int) -> tf.data.Dataset:
     """The parts with these indices of each batch of `dataset`, one after the other.
 
     Args:
@@ -35,9 +35,7 @@ def deal(dataset: tf.data.Dataset, parts: Sequence[int], num_parts: int) -> tf.d
 
     def shares(*element: Any) -> Any:
         batch = element if is_tuple else element[0]
-        size = static_size(batch)
-        total = _rows(batch) if size is None else size
-        pieces = [_piece(batch, total, part, num_parts, size) for part in parts]
+        pieces = [cut(batch, part, num_parts) for part in parts]
         return pieces[0] if len(pieces) == 1 else _in_turn(pieces)
 
     options = tf.data.Options()
@@ -95,10 +93,13 @@ def _rows(batch: Any) -> tf.Tensor:
     return tf.shape(first, out_type=tf.int64)[0]
 
 
-def _piece(batch: Any, total: Any, part: int, num_parts: int, size: int | None) -> Any:
+def cut(batch: Any, part: int | tf.Tensor, num_parts: int) -> Any:
+    """Part number `part` (a Python integer or int64 scalar) of `num_parts` of a batch."""
+    size = static_size(batch)
+    total = _rows(batch) if size is None else size
     start, stop = total * part // num_parts, total * (part + 1) // num_parts
 
-    def cut(leaf: Any) -> Any:
+    def cut_one(leaf: Any) -> Any:
         if isinstance(leaf, tf.SparseTensor):
             begin = tf.concat([[start], tf.zeros([leaf.shape.rank - 1], tf.int64)], 0)
             extent = tf.concat([[stop - start], leaf.dense_shape[1:]], 0)
@@ -110,7 +111,17 @@ def _piece(batch: Any, total: Any, part: int, num_parts: int, size: int | None) 
         known = size // num_parts if size is not None and size % num_parts == 0 else None
         return piece if isinstance(piece, tf.RaggedTensor) else _with_size(piece, known)
 
-    return tf.nest.map_structure(cut, batch)
+    return tf.nest.map_structure(cut_one, batch)
+
+
+def part_spec(element_spec: Any, num_parts: int) -> Any:
+    """The structure of `tf.TypeSpec`s that all parts of such a batch have."""
+
+    @tf.function(autograph=False)
+    def first(batch: Any) -> Any:
+        return cut(batch, tf.constant(0, tf.int64), num_parts)
+
+    return tf.nest.map_structure(tf.type_spec_from_value, first.get_concrete_function(element_spec).structured_outputs)
 
 
 def _with_size(piece: tf.Tensor, size: int | None) -> tf.Tensor:
@@ -128,8 +139,11 @@ def _in_turn(pieces: list[Any]) -> tf.data.Dataset:
 
 
 def _with_cardinality(dealt: tf.data.Dataset, dataset: tf.data.Dataset, times: int) -> tf.data.Dataset:
+    if times == 1 or not tf.executing_eagerly():
+        # In a graph nobody knows it, and nobody asks.
+        return dealt
     cardinality = int(dataset.cardinality())
-    if cardinality == tf.data.UNKNOWN_CARDINALITY or times == 1:
+    if cardinality == tf.data.UNKNOWN_CARDINALITY:
         return dealt
     known = cardinality if cardinality == tf.data.INFINITE_CARDINALITY else cardinality * times
     return dealt.apply(tf.data.experimental.assert_cardinality(known))

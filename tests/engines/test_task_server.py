@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process that only serves does without most of TensorFlow's Python, and with all that a server needs.
+
+If one of these fails after an update of TensorFlow, `tfdist/engines/task_server.py` is the file to change.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
+
+import programs
+import pytest
+
+START = """
+import sys
+from tfdist import Cluster, Task
+from tfdist.engines import task_server
+from tfdist.launchers.ports import PortReservation
+print("without", task_server.go_without_front_door())
+with PortReservation(1) as reserved:
+    task_server.start(Cluster({"worker": {0: f"127.0.0.1:{reserved.ports[0]}"}}, Task("worker", 0)))
+print("modules", sum(name.startswith("tensorflow") for name in sys.modules))
+"""
+
+
+def run(program: str, **env: str) -> list[str]:
+    environment = {"PYTHONPATH": str(programs.ROOT), "PATH": "", "TF_CPP_MIN_LOG_LEVEL": "3", **env}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.processes
+def test_a_server_starts_without_most_of_tensorflow() -> None:
+    without, modules = run(START)
+    assert without == "without True"
+    # `import tensorflow` makes more than 2000 of them.
+    assert int(modules.split()[1]) < 300
+
+
+@pytest.mark.processes
+def test_a_producer_of_the_data_service_does_without_the_front_door() -> None:
+    (answer,) = run(
+        "from tfdist.engines import task_server\n"
+        "task_server.go_without_front_door()\n"
+        "from tensorflow.python.data.experimental.service import server_lib\n"
+        "dispatcher = server_lib.DispatchServer(server_lib.DispatcherConfig(port=0))\n"
+        "address = dispatcher.target.partition('//')[2]\n"
+        "config = server_lib.WorkerConfig(dispatcher_address=address, worker_address='127.0.0.1:%port%', port=0)\n"
+        "worker = server_lib.WorkerServer(config)\n"
+        "print('registered', dispatcher._num_workers())"
+    )
+    assert answer == "registered 1"
+
+
+@pytest.mark.processes
+def test_what_is_not_there_is_said_in_one_line() -> None:
+    (answer,) = run(
+        "from tfdist.engines import task_server\n"
+        "task_server.go_without_front_door()\n"
+        "import tensorflow as tf\n"
+        "try: tf.constant(1)\n"
+        "except AttributeError as error: print(error)"
+    )
+    assert answer == "this process only serves: it has imported no tensorflow.constant"
+
+
+@pytest.mark.processes
+def test_plugins_need_the_whole_import(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "tensorflow-plugins").mkdir()
+    program = "from tfdist.engines import task_server\nprint(task_server.go_without_front_door())"
+    assert run(program, PYTHONPATH=f"{programs.ROOT}:{tmp_path}") == ["False"]
+    assert run(program, TF_PLUGGABLE_DEVICE_LIBRARY_PATH="/nowhere.so") == ["False"]
+
+
+@pytest.mark.devices
+def test_a_process_that_has_imported_tensorflow_keeps_it() -> None:
+    import tensorflow as tf
+
+    from tfdist.engines import task_server
+
+    assert not task_server.go_without_front_door()
+    assert sys.modules["tensorflow"] is tf

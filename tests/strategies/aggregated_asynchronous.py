@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The policies of asynchronous training and the warmup phase, on four workers and two parameter servers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from aggregated_cluster import BATCH, COUNT, IDS, NUM_WORKERS, STEPS, X, Y, compiled, layers
+
+import tfdist
+from tfdist.engines import closures, injection
+
+Policies = Callable[..., tfdist.ParameterServerStrategy]
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind(cluster: Any) -> Iterator[None]:
+    """In the place of the general check, which would take a worker that was started again for one left behind."""
+    yield
+    while closures.lost_workers(cluster._engine.coordinator):
+        time.sleep(0.1)
+
+
+@pytest.fixture
+def slow() -> Iterator[None]:
+    """The last worker takes 50 ms longer than the others for each gradient."""
+
+    def delay(replica: int, attempt: int) -> None:
+        if replica == NUM_WORKERS - 1:
+            time.sleep(0.05)
+
+    injection.uninstall(injection._hook)
+    injection.install(delay)
+    yield
+    injection.uninstall(delay)
+
+
+class Examples(keras.metrics.Metric):
+    """Counts examples, and adds up a number that each of them has."""
+
+    def __init__(self) -> None:
+        super().__init__(name="examples")
+        self.count = self.add_variable((), "zeros", name="count")
+        self.sum = self.add_variable((), "zeros", name="sum")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.count.assign(self.count + tf.cast(tf.shape(y_true)[0], "float32"))
+        self.sum.assign(self.sum + tf.reduce_sum(y_true))
+
+    def result(self) -> Any:
+        return {"examples": tf.convert_to_tensor(self.count), "sum": tf.convert_to_tensor(self.sum)}
+
+
+# Each label is another number, and their sum is exact in float32.
+LABELS = np.arange(COUNT, dtype=np.float32)[:, None]
+
+
+def counting(strategy: Any, **options: Any) -> Any:
+    with strategy.scope():
+        metrics = [Examples()]
+    return compiled(strategy, optimizer=lambda: keras.optimizers.SGD(0.0), metrics=metrics, **options)
+
+
+def generator() -> tf.data.Dataset:
+    def batches() -> Iterator[Any]:
+        for start in range(0, COUNT, BATCH):
+            yield X[start : start + BATCH], LABELS[start : start + BATCH]
+
+    spec = (tf.TensorSpec((None, 6), tf.float32), tf.TensorSpec((None, 1), tf.float32))
+    return tf.data.Dataset.from_generator(batches, output_signature=spec)
+
+
+def shuffled() -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices((X, LABELS)).shuffle(COUNT).batch(BATCH)
+
+
+@pytest.mark.parametrize("updates", [1, 3])
+@pytest.mark.parametrize("data", [shuffled, generator])
+def test_every_example_is_used_once_in_each_pass(
+    with_policies: Policies, data: Callable[[], tf.data.Dataset], updates: int
+) -> None:
+    strategy = with_policies(tfdist.SoftSync(updates), tfdist.StalenessScaling())
+    model = counting(strategy)
+    history = model.fit(data(), epochs=3, verbose=0).history
+    assert history["examples"] == [float(COUNT)] * 3
+    assert history["sum"] == [float(LABELS.sum())] * 3
+    assert int(model.optimizer.iterations.numpy()) == 3 * STEPS
+    report = strategy.report()
+    assert report.updates == 3 * STEPS
+    assert sum(report.accepted.values()) == sum(report.staleness.values()) == 3 * STEPS * updates
+    assert sum(report.dropped.values()) == 0
+
+
+def test_a_killed_worker_leaves_nothing_out_and_nothing_twice(with_policies: Policies, slow: None) -> None:
+    strategy = with_policies(tfdist.SoftSync(1))
+
+    class Kill(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 3:
+                tfdist.testing.kill(strategy, "worker:1")
+
+    model = counting(strategy)
+    history = model.fit(shuffled(), epochs=2, verbose=0, callbacks=[Kill()]).history
+    assert history["examples"] == [float(COUNT)] * 2
+    assert history["sum"] == [float(LABELS.sum())] * 2
+
+
+@pytest.mark.parametrize("bound", [1, 2, 4])
+def test_no_gradient_is_older_than_the_bound(with_policies: Policies, slow: None, bound: int) -> None:
+    strategy = with_policies(tfdist.BoundedStaleness(bound))
+    model = compiled(strategy)
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH).repeat()
+    model.fit(data, steps_per_epoch=30, epochs=2, verbose=0)
+    report = strategy.report()
+    assert max(report.staleness) <= bound
+    assert report.updates == 60
+    assert report.accepted["worker:3"]
+    assert sum(report.held_secs.values()) > 0
+
+
+def test_a_weight_of_nothing_changes_nothing(with_policies: Policies) -> None:
+    strategy = with_policies(tfdist.StalenessScaling(lambda staleness: 0.0))
+    model = compiled(strategy)
+    before = model.get_weights()
+    model.fit(X, Y, batch_size=BATCH, verbose=0)
+    for one, other in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def with_embedding() -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((3,), dtype="int64"),
+            keras.layers.Embedding(50, 4),
+            keras.layers.Flatten(),
+            keras.layers.Dense(1),
+        ]
+    )
+
+
+def in_turn(array: np.ndarray) -> np.ndarray:
+    """The examples in the order in which one worker reads the shares, its own first."""
+    batches = [array[start : start + BATCH] for start in range(0, COUNT, BATCH)]
+    return np.concatenate([batch for share in range(NUM_WORKERS) for batch in batches[share::NUM_WORKERS]])
+
+
+@pytest.mark.parametrize("make", [layers, with_embedding])
+def test_in_the_warmup_phase_it_is_one_device_and_weights_scale_its_gradients(
+    with_policies: Policies, make: Callable[[], keras.Model]
+) -> None:
+    halve = tfdist.StalenessScaling(lambda staleness: 0.5)
+    strategy = with_policies(tfdist.Warmup(steps=10**6), tfdist.SoftSync(4), halve)
+    x = X if make is layers else IDS
+    # Full batches only: an uneven one would be cut into parts of other sizes.
+    model = compiled(strategy, make, lambda: keras.optimizers.SGD(0.1))
+    model.fit(x[:192], Y[:192], batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
+    alone = compiled(tf.distribute.get_strategy(), make, lambda: keras.optimizers.SGD(0.05))
+    order = in_turn(np.arange(COUNT))
+    order = order[order < 192]
+    alone.fit(x[order], Y[order], batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
+    for one, other in zip(model.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+    assert strategy.report().accepted == {"worker:0": 24 * 4, "worker:1": 0, "worker:2": 0, "worker:3": 0}
+
+
+@pytest.mark.parametrize("data", [shuffled, generator])
+def test_after_the_warmup_phase_all_take_part_in_the_same_fit(
+    with_policies: Policies, data: Callable[[], tf.data.Dataset]
+) -> None:
+    strategy = with_policies(tfdist.Warmup(epochs=2), tfdist.SoftSync(1))
+    model, accepted = counting(strategy), []
+    note = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: accepted.append(strategy.report().accepted))
+    history = model.fit(data(), epochs=4, verbose=0, callbacks=[note]).history
+    assert history["examples"] == [float(COUNT)] * 4
+    assert accepted[1] == {"worker:0": 2 * STEPS, "worker:1": 0, "worker:2": 0, "worker:3": 0}
+    assert all(accepted[3].values())
+
+
+def test_replicas_join_one_at_a_time(with_policies: Policies) -> None:
+    strategy = with_policies(tfdist.Warmup(steps=STEPS, ramp=True), tfdist.BackupWorkers(spares=1))
+    model, contributors = compiled(strategy), []
+    strategy._aggregated._on_update = lambda update, *rest: contributors.append(set(update.contributors))
+    model.fit(X, Y, batch_size=BATCH, epochs=4, verbose=0)
+    stages = [contributors[STEPS * stage : STEPS * (stage + 1)] for stage in range(4)]
+    for stage, updates in enumerate(stages):
+        # One of those that take part is a spare, but the last one counts.
+        assert {len(each) for each in updates} == {max(1, stage)}
+        assert set.union(*updates) <= set(range(stage + 1))
+
+
+def test_what_is_too_old_is_dropped_and_the_pass_still_ends(
+    with_policies: Policies, capfd: pytest.CaptureFixture
+) -> None:
+    strategy = with_policies(tfdist.DropStale(0))
+    model = counting(strategy)
+    model.fit(shuffled(), verbose=0)
+    report = strategy.report()
+    assert set(report.staleness) == {0}
+    assert int(model.optimizer.iterations.numpy()) == report.updates < STEPS
+    # What is dropped after the last update is told with the next one.
+    known = sum(report.accepted.values()) + sum(report.dropped.values())
+    assert STEPS - NUM_WORKERS <= known <= STEPS
+    assert f"this pass over the data made {report.updates} updates" in capfd.readouterr().err
+
+
+def test_a_rule_that_gives_no_weight_ends_fit_and_the_next_one_is_clean(with_policies: Policies) -> None:
+    weights = iter([1.0, 1.0, 1.0, 1.0, float("nan")])
+    strategy = with_policies(tfdist.StalenessScaling(lambda staleness: next(weights, 1.0)))
+    model = compiled(strategy)
+    with pytest.raises(Exception, match=r"must return a finite weight of 0 or more\. Received: nan"):
+        model.fit(X, Y, batch_size=BATCH, verbose=0)
+    assert all(np.isfinite(each).all() for each in model.get_weights())
+    assert len(model.fit(X, Y, batch_size=BATCH, verbose=0).history["loss"]) == 1
+
+
+class Counter(keras.layers.Layer):
+    """Counts its calls in training, in a variable that is no metric's and that no gradient touches."""
+
+    def build(self, shape: Any) -> None:
+        self.count = self.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False, name="calls")
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        if training:
+            self.count.assign(self.count + 1)
+        return inputs
+
+
+def test_states_that_are_no_metrics_lose_nothing_to_stale_workers(with_policies: Policies, slow: None) -> None:
+    strategy = with_policies(tfdist.SoftSync(2))
+    model = compiled(strategy, lambda: keras.Sequential([keras.Input((6,)), Counter(), keras.layers.Dense(1)]))
+    model.fit(X, Y, batch_size=BATCH, epochs=2, verbose=0)
+    # Each update is two calls that began with one value or another, and moves it by their mean.
+    assert int(model.layers[0].count.numpy()) == 2 * STEPS
+    assert max(strategy.report().staleness) > 0
+
+
+def test_what_one_fit_has_left_is_not_for_the_next(with_policies: Policies, slow: None) -> None:
+    strategy = with_policies(tfdist.SoftSync(1))
+    model = counting(strategy)
+    bad = X.copy()
+    bad[BATCH * 8 :] = np.nan
+    data = tf.data.Dataset.from_tensor_slices((bad, LABELS)).batch(BATCH)
+    data = data.map(lambda x, y: (tf.debugging.check_numerics(x, "bad record"), y))
+    # The workers go on to the bad record behind Keras' back; it is nobody's concern any more.
+    model.fit(data, steps_per_epoch=2, verbose=0)
+    history = model.fit(shuffled(), verbose=0).history
+    assert history["examples"] == [float(COUNT)]
+    assert history["sum"] == [float(LABELS.sum())]
+
+
+class OwnLoss(keras.Model):
+    """Its train_step leaves the loss that Keras tracks alone."""
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"own": loss}
+
+
+def test_warmup_for_epochs_needs_a_model_that_counts(with_policies: Policies) -> None:
+    strategy = with_policies(tfdist.Warmup(epochs=1))
+    inputs = keras.Input((6,))
+    model = compiled(strategy, lambda: OwnLoss(inputs, keras.layers.Dense(1)(inputs)), metrics=None)
+    with pytest.raises(Exception, match=r"train_step updates none; use Warmup\(steps=\.\.\.\)"):
+        model.fit(X, Y, batch_size=BATCH, verbose=0)
+
+
+def test_an_error_in_the_model_is_raised_by_fit(with_policies: Policies) -> None:
+    strategy = with_policies(tfdist.SoftSync(2))
+    model = compiled(strategy)
+    bad = X.copy()
+    data = tf.data.Dataset.from_tensor_slices((bad, Y)).batch(BATCH)
+    data = data.map(lambda x, y: (tf.debugging.check_numerics(x / 0.0, "no number here"), y))
+    with pytest.raises(Exception, match="no number here"):
+        model.fit(data, verbose=0)
+    assert len(model.fit(X, Y, batch_size=BATCH, verbose=0).history["loss"]) == 1
+    assert np.isfinite(model.evaluate(X, Y, batch_size=BATCH, verbose=0)[0])
+
+
+@pytest.mark.parametrize("policy", [lambda: tfdist.SoftSync(2), lambda: tfdist.BackupWorkers(1)])
+def test_custom_loops_have_whole_batches_each_once(
+    with_policies: Policies, policy: Callable[[], Any], capfd: pytest.CaptureFixture
+) -> None:
+    strategy = with_policies(policy())
+    with strategy.scope():
+        total = keras.metrics.Sum()
+    dataset = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices(LABELS).batch(BATCH))
+
+    def step(batch: tf.Tensor) -> tf.Tensor:
+        total.update_state(batch)
+        return tf.shape(batch)[0]
+
+    sizes = [int(strategy.run(step, args=(batch,))) for batch in dataset]
+    assert sizes == [BATCH] * (STEPS - 1) + [COUNT % BATCH]
+    assert float(total.result()) == LABELS.sum()
+
+    @tf.function
+    def traced(batch: Any) -> Any:
+        return strategy.run(step, args=(batch,))
+
+    assert [int(traced(batch)) for batch in dataset] == sizes
+    assert "AutoGraph" not in capfd.readouterr().err

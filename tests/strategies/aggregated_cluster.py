@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One embedded cluster for all checks of `aggregated_*.py`, and what they have in common. A pytest plugin."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import tfdist
+from tfdist.engines import injection
+from tfdist.policies import composition
+from tfdist.telemetry.report import Recorder
+
+NUM_WORKERS = 4
+# 12 full batches of 16 and one of 11, which four workers can't share evenly.
+BATCH = 16
+COUNT = 203
+STEPS = 13
+RANDOM = np.random.default_rng(0)
+X = RANDOM.random((COUNT, 6), np.float32)
+Y = X.sum(1, keepdims=True)
+IDS = RANDOM.integers(0, 50, (COUNT, 3))
+
+
+@pytest.fixture(scope="session")
+def cluster() -> tfdist.ParameterServerStrategy:
+    return tfdist.ParameterServerStrategy(
+        num_workers=NUM_WORKERS, num_ps=2, policies=[tfdist.BackupWorkers(spares=0)], stall_timeout_secs=60
+    )
+
+
+@pytest.fixture
+def with_policies(cluster: tfdist.ParameterServerStrategy) -> Callable[..., tfdist.ParameterServerStrategy]:
+    """The same cluster under other policies, and with a report of its own: a process can join only one."""
+
+    def change(*policies: Any) -> tfdist.ParameterServerStrategy:
+        assert cluster._aggregated is not None
+        cluster._aggregated.close()
+        cluster._recorder = Recorder(cluster._recorder.names)
+        cluster._aggregate(composition.compose(policies, "ParameterServerStrategy", NUM_WORKERS), stall_timeout_secs=60)
+        return cluster
+
+    return change
+
+
+@pytest.fixture
+def with_spares(with_policies: Callable[..., Any]) -> Callable[[int], tfdist.ParameterServerStrategy]:
+    """The same with so many spares."""
+    return lambda spares: with_policies(tfdist.BackupWorkers(spares=spares))
+
+
+@pytest.fixture
+def strategy(with_spares: Callable[[int], tfdist.ParameterServerStrategy]) -> tfdist.ParameterServerStrategy:
+    """Every worker counts."""
+    return with_spares(0)
+
+
+class Straggler:
+    """Holds up one worker's contributions until it is released.
+
+    Attributes:
+      held: set while a contribution is held up.
+    """
+
+    def __init__(self, worker: int) -> None:
+        self._worker = worker
+        self._released = threading.Event()
+        self.held = threading.Event()
+
+    def __call__(self, replica: int, attempt: int) -> None:
+        if replica == self._worker and not self._released.is_set():
+            self.held.set()
+            self._released.wait(50)
+
+    def release(self) -> None:
+        self._released.set()
+
+
+@pytest.fixture
+def straggler() -> Iterator[Straggler]:
+    """The last worker."""
+    made = Straggler(NUM_WORKERS - 1)
+    injection.uninstall(injection._hook)
+    injection.install(made)
+    yield made
+    made.release()
+    injection.uninstall(made)
+
+
+class Logs(keras.callbacks.Callback):
+    """Keeps the logs of every batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.batches.append({key: float(value) for key, value in logs.items()})
+
+
+def layers() -> keras.Model:
+    return keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(1)])
+
+
+def compiled(strategy: Any, make: Callable[[], keras.Model] = layers, optimizer: Any = "sgd", **options: Any) -> Any:
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = make()
+        made = optimizer() if callable(optimizer) else optimizer
+        model.compile(made, **{"loss": "mse", "metrics": ["mae"], **options})
+    return model

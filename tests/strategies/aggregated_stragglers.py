@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What slow, dying and failing workers do to a run with spares, and what they don't."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from aggregated_cluster import BATCH, COUNT, NUM_WORKERS, STEPS, Logs, Straggler, X, Y, compiled
+
+import tfdist
+from tfdist.engines import aggregated_step, closures, injection, rounds
+
+LAST = NUM_WORKERS - 1
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind(cluster: Any) -> Iterator[None]:
+    """In the place of the general check, which would take a worker that was started again for one left behind."""
+    yield
+    while closures.lost_workers(cluster._engine.coordinator):
+        time.sleep(0.1)
+
+
+class Do(keras.callbacks.Callback):
+    """Calls a function after a batch, counted from 1 over all epochs."""
+
+    def __init__(self, at: int, function: Callable[[], object]) -> None:
+        super().__init__()
+        self._at, self._function, self._count = at, function, 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._count += 1
+        if self._count == self._at:
+            self._function()
+
+
+class Examples(keras.metrics.Metric):
+    """Counts examples."""
+
+    def __init__(self) -> None:
+        super().__init__(name="examples")
+        self.count = self.add_variable((), "zeros", name="count")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.count.assign(self.count + tf.cast(tf.shape(y_true)[0], "float32"))
+
+    def result(self) -> Any:
+        return tf.convert_to_tensor(self.count)
+
+
+def fit(model: Any, *callbacks: Any, epochs: int = 1) -> dict[str, list[float]]:
+    # 12 batches of 16: each worker has 4 examples of each.
+    return model.fit(X[:192], Y[:192], batch_size=16, epochs=epochs, verbose=0, callbacks=list(callbacks)).history
+
+
+def test_a_straggler_holds_up_nobody_and_leaves_no_trace(
+    with_spares: Callable[[int], Any], straggler: Straggler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy = with_spares(1)
+    push, pushed = aggregated_step.AggregatedStep.push, []
+    monkeypatch.setattr(
+        aggregated_step.AggregatedStep, "push", lambda self, given: (pushed.append(given), push(self, given))[1]
+    )
+    before = strategy.report()
+    with strategy.scope():
+        metrics = [Examples()]
+    model = compiled(strategy, metrics=metrics)
+    logs = Logs()
+    history = fit(model, logs)
+    assert straggler.held.is_set()
+    # Three of four workers counted in each of 12 updates, with 4 examples each.
+    assert history["examples"] == [144.0]
+    assert [batch["examples"] for batch in logs.batches] == [12.0 * (index + 1) for index in range(12)]
+    assert int(model.optimizer.iterations.numpy()) == 12
+    between = strategy.report()
+    assert between.accepted[f"worker:{LAST}"] == before.accepted[f"worker:{LAST}"]
+    weights = model.get_weights()
+    straggler.release()
+    # It is dropped when it comes, takes part again, and meanwhile has changed nothing.
+    for one, other in zip(weights, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
+    fit(model, epochs=8)
+    after = strategy.report()
+    assert after.dropped[f"worker:{LAST}"] > between.dropped[f"worker:{LAST}"]
+    assert after.accepted[f"worker:{LAST}"] > between.accepted[f"worker:{LAST}"]
+    assert after.updates - before.updates == 9 * 12
+    assert sum(after.accepted.values()) - sum(before.accepted.values()) == 9 * 12 * 3
+    # What is dropped does not cross the network.
+    assert len(pushed) == 9 * 12 * 3
+
+
+def test_the_number_of_spares_follows_the_delays(
+    with_policies: Callable[..., Any], capfd: pytest.CaptureFixture
+) -> None:
+    strategy = with_policies(tfdist.BackupWorkers(spares="auto"))
+    model = compiled(strategy)
+    injection.uninstall(injection._hook)
+    with tfdist.testing.Delays({f"worker:{LAST}": tfdist.testing.constant(0.3)}):
+        fit(model, epochs=2)
+    assert "tfdist: spares 0 -> 1 of 4 replicas" in capfd.readouterr().err
+    assert int(model.optimizer.iterations.numpy()) == 24
+
+
+def test_evaluate_while_a_straggler_computes(with_spares: Callable[[int], Any], straggler: Straggler) -> None:
+    model = compiled(with_spares(1))
+    history = model.fit(
+        X, Y, batch_size=BATCH, epochs=2, validation_data=(X, Y), callbacks=[Do(3, straggler.held.is_set)], verbose=0
+    ).history
+    assert len(history["val_loss"]) == 2
+    assert history["val_loss"][-1] == pytest.approx(np.mean((model.predict(X, verbose=0) - Y) ** 2), rel=1e-3)
+
+
+@pytest.mark.parametrize("spares", [1, 0])
+def test_a_worker_killed_while_it_computes(
+    with_spares: Callable[[int], Any], straggler: Straggler, spares: int, capfd: pytest.CaptureFixture
+) -> None:
+    """Without a spare, training waits until it is back; with one it does not."""
+    strategy = with_spares(spares)
+    model = compiled(strategy)
+
+    def kill() -> None:
+        tfdist.testing.kill(strategy, f"worker:{LAST}")
+        straggler.release()
+
+    if spares:
+        losses = fit(model, Do(5, kill), epochs=4)["loss"]
+    else:
+        straggler.release()
+        losses = fit(model, Do(5, lambda: tfdist.testing.kill(strategy, f"worker:{LAST}")), epochs=4)["loss"]
+        assert f"worker:{LAST} lost; the other 3 replicas are too few for an update of 4" in capfd.readouterr().err
+    assert int(model.optimizer.iterations.numpy()) == 4 * 12
+    assert losses[-1] < losses[0]
+
+
+def test_a_worker_killed_while_it_pushes_is_not_counted(
+    with_spares: Callable[[int], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy = with_spares(1)
+    model = compiled(strategy, metrics=None)
+    push, victims = aggregated_step.AggregatedStep.push, [LAST]
+
+    def push_and_die(self: Any, contribution: Any) -> Any:
+        if victims and f"task:{LAST}/" in contribution[0].backing_device:
+            victims.pop()
+            tfdist.testing.kill(strategy, f"worker:{LAST}")
+        return push(self, contribution)
+
+    monkeypatch.setattr(aggregated_step.AggregatedStep, "push", push_and_die)
+    before = strategy.report()
+    losses = fit(model, epochs=10)["loss"]
+    assert not victims
+    assert int(model.optimizer.iterations.numpy()) == 120
+    after = strategy.report()
+    assert sum(after.accepted.values()) - sum(before.accepted.values()) == 3 * 120
+    assert losses[-1] < losses[0]
+
+
+def test_a_gradient_that_is_not_delivered_is_given_up(
+    with_spares: Callable[[int], Any], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    """A worker that is stopped in the middle of a push, neither dead nor alive."""
+    strategy = with_spares(1)
+    model = compiled(strategy)
+    monkeypatch.setattr(rounds, "_DELIVERY_SECS", 0.5)
+    push, victims = aggregated_step.AggregatedStep.push, [LAST]
+
+    def push_and_stop(self: Any, contribution: Any) -> Any:
+        if victims and f"task:{LAST}/" in contribution[0].backing_device:
+            victims.pop()
+            tfdist.testing.stop_task(strategy, f"worker:{LAST}")
+        return push(self, contribution)
+
+    monkeypatch.setattr(aggregated_step.AggregatedStep, "push", push_and_stop)
+    try:
+        fit(model, epochs=10)
+    finally:
+        tfdist.testing.continue_task(strategy, f"worker:{LAST}")
+    assert not victims
+    assert int(model.optimizer.iterations.numpy()) == 120
+    assert f"a gradient of worker:{LAST} was not delivered" in capfd.readouterr().err
+
+
+def test_an_error_of_the_model_reaches_the_user(strategy: Any) -> None:
+    class Fails(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+
+        def build(self, shape: Any) -> None:
+            self.dense.build(shape)
+
+        def call(self, inputs: Any) -> Any:
+            with tf.control_dependencies([tf.debugging.assert_less(tf.reduce_sum(inputs), -1.0, "not on my watch")]):
+                return self.dense(inputs)
+
+    model = compiled(strategy, Fails)
+    with pytest.raises((tf.errors.InvalidArgumentError, ValueError), match="not on my watch"):
+        model.fit(X, Y, batch_size=BATCH, verbose=0)
+    # The cluster is none the worse for it.
+    healthy = compiled(strategy)
+    healthy.fit(X, Y, batch_size=BATCH, verbose=0)
+    assert int(healthy.optimizer.iterations.numpy()) == STEPS
+    assert len(X) == COUNT

@@ -1,0 +1,486 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MirroredStrategy with BackupWorkers: without spares as one device, and with them it waits for no straggler."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from test_mirrored import (
+    OPTIMIZERS,
+    RANDOM,
+    Logs,
+    OwnStep,
+    X,
+    Y,
+    assert_like_one_device,
+    dense_model,
+    trained,
+    two_ends,
+)
+
+import tfdist
+from tfdist.engines import injection
+
+pytestmark = pytest.mark.devices
+
+ONE_DEVICE = tf.distribute.get_strategy()
+
+
+def assert_close(expected: Any, found: Any) -> None:
+    tf.nest.map_structure(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), expected, found)
+
+
+def without_policy(cpus: list[str]) -> tfdist.MirroredStrategy:
+    # Two strategies on the same devices get in each other's way with the collectives that are the default.
+    return tfdist.MirroredStrategy(cpus[:2], tf.distribute.ReductionToOneDevice())
+
+
+@pytest.fixture(scope="session")
+def strategy(cpus: list[str]) -> tfdist.MirroredStrategy:
+    """Two devices, both of which are waited for."""
+    return tfdist.MirroredStrategy(cpus[:2], policies=[tfdist.BackupWorkers(spares=0)])
+
+
+@pytest.fixture(scope="session")
+def spared(cpus: list[str]) -> tfdist.MirroredStrategy:
+    """Three devices, one of which is not waited for."""
+    return tfdist.MirroredStrategy(cpus[:3], policies=[tfdist.BackupWorkers(spares=1)])
+
+
+class Gate:
+    """Holds up replicas before they compute."""
+
+    def __init__(self) -> None:
+        self._passed = {replica: threading.Event() for replica in range(3)}
+        self.open()
+
+    def open(self) -> None:
+        for event in self._passed.values():
+            event.set()
+
+    def only(self, blocked: int) -> None:
+        """Holds up this one, and no other any longer."""
+        self._passed[blocked].clear()
+        for replica, event in self._passed.items():
+            if replica != blocked:
+                event.set()
+
+    def __call__(self, replica: int, attempt: int) -> None:
+        self._passed[replica].wait()
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    gate = Gate()
+    injection.install(gate)
+    yield gate
+    injection.uninstall(gate)
+    gate.open()
+
+
+# Without spares.
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        pytest.param(lambda: OPTIMIZERS.Adam(0.01), id="adam"),
+        pytest.param(lambda: OPTIMIZERS.SGD(0.1, global_clipnorm=0.01), id="global_clipnorm"),
+        pytest.param(lambda: OPTIMIZERS.AdamW(0.01, weight_decay=0.1, use_ema=True, clipvalue=0.01), id="decay-ema"),
+        pytest.param(
+            lambda: OPTIMIZERS.SGD(
+                0.1, clipnorm=0.05, gradient_accumulation_steps=2, use_ema=True, ema_overwrite_frequency=3
+            ),
+            id="accumulation-clip-ema",
+        ),
+        pytest.param(lambda: OPTIMIZERS.LossScaleOptimizer(OPTIMIZERS.Adam(0.01, clipnorm=0.1)), id="loss-scale"),
+        pytest.param(
+            lambda: OPTIMIZERS.LossScaleOptimizer(OPTIMIZERS.SGD(0.1, gradient_accumulation_steps=2)),
+            id="loss-scale-accumulation",
+        ),
+    ],
+)
+def test_every_optimizer_updates_as_on_one_device(strategy, optimizer):
+    assert_like_one_device(strategy, optimizer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"steps_per_execution": 4}, id="steps_per_execution"),
+        pytest.param({"run_eagerly": True}, id="run_eagerly"),
+        pytest.param({"fit": {"validation_split": 0.2}}, id="validation_split"),
+        pytest.param({"fit": {"steps_per_epoch": 3}}, id="steps_per_epoch"),
+        pytest.param({"fit": {"sample_weight": np.linspace(0, 2, 45, dtype=np.float32)}}, id="sample_weight"),
+        pytest.param({"fit": {"batch_size": 1, "epochs": 1}}, id="fewer examples than replicas"),
+        pytest.param({"fit": {"batch_size": 9}}, id="batches of one size"),
+        pytest.param({"loss": keras.losses.MeanSquaredError(reduction="sum")}, id="sum-loss"),
+    ],
+)
+def test_every_way_to_fit_is_as_on_one_device(strategy, options):
+    assert_like_one_device(strategy, lambda: OPTIMIZERS.Adam(0.01), **options)
+
+
+def embedding() -> keras.Model:
+    layers = [keras.Input((4,)), keras.layers.Embedding(5, 3), keras.layers.Flatten(), keras.layers.Dense(1)]
+    return keras.Sequential(layers)
+
+
+@pytest.mark.slow
+def test_embedding_gradients_are_those_of_one_device(strategy):
+    data = RANDOM.integers(0, 5, (45, 4)), Y
+    assert_like_one_device(strategy, lambda: OPTIMIZERS.Adam(0.01, clipnorm=0.1), model=embedding, data=data)
+
+
+@pytest.mark.slow
+def test_dicts_several_inputs_and_several_outputs(strategy):
+    x = {"first": X, "second": RANDOM.random((45, 2), np.float32)}
+    y = {"sum": Y, "kind": RANDOM.integers(0, 4, (45,))}
+    loss = {"sum": "mse", "kind": keras.losses.SparseCategoricalCrossentropy(from_logits=True)}
+    metrics = {"sum": ["mae"], "kind": ["accuracy"]}
+    options = {"model": two_ends, "data": (x, y), "loss": loss, "metrics": metrics}
+    assert_like_one_device(strategy, lambda: OPTIMIZERS.Adam(0.01), **options)
+
+
+@pytest.mark.slow
+def test_regularizers_and_constraints_hold_on_every_copy(strategy):
+    def model():
+        first = keras.layers.Dense(4, kernel_regularizer="l2", kernel_constraint="non_neg")
+        return keras.Sequential([keras.Input((3,)), first, keras.layers.Dense(1)])
+
+    assert_like_one_device(strategy, lambda: OPTIMIZERS.SGD(0.1), model=model)
+    assert_like_one_device(
+        strategy, lambda: OPTIMIZERS.SGD(0.01), model=model, loss=keras.losses.MeanSquaredError(reduction="sum")
+    )
+
+
+def test_own_train_step_and_its_logs(strategy):
+    one, many = (trained(s, lambda: OPTIMIZERS.SGD(0.1), model=OwnStep, metrics=None) for s in (ONE_DEVICE, strategy))
+    assert_close(one[0], many[0])
+    # One device reads its weights after the update, a contribution those before.
+    assert many[2][-1]["constant"] == pytest.approx(2.5)
+    assert many[2][-1]["own"] == pytest.approx(one[2][-1]["own"], rel=0.1)
+
+
+def normalized() -> keras.Model:
+    layers = [keras.Input((3,)), keras.layers.Dense(4), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+    return keras.Sequential(layers)
+
+
+def test_batch_normalization_keeps_the_statistics_of_the_strategy_without_policy(strategy, cpus):
+    expected, found = (
+        trained(s, lambda: OPTIMIZERS.SGD(0.1), model=normalized) for s in (without_policy(cpus), strategy)
+    )
+    assert_close(expected, found)
+
+
+def test_every_copy_is_updated_alike(strategy):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dropout(0.5), *normalized().layers])
+        model.compile(OPTIMIZERS.LossScaleOptimizer(OPTIMIZERS.Adam(0.01, use_ema=True)), "mse")
+    model.fit(X, Y, batch_size=8, epochs=2, verbose=0)
+    for variable in [*model.variables, *model.optimizer.variables]:
+        first, second = (copy.numpy() for copy in variable.value.values)
+        np.testing.assert_array_equal(first, second, err_msg=variable.path)
+
+
+def test_statistics_of_empty_parts_leave_no_trace(strategy):
+    with strategy.scope():
+        model = normalized()
+        model.compile("adam", "mse", metrics=["mae"])
+    history = model.fit(X[:9], Y[:9], batch_size=8, epochs=2, verbose=0).history
+    assert np.isfinite([*history["loss"], *history["mae"]]).all()
+    assert all(np.isfinite(weight).all() for weight in model.get_weights())
+
+
+def test_data_of_unknown_length_come_once_and_in_order(strategy):
+    def batches():
+        for start in range(0, 45, 8):
+            yield X[start : start + 8], Y[start : start + 8]
+
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = dense_model()
+        model.compile(OPTIMIZERS.Adam(0.01), "mse", metrics=["mae"])
+    spec = (tf.TensorSpec([None, 3], tf.float32), tf.TensorSpec([None, 1], tf.float32))
+    history = model.fit(tf.data.Dataset.from_generator(batches, output_signature=spec), epochs=4, verbose=0).history
+    assert int(model.optimizer.iterations.numpy()) == 24
+    # Stock Keras goes wrong here: it counts an update for the end of the data.
+    expected = trained(ONE_DEVICE, lambda: OPTIMIZERS.Adam(0.01))
+    assert_close(expected[:2], (model.get_weights(), history))
+
+
+def test_functions_of_ones_own_get_the_batch_itself(strategy):
+    dataset = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices((X, Y)).batch(8))
+
+    @tf.function
+    def in_graph(batch):
+        return strategy.reduce("SUM", strategy.run(lambda data: tf.reduce_sum(data[0]), args=(batch,)), axis=None)
+
+    found = [float(in_graph(batch)) for batch in dataset]
+    eagerly = [strategy.run(lambda data: tf.reduce_sum(data[0]), args=(batch,)) for batch in dataset]
+    np.testing.assert_allclose(found, [X[start : start + 8].sum() for start in range(0, 45, 8)], rtol=1e-5)
+    np.testing.assert_allclose(found, [float(strategy.reduce("SUM", each, axis=None)) for each in eagerly], rtol=1e-5)
+    with pytest.raises(TypeError, match=r"give it whole to strategy\.run"):
+        tuple(next(iter(dataset)))
+
+
+def test_single_batches_are_trained_on_by_all(strategy):
+    with strategy.scope():
+        model = dense_model()
+        model.compile(OPTIMIZERS.Adam(0.01), "mse", metrics=["mae"])
+    losses = [model.train_on_batch(X[:7], Y[:7])[0] for _ in range(10)]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.slow
+def test_every_replica_may_have_a_pipeline_of_its_own(strategy):
+    def own(context):
+        assert context.num_input_pipelines == context.num_replicas_in_sync == 2
+        pairs = tf.data.Dataset.from_tensor_slices((X[:40], Y[:40]))
+        parts = pairs.batch(4).shard(2, context.input_pipeline_id)
+        return parts.filter(lambda x, y: True)  # of unknown length
+
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = dense_model()
+        model.compile(OPTIMIZERS.Adam(0.01), "mse", metrics=["mae"])
+    data = strategy.distribute_datasets_from_function(own)
+    history = model.fit(data, epochs=3, verbose=0).history
+    expected = trained(ONE_DEVICE, lambda: OPTIMIZERS.Adam(0.01), data=(X[:40], Y[:40]), fit={"epochs": 3})
+    assert_close(expected[:2], (model.get_weights(), history))
+    evaluated = model.evaluate(data, verbose=0, return_dict=True)
+    assert evaluated == pytest.approx(model.evaluate(X[:40], Y[:40], verbose=0, return_dict=True), abs=1e-6)
+    assert model.predict(data, verbose=0).shape == (40, 1)
+
+
+# With spares.
+
+
+def kept(rows: slice) -> tuple[np.ndarray, ...]:
+    """These rows of each batch of 9."""
+    return tuple(np.concatenate([part[start : start + 9][rows] for start in range(0, 45, 9)]) for part in (X, Y))
+
+
+def test_a_straggler_is_not_waited_for_and_leaves_no_trace(spared, cpus, gate):
+    gate.only(2)
+    logs = Logs()
+    keras.utils.set_random_seed(3)
+    with spared.scope():
+        model = normalized()
+        model.compile(OPTIMIZERS.SGD(0.1, momentum=0.9), "mse", metrics=["mae"])
+    before = spared.report()
+    history = model.fit(X, Y, batch_size=9, epochs=3, shuffle=False, verbose=0, callbacks=[logs]).history
+    report = spared.report()
+    assert report.updates - before.updates == 15
+    assert report.accepted["worker:2"] == before.accepted["worker:2"]
+    fit = {"batch_size": 6, "epochs": 3}
+    expected = trained(
+        without_policy(cpus), lambda: OPTIMIZERS.SGD(0.1, momentum=0.9), model=normalized, data=kept(slice(6)), fit=fit
+    )
+    assert_close(expected[:3], (model.get_weights(), history, logs.batches))
+
+    # It takes part again as soon as it can, and what it was at is dropped.
+    gate.only(1)
+    model.fit(X, Y, batch_size=9, epochs=1, shuffle=False, verbose=0)
+    after = spared.report()
+    assert after.updates - report.updates == 5
+    assert after.accepted["worker:2"] - report.accepted["worker:2"] == 5
+    assert after.accepted["worker:1"] == report.accepted["worker:1"]
+    assert after.dropped["worker:2"] == report.dropped["worker:2"] + 1
+    assert set(after.staleness) == {0}
+
+
+def test_sums_are_scaled_to_all_replicas(spared, cpus, gate):
+    gate.only(2)
+    keras.utils.set_random_seed(3)
+    with spared.scope():
+        model = dense_model()
+        model.compile(OPTIMIZERS.SGD(0.01), keras.losses.MeanSquaredError(reduction="sum"))
+    history = model.fit(X, Y, batch_size=9, epochs=2, shuffle=False, verbose=0).history
+    options = {"loss": keras.losses.MeanSquaredError(reduction="sum"), "metrics": None}
+    # The sum over 6 of 9 examples stands for that over 9.
+    expected = trained(
+        ONE_DEVICE, lambda: OPTIMIZERS.SGD(0.015), data=kept(slice(6)), fit={"batch_size": 6, "epochs": 2}, **options
+    )
+    assert_close(expected[0], model.get_weights())
+    np.testing.assert_allclose(1.5 * np.array(expected[1]["loss"]), history["loss"], rtol=1e-5)
+
+
+def test_a_slow_pipeline_of_its_own_makes_a_replica_late(spared):
+    released = threading.Event()
+
+    def own(context):
+        parts = tf.data.Dataset.from_tensor_slices((X[:15], Y[:15])).batch(3)
+        if context.input_pipeline_id == 0:
+            parts = parts.map(lambda x, y: (tf.ensure_shape(tf.numpy_function(wait, [x], tf.float32), x.shape), y))
+        options = tf.data.Options()
+        # What waits in it must not keep the replicas' computations from the few threads there are.
+        options.threading.private_threadpool_size = 1
+        return parts.with_options(options)
+
+    def wait(x):
+        released.wait()
+        return x
+
+    with spared.scope():
+        model = dense_model()
+        model.compile("sgd", "mse")
+    before = spared.report()
+    try:
+        model.fit(spared.distribute_datasets_from_function(own), epochs=2, verbose=0)
+    finally:
+        released.set()
+    after = spared.report()
+    assert after.updates - before.updates == 10
+    assert after.accepted["worker:0"] == before.accepted["worker:0"]
+
+
+def test_evaluation_waits_for_nobody(spared, gate):
+    with spared.scope():
+        model = dense_model()
+        model.compile("sgd", "mse", metrics=["mae"])
+    gate.only(0)
+    model.fit(X, Y, batch_size=9, verbose=0, validation_data=(X, Y))
+    assert model.evaluate(X, Y, batch_size=8, verbose=0)[1] == pytest.approx(
+        np.abs(model.predict(X, batch_size=7, verbose=0) - Y).mean(), rel=1e-5
+    )
+
+
+def test_the_number_of_spares_follows_what_the_devices_take(cpus, capfd):
+    strategy = tfdist.MirroredStrategy(cpus[:3], policies=[tfdist.BackupWorkers(spares="auto")])
+    with strategy.scope():
+        model = dense_model()
+        model.compile(OPTIMIZERS.Adam(0.01), "mse")
+    with tfdist.testing.Delays({"*": tfdist.testing.constant(0.01), "worker:2": tfdist.testing.constant(0.15)}):
+        model.fit(np.tile(X, (4, 1)), np.tile(Y, (4, 1)), batch_size=4, epochs=2, verbose=0)
+    updates, counted = int(model.optimizer.iterations.numpy()), strategy.report()
+    # All three were waited for until each had been measured often enough, and then two.
+    assert 2 * updates < sum(counted.accepted.values()) < 3 * updates
+    assert 8 <= counted.accepted["worker:2"] < updates
+    assert counted.dropped["worker:2"] > 0
+    for variable in [*model.variables, *model.optimizer.variables]:
+        first, *others = [copy.numpy() for copy in variable.value.values]
+        for other in others:
+            np.testing.assert_array_equal(first, other)
+    said = capfd.readouterr().err
+    assert said.count("spares 0 -> 1 of 3 replicas") == said.count("tfdist: spares") == 1
+
+
+# What goes wrong.
+
+
+def failing(batch: np.ndarray) -> np.ndarray:
+    if (batch > 0.5).any():
+        raise ValueError("my own words")
+    return batch
+
+
+class Failing(OwnStep):
+    def call(self, x):
+        return self.dense(tf.ensure_shape(tf.numpy_function(failing, [x], tf.float32), x.shape))
+
+
+def test_what_a_replica_raises_is_raised_by_fit_and_the_next_fit_is_clean(strategy):
+    with strategy.scope():
+        model = Failing()
+        model.build((None, 3))
+        model.compile("sgd", "mse")
+    with pytest.raises(tf.errors.InvalidArgumentError, match="my own words"):
+        model.fit(X, Y, batch_size=8, verbose=0)
+    assert_like_one_device(strategy, lambda: OPTIMIZERS.SGD(0.1))
+
+
+def test_what_python_raises_while_the_step_is_traced_keeps_its_type(strategy):
+    class Wrong(OwnStep):
+        def train_step(self, data):
+            raise LookupError("my own words")
+
+    with strategy.scope():
+        model = Wrong()
+        model.build((None, 3))
+        model.compile("sgd", "mse")
+    with pytest.raises(LookupError, match="my own words"):
+        model.fit(X, Y, verbose=0)
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_a_model_that_is_compiled_again_trains_with_what_it_was_compiled_with(strategy, run_eagerly):
+    with strategy.scope():
+        model = dense_model()
+        model.compile(OPTIMIZERS.SGD(0.0), "mse", run_eagerly=run_eagerly)
+    model.fit(X, Y, batch_size=8, epochs=1, verbose=0)
+    before = model.get_weights()
+    with strategy.scope():
+        model.compile(OPTIMIZERS.SGD(0.1), "mae", metrics=["mse"], run_eagerly=run_eagerly)
+    history = model.fit(X, Y, batch_size=8, epochs=1, verbose=0).history
+    assert set(history) == {"loss", "mse"}
+    assert int(model.optimizer.iterations.numpy()) > 0
+    assert any(np.abs(old - new).max() > 1e-4 for old, new in zip(before, model.get_weights(), strict=True))
+
+
+def test_errors_of_the_data_are_raised_by_fit(strategy):
+    def batches():
+        yield X[:8], Y[:8]
+        raise LookupError("my own words")
+
+    spec = (tf.TensorSpec([None, 3], tf.float32), tf.TensorSpec([None, 1], tf.float32))
+    with strategy.scope():
+        model = dense_model()
+        model.compile("sgd", "mse")
+    with pytest.raises(tf.errors.OpError, match="my own words"):
+        model.fit(tf.data.Dataset.from_generator(batches, output_signature=spec), verbose=0)
+    assert int(model.optimizer.iterations.numpy()) == 1
+
+
+def test_what_cannot_be_is_said_in_one_line(cpus, strategy, monkeypatch):
+    with pytest.raises(ValueError, match=r"use spares <= 1. Received: spares=2, total_num_replicas=2"):
+        tfdist.MirroredStrategy(cpus[:2], policies=[tfdist.BackupWorkers(spares=2)])
+    with pytest.raises(ValueError, match=r"MirroredStrategy has only one; .* Received: spares=1, total_num_replicas=1"):
+        tfdist.MirroredStrategy(cpus[:1], policies=[tfdist.BackupWorkers(spares=1)])
+    with pytest.raises(ValueError, match="policies must be a list of policies"):
+        tfdist.MirroredStrategy(cpus[:2], policies=["backup"])
+    with pytest.raises(
+        ValueError, match=r"stall_timeout_secs must be a positive number of seconds. Received: stall_timeout_secs=0"
+    ):
+        tfdist.MirroredStrategy(cpus[:2], policies=[tfdist.BackupWorkers(spares=0)], stall_timeout_secs=0)
+    with strategy.scope():
+        model = dense_model()
+        model.compile("sgd", "mse", jit_compile=True)
+    with pytest.raises(ValueError, match=r"jit_compile=True\): XLA can't compile"):
+        model.fit(X, Y, verbose=0)
+    monkeypatch.setattr(tf.config.threading, "get_inter_op_parallelism_threads", lambda: 1)
+    with pytest.raises(RuntimeError, match=r"set_inter_op_parallelism_threads\(2\).* Received: 1 thread"):
+        tfdist.MirroredStrategy(cpus[:2], policies=[tfdist.BackupWorkers(spares=0)])
+
+
+def test_one_device_without_spares_is_allowed(cpus):
+    alone = tfdist.MirroredStrategy(cpus[:1], policies=[tfdist.BackupWorkers(spares=0)])
+    assert_like_one_device(alone, lambda: OPTIMIZERS.Adam(0.01), fit={"epochs": 1})
+
+
+def test_a_strategy_that_nobody_needs_ends_its_threads(cpus):
+    def train() -> tuple[weakref.ref, list[threading.Thread]]:
+        strategy = tfdist.MirroredStrategy(cpus[:2], policies=[tfdist.BackupWorkers(spares=0)])
+        with strategy.scope():
+            model = dense_model()
+            model.compile("sgd", "mse")
+        model.fit(X, Y, batch_size=8, verbose=0)
+        return weakref.ref(strategy), list(strategy._engine._threads)
+
+    alive, threads = train()
+    keras.backend.clear_session()
+    gc.collect()
+    assert alive() is None
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()

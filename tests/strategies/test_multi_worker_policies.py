@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MultiWorkerMirroredStrategy with a policy, on real processes: the right numbers, no wait for stragglers, errors."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+
+import pytest
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+import process_cluster
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+
+# 45 examples in batches of 8: the last batch has 5, which no number of workers shares evenly.
+PREPARED = """
+optimizers = keras.optimizers
+rng = np.random.default_rng(0)
+x, y = rng.random((45, 3), np.float32), rng.random((45, 1), np.float32)
+
+def table(optimizer, scope):
+    keras.utils.set_random_seed(3)
+    with scope.scope():
+        inputs = keras.Input((3,))
+        rows = keras.layers.Flatten()(keras.layers.Embedding(20, 4)(keras.ops.cast(inputs * 20, "int32")))
+        outputs = [keras.layers.Dense(1, name="a")(rows), keras.layers.Dense(1, name="b")(inputs)]
+        model = keras.Model(inputs, outputs)
+        model.compile(optimizer(), loss=["mse", "mae"], metrics=[["mae"], ["mse"]])
+    return model, [y, 2 * y]
+
+def dense(optimizer, scope, layers=lambda: (), **options):
+    keras.utils.set_random_seed(3)
+    with scope.scope():
+        hidden = [keras.Input((3,)), keras.layers.Dense(8, "relu"), *layers(), keras.layers.Dense(1)]
+        model = keras.Sequential(hidden)
+        model.compile(optimizer(), **{"loss": "mse", "metrics": ["mae"], **options})
+    return model, y
+"""
+
+NUMBERS = """
+from tfdist.engines import quorum_step
+quorum_step._PACKED_BYTES = 64  # so that some tensors are large here
+strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout_secs=60, policies=[tfdist.BackupWorkers(spares=0)])
+one_device = tf.distribute.OneDeviceStrategy("CPU:0")
+
+class Logs(keras.callbacks.Callback):
+    def on_train_begin(self, logs=None):
+        self.batches = []
+    def on_train_batch_end(self, batch, logs=None):
+        self.batches.append(dict(logs))
+
+def results(made, scope, optimizer, rows=45, **options):
+    model, target = made(optimizer, scope, **options)
+    logs, target = Logs(), tf.nest.map_structure(lambda array: array[:rows], target)
+    fitted = model.fit(x[:rows], target, batch_size=8, epochs=4, shuffle=False, verbose=0, callbacks=[logs])
+    return [model.get_weights(), fitted.history, logs.batches]
+
+def largest(a, b):
+    pairs = zip(tf.nest.flatten(a), tf.nest.flatten(b), strict=True)
+    return max(float(np.abs(np.asarray(u) - np.asarray(v)).max()) for u, v in pairs)
+
+cases = {
+    "sgd, accumulation, clipping, ema": (dense, lambda: optimizers.SGD(
+        0.1, clipnorm=0.1, gradient_accumulation_steps=2, use_ema=True, ema_overwrite_frequency=3), {}),
+    # Two workers, and a last batch of one example.
+    "adam, a part without examples": (dense, lambda: optimizers.Adam(0.01), {"rows": 9}),
+    "adam, a table": (table, lambda: optimizers.Adam(0.01), {}),
+    "loss scale, steps_per_execution": (
+        dense, lambda: optimizers.LossScaleOptimizer(optimizers.SGD(0.1)), {"steps_per_execution": 4}),
+    "a sum, eagerly": (dense, lambda: optimizers.SGD(0.01), {
+        "loss": keras.losses.MeanSquaredError(reduction="sum"), "run_eagerly": True}),
+}
+for name, (made, optimizer, options) in cases.items():
+    found = results(made, strategy, optimizer, **options)
+    report(name, [weight.tolist() for weight in found[0]])
+    if index == 0:
+        report("difference, " + name, largest(results(made, one_device, optimizer, **options), found))
+"""
+
+# Worker 1 needs far longer for a contribution than the others do.
+STRAGGLER = """
+strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout_secs=60, policies=[tfdist.BackupWorkers(spares=1)])
+layers = keras.layers
+model, _ = dense(
+    lambda: optimizers.Adam(0.01), strategy, lambda: (layers.BatchNormalization(), layers.Dropout(0.3)))
+class Count(keras.callbacks.Callback):
+    examples = 0
+    def on_epoch_end(self, epoch, logs=None):
+        self.examples += int(tf.convert_to_tensor(model._loss_tracker.count))
+count = Count()
+
+def generate():
+    for start in range(0, 45, 8):
+        yield x[start:start + 8], y[start:start + 8]
+signature = (tf.TensorSpec((None, 3), tf.float32), tf.TensorSpec((None, 1), tf.float32))
+unknown = tf.data.Dataset.from_generator(generate, output_signature=signature)
+with tfdist.testing.Delays({"worker:1": tfdist.testing.constant(0.5)}):
+    model.fit(x, y, batch_size=8, epochs=4, verbose=0, callbacks=[count])
+    model.fit(unknown, epochs=2, verbose=0, callbacks=[count])
+report("iterations", int(model.optimizer.iterations.numpy()))
+counted = strategy.report()
+report("accepted", counted.accepted)
+report("dropped", counted.dropped)
+report("examples", strategy._recorder.sums().examples)
+report("counted by metrics", count.examples)
+report("weights", [weight.tolist() for weight in model.get_weights()])
+report("slots", [np.asarray(variable).tolist() for variable in model.optimizer.variables])
+report("evaluated", model.evaluate(x, y, batch_size=8, verbose=0))
+predicted = model.predict(x, batch_size=8, verbose=0)
+report("error", float(np.mean((predicted - y) ** 2)))
+report("loss of a batch", float(model.train_on_batch(x, y)[0]))
+report("weights at the end", [weight.tolist() for weight in model.get_weights()])
+try:
+    strategy.experimental_distribute_dataset(unknown, tf.distribute.InputOptions())
+except ValueError as error:
+    report("refused", str(error))
+"""
+
+AUTO = """
+strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout_secs=60, policies=[tfdist.BackupWorkers(spares="auto")])
+model, _ = dense(lambda: optimizers.Adam(0.01), strategy)
+with tfdist.testing.Delays({"*": tfdist.testing.constant(0.02), "worker:2": tfdist.testing.constant(0.3)}):
+    model.fit(x, y, batch_size=8, epochs=6, verbose=0)
+report("iterations", int(model.optimizer.iterations.numpy()))
+report("accepted", strategy.report().accepted)
+report("dropped", strategy.report().dropped)
+report("weights", [weight.tolist() for weight in model.get_weights()])
+"""
+
+ENDS = """
+strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout_secs=60, policies=[tfdist.BackupWorkers(spares=1)])
+model, _ = dense(lambda: optimizers.SGD(0.01), strategy)
+class At5(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 5 and index == 0:
+            # The chief lives and goes on, and so do the collectives; only the board is gone.
+            strategy._board.close()
+try:
+    model.fit(x, y, batch_size=2, epochs=100, verbose=0, callbacks=[At5()])
+except ConnectionError as error:
+    report("error", str(error))
+    (shared / f"done-{index}").touch()
+    import time
+    while len(list(shared.glob("done-*"))) < 3:
+        time.sleep(0.01)
+"""
+
+ALONE = """
+try:
+    tfdist.MultiWorkerMirroredStrategy(policies=[tfdist.BackupWorkers(spares=2)])
+except ValueError as error:
+    report("error", str(error))
+"""
+
+
+def test_without_spares_the_numbers_are_those_of_one_device(tmp_path: pathlib.Path):
+    first, second = process_cluster.run(PREPARED + NUMBERS, tmp_path, timeout_secs=250)
+    for name in second:
+        assert first["difference, " + name] < 1e-5, name
+        assert first[name] == second[name]
+
+
+def test_a_straggler_is_not_waited_for_and_leaves_no_trace(tmp_path: pathlib.Path):
+    found = process_cluster.run(PREPARED + STRAGGLER, tmp_path, num_workers=3, timeout_secs=250)
+    for other in found[1:]:
+        # To the last bit, and the counts too.
+        assert other == found[0]
+    steps = found[0]["iterations"]
+    assert steps == 6 * 6
+    accepted, dropped = found[0]["accepted"], found[0]["dropped"]
+    assert sum(accepted.values()) == 2 * steps
+    assert accepted["worker:1"] < min(accepted["worker:0"], accepted["worker:2"])
+    assert dropped["worker:1"] > 0
+    assert found[0]["counted by metrics"] == found[0]["examples"] < 6 * 45
+    assert found[0]["evaluated"][0] == pytest.approx(found[0]["error"], rel=1e-4)
+    assert found[0]["loss of a batch"] > 0
+    assert "AutoShardPolicy" in found[0]["refused"] and "InputOptions" in found[0]["refused"]
+
+
+@pytest.mark.slow
+def test_the_number_of_spares_follows_what_the_workers_take(tmp_path: pathlib.Path):
+    with process_cluster.workers(PREPARED + AUTO, tmp_path, num_workers=3) as running:
+        assert [worker.wait(200) for worker in running] == [0, 0, 0], running[0].output
+        found, outputs = [worker.found for worker in running], [worker.output for worker in running]
+    assert found[1:] == [found[0]] * 2
+    assert found[0]["iterations"] == 36
+    # All three were waited for until each had been measured often enough, and then two.
+    accepted = found[0]["accepted"]
+    assert 2 * 36 < sum(accepted.values()) < 3 * 36
+    assert 8 <= accepted["worker:2"] < 36
+    assert found[0]["dropped"]["worker:2"] > 0
+    assert [output.count("spares 0 -> 1 of 3 replicas") for output in outputs] == [1, 0, 0]
+    assert [output.count("tfdist: spares") for output in outputs] == [1, 0, 0]
+
+
+def test_the_loss_of_the_board_is_an_error_of_all(tmp_path: pathlib.Path):
+    found = process_cluster.run(PREPARED + ENDS, tmp_path, num_workers=3)
+    for each in found:
+        assert "the arrival board of worker:0 at 127.0.0.1:" in each["error"]
+        assert "is gone" in each["error"] and "can't be made" in each["error"]
+
+
+def test_spares_that_make_no_sense_are_refused_before_anybody_is_waited_for(tmp_path: pathlib.Path):
+    # Of two workers one is started: it would wait for the other.
+    with process_cluster.workers(ALONE, tmp_path, started=1) as (worker,):
+        assert worker.wait() == 0
+        assert "spares=2, total_num_replicas=2" in worker.found["error"]

@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MirroredStrategy with ParameterAveraging: as synchronous SGD every step, as two averaged models otherwise."""
+
+from __future__ import annotations
+
+import gc
+import pathlib
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdist
+
+pytestmark = pytest.mark.devices
+
+OPTIMIZERS, LAYERS = keras.optimizers, keras.layers
+RANDOM = np.random.default_rng(0)
+X, Y = RANDOM.random((48, 3), np.float32), RANDOM.random((48, 1), np.float32)
+ONE_DEVICE = tf.distribute.get_strategy()
+# Batches of 8, of which each of two replicas has 4: 6 steps an epoch.
+BATCH, STEPS = 8, 6
+
+
+def averaging(cpus: list[str], every_steps: int, **options: Any) -> tfdist.MirroredStrategy:
+    return tfdist.MirroredStrategy(cpus[:2], policies=[tfdist.ParameterAveraging(every_steps, **options)])
+
+
+@pytest.fixture(scope="session")
+def every_step(cpus: list[str]) -> tfdist.MirroredStrategy:
+    return averaging(cpus, 1)
+
+
+@pytest.fixture(scope="session")
+def every_four(cpus: list[str]) -> tfdist.MirroredStrategy:
+    return averaging(cpus, 4)
+
+
+def dense(between: Sequence[Any] = (), kind: Any = keras.Sequential) -> keras.Model:
+    return kind([keras.Input((3,)), LAYERS.Dense(8, "tanh"), *between, LAYERS.Dense(1)])
+
+
+def compiled(strategy: Any, optimizer: Any, make: Callable[[], keras.Model] = dense, **options: Any) -> keras.Model:
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = make()
+        model.compile(optimizer(), **{"loss": "mse", "metrics": ["mae"], **options})
+    return model
+
+
+def copies(variables: Sequence[Any]) -> list[list[np.ndarray]]:
+    return [[copy.numpy() for copy in variable.value.values] for variable in variables]
+
+
+def assert_alike(model: keras.Model, also: Sequence[Any] = ()) -> None:
+    for first, *others in copies([*model.weights, *also]):
+        for other in others:
+            np.testing.assert_array_equal(first, other)
+        assert np.isfinite(first).all()
+
+
+def assert_close(expected: Any, found: Any, atol: float = 1e-6) -> None:
+    tf.nest.map_structure(lambda a, b: np.testing.assert_allclose(b, a, atol=atol, rtol=1e-6), expected, found)
+
+
+# Every step.
+
+
+def embedding() -> keras.Model:
+    rows = [LAYERS.Lambda(lambda x: tf.cast(x * 5, tf.int32)), LAYERS.Embedding(5, 3), LAYERS.Flatten()]
+    return keras.Sequential([keras.Input((3,)), *rows, LAYERS.Dense(1)])
+
+
+def outputs() -> keras.Model:
+    inputs = keras.Input((3,))
+    return keras.Model(inputs, {"a": LAYERS.Dense(1)(inputs), "b": LAYERS.Dense(1)(inputs)})
+
+
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [
+        # The last of these batches has 5 examples, which two replicas don't share evenly.
+        pytest.param(45, {}, id="uneven"),
+        pytest.param(9, {"loss": keras.losses.MeanSquaredError(reduction="sum")}, id="sum, a part without examples"),
+        pytest.param(45, {"steps_per_execution": 4}, id="steps_per_execution", marks=pytest.mark.slow),
+        pytest.param(45, {"run_eagerly": True, "fit": {"epochs": 1}}, id="run_eagerly"),
+        pytest.param(
+            45, {"fit": {"validation_split": 0.3, "steps_per_epoch": 3}}, id="steps_per_epoch", marks=pytest.mark.slow
+        ),
+        pytest.param(45, {"make": embedding}, id="embedding", marks=pytest.mark.slow),
+        pytest.param(
+            45,
+            {"make": outputs, "loss": {"a": "mse", "b": "mae"}, "metrics": {"a": "mae"}, "target": ("a", "b")},
+            id="outputs",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_averaging_every_step_is_synchronous_sgd(every_step, rows: int, options: dict[str, Any]):
+    def trained(strategy: Any, fit: Any = None, target: Sequence[str] = (), **options: Any) -> Any:
+        model = compiled(strategy, lambda: OPTIMIZERS.SGD(0.05), **options)
+        y = dict.fromkeys(target, Y[:rows]) if target else Y[:rows]
+        fit = {"epochs": 2, "shuffle": False, "verbose": 0, "batch_size": BATCH, **(fit or {})}
+        batches: list[Any] = []
+        log = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: batches.append(dict(logs)))
+        history = model.fit(X[:rows], y, callbacks=[log], **fit).history
+        return model.get_weights(), history, batches, model.predict(X, batch_size=BATCH, verbose=0)
+
+    assert_close(trained(ONE_DEVICE, **dict(options)), trained(every_step, **dict(options)))
+
+
+# Periods of several steps, against models that train by themselves.
+
+
+def by_hand(optimizer: Any, every_steps: int, epochs: int, state: str, outer: Any = None) -> list[np.ndarray]:
+    """The weights of two models on one device, each trained on its half of each batch, that are averaged by hand."""
+    models = [compiled(ONE_DEVICE, optimizer) for _ in range(2)]
+    for model in models:
+        model.optimizer.build(model.trainable_variables)
+    slots = slice(2, None)
+    initial = [variable.numpy() for variable in models[0].optimizer.variables][slots]
+    start, velocity, alone = models[0].get_weights(), [np.zeros_like(w) for w in models[0].get_weights()], 0
+
+    for step in range(epochs * STEPS):
+        begin = step % STEPS * BATCH
+        for index, model in enumerate(models):
+            own = slice(begin + index * BATCH // 2, begin + (index + 1) * BATCH // 2)
+            model.train_on_batch(X[own], Y[own])
+        alone += 1
+        if alone < every_steps and (step + 1) % STEPS:
+            continue
+        alone = 0
+        means = [np.mean(pair, axis=0) for pair in zip(*(model.get_weights() for model in models), strict=True)]
+        if outer:
+            # Sutskever's form of Nesterov's momentum, as Keras has it.
+            rate, momentum = outer
+            gradients = [before - mean for before, mean in zip(start, means, strict=True)]
+            velocity = [momentum * v - rate * g for v, g in zip(velocity, gradients, strict=True)]
+            means = [w + momentum * v - rate * g for w, v, g in zip(start, velocity, gradients, strict=True)]
+        start = means
+        averages = [np.mean(pair, axis=0) for pair in zip(*(values(m)[slots] for m in models), strict=True)]
+        for model in models:
+            model.set_weights(means)
+            for variable, mean, first in zip(model.optimizer.variables[slots], averages, initial, strict=True):
+                if state != "local":
+                    variable.assign(mean if state == "average" else first)
+    return models[0].get_weights()
+
+
+def values(model: keras.Model) -> list[np.ndarray]:
+    return [variable.numpy() for variable in model.optimizer.variables]
+
+
+def trained(strategy: Any, optimizer: Any, epochs: int = 2) -> keras.Model:
+    model = compiled(strategy, optimizer)
+    model.fit(X, Y, batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("state", "optimizer"),
+    [
+        ("average", lambda: OPTIMIZERS.Adam(0.01)),
+        ("local", lambda: OPTIMIZERS.SGD(0.1, momentum=0.9, clipnorm=0.05)),
+        # Its slots don't begin at zero.
+        ("reset", lambda: OPTIMIZERS.Adagrad(0.1, initial_accumulator_value=0.5)),
+    ],
+)
+def test_it_is_as_if_models_were_averaged_by_hand(cpus, state: str, optimizer: Callable[[], Any]):
+    strategy = averaging(cpus, 4, optimizer_state=state)
+    model = trained(strategy, optimizer)
+    assert_close(by_hand(optimizer, 4, 2, state), model.get_weights())
+    assert_alike(model, model.optimizer.variables)
+    assert int(model.optimizer.iterations.numpy()) == strategy.report().updates == 2 * STEPS
+    assert strategy.report().accepted == {"worker:0": 12, "worker:1": 12}
+    # Nothing crosses a network.
+    assert not any(strategy.report().bytes_sent.values())
+
+
+def test_an_outer_optimizer_is_given_the_averaged_difference(cpus):
+    optimizer = lambda: OPTIMIZERS.SGD(0.1)  # noqa: E731
+    plain = trained(averaging(cpus, 4), optimizer).get_weights()
+    assert_close(plain, trained(averaging(cpus, 4, outer=OPTIMIZERS.SGD(1.0)), optimizer).get_weights())
+    diloco = averaging(cpus, 4, outer=OPTIMIZERS.SGD(0.7, momentum=0.9, nesterov=True))
+    model = trained(diloco, optimizer)
+    assert_close(by_hand(optimizer, 4, 2, "average", outer=(0.7, 0.9)), model.get_weights())
+    assert_alike(model)
+
+
+def _accumulated(optimizer: Any) -> int | None:
+    return getattr(optimizer, "inner_optimizer", optimizer).gradient_accumulation_steps
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        pytest.param(
+            lambda: OPTIMIZERS.AdamW(0.01, weight_decay=0.1, clipvalue=0.01, use_ema=True), marks=pytest.mark.slow
+        ),
+        lambda: OPTIMIZERS.SGD(
+            0.1, global_clipnorm=0.1, gradient_accumulation_steps=2, use_ema=True, ema_overwrite_frequency=3
+        ),
+        lambda: OPTIMIZERS.LossScaleOptimizer(OPTIMIZERS.Adam(0.01)),
+    ],
+)
+@pytest.mark.slow
+def test_what_happens_in_an_update_happens_on_each_replica_alone(every_four, optimizer):
+    make = lambda: dense([LAYERS.BatchNormalization(), LAYERS.Dropout(0.1)])  # noqa: E731
+    model = compiled(every_four, optimizer, make)
+    # Of the last batch of one example, one replica has none.
+    history = model.fit(X[:41], Y[:41], batch_size=BATCH, epochs=6, shuffle=False, verbose=0).history
+    assert history["loss"][-1] < history["loss"][0]
+    assert int(model.optimizer.iterations.numpy()) == 6 * 6 // (_accumulated(model.optimizer) or 1)
+    assert_alike(model, model.optimizer.variables)
+
+
+# Who looks.
+
+
+class Looks(keras.callbacks.Callback):
+    """Looks at the model in the middle of a period."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        super().__init__()
+        self.path = path
+        self.is_apart = False
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if batch == 2:
+            self.is_apart = any(not np.array_equal(a, b) for a, b in copies(self.model.trainable_weights))
+            self.model.save_weights(self.path)
+            assert_alike(self.model)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        assert_alike(self.model)
+
+
+def test_whoever_looks_sees_the_average(every_four, tmp_path: pathlib.Path):
+    model = compiled(every_four, lambda: OPTIMIZERS.SGD(0.1))
+    looks = Looks(tmp_path / "middle.weights.h5")
+    path = tmp_path / "{epoch}-{batch}.weights.h5"
+    checkpoints = keras.callbacks.ModelCheckpoint(path, save_freq=2, save_weights_only=True)
+    history = model.fit(
+        X, Y, batch_size=BATCH, verbose=0, shuffle=False, validation_data=(X, Y), callbacks=[looks, checkpoints]
+    ).history
+    assert looks.is_apart
+    saved = compiled(ONE_DEVICE, lambda: OPTIMIZERS.SGD(0.1))
+    saved.load_weights(tmp_path / "1-6.weights.h5")
+    assert_close(model.get_weights(), saved.get_weights())
+    assert history["val_loss"] == pytest.approx([saved.evaluate(X, Y, verbose=0)[0]])
+    assert not vars(model).keys() & {"save", "save_weights", "export"}
+
+
+@pytest.mark.slow
+def test_an_interrupted_fit_is_averaged_when_the_model_is_used_again(every_four):
+    def interrupt(batch: int, logs: Any) -> None:
+        raise KeyboardInterrupt
+
+    model = compiled(every_four, lambda: OPTIMIZERS.SGD(0.1))
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(X, Y, verbose=0, callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=interrupt)])
+    with pytest.raises(AssertionError):
+        assert_alike(model)
+    model.evaluate(X, Y, verbose=0)
+    assert_alike(model)
+
+
+@pytest.mark.slow
+def test_each_replica_may_have_data_of_its_own(every_four):
+    model = compiled(every_four, lambda: OPTIMIZERS.SGD(0.1))
+    own = every_four.distribute_datasets_from_function(
+        lambda context: tf.data.Dataset.from_tensor_slices((X, Y)).batch(4).repeat()
+    )
+    model.fit(own, steps_per_epoch=STEPS, epochs=2, verbose=0)
+    # The parts come in turn: these are the batches of all other tests.
+    assert_close(by_hand(lambda: OPTIMIZERS.SGD(0.1), 4, 2, "average"), model.get_weights())
+    with every_four.scope():
+        model.compile("adam", "mse")
+    model.fit(own, steps_per_epoch=STEPS, verbose=0)
+    model.train_on_batch(X, Y)
+    assert_alike(model, model.optimizer.variables)
+
+
+def test_a_model_is_not_kept_for_ever(every_four):
+    model = weakref.ref(trained(every_four, lambda: OPTIMIZERS.SGD(0.1), epochs=1))
+    trained(every_four, lambda: OPTIMIZERS.SGD(0.1), epochs=1)
+    gc.collect()
+    assert model() is None
+
+
+# What can't be.
+
+
+class Meets(keras.Sequential):
+    """Asks for the other replicas."""
+
+    def train_step(self, data: Any) -> Any:
+        context: Any = tf.distribute.get_replica_context()
+        return context.merge_call(lambda strategy, x: strategy.reduce("SUM", x, axis=None), args=(data[0],))
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "options"),
+    [
+        (NotImplementedError, r"can't ask for the others.*strategy\.reduce", {"make": lambda: dense(kind=Meets)}),
+        (
+            ValueError,
+            r"one kind of reduction",
+            {"make": outputs, "loss": {"a": "mse", "b": keras.losses.MeanSquaredError(reduction="sum")}},
+        ),
+        (ValueError, r"XLA can't compile", {"jit_compile": True}),
+    ],
+)
+def test_what_a_replica_alone_cannot_do_is_an_error(every_four, error, message: str, options: dict[str, Any]):
+    target = {"a": Y, "b": Y} if isinstance(options.get("loss"), dict) else Y
+    model = compiled(every_four, lambda: OPTIMIZERS.SGD(0.1), metrics=[], **options)
+    with pytest.raises(error, match=message):
+        model.fit(X, target, verbose=0)
+
+
+def test_after_a_warmup_phase_the_replicas_train_alone(cpus):
+    policies = [tfdist.Warmup(epochs=1), tfdist.ParameterAveraging(4)]
+    strategy = tfdist.MirroredStrategy(cpus[:2], policies=policies)
+    apart: list[bool] = []
+
+    def look(batch: int, logs: Any) -> None:
+        apart.append(any(not np.array_equal(first, second) for first, second in copies(model.trainable_weights)))
+
+    model = compiled(strategy, lambda: OPTIMIZERS.SGD(0.1))
+    log = keras.callbacks.LambdaCallback(on_train_batch_end=look)
+    model.fit(X, Y, batch_size=BATCH, epochs=2, verbose=0, callbacks=[log])
+    assert_alike(model, model.optimizer.variables)
+    # An average after the fourth step of the second epoch, and at its end.
+    assert apart[-STEPS:] == [True, True, True, False, True, True]
+    assert int(model.optimizer.iterations.numpy()) == 2 * STEPS

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ParameterServerStrategy` with a policy, on one embedded cluster of four workers and two parameter servers.
+
+The checks themselves stand in `aggregated_*.py`.
+"""
+
+from __future__ import annotations
+
+import child_pytest
+import pytest
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(960)]
+
+PLUGIN = "aggregated_cluster"
+FILES = sorted(path for path in child_pytest.HERE.glob("aggregated_*.py") if path.stem != PLUGIN)
+CHECKS = child_pytest.checks(FILES)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> child_pytest.Outcomes:
+    return child_pytest.run(FILES, PLUGIN, tmp_path_factory.mktemp("aggregated") / "report.xml", 900)
+
+
+@pytest.mark.parametrize(("file", "name"), CHECKS, ids=[name for _, name in CHECKS])
+def test_on_a_cluster(outcomes: child_pytest.Outcomes, file: str, name: str) -> None:
+    child_pytest.expect_success(outcomes, file, name)

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Warmup under MirroredStrategy: first as one device, to the bit; then all replicas, from the same state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdist
+
+pytestmark = pytest.mark.devices
+
+# 45 examples in batches of 8: six steps, the last of 5 examples, which two replicas can't share evenly.
+RANDOM = np.random.default_rng(0)
+X = RANDOM.random((45, 3), np.float32)
+Y = RANDOM.random((45, 1), np.float32)
+BATCH = 8
+OPTIMIZERS = keras.optimizers
+
+
+class OwnStep(keras.Model):
+    """A step that does everything itself, keeps no metric, and returns a log of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def build(self, shape):
+        self.dense.build(shape)
+        self.built = True
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            error = tf.reduce_sum((self(x) - y) ** 2) / tf.distribute.get_strategy().num_replicas_in_sync
+        self.optimizer.apply(tape.gradient(error, self.trainable_variables), self.trainable_variables)
+        return {"error": error}
+
+
+def dense() -> keras.Model:
+    return keras.Sequential([keras.Input((3,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(1)])
+
+
+def with_state() -> keras.Model:
+    layers = [keras.layers.Dense(8, "relu"), keras.layers.BatchNormalization(), keras.layers.Dropout(0.3)]
+    return keras.Sequential([keras.Input((3,)), *layers, keras.layers.Dense(1)])
+
+
+def compiled(strategy: Any, made: Callable[[], keras.Model], optimizer: Callable[[], Any], **options: Any) -> Any:
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = made()
+        model.compile(optimizer(), **{"loss": "mse", "metrics": ["mae"], **options})
+    return model
+
+
+def batches(taking_part: Callable[[int], int], replicas: int, epochs: int) -> tf.data.Dataset:
+    """What one device must train on to do the same: of each batch the parts of those who take part."""
+
+    def generate():
+        step = 0
+        for _ in range(epochs):
+            for start in range(0, len(X), BATCH):
+                size = min(BATCH, len(X) - start)
+                stop = start + size * taking_part(step) // replicas
+                yield X[start:stop], Y[start:stop]
+                step += 1
+
+    signature = tf.TensorSpec((None, 3), tf.float32), tf.TensorSpec((None, 1), tf.float32)
+    dataset = tf.data.Dataset.from_generator(generate, output_signature=signature)
+    # Where the end is not known, Keras tries another step there, of which TensorFlow makes the parts that need no data.
+    return dataset.apply(tf.data.experimental.assert_cardinality(6 * epochs))
+
+
+def values(model: keras.Model) -> list[np.ndarray]:
+    return [keras.ops.convert_to_numpy(variable) for variable in (*model.variables, *model.optimizer.variables)]
+
+
+def assert_copies_are_equal(model: keras.Model) -> None:
+    for variable in (*model.variables, *model.optimizer.variables):
+        first, *others = variable.value.values
+        for copy in others:
+            np.testing.assert_array_equal(first.numpy(), copy.numpy(), err_msg=variable.path)
+
+
+@pytest.mark.parametrize(
+    ("made", "optimizer", "options"),
+    [
+        pytest.param(with_state, lambda: OPTIMIZERS.Adam(0.01), {}, id="statistics and seeds"),
+        pytest.param(
+            dense,
+            lambda: OPTIMIZERS.SGD(
+                0.1, clipnorm=0.05, gradient_accumulation_steps=2, use_ema=True, ema_overwrite_frequency=3
+            ),
+            {"steps_per_execution": 4},
+            id="accumulation, ema, steps_per_execution",
+        ),
+        pytest.param(dense, lambda: OPTIMIZERS.LossScaleOptimizer(OPTIMIZERS.Adam(0.01)), {}, id="loss scale"),
+        pytest.param(
+            OwnStep, lambda: OPTIMIZERS.SGD(0.05), {"loss": None, "metrics": None, "run_eagerly": True}, id="own step"
+        ),
+    ],
+)
+def test_the_phase_is_training_on_one_device(cpus: Sequence[str], made, optimizer, options):
+    strategy = tfdist.MirroredStrategy(cpus[:2], policies=[tfdist.Warmup(epochs=3)])
+    model = compiled(strategy, made, optimizer, **options)
+    history = model.fit(X, Y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history
+
+    alone = compiled(tf.distribute.get_strategy(), made, optimizer, **options)
+    expected = alone.fit(batches(lambda step: 1, 2, 1), epochs=2, verbose=0).history
+    for one, other in zip(values(alone), values(model), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert history == expected
+    # The epoch's end has given all what the first has learned.
+    assert_copies_are_equal(model)
+    assert strategy.report().accepted == {"worker:0": 12, "worker:1": 0}
+    assert strategy.replicas_to_aggregate == 1
+
+
+def array() -> dict[str, Any]:
+    return {"x": X, "y": Y, "batch_size": BATCH, "shuffle": False}
+
+
+def unknown_size() -> dict[str, Any]:
+    def generate():
+        for start in range(0, len(X), BATCH):
+            yield X[start : start + BATCH], Y[start : start + BATCH]
+
+    signature = tf.TensorSpec((None, 3), tf.float32), tf.TensorSpec((None, 1), tf.float32)
+    return {"x": tf.data.Dataset.from_generator(generate, output_signature=signature)}
+
+
+def endless() -> dict[str, Any]:
+    return {"x": tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH).repeat(), "steps_per_epoch": 6}
+
+
+def everybody_after(steps: int, total: int) -> Callable[[int], int]:
+    return lambda step: total if step >= steps else 1
+
+
+def one_more_every(steps: int, total: int) -> Callable[[int], int]:
+    return lambda step: min(total, 1 + step // steps)
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "policies", "data", "taking_part"),
+    [
+        pytest.param(2, [tfdist.Warmup(steps=9)], array, everybody_after(9, 2), id="in mid-epoch"),
+        pytest.param(2, [tfdist.Warmup(epochs=1)], unknown_size, everybody_after(6, 2), id="epochs, unknown size"),
+        pytest.param(2, [tfdist.Warmup(epochs=2)], endless, everybody_after(12, 2), id="epochs, endless"),
+        pytest.param(
+            2,
+            [tfdist.Warmup(steps=9), tfdist.BackupWorkers(spares=0)],
+            array,
+            everybody_after(9, 2),
+            id="then backup workers",
+        ),
+        pytest.param(3, [tfdist.Warmup(steps=4, ramp=True)], array, one_more_every(4, 3), id="ramp"),
+        pytest.param(
+            3,
+            [tfdist.BackupWorkers(spares=0), tfdist.Warmup(epochs=1, ramp=True)],
+            unknown_size,
+            one_more_every(6, 3),
+            id="ramp, then backup workers",
+        ),
+    ],
+)
+def test_all_go_on_from_what_one_has_learned(cpus: Sequence[str], num_devices, policies, data, taking_part):
+    strategy = tfdist.MirroredStrategy(cpus[:num_devices], tf.distribute.ReductionToOneDevice(), policies=[*policies])
+    model = compiled(strategy, dense, lambda: OPTIMIZERS.SGD(0.1, momentum=0.9))
+    seen = []
+
+    def look(batch: int, logs: Any) -> None:
+        seen.append(strategy.replicas_to_aggregate)
+
+    watch = keras.callbacks.LambdaCallback(on_train_batch_end=look)
+    found = model.fit(**data(), epochs=4, verbose=0, callbacks=[watch], validation_data=(X, Y)).history
+
+    alone = compiled(tf.distribute.get_strategy(), dense, lambda: OPTIMIZERS.SGD(0.1, momentum=0.9))
+    reference = batches(taking_part, num_devices, 4)
+    expected = alone.fit(reference, epochs=4, steps_per_epoch=6, verbose=0, validation_data=(X, Y)).history
+    assert seen == [taking_part(step) for step in range(24)]
+    for one, other in zip(alone.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+    for name, series in expected.items():
+        np.testing.assert_allclose(series, found[name], atol=1e-4, err_msg=name)
+    assert_copies_are_equal(model)
+
+
+def test_replicas_may_be_given_their_parts_by_a_function(cpus: Sequence[str]):
+    def own(context):
+        return tf.data.Dataset.from_tensor_slices((X[:40], Y[:40])).batch(4)
+
+    strategy = tfdist.MirroredStrategy(cpus[:2], policies=[tfdist.Warmup(steps=7)])
+    model = compiled(strategy, dense, lambda: OPTIMIZERS.SGD(0.1))
+    model.fit(strategy.distribute_datasets_from_function(own), epochs=3, verbose=0)
+    alone = compiled(tf.distribute.get_strategy(), dense, lambda: OPTIMIZERS.SGD(0.1))
+    first = own(None).shard(2, 0)
+    whole = tf.data.Dataset.from_tensor_slices((X[:40], Y[:40])).batch(8)
+    alone.fit(first.concatenate(first.take(2)).concatenate(whole.skip(2)).concatenate(whole), verbose=0)
+    for one, other in zip(alone.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_what_is_left_of_an_interrupted_fit_is_given_to_all(cpus: Sequence[str]):
+    class Interrupted(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 2:
+                raise KeyboardInterrupt
+
+    strategy = tfdist.MirroredStrategy(cpus[:2], policies=[tfdist.Warmup(epochs=2)])
+    model = compiled(strategy, dense, lambda: OPTIMIZERS.SGD(0.1))
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(X, Y, batch_size=BATCH, verbose=0, callbacks=[Interrupted()])
+    loss = model.evaluate(X, Y, batch_size=BATCH, verbose=0)[0]
+    assert_copies_are_equal(model)
+    assert loss == pytest.approx(float(np.mean((model.predict(X, verbose=0) - Y) ** 2)), rel=1e-4)
+    # Another fit begins another epoch, the second one of the phase.
+    model.fit(X, Y, batch_size=BATCH, epochs=2, verbose=0)
+    assert strategy.replicas_to_aggregate == 2
+    # Nothing is left on the model that the phase has put there.
+    assert not {"reset_metrics", "_get_metrics_result_or_logs"} & vars(model).keys()
+
+
+def test_what_makes_no_sense_is_refused(cpus: Sequence[str]):
+    with pytest.raises(ValueError, match="has only one"):
+        tfdist.MirroredStrategy(cpus[:1], policies=[tfdist.Warmup(steps=1)])
+    strategy = tfdist.MirroredStrategy(cpus[:2], policies=[tfdist.Warmup(steps=1)])
+    with pytest.raises(ValueError, match="options"):
+        strategy.experimental_distribute_dataset(
+            tf.data.Dataset.from_tensor_slices(X).batch(4), tf.distribute.InputOptions()
+        )

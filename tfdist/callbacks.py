@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keras callbacks for training under a tfdist strategy."""
+
+from tfdist.learning_rate import ScaleLearningRate
+from tfdist.telemetry.callback import Telemetry
+
+__all__ = ["ScaleLearningRate", "Telemetry"]

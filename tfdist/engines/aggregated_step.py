@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The traced pieces of a train step whose gradients are aggregated on the parameter servers.
+
+    contribute    on a worker                    reads the variables, computes; the result stays there
+    push          worker to parameter servers    each gradient to the server of its variable; the result stays there
+    update        on the parameter servers       adds up what was pushed, and applies it
+
+What passes between them are handles of the chief to tensors elsewhere. Nothing is accumulated before it is known who
+takes part: a worker that dies while it pushes leaves handles that nobody uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.engines import program, sharing
+from tfdist.engines.bundles import Bundles
+from tfdist.engines.contribution import Contribution, TrainStep, add_up, weigh
+from tfdist.engines.packing import Packing
+
+
+class AggregatedStep:
+    """A Keras train step, traced for a `ParameterServerStrategy`.
+
+    Args:
+      strategy: the strategy in whose scope it is traced.
+      step: a model's bound `train_step`.
+      element_spec: the structure of `tf.TypeSpec`s of a worker's batch.
+      total_num_replicas: into how many parts a batch is cut.
+      replicas_to_aggregate: of how many contributions an update is expected to be made. Others are traced when they
+        come, which waits for every worker that is up, also for one that is stopped.
+      is_weighted: whether gradients come with weights of their own.
+      is_relative: see `TrainStep`.
+    """
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        step: Callable[..., Any],
+        element_spec: Any,
+        total_num_replicas: int,
+        replicas_to_aggregate: int,
+        is_weighted: bool = False,
+        is_relative: bool = False,
+    ) -> None:
+        self._strategy = strategy
+        self._spec = element_spec
+        self._step = TrainStep(step, total_num_replicas, is_relative=is_relative)
+        self._is_weighted = is_weighted
+        self._template: Contribution | None = None
+        self._bundles: Bundles | None = None
+        self._devices: list[str] = []
+        self._home = ""
+        self._from_batch: Callable[..., Any] | None = None
+        self._from_iterator = self._trace(self._contribute_next, [tf.data.IteratorSpec(element_spec)])
+        self._specs = [tf.TensorSpec(t.shape, t.dtype) for t in self._from_iterator.outputs]
+        self._push = self._trace(self._to_servers, self._specs)
+        self._packing = Packing()
+        # By the number of contributions.
+        self._updates: dict[int, Callable[..., Any]] = {}
+        self._update_from(replicas_to_aggregate)
+
+    @property
+    def model(self) -> Any:
+        """The Keras model that it is the step of."""
+        return self._step.model
+
+    @property
+    def dtypes(self) -> list[tf.DType]:
+        """The dtypes of the flat logs."""
+        return self._packing.dtypes
+
+    def rebuild(self, flat: Sequence[Any]) -> Any:
+        """Packs flat logs into what Keras' step returns."""
+        return self._packing.rebuild(flat)
+
+    def contribute(self, iterator: Any) -> list[tf.Tensor]:
+        """Computes a contribution from the next batch of a worker's iterator, on the default device, a worker."""
+        return self._from_iterator(iterator)
+
+    def contribute_from(self, batch: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Computes a contribution from a batch that the chief has, flat, on the default device, a worker."""
+        if self._from_batch is None:
+            raise RuntimeError("contribute_from() before prepare_for_batches()")
+        return self._from_batch(*batch)
+
+    def prepare_for_batches(self) -> None:
+        """Traces what `contribute_from` runs; only Keras' thread may call it."""
+        if self._from_batch is None:
+            specs = tf.nest.flatten(self._spec, expand_composites=True)
+            self._from_batch = self._trace(self._contribute_batch, specs)
+
+    def push(self, contribution: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Sends a contribution from the worker that computed it, the default device, to the parameter servers."""
+        return self._push(*contribution)
+
+    def update(
+        self, contributions: Sequence[Sequence[tf.Tensor]], weights: Sequence[float] | None = None
+    ) -> list[np.ndarray]:
+        """Makes an update from contributions that were pushed, and returns the flat logs after it.
+
+        Args:
+          contributions: what `push` gave, for each.
+          weights: what to multiply the gradients of each by, if it was built for weights.
+        """
+        update = self._update_from(len(contributions))
+        tensors = [tensor for each in contributions for tensor in each]
+        with tf.device(self._home):
+            if self._is_weighted:
+                tensors.append(tf.constant(weights, tf.float32, [len(contributions)]))
+            return self._packing.unpack(update(*tensors))
+
+    def _update_from(self, count: int) -> Callable[..., Any]:
+        if count not in self._updates:
+            weights = [tf.TensorSpec([count], tf.float32)] if self._is_weighted else []
+            self._updates[count] = self._trace(self._update, self._specs * count + weights)
+        return self._updates[count]
+
+    def _trace(self, function: Callable[..., Any], specs: Sequence[Any]) -> Callable[..., Any]:
+        return program.trace(self._strategy, function, specs)
+
+    # What is traced.
+
+    def _contribute_next(self, iterator: Any) -> list[tf.Tensor]:
+        return self._contribute(iterator.get_next())
+
+    def _contribute_batch(self, *flat: tf.Tensor) -> list[tf.Tensor]:
+        return self._contribute(tf.nest.pack_sequence_as(self._spec, flat, expand_composites=True))
+
+    def _contribute(self, batch: Any) -> list[tf.Tensor]:
+        with self._as_replica(self._strategy.extended.worker_devices[0]):
+            contribution = self._step.contribute(batch)
+        _look_up_at_the_table(tf.compat.v1.get_default_graph())
+        self._place(contribution)
+        return self._bundles.pack(tf.nest.flatten(contribution, expand_composites=True))
+
+    def _place(self, contribution: Contribution) -> None:
+        """Decides where the parts of a contribution go: a gradient to its variable, the rest to the first one's."""
+        self._template = contribution
+        self._devices = [variable.value.device for variable in self._step.variables()]
+        self._home = (self._devices or ["/job:ps/replica:0/task:0/device:CPU:0"])[0]
+        flat = tf.nest.flatten(contribution, expand_composites=True)
+        self._bundles = Bundles(flat, self._destinations(contribution))
+
+    def _destinations(self, contribution: Contribution) -> list[str]:
+        destinations: list[str] = []
+        for gradient, device in zip(contribution.gradients, self._devices, strict=True):
+            destinations += [device] * len(tf.nest.flatten(gradient, expand_composites=True))
+        rest = contribution._replace(gradients=[])
+        return destinations + [self._home] * len(tf.nest.flatten(rest, expand_composites=True))
+
+    def _to_servers(self, *bundles: tf.Tensor) -> list[tf.Tensor]:
+        pushed = []
+        for bundle, device in zip(bundles, self._bundles.devices, strict=True):
+            with tf.device(device):
+                pushed.append(tf.identity(bundle))
+        return pushed
+
+    def _update(self, *flat: tf.Tensor) -> list[tf.Tensor]:
+        size = len(self._specs)
+        count = (len(flat) - self._is_weighted) // size
+        contributions = [self._pack(flat[start : start + size]) for start in range(0, count * size, size)]
+        if self._is_weighted:
+            weights = tf.unstack(flat[-1], count)
+            contributions = [weigh(*each, self._devices) for each in zip(contributions, weights, strict=True)]
+        with self._as_replica(self._home):
+            total = add_up(contributions, self._devices)
+            self._step.update(total, lambda variable: tf.device(variable.value.device))
+            for variable, count in zip(self._step.counters, total.counts, strict=True):
+                variable.value.assign_add(tf.cast(count, variable.dtype))
+            return self._packing.pack(self._step.logs(total))
+
+    def _as_replica(self, device: str) -> Any:
+        return program.replica_on(self._strategy, device)
+
+    def _pack(self, flat: Sequence[tf.Tensor]) -> Contribution:
+        return tf.nest.pack_sequence_as(self._template, self._bundles.unpack(flat), expand_composites=True)
+
+
+def part_of(batch: Sequence[tf.Tensor], spec: Any, part: int, num_parts: int) -> list[tf.Tensor]:
+    """A worker's part of a flat batch."""
+    whole = tf.nest.pack_sequence_as(spec, batch, expand_composites=True)
+    return tf.nest.flatten(sharing.cut(whole, part, num_parts), expand_composites=True)
+
+
+def _look_up_at_the_table(graph: Any) -> None:
+    """Has rows of a variable gathered where the variable is.
+
+    Keras gathers from what it has read: else the whole table would travel to the worker for a few of its rows.
+    """
+    devices = {inner.name: outer.device for outer, inner in graph.captures if outer.dtype == tf.resource}
+    for operation in graph.get_operations():
+        if operation.type not in ("GatherV2", "GatherNd", "Shape"):
+            continue
+        chain = [operation]
+        while chain[-1].inputs[0].op.type in ("Identity", "Cast"):
+            chain.append(chain[-1].inputs[0].op)
+        read = chain[-1].inputs[0].op
+        if read.type == "ReadVariableOp" and read.inputs[0].name in devices:
+            for each in chain:
+                each._set_device(devices[read.inputs[0].name])

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine of `ParameterAveraging`: each replica trains alone, and all average every H steps.
+
+How a period flows, on each worker:
+
+    Keras' train function                             Keras' thread
+      step 1      each replica updates its own copies
+      ...         of the variables; nothing is sent
+      step H      the same, then one sum over all
+                  replicas: their mean is what all
+                  go on from
+      ...
+      step H + 3  the end of the epoch, say  -------> what was begun is averaged before validation, a callback, or
+                                                      anybody who saves the model can look
+
+Both averages are made by the same graph, on all workers at the same place of the program: nobody has to be asked.
+
+Who owns what: an `Average` belongs to a model and owns what is counted and what is averaged. The engine knows which
+model trains now. A callback of its own, the first of each `fit`, stands where Keras passes between two steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+
+from tfdist.engines import averaging_data, averaging_step, tap
+from tfdist.engines.averaging_collective import Average, Count, Sum
+from tfdist.policies.parameter_averaging import ParameterAveraging
+
+_AVERAGE = "_tfdist_average"
+# What reads a model's variables, where all workers must take part anyway.
+_READERS = ("save", "save_weights", "export")
+
+
+class AveragingEngine:
+    """Makes the steps of this worker's replicas, and averages.
+
+    Args:
+      strategy: the strategy.
+      policy: says when to average, and what.
+      replicas: which parts of a batch this worker's replicas take.
+      sum_over_workers: sums tensors over all workers, in cross-replica context.
+      num_workers: on how many the replicas are.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        policy: ParameterAveraging,
+        replicas: Sequence[int],
+        sum_over_workers: Sum,
+        num_workers: int,
+    ) -> None:
+        self._strategy = strategy
+        self._policy = policy
+        self._replicas = tuple(replicas)
+        self._sum_over_workers = sum_over_workers
+        self._num_workers = num_workers
+        self._model: keras.Model | None = None
+        self._counts: list[Count] = []
+
+    # What the strategy asks.
+
+    def dataset(self, dataset: Any, distribute: Callable[[], Any]) -> averaging_data.AveragingDataset:
+        """A data set of global batches, for `fit` and for others; `distribute` makes the stock one."""
+        own = averaging_data.whole_batches(dataset, self._strategy.num_replicas_in_sync)
+        return averaging_data.AveragingDataset(self, own, distribute)
+
+    def dataset_of_own(self, dataset: Any, distribute: Callable[[], Any]) -> averaging_data.AveragingDataset:
+        """The same from a data set of this worker's own."""
+        own = averaging_data.own_parts(dataset, len(self._replicas))
+        return averaging_data.AveragingDataset(self, own, distribute)
+
+    def step(self, step: Callable[..., Any], data: dict[str, Any]) -> Any:
+        """Makes a step alone, and averages if it is time; in cross-replica context, in a graph or eagerly.
+
+        Args:
+          step: a model's bound `train_step`, whose optimizers were built.
+          data: for which `averaging_data.is_alone` holds.
+
+        Returns:
+          The logs: the same on all workers.
+        """
+        model: keras.Model = getattr(step, "__self__")  # noqa: B009
+        average = self._average_of(model)
+        parts = averaging_data.parts(data, self._replicas, self._strategy.num_replicas_in_sync)
+        average.begin_step()
+        results = averaging_step.step_alone(self._strategy, step, parts)
+        shares = [averaging_step.share(part, self._strategy.num_replicas_in_sync) for part in parts]
+        is_stock = getattr(step, "__func__", None) is TensorFlowTrainer.train_step
+        return average.end_step(results, shares, is_stock)
+
+    def complete(self, report: Any) -> Any:
+        """A `tfdist.telemetry.Report` with what was counted here."""
+        steps = sum(int(count.steps.numpy()) for count in self._counts)
+        sent = sum(count.bytes_sent for count in self._counts)
+        each = lambda number: dict.fromkeys(report.accepted, number)  # noqa: E731
+        return dataclasses.replace(report, updates=steps, accepted=each(steps), bytes_sent=each(sent))
+
+    # What happens between steps, in Keras' thread.
+
+    def attend(self, model: keras.Model, callbacks: Any) -> None:
+        """A `fit` of this model begins to read data, and has these callbacks."""
+        self._model = model
+        if not any(isinstance(callback, _Settling) for callback in callbacks.callbacks):
+            settling = _Settling(self)
+            settling.set_model(model)
+            settling.set_params(callbacks.params)
+            # Before those that look at the model.
+            callbacks.callbacks.insert(0, settling)
+
+    def settle(self) -> None:
+        """Averages what was begun; nothing if nothing was. All workers call it at the same place."""
+        average = self._current()
+        if average is not None:
+            with self._strategy.scope():
+                average.settle()
+
+    def finish(self) -> None:
+        """Brings the replicas together for good, also where their optimizers kept what is theirs."""
+        self.settle()
+        average = self._current()
+        if average is not None:
+            with self._strategy.scope():
+                average.finish()
+
+    def shown(self) -> dict[str, float]:
+        """The logs of the last average that no metric keeps."""
+        average = self._current()
+        return average.shown() if average else {}
+
+    def _current(self) -> Average | None:
+        return getattr(self._model, _AVERAGE, None)
+
+    def _average_of(self, model: keras.Model) -> Average:
+        average = getattr(model, _AVERAGE, None)
+        if average is None or not average.is_of(tap.optimizers_of(model)):
+            average = Average(self._strategy, model, self._policy, self._sum_over_workers, self._num_workers)
+            self._counts.append(average.count)
+            # Past Keras, which would track it, and save it.
+            object.__setattr__(model, _AVERAGE, average)
+        return average
+
+
+class _Settling(keras.callbacks.Callback):
+    """Has everybody else see averages only.
+
+    Args:
+      engine: averages.
+    """
+
+    def __init__(self, engine: AveragingEngine) -> None:
+        super().__init__()
+        self._engine = engine
+
+    def set_model(self, model: keras.Model) -> None:
+        super().set_model(model)
+        for name in _READERS:
+            reader = getattr(model, name)
+            if not hasattr(reader, _AVERAGE):
+                object.__setattr__(model, name, self._settling(reader))
+
+    def _settling(self, reader: Callable[..., Any]) -> Callable[..., Any]:
+        def read(*args: Any, **kwargs: Any) -> Any:
+            self._engine.settle()
+            return reader(*args, **kwargs)
+
+        setattr(read, _AVERAGE, True)
+        return read
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Before Keras resets the metrics, which the average adds up."""
+        self._engine.settle()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Averages, and tells those after it what the logs are now."""
+        self._engine.settle()
+        shown = self._engine.shown()
+        if logs is not None and shown and not shown.keys() <= self.model.get_metrics_result().keys():
+            logs.update({name: value for name, value in shown.items() if name in logs})
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Leaves the model as it was."""
+        self._engine.finish()
+        for name in _READERS:
+            if hasattr(vars(self.model).get(name), _AVERAGE):
+                object.__delattr__(self.model, name)

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Keras train step that each replica makes alone: it updates its own copies of all variables, and nobody else's.
+
+The user's `train_step` runs as it is, once for each replica of this worker, all in one graph. Within it
+
+- `merge_call`, in which replicas would meet, calls its function for this replica alone;
+- `all_reduce` gives what it would give if all replicas had this one's value;
+- a gradient counts as if it was that of the global batch: times the number of replicas, by which Keras divides the
+  loss, and times this replica's share of the batch where that is uneven. So the mean of what all replicas come to in
+  one step of SGD is what synchronous SGD comes to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.engines import contribution, sharing, tap
+from tfdist.engines.averaging_data import Part
+
+_NONE = tf.VariableAggregation.NONE
+
+
+def step_alone(strategy: Any, step: Callable[..., Any], parts: Sequence[Part]) -> list[Any]:
+    """Makes a step on each replica of this worker; in cross-replica context, in a graph or eagerly.
+
+    Args:
+      strategy: the strategy.
+      step: a model's bound `train_step`, whose optimizers were built.
+      parts: what each of its replicas trains on.
+
+    Returns:
+      What each step returns.
+
+    Raises:
+      ValueError: an optimizer was not built, or the losses are of two kinds.
+      NotImplementedError: the step needs the other replicas.
+    """
+    model: keras.Model = getattr(step, "__self__")  # noqa: B009, Keras' wrapper has it too
+    results = []
+    with written_alone(_variables(model)):
+        for index, part in enumerate(parts):
+            replica = strategy.extended._get_replica_id_in_sync_group(index)
+            with tf.device(strategy.extended.worker_devices[index]), Alone(strategy, replica):
+                results.append(_step(strategy, step, model, part, index))
+    return results
+
+
+def _step(strategy: Any, step: Callable[..., Any], model: keras.Model, part: Part, index: int) -> Any:
+    count = strategy.num_replicas_in_sync
+    of_losses = contribution.TrainStep(step, count, loss_divisor=count)
+    factor = _factor(part, count, of_losses._is_sum)
+    taps = of_losses._loss_trackers(part.batch, part.total)
+    for optimizer in tap.optimizers_of(model):
+        taps += changes(optimizer, factor)
+    with tap.attributes(taps), _keeping(statistics(model), part, index):
+        return step(part.batch)
+
+
+def share(part: Part, num_replicas: int) -> tf.Tensor | float:
+    """The part of the global batch, 0 to 1, that a replica has; the same for all where nobody knows."""
+    rows = sharing.rows(part.batch)
+    # In a graph parts have a known size only where all have the same; outside every size is known.
+    is_even = bool(sharing.static_size(part.batch)) and not tf.executing_eagerly()
+    if part.total is None or rows is None or is_even:
+        return 1 / num_replicas
+    return tf.cast(rows / tf.maximum(part.total, 1), tf.float32)
+
+
+def _factor(part: Part, num_replicas: int, is_sum: bool) -> tf.Tensor | float:
+    return float(num_replicas) if is_sum else share(part, num_replicas) * num_replicas * num_replicas
+
+
+def changes(optimizer: Any, factor: tf.Tensor | float) -> list[tuple[Any, str, Any]]:
+    """What lets `optimizer.apply`, called on a replica, update its copies of the variables alone."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    taps = [
+        (optimizer, "apply", _scaled(optimizer, factor)),
+        (inner, "_all_reduce_sum_gradients", lambda pairs: pairs),
+        # Keras does this by the strategy, past the replica's context.
+        (inner, "_overwrite_model_variables_with_average_value", _overwriting(inner)),
+    ]
+    if inner is not optimizer:
+        # Loss scaling: its other way has all replicas apply together.
+        taps.append((optimizer, "_tf_apply", optimizer._common_apply))
+    return taps
+
+
+def _scaled(optimizer: Any, factor: tf.Tensor | float) -> Callable[..., Any]:
+    apply = optimizer.apply
+
+    def scaled(grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
+        if not optimizer.built:
+            raise ValueError(
+                f"policies: the optimizer {optimizer.name!r} must have its variables before a step is traced; call "
+                "optimizer.build(variables) after the model is built. Received: an optimizer that was not built"
+            )
+        return apply([g if g is None else contribution._times(g, factor) for g in grads], trainable_variables)
+
+    return scaled
+
+
+def _overwriting(optimizer: Any) -> Callable[[Sequence[Any]], None]:
+    def overwrite(trainable_variables: Sequence[Any]) -> None:
+        for variable, average in zip(trainable_variables, optimizer._model_variables_moving_average, strict=True):
+            variable.assign(tf.convert_to_tensor(average))
+
+    return overwrite
+
+
+class Alone(tf.distribute.ReplicaContext):
+    """The context of a replica that meets no other."""
+
+    def _merge_call(self, merge_fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return merge_fn(_Nobody(), *args, **kwargs)
+
+    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        """What all replicas would come to if they had this one's value."""
+        del options
+        is_sum = str(getattr(reduce_op, "value", reduce_op)).upper() == "SUM"
+        factor = float(self.num_replicas_in_sync) if is_sum else 1.0
+        return tf.nest.map_structure(
+            lambda leaf: contribution._times(
+                leaf if isinstance(leaf, tf.IndexedSlices) else tf.convert_to_tensor(leaf), factor
+            ),
+            value,
+        )
+
+
+class _Nobody:
+    """Stands for the strategy where all replicas would meet: there is only one."""
+
+    @property
+    def extended(self) -> _Nobody:
+        return self
+
+    def update(
+        self, var: Any, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None, group: bool = True
+    ) -> Any:
+        del group
+        return fn(var, *args, **(kwargs or {}))
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotImplementedError(
+            "ParameterAveraging: each replica makes its train_step alone, so the step can't ask for the others with "
+            f"merge_call(...). Received: a function that uses strategy.{name}"
+        )
+
+
+@contextlib.contextmanager
+def written_alone(variables: Iterable[Any]) -> Iterator[None]:
+    """Within this block, what a replica assigns goes to its own copy."""
+    mirrored = [getattr(variable, "value", variable) for variable in variables]
+    changed = {
+        id(variable): (variable, variable.aggregation)
+        for variable in mirrored
+        if hasattr(variable, "values") and variable.synchronization != tf.VariableSynchronization.ON_READ
+    }
+    try:
+        for variable, _ in changed.values():
+            variable._aggregation = _NONE
+        yield
+    finally:
+        for variable, aggregation in changed.values():
+            variable._aggregation = aggregation
+
+
+def _variables(model: keras.Model) -> list[Any]:
+    """What a train step may write."""
+    variables = [*model.variables, *(v for metric in model.metrics for v in metric.variables)]
+    for optimizer in tap.optimizers_of(model):
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        variables += [*optimizer.variables, *(inner._trainable_variables if inner.built else [])]
+    return variables
+
+
+def statistics(model: keras.Model) -> list[Any]:
+    """Float variables that layers update themselves, such as the moving statistics of BatchNormalization."""
+    variables = [v for layer in model._flatten_layers() for v in layer._non_trainable_variables]
+    unique = {id(v): v for v in variables if tf.as_dtype(v.dtype).is_floating and hasattr(v.value, "values")}
+    return list(unique.values())
+
+
+@contextlib.contextmanager
+def _keeping(variables: Sequence[Any], part: Part, index: int) -> Iterator[None]:
+    """Without an example there is nothing to be learnt about statistics: they would become NaN."""
+    rows = sharing.rows(part.batch)
+    if rows is None or sharing.static_size(part.batch):
+        yield
+        return
+    copies = [copies_of(variable)[index] for variable in variables]
+    before = [tf.identity(copy) for copy in copies]
+    yield
+    for copy, value in zip(copies, before, strict=True):
+        copy.assign(tf.where(rows > 0, copy, value))
+
+
+def copies_of(variable: Any) -> Sequence[Any]:
+    """A Keras variable's copies on this worker's devices; only one if it was made outside of the strategy's scope."""
+    return getattr(variable.value, "values", [variable.value])

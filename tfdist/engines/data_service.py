@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tf.data service for `data_sharding="dynamic"`: who prepares the batches that workers ask for.
+
+A client of the service goes on asking a producer that is dead, for ever, because it might come back; and what a dead
+producer had taken on is lost with it. So data that end are prepared here, in the chief's process: a pass can then
+lose no more than the batches that a lost worker had fetched, and it always ends. Endless data have no end to wait
+for, and those that remain go on producing: the workers prepare them together, where they know of a dispatcher.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+
+class DataService:
+    """The chief's part: dispatchers, and a producer of its own; each is started when it is first needed.
+
+    Args:
+      host: The name under which the workers reach this process.
+      shared: "host:port" of the dispatcher that the workers look for, if they do.
+    """
+
+    def __init__(self, host: str, shared: str | None):
+        self._host = host
+        self._shared = shared
+        self._dispatcher: tf.data.experimental.service.DispatchServer | None = None
+        # What is started lives as long as it is held.
+        self._own: tuple[str, list[Any]] | None = None
+
+    def prepare(self) -> None:
+        """Starts the dispatcher that the workers look for."""
+        if self._shared is not None and self._dispatcher is None:
+            service = tf.data.experimental.service
+            port = int(self._shared.rpartition(":")[2])
+            self._dispatcher = service.DispatchServer(service.DispatcherConfig(port=port))
+
+    def address(self, endless: bool) -> str:
+        """The dispatcher for data that are `endless` or not, "grpc://host:port"."""
+        if endless and self._shared is not None:
+            self.prepare()
+            return f"grpc://{self._shared}"
+        if self._own is None:
+            self._own = self._start_own()
+        return self._own[0]
+
+    def _start_own(self) -> tuple[str, list[Any]]:
+        service = tf.data.experimental.service
+        dispatcher = service.DispatchServer(service.DispatcherConfig(port=0))
+        address = f"{self._host}:{dispatcher.target.rpartition(':')[2]}"
+        config = service.WorkerConfig(dispatcher_address=address, worker_address=f"{self._host}:%port%", port=0)
+        return f"grpc://{address}", [dispatcher, service.WorkerServer(config)]

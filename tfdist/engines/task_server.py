@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts TensorFlow's servers, in a process of their own without most of TensorFlow's Python.
+
+`import tensorflow` takes some four seconds of a CPU, nearly all of them for Python that a server never runs; the
+server itself, in C++, is there after half a second. A worker that was killed is back the sooner for it. This is the
+one place that imports modules of TensorFlow past its front door; `tests/engines/test_task_server.py` fails when that
+changes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pathlib
+import site
+import sys
+import sysconfig
+import threading
+import types
+from typing import Any
+
+from tfdist.cluster import DATA_SERVICE_VARIABLE, Cluster
+
+# What has `import tensorflow` load libraries into the process: a server needs them, too.
+_LOADING_VARIABLES = ("TF_PLUGGABLE_DEVICE_LIBRARY_PATH", "TF_USE_MODULAR_FILESYSTEM")
+_LOADING_FOLDERS = ("tensorflow-plugins", "tensorflow/core/kernels")
+_KINDS = ("purelib", "platlib")
+
+
+def go_without_front_door() -> bool:
+    """From now on `import tensorflow` gives this process an empty package, of which modules can be imported.
+
+    Does nothing where TensorFlow was imported before, or where its import loads libraries.
+
+    Returns:
+      Whether it did.
+    """
+    spec = None if "tensorflow" in sys.modules else importlib.util.find_spec("tensorflow")
+    if spec is None or not spec.submodule_search_locations or _loads_libraries():
+        return False
+    package = _FrontDoor("tensorflow")
+    package.__path__ = list(spec.submodule_search_locations)
+    package.__spec__ = spec
+    sys.modules["tensorflow"] = package
+    return True
+
+
+class _FrontDoor(types.ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"this process only serves: it has imported no tensorflow.{name}")
+
+
+def _loads_libraries() -> bool:
+    folders = {*sys.path, *site.getsitepackages(), site.getusersitepackages()}
+    folders |= {sysconfig.get_path(kind, scheme) for scheme in sysconfig.get_scheme_names() for kind in _KINDS}
+    found = any((pathlib.Path(folder) / name).exists() for folder in folders for name in _LOADING_FOLDERS)
+    return found or any(os.environ.get(variable) for variable in _LOADING_VARIABLES)
+
+
+def start(cluster: Cluster) -> Any:
+    """Starts the server of this process' task; it lives as long as it is held, and then some."""
+    from tensorflow.python import tf2
+    from tensorflow.python.training import server_lib
+
+    tf2.enable()
+    jobs = {job: dict(tasks) for job, tasks in cluster.jobs.items()}
+    return server_lib.Server(
+        server_lib.ClusterSpec(jobs),
+        job_name=cluster.task.type,
+        task_index=cluster.task.index,
+        protocol="grpc",
+        start=True,
+    )
+
+
+def start_producer(cluster: Cluster) -> None:
+    """Lets this worker prepare endless data for all, where the environment names a dispatcher."""
+    dispatcher = os.environ.get(DATA_SERVICE_VARIABLE)
+    if dispatcher and cluster.task.type == "worker":
+        host = cluster.address().rpartition(":")[0]
+        # It waits for the dispatcher, which only a chief that uses it starts; the thread keeps the server alive.
+        threading.Thread(target=_produce, args=(dispatcher, host), name="tfdist data producer", daemon=True).start()
+
+
+def _produce(dispatcher: str, host: str) -> None:
+    from tensorflow.python.data.experimental.service import server_lib
+
+    config = server_lib.WorkerConfig(dispatcher_address=dispatcher, worker_address=f"{host}:%port%", port=0)
+    server = server_lib.WorkerServer(config, start=False)
+    server.start()
+    server.join()

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The traced pieces of a train step whose replicas are the devices of one process.
+
+    contribute    on a replica's device    reads its copies of the variables, computes; the result goes to the first
+                                           device
+    update        on all devices           adds up on the first device, then applies to every copy
+
+Whoever contributes to an update, the contributions are on one device and come in the order of the replicas: so an
+update is one program, and gives the same sum in whichever order they arrived.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.engines import program, sharing, tap
+from tfdist.engines.contribution import Contribution, TrainStep, add_up
+from tfdist.engines.packing import Packing
+
+# Where the batch is read, and cut into parts.
+_HOST = "/device:CPU:0"
+
+
+class ThreadedStep:
+    """A Keras train step, traced for a `MirroredStrategy`.
+
+    Args:
+      strategy: the strategy in whose scope it is traced.
+      step: a model's bound `train_step`.
+      element_spec: the structure of `tf.TypeSpec`s of what a replica is given.
+      is_whole: whether that is the whole batch, of which it takes its part.
+    """
+
+    def __init__(
+        self, strategy: tf.distribute.Strategy, step: Callable[..., Any], element_spec: Any, is_whole: bool = True
+    ) -> None:
+        self._strategy = strategy
+        self._devices: Sequence[str] = strategy.extended.worker_devices
+        self._spec = element_spec
+        self._is_whole = is_whole
+        self._step = TrainStep(step, len(self._devices), loss_divisor=len(self._devices))
+        self._template: Contribution | None = None
+        flat = tf.nest.flatten(element_spec, expand_composites=True)
+        replicas = [program.trace(strategy, self._on_replica(replica), flat) for replica in range(len(self._devices))]
+        self._contribute = [_bare(replica) for replica in replicas]
+        self._specs = [tf.TensorSpec(t.shape, t.dtype) for t in replicas[0].outputs]
+        self._packing = Packing()
+        # By the number of contributions.
+        self._updates: dict[int, Callable[..., Any]] = {}
+
+    def prepare(self, num_contributions: int) -> None:
+        """Traces the update from so many contributions, if it was not; only then are `dtypes` known."""
+        if num_contributions not in self._updates:
+            specs = self._specs * num_contributions
+            self._updates[num_contributions] = _bare(program.trace(self._strategy, self._update, specs))
+
+    @property
+    def dtypes(self) -> list[tf.DType]:
+        """The dtypes of the flat logs."""
+        return self._packing.dtypes
+
+    def rebuild(self, flat: Sequence[Any]) -> Any:
+        """Packs flat logs into what Keras' step returns."""
+        return self._packing.rebuild(flat)
+
+    def contribute(self, replica: int, batch: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
+        """Computes a replica's contribution, flat, from what it is given, flat."""
+        return self._contribute[replica](*batch)
+
+    def update(self, contributions: Sequence[Sequence[tf.Tensor]]) -> list[np.ndarray]:
+        """Makes an update from contributions, and returns the flat logs after it."""
+        self.prepare(len(contributions))
+        update = self._updates[len(contributions)]
+        return self._packing.unpack(update(*[tensor for each in contributions for tensor in each]))
+
+    # What is traced.
+
+    def _on_replica(self, replica: int) -> Callable[..., list[tf.Tensor]]:
+        def contribute(*flat: tf.Tensor) -> list[tf.Tensor]:
+            with tf.device(_HOST):
+                part, rows = tf.nest.pack_sequence_as(self._spec, flat, expand_composites=True), None
+                if self._is_whole:
+                    part, rows = sharing.cut(part, replica, len(self._devices)), sharing.rows(part)
+            with tf.device(self._devices[replica]), tf.distribute.ReplicaContext(self._strategy, replica):
+                contribution = self._template = self._step.contribute(part, rows)
+            with tf.device(self._devices[0]):
+                return [tf.identity(tensor) for tensor in tf.nest.flatten(contribution, expand_composites=True)]
+
+        return contribute
+
+    def _update(self, *flat: tf.Tensor) -> list[tf.Tensor]:
+        size = len(self._specs)
+        parts = [flat[start : start + size] for start in range(0, len(flat), size)]
+        contributions = [tf.nest.pack_sequence_as(self._template, part, expand_composites=True) for part in parts]
+        with program.replica_on(self._strategy, self._devices[0]), _updating_all(self._step.model):
+            total = add_up(contributions)
+            self._step.update(total, num_contributions=len(contributions), assign=_assign_everywhere)
+            for variable, count in zip(self._step.counters, total.counts, strict=True):
+                # A metric's value is the sum over its copies.
+                _copies(variable)[0].assign_add(tf.cast(count, variable.dtype))
+            return self._packing.pack(self._step.logs(total))
+
+
+def _bare(concrete: Callable[..., Any]) -> Callable[..., Sequence[tf.Tensor]]:
+    """Calls a concrete function of flat tensors without the checks of its arguments, which cost a good part of a small
+    step.
+    """
+    function, captured = concrete._inference_function, list(concrete.captured_inputs)
+
+    def call(*flat: tf.Tensor) -> Sequence[tf.Tensor]:
+        return function.call_flat(*flat, *captured)
+
+    # What was captured lives as long as the graph.
+    call.graph = concrete.graph
+    return call
+
+
+@contextlib.contextmanager
+def _updating_all(model: Any) -> Iterator[None]:
+    """Within this block, `optimizer.apply`, called on one replica with a sum over all, updates every copy alike."""
+    changes: list[tuple[Any, str, Any]] = []
+    for optimizer in tap.optimizers_of(model):
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        changes.append((inner, "_all_reduce_sum_gradients", lambda pairs: pairs))
+        if inner is not optimizer:
+            # Loss scaling: its other way has every replica apply, in threads that can't meet inside of a conditional.
+            changes.append((optimizer, "_tf_apply", optimizer._common_apply))
+    with tap.attributes(changes), _written_everywhere(_variables_of(model)):
+        yield
+
+
+@contextlib.contextmanager
+def _written_everywhere(variables: Iterable[Any]) -> Iterator[None]:
+    """Within this block, what one replica assigns goes to all copies; else those of no aggregation keep it apart."""
+    changed = [variable for variable in variables if variable.aggregation == tf.VariableAggregation.NONE]
+    try:
+        for variable in changed:
+            variable._aggregation = tf.VariableAggregation.ONLY_FIRST_REPLICA
+        yield
+    finally:
+        for variable in changed:
+            variable._aggregation = tf.VariableAggregation.NONE
+
+
+def _variables_of(model: Any) -> list[Any]:
+    """The mirrored variables that optimizers may write."""
+    variables = list(model.trainable_variables)
+    for optimizer in tap.optimizers_of(model):
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        variables += [*optimizer.variables, *(inner._trainable_variables if inner.built else [])]
+    mirrored = [getattr(variable, "value", variable) for variable in variables]
+    return list({id(variable): variable for variable in mirrored if hasattr(variable, "values")}.values())
+
+
+def _assign_everywhere(variable: Any, value: tf.Tensor) -> None:
+    for copy in _copies(variable):
+        with tf.device(copy.device):
+            copy.assign(tf.cast(value, copy.dtype))
+
+
+def _copies(variable: Any) -> Sequence[Any]:
+    """A Keras variable's copies on the devices; only one if it was made outside of the strategy's scope."""
+    return getattr(variable.value, "values", [variable.value])

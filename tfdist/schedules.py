@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Learning-rate schedules for training on several replicas: Keras schedules, for any optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+__all__ = ["LinearScaling"]
+
+
+@keras.saving.register_keras_serializable("tfdist")
+class LinearScaling(keras.optimizers.schedules.LearningRateSchedule):
+    """The rate of one replica times the number of replicas, reached gradually.
+
+        rate(step) = base_rate(step) * (1 + (replicas - 1) * p)
+        p = (step - alone_steps) / warmup_steps, but 0 before and 1 after
+
+    Source: Goyal et al. 2017, Accurate, Large Minibatch SGD, arXiv 1706.02677, sections 2.1 (when the batch is k times
+    as large, multiply the rate by k) and 2.2 (begin at the rate of one, and reach k times as much in about 5 epochs).
+
+    Args:
+      base_rate: what is right for a batch of one replica's size: a number, or a schedule that decays.
+      replicas: k, how many replicas' gradients an update is made of; with `BackupWorkers(spares=b)` of n, n - b.
+      warmup_steps: over how many updates the factor goes from 1 to k; 0 or more.
+      alone_steps: for how many updates before one replica trains alone, and the factor is 1: `Warmup(steps=...)`.
+      name: of the schedule.
+
+    Raises:
+      ValueError: there is no such rate or number.
+    """
+
+    def __init__(
+        self, base_rate: Any, replicas: int, warmup_steps: int, *, alone_steps: int = 0, name: str = "LinearScaling"
+    ) -> None:
+        super().__init__()
+        is_schedule = isinstance(base_rate, keras.optimizers.schedules.LearningRateSchedule)
+        if not is_schedule and not (isinstance(base_rate, int | float) and 0 < base_rate < float("inf")):
+            raise ValueError(
+                "LinearScaling(base_rate=...): give a positive number or a keras.optimizers.schedules object. "
+                f"Received: base_rate={base_rate!r}"
+            )
+        for argument, value, least in (
+            ("replicas", replicas, 1),
+            ("warmup_steps", warmup_steps, 0),
+            ("alone_steps", alone_steps, 0),
+        ):
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(
+                    f"LinearScaling({argument}=...) must be a whole number, {least} or more. "
+                    f"Received: {argument}={value!r}"
+                )
+        self.base_rate = base_rate
+        self.replicas = replicas
+        self.warmup_steps = warmup_steps
+        self.alone_steps = alone_steps
+        self.name = name
+
+    def __call__(self, step: Any) -> Any:
+        """The rate of update number `step`, from 0: a float32 scalar."""
+        base = self.base_rate(step) if callable(self.base_rate) else keras.ops.cast(self.base_rate, "float32")
+        since = keras.ops.cast(step, "float32") - self.alone_steps
+        if self.warmup_steps:
+            progress = keras.ops.clip(since / self.warmup_steps, 0.0, 1.0)
+        else:
+            progress = keras.ops.cast(since >= 0, "float32")
+        return base * (1.0 + (self.replicas - 1) * progress)
+
+    def get_config(self) -> dict[str, Any]:
+        """What `from_config` makes the same schedule of."""
+        rate = self.base_rate
+        return {
+            "base_rate": keras.saving.serialize_keras_object(rate) if callable(rate) else rate,
+            "replicas": self.replicas,
+            "warmup_steps": self.warmup_steps,
+            "alone_steps": self.alone_steps,
+            "name": self.name,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> LinearScaling:
+        """The schedule that `get_config` described."""
+        rate = config["base_rate"]
+        rate = keras.saving.deserialize_keras_object(rate) if isinstance(rate, dict) else rate
+        return cls(**{**config, "base_rate": rate})

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a `worker` or `ps` process runs.
+
+Such a process has no program of its own: the chief's closures run in it. It ends when the chief is done (exit code 0),
+or when the chief has vanished (exit code 75, which launchers restart). The chief says that it is done by having
+TensorFlow write a file *on the serving machine*, through the connection it has anyway, so that no second port is
+needed.
+
+`python -m tfdist.serving_task` serves the task in TF_CONFIG; it is what the embedded cluster starts, and is up within
+a second. So this module imports no TensorFlow.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pathlib
+import shutil
+import socket
+import sys
+import threading
+import time
+
+from tfdist.cluster import Cluster, Task
+from tfdist.engines import rendezvous, task_server, watch
+
+# EX_TEMPFAIL of sysexits.h: "try again later". Launchers restart a task that ends with it.
+CHIEF_LOST_EXIT_CODE = 75
+
+_POLL_SECS = 0.5
+_CHIEF_LOST_SECS = 10.0
+# Not `tempfile.gettempdir()`: TMPDIR need not be the same on the chief, and both have to come to the same path.
+_MARKS = pathlib.Path("/tmp")
+
+
+def serve(cluster: Cluster, start_timeout_secs: float = 300.0) -> int:
+    """Serves this process' task until the chief is done.
+
+    Args:
+      cluster: The cluster, with the task of this process.
+      start_timeout_secs: How long to wait for the chief to come up.
+
+    Returns:
+      The exit code: 0 when the chief is done, 75 when it has vanished, 1 when it never came.
+    """
+    mark = done_mark(cluster, cluster.task)
+    if cluster.chief is not None and cluster.chief.type == "chief":
+        _prepare(mark)
+    server = task_server.start(cluster)
+    task_server.start_producer(cluster)
+    try:
+        return _await_chief(cluster, mark, start_timeout_secs)
+    finally:
+        shutil.rmtree(mark.parent, ignore_errors=True)
+        del server
+
+
+def _await_chief(cluster: Cluster, mark: pathlib.Path, start_timeout_secs: float) -> int:
+    chief = cluster.jobs.get("chief", {}).get(0)
+    if chief is None:
+        # An embedded cluster: the guard of this process ends it.
+        threading.Event().wait()
+        return 0
+    seen = False
+    waiting_since = last_seen = time.monotonic()
+    while not mark.exists():
+        now = time.monotonic()
+        if _answers(chief):
+            seen, last_seen = True, now
+        elif seen and now - last_seen > _CHIEF_LOST_SECS:
+            watch.say(
+                f"tfdist: {cluster.task}: the chief at {chief} has been gone for {_CHIEF_LOST_SECS:.0f} s; "
+                f"ending with code {CHIEF_LOST_EXIT_CODE}"
+            )
+            return CHIEF_LOST_EXIT_CODE
+        elif not seen and now - waiting_since > start_timeout_secs:
+            watch.say(
+                f"tfdist: {cluster.task}: the chief at {chief} did not come up within "
+                f"start_timeout_secs={start_timeout_secs:g}"
+            )
+            return 1
+        time.sleep(_POLL_SECS)
+    return 0
+
+
+def _answers(address: str) -> bool:
+    try:
+        socket.create_connection(rendezvous.split_address(address), timeout=_POLL_SECS).close()
+    except OSError:
+        return False
+    return True
+
+
+def done_mark(cluster: Cluster, task: Task) -> pathlib.Path:
+    """The file on the machine of `task` that says that the chief is done."""
+    identity = f"{sorted((job, sorted(tasks.items())) for job, tasks in cluster.jobs.items())} {task}"
+    return _MARKS / f"tfdist-{hashlib.sha256(identity.encode()).hexdigest()[:24]}" / "done"
+
+
+def _prepare(mark: pathlib.Path) -> None:
+    """Makes a fresh directory that only this user can write to."""
+    shutil.rmtree(mark.parent, ignore_errors=True)
+    mark.parent.mkdir(mode=0o700)
+
+
+def main() -> int:
+    """Serves the task in TF_CONFIG, in a process that does nothing else."""
+    task_server.go_without_front_door()
+    return serve(Cluster.from_tf_config())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

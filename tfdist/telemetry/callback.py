@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The callback that shows in TensorBoard how fast updates are, who contributes to them and who is late."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.telemetry.report import Recorder, Sums
+
+
+class Telemetry(keras.callbacks.Callback):
+    """Writes TensorBoard scalars about the updates, against `optimizer.iterations`.
+
+    `tfdist/speed/updates_per_sec`, `tfdist/speed/examples_per_sec` where the size of the batches is known, and under a
+    strategy with policies, per update since the last point: `tfdist/accepted/<worker>` and `tfdist/dropped/<worker>`
+    (gradients), `tfdist/wait/per_update_secs` and `tfdist/wait/first_to_last_secs`. Validation does not count as time.
+
+    All goes to the run directory `<log_dir>/tfdist`. On several workers the chief alone writes.
+
+    Args:
+      log_dir: the directory that TensorBoard is started with, or one in it.
+      update_freq: batches between two points; nothing is read in between.
+
+    Raises:
+      ValueError: an argument makes no sense; when training begins: the model belongs to no tfdist strategy.
+    """
+
+    def __init__(self, log_dir: str | os.PathLike[str], update_freq: int = 50) -> None:
+        super().__init__()
+        if not isinstance(update_freq, int) or isinstance(update_freq, bool) or update_freq < 1:
+            raise ValueError(
+                f"Telemetry(update_freq=...) must be an integer of at least 1. Received: update_freq={update_freq!r}"
+            )
+        self._run_dir = os.path.join(os.fspath(log_dir), "tfdist")  # noqa: PTH118 - may be a gs:// path
+        self._update_freq = update_freq
+        self._clock = time.monotonic
+        self._writer: tf.summary.SummaryWriter | None = None
+        self._recorder = Recorder([])
+        self._epoch = _Start(0, 0, 0)
+        self._last: _Moment | None = None
+        self._batches = 0
+        self._evaluated_secs = 0.0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Opens the file, on the chief."""
+        strategy = self.model.distribute_strategy
+        self._recorder = _recorder(strategy)
+        # What is left of a training that has raised.
+        self._close()
+        self._last, self._batches, self._evaluated_secs = None, 0, 0.0
+        agreement = getattr(strategy, "_agreement", None)
+        if agreement is None or agreement.is_chief:
+            self._writer = tf.summary.create_file_writer(self._run_dir)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Reads the optimizer's count; from here on updates are counted without asking it."""
+        # On every worker, written or not: what is read together must be asked for together.
+        self._epoch = _Start(_iterations(self.model), self._batches, self._recorder.sums().updates)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Writes a point, if enough batches have passed."""
+        if self._writer is None:
+            return
+        self._batches = self._epoch.batches + batch + 1
+        if self._last is None:
+            # The first batch builds the graph, which says nothing about the speed.
+            self._last = self._now()
+        elif self._batches - self._last.batches >= self._update_freq:
+            self._write(self._last)
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Stops the clock."""
+        self._evaluation_began = self._clock()
+
+    def on_test_end(self, logs: Any = None) -> None:
+        """Starts it again."""
+        self._evaluated_secs += self._clock() - self._evaluation_began
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Writes the last point and closes the file."""
+        if self._last is not None and self._batches > self._last.batches:
+            self._write(self._last)
+        self._close()
+
+    def _now(self) -> _Moment:
+        return _Moment(self._clock() - self._evaluated_secs, self._batches, self._recorder.sums())
+
+    def _write(self, last: _Moment) -> None:
+        now = self._last = self._now()
+        summary = tf.compat.v1.Summary()
+        for name, value in _values(self._recorder, last, now, _accumulated(self.model)):
+            summary.value.add(tag=f"tfdist/{name}", simple_value=value)
+        # One operation for all, where tf.summary.scalar (which needs tensorboard besides) makes several for each.
+        with self._writer.as_default(self._iteration(now)):
+            tf.summary.experimental.write_raw_pb(summary.SerializeToString())
+        # A training that raises ends without a word to its callbacks.
+        self._writer.flush()
+
+    def _iteration(self, moment: _Moment) -> int:
+        """`optimizer.iterations`, which would have to be fetched, under a parameter server after waiting for steps."""
+        recorded, batches = moment.sums.updates - self._epoch.updates, moment.batches - self._epoch.batches
+        updates = recorded if moment.sums.updates else batches
+        return self._epoch.iterations + updates // _accumulated(self.model)
+
+    def _close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Start:
+    """Counts at the beginning of an epoch."""
+
+    iterations: int
+    batches: int
+    updates: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Moment:
+    """A place in a training, between two batches; `secs` is a time without what evaluations took."""
+
+    secs: float
+    batches: int
+    sums: Sums
+
+
+def _values(recorder: Recorder, last: _Moment, now: _Moment, accumulated: int) -> Iterator[tuple[str, float]]:
+    """Names and values of a point, for what happened from `last` to `now`."""
+    sums, secs, batches = now.sums.since(last.sums), now.secs - last.secs, now.batches - last.batches
+    updates, examples = sums.updates, sums.examples
+    if not now.sums.updates:
+        # Without policies each batch is an update.
+        updates, examples = batches // accumulated, batches * (recorder.batch_examples or 0)
+    if secs > 0:
+        yield "speed/updates_per_sec", updates / secs
+        if examples:
+            yield "speed/examples_per_sec", examples / secs
+    if not sums.updates:
+        return
+    for name, accepted, dropped in zip(recorder.names, sums.accepted, sums.dropped, strict=True):
+        yield f"accepted/{name}", accepted / sums.updates
+        yield f"dropped/{name}", dropped / sums.updates
+    yield "wait/per_update_secs", sums.wait_secs / sums.updates
+    yield "wait/first_to_last_secs", sums.spread_secs / sums.updates
+
+
+def _recorder(strategy: Any) -> Recorder:
+    recorder = getattr(strategy, "_recorder", None)
+    if not isinstance(recorder, Recorder):
+        raise ValueError(
+            "Telemetry is for models of a tfdist strategy: build and compile the model in `with strategy.scope():` of, "
+            f"say, tfdist.MirroredStrategy(). Received: a model of {type(strategy).__name__}"
+        )
+    return recorder
+
+
+def _iterations(model: Any) -> int:
+    return int(keras.ops.convert_to_numpy(getattr(model.optimizer, "iterations", 0)))
+
+
+def _accumulated(model: Any) -> int:
+    """How many batches make one update."""
+    return getattr(model.optimizer, "gradient_accumulation_steps", None) or 1

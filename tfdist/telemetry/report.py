@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counts what updates were made of, and reports it. No TensorFlow import."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tfdist.policies.base import Update
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What `strategy.report()` returns, counted since the strategy was built. `print` shows a table.
+
+    Attributes:
+      updates: updates made.
+      accepted: gradients that entered an update, by worker: {"worker:0": 120, ...}.
+      dropped: gradients that did not, by worker.
+      staleness: how many gradients were applied at each staleness (global step - local step).
+      wait_secs: time for which updates waited for gradients, in all.
+      bytes_sent: what crossed the network, by worker, where that is counted.
+      held_secs: for how long each worker that had given a gradient was kept from starting the next one, by worker.
+    """
+
+    updates: int
+    accepted: dict[str, int]
+    dropped: dict[str, int]
+    staleness: dict[int, int]
+    wait_secs: float
+    bytes_sent: dict[str, int]
+    held_secs: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = [f"{self.updates} updates, waited {self.wait_secs:.2f} s for gradients{self._each_wait()}"]
+        if self.accepted:
+            width = max(len("worker"), *map(len, self.accepted))
+            lines.append(f"{'worker':{width}}  accepted  of updates  dropped  of its gradients")
+            lines += [self._row(name, width) for name in self.accepted]
+        if self.staleness:
+            counts = ", ".join(f"{staleness}: {count}" for staleness, count in sorted(self.staleness.items()))
+            lines.append(f"gradients by staleness: {counts}")
+        if any(self.held_secs.values()):
+            lines.append("held back: " + ", ".join(f"{name}: {secs:.2f} s" for name, secs in self.held_secs.items()))
+        if any(self.bytes_sent.values()):
+            lines.append("bytes sent: " + ", ".join(f"{name}: {count:,}" for name, count in self.bytes_sent.items()))
+        return "\n".join(lines)
+
+    def _each_wait(self) -> str:
+        return f" ({self.wait_secs / self.updates:.4f} s each)" if self.updates else ""
+
+    def _row(self, name: str, width: int) -> str:
+        accepted, dropped = self.accepted[name], self.dropped.get(name, 0)
+        shares = _share(accepted, self.updates), _share(dropped, accepted + dropped)
+        return f"{name:{width}}  {accepted:8d}  {shares[0]:>10}  {dropped:7d}  {shares[1]:>16}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    """What a `Recorder` has added up so far. Who measures an interval takes the difference of two.
+
+    Attributes:
+      updates: updates made.
+      examples: examples in the gradients that entered them; 0 where nobody knows.
+      accepted: gradients that entered an update, by replica.
+      dropped: gradients that did not, by replica.
+      wait_secs: sum of the updates' `wait_secs`.
+      spread_secs: sum of the times from the first to the last gradient of an update.
+    """
+
+    updates: int
+    examples: int
+    accepted: tuple[int, ...]
+    dropped: tuple[int, ...]
+    wait_secs: float
+    spread_secs: float
+
+    def since(self, before: Sums) -> Sums:
+        """What was added since `before`."""
+        return Sums(
+            updates=self.updates - before.updates,
+            examples=self.examples - before.examples,
+            accepted=tuple(now - then for now, then in zip(self.accepted, before.accepted, strict=True)),
+            dropped=tuple(now - then for now, then in zip(self.dropped, before.dropped, strict=True)),
+            wait_secs=self.wait_secs - before.wait_secs,
+            spread_secs=self.spread_secs - before.spread_secs,
+        )
+
+
+class Recorder:
+    """Adds up what updates were made of; any thread may call it.
+
+    A strategy without policies has one too, to which no update is told.
+
+    Args:
+      names: what replica 0, 1, ... is called in reports, such as "worker:0".
+
+    Attributes:
+      names: the same.
+      batch_examples: examples of one batch of Keras' loop, over all replicas; None where that is not known. Only where
+        no updates are recorded does it say how many examples were trained on.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+        self.batch_examples: int | None = None
+        self._lock = threading.Lock()
+        self._updates = 0
+        self._examples = 0
+        self._accepted = [0] * len(self.names)
+        self._dropped = [0] * len(self.names)
+        self._bytes_sent = [0] * len(self.names)
+        self._staleness: collections.Counter[int] = collections.Counter()
+        self._held_secs = [0.0] * len(self.names)
+        self._wait_secs = 0.0
+        self._spread_secs = 0.0
+
+    def record(self, update: Update, examples: int = 0) -> None:
+        """Adds an update.
+
+        Args:
+          update: what the policy said about it.
+          examples: how many examples its gradients are of, where that is known.
+        """
+        with self._lock:
+            self._updates += 1
+            self._examples += examples
+            for replica in update.contributors:
+                self._accepted[replica] += 1
+            for replica in update.dropped:
+                self._dropped[replica] += 1
+            for replica, secs in enumerate(update.held_secs):
+                self._held_secs[replica] += secs
+            self._staleness.update(update.staleness)
+            self._wait_secs += update.wait_secs
+            self._spread_secs += update.spread_secs
+
+    def sent(self, replica: int, num_bytes: int) -> None:
+        """Adds what `replica` has sent over the network."""
+        with self._lock:
+            self._bytes_sent[replica] += num_bytes
+
+    def sums(self) -> Sums:
+        """What was added up so far."""
+        with self._lock:
+            return Sums(
+                updates=self._updates,
+                examples=self._examples,
+                accepted=tuple(self._accepted),
+                dropped=tuple(self._dropped),
+                wait_secs=self._wait_secs,
+                spread_secs=self._spread_secs,
+            )
+
+    def report(self) -> Report:
+        """The same for people, by name."""
+        with self._lock:
+            return Report(
+                updates=self._updates,
+                accepted=dict(zip(self.names, self._accepted, strict=True)),
+                dropped=dict(zip(self.names, self._dropped, strict=True)),
+                staleness=dict(sorted(self._staleness.items())),
+                wait_secs=self._wait_secs,
+                bytes_sent=dict(zip(self.names, self._bytes_sent, strict=True)),
+                held_secs=dict(zip(self.names, self._held_secs, strict=True)),
+            )
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.1%}" if whole else "-"
