@@ -8,7 +8,7 @@ PYTHON ?= $(shell for p in $(CANDIDATES); do \
 BIN = .venv/bin
 FLAGS =
 
-.PHONY: help demo test test-fast lint format bench venv venv-dev venv-bench python clean
+.PHONY: help demo test test-all test-fast lint format bench venv venv-dev venv-bench python clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null || grep '##' Makefile
@@ -19,8 +19,11 @@ demo: venv  ## train the digits experiment under every strategy (under 3 minutes
 test: venv  ## run all tests; FLAGS=... adds pytest's flags
 	$(BIN)/python -m pytest $(FLAGS)
 
+test-all: venv  ## the same and the slow ones (over 15 minutes)
+	$(BIN)/python -m pytest -m "slow or not slow" $(FLAGS)
+
 test-fast: venv  ## run the tests that start no process and need no device (seconds)
-	$(BIN)/python -m pytest -m "not processes and not devices" $(FLAGS)
+	$(BIN)/python -m pytest -m "not processes and not devices and not slow" $(FLAGS)
 
 lint: venv-dev  ## check format, lint and types
 	$(BIN)/ruff format --check .
@@ -31,7 +34,7 @@ format: venv-dev  ## format, and mend what can be mended by itself
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: venv-bench  ## measure against stock TensorFlow (about 15 minutes); FLAGS="--rows=... --sizes=..."
+bench: venv-bench  ## measure against stock TensorFlow (25 to 30 minutes); FLAGS="--rows=... --sizes=..."
 	$(BIN)/python benchmarks/run.py $(FLAGS)
 
 venv: python

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, Listener
 from types import TracebackType
+from typing import Any
 
 from tfdist.launchers import local
 from tfdist.launchers.ports import PortReservation
@@ -51,7 +52,7 @@ class Team:
         threading.Thread(target=self._accept, daemon=True).start()
         self._supervisor = Supervisor()
         self._connections: list[Connection] = []
-        self._ports = PortReservation(num_workers + 2)
+        self._ports = PortReservation(local.Job(("",), num_workers, num_ps).num_ports if num_workers else 0)
         self._expected = max(1, num_workers if not num_ps else 1)
         arguments = (str(_SCRIPT), f"--contender={contender}", f"--size={size}", f"--address={self._listener.address}")
         for task, command, env in _tasks(arguments, num_workers, num_ps, self._ports.ports):
@@ -72,17 +73,19 @@ class Team:
         self.steps = steps
         self._send(("prepare", steps))
 
-    def segment(self) -> float:
-        """Trains for one segment; returns its seconds, those of the slowest process."""
-        self._send("go")
-        deadline = time.monotonic() + _SEGMENT_LIMIT_SECS
-        for connection in self._connections:
-            while not connection.poll(0.5):
-                self._check(deadline)
-        try:
-            return max(connection.recv() for connection in self._connections)
-        except (EOFError, OSError) as error:
-            raise self._failure("ended") from error
+    def segment(self, delays: str = "") -> float:
+        """Trains for one segment; returns its seconds, those of the slowest process.
+
+        Args:
+          delays: who is made slow in it, as `tfdist.testing.Delays.to_json` writes it; nobody by default.
+        """
+        self._send(("go", delays))
+        return max(self._answers())
+
+    def ask(self) -> list[Any]:
+        """What each process has to tell, between two segments."""
+        self._send(("ask", None))
+        return self._answers()
 
     def calibrate(self, segment_secs: float, multiple_of: int = 1) -> None:
         """Warms up, and finds how many steps make a segment of about so many seconds."""
@@ -111,6 +114,16 @@ class Team:
                 self._callers.put(connection)
         except (OSError, EOFError):
             return  # Closed.
+
+    def _answers(self) -> list[Any]:
+        deadline = time.monotonic() + _SEGMENT_LIMIT_SECS
+        for connection in self._connections:
+            while not connection.poll(0.5):
+                self._check(deadline)
+        try:
+            return [connection.recv() for connection in self._connections]
+        except (EOFError, OSError) as error:
+            raise self._failure("ended") from error
 
     def _send(self, message: object) -> None:
         try:
@@ -148,29 +161,23 @@ def _tasks(
 
 
 def duel(
-    teams: Sequence[Team], rounds: int, segment_secs: float, multiple_of: int, progress: Callable[[str], None]
+    teams: Sequence[Team], rounds: int, delays: Callable[[int], str], progress: Callable[[str], None]
 ) -> dict[str, list[float]]:
-    """Lets the teams train by turns.
+    """Lets teams that are warm train by turns.
 
     Args:
-      teams: the contenders, started.
+      teams: the contenders.
       rounds: segments of each; who goes first moves on by one from round to round.
-      segment_secs: about how long a segment takes.
-      multiple_of: a segment's number of steps is a multiple of this.
+      delays: gives those of a round, which meet all teams alike.
       progress: is told what happens.
 
     Returns:
       By contender, its steps per second in each round.
     """
-    for team in teams:
-        progress(f"starting {team.name}")
-        team.wait_ready()
-        progress(f"warming up {team.name}")
-        team.calibrate(segment_secs, multiple_of)
     rates: dict[str, list[float]] = {team.name: [] for team in teams}
     for number in range(rounds):
         progress(f"round {number + 1} of {rounds}")
         first = number % len(teams)
         for team in [*teams[first:], *teams[:first]]:
-            rates[team.name].append(team.steps / team.segment())
+            rates[team.name].append(team.steps / team.segment(delays(number)))
     return rates

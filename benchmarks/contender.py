@@ -2,14 +2,15 @@
 """One process of one contender: it trains for a number of steps whenever the arena says so.
 
 Started by `arena.py`, never by hand. Messages from the arena are ("prepare", steps): begin to train in segments of so
-many steps; and "go": do one segment. The answer to "go" is the segment's seconds. Between segments the process waits,
-inside of `fit`, so that what a segment costs is what an epoch of a running `fit` costs.
+many steps; and ("go", delays): do one segment with these delays. The answer to "go" is the segment's seconds. Between
+segments the process waits, inside of `fit`, so that what a segment costs is what an epoch of a running `fit` costs.
 """
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Client, Connection
 from types import ModuleType
 from typing import Any
@@ -32,22 +33,31 @@ class Gate:
 
     def __init__(self, connection: Connection):
         self._connection = connection
-        self.steps = self._prepared(connection.recv())
+        self.delays: Any = None
+        self.answer: Callable[[], Any] = lambda: None
+        self.steps: int = connection.recv()[1]
 
     def enter(self) -> None:
         """Waits until the arena wants a segment."""
-        message = self._connection.recv()
-        if message != "go":
-            self.steps = self._prepared(message)
+        kind, value = self._connection.recv()
+        while kind == "ask":
+            self._connection.send(self.answer())
+            kind, value = self._connection.recv()
+        if kind == "prepare":
+            self.steps = value
             raise NewSteps
+        if value:
+            import scenarios
+
+            self.delays = scenarios.SegmentDelays.from_json(value).start()
         self._start = time.perf_counter()
 
     def leave(self) -> None:
         self._connection.send(time.perf_counter() - self._start)
-
-    @staticmethod
-    def _prepared(message: tuple[str, int]) -> int:
-        return message[1]
+        if self.delays is not None:
+            # Whoever is still late wakes up, and meets the next segment as idle as the others.
+            self.delays.stop()
+            self.delays = None
 
 
 Loop = Callable[[Gate], None]
@@ -67,7 +77,17 @@ def main(argv: list[str]) -> None:
             return  # The arena has seen enough.
 
 
-def _fit_loop(keras: ModuleType, model: Any, data: Any) -> Loop:
+def _fit_loop(keras: ModuleType, model: Any, data: Any, late: Sequence[int] = ()) -> Loop:
+    """Trains with `fit`.
+
+    Args:
+      keras: the Keras that the model is of.
+      model: a compiled model.
+      data: what `fit` takes.
+      late: under a strategy without policies, which delays are not injected into: the replicas of this process. Each
+        step waits, before it is run, for the latest of them. Empty otherwise.
+    """
+
     class Segments(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
             self.gate.enter()
@@ -75,25 +95,30 @@ def _fit_loop(keras: ModuleType, model: Any, data: Any) -> Loop:
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             self.gate.leave()
 
+    class LateSegments(Segments):
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            if self.gate.delays is not None:
+                time.sleep(max(self.gate.delays.secs(replica, batch) for replica in late))
+
     def loop(gate: Gate) -> None:
-        callback = Segments()
+        callback = LateSegments() if late else Segments()
         callback.gate = gate
         model.fit(data, steps_per_epoch=gate.steps, epochs=10**6, verbose=0, callbacks=[callback])
 
     return loop
 
 
-def _mirrored(strategy_class: Callable[[], Any]) -> Loop:
+def _mirrored(strategy_class: Callable[[Any], Any], num_devices: int = 2, late: Sequence[int] = ()) -> Loop:
     import keras
     import models
     import tensorflow as tf
 
     cpu = tf.config.list_physical_devices("CPU")[0]
-    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * num_devices)
     size = models.SIZES[FLAGS.size]
-    with strategy_class(["CPU:0", "CPU:1"]).scope():
+    with strategy_class([f"CPU:{index}" for index in range(num_devices)]).scope():
         model = models.compiled(keras, size)
-    return _fit_loop(keras, model, models.dataset(size, replicas=2))
+    return _fit_loop(keras, model, models.dataset(size, replicas=num_devices), late)
 
 
 def _mirrored_tfdist() -> Loop:
@@ -108,13 +133,27 @@ def _mirrored_stock() -> Loop:
     return _mirrored(tf.distribute.MirroredStrategy)
 
 
-def _multi_worker(keras: ModuleType, strategy: Any) -> Loop:
+def _mirrored_spares(spares: int) -> Loop:
+    import tfdist
+
+    return _mirrored(
+        lambda devices: tfdist.MirroredStrategy(devices, policies=[tfdist.BackupWorkers(spares=spares)]), num_devices=4
+    )
+
+
+def _mirrored_no_policy() -> Loop:
+    import tfdist
+
+    return _mirrored(tfdist.MirroredStrategy, num_devices=4, late=range(4))
+
+
+def _multi_worker(keras: ModuleType, strategy: Any, late: Sequence[int] = ()) -> Loop:
     import models
 
     size = models.SIZES[FLAGS.size]
     with strategy.scope():
         model = models.compiled(keras, size)
-    return _fit_loop(keras, model, models.dataset(size, replicas=strategy.num_replicas_in_sync))
+    return _fit_loop(keras, model, models.dataset(size, replicas=strategy.num_replicas_in_sync), late)
 
 
 def _multi_worker_tfdist() -> Loop:
@@ -125,6 +164,40 @@ def _multi_worker_tfdist() -> Loop:
     return _multi_worker(keras, tfdist.MultiWorkerMirroredStrategy())
 
 
+def _multi_worker_warmup() -> Loop:
+    """The phase lasts for as long as the arena wants."""
+    import keras
+
+    import tfdist
+
+    return _multi_worker(keras, tfdist.MultiWorkerMirroredStrategy(policies=[tfdist.Warmup(steps=10**9)]))
+
+
+def _one_device() -> Loop:
+    import keras
+    import models
+
+    size = models.SIZES[FLAGS.size]
+    return _fit_loop(keras, models.compiled(keras, size), models.dataset(size))
+
+
+def _multi_worker_spares(spares: int) -> Loop:
+    import keras
+
+    import tfdist
+
+    return _multi_worker(keras, tfdist.MultiWorkerMirroredStrategy(policies=[tfdist.BackupWorkers(spares=spares)]))
+
+
+def _multi_worker_no_policy() -> Loop:
+    import keras
+
+    import tfdist
+
+    strategy = tfdist.MultiWorkerMirroredStrategy()
+    return _multi_worker(keras, strategy, late=[strategy.cluster_resolver.task_id])
+
+
 def _multi_worker_tf_keras() -> Loop:
     import tensorflow as tf
     import tf_keras
@@ -132,17 +205,41 @@ def _multi_worker_tf_keras() -> Loop:
     return _multi_worker(tf_keras, tf.distribute.MultiWorkerMirroredStrategy())
 
 
-def _parameter_server_tfdist() -> Loop:
+def _parameter_server_tfdist(spares: int | None = None) -> Loop:
     import tfdist
 
-    strategy = tfdist.ParameterServerStrategy()  # In a worker's or ps' task this serves, and never returns.
+    policies = [] if spares is None else [tfdist.BackupWorkers(spares=spares)]
+    # In a worker's or ps' task this serves, and never returns.
+    strategy = tfdist.ParameterServerStrategy(policies=policies)
     import keras
     import models
 
     size = models.SIZES[FLAGS.size]
     with strategy.scope():
         model = models.compiled(keras, size)
-    return _fit_loop(keras, model, models.dataset(size))
+    # With a policy, a batch is shared among the workers.
+    replicas = 1 if spares is None else len(tfdist.Cluster.from_environment().jobs["worker"])
+    return _fit_loop(keras, model, models.dataset(size, replicas))
+
+
+def _parameter_server_asynchronous(name: str, number: int) -> Loop:
+    """Under the policy of this name. It tells the largest staleness of a gradient so far."""
+    import tfdist
+
+    strategy = tfdist.ParameterServerStrategy(policies=[getattr(tfdist, name)(number)])
+    import keras
+    import models
+
+    size = models.SIZES[FLAGS.size]
+    with strategy.scope():
+        model = models.compiled(keras, size)
+    loop = _fit_loop(keras, model, models.dataset(size))
+
+    def answering_loop(gate: Gate) -> None:
+        gate.answer = lambda: max(strategy.report().staleness, default=0)
+        loop(gate)
+
+    return answering_loop
 
 
 def _parameter_server_tf_keras() -> Loop:
@@ -203,11 +300,23 @@ def _serve_or_resolver() -> Any:
 CONTENDERS: dict[str, Callable[[], Loop]] = {
     "mirrored/tfdist": _mirrored_tfdist,
     "mirrored/stock": _mirrored_stock,
+    "mirrored/no policy": _mirrored_no_policy,
     "multi_worker/tfdist": _multi_worker_tfdist,
     "multi_worker/tf_keras": _multi_worker_tf_keras,
+    "multi_worker/no policy": _multi_worker_no_policy,
+    "multi_worker/warmup": _multi_worker_warmup,
+    "one_device/plain": _one_device,
     "parameter_server/tfdist": _parameter_server_tfdist,
     "parameter_server/bare": _parameter_server_bare,
     "parameter_server/tf_keras": _parameter_server_tf_keras,
+    "parameter_server/soft_sync=1": functools.partial(_parameter_server_asynchronous, "SoftSync", 1),
+    **{
+        f"parameter_server/bound={bound}": functools.partial(_parameter_server_asynchronous, "BoundedStaleness", bound)
+        for bound in (1, 2, 4, 8)
+    },
+    **{f"mirrored/spares={spares}": functools.partial(_mirrored_spares, spares) for spares in range(3)},
+    **{f"multi_worker/spares={spares}": functools.partial(_multi_worker_spares, spares) for spares in range(3)},
+    **{f"parameter_server/spares={spares}": functools.partial(_parameter_server_tfdist, spares) for spares in range(3)},
 }
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.data.experimental.ops import testing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,11 +21,14 @@ class Size:
       features: width of the input.
       layers: widths of the layers; the last one is the output.
       batch: examples in one step of one replica, or in one closure.
+      sleep_secs: by worker, for how long each of its steps sleeps after it has read the variables, as if an accelerator
+        computed; the last one counts for all that are not there. Empty for not at all.
     """
 
     features: int
     layers: tuple[int, ...]
     batch: int = 32
+    sleep_secs: tuple[float, ...] = ()
 
     @property
     def parameters(self) -> int:
@@ -36,24 +40,54 @@ SIZES = {
     "tiny": Size(10, (32, 1)),
     "1M": Size(256, (768, 1024, 10)),
     "25M": Size(1024, (4096, 4096, 1000)),
+    "0.1 s": Size(10, (32, 1), sleep_secs=(0.1,)),
+    "1 s": Size(10, (32, 1), sleep_secs=(1.0,)),
+    "uneven": Size(10, (32, 1), sleep_secs=(0.1, 0.1, 0.1, 1.0)),
 }
 
 
 def compiled(keras: ModuleType, size: Size, **compile_arguments: Any) -> Any:
     """A model that trains by plain SGD on the mean squared error, built with either Keras; call it in `scope()`."""
+    sleep = [_sleep_layer(keras)] if size.sleep_secs else []
     hidden = [keras.layers.Dense(width, activation="relu") for width in size.layers[:-1]]
-    model = keras.Sequential([keras.layers.Input((size.features,)), *hidden, keras.layers.Dense(size.layers[-1])])
+    model = keras.Sequential(
+        [keras.layers.Input((size.features,)), *sleep, *hidden, keras.layers.Dense(size.layers[-1])]
+    )
     model.compile(keras.optimizers.SGD(1e-3), "mse", **compile_arguments)
     return model
 
 
 def dataset(size: Size, replicas: int = 1) -> tf.data.Dataset:
-    """The same batch for ever: making it costs nothing, so what is measured is the training."""
+    """The same batch for ever: making it costs nothing, so what is measured is the training.
+
+    Where steps sleep, a batch says for how long: worker i of n takes the batches i, i + n, ...
+    """
     generator = np.random.default_rng(0)
     rows = size.batch * replicas
     x = generator.normal(size=(rows, size.features)).astype("float32")
     y = generator.normal(size=(rows, size.layers[-1])).astype("float32")
-    data = tf.data.Dataset.from_tensors((x, y)).repeat()
+    data = tf.data.Dataset.from_tensors((x, y))
+    if size.sleep_secs:
+        batches = np.repeat(x[np.newaxis], len(size.sleep_secs), axis=0)
+        batches[:, :, 0] = np.array(size.sleep_secs)[:, np.newaxis]
+        data = tf.data.Dataset.from_tensor_slices(batches).map(lambda batch: (batch, tf.constant(y)))
+    data = data.repeat()
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
     return data.with_options(options)
+
+
+def _sleep_layer(keras: ModuleType) -> Any:
+    """Sleeps, on the worker, for as many seconds as the first number of the batch says.
+
+    Other operations of the step don't wait for it, the reading of variables among them.
+    """
+
+    class Sleep(keras.layers.Layer):
+        def call(self, x: Any) -> Any:
+            microseconds = tf.cast(x[0, 0] * 1e6, tf.int64)
+            sleeping = tf.data.Dataset.range(1).apply(testing.sleep(microseconds))
+            with tf.control_dependencies([sleeping.reduce(tf.constant(0, tf.int64), lambda total, each: total + each)]):
+                return tf.identity(x)
+
+    return Sleep()

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures tfdist side by side with stock TensorFlow, in one run. README.md says what is measured and how.
 
-python benchmarks/run.py                                       # everything, about 15 minutes on 2 cores
+python benchmarks/run.py                                       # the table, about 25 minutes on 2 cores
 python benchmarks/run.py --rows=parameter_server --sizes=tiny  # a part of it
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime
 import importlib.metadata
 import json
@@ -18,50 +17,43 @@ import platform
 import statistics
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import arena
+import asynchrony
+import deaths
 import startup
+import telemetry
+import traffic
+import warmup
 from absl import app, flags
+from rows import STAGES, Measurement, Stage
 
 FLAGS = flags.FLAGS
 HERE = pathlib.Path(__file__).resolve().parent
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """Contenders that train the same model by turns.
-
-    Attributes:
-      rivals: by name, the least ratio of tfdist's steps per second to the rival's that we want.
-      num_workers, num_ps: processes of each contender's cluster, a chief aside; 0 for one process.
-    """
-
-    rivals: dict[str, float]
-    num_workers: int = 0
-    num_ps: int = 0
-
-    @property
-    def multiple_of(self) -> int:
-        """Steps come in multiples of this: asynchronous workers each need several, or only the last one would count."""
-        return 4 * self.num_workers if self.num_ps else 1
-
-
-ROWS = {
-    # A step that takes at most 2 % longer.
-    "mirrored": Row({"stock": 1 / 1.02}),
-    "multi_worker": Row({"tf_keras": 1.0}, num_workers=2),
-    "parameter_server": Row({"bare": 0.95, "tf_keras": 2.0}, num_workers=3, num_ps=1),
-}
+ROWS = tuple(dict.fromkeys(measurement.row for stage in STAGES for measurement in stage.measurements))
+STRATEGIES = tuple(dict.fromkeys(stage.strategy for stage in STAGES))
 SIZES = ("tiny", "1M", "25M")
 MOST_STARTUP_SECS = 0.5
+_EVERYTHING = (*ROWS, *asynchrony.ROWS, warmup.ROW, "startup", "deaths", "telemetry", "traffic")
 
-flags.DEFINE_list("rows", [*ROWS, "startup"], "What to measure.")
+flags.DEFINE_list(
+    "rows", [*ROWS, *asynchrony.ROWS, warmup.ROW, "startup"], "What to measure; also: deaths, telemetry, traffic."
+)
 flags.DEFINE_list("sizes", list(SIZES), "Models to measure with.")
-flags.DEFINE_integer("rounds", 9, "Segments of each contender.", lower_bound=1)
-flags.DEFINE_float("segment_secs", 1.5, "About how long a segment takes.", lower_bound=0.1)
+flags.DEFINE_list("strategies", list(STRATEGIES), "The strategies to measure them with.")
+flags.DEFINE_integer("rounds", None, "Segments of each contender, if not those of each row.", lower_bound=1)
+flags.DEFINE_float("segment_secs", None, "About how long a segment takes, if not as in each row.", lower_bound=0.1)
+flags.DEFINE_float("deaths_secs", 120.0, "How long workers are killed in the row deaths.", lower_bound=10.0)
+flags.DEFINE_integer("telemetry_pairs", 60, "Pairs of epochs in the row telemetry.", lower_bound=2)
 flags.DEFINE_string("output", os.path.relpath(HERE / "results" / "latest.json"), "Where the samples go.")
-flags.register_validator("rows", lambda rows: set(rows) <= {*ROWS, "startup"}, f"use any of {', '.join(ROWS)}, startup")
+flags.register_validator("rows", lambda rows: set(rows) <= set(_EVERYTHING), f"use any of {', '.join(_EVERYTHING)}")
+flags.register_validator(
+    "strategies", lambda names: set(names) <= set(STRATEGIES), f"use any of {', '.join(STRATEGIES)}"
+)
 flags.register_validator("sizes", lambda sizes: set(sizes) <= set(SIZES), f"use any of {', '.join(SIZES)}")
 
 
@@ -69,24 +61,50 @@ def main(argv: list[str]) -> None:
     if argv[1:]:
         raise app.UsageError(f"run.py takes flags only. Received: {' '.join(argv[1:])}")
     started = time.monotonic()
-    report: dict[str, Any] = {"environment": _environment(), "rounds": FLAGS.rounds, "training": [], "startup": {}}
-    failures = []
+    report: dict[str, Any] = {
+        "environment": _environment(),
+        "training": [],
+        "startup": {},
+        "deaths": {},
+        "telemetry": {},
+        "traffic": {},
+    }
+    failures: list[str] = []
     load, cores = report["environment"]["load_average_before"], report["environment"]["cores"]
     if load > cores / 2:
         print(f"This machine is busy (load {load} on {cores} cores): expect wide quartiles.\n", flush=True)
-    _print_head()
-    for name in (name for name in FLAGS.rows if name in ROWS):
+    if set(FLAGS.rows) & {*ROWS, *asynchrony.ROWS, warmup.ROW}:
+        _print_head()
+    for stage in STAGES:
         for size in FLAGS.sizes:
             try:
-                results = _measure(name, size)
+                for result in _measure(stage, size):
+                    report["training"].append(result)
+                    _print_result(result)
             except arena.ContenderError as error:
-                failures.append(f"{name} {size}: {error}")
-                continue
-            report["training"].extend(results)
+                failures.append(f"{stage.strategy} {size}: {error}")
+    for name, results in _own_rows():
+        try:
             for result in results:
+                _say("")
+                report["training"].append(result)
                 _print_result(result)
+        except arena.ContenderError as error:
+            failures.append(f"{name}: {error}")
     if "startup" in FLAGS.rows:
         report["startup"] = _measure_startup()
+    if "deaths" in FLAGS.rows:
+        report["deaths"] = deaths.measure(FLAGS.deaths_secs, _say)
+        _say("")
+        print(f"\n{deaths.summary(report['deaths'])}", flush=True)
+    if "telemetry" in FLAGS.rows:
+        report["telemetry"] = telemetry.measure(FLAGS.telemetry_pairs, _say)
+        _say("")
+        print(f"\n{telemetry.summary(report['telemetry'])}", flush=True)
+    if "traffic" in FLAGS.rows:
+        report["traffic"] = traffic.measure(_say)
+        _say("")
+        print(f"\n{traffic.summary(report['traffic'])}", flush=True)
     _write(report)
     print(f"\n{time.monotonic() - started:.0f} s; all samples are in {FLAGS.output}")
     for failure in failures:
@@ -94,41 +112,78 @@ def main(argv: list[str]) -> None:
     sys.exit(1 if failures else 0)
 
 
-def _measure(name: str, size: str) -> list[dict[str, Any]]:
-    row = ROWS[name]
+def _measure(stage: Stage, size: str) -> Iterator[dict[str, Any]]:
+    wanted = [m for m in stage.measurements if m.row in FLAGS.rows and size in m.sizes]
+    if not wanted or stage.strategy not in FLAGS.strategies:
+        return
     with contextlib.ExitStack() as stack:
-        contenders = [f"{name}/{contender}" for contender in ("tfdist", *row.rivals)]
-        teams = [stack.enter_context(arena.Team(c, size, row.num_workers, row.num_ps)) for c in contenders]
-        rates = arena.duel(
-            teams, FLAGS.rounds, FLAGS.segment_secs, row.multiple_of, lambda text: _say(f"{name} {size}: {text}")
-        )
+        names = [f"{stage.strategy}/{contender}" for contender in stage.contenders]
+        teams = [stack.enter_context(arena.Team(name, size, stage.num_workers, stage.num_ps)) for name in names]
+        for team in teams:
+            _say(f"{size}: starting {team.name}")
+            team.wait_ready()
+        for measurement in wanted:
+            yield from _duel(stage, measurement, size, teams)
+
+
+def _duel(stage: Stage, measurement: Measurement, size: str, teams: Sequence[arena.Team]) -> list[dict[str, Any]]:
+    scenario, title = measurement.scenario, f"{measurement.row} {stage.strategy} {measurement.scenario.name} {size}"
+    rounds = FLAGS.rounds or measurement.rounds
+    for team, spares in zip(teams, [stage.spares] + [0] * (len(teams) - 1), strict=True):
+        _say(f"{title}: warming up {team.name}")
+        _warm_up(team, spares, stage, measurement)
+    delays = lambda number: scenario.delays(number).to_json() if scenario.laws else ""  # noqa: E731
+    rates = arena.duel(teams, rounds, delays, lambda text: _say(f"{title}: {text}"))
     _say("")
-    ours, *theirs = contenders
+    ours, *theirs = rates.values()
+    rivals = dict(zip(stage.contenders[1:], theirs, strict=True))
+    if "limit" in measurement.rivals:
+        steps = teams[0].steps
+        rivals["limit"] = [scenario.limit(n, stage.spares, stage.num_replicas, steps) for n in range(rounds)]
+    head = {"row": measurement.row, "strategy": stage.strategy, "delays": scenario.name, "size": size}
     return [
-        _compare(name, size, rival, least, rates[ours], rates[contender])
-        for contender, (rival, least) in zip(theirs, row.rivals.items(), strict=True)
+        head | {"rival": rival} | _compare(least, ours, rivals[rival]) for rival, least in measurement.rivals.items()
     ]
 
 
-def _compare(name: str, size: str, rival: str, least: float, ours: list[float], theirs: list[float]) -> dict[str, Any]:
+def _warm_up(team: arena.Team, spares: int, stage: Stage, measurement: Measurement) -> None:
+    secs, scenario = FLAGS.segment_secs or measurement.segment_secs, measurement.scenario
+    if not scenario.laws:
+        # Asynchronous workers each need several steps, or only the last one would count.
+        is_asynchronous = stage.num_ps and not stage.num_replicas
+        team.calibrate(secs, 4 * stage.num_workers if is_asynchronous else 1)
+        return
+    # Where delays say how long a step takes, no trial is needed.
+    rate = statistics.mean(scenario.limit(seed, spares, stage.num_replicas, 100) for seed in range(10))
+    team.prepare(max(2, round(secs * rate)))
+    team.segment()
+
+
+def _compare(least: float | None, ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
     quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
     return {
-        "row": name,
-        "size": size,
-        "rival": rival,
         "ratio": statistics.median(ratios),
         "ratio_quartiles": [quartiles[0], quartiles[2]],
-        "target": round(least, 3),
-        "met": statistics.median(ratios) >= least,
+        "target": least and round(least, 3),
+        "met": None if least is None else statistics.median(ratios) >= least,
         "tfdist_steps_per_sec": ours,
         "rival_steps_per_sec": theirs,
     }
 
 
+def _own_rows() -> Iterator[tuple[str, Iterator[dict[str, Any]]]]:
+    """The rows that measure themselves, with a name each for errors; nothing runs before a result is asked for."""
+    common = FLAGS.rounds, FLAGS.segment_secs, _compare, _say
+    if asynchrony.STRATEGY in FLAGS.strategies:
+        yield "asynchrony", asynchrony.measure(FLAGS.rows, *common)
+    if warmup.ROW in FLAGS.rows and warmup.STRATEGY in FLAGS.strategies:
+        yield "warmup", warmup.measure(FLAGS.sizes, *common)
+
+
 def _measure_startup() -> dict[str, Any]:
     _say("startup")
-    samples = startup.measure(FLAGS.rounds)
+    samples = startup.measure(FLAGS.rounds or 7)
     _say("")
     print(f"\n{'startup':24}  median s  target")
     for name, seconds in samples.items():
@@ -137,27 +192,30 @@ def _measure_startup() -> dict[str, Any]:
     return samples
 
 
-_FORMAT = "{:16}  {:>5}  {:>9}  {:>14}  {:>13}  {:>6}  {:>13}  {:>7}"
+_FORMAT = "{:16}  {:16}  {:>9}  {:>5}  {:>9}  {:>14}  {:>13}  {:>6}  {:>13}  {:>7}"
 
 
 def _print_head() -> None:
-    head = ("row", "size", "rival", "tfdist steps/s", "rival steps/s", "ratio", "quartiles", "target")
-    print(_FORMAT.format(*head), flush=True)
+    columns = ("row", "strategy", "delays", "size", "rival", "tfdist steps/s", "rival steps/s", "ratio", "quartiles")
+    print(_FORMAT.format(*columns, "target"), flush=True)
 
 
 def _print_result(result: dict[str, Any]) -> None:
     low, high = result["ratio_quartiles"]
     line = _FORMAT.format(
         result["row"],
+        result["strategy"],
+        result["delays"],
         result["size"],
         result["rival"],
         f"{statistics.median(result['tfdist_steps_per_sec']):.1f}",
         f"{statistics.median(result['rival_steps_per_sec']):.1f}",
         f"{result['ratio']:.3f}",
         f"{low:.3f}-{high:.3f}",
-        f">= {result['target']:.2f}",
+        f">= {result['target']:.2f}" if result["target"] else "",
     )
-    print(line + ("" if result["met"] else "  MISSED"), flush=True)
+    missed = "  MISSED" if result["met"] is False else ""
+    print(line.rstrip() + missed + asynchrony.summary(result), flush=True)
 
 
 def _say(text: str) -> None:

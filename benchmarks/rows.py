@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is measured against what. README.md has the same as a table."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import scenarios
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """A duel of the contenders of a stage.
+
+    Attributes:
+      row: what selects it.
+      rivals: by name, the least ratio of tfdist's steps per second to the rival's that we want; None where it is shown
+        for orientation. The rival "limit" is no process: it is what the policy could reach under these delays.
+      scenario: the delays.
+      sizes: the models that it is measured with.
+      rounds, segment_secs: segments of each contender, and about how long tfdist's take.
+    """
+
+    row: str
+    rivals: dict[str, float | None]
+    scenario: scenarios.Scenario = scenarios.PLAIN
+    sizes: tuple[str, ...] = ("tiny", "1M", "25M")
+    rounds: int = 7
+    segment_secs: float = 1.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """Contenders that live at the same time, and what is measured with them.
+
+    Attributes:
+      strategy: the first part of the contenders' names.
+      contenders: the second part; tfdist's first. Two duels of the same processes spare us a start.
+      num_workers, num_ps: processes of each contender's cluster, a chief aside; 0 for one process.
+      num_replicas: who contributes to an update, for the limit.
+      spares: backup workers among them, for the limit.
+    """
+
+    strategy: str
+    contenders: tuple[str, ...]
+    measurements: tuple[Measurement, ...]
+    num_workers: int = 0
+    num_ps: int = 0
+    num_replicas: int = 0
+    spares: int = 0
+
+
+# A step that takes at most 2 % longer.
+_MIRRORED = Measurement("mirrored", {"stock": 1 / 1.02})
+_MULTI_WORKER = Measurement("multi_worker", {"tf_keras": 1.0})
+_PARAMETER_SERVER = Measurement("parameter_server", {"bare": 0.95, "tf_keras": 2.0})
+
+
+def _heavy_tail(rival: str) -> tuple[Measurement, ...]:
+    return tuple(
+        Measurement("heavy_tail", {"limit": 0.9, rival: None}, scenario, ("tiny",), rounds=3, segment_secs=6.0)
+        for scenario in (scenarios.LOGNORMAL, scenarios.PARETO)
+    )
+
+
+def _one_spare(rival: str) -> tuple[Measurement, ...]:
+    return (
+        Measurement("stalled", {rival: 8.0, "limit": None}, scenarios.STALLED, ("tiny",), rounds=3, segment_secs=4.0),
+        Measurement("no_straggler", {rival: 0.97}, scenarios.EQUAL, ("tiny", "1M"), rounds=5),
+        Measurement("no_straggler", {rival: 0.97}, scenarios.PLAIN, ("tiny", "1M")),
+    )
+
+
+STAGES = (
+    Stage("mirrored", ("tfdist", "stock"), (_MIRRORED,)),
+    Stage("multi_worker", ("tfdist", "tf_keras"), (_MULTI_WORKER,), num_workers=2),
+    Stage("parameter_server", ("tfdist", "bare", "tf_keras"), (_PARAMETER_SERVER,), num_workers=3, num_ps=1),
+    Stage("parameter_server", ("spares=2", "spares=0"), _heavy_tail("spares=0"), 8, 1, num_replicas=8, spares=2),
+    Stage("multi_worker", ("spares=2", "no policy"), _heavy_tail("no policy"), 8, num_replicas=8, spares=2),
+    Stage("parameter_server", ("spares=1", "spares=0"), _one_spare("spares=0"), 4, 1, num_replicas=4, spares=1),
+    Stage("multi_worker", ("spares=1", "no policy"), _one_spare("no policy"), 4, num_replicas=4, spares=1),
+    Stage("mirrored", ("spares=1", "no policy"), _one_spare("no policy"), num_replicas=4, spares=1),
+)

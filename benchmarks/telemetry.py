@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `tfdist.callbacks.Telemetry` costs a step.
+
+`measure` runs this file once for each strategy. In one `fit`, epochs with and without the callback take turns, and each
+is compared with its neighbour.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import child
+from absl import app, flags
+
+STRATEGIES = ("mirrored", "parameter_server")
+MOST_SHARE = 0.01
+_NUM_WORKERS = 4
+_STEPS_PER_EPOCH = 100
+_LIMIT_SECS = 600.0
+
+FLAGS = flags.FLAGS
+
+
+def measure(pairs: int, progress: Callable[[str], None]) -> dict[str, dict[str, list[float]]]:
+    """Trains for so many pairs of epochs under each strategy.
+
+    Returns:
+      By strategy: "with" and "without", seconds of each epoch; "inside", seconds within the callback in the former.
+    """
+    found = {}
+    for strategy in STRATEGIES:
+        progress(f"telemetry: {strategy}")
+        found[strategy] = child.result(__file__, [f"--strategy={strategy}", f"--pairs={pairs}"], _LIMIT_SECS)
+    return found
+
+
+def summary(report: dict[str, dict[str, list[float]]]) -> str:
+    """A line for each strategy."""
+    lines = [f"{'telemetry':18}  step, ms  longer by  quartiles           within the callback  target"]
+    for strategy, secs in report.items():
+        ratios = [a / b - 1 for a, b in zip(secs["with"], secs["without"], strict=True)]
+        low, _, high = statistics.quantiles(ratios, n=4)
+        inside = sum(secs["inside"]) / sum(secs["with"])
+        # Of the first, a busy machine can say no more than where it surely is not.
+        missed = "  MISSED" if low > MOST_SHARE or inside > MOST_SHARE else ""
+        lines.append(
+            f"{strategy:18}  {1e3 * statistics.median(secs['without']) / _STEPS_PER_EPOCH:8.2f}  "
+            f"{statistics.median(ratios):9.2%}  {low:.2%} to {high:.2%}".ljust(60)
+            + f"{inside:.2%} of the time".ljust(21)
+            + f"<= {MOST_SHARE:.0%}{missed}"
+        )
+    return "\n".join(lines)
+
+
+def _train(directory: str) -> dict[str, list[float]]:
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    import tfdist
+
+    policies = [tfdist.BackupWorkers(spares=1)]
+    if FLAGS.strategy == "mirrored":
+        cpu = tf.config.list_physical_devices("CPU")[0]
+        parts = [tf.config.LogicalDeviceConfiguration()] * _NUM_WORKERS
+        tf.config.set_logical_device_configuration(cpu, parts)
+        tf.config.threading.set_inter_op_parallelism_threads(_NUM_WORKERS + 1)
+        names = [f"CPU:{index}" for index in range(_NUM_WORKERS)]
+        strategy = tfdist.MirroredStrategy(names, policies=policies)
+    else:
+        strategy = tfdist.ParameterServerStrategy(num_workers=_NUM_WORKERS, policies=policies)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((10,)), keras.layers.Dense(32, "relu"), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x = np.ones((32 * _NUM_WORKERS, 10), np.float32)
+    data = tf.data.Dataset.from_tensors((x, x[:, :1])).repeat()
+
+    class Alternating(keras.callbacks.Callback):
+        """Has the callback in every second epoch: off on, on off, off on, ..."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.telemetry = tfdist.callbacks.Telemetry(directory)
+            self.secs: dict[str, list[float]] = {"with": [], "without": [], "inside": []}
+            self.is_on = False
+            self.inside = self.began = 0.0
+
+        def _call(self, function: Callable[..., None], *arguments: Any) -> None:
+            if self.is_on:
+                start = time.perf_counter()
+                function(*arguments)
+                self.inside += time.perf_counter() - start
+
+        def on_train_begin(self, logs: Any = None) -> None:
+            self.telemetry.set_model(self.model)
+            self.telemetry.on_train_begin()
+
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            # The first two epochs build graphs and warm up.
+            self.is_on = epoch % 4 in (1, 2)
+            self.inside, self.began = 0.0, time.perf_counter()
+            self._call(self.telemetry.on_epoch_begin, epoch)
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self._call(self.telemetry.on_train_batch_end, batch, logs)
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            if epoch >= 2:
+                self.secs["with" if self.is_on else "without"].append(time.perf_counter() - self.began)
+            if epoch >= 2 and self.is_on:
+                self.secs["inside"].append(self.inside)
+
+        def on_train_end(self, logs: Any = None) -> None:
+            self.telemetry.on_train_end()
+
+    alternating = Alternating()
+    epochs = 2 + 2 * FLAGS.pairs
+    model.fit(data, steps_per_epoch=_STEPS_PER_EPOCH, epochs=epochs, callbacks=[alternating], verbose=0)
+    return alternating.secs
+
+
+def _main(argv: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        result = _train(directory)
+    with open(FLAGS.result, "w") as output:  # noqa: PTH123, a path and no more
+        json.dump(result, output)
+
+
+if __name__ == "__main__":
+    flags.DEFINE_enum("strategy", "mirrored", STRATEGIES, "What to train under.")
+    flags.DEFINE_integer("pairs", 40, "Epochs with the callback, and as many without.")
+    flags.DEFINE_string("result", None, "File to write the result to.", required=True)
+    app.run(_main)
