@@ -114,6 +114,22 @@ def test_a_slow_worker_holds_the_others_back_at_the_bound(bound: int) -> None:
     assert sum(sum(update.held_secs) for update in found.updates) > 0
 
 
+@pytest.mark.parametrize("slow", range(4))
+@pytest.mark.parametrize("bound", [1, 2])
+def test_where_few_may_start_everybody_has_a_turn(bound: int, slow: int) -> None:
+    found = simulate(_new(bound=bound), lambda replica, attempt: 10.0 if replica == slow else 1.0, 400, 4)
+    # The slow one has a turn for every one or two of the others', whatever its number.
+    assert min(found.accepted) >= 60
+
+
+def test_a_larger_bound_gives_more_throughput() -> None:
+    rates = [
+        simulate(_new(bound=bound), lambda replica, attempt: 10.0 if replica == 3 else 1.0, 400, 4).updates_per_sec
+        for bound in (1, 2, 4, 8, 16)
+    ]
+    assert rates == sorted(set(rates))
+
+
 def test_without_a_bound_everybody_goes_at_his_own_pace() -> None:
     found = simulate(_new(), lambda replica, attempt: 10.0 if replica == 0 else 1.0, 3100, 4)
     assert found.updates_per_sec == pytest.approx(3.1, rel=0.01)

@@ -14,6 +14,9 @@
 A replica goes on at once when it has given a gradient, whether or not Keras waits for an update. It starts none
 while an update is being made, so that what it reads is of one step.
 
+Where a policy lets only some of those start who wait, the one that waits longest is first: else a slow replica might
+never come to its turn, or always be the one that all wait for.
+
 A gradient counts once it is there: a replica that dies while it brings one takes away nothing. What was given stays
 for the next update, also over the end of an epoch; only an error, or another step, discards it.
 """
@@ -38,11 +41,28 @@ class Stream(rounds.Rounds):
         self._is_updating = False
         # Replicas for which there is nothing left to compute from in this pass over the data.
         self._idle: set[int] = set()
+        # Those who wait to start, who waits longest first.
+        self._queue: list[int] = []
 
     # In a replica's thread.
 
+    def start(self, replica: int, is_over: Callable[[], bool]) -> int | None:
+        """See `Rounds.start`."""
+        with self._lock:
+            self._queue.append(replica)
+            try:
+                return super().start(replica, is_over)
+            finally:
+                self._queue.remove(replica)
+                # There may be room for the next one.
+                self._startable.notify_all()
+
     def _may_start(self, replica: int) -> bool:
-        return not self._is_updating and replica not in self._idle and self._policy.may_start(replica)
+        first = next(filter(self._is_free, self._queue), None)
+        return not self._is_updating and replica == first
+
+    def _is_free(self, replica: int) -> bool:
+        return replica not in self._idle and self._policy.may_start(replica)
 
     def is_wanted(self, replica: int, local_step: int) -> bool:
         """Whether what was computed is worth sending. If not, it counts as dropped."""

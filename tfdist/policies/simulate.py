@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from tfdist.policies import base
 
@@ -40,6 +40,8 @@ def simulate(
 ) -> Simulation:
     """Runs a policy event by event: each replica starts as soon as it may, and nobody is cancelled.
 
+    Where not all that wait may start, the one that has waited longest does.
+
     So a late replica may miss the next update too, which drawing new durations for every step would not show. An update
     takes no time, nor does anything but computing.
 
@@ -66,26 +68,31 @@ def simulate(
     computing: list[tuple[float, int, int]] = []
     updates: list[base.Update] = []
 
-    def start(candidates: Iterable[int], time: float) -> None:
-        for replica in candidates:
+    # Those who compute nothing, who waits longest first.
+    waiting = list(replicas)
+
+    def start(time: float) -> None:
+        for replica in list(waiting):
             if policy.may_start(replica):
+                waiting.remove(replica)
                 local_step = policy.started(replica, time)
                 heapq.heappush(computing, (time + durations(replica, attempts[replica]), replica, local_step))
                 attempts[replica] += 1
 
     time = 0.0
     policy.opened(time)
-    start(replicas, time)
+    start(time)
     while len(updates) < num_updates:
         if not computing:
             raise RuntimeError(f"{policy!r} lets nobody start in step {policy.step}, and no update is due")
         time, replica, local_step = heapq.heappop(computing)
         arrival = policy.arrived(replica, local_step, time)
         (accepted if arrival.accepted else dropped)[replica] += 1
+        waiting.append(replica)
         if not policy.update_due:
-            start((replica,), time)
+            start(time)
         while policy.update_due:
             updates.append(policy.updated(time))
             policy.opened(time)
-            start(replicas, time)
+            start(time)
     return Simulation(time, tuple(accepted), tuple(dropped), tuple(updates))
