@@ -20,9 +20,14 @@ from tfdist.engines import rendezvous, watch
 from tfdist.engines.data_service import DataService
 from tfdist.launchers.ports import PortReservation
 from tfdist.launchers.processes import Process, Supervisor
+from tfdist.launchers.replacements import Replacements
+from tfdist.launchers.requests import Restarts
 from tfdist.serving_task import done_mark, serve
 
 __all__ = ["Attachment", "EmbeddedCluster", "attach", "check_sizes", "cluster_of", "serve"]
+
+# A serving process is up within a few seconds.
+_RESTARTS = Restarts(settled_secs=10.0)
 
 
 class Attachment:
@@ -134,7 +139,8 @@ def check_sizes(num_workers: int, num_ps: int) -> None:
 class EmbeddedCluster:
     """Worker and ps processes on this machine, which end with this program, whatever ends it.
 
-    A worker that dies is started again; a ps can't be, because the variables died with it.
+    A worker that dies is started again, until it fails again and again (`Replacements`); a ps can't be, because the
+    variables died with it.
 
     Args:
       num_workers: How many workers, at least 1.
@@ -188,16 +194,30 @@ class EmbeddedCluster:
         return self._supervisor.start(str(task), [sys.executable, "-m", "tfdist.serving_task"], env)
 
     def _watch(self) -> None:
-        while process := self._supervisor.wait_first_exit():
-            again = process.name.startswith("worker")
-            if again:
-                # Before anything else: training may wait for it.
-                self._processes[process.name] = self._start(_task(process.name))
-            process.wait()
-            consequence = ", starting it again" if again else ""
-            watch.say(
-                f"tfdist: {process.name} ended with code {process.returncode}{consequence}. {_tail(process)}".rstrip()
-            )
+        replacements = Replacements(_RESTARTS)
+        while True:
+            ended = self._supervisor.wait_first_exit(replacements.wait_secs())
+            consequence = _consequence(replacements, ended) if ended else ""
+            # Before anything is said: training may wait for it.
+            for name in replacements.due():
+                try:
+                    self._processes[name] = self._start(_task(name))
+                except OSError as error:
+                    replacements.failed(name, 0.0, least_secs=_RESTARTS.backoff_secs)
+                    watch.say(f"tfdist: {name} of the embedded cluster could not be started: {error}")
+            if ended:
+                ended.wait()
+                line = f"tfdist: {ended.name} ended with code {ended.returncode}{consequence}. {_tail(ended)}"
+                watch.say(line.rstrip())
+
+
+def _consequence(replacements: Replacements, ended: Process) -> str:
+    if not ended.name.startswith("worker"):
+        return ""
+    failures, secs = replacements.failed(ended.name, ended.ran_secs)
+    if secs is None:
+        return f"; it is given up after {failures} failures in a row"
+    return f", starting it again in {secs:g} s" if secs else ", starting it again"
 
 
 def _task(name: str) -> Task:

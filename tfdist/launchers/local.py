@@ -7,10 +7,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from absl import flags
 
@@ -55,7 +56,7 @@ class Job:
       chief: whether there is a chief beside the workers; None means that there is one if there is a parameter server.
       evaluator: whether there is an evaluator beside the cluster.
       gpus_per_worker: GPUs for each worker; None shares all of them out evenly.
-      restarts: how often all tasks are started again.
+      restarts: how often tasks are started again.
 
     Raises:
       LaunchError: a number is out of range, or there is no script.
@@ -71,7 +72,7 @@ class Job:
     restarts: Restarts = dataclasses.field(default_factory=Restarts)
 
     def __post_init__(self) -> None:
-        _ = self.shape
+        self.shape.check_restarts(self.restarts)
         shape.check_duration("grace_period_secs", self.grace_secs)
         if self.gpus_per_worker is not None:
             shape.check_count("gpus_per_worker", self.gpus_per_worker)
@@ -89,7 +90,13 @@ class Job:
         return len(self.shape.members) + (self.num_ps > 0)
 
 
-def plan(job: Job, ports: Sequence[int], python: str = sys.executable, devices: Sequence[str] = ()) -> Request:
+def plan(
+    job: Job,
+    ports: Sequence[int],
+    python: str = sys.executable,
+    devices: Sequence[str] = (),
+    dropped: Collection[str] = (),
+) -> Request:
     """What `submit` would start.
 
     Args:
@@ -97,21 +104,23 @@ def plan(job: Job, ports: Sequence[int], python: str = sys.executable, devices: 
       ports: free ports, `job.num_ports` of them.
       python: the interpreter.
       devices: the GPUs that there are, to be shared out among the workers.
+      dropped: names of workers to leave out. The others are numbered anew, and keep their ports and GPUs.
 
     Raises:
-      LaunchError: there are fewer GPUs than asked for.
+      LaunchError: there are fewer GPUs than asked for, or no worker is left.
     """
     free = iter(ports)
-    addresses = [f"127.0.0.1:{next(free)}" for _ in job.shape.members]
+    addresses = {member: f"127.0.0.1:{next(free)}" for member in job.shape.members}
     service = {DATA_SERVICE_VARIABLE: f"127.0.0.1:{next(free)}"} if job.num_ps else {}
     visible = _visible_devices(job, devices)
+    left, places = job.shape.without(dropped)
+    left_addresses = [addresses[places[member]] for member in left.members]
     tasks = []
-    for task in job.shape.tasks:
-        env = {"TF_CONFIG": job.shape.cluster(addresses, task).to_tf_config(), **service, **visible.get(task, {})}
-        env |= {"TFDIST_LAUNCHER": "local", "PYTHONUNBUFFERED": "1"}
+    for task in left.tasks:
+        env = {"TF_CONFIG": left.cluster(left_addresses, task).to_tf_config(), **service}
+        env |= {**visible.get(places[task], {}), "TFDIST_LAUNCHER": "local", "PYTHONUNBUFFERED": "1"}
         tasks.append(TaskRequest(str(task), env, (python, *job.command)))
-    deciding = frozenset(map(str, job.shape.deciding))
-    return Request(tuple(tasks), deciding, job.grace_secs, job.restarts)
+    return left.request(tasks, job.grace_secs, job.restarts)
 
 
 def _visible_devices(job: Job, devices: Sequence[str]) -> dict[Task, dict[str, str]]:
@@ -141,6 +150,10 @@ def define_run_flags(values: flags.FlagValues, grace_period_secs: float) -> None
     )
     preemption_help = f"how often all tasks start again after one ended with code {PREEMPTED_EXIT_CODE}"
     flags.DEFINE_integer("max_preemptions", 100, preemption_help, flag_values=values)
+    worker_help = "how often a worker that fails again and again is started again, before it is given up"
+    flags.DEFINE_integer("max_worker_restarts", 3, worker_help, flag_values=values)
+    least_help = "with how many workers to go on when some are given up; all by default"
+    flags.DEFINE_integer("min_workers", None, least_help, flag_values=values)
     flags.DEFINE_string("task_logs", None, "directory for files with each task's output", flag_values=values)
     flags.DEFINE_string("run", "", "folder in --task_logs; the time by default", flag_values=values)
     flags.DEFINE_boolean("tee", True, "print the tasks' output, also where it is logged", flag_values=values)
@@ -149,7 +162,13 @@ def define_run_flags(values: flags.FlagValues, grace_period_secs: float) -> None
 
 def restarts_from_flags(values: flags.FlagValues) -> Restarts:
     """Reads what `define_run_flags` has defined."""
-    return Restarts(values.max_restarts, values.restart_backoff_secs, values.max_preemptions)
+    return Restarts(
+        values.max_restarts,
+        values.restart_backoff_secs,
+        values.max_preemptions,
+        values.max_worker_restarts,
+        values.min_workers,
+    )
 
 
 def logs_from_flags(values: flags.FlagValues) -> LogSettings:
@@ -184,12 +203,22 @@ def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
     logs = logs_from_flags(values)
     devices = [] if values.gpus_per_worker == 0 else gpus.present()
     with PortReservation(job.num_ports) as reservation:
-        request = plan(job, reservation.ports, devices=devices)
-        return command_line.submit_or_show(values, request, lambda: submit(with_secret(request), logs))
+        planned = functools.partial(plan, job, reservation.ports, devices=devices)
+        return command_line.submit_or_show(values, planned(), lambda: submit_with_secret(planned, logs))
 
 
-def with_secret(request: Request) -> Request:
-    """Gives the tasks what only members of this job know, drawn anew for each launch; a dry run does not show it."""
+def submit_with_secret(planned: Callable[..., Request], logs: LogSettings) -> int:
+    """Submits a request whose tasks know what only members of this job know; a dry run does not show it.
+
+    Args:
+      planned: gives the request, without those workers that are named as `dropped`.
+      logs: where output goes.
+    """
     secret = {"TFDIST_JOB_SECRET": secrets.token_hex(32)}
-    tasks = tuple(dataclasses.replace(task, env={**task.env, **secret}) for task in request.tasks)
-    return dataclasses.replace(request, tasks=tasks)
+
+    def with_secret(dropped: frozenset[str] = frozenset()) -> Request:
+        request = planned(dropped=dropped)
+        tasks = tuple(dataclasses.replace(task, env={**task.env, **secret}) for task in request.tasks)
+        return dataclasses.replace(request, tasks=tasks)
+
+    return submit(with_secret(), logs, with_secret)

@@ -42,6 +42,7 @@ class Process:
     Attributes:
       name: what it is called in messages, such as "worker:1".
       command: program and arguments.
+      restart: how many of this name the supervisor had started before.
       returncode: None while it runs; then its exit code, or -N if signal N ended it.
     """
 
@@ -53,10 +54,14 @@ class Process:
         on_lines: Callable[[Process, list[str], bool], None],
         on_exit: Callable[[Process], None],
         keeps_colours: Callable[[bool], bool],
+        restart: int = 0,
     ) -> None:
         self.name = name
         self.command = tuple(command)
+        self.restart = restart
         self.returncode: int | None = None
+        self._started_at = time.monotonic()
+        self._ended_at: float | None = None
         self._pid: int | None = None
         self._tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
         self._on_lines = on_lines
@@ -81,6 +86,11 @@ class Process:
     def tail(self) -> list[str]:
         """The last lines that it printed."""
         return list(self._tail)
+
+    @property
+    def ran_secs(self) -> float:
+        """For how long it has run."""
+        return (self._ended_at or time.monotonic()) - self._started_at
 
     def poll(self) -> int | None:
         """The return code, or None while it runs."""
@@ -141,6 +151,7 @@ class Process:
 
     def _exited(self, code: int) -> None:
         if self.returncode is None:
+            self._ended_at = time.monotonic()
             self.returncode = code
             self._on_exit(self)
 
@@ -200,11 +211,11 @@ class Supervisor:
     Args:
       console: where output goes, each line behind "[name] "; None keeps it off the screen (the end of it is in
         `Process.tail`).
-      on_lines: called with the name of a task, lines that it printed and whether to standard error, from any thread.
+      on_lines: called with a task, lines that it printed and whether to standard error, from any thread.
     """
 
     def __init__(
-        self, console: Console | None = None, on_lines: Callable[[str, list[str], bool], None] | None = None
+        self, console: Console | None = None, on_lines: Callable[[Process, list[str], bool], None] | None = None
     ) -> None:
         self._console = console
         self._on_lines = on_lines
@@ -226,7 +237,7 @@ class Supervisor:
         """Starts one task.
 
         Args:
-          name: what it is called, such as "worker:1".
+          name: what it is called, such as "worker:1". One of this name may have been started before.
           command: program and arguments.
           env: its whole environment; this process' own by default.
 
@@ -234,8 +245,9 @@ class Supervisor:
           OSError: the system refuses to start a process.
         """
         keeps_colours = self._console.keeps_colours if self._console else lambda error: False
-        number = len(self._processes)
-        process = Process(name, command, env, self._printer(number), self._exits.put, keeps_colours)
+        same = [number for number, process in enumerate(self._processes) if process.name == name]
+        number = same[0] if same else len(self._processes)
+        process = Process(name, command, env, self._printer(number), self._exits.put, keeps_colours, len(same))
         self._processes.append(process)
         return process
 
@@ -284,7 +296,7 @@ class Supervisor:
     def _printer(self, number: int) -> Callable[[Process, list[str], bool], None]:
         def show(process: Process, lines: list[str], error: bool) -> None:
             if self._on_lines:
-                self._on_lines(process.name, lines, error)
+                self._on_lines(process, lines, error)
             if self._console:
                 self._console.write(f"[{process.name}] ", lines, error, number)
 

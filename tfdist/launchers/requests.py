@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 # A script that was preempted and has saved its work ends with this code (EX_TEMPFAIL of sysexits.h: "try again later").
 # Launchers start the job again and don't count it as a failure.
 PREEMPTED_EXIT_CODE = 75
+_MAX_BACKOFF_DOUBLINGS = 6
 
 
 class LaunchError(ValueError):
@@ -36,12 +37,15 @@ class TaskRequest:
 
 @dataclasses.dataclass(frozen=True)
 class Restarts:
-    """How often all tasks are started again.
+    """How often tasks are started again: all of them, or a worker alone.
 
     Args:
-      max_restarts: after a failure.
+      max_restarts: of all tasks, after a failure.
       backoff_secs: time before the first of these; it doubles each time, up to 64-fold.
-      max_preemptions: after a task has ended with `PREEMPTED_EXIT_CODE`, which is no failure.
+      max_preemptions: of all tasks, after one has ended with `PREEMPTED_EXIT_CODE`, which is no failure.
+      max_worker_restarts: how often a worker that fails again and again is started again, before it is given up.
+      min_workers: with how many workers the job goes on where some are given up; all by default.
+      settled_secs: a worker that has run for so long had come back: its next failure is the first in a row.
 
     Raises:
       LaunchError: a number is out of range.
@@ -50,13 +54,21 @@ class Restarts:
     max_restarts: int = 0
     backoff_secs: float = 1.0
     max_preemptions: int = 100
+    max_worker_restarts: int = 3
+    min_workers: int | None = None
+    # TensorFlow takes up to 20 s to import where several tasks do it at once, and ssh 15 s to say that a host is gone.
+    settled_secs: float = 30.0
 
     def __post_init__(self) -> None:
-        for flag in ("max_restarts", "max_preemptions"):
+        for flag in ("max_restarts", "max_preemptions", "max_worker_restarts"):
             if getattr(self, flag) < 0:
                 raise LaunchError(f"--{flag} is too small; use 0 for none. Received: {getattr(self, flag)}")
         if not 0 <= self.backoff_secs < math.inf:
             raise LaunchError(f"--restart_backoff_secs is not a duration; use 0 or more. Received: {self.backoff_secs}")
+
+    def pause_secs(self, failures: int) -> float:
+        """How long to wait after so many failures, at least one."""
+        return self.backoff_secs * 2 ** min(failures - 1, _MAX_BACKOFF_DOUBLINGS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,13 +79,17 @@ class Request:
       tasks: what to start, in this order.
       deciding: the names of the tasks that make it a success when all of them have succeeded.
       grace_secs: given to tasks to end by themselves.
-      restarts: how often all of them are started again.
+      restarts: how often tasks are started again.
+      computing: the names of the workers, without some of which the job may go on, in order.
+      replaces_workers: whether a worker that fails is started again alone. Otherwise all tasks are, together.
     """
 
     tasks: tuple[TaskRequest, ...]
     deciding: frozenset[str]
     grace_secs: float
     restarts: Restarts = dataclasses.field(default_factory=Restarts)
+    computing: tuple[str, ...] = ()
+    replaces_workers: bool = False
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.tasks))

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from absl import flags
 
 from tfdist.cluster import Cluster, Task
-from tfdist.launchers.requests import LaunchError
+from tfdist.launchers.requests import LaunchError, Request, Restarts, TaskRequest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +75,45 @@ class Shape:
             task for task in self.members if task.type == "worker" or (task.type == "chief" and not self.num_ps)
         )
 
+    def without(self, dropped: Collection[str]) -> tuple[Shape, dict[Task, Task]]:
+        """The same job without some workers, and which one of this job's tasks each of its tasks is.
+
+        They are numbered anew, without gaps. Where the chief of an all-reduce is left out, the first worker leads;
+        where nobody but the chief is left, it is a worker.
+
+        Args:
+          dropped: names of tasks, such as "worker:1", some of `computing`.
+
+        Raises:
+          LaunchError: no worker is left.
+        """
+        left = [task for task in self.tasks if str(task) not in dropped]
+        workers = sum(task.type == "worker" for task in left)
+        chief = any(task.type == "chief" for task in left)
+        if chief and not workers and not self.num_ps:
+            workers, chief = 1, False
+        smaller = Shape(workers, self.num_ps, chief, self.evaluator)
+        return smaller, dict(zip(smaller.tasks, left, strict=True))
+
+    def check_restarts(self, restarts: Restarts) -> None:
+        """Checks what is asked for against how many workers there are.
+
+        Raises:
+          LaunchError: --min_workers is out of range, or could never have an effect.
+        """
+        least = restarts.min_workers
+        if least is None:
+            return
+        if not 1 <= least <= self.num_workers:
+            raise LaunchError(
+                f"--min_workers is out of range; use 1 to --num_workers={self.num_workers}. Received: {least}"
+            )
+        if not self.num_ps and not restarts.max_restarts:
+            raise LaunchError(
+                "--min_workers has no effect without a restart, where there is no parameter server; add "
+                f"--max_restarts=3. Received: --min_workers={least} with --max_restarts=0"
+            )
+
     def cluster(self, addresses: Sequence[str], task: Task) -> Cluster:
         """The cluster as one of its tasks sees it.
 
@@ -89,6 +128,11 @@ class Shape:
         for member, address in zip(self.members, addresses, strict=True):
             jobs.setdefault(member.type, {})[member.index] = address
         return Cluster(jobs, task)
+
+    def request(self, tasks: Sequence[TaskRequest], grace_secs: float, restarts: Restarts) -> Request:
+        """The request for these tasks, in which they have the roles that they have here."""
+        deciding, computing = (tuple(map(str, group)) for group in (self.deciding, self.computing))
+        return Request(tuple(tasks), frozenset(deciding), grace_secs, restarts, computing, self.num_ps > 0)
 
     def arguments(self) -> tuple[str, ...]:
         """The flags that `from_flags` reads back, for a wrapper that runs elsewhere."""

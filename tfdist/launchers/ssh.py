@@ -8,9 +8,10 @@ Each task has a local process that keeps its connection (`tfdist.launchers.ssh_c
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib import metadata
 
 from absl import flags
@@ -21,7 +22,6 @@ from tfdist.launchers import command_line, hostfile, local, shape, ssh_preflight
 from tfdist.launchers.gpus import VISIBLE
 from tfdist.launchers.hostfile import Host
 from tfdist.launchers.requests import LaunchError, Request, Restarts, TaskRequest
-from tfdist.launchers.running import submit
 from tfdist.launchers.shape import Shape
 from tfdist.launchers.ssh_client import PREFIX
 
@@ -54,7 +54,7 @@ class Job:
       env: added to the environment of the tasks.
       ssh_options: of ssh, such as "-p2222".
       grace_secs: given to tasks to end by themselves, and from the first signal to SIGKILL.
-      restarts: how often all tasks are started again.
+      restarts: how often tasks are started again.
 
     Raises:
       LaunchError: something is out of range, or there are too few slots.
@@ -82,6 +82,7 @@ class Job:
                 f"the hosts have too few slots for {needed} tasks; add hosts, or write host slots=N. Received: {slots} "
                 f"slots on {len(self.hosts)} hosts"
             )
+        self.shape.check_restarts(self.restarts)
         shape.check_duration("grace_period_secs", self.grace_secs)
         if self.gpus_per_worker is not None:
             shape.check_count("gpus_per_worker", self.gpus_per_worker)
@@ -104,22 +105,33 @@ class Job:
         return self.port + sum(other == host for other, _ in self.places.values())
 
 
-def plan(job: Job) -> Request:
-    """What `submit` would start: the local process of each task."""
+def plan(job: Job, dropped: Collection[str] = ()) -> Request:
+    """What `submit` would start: the local process of each task.
+
+    Args:
+      job: what to run.
+      dropped: names of workers to leave out. The others are numbered anew, and keep their places.
+
+    Raises:
+      LaunchError: no worker is left.
+    """
     places = job.places
     addresses = {task: f"{host.address}:{job.port + slot}" for task, (host, slot) in places.items()}
     common = {"TFDIST_LAUNCHER": "ssh", "PYTHONUNBUFFERED": "1", **job.env}
     if job.shape.num_ps:
         common[DATA_SERVICE_VARIABLE] = f"{places[Task('chief', 0)][0].address}:{job.data_service_port}"
     visible = _visible_devices(job)
+    left, whole = job.shape.without(dropped)
+    left_addresses = [addresses[whole[member]] for member in left.members]
     tasks = []
-    for task in job.shape.tasks:
-        cluster = job.shape.cluster([addresses[member] for member in job.shape.members], task)
-        env = {"TF_CONFIG": cluster.to_tf_config(), **common, **visible.get(task, {})}
-        client = (sys.executable, "-m", "tfdist.launchers.ssh_client", places[task][0].login, job.python, job.directory)
+    for task in left.tasks:
+        config = left.cluster(left_addresses, task).to_tf_config()
+        env = {"TF_CONFIG": config, **common, **visible.get(whole[task], {})}
+        login = places[whole[task]][0].login
+        client = (sys.executable, "-m", "tfdist.launchers.ssh_client", login, job.python, job.directory)
         command = (*client, *job.ssh_options, "--", *job.command)
         tasks.append(TaskRequest(str(task), {PREFIX + name: value for name, value in env.items()}, command))
-    return Request(tuple(tasks), frozenset(map(str, job.shape.deciding)), job.grace_secs, job.restarts)
+    return left.request(tasks, job.grace_secs, job.restarts)
 
 
 def _visible_devices(job: Job) -> dict[Task, dict[str, str]]:
@@ -216,6 +228,6 @@ def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
     def start() -> int:
         for warning in preflight(job, values.preflight_secs) if values.preflight_secs else []:
             sys.stderr.write(f"tfdist: {warning}\n")
-        return submit(local.with_secret(request), logs)
+        return local.submit_with_secret(functools.partial(plan, job), logs)
 
     return command_line.submit_or_show(values, request, start)

@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from tfdist.launchers.ssh_task import HEARTBEAT_SECS
 
 PREFIX = "TFDIST_SEND_"
-_ALSO_SENT = ("TFDIST_ATTEMPT", "TFDIST_JOB_SECRET")
+_ALSO_SENT = ("TFDIST_ATTEMPT", "TFDIST_TASK_RESTART", "TFDIST_JOB_SECRET")
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _SSH_FAILED = 255
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import tfdist
 from tfdist.launchers import gpus
-from tfdist.launchers.processes import Supervisor
+from tfdist.launchers.processes import Process, Supervisor
 from tfdist.launchers.requests import LaunchError
 
 # The launcher sends a byte at least every `HEARTBEAT_SECS`.
@@ -130,7 +130,7 @@ def _signals(descriptor: int):
         yield from filter(None, received)
 
 
-def _show(name: str, lines: list[str], error: bool) -> None:
+def _show(process: Process, lines: list[str], error: bool) -> None:
     data = "".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace")
     with contextlib.suppress(OSError):
         while data:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each task prints, in files of its own: DIRECTORY/RUN/attempt_0/worker_1/stdout.log."""
+"""What each task prints, in files of its own: DIRECTORY/RUN/attempt_0/worker_1/stdout.log.
+
+A worker that is started again alone goes on in stdout.1.log, then stdout.2.log.
+"""
 
 from __future__ import annotations
 
@@ -68,23 +71,32 @@ class TaskLogs:
         self.folder.mkdir(parents=True)
         self._say = say
         self._lock = threading.Lock()
-        self._files: dict[tuple[str, bool], IO[str] | None] = {}
+        self._files: dict[tuple[str, bool, int], IO[str] | None] = {}
 
-    def write(self, task: str, lines: Sequence[str], error: bool) -> None:
-        """Appends lines of a task's standard output or standard error."""
+    def write(self, task: str, lines: Sequence[str], error: bool, restart: int = 0) -> None:
+        """Appends lines of a task's standard output or standard error, after it was started again so many times."""
+        key = task, error, restart
         with self._lock:
             try:
-                if (task, error) not in self._files:
-                    self._files[task, error] = self._open(task, error)
-                if file := self._files[task, error]:
+                if key not in self._files:
+                    self._files[key] = self._open(*key)
+                if file := self._files[key]:
                     file.write("".join(f"{_COLOUR.sub('', line)}\n" for line in lines))
                     file.flush()
             except OSError as problem:
-                self._files[task, error] = None
+                self._files[key] = None
                 self._say(f"can't log what {task} prints: {problem}")
 
-    def _open(self, task: str, error: bool) -> IO[str]:
-        path = self.folder / task.replace(":", "_") / ("stderr.log" if error else "stdout.log")
+    def close_task(self, task: str) -> None:
+        """Closes the files of a task that has ended; the others stay open."""
+        with self._lock:
+            for key in [key for key in self._files if key[0] == task]:
+                if file := self._files.pop(key):
+                    file.close()
+
+    def _open(self, task: str, error: bool, restart: int) -> IO[str]:
+        name = ("stderr" if error else "stdout") + (f".{restart}" if restart else "")
+        path = self.folder / task.replace(":", "_") / f"{name}.log"
         path.parent.mkdir(exist_ok=True)
         return path.open("a", encoding="utf-8", errors="backslashreplace")
 

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One attempt at a job: its tasks started, workers replaced where that is possible, the verdict, and the end of all."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+
+from tfdist.launchers.processes import Process, Supervisor
+from tfdist.launchers.replacements import Replacements
+from tfdist.launchers.requests import PREEMPTED_EXIT_CODE, Request
+from tfdist.launchers.task_logs import TaskLogs
+
+_SHOWN_LINES = 8
+# A worker or ps that misses the chief may be seen to fail before the chief is seen to have ended.
+_VERDICT_SECS = 1.0
+_REPLACE_SECS = 0.5
+# One that has lost another says that it may be started again, often before the one that failed is through with failing.
+_CAUSE_SECS = 5.0
+# Until all that a worker had started is gone and its last words are read, its place is not free.
+_SWEPT_SECS = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How an attempt ended.
+
+    Attributes:
+      code: the exit code that goes with it.
+      failed: the task that failed first, if that is what decided.
+      given_up: names of workers that could not be brought back.
+      goes_on: whether enough workers are left without these. All have to be started again, for they wait for them.
+    """
+
+    code: int
+    failed: Process | None = None
+    given_up: frozenset[str] = frozenset()
+    goes_on: bool = False
+
+
+class Attempt:
+    """Runs the tasks of a request once.
+
+    Args:
+      request: what to run.
+      supervisor: starts and ends the tasks.
+      received: grows with each signal to this process, from its signal handler.
+      number: of this attempt, from 0.
+      min_workers: with how many of its workers the attempt goes on.
+      logs: the files of this attempt.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        supervisor: Supervisor,
+        received: list[int],
+        number: int,
+        min_workers: int,
+        logs: TaskLogs | None,
+    ) -> None:
+        self._request = request
+        self._supervisor = supervisor
+        self._received = received
+        self._number = number
+        self._min_workers = min_workers
+        self._logs = logs
+        self._tasks = {task.name: task for task in request.tasks}
+        self._replaced = frozenset(request.computing if request.replaces_workers else ())
+        self._replacements = Replacements(request.restarts)
+        self._latest: dict[str, Process] = {}
+        # Said as a worker is started again: by then it did not fail only because the chief had ended.
+        self._unsaid: dict[str, str] = {}
+        # Workers that had come up, as far as time can tell.
+        self._settled: set[str] = set()
+        self._given_up: set[str] = set()
+        self._goes_on = False
+        self._undecided = set(request.deciding)
+        # Those that have not ended for good.
+        self._pending = set(self._tasks)
+        self._failed: Process | None = None
+        self._deadline = math.inf
+
+    def run(self) -> Outcome:
+        """Returns when all tasks have ended."""
+        try:
+            for name in self._tasks:
+                self._start(name)
+        except OSError as error:
+            self._say(f"a task could not be started: {error}")
+            return Outcome(1)
+        self._follow()
+        if not self._undecided:
+            self._let_others_end()
+        if self._received:
+            return Outcome(self._end_interrupted(self._received[0]))
+        self._end([signal.SIGTERM])
+        if not self._undecided or self._failed is None:
+            return Outcome(0)
+        self._say(*_obituary(self._failed), *([f"its output is below {self._logs.folder}"] if self._logs else []))
+        return Outcome(_exit_code(self._failed), self._failed, frozenset(self._given_up), self._goes_on)
+
+    def _start(self, name: str) -> None:
+        task, restart = self._tasks[name], self._latest[name].restart + 1 if name in self._latest else 0
+        numbers = {"TFDIST_ATTEMPT": str(self._number), "TFDIST_TASK_RESTART": str(restart)}
+        self._latest[name] = self._supervisor.start(name, task.command, {**os.environ, **task.env, **numbers})
+
+    def _follow(self) -> None:
+        """Waits until the job is decided: nobody is undecided, or `_failed` is the task that failed first."""
+        while self._undecided and self._pending and not self._received and time.monotonic() < self._deadline:
+            ended = self._supervisor.wait_first_exit(self._wait_secs())
+            if ended is None:
+                self._start_due()
+            elif ended.returncode == 0:
+                self._pending.discard(ended.name)
+                self._undecided.discard(ended.name)
+            elif ended.name in self._replaced:
+                self._replace(ended, ended.ran_secs)
+            else:
+                self._fail(ended)
+
+    def _wait_secs(self) -> float | None:
+        if self._failed is not None:
+            return max(0.0, self._deadline - time.monotonic())
+        return self._replacements.wait_secs()
+
+    def _fail(self, ended: Process) -> None:
+        """Takes note of a failure, and of how long the others may show that something else was the cause."""
+        self._pending.discard(ended.name)
+        decides = ended.name in self._undecided
+        if self._failed is None:
+            secs = _CAUSE_SECS if ended.returncode == PREEMPTED_EXIT_CODE else 0.0 if decides else _VERDICT_SECS
+            self._failed, self._deadline = ended, time.monotonic() + secs
+        elif self._failed.returncode == PREEMPTED_EXIT_CODE != ended.returncode:
+            self._failed, self._deadline = ended, 0.0
+        elif decides:
+            self._deadline = 0.0
+
+    def _replace(self, ended: Process, ran_secs: float) -> None:
+        """Has a worker started again, or gives it up."""
+        if self._failed is not None:
+            return  # Only the verdict is awaited.
+        if ran_secs >= self._request.restarts.settled_secs:
+            self._settled.add(ended.name)
+        # Who has lost the chief ends with this code; then the chief's end is to decide, and it may be seen later.
+        least_secs = _CAUSE_SECS if ended.returncode == PREEMPTED_EXIT_CODE else _REPLACE_SECS
+        failures, secs = self._replacements.failed(ended.name, ran_secs, least_secs)
+        text = f"{ended.name} failed ({_how(ended)}, failure {failures} in a row)"
+        if secs is None:
+            self._give_up(ended, failures)
+        elif secs > least_secs:
+            self._say(f"{text}; starting it again in {secs:g} s")
+        else:
+            self._unsaid[ended.name] = f"{text}; starting it again"
+
+    def _start_due(self) -> None:
+        for name in self._replacements.due() if self._failed is None else []:
+            ended = self._latest[name]
+            if ended.wait(0) is None:
+                self._replacements.postpone(name, _SWEPT_SECS)
+                continue
+            if text := self._unsaid.pop(name, ""):
+                self._say(text)
+            if self._logs:
+                self._logs.close_task(name)
+            try:
+                self._start(name)
+            except OSError as error:
+                self._say(f"{name} could not be started: {error}")
+                self._replace(ended, ran_secs=0.0)
+
+    def _give_up(self, ended: Process, failures: int) -> None:
+        self._given_up.add(ended.name)
+        left, all_of_them = len(self._replaced) - len(self._given_up), len(self._replaced)
+        text = f"{ended.name} is given up ({_how(ended)}, failure {failures} in a row)"
+        if left >= self._min_workers and ended.name in self._settled:
+            # The chief has met it, and does without.
+            self._pending.discard(ended.name)
+            self._say(*_last_lines(ended), f"{text}; going on with {left} of {all_of_them} workers")
+            return
+        self._goes_on = left >= self._min_workers
+        self._say(text)
+        self._fail(ended)
+
+    def _let_others_end(self) -> None:
+        """They know from the chief that it is over; what they do from now on decides nothing."""
+        settled_secs = self._request.restarts.settled_secs
+        # These may not have met the chief before it ended, and would wait for it.
+        late = [each for each in self._supervisor.running if each.restart and each.ran_secs < settled_secs]
+        for process in late:
+            process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + self._request.grace_secs
+        while set(self._supervisor.running) - set(late) and not self._received and time.monotonic() < deadline:
+            self._supervisor.wait_first_exit(deadline - time.monotonic())
+        for process in late:
+            process.send_signal(signal.SIGKILL)
+
+    def _end_interrupted(self, signum: int) -> int:
+        if signum != signal.SIGPIPE:
+            self._say(f"{_signal_name(signum)}: ending all tasks")
+        # What Ctrl-C in a terminal would have sent comes first: a script may catch KeyboardInterrupt and save its work.
+        # Only the first signal is answered by that: a second one may have come while the line was written.
+        self._end([signal.SIGINT, signal.SIGTERM] if signum == signal.SIGINT else [signal.SIGTERM], answered=1)
+        return 128 + signum
+
+    def _end(self, signals: Sequence[int], answered: int = 0) -> None:
+        """Ends all tasks, at once if more signals than `answered` show that the user has no patience left."""
+        stopping = threading.Thread(
+            target=self._supervisor.stop, args=(signals, self._request.grace_secs), name="tfdist stop", daemon=True
+        )
+        stopping.start()
+        while stopping.is_alive():
+            stopping.join(0.05)
+            if len(self._received) > answered:
+                self._supervisor.stop(signals=())
+                break
+        for process in self._supervisor.running:
+            self._say(f"{process.name} (process {process.pid}) does not end, not even by SIGKILL")
+
+    def _say(self, *lines: str) -> None:
+        self._supervisor.say(lines)
+
+
+def _exit_code(process: Process) -> int:
+    code = process.returncode or 0
+    return code if code >= 0 else 128 - code
+
+
+def _how(process: Process) -> str:
+    code = process.returncode or 0
+    return f"exit code {code}" if code > 0 else f"{_signal_name(-code)}, exit code {_exit_code(process)}"
+
+
+def _last_lines(failed: Process) -> list[str]:
+    shown = [line for line in failed.tail if line.strip()][-_SHOWN_LINES:]
+    title = [f"the last lines of {failed.name}:"] if shown else []
+    return [*title, *(f"  {line}" for line in shown)]
+
+
+def _obituary(failed: Process) -> list[str]:
+    """Its last lines, then who failed first and how: what to read first stands at the bottom of the screen."""
+    return [*_last_lines(failed), f"{failed.name} failed first ({_how(failed)}); all tasks have ended"]
+
+
+def _signal_name(signum: int) -> str:
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"
