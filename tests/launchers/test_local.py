@@ -209,7 +209,12 @@ def test_others_that_end_badly_because_the_chief_succeeded_decide_nothing(script
 
 @pytest.mark.processes
 def test_a_worker_that_fails_before_the_chief_is_done_decides(script):
-    assert launch("--num_ps=1", script("sys.exit(6) if name == 'worker:0' else signal.pause()"))[0] == 6
+    assert (
+        launch(
+            "--num_ps=1", "--max_worker_restarts=1", script("sys.exit(6) if name == 'worker:0' else signal.pause()")
+        )[0]
+        == 6
+    )
 
 
 @pytest.mark.processes

@@ -38,7 +38,12 @@ while words[0].startswith("-") and words[0] != "--":
 host, command = words[1:]
 if host == "silent":
     time.sleep(1000)
-if host not in ("alpha", "me@beta"):
+away = os.path.join(os.environ["HOME"], "away")  # Names a host, and how often it can't be reached from now on.
+name, times = open(away).read().split() if os.path.exists(away) else ("", 0)
+if name == host and int(times):
+    with open(away, "w") as file:
+        file.write(f"{{name}} {{int(times) - 1}}")
+if host not in ("alpha", "me@beta") or (name == host and int(times)):
     sys.stderr.write(f"ssh: Could not resolve hostname {{host}}: Name or service not known\\n")
     sys.exit(255)
 # As sshd does: a fresh environment, the home directory, and the login shell.
@@ -213,6 +218,51 @@ while True: signal.pause()
         launcher.wait(30)
         _, alive = psutil.wait_procs(processes, timeout=20)
         assert not alive
+
+
+# Hosts that are lost while the job runs.
+
+
+@pytest.mark.processes
+def test_a_worker_whose_host_was_away_is_started_again_there(launch, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    text = """
+if name == "worker:0" and os.environ["TFDIST_TASK_RESTART"] == "0":
+    open("away", "w").write("me@beta 1")
+    signal.raise_signal(9)
+if name == "worker:0":
+    print(os.environ["FAKE_HOST"], os.environ["TFDIST_ATTEMPT"], os.environ["TFDIST_TASK_RESTART"], flush=True)
+    open("pipe", "w").close()
+elif name == "chief:0":
+    open("pipe").read()
+else:
+    signal.pause()
+"""
+    flags = "--hosts=me@beta,alpha:3", "--num_ps=1", "--restart_backoff_secs=0", "--grace_period_secs=0.5"
+    code, out, err = launch(text, *flags)
+    assert (code, out) == (0, "[worker:0] me@beta 0 2\n")
+    assert [line for line in err.splitlines() if line.endswith("starting it again")] == [
+        "tfdist: worker:0 failed (exit code 137, failure 1 in a row); starting it again",
+        "tfdist: worker:0 failed (exit code 255, failure 2 in a row); starting it again",
+    ]
+
+
+@pytest.mark.processes
+def test_a_host_that_stays_away_is_left_out(launch):
+    text = """
+workers = json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"]
+if name == "worker:0" and len(workers) == 2:
+    open("away", "w").write("alpha 9")
+    signal.raise_signal(9)
+if len(workers) == 2: signal.pause()
+print(os.environ["FAKE_HOST"], *workers)
+"""
+    flags = "--hosts=alpha,me@beta", "--min_workers=1", "--max_restarts=2", "--restart_backoff_secs=0"
+    code, out, err = launch(text, *flags)
+    assert code == 0
+    assert out.startswith("[worker:0] me@beta beta:")
+    assert err.count("tfdist: worker:0 failed first (exit code 255); all tasks have ended") == 2
+    assert "tfdist: going on with 1 of 2 workers, numbered anew, without worker:0: starting all tasks again" in err
 
 
 # Before anything starts.

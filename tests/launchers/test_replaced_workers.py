@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real tasks: a parameter server's worker is replaced alone, and a job goes on with fewer workers."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.processes
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+PREAMBLE = """
+import json, os, signal, sys
+config = json.loads(os.environ["TF_CONFIG"])
+task, workers = config["task"], config["cluster"]["worker"]
+name = f"{task['type']}:{task['index']}"
+attempt, restart = (int(os.environ[key]) for key in ("TFDIST_ATTEMPT", "TFDIST_TASK_RESTART"))
+
+def tell(): open("pipe", "w").write("now")
+def wait_for_it(): open("pipe").read()
+"""
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """Runs a script in a directory of its own, in which there is a pipe; gives the code and both streams."""
+    os.mkfifo(tmp_path / "pipe")
+
+    def command(*flags):
+        return [sys.executable, "-m", "tfdist.cli", "launch", "local", *flags, "train.py"]
+
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+    def run(text, *flags):
+        (tmp_path / "train.py").write_text(PREAMBLE + text)
+        done = subprocess.run(command(*flags), cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+        return done.returncode, done.stdout.splitlines(), done.stderr.splitlines()
+
+    def start(text, *flags):
+        (tmp_path / "train.py").write_text(PREAMBLE + text)
+        return subprocess.Popen(command(*flags), cwd=tmp_path, env=env, stdout=-1, stderr=-1, text=True)
+
+    run.start = start
+    return run
+
+
+def said(err):
+    """What the launcher says itself, without the last lines of a task."""
+    lines = [line.removeprefix("tfdist: ") for line in err if line.startswith("tfdist: ")]
+    return [line for line in lines if not line.startswith((" ", "the last lines of "))]
+
+
+PS = ("--num_ps=1", "--restart_backoff_secs=0", "--grace_period_secs=0.2")
+
+
+# Parameter servers.
+
+
+def test_a_killed_worker_is_started_again_alone_with_files_of_its_own(launch, tmp_path):
+    text = """
+print(attempt, restart, *workers, flush=True)
+if name == "chief:0": wait_for_it()
+elif name == "worker:1" and not restart: os.kill(os.getpid(), signal.SIGKILL)
+elif name == "worker:1": tell()
+else: signal.pause()
+"""
+    code, out, err = launch(text, *PS, "--task_logs=logs", "--run=first")
+    assert (code, err) == (
+        0,
+        ["tfdist: worker:1 failed (SIGKILL, exit code 137, failure 1 in a row); starting it again"],
+    )
+    first, again = (line for line in out if line.startswith("[worker:1]"))
+    assert first.startswith("[worker:1] 0 0 ")
+    assert again == first.replace("0 0", "0 1", 1)
+    assert len(out) == 5
+    folder = tmp_path / "logs" / "first" / "attempt_0" / "worker_1"
+    assert [(folder / name).read_text().split()[1] for name in ("stdout.log", "stdout.1.log")] == ["0", "1"]
+
+
+def test_a_worker_that_fails_on_every_start_fails_the_job(launch):
+    text = "sys.exit(f'no data here {restart}') if name == 'worker:1' else signal.pause()"
+    code, _, err = launch(text, *PS, "--max_worker_restarts=2")
+    assert code == 1
+    assert said(err) == [
+        "worker:1 failed (exit code 1, failure 1 in a row); starting it again",
+        "worker:1 failed (exit code 1, failure 2 in a row); starting it again",
+        "worker:1 is given up (exit code 1, failure 3 in a row)",
+        "worker:1 failed first (exit code 1); all tasks have ended",
+    ]
+    assert "tfdist:   no data here 2" in err
+
+
+def test_a_worker_that_can_not_come_up_is_left_out(launch):
+    """Although no restart is allowed: it is another cluster, and no failure of this one."""
+    text = """
+if len(workers) == 3:
+    print(*workers, flush=True)
+    sys.exit(6) if name == "worker:1" else signal.pause()
+if name == "chief:0": print(attempt, *workers)
+else: signal.pause()
+"""
+    code, out, err = launch(text, *PS, "--num_workers=3", "--min_workers=2", "--max_worker_restarts=0")
+    assert code == 0
+    whole = next(line.split()[1:] for line in out if line.startswith("[worker:1]"))
+    assert out[-1].split() == ["[chief:0]", "1", whole[0], whole[2]]
+    assert said(err) == [
+        "worker:1 is given up (exit code 6, failure 1 in a row)",
+        "worker:1 failed first (exit code 6); all tasks have ended",
+        "going on with 2 of 3 workers, numbered anew, without worker:1: starting all tasks again",
+    ]
+
+
+def test_below_the_least_number_of_workers_the_job_fails(launch):
+    text = "sys.exit(6) if name == f'worker:{len(workers) - 1}' else signal.pause()"
+    code, _, err = launch(text, *PS, "--num_workers=3", "--min_workers=2", "--max_worker_restarts=0")
+    assert code == 6
+    assert [line for line in said(err) if "going on" in line] == [
+        "going on with 2 of 3 workers, numbered anew, without worker:2: starting all tasks again"
+    ]
+    assert said(err)[-1] == "worker:1 failed first (exit code 6); all tasks have ended"
+
+
+@pytest.mark.parametrize(("victim", "code"), [("ps:0", 4), ("chief:0", 5)])
+def test_a_ps_or_chief_that_fails_restarts_all(launch, victim, code):
+    text = f"""
+print(name, attempt, restart, flush=True)
+if attempt: sys.exit(0)
+if name == "worker:1" and not restart: sys.exit(9)
+if name == "worker:1": tell()
+elif name == "{victim}":
+    wait_for_it()
+    sys.exit({code})
+signal.pause()
+"""
+    found, out, err = launch(text, *PS, "--max_restarts=1")
+    assert found == 0
+    assert f"{victim} failed first (exit code {code}); all tasks have ended" in said(err)
+    assert said(err)[-1] == "starting all tasks again in 0 s (restart 1 of 1)"
+    assert "[worker:1] worker:1 0 1" in out
+    assert {f"[{each}] {each} 1 0" for each in ("chief:0", "worker:0", "worker:1", "ps:0")} <= set(out)
+
+
+def test_a_signal_ends_the_wait_for_a_replacement(launch):
+    text = """
+for signum in (signal.SIGTERM, signal.SIGINT): signal.signal(signum, signal.SIG_DFL)
+print("pid", os.getpid(), flush=True)
+sys.exit(1) if name == "worker:1" else signal.pause()
+"""
+    flags = "--num_ps=1", "--restart_backoff_secs=1000"
+    with launch.start(text, *flags) as launcher:
+        lines = [launcher.stderr.readline() for _ in range(2)]
+        assert lines[1] == "tfdist: worker:1 failed (exit code 1, failure 2 in a row); starting it again in 1000 s\n"
+        launcher.send_signal(signal.SIGTERM)
+        out, _ = launcher.communicate(timeout=30)
+        assert launcher.returncode == 143
+    assert not [pid for pid in (int(line.split()[2]) for line in out.splitlines()) if psutil.pid_exists(pid)]
+
+
+def test_a_replacement_that_listens_to_nobody_does_not_delay_the_end(launch):
+    """The chief ends before the replacement has met it. The grace period is not what ends it: that is far too long."""
+    text = """
+if name == "worker:1" and not restart: sys.exit(9)
+if name == "worker:1":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    tell()
+    while True: signal.pause()
+if name == "chief:0": wait_for_it()
+"""
+    code, _, err = launch(text, "--num_ps=1", "--grace_period_secs=1000")
+    assert (code, said(err)) == (0, ["worker:1 failed (exit code 9, failure 1 in a row); starting it again"])
+
+
+# All-reduce.
+
+ALL_REDUCE = ("--num_workers=3", "--restart_backoff_secs=0", "--max_worker_restarts=1", "--grace_period_secs=0.2")
+BAD = """
+print(attempt, *workers, flush=True)
+if len(workers) == 3: sys.exit(4) if name == "worker:0" else signal.pause()
+"""
+
+
+def test_the_first_worker_is_left_out_and_the_next_one_leads(launch):
+    code, out, err = launch(BAD, *ALL_REDUCE, "--min_workers=2", "--max_restarts=5")
+    assert code == 0
+    whole = next(line.split()[2:] for line in out if line.startswith("[worker:0] 0 "))
+    last = [line.split() for line in out if line.split()[1] == "2"]
+    assert sorted(last) == [[f"[worker:{index}]", "2", *whole[1:]] for index in (0, 1)]
+    assert said(err) == [
+        "worker:0 failed first (exit code 4); all tasks have ended",
+        "starting all tasks again in 0 s (restart 1 of 5)",
+        "worker:0 failed first (exit code 4); all tasks have ended",
+        "going on with 2 of 3 workers, numbered anew, without worker:0: starting all tasks again",
+    ]
+
+
+def test_the_last_restart_shows_who_can_not_come_back(launch):
+    """With the default of --max_worker_restarts; the smaller cluster may fail as often as the whole one."""
+    text = BAD + "elif attempt == 2: sys.exit(75)\nelif attempt == 3: sys.exit(5)\n"
+    flags = ("--num_workers=3", "--restart_backoff_secs=0", "--min_workers=2", "--max_restarts=1")
+    code, _, err = launch(text, *flags)
+    assert code == 0
+    assert [line for line in said(err) if "again" in line] == [
+        "starting all tasks again in 0 s (restart 1 of 1)",
+        "going on with 2 of 3 workers, numbered anew, without worker:0: starting all tasks again",
+        "starting all tasks again in 0 s (preemption 1)",
+        "starting all tasks again in 0 s (restart 1 of 1)",
+    ]
+
+
+@pytest.mark.parametrize("flags", [(), ("--min_workers=3",)])
+def test_without_leave_to_be_fewer_the_job_fails(launch, flags):
+    code, _, err = launch(BAD, *ALL_REDUCE, "--max_restarts=2", *flags)
+    assert code == 4
+    assert [line for line in said(err) if "again" in line] == [
+        f"starting all tasks again in 0 s (restart {n} of 2)" for n in (1, 2)
+    ]
+
+
+def test_workers_that_fail_in_turns_are_not_left_out(launch):
+    text = "sys.exit(4) if task['index'] == attempt else signal.pause()"
+    code, _, err = launch(text, *ALL_REDUCE, "--min_workers=1", "--max_restarts=2")
+    assert code == 4
+    assert said(err)[-1] == "worker:2 failed first (exit code 4); all tasks have ended"
+    assert not any("going on" in line for line in err)
+
+
+def test_one_after_the_other_is_left_out_down_to_the_least_number(launch):
+    text = "sys.exit(len(workers)) if task['index'] == 1 or len(workers) == 1 else signal.pause()"
+    code, _, err = launch(text, *ALL_REDUCE, "--min_workers=1", "--max_restarts=1")
+    assert code == 1
+    assert [line for line in said(err) if "going on" in line] == [
+        f"going on with {left} of 3 workers, numbered anew, without {names}: starting all tasks again"
+        for left, names in ((2, "worker:1"), (1, "worker:1, worker:2"))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--min_workers=0", "--num_ps=1"), "--min_workers is out of range; use 1 to --num_workers=2. Received: 0"),
+        (("--min_workers=3", "--num_ps=1"), "--min_workers is out of range; use 1 to --num_workers=2. Received: 3"),
+        (
+            ("--min_workers=1",),
+            "--min_workers has no effect without a restart, where there is no parameter server; add",
+        ),
+    ],
+)
+def test_a_number_that_makes_no_sense_is_one_line(launch, flags, words):
+    code, out, err = launch("", *flags)
+    assert (code, out, len(err)) == (2, [], 1)
+    assert err[0].startswith(f"tfdist: {words}")
