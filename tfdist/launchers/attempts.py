@@ -159,7 +159,9 @@ class Attempt:
             self._unsaid[ended.name] = f"{text}; starting it again"
 
     def _start_due(self) -> None:
-        for name in self._replacements.due() if self._failed is None else []:
+        if self._failed is not None or self._received:
+            return
+        for name in self._replacements.due():
             ended = self._latest[name]
             if ended.wait(0) is None:
                 self._replacements.postpone(name, _SWEPT_SECS)
@@ -181,6 +183,7 @@ class Attempt:
         if left >= self._min_workers and ended.name in self._settled:
             # The chief has met it, and does without.
             self._pending.discard(ended.name)
+            ended.wait(_VERDICT_SECS)  # Its last words may still be coming in.
             self._say(*_last_lines(ended), f"{text}; going on with {left} of {all_of_them} workers")
             return
         self._goes_on = left >= self._min_workers
