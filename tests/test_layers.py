@@ -22,7 +22,7 @@ MODULES = sorted((ROOT / "tfdist").rglob("*.py"))
 ARROWS: dict[str, set[str]] = {
     "__init__": {"cluster", "flags", "strategies"},
     "_addresses": set(),
-    "callbacks": {"learning_rate", "telemetry"},
+    "callbacks": {"learning_rate", "resume", "telemetry"},
     "cli": {"__init__", "cluster", "doctor", "launchers"},
     "cluster": {"_addresses"},
     "compression": set(),
@@ -33,6 +33,7 @@ ARROWS: dict[str, set[str]] = {
     "launchers": {"__init__", "_addresses", "cluster"},
     "learning_rate": set(),
     "policies": set(),
+    "resume": {"engines", "launchers"},
     "schedules": set(),
     "serving": {"cluster", "engines", "launchers", "serving_task"},
     "serving_task": {"cluster", "engines"},

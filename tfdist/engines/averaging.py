@@ -121,6 +121,11 @@ class AveragingEngine:
             with self._strategy.scope():
                 average.settle()
 
+    def variables(self, model: keras.Model) -> list[Any]:
+        """The Keras variables that the averages of this model depend on, besides its own and its optimizers'."""
+        with self._strategy.scope():
+            return self._average_of(model).variables
+
     def finish(self) -> None:
         """Brings the replicas together for good, also where their optimizers kept what is theirs."""
         self.settle()

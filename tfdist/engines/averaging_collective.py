@@ -91,6 +91,11 @@ class Average:
         """Whether it averages for these optimizers: `compile` may have brought others."""
         return [id(each) for each in optimizers] == [id(each) for each in self._optimizers]
 
+    @property
+    def variables(self) -> list[Any]:
+        """The outer optimizer's Keras variables, if there is one."""
+        return self._outer.variables if self._outer is not None else []
+
     def begin_step(self) -> None:
         """To be called, in cross-replica context, before the replicas make a step alone."""
         if self._outer is not None:

@@ -43,6 +43,11 @@ class Outer:
             own.build(last)
         return own, last
 
+    @property
+    def variables(self) -> list[Any]:
+        """The optimizer's Keras variables."""
+        return self._optimizer.variables
+
     def remember(self) -> tf.Tensor:
         """Takes the parameters as they are now for those of the last average."""
         with tf.device(self._device):

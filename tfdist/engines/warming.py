@@ -82,6 +82,7 @@ class Warming:
         self._record = record
         self._model: Callable[[], keras.Model | None] = lambda: None
         self._is_first_of_epoch = True
+        self._goes_on_in_epoch = False
         # Whether the first replica has trained since it gave its state to all; the same in all processes.
         self._is_ahead = False
         self._was_alone = False
@@ -111,6 +112,10 @@ class Warming:
         if is_level and self._warmup.taking_part_next(True) == self._warmup.total_num_replicas:
             self._open()
         return self.is_over
+
+    def go_on_in_epoch(self) -> None:
+        """Says that `fit` begins in the middle of an epoch."""
+        self._is_first_of_epoch, self._goes_on_in_epoch = False, True
 
     # In Keras' loop.
 
@@ -207,7 +212,7 @@ class Warming:
             return
         self._unfollow()
         self._model = weakref.ref(model)
-        self._is_first_of_epoch = True
+        self._is_first_of_epoch, self._goes_on_in_epoch = not self._goes_on_in_epoch, False
         ended, begun = getattr(model, _END), getattr(model, _BEGIN)
 
         def end(logs: Any) -> Any:

@@ -78,6 +78,13 @@ class WorkerDataset(input_lib.DistributedDataset):
             raise RuntimeError("iter(dataset) must be called outside of a tf.function under ParameterServerStrategy.")
         return WorkerIterator(self._engine, self)
 
+    def after(self, passes: int, batches: int) -> WorkerDataset:
+        """What is left of a pass; see `progress.Restart.after`. Each worker gets its share of it."""
+        self.passes = passes + 1
+        rest = WorkerDataset(self._engine, self._dataset.skip(batches), self._sharding, self._num_parts)
+        rest.passes = passes
+        return rest
+
     def local_iterator(self) -> Iterator[Any]:
         """An iterator of the chief's own, over the whole."""
         return iter(self._dataset)
@@ -251,6 +258,14 @@ class WorkerDatasetFromFunction(WorkerDataset):
         self._datasets = datasets
         # Asked for here, on the chief: `share` is called where a worker is the default device.
         self._counts = [int(dataset.cardinality()) for dataset in datasets]
+
+    def after(self, passes: int, batches: int) -> WorkerDataset:
+        """See `WorkerDataset.after`. Each worker leaves out as many as fall to it."""
+        each = [dataset.skip(batches // len(self._datasets)) for dataset in self._datasets]
+        self.passes = passes + 1
+        rest = WorkerDatasetFromFunction(self._engine, each, self._num_parts)
+        rest.passes = passes
+        return rest
 
     def share(self, worker: int) -> int | None:
         """See `WorkerDataset.share`."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from tfdist.policies import auto_spares, base
 
@@ -75,6 +75,15 @@ class BackupWorkers(base.Aggregation):
     def spares(self) -> int:
         """b, how many replicas the update that is being collected does not wait for."""
         return self._spares
+
+    def state(self) -> dict[str, Any]:
+        """See `Policy.state`: what "auto" has chosen. What it has measured may be another matter after a restart."""
+        return {"spares": self._spares}
+
+    def take(self, state: dict[str, Any]) -> None:
+        """See `Policy.take`. There may be fewer replicas than there were."""
+        if self._auto is not None:
+            self._spares = min(state["spares"], self._total - 1)
 
     def _check_replicas(self, total_num_replicas: int, strategy: str) -> None:
         received = f"Received: spares={self._asked!r}, total_num_replicas={total_num_replicas}"

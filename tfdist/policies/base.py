@@ -9,6 +9,7 @@ So one object drives the engines, the simulator and the tests.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +114,13 @@ class Policy:
     def total_num_replicas(self) -> int:
         """How many replicas there are, dead or alive; 0 before `begin`."""
         return self._total
+
+    def state(self) -> dict[str, Any]:
+        """What a new policy has to be told to go on from here, as JSON data; nothing, unless a policy says more."""
+        return {}
+
+    def take(self, state: dict[str, Any]) -> None:
+        """Goes on from what `state` has returned; called between two updates."""
 
     def _check_replicas(self, total_num_replicas: int, strategy: str) -> None:
         """Raises ValueError if the policy makes no sense with so many replicas."""

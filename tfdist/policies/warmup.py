@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tfdist.policies import base
 
 
@@ -63,6 +65,14 @@ class Warmup(base.Policy):
     def resume(self, begun: int) -> None:
         """From now on as if so many of the phase's units were begun, because somebody who knows better says so."""
         self._begun = begun
+
+    def state(self) -> dict[str, Any]:
+        """See `Policy.state`."""
+        return {"begun": self._begun}
+
+    def take(self, state: dict[str, Any]) -> None:
+        """See `Policy.take`."""
+        self.resume(state["begun"])
 
     @property
     def begun(self) -> int:

@@ -17,6 +17,7 @@ import random
 import secrets
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -83,6 +84,34 @@ class Agreement:
         key = self._next_key()
         self._set(f"{key}/{self.task}", value)
         return {task: json.loads(self._get(f"{key}/{task}", what)) for task in self.tasks}
+
+    def end_soon_after_exit(self) -> None:
+        """See the function of this name."""
+        end_soon_after_exit()
+
+    def tell(self, key: str, value: str) -> bool:
+        """Puts text where every worker can hear it, at any time; False if there is some already, or nobody listens."""
+        try:
+            tf_context.context().set_config_key_value(f"tfdist/told/{key}", value)
+        except tf.errors.OpError:
+            return False
+        return True
+
+    def hear(self, key: str, timeout_secs: float) -> str | None:
+        """What a worker has told under `key`; None if nobody has for so long. May be called from any thread.
+
+        Raises:
+          ConnectionError: the service, which is the chief's, does not answer.
+        """
+        deadline = time.monotonic() + timeout_secs
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                return tf_context.context().get_config_key_value(f"tfdist/told/{key}", max(1, int(1000 * min(left, 1))))
+            except tf.errors.DeadlineExceededError:
+                continue
+            except tf.errors.OpError as error:
+                raise ConnectionError(f"the coordination service of {self.tasks[0]} does not answer: {error}") from None
+        return None
 
     def waited_for(self) -> str:
         """Those of the others who are not waiting themselves."""

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.engines import averaging_data, keras_steps, python_operation, sharing
+from tfdist.engines import averaging_data, keras_steps, progress, python_operation, sharing
 from tfdist.engines.averaging import AveragingEngine
 from tfdist.engines.threaded import ThreadedEngine
 from tfdist.engines.threaded_data import ReplicaBatch, ReplicaDataset, ReplicaDatasetFromFunction, find_iterator
 from tfdist.engines.threaded_step import ThreadedStep
 from tfdist.policies import composition
 from tfdist.policies.base import Aggregation
-from tfdist.strategies import _common, order, steps, warming
+from tfdist.strategies import _common, order, saving, steps, warming
 from tfdist.telemetry.report import Recorder, Report
 
 # TensorFlow tells the collectives of a process apart by numbers that each strategy counts from this one.
@@ -76,6 +76,7 @@ class MirroredStrategy(warming.WarmingSteps, tf.distribute.MirroredStrategy):
             replicas = range(self.num_replicas_in_sync)
             self._averaging = AveragingEngine(self, composed.averaging, replicas, self._sum_over_workers, 1)
         self._warming = warming.on_devices(self, composed.warmup, self._recorder)
+        self._policies_to_save = saving.PoliciesToSave(policies, self._warming, self._averaging)
         # The step of a custom loop that was run outside of a graph last.
         self._traced: dict[Any, ThreadedStep] = {}
 
@@ -126,6 +127,10 @@ class MirroredStrategy(warming.WarmingSteps, tf.distribute.MirroredStrategy):
 
         With a policy, iterating over the result gives tickets, to be given to `run` in place of a batch.
         """
+        distributed = self._distributed(dataset, options)
+        return distributed if options is not None else progress.remember(distributed, dataset, self._distributed)
+
+    def _distributed(self, dataset: Any, options: Any = None) -> Any:
         return warming.with_batches(self._warming, self._divided(dataset, options), dataset, options)
 
     def _divided(self, dataset: Any, options: Any) -> Any:

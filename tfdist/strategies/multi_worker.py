@@ -22,6 +22,7 @@ from tfdist.engines import (
     averaging_data,
     board,
     own_address,
+    progress,
     quorum,
     quorum_data,
     quorum_member,
@@ -33,7 +34,7 @@ from tfdist.engines.averaging import AveragingEngine
 from tfdist.engines.quorum_step import Ticket
 from tfdist.policies import composition
 from tfdist.policies.base import Aggregation, Update
-from tfdist.strategies import _common, chief_writes, steps, warming
+from tfdist.strategies import _common, chief_writes, saving, steps, warming
 from tfdist.strategies import agreement as agreements
 from tfdist.telemetry.report import Recorder, Report
 
@@ -111,6 +112,7 @@ class MultiWorkerMirroredStrategy(warming.WarmingSteps, tf.distribute.MultiWorke
         if composed.averaging:
             parts, sum_up = self._parts(), self._sum_over_workers
             self._averaging = AveragingEngine(self, composed.averaging, parts, sum_up, num_workers)
+        self._policies_to_save = saving.PoliciesToSave(policies, self._warming, self._averaging)
 
     def _join(self, cluster: clusters.Cluster) -> None:
         agreement = self._agreement = agreements.Agreement(cluster.task, cluster.training_tasks)
@@ -192,7 +194,10 @@ class MultiWorkerMirroredStrategy(warming.WarmingSteps, tf.distribute.MultiWorke
         is_known = self._check_same(dataset)
         if self._agreement:
             dataset = sharing.reorder_batches(dataset, self._seed)
-        parts = self._parts()
+        return progress.remember(self._dealt(dataset, is_known), dataset, lambda rest: self._dealt(rest, is_known))
+
+    def _dealt(self, dataset: tf.data.Dataset, is_known: bool) -> Any:
+        parts, replicas = self._parts(), self.num_replicas_in_sync
         dealt = sharing.deal(dataset, parts, replicas).prefetch(len(parts))
         distributed = super().distribute_datasets_from_function(lambda context: dealt)
         # All workers come to the end in the same step: no need to ask them in each.

@@ -30,7 +30,7 @@ from tfdist.engines.worker_data import WorkerBatch, WorkerIterator, find_iterato
 from tfdist.engines.worker_dataset import WorkerDataset, WorkerDatasetFromFunction
 from tfdist.policies import composition
 from tfdist.policies.base import Aggregation
-from tfdist.strategies import _common, order
+from tfdist.strategies import _common, order, saving
 from tfdist.telemetry.report import Recorder, Report
 
 _SHARDINGS = ("shard", "replicate", "dynamic")
@@ -103,6 +103,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         self._aggregated: AggregatedEngine | None = None
         self._num_parts = 1
         self._aggregate(composed, stall_timeout_secs)
+        self._policies_to_save = saving.PoliciesToSave(policies)
         watch.InterruptEscape(self._engine.waited_for).install()
         order.joined_cluster()
 

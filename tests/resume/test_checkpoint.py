@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints are whole or not there, and the newest one that can be read is taken."""
+
+from __future__ import annotations
+
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from tfdist.resume.checkpoint import Checkpoint, CheckpointDirectory, check_same
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def _directory(path: pathlib.Path, max_to_keep: int = 2) -> tuple[CheckpointDirectory, list[str]]:
+    said: list[str] = []
+    return CheckpointDirectory(path, max_to_keep, said.append), said
+
+
+def _names(path: pathlib.Path) -> list[str]:
+    return sorted(entry.name for entry in path.iterdir())
+
+
+def _of(step: int, value: float = 0.0) -> Checkpoint:
+    return Checkpoint(step, {"epoch": step // 10}, (np.full((2, 3), value, np.float32), np.array(step)))
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.integers(0, 10**12),
+    st.lists(
+        st.sampled_from(["float16", "float32", "float64", "int8", "int64", "uint32", "bool"]).flatmap(
+            lambda dtype: arrays.arrays(dtype, arrays.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4))
+        ),
+        max_size=5,
+    ),
+    st.dictionaries(st.text(), st.none() | st.booleans() | st.integers() | st.text()),
+)
+def test_what_was_saved_is_read(step: int, values: list[np.ndarray], state: dict):
+    with tempfile.TemporaryDirectory() as path:
+        directory, said = _directory(pathlib.Path(path, "made", "when needed"))
+        directory.save(Checkpoint(step, state, tuple(values)))
+        found = directory.newest()
+    assert found is not None
+    assert (found.step, found.state) == (step, state)
+    assert [value.tobytes() for value in found.arrays] == [value.tobytes() for value in values]
+    assert [(value.shape, value.dtype) for value in found.arrays] == [(value.shape, value.dtype) for value in values]
+    assert not said
+
+
+def test_types_that_numpy_does_not_know_keep_their_bytes(tmp_path: pathlib.Path):
+    directory, _ = _directory(tmp_path)
+    value = np.array([1.5, -2.0], ml_dtypes.bfloat16)
+    directory.save(Checkpoint(1, {}, (value,)))
+    found = directory.newest()
+    assert found is not None
+    assert found.arrays[0].view(ml_dtypes.bfloat16).tolist() == [1.5, -2.0]
+
+
+def test_the_newest_are_kept(tmp_path: pathlib.Path):
+    directory, _ = _directory(tmp_path, max_to_keep=2)
+    assert directory.newest() is None
+    for step in (5, 10, 9, 123456789012):
+        directory.save(_of(step))
+    assert _names(tmp_path) == ["step-0000000010", "step-123456789012"]
+    found = directory.newest()
+    assert found is not None
+    assert found.step == 123456789012
+
+
+def test_one_of_the_same_step_is_replaced(tmp_path: pathlib.Path):
+    directory, _ = _directory(tmp_path)
+    directory.save(_of(5, 1.0))
+    directory.save(_of(5, 2.0))
+    found = directory.newest()
+    assert found is not None
+    assert found.arrays[0][0, 0] == 2.0
+
+
+@pytest.mark.parametrize("damage", ["no state", "no variables", "cut variables", "cut state", "other state"])
+def test_one_that_cannot_be_read_is_put_aside_and_the_one_before_is_taken(tmp_path: pathlib.Path, damage: str):
+    directory, said = _directory(tmp_path)
+    directory.save(_of(5))
+    directory.save(_of(10))
+    newest = tmp_path / "step-0000000010"
+    variables, state = newest / "variables.npz", newest / "state.json"
+    if damage == "no state":
+        state.unlink()
+    elif damage == "no variables":
+        variables.unlink()
+    elif damage == "cut variables":
+        variables.write_bytes(variables.read_bytes()[:-30])
+    elif damage == "cut state":
+        state.write_text(state.read_text()[:10])
+    else:
+        state.write_text("{}")
+    found = directory.newest()
+    assert found is not None
+    assert found.step == 5
+    (line,) = said
+    assert f"{newest} can't be read, and is put aside" in line
+    assert _names(tmp_path) == ["step-0000000005", "unreadable-step-0000000010"]
+
+
+@pytest.mark.processes
+def test_a_process_that_is_killed_while_it_writes_leaves_the_checkpoints_that_were_complete(tmp_path: pathlib.Path):
+    """It writes one after the other, as fast as it can, and is killed after a random one of them."""
+    script = """
+import sys, numpy as np
+from tfdist.resume.checkpoint import Checkpoint, CheckpointDirectory
+directory = CheckpointDirectory(sys.argv[1], 2, print)
+for step in range(1, 10**6):
+    directory.save(Checkpoint(step, {}, (np.full(200_000, step),)))
+    print(step, flush=True)
+"""
+    root = pathlib.Path(__file__).resolve().parents[2]
+    for number in (1, 2, 5):
+        command = [sys.executable, "-c", script, str(tmp_path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as process:
+            assert process.stdout is not None
+            for _ in range(number):
+                done = int(process.stdout.readline())
+            process.send_signal(signal.SIGKILL)
+        directory, said = _directory(tmp_path)
+        found = directory.newest()
+        assert found is not None
+        assert found.step >= done
+        assert (found.arrays[0] == found.step).all()
+        assert not said
+    directory.save(_of(10**7))
+    assert not [name for name in _names(tmp_path) if not name.startswith("step-")]
+
+
+def test_another_model_is_refused_by_name():
+    same = [["dense/kernel", [3, 4], "float32"], ["dense/bias", [4], "float32"]]
+    check_same(same, [["dense_1/kernel", [3, 4], "float32"], ["dense_1/bias", [4], "float32"]], "here")
+    with pytest.raises(ValueError, match=r"here has a checkpoint of another model or optimizer, with 2 variables"):
+        check_same(same, same[:1], "here")
+    with pytest.raises(ValueError, match=r"dense/bias is float32\[4\] there; .* Received: d/bias, float32\[5\]"):
+        check_same(same, [same[0], ["d/bias", [5], "float32"]], "here")
+    with pytest.raises(ValueError, match=r"Received: dense/bias, float16\[4\]"):
+        check_same(same, [same[0], ["dense/bias", [4], "float16"]], "here")

@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An interrupted training comes to the same weights, bit for bit, as one that was not interrupted."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import signal
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdist
+from tfdist.resume import position
+
+pytestmark = pytest.mark.timeout(300)
+
+X = np.random.default_rng(0).normal(size=(96, 4)).astype("float32")
+Y = X[:, :1] * 2
+EPOCHS = 4
+
+
+class CutOffError(Exception):
+    """Stands for whatever ends a program."""
+
+
+class Interrupt(keras.callbacks.Callback):
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self.left = after
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.left -= 1
+        if not self.left:
+            raise CutOffError
+
+
+class Numbers(keras.callbacks.Callback):
+    """Keeps the numbers of the steps that Keras tells callbacks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, int]] = []
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.seen.append((self.epoch, batch))
+
+
+class Unbuilt(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.drop, self.last = keras.layers.Dense(8), keras.layers.Dropout(0.3), keras.layers.Dense(1)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        return self.last(self.drop(self.hidden(x), training=training))
+
+
+def _model(built: bool = True, steps_per_execution: int = 1, optimizer: Any = None, **kwargs: Any) -> keras.Model:
+    keras.utils.set_random_seed(7)
+    layers = [keras.layers.Dense(8, activation="relu"), keras.layers.BatchNormalization(), keras.layers.Dropout(0.3)]
+    model = keras.Sequential([keras.Input((4,)), *layers, keras.layers.Dense(1)]) if built else Unbuilt()
+    optimizer = optimizer or keras.optimizers.Adam(0.01)
+    model.compile(optimizer, "mse", metrics=["mae"], steps_per_execution=steps_per_execution, **kwargs)
+    return model
+
+
+def _data(kind: str) -> dict[str, Any]:
+    if kind == "arrays":
+        return {"x": X, "y": Y, "batch_size": 8}
+    shuffled = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(96, seed=3).batch(8)
+    return {
+        "shuffled": {"x": shuffled},
+        "uneven": {"x": shuffled.unbatch().batch(7)},
+        "endless": {"x": shuffled.repeat(), "steps_per_epoch": 7},
+        "of unknown length": {"x": shuffled.filter(lambda x, y: True)},
+        "cached": {"x": tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(96, seed=3).cache().batch(8)},
+        "in parts": {"x": shuffled, "steps_per_epoch": 5},
+    }[kind]
+
+
+def _fit(model: keras.Model, kind: str, callbacks: list[Any], **kwargs: Any) -> dict[str, list[float]]:
+    return model.fit(**_data(kind), epochs=EPOCHS, verbose=0, callbacks=callbacks, **kwargs).history
+
+
+def _weights(model: keras.Model) -> list[np.ndarray]:
+    return [*model.get_weights(), *(np.asarray(variable) for variable in model.optimizer.variables)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps_per_execution", "save_freq", "interruptions"),
+    [
+        ("arrays", 1, 5, (18,)),
+        ("shuffled", 1, "epoch", (30,)),
+        # At the end of an epoch, which comes as one step more where the length is not known.
+        ("uneven", 1, 1, (14,)),
+        ("of unknown length", 1, 1, (12,)),
+        ("of unknown length", 1, 7, (30,)),
+        ("endless", 1, 1, (3, 4, 9, 1)),
+        ("endless", 3, 7, (20,)),
+        ("cached", 1, 7, (20,)),
+        ("in parts", 1, 2, (8,)),
+        ("shuffled", 3, 5, (18,)),
+    ],
+)
+def test_it_goes_on_as_if_nothing_had_happened(
+    tmp_path: pathlib.Path, kind: str, steps_per_execution: int, save_freq: Any, interruptions: tuple[int, ...]
+):
+    calm = _model(steps_per_execution=steps_per_execution)
+    history = _fit(calm, kind, [])
+    for after in interruptions:
+        model = _model(steps_per_execution=steps_per_execution)
+        with pytest.raises(CutOffError):
+            _fit(
+                model,
+                kind,
+                [tfdist.callbacks.Resume(tmp_path, save_freq), Interrupt(-(-after // steps_per_execution))],
+            )
+    model = _model(steps_per_execution=steps_per_execution)
+    resumed = _fit(model, kind, [tfdist.callbacks.Resume(tmp_path, save_freq)])
+    for value, expected in zip(_weights(model), _weights(calm), strict=True):
+        np.testing.assert_array_equal(value, expected)
+    # The logs of the epoch that was interrupted are those of the whole epoch.
+    for name, values in resumed.items():
+        np.testing.assert_allclose(values, history[name][-len(values) :], rtol=1e-6)
+
+
+def test_twenty_steps_and_twenty_more_are_forty(tmp_path: pathlib.Path):
+    """The interruption is not where a checkpoint is: what was made after it is made again, and nothing is left out."""
+    calm, model = _model(), _model()
+    _fit(calm, "shuffled", [])
+    with pytest.raises(CutOffError):
+        _fit(model, "shuffled", [tfdist.callbacks.Resume(tmp_path, 10), Interrupt(28)])
+    resume, numbers = tfdist.callbacks.Resume(tmp_path, 10), Numbers()
+    model = _model()
+    _fit(model, "shuffled", [resume, numbers])
+    assert numbers.seen == [(step // 12, step % 12) for step in range(20, 48)]
+    assert resume.step == 48
+    for value, expected in zip(_weights(model), _weights(calm), strict=True):
+        np.testing.assert_array_equal(value, expected)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"built": False},
+        {"optimizer": lambda: keras.optimizers.SGD(0.05, momentum=0.9, use_ema=True, ema_momentum=0.9)},
+        {"optimizer": lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=3)},
+        {"optimizer": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01))},
+        {"optimizer": lambda: keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 5, 0.8))},
+        {"jit_compile": True},
+        {"run_eagerly": True},
+    ],
+    ids=["unbuilt", "momentum and ema", "accumulation", "loss scaling", "schedule", "xla", "eager"],
+)
+def test_all_that_the_next_step_depends_on_is_kept(tmp_path: pathlib.Path, change: dict[str, Any]):
+    def model() -> keras.Model:
+        made: dict[str, Any] = {name: value() if callable(value) else value for name, value in change.items()}
+        return _model(**made)
+
+    calm = model()
+    _fit(calm, "arrays", [])
+    with pytest.raises(CutOffError):
+        _fit(model(), "arrays", [tfdist.callbacks.Resume(tmp_path, 5), Interrupt(17)])
+    resumed = model()
+    _fit(resumed, "arrays", [tfdist.callbacks.Resume(tmp_path, 5)])
+    for value, expected in zip(_weights(resumed), _weights(calm), strict=True):
+        np.testing.assert_array_equal(value, expected)
+
+
+def test_mixed_precision_is_kept(tmp_path: pathlib.Path):
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        with pytest.raises(CutOffError):
+            _fit(_model(), "arrays", [tfdist.callbacks.Resume(tmp_path, 5), Interrupt(17)])
+        calm, resumed = _model(), _model()
+        _fit(calm, "arrays", [])
+        _fit(resumed, "arrays", [tfdist.callbacks.Resume(tmp_path, 5)])
+    finally:
+        keras.config.set_dtype_policy("float32")
+    for value, expected in zip(_weights(resumed), _weights(calm), strict=True):
+        np.testing.assert_array_equal(value, expected)
+
+
+def test_a_training_that_has_ended_is_not_repeated(tmp_path: pathlib.Path):
+    first = _model()
+    _fit(first, "shuffled", [tfdist.callbacks.Resume(tmp_path, "epoch")])
+    again, numbers = _model(), Numbers()
+    _fit(again, "shuffled", [tfdist.callbacks.Resume(tmp_path, "epoch"), numbers])
+    assert numbers.seen == []
+    for value, expected in zip(_weights(again), _weights(first), strict=True):
+        np.testing.assert_array_equal(value, expected)
+    # More epochs go on from there; and a fit without the callback begins where it always does.
+    again.fit(**_data("shuffled"), epochs=EPOCHS + 1, verbose=0, callbacks=[tfdist.callbacks.Resume(tmp_path), numbers])
+    assert numbers.seen == [(EPOCHS, step) for step in range(12)]
+    numbers.seen.clear()
+    again.fit(**_data("shuffled"), epochs=1, verbose=0, callbacks=[numbers])
+    assert numbers.seen == [(0, step) for step in range(12)]
+
+
+def test_the_end_of_an_early_stop_is_saved(tmp_path: pathlib.Path):
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.model.stop_training = batch == 4
+
+    model = _model()
+    _fit(model, "shuffled", [tfdist.callbacks.Resume(tmp_path, 1000), Stop()])
+    assert [path.name for path in tmp_path.iterdir()] == ["step-0000000005"]
+
+
+def test_validation_and_its_metrics_stay_apart(tmp_path: pathlib.Path):
+    calm = _model()
+    history = _fit(calm, "arrays", [], validation_data=(X, Y))
+    with pytest.raises(CutOffError):
+        _fit(_model(), "arrays", [tfdist.callbacks.Resume(tmp_path, 6), Interrupt(20)], validation_data=(X, Y))
+    model = _model()
+    resumed = _fit(model, "arrays", [tfdist.callbacks.Resume(tmp_path, 6)], validation_data=(X, Y))
+    assert resumed.keys() == history.keys()
+    for name, values in resumed.items():
+        np.testing.assert_allclose(values, history[name][-len(values) :], rtol=1e-6)
+
+
+class Signal(keras.callbacks.Callback):
+    def __init__(self, after: int, times: int = 1, number: int = signal.SIGTERM) -> None:
+        super().__init__()
+        self.left, self.times, self.number = after, times, number
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.left -= 1
+        if not self.left:
+            for _ in range(self.times):
+                os.kill(os.getpid(), self.number)
+
+
+@pytest.mark.parametrize(("after", "save_freq"), [(1, 1000), (17, "epoch"), (24, "epoch"), (48, 1000)])
+def test_a_signal_saves_and_ends_the_program_with_75(
+    tmp_path: pathlib.Path, capfd: pytest.CaptureFixture, after: int, save_freq: Any
+):
+    before = signal.getsignal(signal.SIGTERM)
+    calm = _model()
+    history = _fit(calm, "arrays", [])
+    with pytest.raises(SystemExit) as ended:
+        _fit(_model(), "arrays", [tfdist.callbacks.Resume(tmp_path, save_freq), Signal(after)])
+    assert ended.value.code == 75
+    assert signal.getsignal(signal.SIGTERM) == before
+    line = f"tfdist: SIGTERM: step {after} is saved in {re.escape(str(tmp_path))}; ending with code 75"
+    assert re.search(line, capfd.readouterr().err)
+    model = _model()
+    resumed = _fit(model, "arrays", [tfdist.callbacks.Resume(tmp_path, save_freq)])
+    for value, expected in zip(_weights(model), _weights(calm), strict=True):
+        np.testing.assert_array_equal(value, expected)
+    for name, values in resumed.items():
+        np.testing.assert_allclose(values, history[name][-len(values) :], rtol=1e-6)
+
+
+def test_after_fit_a_signal_does_what_it_did_before(tmp_path: pathlib.Path):
+    received: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: received.append(number))
+    try:
+        resume = tfdist.callbacks.Resume(tmp_path, signals=[signal.SIGUSR1])
+        with pytest.raises(CutOffError):
+            _fit(_model(), "arrays", [resume, Interrupt(3)])
+        # fit was left without a word to its callbacks.
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert received == [signal.SIGUSR1]
+        with pytest.raises(SystemExit):
+            _fit(_model(), "arrays", [resume, Signal(2, times=2, number=signal.SIGUSR1)])
+        # The second one has its usual effect.
+        assert received == [signal.SIGUSR1] * 2
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_another_model_or_other_data_are_refused(tmp_path: pathlib.Path):
+    with pytest.raises(CutOffError):
+        _fit(_model(), "arrays", [tfdist.callbacks.Resume(tmp_path, 5), Interrupt(7)])
+    with pytest.raises(ValueError, match=r"has a checkpoint of another model .* give Resume another directory"):
+        _fit(_model(optimizer=keras.optimizers.SGD(0.1)), "arrays", [tfdist.callbacks.Resume(tmp_path)])
+    with pytest.raises(ValueError, match=r"a fit over 12 batches per pass; .* Received: 24 batches"):
+        _model().fit(X, Y, batch_size=4, verbose=0, callbacks=[tfdist.callbacks.Resume(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"directory": ""}, "directory"),
+        ({"directory": "gs://bucket/run"}, "path of a file system"),
+        ({"save_freq": 0}, "save_freq"),
+        ({"save_freq": -5}, "save_freq"),
+        ({"save_freq": 2.5}, "save_freq"),
+        ({"save_freq": True}, "save_freq"),
+        ({"save_freq": "batch"}, "save_freq"),
+        ({"max_to_keep": 0}, "max_to_keep"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(tmp_path: pathlib.Path, arguments: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=f"{message}.*Received: "):
+        tfdist.callbacks.Resume(**{"directory": tmp_path, **arguments})
+
+
+def test_it_wants_a_fit_that_is_running(tmp_path: pathlib.Path):
+    resume = tfdist.callbacks.Resume(tmp_path)
+    resume.set_model(_model())
+    with pytest.raises(RuntimeError, match="needs a running fit"):
+        resume.on_train_begin()
+
+
+def test_keras_still_has_what_is_used_of_it():
+    assert position.check() == []

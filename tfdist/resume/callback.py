@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The callback that saves a training as it goes, and goes on with it after a restart."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfdist.engines import alone, tap, watch
+from tfdist.launchers.requests import PREEMPTED_EXIT_CODE
+from tfdist.resume import preemption
+from tfdist.resume.checkpoint import Checkpoint, CheckpointDirectory, check_same
+from tfdist.resume.position import DataPosition, Place, is_fitting
+
+# What a `fit` is called among those of this program; all workers begin them in the same order.
+_NUMBERS = itertools.count()
+
+
+class Resume(keras.callbacks.Callback):
+    """Saves the state of a training in a directory, and has `fit` go on with it when the program is started again.
+
+        model.fit(x, y, epochs=10, callbacks=[tfdist.callbacks.Resume("checkpoints", save_freq=100)])
+
+    The state is all that the next step depends on: the variables of the model, of its optimizers and of its metrics,
+    the state of the strategy's policies, and the place in the data. On one device, and on several that train in step,
+    the weights after an interruption are those of an uninterrupted run, bit for bit, if the data come in the same order
+    in every run: shuffles have a seed, or `keras.utils.set_random_seed` was called.
+
+    On SIGTERM it saves after the step that is under way and ends the program with exit code 75, which tfdist's
+    launchers take for a preemption: they start the job again and count no failure. Several workers end after the same
+    step, whichever of them the signal was sent to. A second SIGTERM has its usual effect.
+
+    On several workers the chief alone writes and reads, and gives all others what it has read; so the directory need
+    not be a shared one as long as the chief stays where it is. When `fit` has ended, the last checkpoint stays: the
+    same program, started again, trains no more. For another training give another directory.
+
+    Args:
+      directory: where checkpoints are; a local path, or one of a mounted file system.
+      save_freq: "epoch", or after how many steps to save.
+      max_to_keep: how many checkpoints are kept, the newest ones; 1 or more.
+      signals: which signals say that the process will be ended soon.
+
+    Raises:
+      ValueError: an argument makes no sense; when training begins: the checkpoint is of another model, or other data.
+      RuntimeError: when training begins: this version of Keras has another loop than the one that is known.
+      OSError: when training begins, or goes on: the directory can't be read, or written.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        save_freq: int | str = "epoch",
+        *,
+        max_to_keep: int = 2,
+        signals: Sequence[int] = (signal.SIGTERM,),
+    ) -> None:
+        super().__init__()
+        path = os.fspath(directory)
+        if not path or "://" in path:
+            raise ValueError(f"Resume(directory) must be a path of a file system. Received: directory={directory!r}")
+        if save_freq != "epoch" and not _is_count(save_freq):
+            raise ValueError(
+                'Resume(save_freq=...) must be "epoch", or a number of steps from 1 on. '
+                f"Received: save_freq={save_freq!r}"
+            )
+        if not _is_count(max_to_keep):
+            raise ValueError(f"Resume(max_to_keep=...) must be 1 or more. Received: max_to_keep={max_to_keep!r}")
+        self._save_freq = save_freq
+        self._checkpoints = CheckpointDirectory(path, max_to_keep, _say)
+        self._path = path
+        self._signals = preemption.Signals(signals, lambda frame: is_fitting(frame, self.model))
+        self._others = preemption.Alone()
+        self._position: DataPosition | None = None
+        self._step = self._saved_step = 0
+        self._epoch = self._epoch_step = 0
+        # The values of metrics in the epoch that is gone on with, until Keras has reset them.
+        self._metrics: list[np.ndarray] | None = None
+
+    @property
+    def step(self) -> int:
+        """How many training steps this training has made, those before an interruption included."""
+        return self._step
+
+    # What Keras calls.
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Takes the newest checkpoint, if there is one."""
+        del logs
+        self._close()
+        self._metrics = None
+        self._step = self._epoch = self._epoch_step = 0
+        self._position = DataPosition(self.model)
+        found = self._take_newest()
+        self._saved_step = self._step
+        if self._signals.install():
+            self._others = self._meet_others()
+        if found:
+            where = f"epoch {self._epoch + 1}" + (f", step {self._epoch_step}" if self._epoch_step else "")
+            self._announce(f"going on from {self._path}: step {self._step} ({where})")
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Gives metrics the counts that they had."""
+        del logs
+        self._expect_position().began()
+        if epoch != self._epoch:
+            self._epoch, self._epoch_step = epoch, 0
+        if self._metrics is None:
+            return
+        _assign(self.model, _metrics_of(self.model), self._metrics, self._agreement())
+        self._metrics = None
+        self._show_logs_of_metrics()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Saves if it is time, or the process will be ended soon."""
+        del logs
+        self._step += batch + 1 - self._epoch_step
+        self._epoch_step = batch + 1
+        if self._others.is_due(self._step, self._signals.received is not None):
+            self._leave()
+        # The end of an epoch is saved there, with what comes of it.
+        is_due = self._save_freq != "epoch" and self._step - self._saved_step >= int(self._save_freq)
+        if is_due and not self._expect_position().is_at_end_of_epoch:
+            self._save()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Saves if it is time, or the process will be ended soon."""
+        del logs
+        self._epoch, self._epoch_step = epoch + 1, 0
+        if self._others.is_due(self._step, self._signals.received is not None):
+            self._leave()
+        if self._save_freq == "epoch" or self._step - self._saved_step >= int(self._save_freq):
+            self._save()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Saves the end, and hands signals back."""
+        del logs
+        # Not before: there may have been no epoch left.
+        self._expect_position().began()
+        received, is_agreed = self._signals.received, self._others.is_agreed
+        if is_agreed or (received is not None and self._agreement() is None):
+            self._leave()
+        self._save()
+        self._close()
+        if received is not None:
+            # Nobody else knows of it, and there is no step left to agree on: its usual effect.
+            os.kill(os.getpid(), received)
+
+    # Saving.
+
+    def _save(self) -> None:
+        if self._step == self._saved_step:
+            return
+        policies = _policies_of(self.model)
+        if policies is not None:
+            # All workers are here: they save after the same steps.
+            policies.settle()
+        self._saved_step = self._step
+        agreement = self._agreement()
+        if agreement is not None and not agreement.is_chief:
+            return
+        variables, metrics = _variables_of(self.model), _metrics_of(self.model)
+        state = {
+            "place": dataclasses.asdict(self._expect_position().of(self._epoch, self._epoch_step)),
+            "variables": _described(variables),
+            "metrics": _described(metrics) if self._epoch_step else [],
+            "policies": policies.state() if policies is not None else {},
+            "keras": keras.__version__,
+        }
+        kept = [*variables, *(metrics if self._epoch_step else [])]
+        with _in_scope(self.model):
+            arrays = tuple(_to_array(variable) for variable in kept)
+        self._checkpoints.save(Checkpoint(self._step, state, arrays))
+
+    def _leave(self) -> None:
+        """Saves, and ends the program."""
+        self._save()
+        self._others.saved()
+        name = signal.Signals(self._signals.received).name if self._signals.received else "another worker's signal"
+        self._announce(f"{name}: step {self._step} is saved in {self._path}; ending with code {PREEMPTED_EXIT_CODE}")
+        self._close()
+        if self._agreement() is not None:
+            self._agreement().end_soon_after_exit()
+        raise SystemExit(PREEMPTED_EXIT_CODE)
+
+    # Going on.
+
+    def _take_newest(self) -> bool:
+        """Takes what the newest checkpoint has; returns whether there is one."""
+        agreement = self._agreement()
+        newest: Checkpoint | None = None
+
+        def read() -> dict[str, Any] | None:
+            nonlocal newest
+            newest = self._checkpoints.newest()
+            return None if newest is None else {"step": newest.step, "state": newest.state}
+
+        found = read() if agreement is None else agreement.from_chief(read, "reading the newest checkpoint")
+        if found is None:
+            return False
+        state = found["state"]
+        self._build()
+        variables, metrics = _variables_of(self.model), _metrics_of(self.model)
+        check_same(state["variables"], _described(variables), self._path)
+        arrays = newest.arrays if newest else ()
+        _assign(self.model, variables, arrays[: len(variables)], agreement)
+        place = Place(**state["place"])
+        if place.step:
+            # Metrics that are made with the first step are not there yet.
+            self._metrics = list(arrays[len(variables) :])
+            if [kind for _, *kind in state["metrics"]] != [kind for _, *kind in _described(metrics)]:
+                self._metrics = None
+                self._announce("the metrics of this epoch count from here on: before its first step there are none")
+        policies = _policies_of(self.model)
+        if policies is not None:
+            policies.take(state["policies"], bool(place.step))
+        self._expect_position().go_to(place)
+        self._step, self._epoch, self._epoch_step = found["step"], place.epoch, place.step
+        return True
+
+    def _build(self) -> None:
+        """Makes the variables that a checkpoint has values for, as the first step would."""
+        model = self.model
+        with _in_scope(model):
+            try:
+                model._symbolic_build(data_batch=self._expect_position().element_spec)
+            except (RuntimeError, ValueError, TypeError):
+                # A train_step of the user's own may do without `call`, or without `compute_metrics`.
+                if not model.built:
+                    raise
+            for optimizer in tap.optimizers_of(model):
+                if not optimizer.built:
+                    optimizer.build(model.trainable_variables)
+
+    def _show_logs_of_metrics(self) -> None:
+        """Has an epoch that is gone on with after its last step end with the logs of its metrics.
+
+        Keras takes those of the epoch's last step, and there is none any more.
+        """
+        model = self.model
+        logs_of = model._get_metrics_result_or_logs
+
+        def logs_of_epoch(logs: Any) -> Any:
+            object.__delattr__(model, "_get_metrics_result_or_logs")
+            return logs_of(logs or model.get_metrics_result())
+
+        if "_get_metrics_result_or_logs" not in vars(model):
+            object.__setattr__(model, "_get_metrics_result_or_logs", logs_of_epoch)
+
+    # Who else there is.
+
+    def _agreement(self) -> Any:
+        return getattr(self.model.distribute_strategy, "_agreement", None)
+
+    def _meet_others(self) -> preemption.Alone:
+        agreement = self._agreement()
+        if agreement is None:
+            return preemption.Alone()
+        end = lambda: os._exit(PREEMPTED_EXIT_CODE)  # noqa: E731
+        return preemption.Together(agreement, f"preemption/{next(_NUMBERS)}", end, _say)
+
+    def _announce(self, line: str) -> None:
+        agreement = self._agreement()
+        if agreement is None or agreement.is_chief:
+            _say(line)
+
+    def _expect_position(self) -> DataPosition:
+        if self._position is None:
+            raise RuntimeError("Resume: on_train_begin was not called")
+        return self._position
+
+    def _close(self) -> None:
+        self._signals.uninstall()
+        self._others.close()
+        self._others = preemption.Alone()
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _variables_of(model: keras.Model) -> list[Any]:
+    metrics = {id(variable) for variable in _metrics_of(model)}
+    policies = _policies_of(model)
+    found = [*alone.variables_of(model), *(policies.variables(model) if policies is not None else [])]
+    return [variable for variable in found if id(variable) not in metrics]
+
+
+def _metrics_of(model: keras.Model) -> list[Any]:
+    found = [*model.metrics_variables, *(variable for metric in model.metrics for variable in metric.variables)]
+    return list({id(variable): variable for variable in found}.values())
+
+
+def _described(variables: Sequence[Any]) -> list[list[Any]]:
+    return [[variable.path, list(variable.shape), str(variable.dtype)] for variable in variables]
+
+
+def _to_array(variable: Any) -> np.ndarray:
+    return np.asarray(keras.ops.convert_to_numpy(variable.value))
+
+
+def _assign(model: keras.Model, variables: Sequence[Any], arrays: Sequence[np.ndarray], agreement: Any) -> None:
+    """Gives variables their values, on all workers those that the chief has read."""
+    with _in_scope(model):
+        if agreement is None or agreement.is_chief:
+            for variable, array in zip(variables, arrays, strict=True):
+                # NumPy reads a type that it does not know, such as bfloat16, as raw bytes.
+                kind = _to_array(variable).dtype
+                variable.assign(array.view(kind) if array.dtype.kind == "V" else array)
+        if agreement is not None:
+            model.distribute_strategy._copy_from_chief(variables)
+
+
+@contextlib.contextmanager
+def _in_scope(model: keras.Model) -> Iterator[None]:
+    with model.distribute_strategy.scope():
+        yield
+
+
+def _policies_of(model: keras.Model) -> Any:
+    """What a tfdist strategy has of its policies to be saved; None of another strategy."""
+    return getattr(model.distribute_strategy, "_policies_to_save", None)
+
+
+def _say(line: str) -> None:
+    watch.say(f"tfdist: {line}")
