@@ -21,6 +21,8 @@ BOUNDS = (1, 2, 4, 8)
 _ROUNDS = {"asynchronous": 3, "bounded": 5, "overhead": 5}
 _SEGMENT_SECS = 4.0
 _LONGER = 8
+# A second of the slow worker and a part of the next one say little of a bound.
+_BOUNDED_LONGER = 3
 # Steps per second of three workers that take 0.1 s for one, and one that takes 1 s.
 _LIMIT = 3 / 0.1 + 1 / 1.0
 _NUM_WORKERS = 4
@@ -81,7 +83,9 @@ def _bounded(rounds: int, secs: float, compare: Compare, say: Callable[[str], No
         for team, bound in zip(teams, BOUNDS, strict=True):
             # While the slow worker computes for a second there are so many updates, then its own, and then those that
             # were held back.
-            _warm_up(team, round(secs * (bound + min(_NUM_WORKERS, bound + 1))), delays(0).to_json(), say)
+            _warm_up(
+                team, round(_BOUNDED_LONGER * secs * (bound + min(_NUM_WORKERS, bound + 1))), delays(0).to_json(), say
+            )
         rates = arena.duel(teams, rounds, lambda number: delays(number).to_json(), say)
         largest = [team.ask()[0] for team in teams]
     by_bound = list(rates.values())
