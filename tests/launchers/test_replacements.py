@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """When a failed worker is started again, when it is given up, and what becomes of the job then. No processes."""
 
+import functools
 import json
 import math
 import signal
@@ -8,7 +9,7 @@ import signal
 import pytest
 
 from tfdist.cluster import Cluster, Task
-from tfdist.launchers import attempts, local, requests, ssh
+from tfdist.launchers import attempts, local, requests, running, ssh
 from tfdist.launchers.hostfile import Host
 from tfdist.launchers.replacements import FailureRows, Replacements
 from tfdist.launchers.requests import Restarts
@@ -234,6 +235,69 @@ def test_a_worker_whose_process_can_not_be_started_counts_as_failed(monkeypatch)
     outcome, supervisor = attempt(("worker:1", LOST, RAN))
     assert outcome.code == 137
     assert "worker:1 could not be started: no more processes" in supervisor.lines
+
+
+# What the whole job makes of its attempts.
+
+
+def job_of(monkeypatch, outcomes, num_ps, **restarts):
+    """Submits a job of three workers whose attempts end as given; gives the code and the workers of each attempt."""
+    crews = []
+
+    class Scripted:
+        def __init__(self, request, supervisor, received, number, min_workers, logs):
+            crews.append([Members(task).address for task in request.tasks if task.name.startswith("worker")])
+
+        def run(self):
+            return outcomes.pop(0)
+
+    monkeypatch.setattr(running, "Attempt", Scripted)
+    settings = Restarts(backoff_secs=0.0, min_workers=2, **restarts)
+    job = local.Job(("train.py",), num_workers=3, num_ps=num_ps, restarts=settings)
+    planned = functools.partial(local.plan, job, range(1, 7))
+    code = running.submit(planned(), replan=lambda dropped: planned(dropped=dropped))
+    return code, [[address.rpartition(":")[2] for address in crew] for crew in crews]
+
+
+def failure(name, ran_secs, code=6, given_up=(), goes_on=False):
+    failed = Ended(name, {}, 0)
+    failed.returncode, failed.ran_secs = code, ran_secs
+    return attempts.Outcome(code, failed, frozenset(given_up), goes_on)
+
+
+WELL = attempts.Outcome(0)
+
+
+def test_an_attempt_in_which_all_had_come_up_forgives_earlier_failures(monkeypatch):
+    soon, late = failure("worker:1", SOON), failure("worker:2", RAN)
+    ended, crews = job_of(monkeypatch, [soon, soon, late, soon, soon, WELL], 0, max_restarts=9, max_worker_restarts=2)
+    assert (ended, crews) == (0, [["1", "2", "3"]] * 6)
+    _, crews = job_of(monkeypatch, [soon, soon, soon, WELL], 0, max_restarts=9, max_worker_restarts=2)
+    assert crews == [["1", "2", "3"]] * 3 + [["1", "3"]]
+
+
+def test_a_preemption_is_no_failure_of_a_worker(monkeypatch):
+    preempted = failure("worker:1", SOON, code=75)
+    _, crews = job_of(monkeypatch, [preempted] * 5 + [WELL], 0, max_restarts=1, max_worker_restarts=0)
+    assert crews == [["1", "2", "3"]] * 6
+
+
+def test_after_the_chief_has_failed_those_who_were_given_up_stay_out(monkeypatch):
+    chief = failure("chief:0", RAN, given_up={"worker:1"})
+    ended, crews = job_of(monkeypatch, [chief, failure("ps:0", RAN), WELL], 1, max_restarts=1)
+    assert (ended, crews) == (6, [["2", "3", "4"], ["2", "4"]])
+
+
+def test_when_too_few_are_left_a_restart_has_all_of_them_again(monkeypatch):
+    both = failure("worker:2", SOON, given_up={"worker:1", "worker:2"})
+    assert job_of(monkeypatch, [both, WELL], 1, max_restarts=1) == (0, [["2", "3", "4"]] * 2)
+
+
+def test_names_of_a_smaller_cluster_mean_the_workers_of_the_whole_one(monkeypatch):
+    first = failure("worker:0", SOON, given_up={"worker:0"}, goes_on=True)
+    second = failure("chief:0", RAN, given_up=set())
+    _, crews = job_of(monkeypatch, [first, second, WELL], 1, max_restarts=1)
+    assert crews == [["2", "3", "4"], ["3", "4"], ["3", "4"]]
 
 
 # Plans for fewer workers.
