@@ -33,7 +33,7 @@ class Restart:
         made as there were, and what is left is in the order that it would have had.
 
         Args:
-          passes: how many iterators were made before the one to go on with.
+          passes: how many more iterators were made before the one to go on with.
           batches: how many batches of that one are done.
 
         Returns:

@@ -9,21 +9,25 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+from tensorflow.python.distribute import input_lib
 
 from tfdist.engines import sharing
 
 if TYPE_CHECKING:
-    from tfdist.engines.quorum import Pass, QuorumEngine
+    from tfdist.engines.quorum import QuorumEngine
     from tfdist.engines.quorum_step import Ticket
 
 
-class QuorumDataset(tf.distribute.DistributedDataset):
+class QuorumDataset(input_lib.DistributedDataset):
     """A data set of which each worker reads its part of every batch.
+
+    It says that it is the stock `DistributedDataset`, because Keras goes by that class.
 
     Args:
       engine: makes the rounds.
@@ -36,6 +40,8 @@ class QuorumDataset(tf.distribute.DistributedDataset):
         self._engine = engine
         self._whole = whole
         self._part = part
+        # How many iterators over the parts were made.
+        self.passes = 0
 
     @property
     def element_spec(self) -> Any:
@@ -49,7 +55,13 @@ class QuorumDataset(tf.distribute.DistributedDataset):
 
     def __iter__(self) -> Any:
         model = _fitting() if tf.executing_eagerly() else None
-        return iter(self._whole) if model is None else QuorumIterator(self._engine, self._part, model)
+        return iter(self._whole) if model is None else QuorumIterator(self._begin, int(self._part.cardinality()), model)
+
+    def _begin(self, model: keras.Model) -> Callable[[], Ticket | None]:
+        """Begins a pass; returns what makes its tickets, and None at its end."""
+        self.passes += 1
+        begun = self._engine.begin(model, self._part)
+        return lambda: self._engine.round(begun)
 
 
 class QuorumIterator:
@@ -60,13 +72,14 @@ class QuorumIterator:
     over it `steps_per_execution` at a time, and tells the two apart.
     """
 
-    def __init__(self, engine: QuorumEngine, part: tf.data.Dataset, model: keras.Model) -> None:
-        self._engine = engine
-        self._part = part
+    def __init__(
+        self, begin: Callable[[keras.Model], Callable[[], Ticket | None]], cardinality: int, model: keras.Model
+    ) -> None:
+        self._begin = begin
         self._model = model
-        self._left = int(part.cardinality())
+        self._left = cardinality
         self._given_since_iter = 0
-        self._pass: Pass | None = None
+        self._round: Callable[[], Ticket | None] | None = None
 
     def __iter__(self) -> QuorumIterator:
         self._given_since_iter = 0
@@ -85,10 +98,10 @@ class QuorumIterator:
         return ticket
 
     def _next(self) -> Ticket | None:
-        if self._pass is None:
+        if self._round is None:
             # Not before the first ticket is asked for: Keras makes iterators that it never uses.
-            self._pass = self._engine.begin(self._model, self._part)
-        return self._engine.round(self._pass)
+            self._round = self._begin(self._model)
+        return self._round()
 
 
 def part_of(dataset: tf.data.Dataset, part: int, num_parts: int) -> tf.data.Dataset:

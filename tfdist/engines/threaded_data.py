@@ -180,6 +180,8 @@ class ReplicaDataset(input_lib.DistributedDataset):
         sharing.check_batched(dataset.element_spec, num_parts)
         self.num_parts = num_parts
         self._dataset = dataset.prefetch(1)
+        # How many iterators over the data were made.
+        self.passes = 0
 
     @property
     def element_spec(self) -> Any:
@@ -201,6 +203,7 @@ class ReplicaDataset(input_lib.DistributedDataset):
 
     def read(self) -> Iterator[Any]:
         """Iterates over the whole batches, or over the parts of the first replica."""
+        self.passes += 1
         return iter(self._dataset)
 
 

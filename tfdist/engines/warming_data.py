@@ -340,7 +340,14 @@ class WarmingDataset(input_lib.DistributedDataset):
     def __init__(self, warming: Warming, whole: Any, open_source: Callable[[], Source]) -> None:
         self._warming = warming
         self._whole = whole
-        self._open = open_source
+        self._open_source = open_source
+        # How many iterators over the data were made of which `whole` does not know, and of which it does not say.
+        self._opened = self._begun = 0
+
+    @property
+    def passes(self) -> int:
+        """How many iterators over the data were made."""
+        return self._opened + getattr(self._whole, "passes", self._begun)
 
     @property
     def element_spec(self) -> Any:
@@ -359,8 +366,14 @@ class WarmingDataset(input_lib.DistributedDataset):
         if model is None:
             self._warming.settle()
         if model is None or self._warming.is_over_now():
+            self._begun += model is not None
             return iter(self._whole)
         return WarmingIterator(self._warming, self._open, model)
+
+    def _open(self) -> Source:
+        source = self._open_source()
+        self._opened += not isinstance(source, ReplicaSource)
+        return source
 
 
 class WarmingIterator:

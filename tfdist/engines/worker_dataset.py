@@ -80,9 +80,13 @@ class WorkerDataset(input_lib.DistributedDataset):
 
     def after(self, passes: int, batches: int) -> WorkerDataset:
         """What is left of a pass; see `progress.Restart.after`. Each worker gets its share of it."""
-        self.passes = passes + 1
         rest = WorkerDataset(self._engine, self._dataset.skip(batches), self._sharding, self._num_parts)
-        rest.passes = passes
+        return self._gone_on_with(rest, passes, batches)
+
+    def _gone_on_with(self, rest: WorkerDataset, passes: int, batches: int) -> WorkerDataset:
+        # Workers come to the order of a pass by its number.
+        rest.passes = self.passes + passes
+        self.passes = rest.passes + (batches > 0)
         return rest
 
     def local_iterator(self) -> Iterator[Any]:
@@ -262,10 +266,7 @@ class WorkerDatasetFromFunction(WorkerDataset):
     def after(self, passes: int, batches: int) -> WorkerDataset:
         """See `WorkerDataset.after`. Each worker leaves out as many as fall to it."""
         each = [dataset.skip(batches // len(self._datasets)) for dataset in self._datasets]
-        self.passes = passes + 1
-        rest = WorkerDatasetFromFunction(self._engine, each, self._num_parts)
-        rest.passes = passes
-        return rest
+        return self._gone_on_with(WorkerDatasetFromFunction(self._engine, each, self._num_parts), passes, batches)
 
     def share(self, worker: int) -> int | None:
         """See `WorkerDataset.share`."""

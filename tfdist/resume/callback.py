@@ -13,6 +13,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from tfdist.engines import alone, tap, watch
 from tfdist.launchers.requests import PREEMPTED_EXIT_CODE
@@ -303,7 +304,7 @@ def _described(variables: Sequence[Any]) -> list[list[Any]]:
 
 
 def _to_array(variable: Any) -> np.ndarray:
-    return np.asarray(keras.ops.convert_to_numpy(variable.value))
+    return np.asarray(tf.convert_to_tensor(variable.value))
 
 
 def _assign(model: keras.Model, variables: Sequence[Any], arrays: Sequence[np.ndarray], agreement: Any) -> None:

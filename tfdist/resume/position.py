@@ -85,7 +85,8 @@ class DataPosition:
         self._model = model
         self._epochs = _epoch_iterator(model)
         self._get_iterator = self._epochs._get_iterator
-        self._num_iterators = 0
+        # How many iterators `fit` has made; how many were made before it went on, that the data know nothing of.
+        self._num_iterators = self._num_iterators_before = 0
         # What the data are to be taken from, once, in place of the whole.
         self._next: Any = None
         self._initial_epoch = getattr(model, "_initial_epoch", None)
@@ -99,10 +100,14 @@ class DataPosition:
     def of(self, epoch: int, step: int) -> Place:
         """The place after so many steps of an epoch."""
         epochs = self._epochs
-        passes = getattr(epochs._distributed_dataset, "passes", self._num_iterators)
         # With steps_per_epoch the same iterator is gone on with; else each epoch begins with a new one.
         is_between = not step and (epochs.steps_per_epoch is None or epochs._current_iterator is None)
-        return Place(epoch, step, passes, 0 if is_between else epochs._steps_seen, epochs._num_batches)
+        return Place(epoch, step, self._num_passes(), 0 if is_between else epochs._steps_seen, epochs._num_batches)
+
+    def _num_passes(self) -> int:
+        # Some make theirs only when the first batch is wanted, and count them.
+        made = getattr(self._epochs._distributed_dataset, "passes", self._num_iterators)
+        return self._num_iterators_before + made
 
     @property
     def is_at_end_of_epoch(self) -> bool:
@@ -122,11 +127,13 @@ class DataPosition:
         epochs._num_batches = place.num_batches
         self._model._initial_epoch = place.epoch
         is_between = not place.batches
-        before = place.num_iterators - (0 if is_between else 1)
+        before = place.num_iterators - (0 if is_between else 1) - self._num_passes()
         rest = self._rest(max(0, before), place.batches)
-        self._num_iterators = before
+        self._num_iterators_before += place.num_iterators - self._num_passes()
         if is_between:
             return
+        # The one to go on with is among them.
+        self._num_iterators -= 1
         if place.step:
             object.__setattr__(epochs, "_enumerate_iterator", lambda: self._rest_of_epoch(place, rest))
         else:
