@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the logs of a run's steps say: which steps were made again, and which were never made. No processes here."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping, Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Account:
+    """The steps of a run, over all its attempts.
+
+    Attributes:
+      last: the highest number of a step; 0 if none was made.
+      skipped: how many steps were not made when a later one was.
+      most_repeated: how many steps were made again after that restart after which it was most.
+    """
+
+    last: int
+    skipped: int
+    most_repeated: int
+
+
+def account(attempts: Sequence[Sequence[int]]) -> Account:
+    """Goes through the steps in the order in which they were made.
+
+    An attempt has to begin at a step that follows one that was made, and goes on step by step. Each restart is
+    compared with the furthest step of all attempts before, not only of the last one.
+
+    Args:
+      attempts: the numbers of each attempt's steps, counted from 1; an attempt may have made none.
+    """
+    furthest = skipped = most_repeated = 0
+    for steps in attempts:
+        expected = furthest + 1
+        for step in steps:
+            skipped += max(0, step - expected)
+            most_repeated = max(most_repeated, expected - step)
+            furthest = max(furthest, step)
+            expected = step + 1
+    return Account(furthest, skipped, most_repeated)
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A line of a log.
+
+    Attributes:
+      attempt: which attempt of the job made the step, from 0.
+      number: of the step, from 1.
+      secs: when, in seconds since 1970.
+    """
+
+    attempt: int
+    number: int
+    secs: float
+
+
+def parse(text: str) -> list[Step]:
+    """The steps in a log; a last line that is not whole is left out, because its writer was killed."""
+    lines = [line.split() for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return [Step(int(attempt), int(number), float(secs)) for attempt, number, secs in lines]
+
+
+def read(folder: pathlib.Path) -> dict[int, list[Step]]:
+    """The steps of each attempt that has a log, in order."""
+    logs = {int(path.stem.rpartition("_")[2]): path for path in folder.glob("attempt_*.log")}
+    return {attempt: parse(logs[attempt].read_text(encoding="utf-8")) for attempt in sorted(logs)}
+
+
+def back_secs(steps: Mapping[int, Sequence[Step]], kills: Sequence[float]) -> list[float]:
+    """How long each restart took, from the kill before it to its first step.
+
+    Args:
+      steps: of each attempt, as `read` returns them.
+      kills: when tasks were killed whose end makes all tasks start again, in seconds since 1970, in order.
+    """
+    found = []
+    for made in list(steps.values())[1:]:
+        before = [secs for secs in kills if made and secs < made[0].secs]
+        found += [made[0].secs - before[-1]] if before else []
+    return found
