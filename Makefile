@@ -8,13 +8,16 @@ PYTHON ?= $(shell for p in $(CANDIDATES); do \
 BIN = .venv/bin
 FLAGS =
 
-.PHONY: help demo test test-all test-fast lint format bench venv venv-dev venv-bench python clean
+.PHONY: help demo chaos test test-all test-fast lint format bench venv venv-dev venv-bench python clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null || grep '##' Makefile
 
 demo: venv  ## train the digits experiment under every strategy (under 3 minutes); FLAGS=... adds flags
 	@$(BIN)/python experiments/digits/run.py --flagfile=experiments/digits/digits.flags $(FLAGS)
+
+chaos: venv  ## train while a random task is killed every 10 s (about 10 minutes); FLAGS=... adds flags
+	@$(BIN)/python experiments/chaos/run.py --flagfile=experiments/chaos/chaos.flags $(FLAGS)
 
 test: venv  ## run all tests; FLAGS=... adds pytest's flags
 	$(BIN)/python -m pytest $(FLAGS)

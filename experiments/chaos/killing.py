@@ -22,10 +22,10 @@ class Killer:
 
     Args:
       find: returns the process ids of the tasks that run, by name.
-      interval_secs: from one kill to the next, and from `begin` to the first.
+      interval_secs: from one kill to the next, and from the first step to the first kill.
       seed: of the choice.
       most_kills: how many there are at most; None for no end.
-      clock: the time in seconds.
+      counts_training_only: whether the interval is of time in which training is under way, not of time as such.
       kill: ends a process.
 
     Attributes:
@@ -38,23 +38,30 @@ class Killer:
         interval_secs: float,
         seed: int,
         most_kills: int | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        counts_training_only: bool = False,
         kill: Callable[[int], object] = lambda pid: os.kill(pid, signal.SIGKILL),
     ) -> None:
         self.kills: list[tuple[float, str]] = []
-        self._find, self._kill, self._clock = find, kill, clock
+        self._find, self._kill = find, kill
         self._interval_secs, self._most_kills = interval_secs, most_kills
+        self._counts_training_only = counts_training_only
         self._random = random.Random(seed)
-        self._due: float | None = None
+        self._has_begun = False
+        self._counted_secs = 0.0
 
-    def begin(self) -> None:
-        """Training is under way: the first kill comes after `interval_secs`. Does nothing the second time."""
-        if self._due is None:
-            self._due = self._clock() + self._interval_secs
+    def advance(self, secs: float, is_training: bool) -> None:
+        """Notes that time has passed, and kills a task if it is time.
 
-    def kill_if_due(self) -> None:
-        """Kills a task if it is time. Where none runs, because all are being started again, the next call does."""
-        if self._due is None or self._clock() < self._due or len(self.kills) == self._most_kills:
+        Where none runs, because all are being started again, the next call does.
+
+        Args:
+          secs: since the last call.
+          is_training: whether steps were being made.
+        """
+        if self._has_begun and (is_training or not self._counts_training_only):
+            self._counted_secs += secs
+        self._has_begun |= is_training
+        if self._counted_secs < self._interval_secs or len(self.kills) == self._most_kills:
             return
         tasks = self._find()
         if not tasks:
@@ -64,7 +71,7 @@ class Killer:
         with contextlib.suppress(ProcessLookupError):
             self._kill(tasks[name])
             self.kills.append((time.time(), name))
-        self._due = self._clock() + self._interval_secs
+        self._counted_secs = 0.0
 
 
 def find_tasks(run: str, proc: pathlib.Path = pathlib.Path("/proc")) -> dict[str, int]:

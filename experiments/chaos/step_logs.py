@@ -7,6 +7,9 @@ import dataclasses
 import pathlib
 from collections.abc import Mapping, Sequence
 
+# Of several lines.
+_TAIL_BYTES = 200
+
 
 @dataclasses.dataclass(frozen=True)
 class Account:
@@ -66,8 +69,26 @@ def parse(text: str) -> list[Step]:
 
 def read(folder: pathlib.Path) -> dict[int, list[Step]]:
     """The steps of each attempt that has a log, in order."""
-    logs = {int(path.stem.rpartition("_")[2]): path for path in folder.glob("attempt_*.log")}
-    return {attempt: parse(logs[attempt].read_text(encoding="utf-8")) for attempt in sorted(logs)}
+    return {attempt: parse(path.read_text(encoding="utf-8")) for attempt, path in _logs(folder).items()}
+
+
+def newest(folder: pathlib.Path) -> Step | None:
+    """The step that was made last; None before the first. Reads the end of a log only: it is asked often."""
+    for path in reversed(list(_logs(folder).values())):
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            file.seek(max(0, size - _TAIL_BYTES))
+            text = file.read().decode()
+        # The first line of a tail may be half of one.
+        steps = parse(text if size <= _TAIL_BYTES else text.partition("\n")[2])
+        if steps:
+            return steps[-1]
+    return None
+
+
+def _logs(folder: pathlib.Path) -> dict[int, pathlib.Path]:
+    found = {int(path.stem.rpartition("_")[2]): path for path in folder.glob("attempt_*.log")}
+    return dict(sorted(found.items()))
 
 
 def back_secs(steps: Mapping[int, Sequence[Step]], kills: Sequence[float]) -> list[float]:

@@ -28,10 +28,13 @@ HERE = pathlib.Path(__file__).resolve().parent
 STRATEGIES = {"parameter_server": "parameter server", "multi_worker": "multi-worker"}
 SHAPES = {"parameter_server": ("--num_workers=2", "--num_ps=1"), "multi_worker": ("--num_workers=2",)}
 TRAINING = ("epochs", "batch_size", "learning_rate", "save_freq", "seed")
+TROUBLE = ("kill_interval_secs", "kill_clock", "most_kills", "limit_secs")
 # Nobody is given up, however often it is killed, and nobody waits before it is started again.
 _RESTARTS = ("--max_restarts=1000", "--max_worker_restarts=1000", "--restart_backoff_secs=0")
 _POLL_SECS = 0.1
 _LINE_EVERY_SECS = 10.0
+# Training is under way if a step was made so long ago at most: more than a step takes, and than a checkpoint does.
+_STEP_SECS = 2.0
 # For readable logs only; a user's own values stay.
 _QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "GRPC_VERBOSITY": "ERROR"}
 
@@ -44,7 +47,7 @@ def compare(output_dir: pathlib.Path, strategies: Sequence[str], setting: Mappin
     Args:
       output_dir: one folder per run is made in it, beside `chaos.png` and `summary.json`.
       strategies: which.
-      setting: values of the flags in `TRAINING`, kill_interval_secs, most_kills and limit_secs.
+      setting: values of the flags in `TRAINING` and `TROUBLE`.
 
     Returns:
       The exit code: 0 if all is as it must be.
@@ -83,9 +86,11 @@ def run(strategy: str, kind: str, setting: Mapping[str, Any], run_dir: pathlib.P
     own = {key: value for key, value in os.environ.items() if key != "TF_CONFIG"}
     most_kills = 0 if kind == "calm" else setting["most_kills"]
     find = lambda: killing.find_tasks(name)  # noqa: E731
-    killer = killing.Killer(find, setting["kill_interval_secs"], setting["seed"], most_kills)
+    counts_training_only = setting["kill_clock"] == "training"
+    killer = killing.Killer(find, setting["kill_interval_secs"], setting["seed"], most_kills, counts_training_only)
     start, code = time.time(), None
-    deadline, next_line = time.monotonic() + setting["limit_secs"], time.monotonic()
+    now = next_line = time.monotonic()
+    deadline = now + setting["limit_secs"]
     # Whatever ends this program, the supervisor ends the run with all its processes.
     with (run_dir / "launcher.log").open("w", buffering=1, encoding="utf-8") as log:
 
@@ -94,15 +99,14 @@ def run(strategy: str, kind: str, setting: Mapping[str, Any], run_dir: pathlib.P
 
         with processes.Supervisor(on_lines=write) as supervisor:
             launcher = supervisor.start(name, command(strategy, setting, run_dir), _QUIET | own | {killing.MARK: name})
-            while supervisor.wait_first_exit(_POLL_SECS) is None and time.monotonic() < deadline:
-                steps = step_logs.read(run_dir / "steps")
-                if any(steps.values()):
-                    killer.begin()
-                killer.kill_if_due()
-                if time.monotonic() >= next_line:
-                    next_line = time.monotonic() + _LINE_EVERY_SECS
-                    last = max((made[-1].number for made in steps.values() if made), default=0)
-                    text = f"{time.time() - start:4.0f} s, {len(killer.kills)} kills, step {last}"
+            while supervisor.wait_first_exit(_POLL_SECS) is None and now < deadline:
+                before, now = now, time.monotonic()
+                newest = step_logs.newest(run_dir / "steps")
+                killer.advance(now - before, newest is not None and time.time() - newest.secs < _STEP_SECS)
+                if now >= next_line:
+                    next_line = now + _LINE_EVERY_SECS
+                    text = f"{time.time() - start:4.0f} s, {len(killer.kills)} kills, "
+                    text += f"step {newest.number}" if newest else "starting"
                     print(f"{STRATEGIES[strategy]}, {kind}: {text}", flush=True)
             code = launcher.poll()
     (run_dir / "kills.json").write_text(json.dumps([[secs - start, task] for secs, task in killer.kills]) + "\n")
@@ -124,10 +128,12 @@ def summarize(strategy: str, run_dir: pathlib.Path, code: int | None, start: flo
     found = step_logs.account([[step.number for step in made] for made in steps.values()])
     ending_all = [start + when for when, task in kills if strategy == "multi_worker" or "worker" not in task]
     back = step_logs.back_secs(steps, ending_all)
+    first = next((made[0].secs for made in steps.values() if made), None)
     result = run_dir / "result.json"
     return {
         "code": code,
         "start": start,
+        "first_step_secs": first and first - start,
         "seconds": secs,
         "kills": dict(sorted(collections.Counter(task for _, task in kills).items())),
         "attempts": len(list((run_dir / "tasks").glob("attempt_*"))),
@@ -143,7 +149,10 @@ def summarize(strategy: str, run_dir: pathlib.Path, code: int | None, start: flo
 def missed(row: Row, strategy: str, setting: Mapping[str, Any]) -> list[str]:
     """What is wrong with one run, in one line each."""
     if row["code"] is None:
-        return [f"did not end within {setting['limit_secs']:g} s; it came to step {row['steps']}"]
+        text = f"did not end within {setting['limit_secs']:g} s; it came to step {row['steps']}"
+        if row["kills"] and row["first_step_secs"]:
+            text += f", and took {row['first_step_secs']:.0f} s to its first step"
+        return [text + "; raise --kill_interval_secs or --limit_secs, or give --kill_clock=training"]
     if row["code"] != 0 or "step" not in row:
         return [f"ended with exit code {row['code']} at step {row['steps']}; see launcher.log and tasks/"]
     problems = []
