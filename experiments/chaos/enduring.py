@@ -17,7 +17,7 @@ import tfdist
 
 FLAGS = flags.FLAGS
 
-flags.DEFINE_integer("epochs", 12, "How often as many steps are made as one pass over the data has.", lower_bound=1)
+flags.DEFINE_integer("epochs", 10, "How often as many steps are made as one pass over the data has.", lower_bound=1)
 flags.DEFINE_integer("batch_size", 32, "Examples of one update, over all replicas together.", lower_bound=1)
 flags.DEFINE_float("learning_rate", 0.02, "That SGD with momentum 0.9 starts from; it decays to 0.", lower_bound=0.0)
 flags.DEFINE_integer("save_freq", 50, "Steps from one checkpoint to the next.", lower_bound=1)

@@ -25,7 +25,8 @@ class Killer:
       interval_secs: from one kill to the next, and from the first step to the first kill.
       seed: of the choice.
       most_kills: how many there are at most; None for no end.
-      counts_training_only: whether the interval is of time in which training is under way, not of time as such.
+      least_training_secs: for how long steps have to be made from one kill to the next, however long that takes. With
+        0, a job that takes longer to come back than the interval makes no progress.
       kill: ends a process.
 
     Attributes:
@@ -38,16 +39,16 @@ class Killer:
         interval_secs: float,
         seed: int,
         most_kills: int | None = None,
-        counts_training_only: bool = False,
+        least_training_secs: float = 0.0,
         kill: Callable[[int], object] = lambda pid: os.kill(pid, signal.SIGKILL),
     ) -> None:
         self.kills: list[tuple[float, str]] = []
         self._find, self._kill = find, kill
         self._interval_secs, self._most_kills = interval_secs, most_kills
-        self._counts_training_only = counts_training_only
+        self._least_training_secs = least_training_secs
         self._random = random.Random(seed)
         self._has_begun = False
-        self._counted_secs = 0.0
+        self._secs = self._training_secs = 0.0
 
     def advance(self, secs: float, is_training: bool) -> None:
         """Notes that time has passed, and kills a task if it is time.
@@ -58,10 +59,12 @@ class Killer:
           secs: since the last call.
           is_training: whether steps were being made.
         """
-        if self._has_begun and (is_training or not self._counts_training_only):
-            self._counted_secs += secs
+        if self._has_begun:
+            self._secs += secs
+            self._training_secs += secs if is_training else 0.0
         self._has_begun |= is_training
-        if self._counted_secs < self._interval_secs or len(self.kills) == self._most_kills:
+        is_due = self._secs >= self._interval_secs and self._training_secs >= self._least_training_secs
+        if not is_due or len(self.kills) == self._most_kills:
             return
         tasks = self._find()
         if not tasks:
@@ -71,7 +74,7 @@ class Killer:
         with contextlib.suppress(ProcessLookupError):
             self._kill(tasks[name])
             self.kills.append((time.time(), name))
-        self._counted_secs = 0.0
+        self._secs = self._training_secs = 0.0
 
 
 def find_tasks(run: str, proc: pathlib.Path = pathlib.Path("/proc")) -> dict[str, int]:

@@ -17,13 +17,13 @@ FLAGS = flags.FLAGS
 HERE = pathlib.Path(__file__).resolve().parent
 
 flags.DEFINE_enum("strategy", "all", ["all", *trials.STRATEGIES], "The strategy to train under.")
-flags.DEFINE_integer("epochs", 12, "How often as many steps are made as one pass over the data has.", lower_bound=1)
+flags.DEFINE_integer("epochs", 10, "How often as many steps are made as one pass over the data has.", lower_bound=1)
 flags.DEFINE_integer("batch_size", 32, "Examples of one update, over all replicas together.", lower_bound=1)
 flags.DEFINE_float("learning_rate", 0.02, "That SGD with momentum 0.9 starts from; it decays to 0.", lower_bound=0.0)
 flags.DEFINE_integer("save_freq", 50, "Steps from one checkpoint to the next.", lower_bound=1)
-flags.DEFINE_float("kill_interval_secs", 10.0, "From one kill to the next.", lower_bound=0.1)
-flags.DEFINE_enum(
-    "kill_clock", "wall", ["wall", "training"], "Whether all time counts, or only time in which steps are made."
+flags.DEFINE_float("kill_interval_secs", 10.0, "From one kill to the next, at least.", lower_bound=0.1)
+flags.DEFINE_float(
+    "least_training_secs", 3.0, "For how long steps are made from one kill to the next, at least.", lower_bound=0.0
 )
 flags.DEFINE_integer("most_kills", None, "How many tasks are killed at most, in each run; no end by default.")
 flags.DEFINE_float("limit_secs", 600.0, "How long one run may take.", lower_bound=1.0)

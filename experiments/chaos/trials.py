@@ -7,6 +7,7 @@ Nothing here needs TensorFlow.
 from __future__ import annotations
 
 import collections
+import itertools
 import json
 import os
 import pathlib
@@ -28,9 +29,9 @@ HERE = pathlib.Path(__file__).resolve().parent
 STRATEGIES = {"parameter_server": "parameter server", "multi_worker": "multi-worker"}
 SHAPES = {"parameter_server": ("--num_workers=2", "--num_ps=1"), "multi_worker": ("--num_workers=2",)}
 TRAINING = ("epochs", "batch_size", "learning_rate", "save_freq", "seed")
-TROUBLE = ("kill_interval_secs", "kill_clock", "most_kills", "limit_secs")
+TROUBLE = ("kill_interval_secs", "least_training_secs", "most_kills", "limit_secs")
 # Nobody is given up, however often it is killed, and nobody waits before it is started again.
-_RESTARTS = ("--max_restarts=1000", "--max_worker_restarts=1000", "--restart_backoff_secs=0")
+_RESTARTS = ("--max_restarts=1000", "--max_worker_restarts=1000", "--restart_backoff_secs=0", "--grace_period_secs=1")
 _POLL_SECS = 0.1
 _LINE_EVERY_SECS = 10.0
 # Training is under way if a step was made so long ago at most: more than a step takes, and than a checkpoint does.
@@ -86,8 +87,8 @@ def run(strategy: str, kind: str, setting: Mapping[str, Any], run_dir: pathlib.P
     own = {key: value for key, value in os.environ.items() if key != "TF_CONFIG"}
     most_kills = 0 if kind == "calm" else setting["most_kills"]
     find = lambda: killing.find_tasks(name)  # noqa: E731
-    counts_training_only = setting["kill_clock"] == "training"
-    killer = killing.Killer(find, setting["kill_interval_secs"], setting["seed"], most_kills, counts_training_only)
+    interval_secs, least_secs = setting["kill_interval_secs"], setting["least_training_secs"]
+    killer = killing.Killer(find, interval_secs, setting["seed"], most_kills, least_secs)
     start, code = time.time(), None
     now = next_line = time.monotonic()
     deadline = now + setting["limit_secs"]
@@ -129,6 +130,7 @@ def summarize(strategy: str, run_dir: pathlib.Path, code: int | None, start: flo
     ending_all = [start + when for when, task in kills if strategy == "multi_worker" or "worker" not in task]
     back = step_logs.back_secs(steps, ending_all)
     first = next((made[0].secs for made in steps.values() if made), None)
+    intervals = [later - earlier for (earlier, _), (later, _) in itertools.pairwise(kills)]
     result = run_dir / "result.json"
     return {
         "code": code,
@@ -136,6 +138,7 @@ def summarize(strategy: str, run_dir: pathlib.Path, code: int | None, start: flo
         "first_step_secs": first and first - start,
         "seconds": secs,
         "kills": dict(sorted(collections.Counter(task for _, task in kills).items())),
+        "median_interval_secs": statistics.median(intervals) if intervals else None,
         "attempts": len(list((run_dir / "tasks").glob("attempt_*"))),
         "steps": found.last,
         "most_repeated": found.most_repeated,
@@ -152,7 +155,7 @@ def missed(row: Row, strategy: str, setting: Mapping[str, Any]) -> list[str]:
         text = f"did not end within {setting['limit_secs']:g} s; it came to step {row['steps']}"
         if row["kills"] and row["first_step_secs"]:
             text += f", and took {row['first_step_secs']:.0f} s to its first step"
-        return [text + "; raise --kill_interval_secs or --limit_secs, or give --kill_clock=training"]
+        return [text + "; raise --least_training_secs, --kill_interval_secs or --limit_secs"]
     if row["code"] != 0 or "step" not in row:
         return [f"ended with exit code {row['code']} at step {row['steps']}; see launcher.log and tasks/"]
     problems = []
@@ -185,16 +188,20 @@ def compared(strategy: str, calm: Row, chaos: Row) -> list[str]:
 
 
 def table(summary: Mapping[str, Mapping[str, Row]]) -> str:
-    head = "strategy          run    seconds  kills  attempts  back, s  steps  repeated  skipped  accuracy  killed"
+    """One line for each run. "every" and "back" are medians in seconds, between kills and from a kill to a step."""
+    head = "strategy          run    seconds  kills  every  attempts  back  steps  repeated  skipped  accuracy  killed"
     lines = [head]
     for strategy, runs in summary.items():
         for kind, row in runs.items():
-            back = "-" if row["median_back_secs"] is None else f"{row['median_back_secs']:.1f}"
             accuracy = f"{row['validation_accuracy']:.2%}" if "validation_accuracy" in row else "-"
             kills = ", ".join(f"{task} {count}" for task, count in row["kills"].items()) or "-"
             lines.append(
                 f"{STRATEGIES[strategy]:16}  {kind:5}  {row['seconds']:7.1f}  {sum(row['kills'].values()):5d}  "
-                f"{row['attempts']:8d}  {back:>7}  {row['steps']:5d}  {row['most_repeated']:8d}  {row['skipped']:7d}  "
-                f"{accuracy:>8}  {kills}"
+                f"{_secs(row['median_interval_secs']):>5}  {row['attempts']:8d}  {_secs(row['median_back_secs']):>4}  "
+                f"{row['steps']:5d}  {row['most_repeated']:8d}  {row['skipped']:7d}  {accuracy:>8}  {kills}"
             )
     return "\n".join(lines)
+
+
+def _secs(secs: float | None) -> str:
+    return "-" if secs is None else f"{secs:.1f}"

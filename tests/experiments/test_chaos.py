@@ -164,7 +164,7 @@ def test_the_choice_depends_on_the_seed_and_each_kill_comes_after_an_interval(tr
 def test_a_kill_waits_for_a_task_and_may_wait_for_training(trials: ModuleType) -> None:
     tasks: dict[str, int] = {}
     ended: list[int] = []
-    killer = trials.killing.Killer(lambda: tasks, 10.0, 1, 1, counts_training_only=True, kill=ended.append)
+    killer = trials.killing.Killer(lambda: tasks, 5.0, 1, 1, least_training_secs=10.0, kill=ended.append)
     killer.advance(0.1, True)
     for is_training in (True, False, True):
         killer.advance(6.0, is_training)
@@ -221,7 +221,7 @@ def test_the_plot_shows_steps_and_kills(trials: ModuleType, tmp_path: pathlib.Pa
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("strategy", ["parameter_server", "multi_worker"])
 def test_training_survives_a_kill(strategy: str, tmp_path: pathlib.Path) -> None:
-    flags = ["--epochs=3", "--kill_interval_secs=2", "--kill_clock=training", "--most_kills=1", "--limit_secs=300"]
+    flags = ["--epochs=3", "--kill_interval_secs=2", "--least_training_secs=2", "--most_kills=1", "--limit_secs=300"]
     command = [sys.executable, str(FOLDER / "run.py"), f"--strategy={strategy}", f"--output_dir={tmp_path}", *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=800)
     summary = json.loads((tmp_path / "summary.json").read_text())
