@@ -93,6 +93,11 @@ class Warming:
         return self._warmup.is_over
 
     @property
+    def is_ahead(self) -> bool:
+        """Whether the first replica has trained alone since it gave its state to all; the same in all processes."""
+        return self._is_ahead
+
+    @property
     def num_taking_part(self) -> int:
         """How many replicas took part in the last update; 1 before the first."""
         return self._warmup.num_taking_part

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import itertools
 import os
 import signal
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -115,7 +117,7 @@ class Resume(keras.callbacks.Callback):
             self._epoch, self._epoch_step = epoch, 0
         if self._metrics is None:
             return
-        _assign(self.model, _metrics_of(self.model), self._metrics, self._agreement())
+        _assign_metrics(self.model, self._metrics, self._agreement())
         self._metrics = None
         self._show_logs_of_metrics()
 
@@ -165,9 +167,15 @@ class Resume(keras.callbacks.Callback):
             policies.settle()
         self._saved_step = self._step
         agreement = self._agreement()
-        if agreement is not None and not agreement.is_chief:
-            return
+        is_writer = agreement is None or agreement.is_chief
         variables, metrics = _variables_of(self.model), _metrics_of(self.model)
+        with _in_scope(self.model):
+            # Counts are spread over the workers, so all of them are needed to read them.
+            is_ahead = policies is not None and policies.is_chief_ahead
+            counts = [_count(metric, is_ahead) for metric in metrics if is_writer or not is_ahead]
+            if not is_writer:
+                return
+            arrays = [*map(_to_array, variables), *(counts if self._epoch_step else [])]
         state = {
             "place": dataclasses.asdict(self._expect_position().of(self._epoch, self._epoch_step)),
             "variables": _described(variables),
@@ -175,10 +183,7 @@ class Resume(keras.callbacks.Callback):
             "policies": policies.state() if policies is not None else {},
             "keras": keras.__version__,
         }
-        kept = [*variables, *(metrics if self._epoch_step else [])]
-        with _in_scope(self.model):
-            arrays = tuple(_to_array(variable) for variable in kept)
-        self._checkpoints.save(Checkpoint(self._step, state, arrays))
+        self._checkpoints.save(Checkpoint(self._step, state, tuple(arrays)))
 
     def _leave(self) -> None:
         """Saves, and ends the program."""
@@ -188,7 +193,8 @@ class Resume(keras.callbacks.Callback):
         self._announce(f"{name}: step {self._step} is saved in {self._path}; ending with code {PREEMPTED_EXIT_CODE}")
         self._close()
         if self._agreement() is not None:
-            self._agreement().end_soon_after_exit()
+            # Taken down with its cluster, TensorFlow now and then waits for ever.
+            atexit.register(_exit_now)
         raise SystemExit(PREEMPTED_EXIT_CODE)
 
     # Going on.
@@ -264,8 +270,7 @@ class Resume(keras.callbacks.Callback):
         agreement = self._agreement()
         if agreement is None:
             return preemption.Alone()
-        end = lambda: os._exit(PREEMPTED_EXIT_CODE)  # noqa: E731
-        return preemption.Together(agreement, f"preemption/{next(_NUMBERS)}", end, _say)
+        return preemption.Together(agreement, f"preemption/{next(_NUMBERS)}", _exit_now, _say)
 
     def _announce(self, line: str) -> None:
         agreement = self._agreement()
@@ -319,6 +324,24 @@ def _assign(model: keras.Model, variables: Sequence[Any], arrays: Sequence[np.nd
             model.distribute_strategy._copy_from_chief(variables)
 
 
+def _count(metric: Any, is_ahead: bool) -> np.ndarray:
+    """The value of a metric's variable: what all replicas have counted, or only the first one, while it is alone."""
+    return np.asarray(tf.convert_to_tensor(alone.copies_of(metric)[0])) if is_ahead else _to_array(metric)
+
+
+def _assign_metrics(model: keras.Model, arrays: Sequence[np.ndarray], agreement: Any) -> None:
+    """Gives metrics what they had counted. The sum over all replicas counts, so the first one gets it all."""
+    pairs = list(itertools.zip_longest(_metrics_of(model), arrays))
+    is_first = agreement is None or agreement.is_chief
+    with _in_scope(model):
+        for metric, array in pairs:
+            if alone.is_counter(metric):
+                for index, copy in enumerate(alone.copies_of(metric)):
+                    copy.assign(array if is_first and not index else tf.zeros_like(copy))
+    others = [(metric, array) for metric, array in pairs if not alone.is_counter(metric)]
+    _assign(model, [metric for metric, _ in others], [array for _, array in others], agreement)
+
+
 @contextlib.contextmanager
 def _in_scope(model: keras.Model) -> Iterator[None]:
     with model.distribute_strategy.scope():
@@ -328,6 +351,12 @@ def _in_scope(model: keras.Model) -> Iterator[None]:
 def _policies_of(model: keras.Model) -> Any:
     """What a tfdist strategy has of its policies to be saved; None of another strategy."""
     return getattr(model.distribute_strategy, "_policies_to_save", None)
+
+
+def _exit_now() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(PREEMPTED_EXIT_CODE)
 
 
 def _say(line: str) -> None:

@@ -16,6 +16,7 @@ once all have heard; so all end after the same step. That is how TensorFlow's ow
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
@@ -28,6 +29,8 @@ from typing import Any, Protocol
 # How long the others may take to hear of it, and to end.
 _ANSWER_SECS = 5.0
 _END_SECS = 5.0
+# How long one question takes, which can't be cut short.
+_ASK_SECS = 0.2
 
 
 class Channel(Protocol):
@@ -131,7 +134,10 @@ class Together(Alone):
         self._is_asked = threading.Event()
         self._is_closed = threading.Event()
         self._last_step: int | None = None
-        threading.Thread(target=self._listen, name="tfdist preemption", daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, name="tfdist preemption", daemon=True)
+        self._listener.start()
+        # A thread that is inside of TensorFlow when Python ends aborts the process.
+        atexit.register(self.close)
 
     def request(self, step: int) -> None:
         """See `Alone.request`."""
@@ -163,7 +169,10 @@ class Together(Alone):
 
     def close(self) -> None:
         """See `Alone.close`."""
+        atexit.unregister(self.close)
         self._is_closed.set()
+        if threading.current_thread() is not self._listener:
+            self._listener.join(_END_SECS)
 
     def _await_all(self, what: str, secs: float, missing: str) -> None:
         deadline, late = time.monotonic() + secs, []
@@ -194,7 +203,7 @@ class Together(Alone):
 
     def _hear(self, what: str) -> str | None:
         while not self._is_closed.is_set():
-            found = self._channel.hear(self._key(what), 1.0)
+            found = self._channel.hear(self._key(what), _ASK_SECS)
             if found is not None:
                 return found
         return None

@@ -85,10 +85,6 @@ class Agreement:
         self._set(f"{key}/{self.task}", value)
         return {task: json.loads(self._get(f"{key}/{task}", what)) for task in self.tasks}
 
-    def end_soon_after_exit(self) -> None:
-        """See the function of this name."""
-        end_soon_after_exit()
-
     def tell(self, key: str, value: str) -> bool:
         """Puts text where every worker can hear it, at any time; False if there is some already, or nobody listens."""
         try:

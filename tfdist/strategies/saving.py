@@ -51,6 +51,11 @@ class PoliciesToSave:
         if self._averaging is not None:
             self._averaging.settle()
 
+    @property
+    def is_chief_ahead(self) -> bool:
+        """Whether the chief has trained alone, and the other workers wait elsewhere to hear of it."""
+        return self._warming is not None and self._warming.is_ahead
+
     def variables(self, model: keras.Model) -> list[Any]:
         """Keras variables that belong neither to the model nor to its optimizers; those must be built."""
         return self._averaging.variables(model) if self._averaging is not None else []

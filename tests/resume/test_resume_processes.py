@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jobs of several processes that are interrupted, and started again by the launcher, train as if they had not been."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
+
+# What happens, to whom and in which attempt, stands in the variable MISFORTUNES: {attempt: [task, step, signal]}.
+SCRIPT = """
+import json, os, sys
+import numpy as np, tensorflow as tf, keras
+import tfdist
+
+folder, made, policies = sys.argv[1:]
+strategy = getattr(tfdist, made)(policies=eval(policies))
+task = str(tfdist.Cluster.from_environment().task)
+keras.utils.set_random_seed(7)
+x = np.random.default_rng(0).normal(size=(90, 3)).astype("float32")
+data = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).shuffle(90, seed=3).batch(8)
+with strategy.scope():
+    layers = [keras.layers.Dense(4, "relu"), keras.layers.Dropout(0.2), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((3,)), *layers])
+    model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+
+
+class Misfortune(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        misfortunes, attempt = json.loads(os.environ["MISFORTUNES"]), os.environ["TFDIST_ATTEMPT"]
+        self.whom, self.left, self.signal = misfortunes.get(attempt, ("", 0, 0))
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.left -= 1
+        if self.whom == task and self.left == 0:
+            os.kill(os.getpid(), self.signal)
+
+
+resume = tfdist.callbacks.Resume(f"{folder}/checkpoints", 5)
+history = model.fit(data, epochs=3, verbose=0, callbacks=[Misfortune(), resume]).history
+variables = [*model.variables, *model.optimizer.variables]
+bits = [int(np.asarray(tf.convert_to_tensor(v.value)).astype("f4").view("u4").sum(dtype="u8")) for v in variables]
+iterations = int(tf.convert_to_tensor(model.optimizer.iterations.value))
+found = {"steps": resume.step, "iterations": iterations, "bits": bits, "loss": history["loss"][-1]}
+with open(f"{folder}/{task}-{os.environ['TFDIST_ATTEMPT']}.json", "w") as file:
+    json.dump(found, file)
+"""
+
+
+def _launch(folder: pathlib.Path, flags: list[str], arguments: list[str], misfortunes: dict[str, Any]) -> Any:
+    folder.mkdir()
+    (folder / "train.py").write_text(SCRIPT)
+    env = {**os.environ, "MISFORTUNES": json.dumps(misfortunes), "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    command = [sys.executable, "-m", "tfdist.cli", "launch", "local", "--restart_backoff_secs=0.1", *flags]
+    command += [str(folder / "train.py"), str(folder), *arguments]
+    return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+
+
+def _found(folder: pathlib.Path, task: str, attempt: int) -> dict[str, Any]:
+    return json.loads((folder / f"{task}-{attempt}.json").read_text())
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("policies", "is_exact"),
+    [
+        ("[]", True),
+        pytest.param("[tfdist.Warmup(steps=15)]", True, marks=SLOW),
+        pytest.param("[tfdist.ParameterAveraging(5)]", True, marks=SLOW),
+        pytest.param("[tfdist.BackupWorkers(spares=0)]", True, marks=SLOW),
+        pytest.param("[tfdist.BackupWorkers(spares=1)]", False, marks=SLOW),
+    ],
+)
+def test_workers_go_on_together(tmp_path: pathlib.Path, policies: str, is_exact: bool):
+    """First one that is not the chief hears that it will be ended, then the chief dies at once."""
+    arguments = ["MultiWorkerMirroredStrategy", policies]
+    misfortunes = {"0": ["worker:1", 8, 15], "1": ["worker:0", 9, 9]}
+    flags = ["--num_workers=2", "--max_restarts=1"]
+    ended = _launch(tmp_path / "cut off", flags, arguments, misfortunes)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "(preemption 1)" in ended.stderr
+    assert "(restart 1 of 1)" in ended.stderr
+    calm = _launch(tmp_path / "calm", flags, arguments, {})
+    assert calm.returncode == 0, calm.stdout + calm.stderr
+    for task in ("worker:0", "worker:1"):
+        resumed, expected = _found(tmp_path / "cut off", task, 2), _found(tmp_path / "calm", task, 0)
+        assert resumed["steps"] == resumed["iterations"] == expected["steps"] == 36
+        if is_exact:
+            assert resumed["bits"] == expected["bits"]
+            assert resumed["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    # Nobody but the chief wrote, and of its checkpoints the newest two are left.
+    left = sorted(path.name for path in (tmp_path / "cut off" / "checkpoints").iterdir())
+    assert left[-1] == "step-0000000036"
+    assert len(left) == 2
+
+
+def test_a_parameter_server_s_chief_goes_on(tmp_path: pathlib.Path):
+    misfortunes = {"0": ["chief:0", 8, 15], "1": ["chief:0", 9, 9]}
+    flags = ["--num_workers=2", "--num_ps=1", "--max_restarts=1"]
+    ended = _launch(tmp_path / "cut off", flags, ["ParameterServerStrategy", "[]"], misfortunes)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "going on from" in ended.stderr
+    found = _found(tmp_path / "cut off", "chief:0", 2)
+    assert found["steps"] == found["iterations"] == 36
