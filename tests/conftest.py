@@ -8,6 +8,7 @@ pyproject.toml (pytest-timeout).
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -63,6 +64,14 @@ def _split_cpu() -> None:
     cpu = tf.config.list_physical_devices("CPU")[0]
     if not tf.config.get_logical_device_configuration(cpu):
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * LOGICAL_CPUS)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def is_collected_once() -> Iterator[None]:
+    """What a module leaves for good, such as graphs that TensorFlow keeps, is not gone through again for each other."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
