@@ -31,7 +31,9 @@ def alone(model: keras.Model, device: str) -> Iterator[None]:
     default = distribute_lib._get_default_strategy()
     changes = [(variable, "_value", copies_of(variable)[0]) for variable in variables_of(model)]
     changes += [(optimizer, "_distribution_strategy", default) for optimizer in _optimizers(model)]
-    with _swapped(changes), tf.device(device), tf.distribute.ReplicaContext(default, 0):
+    # The sum over one replica, for which TensorFlow would keep the graph for ever; see `tap.sum_over_replicas`.
+    sums = [(optimizer, "_all_reduce_sum_gradients", list) for optimizer in _optimizers(model)]
+    with _swapped(changes), tap.attributes(sums), tf.device(device), tf.distribute.ReplicaContext(default, 0):
         yield
 
 

@@ -4,7 +4,7 @@
 Keras 3 reduces gradients inside `optimizer.apply`, after clipping, inside the conditional of gradient accumulation and
 after the finiteness check of loss scaling. On several replicas each of these is wrong or impossible. The tap puts the
 reduction where one device would have it, on the optimizer *instances* and only while the step is traced: no Keras class
-is changed, and an optimizer that needs nothing of this is left as it is.
+is changed.
 """
 
 from __future__ import annotations
@@ -44,9 +44,23 @@ def optimizers_of(model: keras.Model) -> list[Any]:
 def sum_over_replicas(gradients: Gradients) -> list[Any]:
     """The sums over all replicas, in replica context; None stays None."""
     present = [gradient for gradient in gradients if gradient is not None]
-    context = tf.distribute.get_replica_context()
-    sums = iter(context.all_reduce(tf.distribute.ReduceOp.SUM, present) if present else [])
+    sums = iter(_all_reduce(present) if present else [])
     return [None if gradient is None else next(sums) for gradient in gradients]
+
+
+def _all_reduce(values: Gradients) -> Sequence[Any]:
+    context = tf.distribute.get_replica_context()
+    if not context.strategy.extended._use_merge_call():
+        return context.all_reduce(tf.distribute.ReduceOp.SUM, values)
+    # ReplicaContext.all_reduce does this too, but gives the sum a gradient of its own. TensorFlow registers that for
+    # ever, and with it the graph, the strategy and what they hold. Nobody takes the gradient of a sum of gradients.
+    return context.merge_call(_reduce_together, args=tuple(values))
+
+
+def _reduce_together(strategy: tf.distribute.Strategy, *values: Any) -> Sequence[Any]:
+    # One device: a tensor can't be a destination.
+    pairs = [(value, value.device if isinstance(value, tf.Tensor) else value) for value in values]
+    return strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, pairs)
 
 
 @contextlib.contextmanager
@@ -56,8 +70,7 @@ def _tapped(optimizer: Any, weigh: Transform | None) -> Iterator[None]:
     changes: list[tuple[Any, str, Any]] = []
     if weigh or first_sum:
         changes.append((optimizer, "apply", _apply(optimizer, weigh, first_sum)))
-    if first_sum:
-        changes.append((inner, "_all_reduce_sum_gradients", lambda gradients_and_variables: gradients_and_variables))
+    changes.append((inner, "_all_reduce_sum_gradients", list if first_sum else _sum_pairs))
     if _branches(inner):
         changes.append((inner, "_backend_apply_gradients", _branching_apply(inner)))
     with attributes(changes):
@@ -98,6 +111,15 @@ def _apply(optimizer: Any, weigh: Transform | None, first_sum: bool) -> Callable
         return original(grads, trainable_variables)
 
     return apply
+
+
+def _sum_pairs(gradients_and_variables: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """Keras' `_all_reduce_sum_gradients`."""
+    pairs = list(gradients_and_variables)
+    if tf.distribute.in_cross_replica_context():
+        return pairs
+    sums = sum_over_replicas([gradient for gradient, _ in pairs])
+    return [(total, variable) for total, (_, variable) in zip(sums, pairs, strict=True)]
 
 
 def _branching_apply(optimizer: Any) -> Callable[..., None]:
