@@ -33,6 +33,7 @@ class Gate:
 
     def __init__(self, connection: Connection):
         self._connection = connection
+        self._start, self._steps_end = 0.0, None
         self.delays: Any = None
         self.answer: Callable[[], Any] = lambda: None
         self.steps: int = connection.recv()[1]
@@ -50,10 +51,14 @@ class Gate:
             import scenarios
 
             self.delays = scenarios.SegmentDelays.from_json(value).start()
-        self._start = time.perf_counter()
+        self._start, self._steps_end = time.perf_counter(), None
+
+    def steps_done(self) -> None:
+        """Says that what comes until `leave` does not count."""
+        self._steps_end = time.perf_counter()
 
     def leave(self) -> None:
-        self._connection.send(time.perf_counter() - self._start)
+        self._connection.send((self._steps_end or time.perf_counter()) - self._start)
         if self.delays is not None:
             # Whoever is still late wakes up, and meets the next segment as idle as the others.
             self.delays.stop()
@@ -77,7 +82,9 @@ def main(argv: list[str]) -> None:
             return  # The arena has seen enough.
 
 
-def _fit_loop(keras: ModuleType, model: Any, data: Any, late: Sequence[int] = ()) -> Loop:
+def _fit_loop(
+    keras: ModuleType, model: Any, data: Any, late: Sequence[int] = (), counts_end_of_epoch: bool = True
+) -> Loop:
     """Trains with `fit`.
 
     Args:
@@ -86,6 +93,7 @@ def _fit_loop(keras: ModuleType, model: Any, data: Any, late: Sequence[int] = ()
       data: what `fit` takes.
       late: under a strategy without policies, which delays are not injected into: the replicas of this process. Each
         step waits, before it is run, for the latest of them. Empty otherwise.
+      counts_end_of_epoch: whether what `fit` does after the last step of an epoch is a part of the segment.
     """
 
     class Segments(keras.callbacks.Callback):
@@ -95,13 +103,18 @@ def _fit_loop(keras: ModuleType, model: Any, data: Any, late: Sequence[int] = ()
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             self.gate.leave()
 
+    class StepsOnly(Segments):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch + 1 == self.gate.steps:
+                self.gate.steps_done()
+
     class LateSegments(Segments):
         def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
             if self.gate.delays is not None:
                 time.sleep(max(self.gate.delays.secs(replica, batch) for replica in late))
 
     def loop(gate: Gate) -> None:
-        callback = LateSegments() if late else Segments()
+        callback = LateSegments() if late else Segments() if counts_end_of_epoch else StepsOnly()
         callback.gate = gate
         model.fit(data, steps_per_epoch=gate.steps, epochs=10**6, verbose=0, callbacks=[callback])
 
@@ -147,13 +160,14 @@ def _mirrored_no_policy() -> Loop:
     return _mirrored(tfdist.MirroredStrategy, num_devices=4, late=range(4))
 
 
-def _multi_worker(keras: ModuleType, strategy: Any, late: Sequence[int] = ()) -> Loop:
+def _multi_worker(keras: ModuleType, strategy: Any, late: Sequence[int] = (), counts_end_of_epoch: bool = True) -> Loop:
     import models
 
     size = models.SIZES[FLAGS.size]
     with strategy.scope():
         model = models.compiled(keras, size)
-    return _fit_loop(keras, model, models.dataset(size, replicas=strategy.num_replicas_in_sync), late)
+    data = models.dataset(size, replicas=strategy.num_replicas_in_sync)
+    return _fit_loop(keras, model, data, late, counts_end_of_epoch)
 
 
 def _multi_worker_tfdist() -> Loop:
@@ -170,7 +184,8 @@ def _multi_worker_warmup() -> Loop:
 
     import tfdist
 
-    return _multi_worker(keras, tfdist.MultiWorkerMirroredStrategy(policies=[tfdist.Warmup(steps=10**9)]))
+    strategy = tfdist.MultiWorkerMirroredStrategy(policies=[tfdist.Warmup(steps=10**9)])
+    return _multi_worker(keras, strategy, counts_end_of_epoch=False)
 
 
 def _one_device() -> Loop:
@@ -178,7 +193,7 @@ def _one_device() -> Loop:
     import models
 
     size = models.SIZES[FLAGS.size]
-    return _fit_loop(keras, models.compiled(keras, size), models.dataset(size))
+    return _fit_loop(keras, models.compiled(keras, size), models.dataset(size), counts_end_of_epoch=False)
 
 
 def _multi_worker_spares(spares: int) -> Loop:
