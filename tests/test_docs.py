@@ -17,7 +17,7 @@ import tfdist
 from tfdist.launchers import local
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("experiments/*/README.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("experiments/*/README.md")])
 PAGES += [ROOT / "benchmarks" / "README.md"]
 
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -172,8 +172,15 @@ def test_every_flag_of_the_launcher_is_in_its_page() -> None:
 
 
 def test_every_page_is_reached_from_the_readme() -> None:
-    linked = {(ROOT / link.partition("#")[0]).resolve() for link in _LINK.findall(_text(ROOT / "README.md"))}
-    assert {page for page in PAGES if page.name != "README.md" or page.parent != ROOT} <= linked
+    start = ROOT / "README.md"
+    reached, new = set(), {start}
+    while new:
+        reached |= new
+        links = {
+            (page.parent / link.partition("#")[0]).resolve() for page in new for link in _LINK.findall(_text(page))
+        }
+        new = (links & set(PAGES)) - reached
+    assert set(PAGES) == reached
 
 
 def test_no_page_names_a_place_on_one_machine() -> None:
