@@ -183,6 +183,8 @@ def compared(strategy: str, calm: Row, chaos: Row) -> list[str]:
         points = 100 * (chaos["shifted_accuracy"] - calm["shifted_accuracy"])
         if abs(points) > most:
             problems.append(f"{title}: {points:+.2f} points from the calm run; expected.json wants at most {most}")
+        if strategy == "multi_worker" and calm["weights"] != chaos["weights"]:
+            problems.append(f"{title}: the weights are not those of the calm run")
         if calm["step"] != chaos["step"]:
             problems.append(f"{title}: {chaos['step']} steps; the calm run made {calm['step']}")
     return problems

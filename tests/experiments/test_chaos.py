@@ -109,7 +109,7 @@ def test_coming_back_is_timed_from_the_last_kill_before(trials: ModuleType) -> N
 
 def _row(**changes: Any) -> dict[str, Any]:
     made = {"code": 0, "steps": 200, "step": 200, "iterations": 200, "skipped": 0, "most_repeated": 50}
-    made |= {"validation_accuracy": 0.99, "shifted_accuracy": 0.99, "first_step_secs": 9.0}
+    made |= {"validation_accuracy": 0.99, "shifted_accuracy": 0.99, "first_step_secs": 9.0, "weights": "abc"}
     return {**made, "kills": {"worker:1": 2, "ps:0": 1}, **changes}
 
 
@@ -138,10 +138,13 @@ def test_no_update_may_be_made_twice_where_all_train_in_step(trials: ModuleType)
     assert found.startswith("the optimizer counts 201 updates of 200 steps")
 
 
-def test_a_run_that_trains_worse_or_in_peace_is_named(trials: ModuleType) -> None:
+def test_a_run_that_trains_worse_or_otherwise_or_in_peace_is_named(trials: ModuleType) -> None:
     assert trials.compared("multi_worker", _row(), _row(shifted_accuracy=0.9945)) == []
     (worse,) = trials.compared("multi_worker", _row(), _row(shifted_accuracy=0.9845))
     assert worse == "multi-worker: -0.55 points from the calm run; expected.json wants at most 0.5"
+    (other,) = trials.compared("multi_worker", _row(), _row(weights="abd"))
+    assert other == "multi-worker: the weights are not those of the calm run"
+    assert trials.compared("parameter_server", _row(), _row(weights="abd")) == []
     (peace,) = trials.compared("multi_worker", _row(), _row(kills={}))
     assert peace.startswith("multi-worker: nobody was killed")
 
