@@ -167,7 +167,8 @@ def missed(row: Row, strategy: str, setting: Mapping[str, Any]) -> list[str]:
     # A parameter server's step whose worker was lost is made by another one, and may have been made already.
     most = sum(count for task, count in row["kills"].items() if "worker" in task) * (strategy == "parameter_server")
     if not 0 <= row["iterations"] - row["step"] <= most:
-        problems.append(f"the optimizer counts {row['iterations']} updates of {row['step']} steps, and {most} lost")
+        text = f"the optimizer counts {row['iterations']} updates of {row['step']} steps"
+        problems.append(f"{text}; at most {most} more may be, one for each worker that was killed")
     least = json.loads((HERE / "expected.json").read_text())["validation_accuracy_at_least"]
     if row["validation_accuracy"] < least:
         problems.append(f"a validation accuracy of {row['validation_accuracy']:.2%}; expected.json wants {least:.0%}")
