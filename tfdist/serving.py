@@ -44,6 +44,8 @@ class Attachment:
         self.embedded = embedded
         chief = cluster.jobs.get("chief", {}).get(0, "127.0.0.1:0")
         self._data_service = DataService(chief.rpartition(":")[0], data_service)
+        # Whether this program ends before it is done, to be started again.
+        self.is_abandoned = False
 
     @property
     def num_workers(self) -> int:
@@ -72,7 +74,7 @@ class Attachment:
 
     def finish(self) -> None:
         """Tells every task that the chief is done. Called at exit, unless the program failed."""
-        if self.embedded is not None or getattr(sys, "last_value", None) is not None:
+        if self.embedded is not None or self.is_abandoned or getattr(sys, "last_value", None) is not None:
             return
         for task in self.cluster.tasks:
             if task.type in ("worker", "ps"):

@@ -12,13 +12,17 @@ a second. So this module imports no TensorFlow.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import pathlib
 import shutil
+import signal
 import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from typing import Any
 
 from tfdist.cluster import Cluster, Task
 from tfdist.engines import rendezvous, task_server, watch
@@ -28,6 +32,8 @@ CHIEF_LOST_EXIT_CODE = 75
 
 _POLL_SECS = 0.5
 _CHIEF_LOST_SECS = 10.0
+# The same once this task was asked to end.
+_CHIEF_ENDED_SECS = 1.0
 # Not `tempfile.gettempdir()`: TMPDIR need not be the same on the chief, and both have to come to the same path.
 _MARKS = pathlib.Path("/tmp")
 
@@ -48,24 +54,52 @@ def serve(cluster: Cluster, start_timeout_secs: float = 300.0) -> int:
     server = task_server.start(cluster)
     task_server.start_producer(cluster)
     try:
-        return _await_chief(cluster, mark, start_timeout_secs)
+        if "chief" not in cluster.jobs:
+            # An embedded cluster: the guard of this process ends it.
+            threading.Event().wait()
+        with _ending_with_chief() as is_asked_to_end:
+            return _await_chief(cluster, mark, start_timeout_secs, is_asked_to_end)
     finally:
         shutil.rmtree(mark.parent, ignore_errors=True)
         del server
 
 
-def _await_chief(cluster: Cluster, mark: pathlib.Path, start_timeout_secs: float) -> int:
-    chief = cluster.jobs.get("chief", {}).get(0)
-    if chief is None:
-        # An embedded cluster: the guard of this process ends it.
-        threading.Event().wait()
-        return 0
+@contextlib.contextmanager
+def _ending_with_chief() -> Iterator[threading.Event]:
+    """Within this block SIGTERM only sets what is yielded; a second one has its usual effect.
+
+    It may have been sent to all tasks, and then the chief is about to save what is on this one.
+    """
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+
+    def note(number: int, frame: Any) -> None:
+        del frame
+        asked.set()
+        signal.signal(number, before)
+
+    before = signal.signal(signal.SIGTERM, note)
+    try:
+        yield asked
+    finally:
+        if signal.getsignal(signal.SIGTERM) == note:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _await_chief(
+    cluster: Cluster, mark: pathlib.Path, start_timeout_secs: float, is_asked_to_end: threading.Event
+) -> int:
+    chief = cluster.jobs["chief"][0]
     seen = False
     waiting_since = last_seen = time.monotonic()
     while not mark.exists():
         now = time.monotonic()
         if _answers(chief):
             seen, last_seen = True, now
+        elif is_asked_to_end.is_set() and (not seen or now - last_seen > _CHIEF_ENDED_SECS):
+            return CHIEF_LOST_EXIT_CODE
         elif seen and now - last_seen > _CHIEF_LOST_SECS:
             watch.say(
                 f"tfdist: {cluster.task}: the chief at {chief} has been gone for {_CHIEF_LOST_SECS:.0f} s; "

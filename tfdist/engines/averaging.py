@@ -112,7 +112,14 @@ class AveragingEngine:
             settling.set_model(model)
             settling.set_params(callbacks.params)
             # Before those that look at the model.
-            callbacks.callbacks.insert(0, settling)
+            # A list of its own: somebody may be going through the one that there is.
+            callbacks.callbacks = [settling, *callbacks.callbacks]
+
+    @property
+    def is_level(self) -> bool:
+        """Whether the step that was made last ended with an average."""
+        average = self._current()
+        return average is None or average.is_level
 
     def settle(self) -> None:
         """Averages what was begun; nothing if nothing was. All workers call it at the same place."""

@@ -92,6 +92,11 @@ class Average:
         return [id(each) for each in optimizers] == [id(each) for each in self._optimizers]
 
     @property
+    def is_level(self) -> bool:
+        """Whether no step was made since the last average; outside of a graph."""
+        return not int(self.count.alone.numpy())
+
+    @property
     def variables(self) -> list[Any]:
         """The outer optimizer's Keras variables, if there is one."""
         return self._outer.variables if self._outer is not None else []
@@ -137,7 +142,7 @@ class Average:
 
     def settle(self) -> None:
         """Averages if a step was made since the last average; outside of a graph."""
-        if not int(self.count.alone.numpy()):
+        if self.is_level:
             return
         settle = self._settle = self._settle or tf.function(lambda: self._average(self._shown), autograph=False)
         settle()

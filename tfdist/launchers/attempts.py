@@ -138,7 +138,8 @@ class Attempt:
             self._failed, self._deadline = ended, time.monotonic() + secs
         elif self._failed.returncode == PREEMPTED_EXIT_CODE != ended.returncode:
             self._failed, self._deadline = ended, 0.0
-        elif decides:
+        elif decides and self._failed.returncode != PREEMPTED_EXIT_CODE:
+            # Those who were preempted end one after the other, the one that saves last.
             self._deadline = 0.0
 
     def _replace(self, ended: Process, ran_secs: float) -> None:

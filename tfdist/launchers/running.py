@@ -74,8 +74,10 @@ class _Submission:
         while True:
             outcome = self._attempt(attempt)
             attempt += 1
-            if outcome.failed is None or self._received:
+            if outcome.failed is None:
                 return outcome.code
+            if self._received:
+                return 128 + self._received[0]
             if self._crew.shrinks_after(outcome):
                 self._say(f"going on with {self._crew}: starting all tasks again")
                 failures = 0

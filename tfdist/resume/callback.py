@@ -25,6 +25,8 @@ from tfdist.resume.position import DataPosition, Place, is_fitting
 
 # What a `fit` is called among those of this program; all workers begin them in the same order.
 _NUMBERS = itertools.count()
+# What Keras calls at the end of each epoch.
+_LOGS = "_get_metrics_result_or_logs"
 
 
 class Resume(keras.callbacks.Callback):
@@ -79,7 +81,7 @@ class Resume(keras.callbacks.Callback):
         self._save_freq = save_freq
         self._checkpoints = CheckpointDirectory(path, max_to_keep, _say)
         self._path = path
-        self._signals = preemption.Signals(signals, lambda frame: is_fitting(frame, self.model))
+        self._signals = preemption.Signals(signals, lambda frame: is_fitting(frame, self.model, self))
         self._others = preemption.Alone()
         self._position: DataPosition | None = None
         self._step = self._saved_step = 0
@@ -126,7 +128,7 @@ class Resume(keras.callbacks.Callback):
         del logs
         self._step += batch + 1 - self._epoch_step
         self._epoch_step = batch + 1
-        if self._others.is_due(self._step, self._signals.received is not None):
+        if self._is_due():
             self._leave()
         # The end of an epoch is saved there, with what comes of it.
         is_due = self._save_freq != "epoch" and self._step - self._saved_step >= int(self._save_freq)
@@ -137,7 +139,7 @@ class Resume(keras.callbacks.Callback):
         """Saves if it is time, or the process will be ended soon."""
         del logs
         self._epoch, self._epoch_step = epoch + 1, 0
-        if self._others.is_due(self._step, self._signals.received is not None):
+        if self._is_due():
             self._leave()
         if self._save_freq == "epoch" or self._step - self._saved_step >= int(self._save_freq):
             self._save()
@@ -147,19 +149,24 @@ class Resume(keras.callbacks.Callback):
         del logs
         # Not before: there may have been no epoch left.
         self._expect_position().began()
-        received, is_agreed = self._signals.received, self._others.is_agreed
-        if is_agreed or (received is not None and self._agreement() is None):
+        if self._others.is_ending(self._signals.received is not None):
             self._leave()
-        self._save()
+        # Also where the last epoch was saved: callbacks such as EarlyStopping may have put back other weights.
+        self._save(is_end=True)
         self._close()
-        if received is not None:
-            # Nobody else knows of it, and there is no step left to agree on: its usual effect.
-            os.kill(os.getpid(), received)
+        if self._signals.received is not None:
+            # It came while the end was saved, and all are through: its usual effect.
+            os.kill(os.getpid(), self._signals.received)
+
+    def _is_due(self) -> bool:
+        policies = _policies_of(self.model)
+        is_level = policies is None or policies.is_level
+        return self._others.is_due(self._step, self._signals.received is not None, is_level)
 
     # Saving.
 
-    def _save(self) -> None:
-        if self._step == self._saved_step:
+    def _save(self, is_end: bool = False) -> None:
+        if self._step == self._saved_step and not is_end:
             return
         policies = _policies_of(self.model)
         if policies is not None:
@@ -180,7 +187,10 @@ class Resume(keras.callbacks.Callback):
             "place": dataclasses.asdict(self._expect_position().of(self._epoch, self._epoch_step)),
             "variables": _described(variables),
             "metrics": _described(metrics) if self._epoch_step else [],
+            "optimizers": _built(self.model),
             "policies": policies.state() if policies is not None else {},
+            # Of how many epochs `fit` has come to its end, by itself or stopped early.
+            "ended": self.params["epochs"] if is_end else None,
             "keras": keras.__version__,
         }
         self._checkpoints.save(Checkpoint(self._step, state, tuple(arrays)))
@@ -192,7 +202,13 @@ class Resume(keras.callbacks.Callback):
         name = signal.Signals(self._signals.received).name if self._signals.received else "another worker's signal"
         self._announce(f"{name}: step {self._step} is saved in {self._path}; ending with code {PREEMPTED_EXIT_CODE}")
         self._close()
+        attachment = getattr(self.model.distribute_strategy, "_serving", None)
+        if attachment is not None:
+            attachment.is_abandoned = True
         if self._agreement() is not None:
+            for number in self._signals.numbers:
+                # A launcher that has seen another worker end sends it again, and this one is on its way.
+                signal.signal(number, signal.SIG_IGN)
             # Taken down with its cluster, TensorFlow now and then waits for ever.
             atexit.register(_exit_now)
         raise SystemExit(PREEMPTED_EXIT_CODE)
@@ -213,12 +229,14 @@ class Resume(keras.callbacks.Callback):
         if found is None:
             return False
         state = found["state"]
-        self._build()
+        self._build(state["optimizers"])
         variables, metrics = _variables_of(self.model), _metrics_of(self.model)
         check_same(state["variables"], _described(variables), self._path)
         arrays = newest.arrays if newest else ()
         _assign(self.model, variables, arrays[: len(variables)], agreement)
         place = Place(**state["place"])
+        if state["ended"] is not None and state["ended"] >= self.params["epochs"]:
+            place = dataclasses.replace(place, epoch=self.params["epochs"], step=0)
         if place.step:
             # Metrics that are made with the first step are not there yet.
             self._metrics = list(arrays[len(variables) :])
@@ -232,19 +250,24 @@ class Resume(keras.callbacks.Callback):
         self._step, self._epoch, self._epoch_step = found["step"], place.epoch, place.step
         return True
 
-    def _build(self) -> None:
-        """Makes the variables that a checkpoint has values for, as the first step would."""
+    def _build(self, optimizers: Sequence[Sequence[int] | None]) -> None:
+        """Makes the variables that a checkpoint has values for, as the first step would.
+
+        Args:
+          optimizers: for each optimizer, which of the model's trainable variables it has, or None if it was not built.
+        """
         model = self.model
+        spec = tf.nest.map_structure(_without_optional, self._expect_position().element_spec)
         with _in_scope(model):
             try:
-                model._symbolic_build(data_batch=self._expect_position().element_spec)
-            except (RuntimeError, ValueError, TypeError):
+                model._symbolic_build(data_batch=spec)
+            except Exception:
                 # A train_step of the user's own may do without `call`, or without `compute_metrics`.
                 if not model.built:
                     raise
-            for optimizer in tap.optimizers_of(model):
-                if not optimizer.built:
-                    optimizer.build(model.trainable_variables)
+            for optimizer, indices in zip(tap.optimizers_of(model), optimizers, strict=False):
+                if not optimizer.built and indices is not None:
+                    optimizer.build([model.trainable_variables[index] for index in indices])
 
     def _show_logs_of_metrics(self) -> None:
         """Has an epoch that is gone on with after its last step end with the logs of its metrics.
@@ -252,14 +275,15 @@ class Resume(keras.callbacks.Callback):
         Keras takes those of the epoch's last step, and there is none any more.
         """
         model = self.model
-        logs_of = model._get_metrics_result_or_logs
+        logs_of = getattr(model, _LOGS)
 
         def logs_of_epoch(logs: Any) -> Any:
-            object.__delattr__(model, "_get_metrics_result_or_logs")
+            # Others may have wrapped it since.
+            if vars(model).get(_LOGS) is logs_of_epoch:
+                object.__delattr__(model, _LOGS)
             return logs_of(logs or model.get_metrics_result())
 
-        if "_get_metrics_result_or_logs" not in vars(model):
-            object.__setattr__(model, "_get_metrics_result_or_logs", logs_of_epoch)
+        object.__setattr__(model, _LOGS, logs_of_epoch)
 
     # Who else there is.
 
@@ -290,6 +314,26 @@ class Resume(keras.callbacks.Callback):
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _without_optional(spec: Any) -> Any:
+    # Keras' way to say None.
+    return None if isinstance(spec, tf.OptionalSpec) else spec
+
+
+def _built(model: keras.Model) -> list[list[int] | None]:
+    """For each optimizer, which of the model's trainable variables it has; None if it was not built."""
+    numbers = {id(variable): index for index, variable in enumerate(model.trainable_variables)}
+    return [
+        [numbers[id(variable)] for variable in _moved_by(optimizer) if id(variable) in numbers]
+        if optimizer.built
+        else None
+        for optimizer in tap.optimizers_of(model)
+    ]
+
+
+def _moved_by(optimizer: Any) -> list[Any]:
+    return getattr(optimizer, "inner_optimizer", optimizer)._trainable_variables
 
 
 def _variables_of(model: keras.Model) -> list[Any]:

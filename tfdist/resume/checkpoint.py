@@ -16,6 +16,7 @@ import pathlib
 import re
 import shutil
 import zipfile
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,7 +25,10 @@ import numpy as np
 _NAME = re.compile(r"step-(\d{10,})")
 _WRITING = ".writing-"
 _UNREADABLE = "unreadable-"
+_OLD = ".old-"
 _STATE, _VARIABLES = "state.json", "variables.npz"
+# What reading a damaged file raises; not what a file system raises that is away for a while.
+_DAMAGES = (ValueError, KeyError, TypeError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +68,7 @@ class CheckpointDirectory:
         """
         self._path.mkdir(parents=True, exist_ok=True)
         # Of a process that was killed while it wrote.
-        for left in self._path.glob(f"{_WRITING}*"):
+        for left in [*self._path.glob(f"{_WRITING}*"), *self._path.glob(f"{_OLD}*")]:
             shutil.rmtree(left, ignore_errors=True)
         name = f"step-{checkpoint.step:010d}"
         unfinished = self._path / f"{_WRITING}{name}"
@@ -77,10 +81,12 @@ class CheckpointDirectory:
             json.dump({"step": checkpoint.step, "arrays": len(checkpoint.arrays), "state": checkpoint.state}, file)
             file.flush()
             _sync(file.fileno())
-        final = self._path / name
+        _sync_directory(unfinished)
+        final, old = self._path / name, self._path / f"{_OLD}{name}"
         if final.exists():
-            shutil.rmtree(final)
+            final.rename(old)
         unfinished.rename(final)
+        shutil.rmtree(old, ignore_errors=True)
         _sync_directory(self._path)
         for old in self._found()[self._max_to_keep :]:
             shutil.rmtree(old, ignore_errors=True)
@@ -94,7 +100,7 @@ class CheckpointDirectory:
         for folder in self._found():
             try:
                 return _read(folder)
-            except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            except (FileNotFoundError, *_DAMAGES) as error:
                 self._say(f"{folder} can't be read, and is put aside: {type(error).__name__}: {error}")
                 with contextlib.suppress(OSError):
                     folder.rename(folder.with_name(_UNREADABLE + folder.name))

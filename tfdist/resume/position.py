@@ -102,7 +102,11 @@ class DataPosition:
         epochs = self._epochs
         # With steps_per_epoch the same iterator is gone on with; else each epoch begins with a new one.
         is_between = not step and (epochs.steps_per_epoch is None or epochs._current_iterator is None)
-        return Place(epoch, step, self._num_passes(), 0 if is_between else epochs._steps_seen, epochs._num_batches)
+        batches, passes = 0 if is_between else epochs._steps_seen, self._num_passes()
+        if not is_between and not batches and not hasattr(epochs._distributed_dataset, "passes"):
+            # The one that it is gone on with is there, and nothing was taken from it: `fit` will make it again.
+            passes -= 1
+        return Place(epoch, step, passes, batches, epochs._num_batches)
 
     def _num_passes(self) -> int:
         # Some make theirs only when the first batch is wanted, and count them.
@@ -196,9 +200,11 @@ class DataPosition:
         epochs.data_adapter.on_epoch_end()
 
 
-def is_fitting(frame: FrameType | None, model: keras.Model) -> bool:
-    """Whether the `fit` of this model is running in this frame, or below it."""
-    return _fit_frame(frame, model) is not None
+def is_fitting(frame: FrameType | None, model: keras.Model, callback: keras.callbacks.Callback) -> bool:
+    """Whether a `fit` of this model with this callback is running in this frame, or below it."""
+    found = _fit_frame(frame, model)
+    callbacks = found.f_locals.get("callbacks") if found else None
+    return any(each is callback for each in getattr(callbacks, "callbacks", callbacks or ()))
 
 
 def _fit_frame(frame: FrameType | None, model: keras.Model) -> FrameType | None:

@@ -26,9 +26,12 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, Protocol
 
-# How long the others may take to hear of it, and to end.
+# How long the others may take to hear of it before that is said, and to end.
 _ANSWER_SECS = 5.0
 _END_SECS = 5.0
+_SILENT_SECS = 30.0
+# How long a worker may take to come to the end itself once the chief has saved; shorter than the chief waits for it.
+_STRAY_SECS = 2.0
 # How long one question takes, which can't be cut short.
 _ASK_SECS = 0.2
 
@@ -44,6 +47,10 @@ class Channel(Protocol):
         """Puts `value` under `key`; False if there is one already, or nobody can be told any more."""
         ...
 
+    def gather(self, value: Any, what: str) -> dict[Any, Any]:
+        """The value (JSON data) of every worker; called by all at the same place."""
+        ...
+
     def hear(self, key: str, timeout_secs: float) -> str | None:
         """What is under `key`; None if nothing is for so long. ConnectionError: nobody can be heard any more."""
         ...
@@ -57,11 +64,12 @@ class Signals:
       is_wanted: given the frame that a signal has interrupted, whether it is to be noted.
 
     Attributes:
+      numbers: which signals.
       received: the first signal that was noted, or None.
     """
 
     def __init__(self, numbers: Sequence[int], is_wanted: Callable[[FrameType | None], bool]) -> None:
-        self._numbers = tuple(numbers)
+        self.numbers = tuple(numbers)
         self._is_wanted = is_wanted
         self._before: dict[int, Any] = {}
         self.received: int | None = None
@@ -72,7 +80,7 @@ class Signals:
         self.received = None
         if threading.current_thread() is not threading.main_thread():
             return False
-        for number in self._numbers:
+        for number in self.numbers:
             self._before[number] = signal.signal(number, self._note)
         return True
 
@@ -99,15 +107,20 @@ class Alone:
     def request(self, step: int) -> None:
         """Says that this process is to end, after `step` steps."""
 
-    def is_due(self, step: int, is_requested: bool) -> bool:
-        """Whether to save and end after so many steps."""
-        del step
+    def is_due(self, step: int, is_requested: bool, is_level: bool) -> bool:
+        """Whether to save and end after so many steps.
+
+        Args:
+          step: how many were made.
+          is_requested: whether this process has heard that it is to end.
+          is_level: whether all workers are at this step, because it needed all of them.
+        """
+        del step, is_level
         return is_requested
 
-    @property
-    def is_agreed(self) -> bool:
-        """Whether all know that they are to end."""
-        return False
+    def is_ending(self, is_requested: bool) -> bool:
+        """Asked by all at the end of training: whether any is to end."""
+        return is_requested
 
     def saved(self) -> None:
         """Says that the checkpoint is written."""
@@ -146,26 +159,37 @@ class Together(Alone):
         elif self._last_step is None:
             self._last_step = step + 1
             self._channel.tell(self._key("last"), str(self._last_step))
-            self._await_all("heard", _ANSWER_SECS, "have not heard that training ends")
+            late = self._await_all("heard", _ANSWER_SECS)
+            if late:
+                self._say(f"{', '.join(late)} have not answered that training ends; waiting for them")
+                # One that has not heard would go on into a step without the chief. One that has died ends the step.
+                self._await_all("heard", _SILENT_SECS)
 
-    def is_due(self, step: int, is_requested: bool) -> bool:
+    def is_due(self, step: int, is_requested: bool, is_level: bool) -> bool:
         """See `Alone.is_due`."""
+        if not is_level:
+            return False
         if self._last_step is None and (is_requested or (self._channel.is_chief and self._is_asked.is_set())):
             self.request(step)
         return self._last_step is not None and step >= self._last_step
 
-    @property
-    def is_agreed(self) -> bool:
-        """See `Alone.is_agreed`."""
-        return self._last_step is not None
+    def is_ending(self, is_requested: bool) -> bool:
+        """See `Alone.is_ending`."""
+        own = is_requested or self._last_step is not None
+        return any(self._channel.gather(own, "the end of training").values())
 
     def saved(self) -> None:
         """See `Alone.saved`. The chief waits for the others: with it goes what they talk through."""
         if self._channel.is_chief:
             self._channel.tell(self._key("saved"), "1")
-            self._await_all("ending", _END_SECS, "have not come to the same step")
-        else:
-            self._channel.tell(self._key(f"ending/{self._channel.task}"), "1")
+            late = self._await_all("ending", _END_SECS)
+            if late:
+                self._say(f"{', '.join(late)} have not come to the same step within {_END_SECS:g} s; going on")
+            return
+        with contextlib.suppress(ConnectionError):
+            # A launcher that sees one end ends the others soon: not before the chief has written.
+            self._hear("saved")
+        self._channel.tell(self._key(f"ending/{self._channel.task}"), "1")
 
     def close(self) -> None:
         """See `Alone.close`."""
@@ -174,16 +198,17 @@ class Together(Alone):
         if threading.current_thread() is not self._listener:
             self._listener.join(_END_SECS)
 
-    def _await_all(self, what: str, secs: float, missing: str) -> None:
+    def _await_all(self, what: str, secs: float) -> list[str]:
+        """Waits until all others have told; returns those who have not."""
         deadline, late = time.monotonic() + secs, []
         for task in self._channel.tasks:
+            if task == self._channel.task:
+                continue
             answer = None
-            if task != self._channel.task:
-                with contextlib.suppress(ConnectionError):
-                    answer = self._channel.hear(self._key(f"{what}/{task}"), deadline - time.monotonic())
-                late += [] if answer else [str(task)]
-        if late:
-            self._say(f"{', '.join(late)} {missing} within {secs:g} s; going on")
+            with contextlib.suppress(ConnectionError):
+                answer = self._channel.hear(self._key(f"{what}/{task}"), deadline - time.monotonic())
+            late += [] if answer else [str(task)]
+        return late
 
     def _listen(self) -> None:
         """Hears, in a thread of its own, what the main thread can't: it may be waiting inside a step."""
@@ -198,7 +223,8 @@ class Together(Alone):
             self._last_step = int(last)
             self._channel.tell(self._key(f"heard/{self._channel.task}"), "1")
             # One that waits for the chief, outside of a step, can't come to the same one.
-            if self._hear("saved") is not None and not self._is_closed.wait(_END_SECS):
+            if self._hear("saved") is not None and not self._is_closed.wait(_STRAY_SECS):
+                self._channel.tell(self._key(f"ending/{self._channel.task}"), "1")
                 self._end()
 
     def _hear(self, what: str) -> str | None:

@@ -46,6 +46,11 @@ class PoliciesToSave:
         if self._warming is not None and is_in_epoch:
             self._warming.go_on_in_epoch()
 
+    @property
+    def is_level(self) -> bool:
+        """Whether the step that was made last needed all workers, so that none of them is ahead."""
+        return self._averaging is None or self._averaging.is_level
+
     def settle(self) -> None:
         """Has the model's variables be what is to be saved; all workers call it at the same place."""
         if self._averaging is not None:
