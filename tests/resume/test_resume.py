@@ -337,3 +337,85 @@ def test_it_wants_a_fit_that_is_running(tmp_path: pathlib.Path):
 
 def test_keras_still_has_what_is_used_of_it():
     assert position.check() == []
+
+
+class TwoParts(keras.Model):
+    """Two optimizers, each with a part of the model, as GANs have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = keras.layers.Dense(4), keras.layers.Dense(1)
+
+    def build(self, shape: Any) -> None:
+        self.first.build(shape)
+        self.second.build((None, 4))
+        self.built = True
+
+    def compile(self, optimizer: Any, other: Any) -> None:
+        super().compile(optimizer=optimizer)
+        self.other = other
+
+    def call(self, x: Any) -> Any:
+        return self.second(self.first(x))
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x) - y) ** 2)
+        first, second = self.first.trainable_variables, self.second.trainable_variables
+        gradients = tape.gradient(loss, first + second)
+        self.optimizer.apply(gradients[: len(first)], first)
+        self.other.apply(gradients[len(first) :], second)
+        return {"loss": loss}
+
+
+def test_optimizers_may_have_a_part_of_the_model(tmp_path: pathlib.Path):
+    def model() -> keras.Model:
+        keras.utils.set_random_seed(7)
+        made = TwoParts()
+        made.build((None, 4))
+        made.compile(keras.optimizers.Adam(0.01), keras.optimizers.SGD(0.1, momentum=0.9))
+        return made
+
+    calm, resumed = model(), model()
+    _fit(calm, "arrays", [])
+    with pytest.raises(CutOffError):
+        _fit(model(), "arrays", [tfdist.callbacks.Resume(tmp_path, 5), Interrupt(17)])
+    _fit(resumed, "arrays", [tfdist.callbacks.Resume(tmp_path, 5)])
+    for value, expected in zip(_weights(resumed), _weights(calm), strict=True):
+        np.testing.assert_array_equal(value, expected)
+
+
+def test_one_iterator_that_ends_with_the_epoch_is_gone_on_with(tmp_path: pathlib.Path):
+    """Keras has made the next epoch's iterator by then."""
+
+    def fit(callbacks: list[Any]) -> keras.Model:
+        model = _model()
+        model.fit(**_data("shuffled"), steps_per_epoch=12, epochs=3, verbose=0, callbacks=callbacks)
+        return model
+
+    calm = fit([])
+    with pytest.raises(CutOffError):
+        fit([tfdist.callbacks.Resume(tmp_path, "epoch"), Interrupt(15)])
+    for value, expected in zip(_weights(fit([tfdist.callbacks.Resume(tmp_path)])), _weights(calm), strict=True):
+        np.testing.assert_array_equal(value, expected)
+
+
+def test_a_training_that_was_stopped_early_stays_so(tmp_path: pathlib.Path):
+    """With the weights that the callback has put back."""
+
+    def fit(epochs: int = 9) -> tuple[keras.Model, list[Any]]:
+        stop = keras.callbacks.EarlyStopping("loss", mode="max", restore_best_weights=True)
+        model, numbers = _model(), Numbers()
+        model.fit(
+            **_data("arrays"), epochs=epochs, verbose=0, callbacks=[tfdist.callbacks.Resume(tmp_path), stop, numbers]
+        )
+        return model, numbers.seen
+
+    first, steps = fit()
+    assert 12 < len(steps) < 9 * 12
+    again, steps = fit()
+    assert steps == []
+    for value, expected in zip(again.get_weights(), first.get_weights(), strict=True):
+        np.testing.assert_array_equal(value, expected)
+    assert len(fit(epochs=10)[1]) > 0

@@ -21,7 +21,7 @@ from tfdist.engines import alone, tap, watch
 from tfdist.launchers.requests import PREEMPTED_EXIT_CODE
 from tfdist.resume import preemption
 from tfdist.resume.checkpoint import Checkpoint, CheckpointDirectory, check_same
-from tfdist.resume.position import DataPosition, Place, is_fitting
+from tfdist.resume.position import DataPosition, Place, is_fitting, put_last
 
 # What a `fit` is called among those of this program; all workers begin them in the same order.
 _NUMBERS = itertools.count()
@@ -102,6 +102,8 @@ class Resume(keras.callbacks.Callback):
         self._close()
         self._metrics = None
         self._step = self._epoch = self._epoch_step = 0
+        # What others do at the end of an epoch, such as to change the learning rate, belongs to what is saved.
+        put_last(self.model, self)
         self._position = DataPosition(self.model)
         found = self._take_newest()
         self._saved_step = self._step
@@ -257,17 +259,21 @@ class Resume(keras.callbacks.Callback):
           optimizers: for each optimizer, which of the model's trainable variables it has, or None if it was not built.
         """
         model = self.model
-        spec = tf.nest.map_structure(_without_optional, self._expect_position().element_spec)
         with _in_scope(model):
-            try:
-                model._symbolic_build(data_batch=spec)
-            except Exception:
-                # A train_step of the user's own may do without `call`, or without `compute_metrics`.
-                if not model.built:
-                    raise
+            if not model.built:
+                self._build_symbolically()
             for optimizer, indices in zip(tap.optimizers_of(model), optimizers, strict=False):
                 if not optimizer.built and indices is not None:
                     optimizer.build([model.trainable_variables[index] for index in indices])
+            # It would build the optimizer too, for all variables. A train_step of the user's own may do without it,
+            # and without `call` or `compute_metrics`.
+            if model.optimizer.built:
+                with contextlib.suppress(Exception):
+                    self._build_symbolically()
+
+    def _build_symbolically(self) -> None:
+        spec = tf.nest.map_structure(_without_optional, self._expect_position().element_spec)
+        self.model._symbolic_build(data_batch=spec)
 
     def _show_logs_of_metrics(self) -> None:
         """Has an epoch that is gone on with after its last step end with the logs of its metrics.

@@ -200,6 +200,15 @@ class DataPosition:
         epochs.data_adapter.on_epoch_end()
 
 
+def put_last(model: keras.Model, callback: keras.callbacks.Callback) -> None:
+    """Has the running `fit` of this model call this callback after all others, from the next call on."""
+    frame = _fit_frame(sys._getframe(1), model)
+    callbacks = frame.f_locals.get("callbacks") if frame else None
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        # A list of its own: Keras is going through the one that there is.
+        callbacks.callbacks = [*(each for each in callbacks.callbacks if each is not callback), callback]
+
+
 def is_fitting(frame: FrameType | None, model: keras.Model, callback: keras.callbacks.Callback) -> bool:
     """Whether a `fit` of this model with this callback is running in this frame, or below it."""
     found = _fit_frame(frame, model)
