@@ -55,6 +55,22 @@ def test_after_a_failure_all_tasks_start_again(launch):
 
 
 @pytest.mark.processes
+def test_one_that_still_saves_is_waited_for_when_others_were_preempted(launch):
+    text = """
+if attempt == 0 and name != "worker:0":
+    sys.exit(75)
+if attempt == 0:
+    import time
+    time.sleep(1)  # as long as it takes to write
+    print("saved", flush=True)
+    sys.exit(75)
+"""
+    code, out, err = launch(text, "--num_workers=3")
+    assert (code, out) == (0, ["[worker:0] saved"])
+    assert "tfdist: starting all tasks again in 0 s (preemption 1)" in err
+
+
+@pytest.mark.processes
 def test_when_no_restart_is_left_the_code_of_the_last_failure_is_returned(launch):
     code, out, err = launch("print(attempt)\nsys.exit(10 + attempt)", "--num_workers=1", "--max_restarts=1")
     assert (code, out) == (11, ["[worker:0] 0", "[worker:0] 1"])
