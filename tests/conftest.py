@@ -24,8 +24,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
-# A shell that starts this in the background has Ctrl-C ignored, and nohup has SIGHUP; children inherit that, and tests send
-# both to theirs.
+# A shell that starts this in the background has Ctrl-C ignored, and nohup has SIGHUP; children inherit that, and tests
+# send both to theirs.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
