@@ -33,7 +33,7 @@ ARROWS: dict[str, set[str]] = {
     "launchers": {"__init__", "_addresses", "cluster"},
     "learning_rate": set(),
     "policies": set(),
-    "resume": {"engines", "launchers"},
+    "resume": {"engines", "launchers", "policies"},
     "schedules": set(),
     "serving": {"cluster", "engines", "launchers", "serving_task"},
     "serving_task": {"cluster", "engines"},

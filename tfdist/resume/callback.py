@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from tfdist.engines import alone, tap, watch
 from tfdist.launchers.requests import PREEMPTED_EXIT_CODE
+from tfdist.policies.base import is_count
 from tfdist.resume import preemption
 from tfdist.resume.checkpoint import Checkpoint, CheckpointDirectory, check_same
 from tfdist.resume.position import DataPosition, Place, is_fitting, put_last
@@ -71,12 +72,12 @@ class Resume(keras.callbacks.Callback):
         path = os.fspath(directory)
         if not path or "://" in path:
             raise ValueError(f"Resume(directory) must be a path of a file system. Received: directory={directory!r}")
-        if save_freq != "epoch" and not _is_count(save_freq):
+        if save_freq != "epoch" and not is_count(save_freq, at_least=1):
             raise ValueError(
                 'Resume(save_freq=...) must be "epoch", or a number of steps from 1 on. '
                 f"Received: save_freq={save_freq!r}"
             )
-        if not _is_count(max_to_keep):
+        if not is_count(max_to_keep, at_least=1):
             raise ValueError(f"Resume(max_to_keep=...) must be 1 or more. Received: max_to_keep={max_to_keep!r}")
         self._save_freq = save_freq
         self._checkpoints = CheckpointDirectory(path, max_to_keep, _say)
@@ -162,7 +163,7 @@ class Resume(keras.callbacks.Callback):
 
     def _is_due(self) -> bool:
         policies = _policies_of(self.model)
-        is_level = policies is None or policies.is_level
+        is_level = lambda: policies is None or policies.is_level  # noqa: E731
         return self._others.is_due(self._step, self._signals.received is not None, is_level)
 
     # Saving.
@@ -177,18 +178,20 @@ class Resume(keras.callbacks.Callback):
         self._saved_step = self._step
         agreement = self._agreement()
         is_writer = agreement is None or agreement.is_chief
-        variables, metrics = _variables_of(self.model), _metrics_of(self.model)
+        # Between epochs they have nothing that counts.
+        metrics = _metrics_of(self.model) if self._epoch_step else []
         with _in_scope(self.model):
             # Counts are spread over the workers, so all of them are needed to read them.
             is_ahead = policies is not None and policies.is_chief_ahead
             counts = [_count(metric, is_ahead) for metric in metrics if is_writer or not is_ahead]
             if not is_writer:
                 return
-            arrays = [*map(_to_array, variables), *(counts if self._epoch_step else [])]
+            variables = _variables_of(self.model)
+            arrays = [*map(_to_array, variables), *counts]
         state = {
             "place": dataclasses.asdict(self._expect_position().of(self._epoch, self._epoch_step)),
             "variables": _described(variables),
-            "metrics": _described(metrics) if self._epoch_step else [],
+            "metrics": _described(metrics),
             "optimizers": _built(self.model),
             "policies": policies.state() if policies is not None else {},
             # Of how many epochs `fit` has come to its end, by itself or stopped early.
@@ -316,10 +319,6 @@ class Resume(keras.callbacks.Callback):
         self._signals.uninstall()
         self._others.close()
         self._others = preemption.Alone()
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _without_optional(spec: Any) -> Any:

@@ -104,16 +104,13 @@ class Signals:
 class Alone:
     """A process that saves by itself. See `Together` for the methods."""
 
-    def request(self, step: int) -> None:
-        """Says that this process is to end, after `step` steps."""
-
-    def is_due(self, step: int, is_requested: bool, is_level: bool) -> bool:
+    def is_due(self, step: int, is_requested: bool, is_level: Callable[[], bool]) -> bool:
         """Whether to save and end after so many steps.
 
         Args:
           step: how many were made.
           is_requested: whether this process has heard that it is to end.
-          is_level: whether all workers are at this step, because it needed all of them.
+          is_level: says whether all workers are at this step, because it needed all of them; asked if it matters.
         """
         del step, is_level
         return is_requested
@@ -152,8 +149,7 @@ class Together(Alone):
         # A thread that is inside of TensorFlow when Python ends aborts the process.
         atexit.register(self.close)
 
-    def request(self, step: int) -> None:
-        """See `Alone.request`."""
+    def _request(self, step: int) -> None:
         if not self._channel.is_chief:
             self._channel.tell(self._key("request"), str(self._channel.task))
         elif self._last_step is None:
@@ -165,12 +161,13 @@ class Together(Alone):
                 # One that has not heard would go on into a step without the chief. One that has died ends the step.
                 self._await_all("heard", _SILENT_SECS)
 
-    def is_due(self, step: int, is_requested: bool, is_level: bool) -> bool:
+    def is_due(self, step: int, is_requested: bool, is_level: Callable[[], bool]) -> bool:
         """See `Alone.is_due`."""
-        if not is_level:
+        is_asked = is_requested or (self._channel.is_chief and self._is_asked.is_set())
+        if (self._last_step is None and not is_asked) or not is_level():
             return False
-        if self._last_step is None and (is_requested or (self._channel.is_chief and self._is_asked.is_set())):
-            self.request(step)
+        if self._last_step is None:
+            self._request(step)
         return self._last_step is not None and step >= self._last_step
 
     def is_ending(self, is_requested: bool) -> bool:
