@@ -7,17 +7,13 @@ In `fit` every worker iterates over whole batches, of which each replica takes i
 
 from __future__ import annotations
 
-import inspect
-import sys
 from collections.abc import Callable, Sequence
-from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorflow as tf
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from tensorflow.python.distribute import input_lib
 
-from tfdist.engines import sharing
+from tfdist.engines import fitting, sharing
 
 if TYPE_CHECKING:
     from tfdist.engines.averaging import AveragingEngine
@@ -67,7 +63,7 @@ class AveragingDataset(input_lib.DistributedDataset):
         return int(self._own.cardinality())
 
     def __iter__(self) -> Any:
-        frame = _fit() if tf.executing_eagerly() else None
+        frame = fitting.fit_frame() if tf.executing_eagerly() else None
         if tf.executing_eagerly():
             # Also at the end of an interrupted `fit`.
             self._engine.settle()
@@ -132,20 +128,3 @@ def _named(dataset: tf.data.Dataset, name: str) -> tf.data.Dataset:
     # Workers that see the same batches in different orders would take overlapping parts.
     options.deterministic = True
     return named.with_options(options).prefetch(2)
-
-
-_FIT = inspect.unwrap(TensorFlowTrainer.fit).__code__
-_OTHERS = {
-    inspect.unwrap(function).__code__
-    for function in (TensorFlowTrainer.evaluate, TensorFlowTrainer.predict, TensorFlowTrainer._maybe_symbolic_build)
-}
-
-
-def _fit() -> FrameType | None:
-    """The `fit` that iterates here, or None if somebody else does."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code not in _OTHERS:
-        if frame.f_code is _FIT:
-            return frame
-        frame = frame.f_back
-    return None

@@ -7,17 +7,14 @@ on by a second thread. Everybody else (`evaluate`, `predict`, a custom loop) get
 
 from __future__ import annotations
 
-import inspect
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from tensorflow.python.distribute import input_lib
 
-from tfdist.engines import sharing
+from tfdist.engines import fitting, sharing
 
 if TYPE_CHECKING:
     from tfdist.engines.quorum import QuorumEngine
@@ -54,8 +51,10 @@ class QuorumDataset(input_lib.DistributedDataset):
         return int(self._part.cardinality())
 
     def __iter__(self) -> Any:
-        model = _fitting() if tf.executing_eagerly() else None
-        return iter(self._whole) if model is None else QuorumIterator(self._begin, int(self._part.cardinality()), model)
+        frame = fitting.fit_frame() if tf.executing_eagerly() else None
+        if frame is None:
+            return iter(self._whole)
+        return QuorumIterator(self._begin, int(self._part.cardinality()), frame.f_locals["self"])
 
     def _begin(self, model: keras.Model) -> Callable[[], Ticket | None]:
         """Begins a pass; returns what makes its tickets, and None at its end."""
@@ -127,20 +126,3 @@ def _in_order(dataset: tf.data.Dataset) -> tf.data.Dataset:
     # Workers that process the same batches in different orders would take overlapping parts.
     options.deterministic = True
     return dataset.with_options(options).prefetch(1)
-
-
-_FIT = inspect.unwrap(TensorFlowTrainer.fit).__code__
-_OTHERS = {
-    inspect.unwrap(function).__code__
-    for function in (TensorFlowTrainer.evaluate, TensorFlowTrainer.predict, TensorFlowTrainer._maybe_symbolic_build)
-}
-
-
-def _fitting() -> keras.Model | None:
-    """The model whose `fit` iterates here, or None if somebody else does."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code not in _OTHERS:
-        if frame.f_code is _FIT:
-            return frame.f_locals["self"]
-        frame = frame.f_back
-    return None

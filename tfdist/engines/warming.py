@@ -26,7 +26,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.engines import alone, quorum_data, sharing
+from tfdist.engines import alone, fitting, sharing
 from tfdist.engines.warming_data import Part, Source, Turn, WarmingDataset
 from tfdist.policies.base import Update
 from tfdist.policies.warmup import Warmup
@@ -286,7 +286,7 @@ def _chunks(copies: Sequence[Any]) -> list[list[Any]]:
 
 
 def _is_called_by_fit() -> bool:
-    return sys._getframe(2).f_code is quorum_data._FIT
+    return sys._getframe(2).f_code is fitting.FIT
 
 
 def _update(step: int, count: int) -> Update:

@@ -17,7 +17,7 @@ import tensorflow as tf
 from tensorflow.python.distribute import distribute_utils, input_lib
 from tensorflow.python.framework import composite_tensor
 
-from tfdist.engines import quorum_data, sharing
+from tfdist.engines import fitting, sharing
 from tfdist.engines.threaded_data import ReplicaDataset
 
 if TYPE_CHECKING:
@@ -362,7 +362,8 @@ class WarmingDataset(input_lib.DistributedDataset):
     def __iter__(self) -> Any:
         if not tf.executing_eagerly():
             return iter(self._whole)
-        model = quorum_data._fitting()
+        frame = fitting.fit_frame()
+        model = frame.f_locals["self"] if frame else None
         if model is None:
             self._warming.settle()
         if model is None or self._warming.is_over_now():

@@ -13,7 +13,6 @@ from the last one, so that data which are the same in every run come in the same
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import sys
 from collections.abc import Iterator
 from types import FrameType
@@ -21,11 +20,10 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer, TFEpochIterator
+from keras.src.backend.tensorflow.trainer import TFEpochIterator
 
-from tfdist.engines import progress, watch
+from tfdist.engines import fitting, progress, watch
 
-_FIT = inspect.unwrap(TensorFlowTrainer.fit).__code__
 _ATTRIBUTES = (
     "_current_iterator",
     "_distributed_dataset",
@@ -39,7 +37,7 @@ _ATTRIBUTES = (
 
 def check() -> list[str]:
     """What Keras no longer has in the form in which it is used; empty if all is as known."""
-    problems = [] if "epoch_iterator" in _FIT.co_varnames else ["fit has no variable epoch_iterator"]
+    problems = [] if "epoch_iterator" in fitting.FIT.co_varnames else ["fit has no variable epoch_iterator"]
     made = TFEpochIterator(x=keras.ops.zeros((1, 1)), distribute_strategy=tf.distribute.get_strategy())
     problems += [f"TFEpochIterator.{name} is gone" for name in _ATTRIBUTES if not hasattr(made, name)]
     problems += [
@@ -217,7 +215,7 @@ def is_fitting(frame: FrameType | None, model: keras.Model, callback: keras.call
 
 
 def _fit_frame(frame: FrameType | None, model: keras.Model) -> FrameType | None:
-    while frame is not None and not (frame.f_code is _FIT and frame.f_locals.get("self") is model):
+    while frame is not None and not (frame.f_code is fitting.FIT and frame.f_locals.get("self") is model):
         frame = frame.f_back
     return frame
 

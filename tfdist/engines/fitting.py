@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whose Keras loop is running: `fit` tells neither strategies nor data sets that it is the one that asks.
+
+This is the one module that knows the loops by the code of their frames.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from types import FrameType
+
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+
+FIT = inspect.unwrap(TensorFlowTrainer.fit).__code__
+_OTHERS = {
+    inspect.unwrap(function).__code__
+    for function in (TensorFlowTrainer.evaluate, TensorFlowTrainer.predict, TensorFlowTrainer._maybe_symbolic_build)
+}
+
+
+def fit_frame() -> FrameType | None:
+    """The frame of the `fit` that iterates here, or None if somebody else does."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code not in _OTHERS:
+        if frame.f_code is FIT:
+            return frame
+        frame = frame.f_back
+    return None
