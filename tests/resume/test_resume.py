@@ -14,6 +14,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from cutting_off import CutOff, CutOffError
 
 import tfdist
 from tfdist.resume import position
@@ -23,21 +24,6 @@ pytestmark = pytest.mark.timeout(300)
 X = np.random.default_rng(0).normal(size=(96, 4)).astype("float32")
 Y = X[:, :1] * 2
 EPOCHS = 4
-
-
-class CutOffError(Exception):
-    """Stands for whatever ends a program."""
-
-
-class Interrupt(keras.callbacks.Callback):
-    def __init__(self, after: int) -> None:
-        super().__init__()
-        self.left = after
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.left -= 1
-        if not self.left:
-            raise CutOffError
 
 
 class Numbers(keras.callbacks.Callback):
@@ -147,7 +133,7 @@ def test_it_goes_on_as_if_nothing_had_happened(
             _fit(
                 model,
                 kind,
-                [tfdist.callbacks.Resume(tmp_path, save_freq), Interrupt(-(-after // steps_per_execution))],
+                [tfdist.callbacks.Resume(tmp_path, save_freq), CutOff(-(-after // steps_per_execution))],
             )
     model = _model(steps_per_execution=steps_per_execution)
     resumed = _fit(model, kind, [tfdist.callbacks.Resume(tmp_path, save_freq)])
@@ -162,7 +148,7 @@ def test_twenty_steps_and_twenty_more_are_forty(tmp_path: pathlib.Path, calm: Ca
     """The interruption is not where a checkpoint is: what was made after it is made again, and nothing is left out."""
     model = _model()
     with pytest.raises(CutOffError):
-        _fit(model, "shuffled", [tfdist.callbacks.Resume(tmp_path, 10), Interrupt(28)])
+        _fit(model, "shuffled", [tfdist.callbacks.Resume(tmp_path, 10), CutOff(28)])
     resume, numbers = tfdist.callbacks.Resume(tmp_path, 10), Numbers()
     model = _model()
     _fit(model, "shuffled", [resume, numbers])
@@ -193,7 +179,7 @@ def test_all_that_the_next_step_depends_on_is_kept(tmp_path: pathlib.Path, chang
     uninterrupted = model()
     _fit(uninterrupted, "arrays", [], epochs=2)
     with pytest.raises(CutOffError):
-        _fit(model(), "arrays", [tfdist.callbacks.Resume(tmp_path, 5), Interrupt(17)], epochs=2)
+        _fit(model(), "arrays", [tfdist.callbacks.Resume(tmp_path, 5), CutOff(17)], epochs=2)
     resumed = model()
     _fit(resumed, "arrays", [tfdist.callbacks.Resume(tmp_path, 5)], epochs=2)
     for value, expected in zip(_weights(resumed), _weights(uninterrupted), strict=True):
@@ -204,7 +190,7 @@ def test_mixed_precision_is_kept(tmp_path: pathlib.Path):
     keras.config.set_dtype_policy("mixed_bfloat16")
     try:
         with pytest.raises(CutOffError):
-            _fit(_model(), "arrays", [tfdist.callbacks.Resume(tmp_path, 5), Interrupt(17)])
+            _fit(_model(), "arrays", [tfdist.callbacks.Resume(tmp_path, 5), CutOff(17)])
         uninterrupted, resumed = _model(), _model()
         _fit(uninterrupted, "arrays", [])
         _fit(resumed, "arrays", [tfdist.callbacks.Resume(tmp_path, 5)])
@@ -243,7 +229,7 @@ def test_the_end_of_an_early_stop_is_saved(tmp_path: pathlib.Path):
 def test_validation_and_its_metrics_stay_apart(tmp_path: pathlib.Path):
     history = _fit(_model(), "arrays", [], validation_data=(X, Y))
     with pytest.raises(CutOffError):
-        _fit(_model(), "arrays", [tfdist.callbacks.Resume(tmp_path, 6), Interrupt(20)], validation_data=(X, Y))
+        _fit(_model(), "arrays", [tfdist.callbacks.Resume(tmp_path, 6), CutOff(20)], validation_data=(X, Y))
     model = _model()
     resumed = _fit(model, "arrays", [tfdist.callbacks.Resume(tmp_path, 6)], validation_data=(X, Y))
     assert resumed.keys() == history.keys()
@@ -289,7 +275,7 @@ def test_after_fit_a_signal_does_what_it_did_before(tmp_path: pathlib.Path):
     try:
         resume = tfdist.callbacks.Resume(tmp_path, signals=[signal.SIGUSR1])
         with pytest.raises(CutOffError):
-            _fit(_model(), "arrays", [resume, Interrupt(3)])
+            _fit(_model(), "arrays", [resume, CutOff(3)])
         # fit was left without a word to its callbacks.
         os.kill(os.getpid(), signal.SIGUSR1)
         assert received == [signal.SIGUSR1]
@@ -303,7 +289,7 @@ def test_after_fit_a_signal_does_what_it_did_before(tmp_path: pathlib.Path):
 
 def test_another_model_or_other_data_are_refused(tmp_path: pathlib.Path):
     with pytest.raises(CutOffError):
-        _fit(_model(), "arrays", [tfdist.callbacks.Resume(tmp_path, 5), Interrupt(7)])
+        _fit(_model(), "arrays", [tfdist.callbacks.Resume(tmp_path, 5), CutOff(7)])
     with pytest.raises(ValueError, match=r"has a checkpoint of another model .* give Resume another directory"):
         _fit(_model(optimizer=keras.optimizers.Adam(0.1)), "arrays", [tfdist.callbacks.Resume(tmp_path)])
     with pytest.raises(ValueError, match=r"a fit over 12 batches per pass; .* Received: 24 batches"):
@@ -380,7 +366,7 @@ def test_optimizers_may_have_a_part_of_the_model(tmp_path: pathlib.Path):
     calm, resumed = model(), model()
     _fit(calm, "arrays", [])
     with pytest.raises(CutOffError):
-        _fit(model(), "arrays", [tfdist.callbacks.Resume(tmp_path, 5), Interrupt(17)])
+        _fit(model(), "arrays", [tfdist.callbacks.Resume(tmp_path, 5), CutOff(17)])
     _fit(resumed, "arrays", [tfdist.callbacks.Resume(tmp_path, 5)])
     for value, expected in zip(_weights(resumed), _weights(calm), strict=True):
         np.testing.assert_array_equal(value, expected)
@@ -396,7 +382,7 @@ def test_one_iterator_that_ends_with_the_epoch_is_gone_on_with(tmp_path: pathlib
 
     calm = fit([])
     with pytest.raises(CutOffError):
-        fit([tfdist.callbacks.Resume(tmp_path, "epoch"), Interrupt(15)])
+        fit([tfdist.callbacks.Resume(tmp_path, "epoch"), CutOff(15)])
     for value, expected in zip(_weights(fit([tfdist.callbacks.Resume(tmp_path)])), _weights(calm), strict=True):
         np.testing.assert_array_equal(value, expected)
 

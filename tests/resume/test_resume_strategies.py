@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from cutting_off import CutOff, CutOffError
 
 import tfdist
 
@@ -20,21 +21,6 @@ X = np.random.default_rng(0).normal(size=(90, 3)).astype("float32")
 Y = X[:, :1] * 2
 DEVICES = ["CPU:0", "CPU:1"]
 EPOCHS = 3
-
-
-class CutOffError(Exception):
-    """Stands for whatever ends a program."""
-
-
-class CutOff(keras.callbacks.Callback):
-    def __init__(self, after: int) -> None:
-        super().__init__()
-        self.left = after
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.left -= 1
-        if not self.left:
-            raise CutOffError
 
 
 def _outer() -> Any:

@@ -4,23 +4,21 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import dataclasses
 import itertools
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
-from tfdist.engines import alone, tap, watch
+from tfdist.engines import watch
 from tfdist.launchers.requests import PREEMPTED_EXIT_CODE
 from tfdist.policies.base import is_count
-from tfdist.resume import preemption
+from tfdist.resume import contents, preemption
 from tfdist.resume.checkpoint import Checkpoint, CheckpointDirectory, check_same
 from tfdist.resume.position import DataPosition, Place, is_fitting, put_last
 
@@ -122,7 +120,7 @@ class Resume(keras.callbacks.Callback):
             self._epoch, self._epoch_step = epoch, 0
         if self._metrics is None:
             return
-        _assign_metrics(self.model, self._metrics, self._agreement())
+        contents.assign_metrics(self.model, self._metrics, self._agreement())
         self._metrics = None
         self._show_logs_of_metrics()
 
@@ -162,7 +160,7 @@ class Resume(keras.callbacks.Callback):
             os.kill(os.getpid(), self._signals.received)
 
     def _is_due(self) -> bool:
-        policies = _policies_of(self.model)
+        policies = contents.policies_of(self.model)
         is_level = lambda: policies is None or policies.is_level  # noqa: E731
         return self._others.is_due(self._step, self._signals.received is not None, is_level)
 
@@ -171,7 +169,7 @@ class Resume(keras.callbacks.Callback):
     def _save(self, is_end: bool = False) -> None:
         if self._step == self._saved_step and not is_end:
             return
-        policies = _policies_of(self.model)
+        policies = contents.policies_of(self.model)
         if policies is not None:
             # All workers are here: they save after the same steps.
             policies.settle()
@@ -179,20 +177,20 @@ class Resume(keras.callbacks.Callback):
         agreement = self._agreement()
         is_writer = agreement is None or agreement.is_chief
         # Between epochs they have nothing that counts.
-        metrics = _metrics_of(self.model) if self._epoch_step else []
-        with _in_scope(self.model):
+        metrics = contents.metrics_of(self.model) if self._epoch_step else []
+        with contents.in_scope(self.model):
             # Counts are spread over the workers, so all of them are needed to read them.
             is_ahead = policies is not None and policies.is_chief_ahead
-            counts = [_count(metric, is_ahead) for metric in metrics if is_writer or not is_ahead]
+            counts = [contents.count_of(metric, is_ahead) for metric in metrics if is_writer or not is_ahead]
             if not is_writer:
                 return
-            variables = _variables_of(self.model)
-            arrays = [*map(_to_array, variables), *counts]
+            variables = contents.variables_of(self.model)
+            arrays = [*map(contents.to_array, variables), *counts]
         state = {
             "place": dataclasses.asdict(self._expect_position().of(self._epoch, self._epoch_step)),
-            "variables": _described(variables),
-            "metrics": _described(metrics),
-            "optimizers": _built(self.model),
+            "variables": contents.described(variables),
+            "metrics": contents.described(metrics),
+            "optimizers": contents.built_of(self.model),
             "policies": policies.state() if policies is not None else {},
             # Of how many epochs `fit` has come to its end, by itself or stopped early.
             "ended": self.params["epochs"] if is_end else None,
@@ -234,49 +232,26 @@ class Resume(keras.callbacks.Callback):
         if found is None:
             return False
         state = found["state"]
-        self._build(state["optimizers"])
-        variables, metrics = _variables_of(self.model), _metrics_of(self.model)
-        check_same(state["variables"], _described(variables), self._path)
+        contents.build(self.model, state["optimizers"], self._expect_position().element_spec)
+        variables, metrics = contents.variables_of(self.model), contents.metrics_of(self.model)
+        check_same(state["variables"], contents.described(variables), self._path)
         arrays = newest.arrays if newest else ()
-        _assign(self.model, variables, arrays[: len(variables)], agreement)
+        contents.assign(self.model, variables, arrays[: len(variables)], agreement)
         place = Place(**state["place"])
         if state["ended"] is not None and state["ended"] >= self.params["epochs"]:
             place = dataclasses.replace(place, epoch=self.params["epochs"], step=0)
         if place.step:
             # Metrics that are made with the first step are not there yet.
             self._metrics = list(arrays[len(variables) :])
-            if [kind for _, *kind in state["metrics"]] != [kind for _, *kind in _described(metrics)]:
+            if [kind for _, *kind in state["metrics"]] != [kind for _, *kind in contents.described(metrics)]:
                 self._metrics = None
                 self._announce("the metrics of this epoch count from here on: before its first step there are none")
-        policies = _policies_of(self.model)
+        policies = contents.policies_of(self.model)
         if policies is not None:
             policies.take(state["policies"], bool(place.step))
         self._expect_position().go_to(place)
         self._step, self._epoch, self._epoch_step = found["step"], place.epoch, place.step
         return True
-
-    def _build(self, optimizers: Sequence[Sequence[int] | None]) -> None:
-        """Makes the variables that a checkpoint has values for, as the first step would.
-
-        Args:
-          optimizers: for each optimizer, which of the model's trainable variables it has, or None if it was not built.
-        """
-        model = self.model
-        with _in_scope(model):
-            if not model.built:
-                self._build_symbolically()
-            for optimizer, indices in zip(tap.optimizers_of(model), optimizers, strict=False):
-                if not optimizer.built and indices is not None:
-                    optimizer.build([model.trainable_variables[index] for index in indices])
-            # It would build the optimizer too, for all variables. A train_step of the user's own may do without it,
-            # and without `call` or `compute_metrics`.
-            if model.optimizer.built:
-                with contextlib.suppress(Exception):
-                    self._build_symbolically()
-
-    def _build_symbolically(self) -> None:
-        spec = tf.nest.map_structure(_without_optional, self._expect_position().element_spec)
-        self.model._symbolic_build(data_batch=spec)
 
     def _show_logs_of_metrics(self) -> None:
         """Has an epoch that is gone on with after its last step end with the logs of its metrics.
@@ -319,87 +294,6 @@ class Resume(keras.callbacks.Callback):
         self._signals.uninstall()
         self._others.close()
         self._others = preemption.Alone()
-
-
-def _without_optional(spec: Any) -> Any:
-    # Keras' way to say None.
-    return None if isinstance(spec, tf.OptionalSpec) else spec
-
-
-def _built(model: keras.Model) -> list[list[int] | None]:
-    """For each optimizer, which of the model's trainable variables it has; None if it was not built."""
-    numbers = {id(variable): index for index, variable in enumerate(model.trainable_variables)}
-    return [
-        [numbers[id(variable)] for variable in _moved_by(optimizer) if id(variable) in numbers]
-        if optimizer.built
-        else None
-        for optimizer in tap.optimizers_of(model)
-    ]
-
-
-def _moved_by(optimizer: Any) -> list[Any]:
-    return getattr(optimizer, "inner_optimizer", optimizer)._trainable_variables
-
-
-def _variables_of(model: keras.Model) -> list[Any]:
-    metrics = {id(variable) for variable in _metrics_of(model)}
-    policies = _policies_of(model)
-    found = [*alone.variables_of(model), *(policies.variables(model) if policies is not None else [])]
-    return [variable for variable in found if id(variable) not in metrics]
-
-
-def _metrics_of(model: keras.Model) -> list[Any]:
-    found = [*model.metrics_variables, *(variable for metric in model.metrics for variable in metric.variables)]
-    return list({id(variable): variable for variable in found}.values())
-
-
-def _described(variables: Sequence[Any]) -> list[list[Any]]:
-    return [[variable.path, list(variable.shape), str(variable.dtype)] for variable in variables]
-
-
-def _to_array(variable: Any) -> np.ndarray:
-    return np.asarray(tf.convert_to_tensor(variable.value))
-
-
-def _assign(model: keras.Model, variables: Sequence[Any], arrays: Sequence[np.ndarray], agreement: Any) -> None:
-    """Gives variables their values, on all workers those that the chief has read."""
-    with _in_scope(model):
-        if agreement is None or agreement.is_chief:
-            for variable, array in zip(variables, arrays, strict=True):
-                # NumPy reads a type that it does not know, such as bfloat16, as raw bytes.
-                kind = _to_array(variable).dtype
-                variable.assign(array.view(kind) if array.dtype.kind == "V" else array)
-        if agreement is not None:
-            model.distribute_strategy._copy_from_chief(variables)
-
-
-def _count(metric: Any, is_ahead: bool) -> np.ndarray:
-    """The value of a metric's variable: what all replicas have counted, or only the first one, while it is alone."""
-    return np.asarray(tf.convert_to_tensor(alone.copies_of(metric)[0])) if is_ahead else _to_array(metric)
-
-
-def _assign_metrics(model: keras.Model, arrays: Sequence[np.ndarray], agreement: Any) -> None:
-    """Gives metrics what they had counted. The sum over all replicas counts, so the first one gets it all."""
-    pairs = list(itertools.zip_longest(_metrics_of(model), arrays))
-    is_first = agreement is None or agreement.is_chief
-    with _in_scope(model):
-        for metric, array in pairs:
-            if alone.is_counter(metric):
-                for index, copy in enumerate(alone.copies_of(metric)):
-                    copy.assign(array if is_first and not index else tf.zeros_like(copy))
-    others = [(metric, array) for metric, array in pairs if not alone.is_counter(metric)]
-    _assign(model, [metric for metric, _ in others], [array for _, array in others], agreement)
-
-
-@contextlib.contextmanager
-def _in_scope(model: keras.Model) -> Iterator[None]:
-    with model.distribute_strategy.scope():
-        yield
-
-
-def _policies_of(model: keras.Model) -> Any:
-    """What a tfdist strategy has of its policies to be saved; None of another strategy."""
-    return getattr(model.distribute_strategy, "_policies_to_save", None)
 
 
 def _exit_now() -> None:
