@@ -7,7 +7,7 @@ import re
 import setuptools
 
 _HERE = pathlib.Path(__file__).parent
-_TESTS = ["hypothesis>=6.100", "psutil>=5.9", "pytest>=8.4", "pytest-timeout>=2.3"]
+_TESTS = ["hypothesis>=6.100", "psutil>=5.9", "pytest>=8.4", "pytest-timeout>=2.3", "pytest-xdist>=3.6"]
 _TENSORBOARD = ["tensorboard>=2.20,<2.22"]
 _EXPERIMENTS = ["matplotlib>=3.8", "scikit-learn>=1.5", *_TENSORBOARD]
 

@@ -22,14 +22,15 @@ def _until(condition) -> None:
         time.sleep(0.001)
 
 
-def test_the_one_that_waits_longest_starts_first():
-    """A bound of 1 lets two of four be under way; the others come to their turn in the order in which they came."""
+def test_the_one_whose_last_start_is_the_longest_ago_starts_first():
+    """A bound of 1 lets two of four be under way; who waits longer, but had a later turn, comes later."""
     policy = Asynchronous(bounded=tfdist.BoundedStaleness(1))
     policy.begin(4, "a test")
     stream = Stream(policy, [f"worker:{replica}" for replica in range(4)], 30.0)
     started: list[int] = []
     local_steps: dict[int, int] = {}
     is_over = threading.Event()
+    threads = []
 
     def wait_to_start(replica: int) -> None:
         local_step = stream.start(replica, is_over.is_set)
@@ -37,24 +38,33 @@ def test_the_one_that_waits_longest_starts_first():
             local_steps[replica] = local_step
             started.append(replica)
 
-    threads = []
-    for replica in (2, 0, 3, 1):
+    def come(replica: int) -> None:
+        count = len(started)
         threads.append(threading.Thread(target=wait_to_start, args=(replica,), daemon=True))
         threads[-1].start()
-        _until(lambda replica=replica: replica in stream._queue or replica in started)
-    _until(lambda: len(started) == 2)
-    assert started == [2, 0]
-    assert stream._queue == [3, 1]
-    for _ in range(2):
-        # Who has given one goes to the end of the queue, and whoever is first in it starts.
-        given = started[-2]
+        _until(lambda: replica in stream._queue or len(started) > count)
+
+    def give(replica: int) -> None:
+        count = len(started)
         with stream.wanted():
-            stream.hand_over(given, local_steps[given], "gradient")
+            stream.hand_over(replica, local_steps[replica], "gradient")
             stream.collect()
         stream.applied()
-        count = len(started)
-        _until(lambda count=count: len(started) == count + 1)
-    assert started == [2, 0, 3, 1]
+        _until(lambda: len(started) == count + 1)
+
+    for replica in (2, 0, 3, 1):
+        come(replica)
+    assert started == [2, 0]
+    give(2)
+    give(0)
+    # Of those that had no turn yet, in the order of their numbers.
+    assert started == [2, 0, 1, 3]
+    come(0)
+    come(2)
+    assert stream._queue == {0, 2}
+    give(1)
+    give(3)
+    assert started == [2, 0, 1, 3, 2, 0]
     is_over.set()
     stream.wake()
     for thread in threads:
@@ -71,7 +81,7 @@ def test_one_that_has_nothing_left_to_compute_from_keeps_nobody_waiting():
     is_over = threading.Event()
     waiting = threading.Thread(target=stream.start, args=(0, is_over.is_set), daemon=True)
     waiting.start()
-    _until(lambda: stream._queue == [0])
+    _until(lambda: stream._queue == {0})
     assert stream.start(1, lambda: False) == 0
     is_over.set()
     stream.wake()

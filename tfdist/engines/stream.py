@@ -14,8 +14,8 @@
 A replica goes on at once when it has given a gradient, whether or not Keras waits for an update. It starts none
 while an update is being made, so that what it reads is of one step.
 
-Where a policy lets only some of those start who wait, the one that waits longest is first: else a slow replica might
-never come to its turn, or always be the one that all wait for.
+Where a policy lets only some of those start who wait, the one whose last start is the longest ago is first. So fast
+replicas wait for a slow one, which hardly ever waits itself, and each comes to its turn.
 
 A gradient counts once it is there: a replica that dies while it brings one takes away nothing. What was given stays
 for the next update, also over the end of an epoch; only an error, or another step, discards it.
@@ -41,28 +41,33 @@ class Stream(rounds.Rounds):
         self._is_updating = False
         # Replicas for which there is nothing left to compute from in this pass over the data.
         self._idle: set[int] = set()
-        # Those who wait to start, who waits longest first.
-        self._queue: list[int] = []
+        # All replicas, whose last start is the longest ago first, and those of them that wait to start.
+        self._turns = list(range(len(self._names)))
+        self._queue: set[int] = set()
 
     # In a replica's thread.
 
     def start(self, replica: int, is_over: Callable[[], bool]) -> int | None:
         """See `Rounds.start`."""
         with self._lock:
-            self._queue.append(replica)
+            self._queue.add(replica)
             try:
-                return super().start(replica, is_over)
+                local_step = super().start(replica, is_over)
+                if local_step is not None:
+                    self._turns.remove(replica)
+                    self._turns.append(replica)
+                return local_step
             finally:
-                self._queue.remove(replica)
+                self._queue.discard(replica)
                 # There may be room for the next one.
                 self._startable.notify_all()
 
     def _may_start(self, replica: int) -> bool:
-        first = next(filter(self._is_free, self._queue), None)
+        first = next(filter(self._is_free, self._turns), None)
         return not self._is_updating and replica == first
 
     def _is_free(self, replica: int) -> bool:
-        return replica not in self._idle and self._policy.may_start(replica)
+        return replica in self._queue and replica not in self._idle and self._policy.may_start(replica)
 
     def is_wanted(self, replica: int, local_step: int) -> bool:
         """Whether what was computed is worth sending. If not, it counts as dropped."""

@@ -40,7 +40,7 @@ def simulate(
 ) -> Simulation:
     """Runs a policy event by event: each replica starts as soon as it may, and nobody is cancelled.
 
-    Where not all that wait may start, the one that has waited longest does.
+    Where not all that wait may start, the one does whose last start is the longest ago.
 
     So a late replica may miss the next update too, which drawing new durations for every step would not show. An update
     takes no time, nor does anything but computing.
@@ -68,13 +68,16 @@ def simulate(
     computing: list[tuple[float, int, int]] = []
     updates: list[base.Update] = []
 
-    # Those who compute nothing, who waits longest first.
-    waiting = list(replicas)
+    # All, whose last start is the longest ago first, and those of them who compute nothing.
+    turns = list(replicas)
+    waiting = set(replicas)
 
     def start(time: float) -> None:
-        for replica in list(waiting):
-            if policy.may_start(replica):
+        for replica in list(turns):
+            if replica in waiting and policy.may_start(replica):
                 waiting.remove(replica)
+                turns.remove(replica)
+                turns.append(replica)
                 local_step = policy.started(replica, time)
                 heapq.heappush(computing, (time + durations(replica, attempts[replica]), replica, local_step))
                 attempts[replica] += 1
@@ -88,7 +91,7 @@ def simulate(
         time, replica, local_step = heapq.heappop(computing)
         arrival = policy.arrived(replica, local_step, time)
         (accepted if arrival.accepted else dropped)[replica] += 1
-        waiting.append(replica)
+        waiting.add(replica)
         if not policy.update_due:
             start(time)
         while policy.update_due:
