@@ -7,6 +7,9 @@ PYTHON ?= $(shell for p in $(CANDIDATES); do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 BIN = .venv/bin
 FLAGS =
+# Several files of tests at a time: most of them wait for processes that they have started. FLAGS="-n 0" for one.
+PYTEST = $(BIN)/python -m pytest
+PARALLEL = -n 4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help demo chaos test test-all test-fast lint format bench venv venv-dev venv-bench python clean
 
@@ -20,13 +23,13 @@ chaos: venv  ## train while a random task is killed every 10 s (about 10 minutes
 	@$(BIN)/python experiments/chaos/run.py --flagfile=experiments/chaos/chaos.flags $(FLAGS)
 
 test: venv  ## run all tests; FLAGS=... adds pytest's flags
-	$(BIN)/python -m pytest $(FLAGS)
+	$(PYTEST) $(PARALLEL) $(FLAGS)
 
 test-all: venv  ## the same and the slow ones (over 15 minutes)
-	$(BIN)/python -m pytest -m "slow or not slow" $(FLAGS)
+	$(PYTEST) $(PARALLEL) -m "slow or not slow" $(FLAGS)
 
 test-fast: venv  ## run the tests that start no process and need no device (seconds)
-	$(BIN)/python -m pytest -m "not processes and not devices and not slow" $(FLAGS)
+	$(PYTEST) -m "not processes and not devices and not slow" $(FLAGS)
 
 lint: venv-dev  ## check format, lint and types
 	$(BIN)/ruff format --check .

@@ -32,8 +32,9 @@ CHIEF_LOST_EXIT_CODE = 75
 
 _POLL_SECS = 0.5
 _CHIEF_LOST_SECS = 10.0
-# The same once this task was asked to end.
-_CHIEF_ENDED_SECS = 1.0
+# The same two once this task was asked to end: whoever asked may be waiting to start it again.
+_ENDING_POLL_SECS = 0.1
+_CHIEF_ENDED_SECS = 0.5
 # Not `tempfile.gettempdir()`: TMPDIR need not be the same on the chief, and both have to come to the same path.
 _MARKS = pathlib.Path("/tmp")
 
@@ -112,7 +113,10 @@ def _await_chief(
                 f"start_timeout_secs={start_timeout_secs:g}"
             )
             return 1
-        time.sleep(_POLL_SECS)
+        if is_asked_to_end.is_set():
+            time.sleep(_ENDING_POLL_SECS)
+        else:
+            is_asked_to_end.wait(_POLL_SECS)
     return 0
 
 

@@ -56,7 +56,7 @@ def _lognormal_above(x: float) -> float:
         (laws.pareto(1.0, 2.0), lambda x: min(1.0, (0.5 / x) ** 2)),
         (laws.lognormal(1.0, 1.0), _lognormal_above),
     ],
-    ids=str,
+    ids=["pareto", "lognormal"],
 )
 @pytest.mark.parametrize("x", [0.3, 0.6, 1.0, 2.0, 5.0])
 def test_the_tail_is_that_of_the_law(law: laws.Law, above: Callable[[float], float], x: float) -> None:
