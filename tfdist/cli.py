@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from absl import flags
 
 import tfdist
-from tfdist.launchers.requests import LaunchError
+from tfdist.launchers.requests import LaunchError, ToolError
 
 _USAGE_ERROR = 2
 _HELP = ("-h", "-help", "--help", "help")
@@ -52,14 +52,14 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: what follows the command's name; this process' own arguments by default.
 
     Returns:
-      The exit code: 2 if the command line makes no sense.
+      The exit code: 2 if the command line makes no sense, 1 if a tool such as kubectl has refused the job.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         return _run(arguments)
     except (_UsageError, LaunchError, OSError) as error:
         sys.stderr.write(f"tfdist: {' '.join(str(error).split())}\n")
-        return _USAGE_ERROR
+        return 1 if isinstance(error, ToolError) else _USAGE_ERROR
     except KeyboardInterrupt:
         return 130
 

@@ -80,11 +80,13 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if rest:
         raise LaunchError(f"tfdist doctor takes flags only; see tfdist doctor --help. Received: {rest[0]!r}")
-    wrong = 0
+    wrong = warnings = 0
     for finding in examine(values.timeout_secs, values.meet_secs):
         sys.stdout.write(f"{finding}\n")
         wrong += finding.state == WRONG
-    sys.stdout.write(f"{wrong} things are wrong\n" if wrong > 1 else "1 thing is wrong\n" if wrong else "all is well\n")
+        warnings += finding.state == WARNING
+    summary = "nothing is wrong, but see the warnings" if warnings else "all is well"
+    sys.stdout.write(f"{wrong} things are wrong\n" if wrong > 1 else "1 thing is wrong\n" if wrong else f"{summary}\n")
     sys.stdout.flush()
     return 1 if wrong else 0
 

@@ -61,6 +61,11 @@ def test_a_file_that_is_no_text(tmp_path):
         hostfile.read(str(path))
 
 
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(LaunchError, match=r"--hostfile can't be read: No such file or directory. Received: '.*hosts'"):
+        hostfile.read(str(tmp_path / "hosts"))
+
+
 @pytest.mark.parametrize("cases", [500, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
 def test_fuzz(cases):
     @settings(max_examples=cases, deadline=None, database=None)

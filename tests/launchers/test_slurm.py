@@ -58,6 +58,10 @@ def test_what_is_planned_is_shell():
         ({"pre_kill_secs": 70000}, "--pre_kill_secs is out of Slurm's range"),
         ({"grace_secs": float("nan")}, "--grace_period_secs is not a duration"),
         ({"port": 65536}, "--port is not a port"),
+        (
+            {"shape": Shape(num_workers=16), "tasks_per_node": 16},
+            "--port has to be given for more than 15 tasks on one host, such as --port=20000. Received: 16 tasks",
+        ),
         ({"directory": "a\nb"}, "--directory has a character that a batch script can't hold"),
         ({"options": {"time": '1"'}}, "--time has a character that a batch script can't hold"),
         ({"extra": ("exclusive",)}, "--sbatch is not an option"),
@@ -223,13 +227,13 @@ sys.exit([75, 1, 75, 0][attempt])
 @pytest.mark.processes
 def test_what_slurm_refuses_is_one_line(launch):
     done, code, _ = launch("", "--sbatch=--exclusiv")
-    assert (done.returncode, code) == (2, None)
+    assert (done.returncode, code) == (1, None)
     assert done.stderr == "tfdist: sbatch failed with exit code 1: error: unrecognized option '--exclusiv'\n"
 
 
 def test_without_slurm_it_says_where_to_go(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(requests.LaunchError, match="there is no command sbatch here; call this on a login host"):
+    with pytest.raises(requests.LaunchError, match="no command sbatch on this machine's PATH; call this on a login"):
         slurm.submit(slurm.SlurmRequest("#!/bin/bash\n"))
 
 

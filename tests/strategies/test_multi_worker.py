@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 # 45 examples in batches of 8: the last batch has 5, which two workers can't share evenly.
 PREPARED = """
 strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout_secs=60)
-one_device = tf.distribute.OneDeviceStrategy("CPU:0")
+one_device = tf.distribute.get_strategy()
 rng = np.random.default_rng(0)
 x, y = rng.random((45, 3), np.float32), rng.random((45, 1), np.float32)
 optimizers, callbacks = keras.optimizers, keras.callbacks

@@ -43,7 +43,7 @@ NUMBERS = """
 from tfdist.engines import quorum_step
 quorum_step._PACKED_BYTES = 64  # so that some tensors are large here
 strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout_secs=60, policies=[tfdist.BackupWorkers(spares=0)])
-one_device = tf.distribute.OneDeviceStrategy("CPU:0")
+one_device = tf.distribute.get_strategy()
 
 class Logs(keras.callbacks.Callback):
     def on_train_begin(self, logs=None):

@@ -181,6 +181,16 @@ def test_it_is_as_if_models_were_averaged_by_hand(cpus, state: str, optimizer: C
     assert not any(strategy.report().bytes_sent.values())
 
 
+def test_the_report_adds_up_over_a_warmup_and_what_follows(cpus):
+    policies = [tfdist.Warmup(epochs=1), tfdist.ParameterAveraging(4)]
+    strategy = tfdist.MirroredStrategy(cpus[:2], policies=policies)
+    trained(strategy, lambda: OPTIMIZERS.SGD(0.1), epochs=3)
+    report = strategy.report()
+    assert report.updates == 3 * STEPS
+    assert report.accepted == {"worker:0": 3 * STEPS, "worker:1": 2 * STEPS}
+    assert report.staleness == {0: 5 * STEPS}
+
+
 def test_an_outer_optimizer_is_given_the_averaged_difference(cpus):
     optimizer = lambda: OPTIMIZERS.SGD(0.1)  # noqa: E731
     plain = trained(averaging(cpus, 4), optimizer).get_weights()

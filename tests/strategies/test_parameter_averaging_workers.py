@@ -37,7 +37,7 @@ def largest(a, b):
 
 EVERY_STEP = """
 strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout_secs=60, policies=[tfdist.ParameterAveraging(1)])
-one_device = tf.distribute.OneDeviceStrategy("CPU:0")
+one_device = tf.distribute.get_strategy()
 
 class Logs(keras.callbacks.Callback):
     def on_train_begin(self, logs=None):

@@ -89,7 +89,7 @@ if index == 0:
             yield x[part], y[part]
     signature = tf.TensorSpec((None, 3), tf.float32), tf.TensorSpec((None, 1), tf.float32)
     data = tf.data.Dataset.from_generator(generate, output_signature=signature)
-    alone = dense(tf.distribute.OneDeviceStrategy("CPU:0"))
+    alone = dense(tf.distribute.get_strategy())
     alone.fit(data, steps_per_epoch=18, verbose=0)
     report("expected", state(alone))
 """

@@ -96,11 +96,19 @@ class AveragingEngine:
         return average.end_step(results, shares, is_stock)
 
     def complete(self, report: Any) -> Any:
-        """A `tfdist.telemetry.Report` with what was counted here."""
+        """A `tfdist.telemetry.Report`, of a warmup phase or of nothing, and what was counted here after it."""
         steps = sum(int(count.steps.numpy()) for count in self._counts)
         sent = sum(count.bytes_sent for count in self._counts)
-        each = lambda number: dict.fromkeys(report.accepted, number)  # noqa: E731
-        return dataclasses.replace(report, updates=steps, accepted=each(steps), bytes_sent=each(sent))
+        added = lambda counts, number: {name: count + number for name, count in counts.items()}  # noqa: E731
+        # Each replica's steps use its own gradients, none of which is ever stale.
+        own = {0: report.staleness.get(0, 0) + steps * len(report.accepted)} if steps else {}
+        return dataclasses.replace(
+            report,
+            updates=report.updates + steps,
+            accepted=added(report.accepted, steps),
+            staleness=report.staleness | own,
+            bytes_sent=added(report.bytes_sent, sent),
+        )
 
     # What happens between steps, in Keras' thread.
 

@@ -188,7 +188,8 @@ class WorkerIterator:
         why = (
             "it had fetched them"
             if is_dealt_out
-            else "they were the rest of its share, and the others had come to the end of theirs before it was back"
+            else "they were the rest of its share, and the others had come to the end of theirs before it was back; "
+            "with data_sharding='dynamic', or policies=[tfdist.SoftSync(1)], the others make them"
         )
         names = " and ".join(f"worker:{worker}" for worker in sorted(workers))
         return f"Pass {self._number} over the data ended without {what}. {names} was lost; {why}."

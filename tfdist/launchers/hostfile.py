@@ -38,13 +38,14 @@ def read(path: str) -> list[Host]:
     """The hosts in a file: a line each, "host slots=N"; what follows a # is a comment.
 
     Raises:
-      LaunchError: a line makes no sense (the message has its number), or there is none.
-      OSError: the file can't be read.
+      LaunchError: a line makes no sense (the message has its number), there is none, or the file can't be read.
     """
     try:
         text = pathlib.Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise LaunchError(f"--hostfile is not a text file. Received: {path!r}") from None
+    except OSError as error:
+        raise LaunchError(f"--hostfile can't be read: {error.strerror}. Received: {path!r}") from None
     return parse(text, path)
 
 

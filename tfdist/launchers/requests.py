@@ -22,6 +22,10 @@ class LaunchError(ValueError):
     """A job that can't be started. The message is one line."""
 
 
+class ToolError(LaunchError):
+    """A tool such as sbatch or kubectl has refused it."""
+
+
 @dataclasses.dataclass(frozen=True)
 class TaskRequest:
     """One process: its name such as "worker:1", what is added to the environment, and its command."""

@@ -20,7 +20,7 @@ from absl import flags
 from tfdist.launchers import command_line, shape, tools
 from tfdist.launchers.requests import PREEMPTED_EXIT_CODE, LaunchError, check_command
 from tfdist.launchers.shape import Shape
-from tfdist.launchers.slurm_task import EXITS_VARIABLE
+from tfdist.launchers.slurm_task import EXITS_VARIABLE, MOST_WITHOUT_PORT
 
 _USAGE = """\
 usage: tfdist launch slurm [FLAGS] SCRIPT [ARGUMENTS]
@@ -96,6 +96,12 @@ class Job:
             )
         if not 0 <= self.port < 65536:
             raise LaunchError(f"--port is not a port; use 1 to 65535, or 0 to derive it. Received: {self.port}")
+        most = min(self.tasks_per_node, len(self.shape.tasks))
+        if not self.port and most > MOST_WITHOUT_PORT:
+            raise LaunchError(
+                f"--port has to be given for more than {MOST_WITHOUT_PORT} tasks on one host, such as --port=20000. "
+                f"Received: {most} tasks"
+            )
         shape.check_duration("grace_period_secs", self.grace_secs)
         self._check_texts()
         workers = min(self.tasks_per_node, len(self.shape.computing))

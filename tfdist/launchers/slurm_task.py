@@ -29,6 +29,8 @@ from tfdist.launchers.shape import Shape
 
 # Below the ephemeral ports of every usual system. Jobs that share a host have numbers close to each other.
 _FIRST_PORT, _PORTS_PER_JOB, _JOBS = 12000, 16, 1000
+# How many tasks of a job a host may have without a port that is given; one port stays free.
+MOST_WITHOUT_PORT = _PORTS_PER_JOB - 1
 # Names a directory that all hosts share, in which each task leaves its exit code, and the first to fail its name.
 EXITS_VARIABLE = "TFDIST_SLURM_EXITS"
 _SIGNAL_TIMEOUT_SECS = 20.0
@@ -119,9 +121,9 @@ def _ports(step: Step, port: int) -> list[int]:
     for host in step.hosts:
         ports.append(first + used.setdefault(host, 0))
         used[host] += 1
-    if not port and max(used.values()) >= _PORTS_PER_JOB:
+    if not port and max(used.values()) > MOST_WITHOUT_PORT:
         raise LaunchError(
-            f"a host has more tasks than the {_PORTS_PER_JOB - 1} for which ports are set aside; use --port. Received: "
+            f"a host has more tasks than the {MOST_WITHOUT_PORT} for which ports are set aside; use --port. Received: "
             f"{max(used.values())} tasks on one host"
         )
     if max(ports) >= 65535:

@@ -193,7 +193,6 @@ def job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> Job:
 
     Raises:
       LaunchError: it makes no sense.
-      OSError: the hostfile can't be read.
     """
     if bool(values.hosts) == bool(values.hostfile):
         received = "both" if values.hosts else "neither"

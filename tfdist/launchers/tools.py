@@ -10,7 +10,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 
-from tfdist.launchers.requests import LaunchError
+from tfdist.launchers.requests import LaunchError, ToolError
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
@@ -23,7 +23,7 @@ def find(name: str, remedy: str) -> str:
     """
     path = shutil.which(name)
     if path is None:
-        raise LaunchError(f"there is no command {name} here; {remedy}. Received: PATH={os.environ.get('PATH', '')!r}")
+        raise LaunchError(f"there is no command {name} on this machine's PATH; {remedy}")
     return path
 
 
@@ -31,7 +31,8 @@ def run(command: Sequence[str], stdin: str = "", timeout_secs: float | None = 12
     """Runs a tool to its end and returns what it printed to standard output.
 
     Raises:
-      LaunchError: it failed, with the end of what it said, or took too long.
+      ToolError: it failed, with the end of what it said.
+      LaunchError: it took too long.
     """
     name = os.path.basename(command[0])  # noqa: PTH119 - a name, not a file
     try:
@@ -44,7 +45,7 @@ def run(command: Sequence[str], stdin: str = "", timeout_secs: float | None = 12
         raise LaunchError(f"{name} takes UTF-8 only; rename what is not. Received: {command}") from None
     if done.returncode:
         said = (done.stderr or done.stdout).decode("utf-8", "replace").strip()
-        raise LaunchError(f"{name} failed with exit code {done.returncode}: {said[-500:] or 'it said nothing'}")
+        raise ToolError(f"{name} failed with exit code {done.returncode}: {said[-500:] or 'it said nothing'}")
     return done.stdout.decode("utf-8", "replace")
 
 

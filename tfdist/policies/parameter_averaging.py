@@ -43,8 +43,8 @@ class ParameterAveraging(base.Policy):
         super().__init__()
         if not base.is_count(every_steps, at_least=1):
             raise ValueError(
-                "ParameterAveraging(every_steps=...): how many steps does each replica make alone? Give 1 or more. "
-                f"Received: every_steps={every_steps!r}"
+                "ParameterAveraging(every_steps=...): how many steps does each replica make alone? Give a whole "
+                f"number from 1 on. Received: every_steps={every_steps!r}"
             )
         if optimizer_state not in _STATES:
             raise ValueError(

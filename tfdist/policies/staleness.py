@@ -35,7 +35,7 @@ class SoftSync(base.Policy):
         super().__init__()
         if not base.is_count(updates, at_least=1):
             raise ValueError(
-                "SoftSync(updates=...): how many gradients is an update made of? Give 1 or more. "
+                "SoftSync(updates=...): how many gradients is an update made of? Give a whole number from 1 on. "
                 f"Received: updates={updates!r}"
             )
         self.updates = updates
@@ -117,7 +117,7 @@ class DropStale(base.Policy):
         super().__init__()
         if not base.is_count(max_staleness, at_least=0):
             raise ValueError(
-                "DropStale(max_staleness=...): how old may a gradient be? Give 0 or more. "
+                "DropStale(max_staleness=...): how old may a gradient be? Give a whole number from 0 on. "
                 f"Received: max_staleness={max_staleness!r}"
             )
         self.max_staleness = max_staleness
@@ -147,8 +147,8 @@ class BoundedStaleness(base.Policy):
         super().__init__()
         if not base.is_count(bound, at_least=1):
             raise ValueError(
-                "BoundedStaleness(bound=...): how old may a gradient be at most? Give 1 or more; for 0 train "
-                f"synchronously, with tfdist.BackupWorkers(spares=0). Received: bound={bound!r}"
+                "BoundedStaleness(bound=...): how old may a gradient be at most? Give a whole number from 1 on; for 0 "
+                f"train synchronously, with tfdist.BackupWorkers(spares=0). Received: bound={bound!r}"
             )
         self.bound = bound
 

@@ -37,7 +37,9 @@ class Warmup(base.Policy):
         self.unit = "steps" if epochs is None else "epochs"
         length = steps if epochs is None else epochs
         if not base.is_count(length, at_least=1):
-            raise ValueError(f"Warmup({self.unit}=...) must be 1 or more. Received: {self.unit}={length!r}")
+            raise ValueError(
+                f"Warmup({self.unit}=...) must be a whole number from 1 on. Received: {self.unit}={length!r}"
+            )
         self.length: int = length
         self.ramp = bool(ramp)
         # Steps begun, or epochs begun, so far.

@@ -108,7 +108,10 @@ class Resume(keras.callbacks.Callback):
         self._saved_step = self._step
         if self._signals.install():
             self._others = self._meet_others()
-        if found:
+        if found and self._epoch >= self.params["epochs"]:
+            text = f"step {self._step} in {self._path} is the end of this training: nothing is left to train"
+            self._announce(f"{text}; more epochs go on, and another directory begins anew")
+        elif found:
             where = f"epoch {self._epoch + 1}" + (f", step {self._epoch_step}" if self._epoch_step else "")
             self._announce(f"going on from {self._path}: step {self._step} ({where})")
 

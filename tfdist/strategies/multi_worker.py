@@ -21,6 +21,7 @@ from tfdist import cluster as clusters
 from tfdist.engines import (
     averaging_data,
     board,
+    host_iterator,
     own_address,
     progress,
     quorum,
@@ -199,7 +200,7 @@ class MultiWorkerMirroredStrategy(warming.WarmingSteps, tf.distribute.MultiWorke
     def _dealt(self, dataset: tf.data.Dataset, is_known: bool) -> Any:
         parts, replicas = self._parts(), self.num_replicas_in_sync
         dealt = sharing.deal(dataset, parts, replicas).prefetch(len(parts))
-        distributed = super().distribute_datasets_from_function(lambda context: dealt)
+        distributed = self._read_directly(super().distribute_datasets_from_function(lambda context: dealt))
         # All workers come to the end in the same step: no need to ask them in each.
         distributed._enable_get_next_as_optional = distributed._enable_get_next_as_optional and not is_known
         if not (self._quorum or self._averaging or self._warming):
@@ -214,6 +215,8 @@ class MultiWorkerMirroredStrategy(warming.WarmingSteps, tf.distribute.MultiWorke
     ) -> Any:
         """Has each worker read the data set that `dataset_fn`, called on it, makes for it."""
         distributed = super().distribute_datasets_from_function(dataset_fn, options)
+        if options is None:
+            distributed = self._read_directly(distributed)
         if not (self._quorum or self._averaging or self._warming) or not tf.executing_eagerly():
             return distributed
         workers, replicas = self.extended._num_workers, self.num_replicas_in_sync
@@ -222,6 +225,9 @@ class MultiWorkerMirroredStrategy(warming.WarmingSteps, tf.distribute.MultiWorke
         whole = quorum_data.QuorumDataset(self._quorum, distributed, own) if self._quorum else distributed
         whole = self._averaging.dataset_of_own(read, lambda: distributed) if self._averaging else whole
         return warming.with_worker(self._warming, whole, own, self._quorum, self._sum_over_workers)
+
+    def _read_directly(self, distributed: Any) -> Any:
+        return host_iterator.read_directly(distributed, self.extended.worker_devices)
 
     def _check_policy_allows(self, dataset: Any, options: Any) -> None:
         is_made_here = isinstance(dataset, quorum_data.QuorumDataset | averaging_data.AveragingDataset)
