@@ -6,6 +6,7 @@ A contender is one process or several (`contender.py`), which stay alive from th
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import pathlib
@@ -41,9 +42,10 @@ class Team:
       size: a key of `models.SIZES`.
       num_workers: worker processes; 0 for a contender that is one process.
       num_ps: parameter servers; with any, only the chief is told to train.
+      own_cores: whether each process keeps to a core, as if on a machine of its own; the first one to the first.
     """
 
-    def __init__(self, contender: str, size: str, num_workers: int = 0, num_ps: int = 0):
+    def __init__(self, contender: str, size: str, num_workers: int = 0, num_ps: int = 0, own_cores: bool = False):
         self.name = contender
         self.steps = 0
         self._folder = tempfile.TemporaryDirectory()
@@ -55,9 +57,12 @@ class Team:
         self._ports = PortReservation(local.Job(("",), num_workers, num_ps).num_ports if num_workers else 0)
         self._expected = max(1, num_workers if not num_ps else 1)
         arguments = (str(_SCRIPT), f"--contender={contender}", f"--size={size}", f"--address={self._listener.address}")
-        for task, command, env in _tasks(arguments, num_workers, num_ps, self._ports.ports):
+        cores = itertools.cycle(sorted(os.sched_getaffinity(0)) if own_cores else [None])
+        tasks = _tasks(arguments, num_workers, num_ps, self._ports.ports)
+        for (task, command, env), core in zip(tasks, cores, strict=False):
             environment = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
-            self._supervisor.start(task, [*command, f"--task={task}"], environment | _QUIET | env)
+            keeping = [] if core is None else [f"--core={core}"]
+            self._supervisor.start(task, [*command, f"--task={task}", *keeping], environment | _QUIET | env)
 
     def wait_ready(self) -> None:
         """Waits until every process that trains has called."""

@@ -9,6 +9,7 @@ segments the process waits, inside of `fit`, so that what a segment costs is wha
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Client, Connection
@@ -22,6 +23,7 @@ flags.DEFINE_string("contender", None, "ROW/NAME, such as mirrored/stock.", requ
 flags.DEFINE_string("size", None, "A key of models.SIZES.", required=True)
 flags.DEFINE_string("address", None, "The arena's socket.", required=True)
 flags.DEFINE_string("task", None, "What the arena calls this process.", required=True)
+flags.DEFINE_integer("core", None, "The core that this process keeps to, if it is to keep to one.")
 
 
 class NewSteps(Exception):  # noqa: N818, it is no error
@@ -69,6 +71,9 @@ Loop = Callable[[Gate], None]
 
 
 def main(argv: list[str]) -> None:
+    if FLAGS.core is not None:
+        # Before TensorFlow is imported, which then makes as many threads as there are cores.
+        os.sched_setaffinity(0, {FLAGS.core})
     loop = CONTENDERS[FLAGS.contender]()
     connection = Client(FLAGS.address)
     connection.send(FLAGS.task)

@@ -3,6 +3,8 @@
 
 Both train with Keras' `fit` on as many examples per step. A segment is the steps of an epoch; that the phase then gives
 all workers the state, which takes the longer the larger the model is, comes once for an epoch, however long it is.
+Each process keeps to a core of its own, as if on a machine of its own: what the waiting worker does in a step is not
+taken from the one that trains, and the rival has one core too.
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ def measure(
     """
     for size in sizes:
         with contextlib.ExitStack() as stack:
-            ours = stack.enter_context(arena.Team(f"{STRATEGY}/warmup", size, _NUM_WORKERS))
-            alone = stack.enter_context(arena.Team("one_device/plain", size))
+            ours = stack.enter_context(arena.Team(f"{STRATEGY}/warmup", size, _NUM_WORKERS, own_cores=True))
+            alone = stack.enter_context(arena.Team("one_device/plain", size, own_cores=True))
             for team in (ours, alone):
                 progress(f"{ROW} {size}: starting {team.name}")
                 team.wait_ready()
