@@ -43,7 +43,7 @@ def run(files: Sequence[pathlib.Path], plugin: str, report: pathlib.Path, timeou
     done = subprocess.run(
         [
             *(sys.executable, "-m", "pytest", "-q", "-p", plugin, "-p", "no:cacheprovider"),
-            *(f"--junitxml={report}", "--timeout=120", "--tb=short", *map(str, files)),
+            *(f"--junitxml={report}", "--timeout=240", "--tb=short", *map(str, files)),
         ],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])])},
         capture_output=True,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import child_pytest
 import pytest
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(960)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(1560)]
 
 PLUGIN = "aggregated_cluster"
 FILES = sorted(path for path in child_pytest.HERE.glob("aggregated_*.py") if path.stem != PLUGIN)
@@ -18,7 +18,7 @@ CHECKS = child_pytest.checks(FILES)
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> child_pytest.Outcomes:
-    return child_pytest.run(FILES, PLUGIN, tmp_path_factory.mktemp("aggregated") / "report.xml", 900)
+    return child_pytest.run(FILES, PLUGIN, tmp_path_factory.mktemp("aggregated") / "report.xml", 1500)
 
 
 @pytest.mark.parametrize(("file", "name"), CHECKS, ids=[name for _, name in CHECKS])
