@@ -11,7 +11,7 @@ import sys
 
 import pytest
 from absl import flags
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import tfdist
@@ -223,6 +223,7 @@ CASES = pytest.mark.parametrize(
 def test_fuzz_policies(cases):
     @settings(max_examples=cases, deadline=None, database=None)
     @given(CALLS | st.text("BackupWorkers(=1,'[]{}*)", max_size=30) | st.text(max_size=20))
+    @example("Warmup(\n)")
     def check(text):
         try:
             tfdist_flags.parse_policy(text)

@@ -132,7 +132,7 @@ def parse_policy(text: str) -> Any:
         problem = " ".join(str(error).replace(f"{name}.__init__()", name).split())
         raise ValueError(f"--tfdist_policies: {problem}; see docs/policies.md. Received: {text!r}") from None
     except ValueError as error:
-        raise ValueError(f"--tfdist_policies={text}: {' '.join(str(error).split())}") from None
+        raise ValueError(" ".join(f"--tfdist_policies={text}: {error}".split())) from None
 
 
 def _policies() -> dict[str, Callable[[], Callable[..., Any]]]:
