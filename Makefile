@@ -9,7 +9,7 @@ BIN = .venv/bin
 FLAGS =
 # Several files of tests at a time: most of them wait for processes that they have started. FLAGS="-n 0" for one.
 PYTEST = $(BIN)/python -m pytest
-PARALLEL = -n 4 --dist loadfile --no-loadscope-reorder
+PARALLEL = -n 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help demo chaos test test-all test-fast lint format bench venv venv-dev venv-bench python clean
 
