@@ -7,8 +7,8 @@ PYTHON ?= $(shell for p in $(CANDIDATES); do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 BIN = .venv/bin
 FLAGS =
-# Several files of tests at a time: most of them wait for processes that they have started. FLAGS="-n 0" for one.
 PYTEST = $(BIN)/python -m pytest
+# Several files of tests at a time: most of them wait for processes that they have started. FLAGS="-n 0" for one.
 PARALLEL = -n 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help demo chaos test test-all test-fast lint format bench venv venv-dev venv-bench python clean

@@ -80,15 +80,19 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if rest:
         raise LaunchError(f"tfdist doctor takes flags only; see tfdist doctor --help. Received: {rest[0]!r}")
-    wrong = warnings = 0
+    states = []
     for finding in examine(values.timeout_secs, values.meet_secs):
         sys.stdout.write(f"{finding}\n")
-        wrong += finding.state == WRONG
-        warnings += finding.state == WARNING
-    summary = "nothing is wrong, but see the warnings" if warnings else "all is well"
-    sys.stdout.write(f"{wrong} things are wrong\n" if wrong > 1 else "1 thing is wrong\n" if wrong else f"{summary}\n")
+        states.append(finding.state)
+    sys.stdout.write(f"{_summary(states)}\n")
     sys.stdout.flush()
-    return 1 if wrong else 0
+    return 1 if WRONG in states else 0
+
+
+def _summary(states: Sequence[str]) -> str:
+    if wrong := states.count(WRONG):
+        return "1 thing is wrong" if wrong == 1 else f"{wrong} things are wrong"
+    return "nothing is wrong, but see the warnings" if WARNING in states else "all is well"
 
 
 def _define_flags(values: flags.FlagValues) -> None:

@@ -10,6 +10,7 @@ import inspect
 import sys
 from types import FrameType
 
+import keras
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 
 FIT = inspect.unwrap(TensorFlowTrainer.fit).__code__
@@ -27,3 +28,10 @@ def fit_frame() -> FrameType | None:
             return frame
         frame = frame.f_back
     return None
+
+
+def frame_of(frame: FrameType | None, model: keras.Model) -> FrameType | None:
+    """The frame of a running `fit` of this model, also while it validates, that is `frame` or below it; or None."""
+    while frame is not None and not (frame.f_code is FIT and frame.f_locals.get("self") is model):
+        frame = frame.f_back
+    return frame

@@ -41,33 +41,28 @@ class Stream(rounds.Rounds):
         self._is_updating = False
         # Replicas for which there is nothing left to compute from in this pass over the data.
         self._idle: set[int] = set()
-        # All replicas, whose last start is the longest ago first, and those of them that wait to start.
-        self._turns = list(range(len(self._names)))
-        self._queue: set[int] = set()
+        # Those that wait to start.
+        self._waiting: set[int] = set()
 
     # In a replica's thread.
 
     def start(self, replica: int, is_over: Callable[[], bool]) -> int | None:
         """See `Rounds.start`."""
         with self._lock:
-            self._queue.add(replica)
+            self._waiting.add(replica)
             try:
-                local_step = super().start(replica, is_over)
-                if local_step is not None:
-                    self._turns.remove(replica)
-                    self._turns.append(replica)
-                return local_step
+                return super().start(replica, is_over)
             finally:
-                self._queue.discard(replica)
+                self._waiting.remove(replica)
                 # There may be room for the next one.
                 self._startable.notify_all()
 
     def _may_start(self, replica: int) -> bool:
-        first = next(filter(self._is_free, self._turns), None)
+        first = next(filter(self._is_free, self._policy.turns), None)
         return not self._is_updating and replica == first
 
     def _is_free(self, replica: int) -> bool:
-        return replica in self._queue and replica not in self._idle and self._policy.may_start(replica)
+        return replica in self._waiting and replica not in self._idle and self._policy.may_start(replica)
 
     def is_wanted(self, replica: int, local_step: int) -> bool:
         """Whether what was computed is worth sending. If not, it counts as dropped."""

@@ -148,6 +148,8 @@ class Aggregation(Policy):
         self._lost: set[int] = set()
         # Replica -> (local step, time at which it started).
         self._computing: dict[int, tuple[int, float]] = {}
+        # Who has started ever, in the order of the last starts.
+        self._started: dict[int, None] = {}
         # What this step's update has so far, in the order of arrival.
         self._accepted: dict[int, _Accepted] = {}
         # Replicas whose gradient was of this step, but not needed.
@@ -222,6 +224,12 @@ class Aggregation(Policy):
         heard = replica in self._accepted or replica in self._surplus or replica in self._computing
         return self.takes_part(replica) and not heard
 
+    @property
+    def turns(self) -> tuple[int, ...]:
+        """All replicas, in the order in which they are to start where not all may: whose last start is longest ago."""
+        new = (replica for replica in range(self._total) if replica not in self._started)
+        return *new, *self._started
+
     def started(self, replica: int, time: float) -> int:
         """`replica` starts to compute a gradient.
 
@@ -234,6 +242,8 @@ class Aggregation(Policy):
         if not self.may_start(replica):
             raise RuntimeError(f"replica {replica} may not start in step {self._step}: it {self._doing(replica)}")
         self._computing[replica] = (self._step, time)
+        self._started.pop(replica, None)
+        self._started[replica] = None
         self._hold(replica, time)
         self._idle_since.pop(replica, None)
         return self._step

@@ -60,7 +60,6 @@ def simulate(
       RuntimeError: the policy lets nobody start, and no update is due.
     """
     policy.begin(total_num_replicas, "simulate")
-    replicas = range(total_num_replicas)
     attempts = [0] * total_num_replicas
     accepted = [0] * total_num_replicas
     dropped = [0] * total_num_replicas
@@ -68,16 +67,9 @@ def simulate(
     computing: list[tuple[float, int, int]] = []
     updates: list[base.Update] = []
 
-    # All, whose last start is the longest ago first, and those of them who compute nothing.
-    turns = list(replicas)
-    waiting = set(replicas)
-
     def start(time: float) -> None:
-        for replica in list(turns):
-            if replica in waiting and policy.may_start(replica):
-                waiting.remove(replica)
-                turns.remove(replica)
-                turns.append(replica)
+        for replica in policy.turns:
+            if policy.may_start(replica):
                 local_step = policy.started(replica, time)
                 heapq.heappush(computing, (time + durations(replica, attempts[replica]), replica, local_step))
                 attempts[replica] += 1
@@ -91,7 +83,6 @@ def simulate(
         time, replica, local_step = heapq.heappop(computing)
         arrival = policy.arrived(replica, local_step, time)
         (accepted if arrival.accepted else dropped)[replica] += 1
-        waiting.add(replica)
         if not policy.update_due:
             start(time)
         while policy.update_due:

@@ -181,7 +181,7 @@ class Resume(keras.callbacks.Callback):
         is_writer = agreement is None or agreement.is_chief
         # Between epochs they have nothing that counts.
         metrics = contents.metrics_of(self.model) if self._epoch_step else []
-        with contents.in_scope(self.model):
+        with self.model.distribute_strategy.scope():
             # Counts are spread over the workers, so all of them are needed to read them.
             is_ahead = policies is not None and policies.is_chief_ahead
             counts = [contents.count_of(metric, is_ahead) for metric in metrics if is_writer or not is_ahead]

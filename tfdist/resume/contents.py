@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -56,7 +56,7 @@ def to_array(variable: Any) -> np.ndarray:
 
 def assign(model: keras.Model, variables: Sequence[Any], arrays: Sequence[np.ndarray], agreement: Any) -> None:
     """Gives variables their values, on all workers those that the chief has read."""
-    with in_scope(model):
+    with model.distribute_strategy.scope():
         if agreement is None or agreement.is_chief:
             for variable, array in zip(variables, arrays, strict=True):
                 # NumPy reads a type that it does not know, such as bfloat16, as raw bytes.
@@ -75,20 +75,13 @@ def assign_metrics(model: keras.Model, arrays: Sequence[np.ndarray], agreement: 
     """Gives metrics what they had counted. The sum over all replicas counts, so the first one gets it all."""
     pairs = list(itertools.zip_longest(metrics_of(model), arrays))
     is_first = agreement is None or agreement.is_chief
-    with in_scope(model):
+    with model.distribute_strategy.scope():
         for metric, array in pairs:
             if alone.is_counter(metric):
                 for index, copy in enumerate(alone.copies_of(metric)):
                     copy.assign(array if is_first and not index else tf.zeros_like(copy))
     others = [(metric, array) for metric, array in pairs if not alone.is_counter(metric)]
     assign(model, [metric for metric, _ in others], [array for _, array in others], agreement)
-
-
-@contextlib.contextmanager
-def in_scope(model: keras.Model) -> Iterator[None]:
-    """Enters the scope of the strategy that the model was made under."""
-    with model.distribute_strategy.scope():
-        yield
 
 
 def policies_of(model: keras.Model) -> Any:
@@ -104,7 +97,7 @@ def build(model: keras.Model, optimizers: Sequence[Sequence[int] | None], elemen
       optimizers: what `built_of` said when the checkpoint was written.
       element_spec: what a batch of the data is.
     """
-    with in_scope(model):
+    with model.distribute_strategy.scope():
         if not model.built:
             _build_symbolically(model, element_spec)
         for optimizer, indices in zip(tap.optimizers_of(model), optimizers, strict=False):

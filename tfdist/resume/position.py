@@ -200,7 +200,7 @@ class DataPosition:
 
 def put_last(model: keras.Model, callback: keras.callbacks.Callback) -> None:
     """Has the running `fit` of this model call this callback after all others, from the next call on."""
-    frame = _fit_frame(sys._getframe(1), model)
+    frame = fitting.frame_of(sys._getframe(1), model)
     callbacks = frame.f_locals.get("callbacks") if frame else None
     if isinstance(callbacks, keras.callbacks.CallbackList):
         # A list of its own: Keras is going through the one that there is.
@@ -209,19 +209,13 @@ def put_last(model: keras.Model, callback: keras.callbacks.Callback) -> None:
 
 def is_fitting(frame: FrameType | None, model: keras.Model, callback: keras.callbacks.Callback) -> bool:
     """Whether a `fit` of this model with this callback is running in this frame, or below it."""
-    found = _fit_frame(frame, model)
+    found = fitting.frame_of(frame, model)
     callbacks = found.f_locals.get("callbacks") if found else None
     return any(each is callback for each in getattr(callbacks, "callbacks", callbacks or ()))
 
 
-def _fit_frame(frame: FrameType | None, model: keras.Model) -> FrameType | None:
-    while frame is not None and not (frame.f_code is fitting.FIT and frame.f_locals.get("self") is model):
-        frame = frame.f_back
-    return frame
-
-
 def _epoch_iterator(model: keras.Model) -> Any:
-    frame = _fit_frame(sys._getframe(1), model)
+    frame = fitting.frame_of(sys._getframe(1), model)
     found = frame.f_locals.get("epoch_iterator") if frame else None
     if isinstance(found, TFEpochIterator):
         return found
