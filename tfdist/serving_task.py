@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tfdist.cluster import Cluster, Task
-from tfdist.engines import rendezvous, task_server, watch
+from tfdist.engines import heap, rendezvous, task_server, watch
 
 # EX_TEMPFAIL of sysexits.h: "try again later". Launchers restart a task that ends with it.
 CHIEF_LOST_EXIT_CODE = 75
@@ -49,6 +49,7 @@ def serve(cluster: Cluster, start_timeout_secs: float = 300.0) -> int:
     Returns:
       The exit code: 0 when the chief is done, 75 when it has vanished, 1 when it never came.
     """
+    heap.keep_freed_memory()
     mark = done_mark(cluster, cluster.task)
     if cluster.chief is not None and cluster.chief.type == "chief":
         _prepare(mark)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.engines import averaging_data, keras_steps, progress, python_operation, sharing
+from tfdist.engines import averaging_data, heap, keras_steps, progress, python_operation, sharing
 from tfdist.engines.averaging import AveragingEngine
 from tfdist.engines.threaded import ThreadedEngine
 from tfdist.engines.threaded_data import ReplicaBatch, ReplicaDataset, ReplicaDatasetFromFunction, find_iterator
@@ -63,6 +63,7 @@ class MirroredStrategy(warming.WarmingSteps, tf.distribute.MirroredStrategy):
             _check_threads()
         # Else its all-reduces would be taken for those of another strategy on these devices, of other shapes.
         self._collective_key_base = next(_KEY_BASES)
+        heap.keep_freed_memory()
         super().__init__(devices, cross_device_ops)
         composed = composition.compose(policies, "MirroredStrategy", self.num_replicas_in_sync)
         policy = self._aggregation = composed.aggregation
