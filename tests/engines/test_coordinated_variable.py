@@ -274,3 +274,67 @@ def test_only_single_variables_on_parameter_servers_are_wrapped() -> None:
     assert isinstance(wrapped, CoordinatedVariable)
     assert wrapped.get() is plain
     assert coordinate(wrapped, lambda writes: None) is wrapped
+
+
+# What was read ahead.
+
+
+def ahead(step: Callable[..., Any], value: float = 7.0) -> tuple[list[Any], CoordinatedVariable]:
+    """What a step that is traced with `value` read ahead gives, and its variable, which is 1."""
+    on = variable(1.0)
+
+    @tf.function(autograph=False)
+    def traced() -> Any:
+        on.read_ahead(tf.constant(value))
+        try:
+            return step(on)
+        finally:
+            on.read_ahead(None)
+
+    return tf.nest.map_structure(lambda tensor: tensor.numpy(), traced()), on
+
+
+def _written(v: CoordinatedVariable) -> list[tf.Tensor]:
+    before = v.read_value()
+    v.assign(before * 2.0)
+    return [before, v.read_value()]
+
+
+def _gradients(v: CoordinatedVariable) -> list[tf.Tensor]:
+    with tf.GradientTape() as outer:
+        with tf.GradientTape() as tape:
+            loss = v.read_value() ** 2 * v
+        gradient = tape.gradient(loss, v)
+    return [gradient, outer.gradient(gradient, v)]
+
+
+READ_AHEAD: dict[str, tuple[Callable[..., Any], list[float]]] = {
+    "every way of reading": (lambda v: [v.read_value(), v.value(), tf.convert_to_tensor(v), v + 0.0], [7.0] * 4),
+    "after a write": (_written, [7.0, 14.0]),
+    "in a conditional": (lambda v: [tf.cond(tf.random.uniform([]) < 2, v.read_value, lambda: 0.0)], [1.0]),
+    "an addition": (lambda v: [v.assign(v + 2.0), v.read_value()][1:], [3.0]),
+    "3 v ** 2 and 6 v": (_gradients, [147.0, 42.0]),
+}
+
+
+@pytest.mark.parametrize(("step", "expected"), READ_AHEAD.values(), ids=READ_AHEAD)
+def test_what_was_read_ahead_stands_for_the_variable_until_it_is_written(
+    step: Callable[..., Any], expected: list[float]
+) -> None:
+    assert ahead(step)[0] == expected
+
+
+def test_nothing_is_left_of_what_was_read_ahead() -> None:
+    _, on = ahead(lambda v: [v.read_value()])
+    assert tf.function(on.read_value, autograph=False)().numpy() == 1.0
+
+
+def test_rows_are_not_read_ahead() -> None:
+    on = CoordinatedVariable(tf.Variable([1.0, 2.0]), lambda writes: None)
+
+    @tf.function(autograph=False)
+    def traced() -> Any:
+        on.read_ahead(tf.constant([8.0, 9.0]))
+        return on.sparse_read([1]), on.gather_nd([[1]])
+
+    assert [tensor.numpy().tolist() for tensor in traced()] == [[2.0], [2.0]]

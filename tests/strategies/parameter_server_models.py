@@ -28,6 +28,8 @@ from parameter_server_cluster import (
     mean_square,
 )
 
+from tfdist.engines.program import Program
+
 # What the numbers are worth.
 
 
@@ -208,6 +210,44 @@ def test_run_eagerly(strategy: Any) -> None:
     history = fit(model, X, Y, epochs=2, validation_data=(X, Y))
     assert int(model.optimizer.iterations) == 2 * STEPS
     assert history["val_loss"][1] == pytest.approx(mean_square(model), rel=1e-4)
+
+
+# How many tensors travel.
+
+
+def _deep(strategy: Any, num_layers: int) -> keras.Model:
+    with strategy.scope():
+        hidden = [keras.layers.Dense(5) for _ in range(num_layers - 1)]
+        model = keras.Sequential([keras.Input((X.shape[1],)), *hidden, keras.layers.Dense(1)])
+        model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+    fit(model, X, Y)
+    return model
+
+
+def _travelling(graph: Any) -> set[str]:
+    """The tensors of a traced step that one machine makes and another one takes, as far as devices are given."""
+    return {
+        tensor.name
+        for operation in graph.get_operations()
+        for tensor in operation.inputs
+        if tensor.dtype != tf.resource and _is_on_server(tensor.op) != _is_on_server(operation)
+    }
+
+
+def _is_on_server(operation: tf.Operation) -> bool:
+    # A variable is read where it is, without a device of its own.
+    return operation.device.startswith("/job:ps") or operation.type == "ReadVariableOp"
+
+
+@pytest.mark.parametrize("kind", ["train", "test"])
+def test_as_many_tensors_travel_however_many_small_layers_there_are(strategy: Any, kind: str) -> None:
+    travelling = []
+    for num_layers in (3, 12):
+        model = _deep(strategy, num_layers)
+        program = Program(strategy, getattr(model, f"{kind}_step"), ((tf.constant(X), tf.constant(Y)),), {}, False)
+        travelling.append(_travelling(program._run.graph))
+    assert travelling[0]
+    assert len(travelling[0]) == len(travelling[1])
 
 
 # What can't hold.

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.engines import program, sharing
+from tfdist.engines import program, sharing, small_variables
 from tfdist.engines.bundles import Bundles
 from tfdist.engines.contribution import Contribution, TrainStep, add_up, weigh
 from tfdist.engines.packing import Packing
@@ -132,7 +132,8 @@ class AggregatedStep:
         return self._contribute(tf.nest.pack_sequence_as(self._spec, flat, expand_composites=True))
 
     def _contribute(self, batch: Any) -> list[tf.Tensor]:
-        with self._as_replica(self._strategy.extended.worker_devices[0]):
+        worker = self._strategy.extended.worker_devices[0]
+        with self._as_replica(worker), small_variables.read_together(self.model, worker):
             contribution = self._step.contribute(batch)
         _look_up_at_the_table(tf.compat.v1.get_default_graph())
         self._place(contribution)

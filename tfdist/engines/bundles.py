@@ -5,11 +5,18 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
 # Copying a tensor of this size costs about as much as sending one more; elements.
 _SMALL = 1 << 14
+
+
+def is_small(spec: Any) -> bool:
+    """Whether something of this shape and dtype travels faster with others than alone."""
+    size = spec.shape.num_elements()
+    return size is not None and size <= _SMALL and spec.dtype not in (tf.string, tf.variant, tf.resource)
 
 
 class Bundles:
@@ -23,9 +30,7 @@ class Bundles:
     def __init__(self, specs: Sequence[tf.Tensor | tf.TensorSpec], devices: Sequence[str]) -> None:
         groups: dict[tuple[str, str], list[int]] = collections.defaultdict(list)
         for index, (spec, device) in enumerate(zip(specs, devices, strict=True)):
-            size = spec.shape.num_elements()
-            is_small = size is not None and size <= _SMALL and spec.dtype not in (tf.string, tf.variant, tf.resource)
-            groups[(device, spec.dtype.name if is_small else f"alone {index}")].append(index)
+            groups[(device, spec.dtype.name if is_small(spec) else f"alone {index}")].append(index)
         self._groups = list(groups.values())
         self._shapes = [spec.shape for spec in specs]
         self.devices = [device for device, _ in groups]

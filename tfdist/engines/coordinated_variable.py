@@ -23,6 +23,8 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.distribute import ps_values
+from tensorflow.python.eager import record
+from tensorflow.python.ops import resource_variable_ops
 
 _SCATTERS = tuple(
     f"scatter_{kind}" for kind in ("add", "sub", "update", "max", "min", "mul", "div", "nd_add", "nd_sub", "nd_update")
@@ -43,25 +45,33 @@ class CoordinatedVariable(ps_values.CachingVariable):
         self._barrier = barrier
         self._writes = 0
         self._reads: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+        # What it was read as, and how many writes were traced before.
+        self._ahead: tuple[tf.Tensor, int] | None = None
+
+    def read_ahead(self, value: tf.Tensor | None) -> None:
+        """Has reads in the graph of `value` take it as what they read, until there is a write; None ends that."""
+        self._ahead = None if value is None else (value, self._writes)
 
     # Reads.
 
-    def _read(self, read: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _read(self, read: Callable[..., Any], *args: Any, is_whole: bool = False, **kwargs: Any) -> Any:
         if tf.executing_eagerly():
             self._barrier(writes=False)
             return read(*args, **kwargs)
-        value = read(*args, **kwargs)
+        value = self._as_read_ahead() if is_whole else None
+        if value is None:
+            value = read(*args, **kwargs)
         if tf.is_tensor(value) and hasattr(value, "graph"):
             self._reads.setdefault(value.graph, {})[value.op.name] = self._writes
         return value
 
     def read_value(self) -> tf.Tensor:
         """See `tf.Variable.read_value`."""
-        return self._read(super().read_value)
+        return self._read(super().read_value, is_whole=True)
 
     def value(self) -> tf.Tensor:
         """See `tf.Variable.value`."""
-        return self._read(super().value)
+        return self._read(super().value, is_whole=True)
 
     def sparse_read(self, indices: tf.Tensor, name: str | None = None) -> tf.Tensor:
         """See `tf.Variable.sparse_read`."""
@@ -72,7 +82,23 @@ class CoordinatedVariable(ps_values.CachingVariable):
         return self._read(self._v.gather_nd, indices, name=name)
 
     def _dense_var_to_tensor(self, dtype: Any = None, name: str | None = None, as_ref: bool = False) -> tf.Tensor:
-        return self._read(super()._dense_var_to_tensor, dtype=dtype, name=name, as_ref=as_ref)
+        is_whole = dtype in (None, self.dtype) and not as_ref
+        return self._read(super()._dense_var_to_tensor, is_whole=is_whole, dtype=dtype, name=name, as_ref=as_ref)
+
+    def _as_read_ahead(self) -> tf.Tensor | None:
+        if self._ahead is None:
+            return None
+        value, writes = self._ahead
+        if writes != self._writes or value.graph is not tf.compat.v1.get_default_graph():
+            return None
+        # What TensorFlow does for a read: gradient tapes watch the variable, and lead from what was read to it.
+        with record.stop_recording():
+            copy = tf.identity(value)
+        resource_variable_ops.variable_accessed(self._v)
+        record.record_operation(
+            "ReadVariableOp", [copy], [self._v.handle], backward_function=lambda x: [x], forward_function=lambda x: [x]
+        )
+        return copy
 
     def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
         self._barrier(writes=False)

@@ -19,9 +19,15 @@ from tfdist.engines.coordinated_variable import CoordinatedVariable
 def classify(fn: Callable[..., Any]) -> str:
     """Returns "train", "test", "predict" or "other"."""
     fn = getattr(fn, "__wrapped__", fn)
-    if isinstance(getattr(fn, "__self__", None), keras.Model):
+    if model_of(fn) is not None:
         return {"train_step": "train", "test_step": "test"}.get(fn.__name__, "other")
     return "predict" if "make_predict_function" in getattr(fn, "__qualname__", "") else "other"
+
+
+def model_of(fn: Callable[..., Any]) -> keras.Model | None:
+    """The model that `fn` is a method of."""
+    owner = getattr(getattr(fn, "__wrapped__", fn), "__self__", None)
+    return owner if isinstance(owner, keras.Model) else None
 
 
 def traced_with(fn: Callable[..., Any]) -> dict[Any, Any] | None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.engines import keras_steps
+from tfdist.engines import keras_steps, small_variables
 from tfdist.engines.packing import Packing
 from tfdist.engines.worker_data import WorkerBatch
 
@@ -135,7 +135,10 @@ class Program:
 
     def _call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         # Its device has no job: it is the one of the worker that runs the step.
-        with replica_on(self._strategy, self._strategy.extended.worker_devices[0]):
+        worker, kind = self._strategy.extended.worker_devices[0], keras_steps.classify(self._fn)
+        with replica_on(self._strategy, worker), contextlib.ExitStack() as stack:
+            if kind in ("train", "test"):
+                stack.enter_context(small_variables.travel_together(keras_steps.model_of(self._fn), worker))
             return self._fn(*args, **kwargs)
 
 

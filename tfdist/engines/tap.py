@@ -19,6 +19,10 @@ import tensorflow as tf
 Gradients = Sequence[Any]
 Transform = Callable[[Gradients], Gradients]
 
+# Where Keras has the gradients that it updates with, clipped and summed:
+# update(distribution, [(gradient, variable)], learning rate).
+UPDATE = "_distributed_tf_update_step"
+
 
 @contextlib.contextmanager
 def tapped(optimizers: Iterable[Any], weigh: Transform | None = None) -> Iterator[None]:
