@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The three models that are measured, for Keras 3 and for Keras 2 (tf-keras) alike, and their data."""
+"""The models that are measured, for Keras 3 and for Keras 2 (tf-keras) alike, and their data."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ SIZES = {
     "tiny": Size(10, (32, 1)),
     "1M": Size(256, (768, 1024, 10)),
     "25M": Size(1024, (4096, 4096, 1000)),
+    "deep": Size(64, (*[64] * 40, 10)),
     "0.1 s": Size(10, (32, 1), sleep_secs=(0.1,)),
     "1 s": Size(10, (32, 1), sleep_secs=(1.0,)),
     "uneven": Size(10, (32, 1), sleep_secs=(0.1, 0.1, 0.1, 1.0)),

@@ -53,7 +53,9 @@ class Stage:
 # A step that takes at most 2 % longer.
 _MIRRORED = Measurement("mirrored", {"stock": 1 / 1.02})
 _MULTI_WORKER = Measurement("multi_worker", {"tf_keras": 1.0})
-_PARAMETER_SERVER = Measurement("parameter_server", {"bare": 0.95, "tf_keras": 2.0})
+_PARAMETER_SERVER = Measurement(
+    "parameter_server", {"bare": 0.95, "tf_keras": 2.0}, sizes=("tiny", "1M", "25M", "deep")
+)
 
 
 def _heavy_tail(rival: str) -> tuple[Measurement, ...]:

@@ -36,7 +36,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 
 ROWS = tuple(dict.fromkeys(measurement.row for stage in STAGES for measurement in stage.measurements))
 STRATEGIES = tuple(dict.fromkeys(stage.strategy for stage in STAGES))
-SIZES = ("tiny", "1M", "25M")
+SIZES = ("tiny", "1M", "25M", "deep")
 _EVERYTHING = (*ROWS, *asynchrony.ROWS, warmup.ROW, "startup", "deaths", "telemetry", "traffic")
 
 flags.DEFINE_list(
