@@ -308,9 +308,35 @@ def _gradients(v: CoordinatedVariable) -> list[tf.Tensor]:
     return [gradient, outer.gradient(gradient, v)]
 
 
+def _written_in_a_function(v: CoordinatedVariable) -> list[tf.Tensor]:
+    """What is traced before, and would not be traced again, writes too."""
+    write = tf.function(lambda: [v.assign(10.0), None][1], autograph=False)
+    write.get_concrete_function()
+    before = v.read_value()
+    write()
+    return [before, v.read_value()]
+
+
+def _written_beneath(v: CoordinatedVariable) -> list[tf.Tensor]:
+    with tf.GradientTape() as tape:
+        before = v * 1.0
+    for watched in tape.watched_variables():
+        watched.assign_sub(3.0)
+    return [before, v.read_value()]
+
+
+def _forward(v: CoordinatedVariable) -> list[tf.Tensor]:
+    with tf.autodiff.ForwardAccumulator(v.get(), tf.constant(2.0)) as accumulator:
+        loss = v.read_value() ** 2
+    return [accumulator.jvp(loss)]
+
+
 READ_AHEAD: dict[str, tuple[Callable[..., Any], list[float]]] = {
     "every way of reading": (lambda v: [v.read_value(), v.value(), tf.convert_to_tensor(v), v + 0.0], [7.0] * 4),
     "after a write": (_written, [7.0, 14.0]),
+    "after a write in a function": (_written_in_a_function, [7.0, 10.0]),
+    "after a write to what a tape watches": (_written_beneath, [7.0, -2.0]),
+    "2 (2 v)": (_forward, [28.0]),
     "in a conditional": (lambda v: [tf.cond(tf.random.uniform([]) < 2, v.read_value, lambda: 0.0)], [1.0]),
     "an addition": (lambda v: [v.assign(v + 2.0), v.read_value()][1:], [3.0]),
     "3 v ** 2 and 6 v": (_gradients, [147.0, 42.0]),

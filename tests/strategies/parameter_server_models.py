@@ -219,7 +219,7 @@ def _deep(strategy: Any, num_layers: int) -> keras.Model:
     with strategy.scope():
         hidden = [keras.layers.Dense(5) for _ in range(num_layers - 1)]
         model = keras.Sequential([keras.Input((X.shape[1],)), *hidden, keras.layers.Dense(1)])
-        model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+        model.compile(keras.optimizers.AdamW(0.01), "mse", metrics=["mae"])
     fit(model, X, Y)
     return model
 

@@ -22,8 +22,9 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.distribute import ps_values
+from tensorflow.python.distribute import distribute_lib, ps_values
 from tensorflow.python.eager import record
+from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs as written_by
 from tensorflow.python.ops import resource_variable_ops
 
 _SCATTERS = tuple(
@@ -45,12 +46,11 @@ class CoordinatedVariable(ps_values.CachingVariable):
         self._barrier = barrier
         self._writes = 0
         self._reads: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-        # What it was read as, and how many writes were traced before.
-        self._ahead: tuple[tf.Tensor, int] | None = None
+        self._ahead: tf.Tensor | None = None
 
     def read_ahead(self, value: tf.Tensor | None) -> None:
         """Has reads in the graph of `value` take it as what they read, until there is a write; None ends that."""
-        self._ahead = None if value is None else (value, self._writes)
+        self._ahead = value
 
     # Reads.
 
@@ -86,18 +86,24 @@ class CoordinatedVariable(ps_values.CachingVariable):
         return self._read(super()._dense_var_to_tensor, is_whole=is_whole, dtype=dtype, name=name, as_ref=as_ref)
 
     def _as_read_ahead(self) -> tf.Tensor | None:
-        if self._ahead is None:
+        value = self._ahead
+        if value is None or value.graph is not tf.compat.v1.get_default_graph():
             return None
-        value, writes = self._ahead
-        if writes != self._writes or value.graph is not tf.compat.v1.get_default_graph():
+        # Where it is updated it is nearer than what was read ahead on the worker.
+        if tf.distribute.get_replica_context() is None or distribute_lib.get_update_replica_id() is not None:
             return None
-        # What TensorFlow does for a read: gradient tapes watch the variable, and lead from what was read to it.
+        handle = tf.convert_to_tensor(self._v.handle)
+        if any(handle in written_by(operation)[1] for operation in handle.consumers()):
+            return None
+        # What TensorFlow does for a read: gradient tapes watch the variable, and lead from what was read to it; forward
+        # accumulators do so by the handle within the graph.
         with record.stop_recording():
             copy = tf.identity(value)
         resource_variable_ops.variable_accessed(self._v)
-        record.record_operation(
-            "ReadVariableOp", [copy], [self._v.handle], backward_function=lambda x: [x], forward_function=lambda x: [x]
-        )
+        for source in (self._v.handle, handle):
+            record.record_operation(
+                "ReadVariableOp", [copy], [source], backward_function=lambda x: [x], forward_function=lambda x: [x]
+            )
         return copy
 
     def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:

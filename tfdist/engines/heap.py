@@ -5,8 +5,11 @@ TensorFlow allocates the tensors of a step with the C library's `malloc` and fre
 what is large back to the kernel at once, and gets it anew, page by page and zeroed, in the next step: with 25 million
 parameters that is 400 MB and 100,000 page faults in each step of `MultiWorkerMirroredStrategy`.
 
-What is kept is as much as the process has used at its peak. Whoever wants something else says so with the variables of
-mallopt(3), MALLOC_TRIM_THRESHOLD_ and its like, or with GLIBC_TUNABLES, and nothing is changed here.
+A process stays about as large as it was at its peak, or larger: each arena of glibc keeps its own peak, and blocks
+beyond 64 MiB are kept for the main thread alone. So there are as many arenas as CPUs here, and not eight times as many.
+
+Whoever wants something else says so with the variables of mallopt(3), MALLOC_TRIM_THRESHOLD_ and its like, or with
+GLIBC_TUNABLES, and nothing is changed here.
 """
 
 from __future__ import annotations
@@ -15,15 +18,12 @@ import ctypes
 import os
 
 # <malloc.h>, which Python has no names for; they are part of glibc's binary interface.
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
-_SETTINGS = {
-    # Never give back the free end of the heap.
-    _M_TRIM_THRESHOLD: -1,
-    # As large as the heap of a thread: keeps those that are free all over.
-    _M_TOP_PAD: 64 << 20,
-    # Larger blocks, such as a data set in memory, are still given back when they are freed.
-    _M_MMAP_THRESHOLD: 1 << 30,
-}
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8
+# Blocks of this size and more, such as a data set in memory, are given back when they are freed. Before 2.35 glibc
+# takes no more than half the size of a thread's heap.
+_MMAP_THRESHOLDS = (1 << 30, 32 << 20)
+# As large as the heap of a thread: keeps those that are free all over.
+_TOP_PAD = 64 << 20
 
 
 def keep_freed_memory() -> bool:
@@ -34,8 +34,11 @@ def keep_freed_memory() -> bool:
     """
     if any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
+    # Any of the others would have glibc keep to its smallest threshold, so this one comes first.
+    if mallopt is None or not any(mallopt(_M_MMAP_THRESHOLD, size) for size in _MMAP_THRESHOLDS):
         return False
-    taken = [mallopt(setting, value) == 1 for setting, value in _SETTINGS.items()]
-    return all(taken)
+    mallopt(_M_TRIM_THRESHOLD, -1)
+    mallopt(_M_TOP_PAD, _TOP_PAD)
+    mallopt(_M_ARENA_MAX, len(os.sched_getaffinity(0)))
+    return True

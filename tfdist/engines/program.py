@@ -136,9 +136,9 @@ class Program:
     def _call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         # Its device has no job: it is the one of the worker that runs the step.
         worker, kind = self._strategy.extended.worker_devices[0], keras_steps.classify(self._fn)
-        with replica_on(self._strategy, worker), contextlib.ExitStack() as stack:
-            if kind in ("train", "test"):
-                stack.enter_context(small_variables.travel_together(keras_steps.model_of(self._fn), worker))
+        together = {"train": small_variables.travel_together, "test": small_variables.read_together}.get(kind)
+        model = keras_steps.model_of(self._fn)
+        with replica_on(self._strategy, worker), together(model, worker) if together else contextlib.nullcontext():
             return self._fn(*args, **kwargs)
 
 

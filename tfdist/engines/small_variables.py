@@ -27,13 +27,14 @@ from tfdist.engines.coordinated_variable import CoordinatedVariable
 
 @contextlib.contextmanager
 def travel_together(model: keras.Model, worker: str) -> Iterator[None]:
-    """Within this block, a whole step of `model` reads small weights, and sends their gradients, together.
+    """Within this block, a train step of `model` reads small weights, and sends their gradients, together.
 
     Args:
       model: a model that is built.
       worker: the device that the step is traced for.
     """
-    optimizers = [getattr(optimizer, "inner_optimizer", optimizer) for optimizer in tap.optimizers_of(model)]
+    found = [getattr(optimizer, "inner_optimizer", optimizer) for optimizer in tap.optimizers_of(model)]
+    optimizers = {id(each): each for each in found if hasattr(each, tap.UPDATE)}.values()
     updates = [(each, tap.UPDATE, _update(each, worker)) for each in optimizers]
     with read_together(model, worker), tap.attributes(updates):
         yield
@@ -43,7 +44,8 @@ def travel_together(model: keras.Model, worker: str) -> Iterator[None]:
 def read_together(model: keras.Model, worker: str) -> Iterator[None]:
     """Within this block, the step of `model` that is traced finds its small weights read already.
 
-    A variable that the step has written is read anew, and so is one that is read within a conditional or a loop.
+    A variable that the step has written is read anew, and so is one that is read within a conditional, a loop or an
+    update of its own.
 
     Args:
       model: a model that is built.

@@ -53,7 +53,7 @@ class Stream(rounds.Rounds):
             try:
                 return super().start(replica, is_over)
             finally:
-                self._waiting.remove(replica)
+                self._waiting.discard(replica)
                 # There may be room for the next one.
                 self._startable.notify_all()
 
