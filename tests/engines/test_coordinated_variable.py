@@ -56,6 +56,7 @@ OTHERS: dict[str, tuple[Step, float]] = {
     "product": (lambda v: v.assign(v * 3.0), 3.0),
     "moving average": (lambda v: v.assign(v * 0.5 + 2.0), 2.5),
     "read before a write": (lambda v: _stale(v), 3.0),
+    "read before a write in a function": (lambda v: _stale_in_a_function(v), 3.0),
     "two additions around a write": (lambda v: _stale_after_addition(v), 3.0),
 }
 
@@ -63,6 +64,15 @@ OTHERS: dict[str, tuple[Step, float]] = {
 def _stale(v: CoordinatedVariable) -> Any:
     before = v.read_value()
     v.assign(10.0)
+    return v.assign(before + 2.0)
+
+
+def _stale_in_a_function(v: CoordinatedVariable) -> Any:
+    """What is traced before, and would not be traced again, writes too."""
+    write = tf.function(lambda: [v.assign(10.0), None][1], autograph=False)
+    write.get_concrete_function()
+    before = v.read_value()
+    write()
     return v.assign(before + 2.0)
 
 
@@ -309,7 +319,6 @@ def _gradients(v: CoordinatedVariable) -> list[tf.Tensor]:
 
 
 def _written_in_a_function(v: CoordinatedVariable) -> list[tf.Tensor]:
-    """What is traced before, and would not be traced again, writes too."""
     write = tf.function(lambda: [v.assign(10.0), None][1], autograph=False)
     write.get_concrete_function()
     before = v.read_value()

@@ -62,7 +62,7 @@ class CoordinatedVariable(ps_values.CachingVariable):
         if value is None:
             value = read(*args, **kwargs)
         if tf.is_tensor(value) and hasattr(value, "graph"):
-            self._reads.setdefault(value.graph, {})[value.op.name] = self._writes
+            self._reads.setdefault(value.graph, {})[value.op.name] = self._state_in(value.graph)
         return value
 
     def read_value(self) -> tf.Tensor:
@@ -92,15 +92,14 @@ class CoordinatedVariable(ps_values.CachingVariable):
         # Where it is updated it is nearer than what was read ahead on the worker.
         if tf.distribute.get_replica_context() is None or distribute_lib.get_update_replica_id() is not None:
             return None
-        handle = tf.convert_to_tensor(self._v.handle)
-        if any(handle in written_by(operation)[1] for operation in handle.consumers()):
+        if self._num_writes(value.graph):
             return None
         # What TensorFlow does for a read: gradient tapes watch the variable, and lead from what was read to it; forward
         # accumulators do so by the handle within the graph.
         with record.stop_recording():
             copy = tf.identity(value)
         resource_variable_ops.variable_accessed(self._v)
-        for source in (self._v.handle, handle):
+        for source in (self._v.handle, tf.convert_to_tensor(self._v.handle)):
             record.record_operation(
                 "ReadVariableOp", [copy], [source], backward_function=lambda x: [x], forward_function=lambda x: [x]
             )
@@ -144,6 +143,19 @@ class CoordinatedVariable(ps_values.CachingVariable):
         self._writes += 1
         return write(*args, **kwargs)
 
+    def _state_in(self, graph: Any) -> tuple[int, int]:
+        """Changes with each write: one in a branch is no operation of `graph` yet, one traced before is no call."""
+        return self._writes, self._num_writes(graph)
+
+    def _num_writes(self, graph: Any) -> int:
+        """How many operations of `graph` write it, calls of functions among them."""
+        with graph.as_default():
+            handles = [tf.convert_to_tensor(handle) for handle in self._handles()]
+        return sum(handle in written_by(operation)[1] for handle in handles for operation in handle.consumers())
+
+    def _handles(self) -> list[Any]:
+        return [self._v.handle]
+
     # Recognising `assign(self + x)`.
 
     def _match_addition(self, value: Any) -> _Addition | None:
@@ -164,8 +176,8 @@ class CoordinatedVariable(ps_values.CachingVariable):
         """Whether `tensor` is this variable as it was read after its last write."""
         reads = self._reads.get(tensor.graph, {})
         while True:
-            if reads.get(tensor.op.name) == self._writes:
-                return True
+            if tensor.op.name in reads:
+                return reads[tensor.op.name] == self._state_in(tensor.graph)
             if tensor.op.type != "Identity":
                 return False
             tensor = tensor.op.inputs[0]

@@ -55,6 +55,9 @@ class PartitionedVariable(CoordinatedVariable):
         """The shards."""
         return self._v.variables
 
+    def _handles(self) -> list[Any]:
+        return [shard.handle for shard in self.variables]
+
     def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
         raise NotImplementedError  # Makes checkpoints use the two methods below, which know nothing of partitions.
 
