@@ -18,8 +18,8 @@ from tfdist.engines.coordinated_variable import CoordinatedVariable
 
 def classify(fn: Callable[..., Any]) -> str:
     """Returns "train", "test", "predict" or "other"."""
-    fn = getattr(fn, "__wrapped__", fn)
-    if model_of(fn) is not None:
+    model, fn = model_of(fn), getattr(fn, "__wrapped__", fn)
+    if model is not None:
         return {"train_step": "train", "test_step": "test"}.get(fn.__name__, "other")
     return "predict" if "make_predict_function" in getattr(fn, "__qualname__", "") else "other"
 
