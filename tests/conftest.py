@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import os
+import pathlib
 import random
 import signal
 import sys
@@ -23,6 +24,9 @@ import pytest
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+# Children find tfdist wherever they are started, and import Keras as sparingly as lean/sitecustomize.py says.
+_TESTS = pathlib.Path(__file__).resolve().parent
+os.environ["PYTHONPATH"] = os.pathsep.join([str(_TESTS / "lean"), str(_TESTS.parent)])
 
 # A shell that starts this in the background has Ctrl-C ignored, and nohup has SIGHUP; children inherit that, and tests
 # send both to theirs.

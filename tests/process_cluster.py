@@ -129,7 +129,6 @@ def _start(
     log = stack.enter_context((shared / f"{index}.log").open("w"))
     environment = {
         **os.environ,
-        "PYTHONPATH": str(ROOT),
         "PYTHONUNBUFFERED": "1",
         # Of a crash in native code the output tells where Python was.
         "PYTHONFAULTHANDLER": "1",

@@ -79,7 +79,7 @@ def running(
     """Starts Python code (after `_HEADER`) in `directory`; what is left of its family is killed at the end."""
     path, log, mark = directory / f"{name}.py", directory / f"{name}.log", uuid.uuid4().hex
     path.write_text(_HEADER + textwrap.dedent(script))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", _MARK: mark, **env}
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", _MARK: mark, **env}
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, str(path)], env=environment, stdout=output, stderr=subprocess.STDOUT, cwd=directory

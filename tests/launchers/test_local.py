@@ -133,7 +133,7 @@ def test_arguments_of_the_script_arrive_unchanged(script):
 @pytest.mark.processes
 def test_a_module_runs_too(script):
     path = pathlib.Path(script("print(name, sys.argv[1:])", "training.py"))
-    env = {**os.environ, "PYTHONPATH": f"{path.parent}{os.pathsep}{ROOT}"}
+    env = {**os.environ, "PYTHONPATH": f"{path.parent}{os.pathsep}{os.environ['PYTHONPATH']}"}
     assert launch("--num_workers", "1", "-m", "training", "-m", env=env) == (0, "[worker:0] worker:0 ['-m']\n", "")
 
 

@@ -2,7 +2,6 @@
 """Real tasks: a parameter server's worker is replaced alone, and a job goes on with fewer workers."""
 
 import os
-import pathlib
 import signal
 import subprocess
 import sys
@@ -12,7 +11,6 @@ import pytest
 
 pytestmark = pytest.mark.processes
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 PREAMBLE = """
 import json, os, signal, sys
 config = json.loads(os.environ["TF_CONFIG"])
@@ -37,16 +35,14 @@ def launch(tmp_path):
     def command(*flags):
         return [sys.executable, "-m", "tfdist.cli", "launch", "local", *flags, "train.py"]
 
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-
     def run(text, *flags):
         (tmp_path / "train.py").write_text(PREAMBLE + text)
-        done = subprocess.run(command(*flags), cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command(*flags), cwd=tmp_path, capture_output=True, text=True, timeout=60)
         return done.returncode, done.stdout.splitlines(), done.stderr.splitlines()
 
     def start(text, *flags):
         (tmp_path / "train.py").write_text(PREAMBLE + text)
-        return subprocess.Popen(command(*flags), cwd=tmp_path, env=env, stdout=-1, stderr=-1, text=True)
+        return subprocess.Popen(command(*flags), cwd=tmp_path, stdout=-1, stderr=-1, text=True)
 
     run.start = start
     return run

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The local launcher starts a job again, tells failures from preemptions, and logs each attempt of each task."""
 
-import os
-import pathlib
 import signal
 import subprocess
 import sys
@@ -11,7 +9,6 @@ import pytest
 
 from tfdist.launchers import local, requests, task_logs
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 PREAMBLE = """
 import json, os, signal, sys
 task = json.loads(os.environ["TF_CONFIG"])["task"]
@@ -36,8 +33,7 @@ def launch(tmp_path):
             *flags,
             "train.py",
         ]
-        env = {**os.environ, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
         return done.returncode, done.stdout.splitlines(), done.stderr.splitlines()
 
     return run

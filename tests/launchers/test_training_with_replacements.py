@@ -2,7 +2,6 @@
 """Training goes on while workers are replaced: those that a launcher started, and those of an embedded cluster."""
 
 import os
-import pathlib
 import signal
 import subprocess
 import sys
@@ -11,8 +10,7 @@ import pytest
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-ENV = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
+ENV = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
 
 # The process that is killed is the worker's own; the guard that started it lives.
 TRAINING = """

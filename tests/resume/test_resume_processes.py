@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 
 # What happens, to whom and in which attempt, stands in the variable MISFORTUNES: {attempt: [task, step, signal]}.
@@ -60,7 +58,7 @@ with open(f"{folder}/{task}-{os.environ['TFDIST_ATTEMPT']}.json", "w") as file:
 def _launch(folder: pathlib.Path, flags: list[str], arguments: list[str], misfortunes: dict[str, Any]) -> Any:
     folder.mkdir()
     (folder / "train.py").write_text(SCRIPT)
-    env = {**os.environ, "MISFORTUNES": json.dumps(misfortunes), "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    env = {**os.environ, "MISFORTUNES": json.dumps(misfortunes), "TF_CPP_MIN_LOG_LEVEL": "3"}
     command = [sys.executable, "-m", "tfdist.cli", "launch", "local", "--restart_backoff_secs=0.1", *flags]
     command += [str(folder / "train.py"), str(folder), *arguments]
     return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=300, check=False)

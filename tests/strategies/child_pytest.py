@@ -45,7 +45,7 @@ def run(files: Sequence[pathlib.Path], plugin: str, report: pathlib.Path, timeou
             *(sys.executable, "-m", "pytest", "-q", "-p", plugin, "-p", "no:cacheprovider"),
             *(f"--junitxml={report}", "--timeout=240", "--tb=short", *map(str, files)),
         ],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])])},
+        env={**os.environ, "PYTHONPATH": f"{HERE}{os.pathsep}{os.environ['PYTHONPATH']}"},
         capture_output=True,
         text=True,
         timeout=timeout_secs,
