@@ -13,6 +13,9 @@ import sys
 import programs
 import pytest
 
+from tfdist import Cluster, Task
+from tfdist.engines import task_server
+
 START = """
 import sys
 from tfdist import Cluster, Task
@@ -40,6 +43,46 @@ def test_a_server_starts_without_most_of_tensorflow() -> None:
     assert without == "without True"
     # `import tensorflow` makes more than 2000 of them.
     assert int(modules.split()[1]) < 300
+
+
+CONFIG = """
+import os
+from tfdist import Cluster, Task
+from tfdist.engines import task_server
+task_server.go_without_front_door()
+cluster = Cluster({"worker": {0: "a:1", 1: "a:2"}}, Task("worker", 0))
+os.cpu_count, os.sched_getaffinity = lambda: 8, lambda pid: set(range(CPUS))
+print(task_server._config(cluster).intra_op_parallelism_threads)
+"""
+
+
+@pytest.mark.processes
+def test_a_server_is_told_its_threads_unless_somebody_else_has_decided() -> None:
+    all_cpus, half_of_them = CONFIG.replace("CPUS", "8"), CONFIG.replace("CPUS", "4")
+    assert run(all_cpus) == ["4"]
+    assert run(all_cpus, TF_NUM_INTRAOP_THREADS="3") == ["0"], "TensorFlow reads it itself"
+    assert run(half_of_them) == ["0"], "bound to some of the CPUs, of which there is a thread each"
+
+
+def of(*hosts: str) -> Cluster:
+    workers = {index: f"{host}:{2000 + index}" for index, host in enumerate(hosts)}
+    return Cluster({"chief": {0: "a:1"}, "worker": workers, "ps": {0: "a:1000"}}, Task("worker", 0))
+
+
+@pytest.mark.parametrize(
+    ("cluster", "expected"),
+    [
+        (of("a"), 8),
+        (of("a", "b", "c"), 8),
+        (of("a", "a", "b"), 4),
+        (of("a", "a", "a"), 3),
+        (of(*"a" * 20), 1),
+        (of("a", "a").with_task(Task("ps", 0)), 4),
+        (of("b", "b").with_task(Task("ps", 0)), 8),
+    ],
+)
+def test_workers_of_one_host_share_its_cpus(cluster: Cluster, expected: int) -> None:
+    assert task_server.threads_per_operation(cluster, cpus=8) == expected
 
 
 @pytest.mark.processes

@@ -24,6 +24,8 @@ from tfdist.cluster import DATA_SERVICE_VARIABLE, Cluster
 # What has `import tensorflow` load libraries into the process: a server needs them, too.
 _LOADING_VARIABLES = ("TF_PLUGGABLE_DEVICE_LIBRARY_PATH", "TF_USE_MODULAR_FILESYSTEM")
 _LOADING_FOLDERS = ("tensorflow-plugins", "tensorflow/core/kernels")
+# Where TensorFlow itself looks for that number.
+_THREADS_VARIABLE = "TF_NUM_INTRAOP_THREADS"
 _KINDS = ("purelib", "platlib")
 
 
@@ -70,14 +72,46 @@ def start(cluster: Cluster) -> Any:
         task_index=cluster.task.index,
         protocol="grpc",
         start=True,
+        config=_config(cluster),
     )
+
+
+def threads_per_operation(cluster: Cluster, cpus: int) -> int:
+    """How many threads an operation of this process' task gets: the workers of one host share its CPUs.
+
+    With a thread per CPU each, as TensorFlow has it, workers of one host wait for each other's threads. Shares are
+    rounded up, and tasks of other jobs, which compute little, take nothing off.
+
+    Args:
+      cluster: with this process' task.
+      cpus: of this host.
+    """
+    host = _host(cluster.address())
+    workers = [address for address in cluster.jobs.get("worker", {}).values() if _host(address) == host]
+    return -(-cpus // max(1, len(workers)))
+
+
+def _config(cluster: Cluster) -> Any:
+    from tensorflow.core.protobuf import config_pb2
+
+    config = config_pb2.ConfigProto()
+    cpus = os.cpu_count() or 1
+    # Who has bound this process to some of the CPUs has divided them already.
+    is_bound = len(os.sched_getaffinity(0)) < cpus
+    if not is_bound and not os.environ.get(_THREADS_VARIABLE):
+        config.intra_op_parallelism_threads = threads_per_operation(cluster, cpus)
+    return config
+
+
+def _host(address: str) -> str:
+    return address.rpartition(":")[0]
 
 
 def start_producer(cluster: Cluster) -> None:
     """Lets this worker prepare endless data for all, where the environment names a dispatcher."""
     dispatcher = os.environ.get(DATA_SERVICE_VARIABLE)
     if dispatcher and cluster.task.type == "worker":
-        host = cluster.address().rpartition(":")[0]
+        host = _host(cluster.address())
         # It waits for the dispatcher, which only a chief that uses it starts; the thread keeps the server alive.
         threading.Thread(target=_produce, args=(dispatcher, host), name="tfdist data producer", daemon=True).start()
 
