@@ -165,6 +165,14 @@ def test_a_ticket_leads_back_to_its_iterator(engine: CoordinatedEngine) -> None:
     assert [find_iterator(int(next(iterator).iterator_id)) for iterator in iterators] == iterators
 
 
+def test_the_tensors_of_a_ticket_are_those_that_tensorflow_finds(engine: CoordinatedEngine) -> None:
+    """Its spec gives them itself, because each step asks for them."""
+    ticket = next(iter(WorkerDataset(engine, numbers(), "shard")))
+    spec = tf.type_spec_from_value(ticket)
+    (found,), (expected,) = spec.to_tensors(ticket), super(type(spec), spec).to_tensors(ticket)
+    assert found is expected is ticket.iterator_id
+
+
 def test_a_ticket_passes_through_a_function_which_is_traced_once(engine: CoordinatedEngine) -> None:
     traced = []
 
