@@ -152,6 +152,25 @@ def test_several_additions_in_one_function() -> None:
     assert v.get().numpy() == 4.0
 
 
+@pytest.mark.devices
+def test_what_a_counter_is_counted_up_by_is_made_where_it_is(cpus: list[str]) -> None:
+    with tf.device(cpus[1]):
+        v = variable(1.0)
+
+    @tf.function(autograph=False)
+    def step(x: tf.Tensor) -> None:
+        with tf.device(cpus[2]):
+            v.assign(v + tf.cast(1, tf.float32))
+            v.assign(v + x)
+
+    graph = step.get_concrete_function(tf.TensorSpec([])).graph
+    step(tf.constant(2.0))
+    assert v.get().numpy() == 4.0
+    added = [each.inputs[1] for each in graph.get_operations() if each.type == "AssignAddVariableOp"]
+    assert [tensor.op.type for tensor in added] == ["Const", "Placeholder"]
+    assert added[0].device == v.device
+
+
 # Keras' own counters, which are `assign(self + x)`.
 
 

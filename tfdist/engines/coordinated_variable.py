@@ -127,7 +127,8 @@ class CoordinatedVariable(ps_values.CachingVariable):
         if delta is None:
             return self._write(super().assign, value, use_locking=use_locking, name=name, read_value=read_value)
         operation = self._v.assign_add if delta.sign > 0 else self._v.assign_sub
-        return self._write(operation, delta.value, use_locking=use_locking, name=name, read_value=read_value)
+        value = self._nearby(delta.value)
+        return self._write(operation, value, use_locking=use_locking, name=name, read_value=read_value)
 
     def assign_add(self, *args: Any, **kwargs: Any) -> Any:
         """See `tf.Variable.assign_add`."""
@@ -181,6 +182,14 @@ class CoordinatedVariable(ps_values.CachingVariable):
             if tensor.op.type != "Identity":
                 return False
             tensor = tensor.op.inputs[0]
+
+    def _nearby(self, delta: tf.Tensor) -> tf.Tensor:
+        """What a counter is counted up by is made where the counter is: each step would send it there."""
+        constant = tf.get_static_value(delta) if self.shape.rank == 0 else None
+        if constant is None:
+            return delta
+        with tf.device(self.device):
+            return tf.constant(constant, delta.dtype)
 
     def _like_self(self, delta: tf.Tensor) -> tf.Tensor:
         return delta if delta.shape == self.shape else tf.broadcast_to(delta, self.shape)
