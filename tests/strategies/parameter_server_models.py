@@ -250,6 +250,52 @@ def test_as_many_tensors_travel_however_many_small_layers_there_are(strategy: An
     assert len(travelling[0]) == len(travelling[1])
 
 
+# What a wide layer sends.
+
+WIDE = np.random.default_rng(1).normal(size=(COUNT, 300)).astype(np.float32)
+
+
+def _wide(optimizer: keras.optimizers.Optimizer) -> keras.Model:
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential([keras.Input((300,)), keras.layers.Dense(400, activation="relu"), keras.layers.Dense(1)])
+    model.compile(optimizer, "mse", jit_compile=False)
+    return model
+
+
+def _wide_data(rows: int, drop_remainder: bool = False) -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices((WIDE, Y)).batch(rows, drop_remainder=drop_remainder)
+
+
+@pytest.mark.parametrize(("rows", "is_there"), [(32, True), (64, True), (65, False)])
+def test_the_gradient_of_a_wide_layer_is_multiplied_where_its_kernel_is(
+    strategy: Any, rows: int, is_there: bool
+) -> None:
+    with strategy.scope():
+        model = _wide(keras.optimizers.SGD(0.01))
+    model.optimizer.build(model.trainable_variables)
+    batch = next(iter(strategy.experimental_distribute_dataset(_wide_data(rows, drop_remainder=True))))
+    graph = Program(strategy, model.train_step, (batch,), {}, worker_fed=True)._run.graph
+    products = [
+        operation
+        for operation in graph.get_operations()
+        if operation.type == "MatMul" and operation.outputs[0].shape == (300, 400) and operation.outputs[0].consumers()
+    ]
+    assert [_is_on_server(operation) for operation in products] == [is_there]
+
+
+@pytest.mark.parametrize("optimizer", EXACT.values(), ids=EXACT)
+def test_a_wide_layer_learns_as_on_one_device(strategy: Any, optimizer: Callable[[], Any]) -> None:
+    """One batch per epoch, of a size that is not known while tracing: few rows, the most, too many, and all."""
+    with strategy.scope():
+        model = _wide(optimizer())
+    alone = _wide(optimizer())
+    for rows in (10, 64, 65, COUNT):
+        for each in (model, alone):
+            each.fit(_wide_data(rows).take(1), verbose=0)
+    for found, expected in zip(model.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
 # What can't hold.
 
 

@@ -3,7 +3,7 @@
 
 What costs time for a bias or a scale is not its bytes but the round trip. So a step reads all small variables of a
 parameter server as one vector, and sends their gradients back as one. A model of 40 small layers trains more than
-twice as fast so.
+twice as fast so. With them go the factors that a large gradient is sent as (`factors`), if they are small.
 
     parameter server                 worker
       read, concatenate     -->      split, compute, concatenate the gradients
@@ -20,6 +20,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.engines import factors as factoring
 from tfdist.engines import tap
 from tfdist.engines.bundles import Bundles, is_small
 from tfdist.engines.coordinated_variable import CoordinatedVariable
@@ -89,12 +90,25 @@ def _update(optimizer: Any, worker: str) -> Callable[..., None]:
             for index, (gradient, variable) in enumerate(pairs)
             if isinstance(gradient, tf.Tensor) and type(variable) is CoordinatedVariable
         ]
-        gradients = [pairs[index][0] for index in dense]
-        bundles = Bundles(gradients, [pairs[index][1].device for index in dense])
-        with tf.device(worker):
-            packed = bundles.pack(gradients)
-        for index, gradient in zip(dense, bundles.unpack(packed), strict=True):
+        gradients = _sent([pairs[index][0] for index in dense], [pairs[index][1].device for index in dense], worker)
+        for index, gradient in zip(dense, gradients, strict=True):
             pairs[index] = gradient, pairs[index][1]
         original(distribution, pairs, learning_rate)
 
     return update
+
+
+def _sent(gradients: Sequence[tf.Tensor], devices: Sequence[str], worker: str) -> list[tf.Tensor]:
+    """The gradients as they are on these devices, or on the worker, where each of them is sent by itself."""
+    factors = [factoring.of(gradient) for gradient in gradients]
+    with tf.device(worker):
+        parts = [each.sent() if each else [gradient] for each, gradient in zip(factors, gradients, strict=True)]
+        flat = [part for each in parts for part in each]
+        bundles = Bundles(flat, [device for each, device in zip(parts, devices, strict=True) for _ in each])
+        packed = bundles.pack(flat)
+    arrived, received = iter(bundles.unpack(packed)), []
+    for each, sent, device in zip(factors, parts, devices, strict=True):
+        tensors = [next(arrived) for _ in sent]
+        with tf.device(device):
+            received.append(each.received(*tensors) if each else tensors[0])
+    return received
