@@ -26,7 +26,7 @@ ARROWS: dict[str, set[str]] = {
     "cli": {"__init__", "cluster", "doctor", "launchers"},
     "cluster": {"_addresses"},
     "compression": set(),
-    "engines": {"cluster", "compression", "policies"},
+    "engines": {"_addresses", "cluster", "compression", "policies"},
     "doctor": {"__init__", "_addresses", "cluster", "doctor_meeting", "launchers"},
     "doctor_meeting": {"_addresses", "cluster"},
     "flags": {"__init__", "callbacks", "cluster", "policies", "strategies"},

@@ -52,7 +52,9 @@ from tfdist.engines import task_server
 task_server.go_without_front_door()
 cluster = Cluster({"worker": {0: "a:1", 1: "a:2"}}, Task("worker", 0))
 os.cpu_count, os.sched_getaffinity = lambda: 8, lambda pid: set(range(CPUS))
-print(task_server._config(cluster).intra_op_parallelism_threads)
+from tensorflow.python.training import server_lib
+server_lib.Server = lambda *args, config, **kwargs: print(config.intra_op_parallelism_threads)
+task_server.start(cluster)
 """
 
 
@@ -77,12 +79,13 @@ def of(*hosts: str) -> Cluster:
         (of("a", "a", "b"), 4),
         (of("a", "a", "a"), 3),
         (of(*"a" * 20), 1),
+        (of("localhost", "127.0.0.1"), 4),
         (of("a", "a").with_task(Task("ps", 0)), 4),
         (of("b", "b").with_task(Task("ps", 0)), 8),
     ],
 )
 def test_workers_of_one_host_share_its_cpus(cluster: Cluster, expected: int) -> None:
-    assert task_server.threads_per_operation(cluster, cpus=8) == expected
+    assert task_server.threads_per_operation(cluster, num_cpus=8) == expected
 
 
 @pytest.mark.processes

@@ -226,8 +226,12 @@ def _deep(strategy: Any, num_layers: int) -> keras.Model:
 
 def _travelling(graph: Any) -> set[str]:
     """The tensors of a traced step that one machine makes and another one takes, as far as devices are given."""
+    return set(_travelling_shapes(graph))
+
+
+def _travelling_shapes(graph: Any) -> dict[str, tf.TensorShape]:
     return {
-        tensor.name
+        tensor.name: tensor.shape
         for operation in graph.get_operations()
         for tensor in operation.inputs
         if tensor.dtype != tf.resource and _is_on_server(tensor.op) != _is_on_server(operation)
@@ -292,6 +296,28 @@ def test_a_wide_layer_learns_as_on_one_device(strategy: Any, optimizer: Callable
     for rows in (10, 64, 65, COUNT):
         for each in (model, alone):
             each.fit(_wide_data(rows).take(1), verbose=0)
+    for found, expected in zip(model.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def _with_table(num_rows: int) -> keras.Model:
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential(
+        [keras.Input((), dtype="int64"), keras.layers.Embedding(num_rows, 8), keras.layers.Dense(1)]
+    )
+    model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=False)
+    return model
+
+
+def test_rows_of_a_table_are_gathered_where_it_is(strategy: Any) -> None:
+    ids = np.arange(COUNT) % 50
+    with strategy.scope():
+        model = _with_table(5000)
+    alone = _with_table(5000)
+    program = Program(strategy, model.train_step, ((tf.constant(ids), tf.constant(Y)),), {}, worker_fed=False)
+    assert all(shape.num_elements() < 5000 for shape in _travelling_shapes(program._run.graph).values())
+    for each in (model, alone):
+        each.fit(ids, Y, batch_size=COUNT, epochs=3, shuffle=False, verbose=0)
     for found, expected in zip(model.get_weights(), alone.get_weights(), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.engines import program, sharing, small_variables
+from tfdist.engines import lookups, program, sharing, small_variables
 from tfdist.engines.bundles import Bundles
 from tfdist.engines.contribution import Contribution, TrainStep, add_up, weigh
 from tfdist.engines.packing import Packing
@@ -135,7 +135,7 @@ class AggregatedStep:
         worker = self._strategy.extended.worker_devices[0]
         with self._as_replica(worker), small_variables.read_together(self.model, worker):
             contribution = self._step.contribute(batch)
-        _look_up_at_the_table(tf.compat.v1.get_default_graph())
+        lookups.at_the_table(tf.compat.v1.get_default_graph())
         self._place(contribution)
         return self._bundles.pack(tf.nest.flatten(contribution, expand_composites=True))
 
@@ -186,21 +186,3 @@ def part_of(batch: Sequence[tf.Tensor], spec: Any, part: int, num_parts: int) ->
     """A worker's part of a flat batch."""
     whole = tf.nest.pack_sequence_as(spec, batch, expand_composites=True)
     return tf.nest.flatten(sharing.cut(whole, part, num_parts), expand_composites=True)
-
-
-def _look_up_at_the_table(graph: Any) -> None:
-    """Has rows of a variable gathered where the variable is.
-
-    Keras gathers from what it has read: else the whole table would travel to the worker for a few of its rows.
-    """
-    devices = {inner.name: outer.device for outer, inner in graph.captures if outer.dtype == tf.resource}
-    for operation in graph.get_operations():
-        if operation.type not in ("GatherV2", "GatherNd", "Shape"):
-            continue
-        chain = [operation]
-        while chain[-1].inputs[0].op.type in ("Identity", "Cast"):
-            chain.append(chain[-1].inputs[0].op)
-        read = chain[-1].inputs[0].op
-        if read.type == "ReadVariableOp" and read.inputs[0].name in devices:
-            for each in chain:
-                each._set_device(devices[read.inputs[0].name])

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 # Copying a tensor of this size costs about as much as sending one more; elements.
-_SMALL = 1 << 16
+_SMALL = 1 << 15
 
 
 def is_small(spec: Any) -> bool:

@@ -30,6 +30,8 @@ from tfdist.engines.bundles import is_small
 _MOST_ROWS = 64
 # The product has to be at least so much larger than its factors.
 _LEAST_SAVING = 2
+# How many rows there will be if that is not known: what Keras takes for the size of a batch.
+_USUAL_ROWS = 32
 
 
 class Factors(NamedTuple):
@@ -57,8 +59,8 @@ class Factors(NamedTuple):
     def sent(self) -> list[tf.Tensor]:
         """What is to be sent, made on the worker: both, and, if n is not known, the product of their other rows.
 
-        Either the factors or the product is without elements then. That takes no conditional, whose parts TensorFlow
-        would put on several machines that wait for each other's decision.
+        Either the factors or the product is without elements then. A conditional around the sending would have worker
+        and parameter server wait for each other's decision.
         """
         if self.rows is not None:
             return [self.left, self.right]
@@ -72,8 +74,10 @@ class Factors(NamedTuple):
         """The gradient from what was sent, to be made where its variable is."""
         if product is None:
             return _product(left, right)
-        columns = self._shape[0] - tf.shape(product)[0]
-        return tf.ensure_shape(tf.concat([_product(left[:, :columns], right), product], 0), self._shape)
+        # A part of a conditional is where its inputs come from: here, and not on the worker.
+        left, right, product = (tf.identity(each) for each in (left, right, product))
+        gradient = tf.cond(tf.size(product) > 0, lambda: product, lambda: _product(left, right))
+        return tf.ensure_shape(gradient, self._shape)
 
     @property
     def _shape(self) -> tuple[int, int]:
@@ -86,13 +90,14 @@ def _product(left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
 
 def of(gradient: tf.Tensor) -> Factors | None:
     """What `gradient`, a tensor of the graph that is being traced, is the product of, if that may be less to send."""
+    if not tf.is_symbolic_tensor(gradient) or gradient.graph is not tf.compat.v1.get_default_graph():
+        return None
     product = gradient.op
-    if product.type != "MatMul" or product.graph is not tf.compat.v1.get_default_graph():
-        return None
     # What TensorFlow multiplies for the gradient of a kernel.
-    if not product.get_attr("transpose_a") or product.get_attr("transpose_b"):
+    if product.type != "MatMul" or not product.get_attr("transpose_a") or product.get_attr("transpose_b"):
         return None
-    if not gradient.shape.is_fully_defined() or is_small(gradient):
+    if is_small(gradient) or any(each.shape.rank != 2 or each.shape[1] is None for each in product.inputs):
         return None
     factors = Factors(*product.inputs)
-    return factors if (factors.rows or 0) <= factors.most_rows else None
+    rows = _USUAL_ROWS if factors.rows is None else factors.rows
+    return factors if rows <= factors.most_rows else None

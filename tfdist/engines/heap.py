@@ -17,6 +17,8 @@ from __future__ import annotations
 import ctypes
 import os
 
+from tfdist.engines import cpus
+
 # <malloc.h>, which Python has no names for; they are part of glibc's binary interface.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8
 # Blocks of this size and more, such as a data set in memory, are given back when they are freed. Before 2.35 glibc
@@ -40,5 +42,5 @@ def keep_freed_memory() -> bool:
         return False
     mallopt(_M_TRIM_THRESHOLD, -1)
     mallopt(_M_TOP_PAD, _TOP_PAD)
-    mallopt(_M_ARENA_MAX, len(os.sched_getaffinity(0)))
+    mallopt(_M_ARENA_MAX, cpus.usable())
     return True

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.engines import keras_steps, small_variables
+from tfdist.engines import keras_steps, lookups, small_variables
 from tfdist.engines.packing import Packing
 from tfdist.engines.worker_data import WorkerBatch
 
@@ -139,7 +139,9 @@ class Program:
         together = {"train": small_variables.travel_together, "test": small_variables.read_together}.get(kind)
         model = keras_steps.model_of(self._fn)
         with replica_on(self._strategy, worker), together(model, worker) if together else contextlib.nullcontext():
-            return self._fn(*args, **kwargs)
+            result = self._fn(*args, **kwargs)
+        lookups.at_the_table(tf.compat.v1.get_default_graph())
+        return result
 
 
 def trace(strategy: tf.distribute.Strategy, function: Callable[..., Any], specs: Sequence[Any]) -> Callable[..., Any]:

@@ -19,7 +19,9 @@ import threading
 import types
 from typing import Any
 
+from tfdist import _addresses
 from tfdist.cluster import DATA_SERVICE_VARIABLE, Cluster
+from tfdist.engines import cpus
 
 # What has `import tensorflow` load libraries into the process: a server needs them, too.
 _LOADING_VARIABLES = ("TF_PLUGGABLE_DEVICE_LIBRARY_PATH", "TF_USE_MODULAR_FILESYSTEM")
@@ -76,42 +78,38 @@ def start(cluster: Cluster) -> Any:
     )
 
 
-def threads_per_operation(cluster: Cluster, cpus: int) -> int:
+def threads_per_operation(cluster: Cluster, num_cpus: int) -> int:
     """How many threads an operation of this process' task gets: the workers of one host share its CPUs.
 
     With a thread per CPU each, as TensorFlow has it, workers of one host wait for each other's threads. Shares are
-    rounded up, and tasks of other jobs, which compute little, take nothing off.
+    rounded up, and tasks of other jobs, which wait most of the time, take nothing off.
 
     Args:
       cluster: with this process' task.
-      cpus: of this host.
+      num_cpus: of this host.
     """
-    host = _host(cluster.address())
-    workers = [address for address in cluster.jobs.get("worker", {}).values() if _host(address) == host]
-    return -(-cpus // max(1, len(workers)))
+    host, _ = _addresses.key(cluster.address())
+    workers = [each for each in cluster.jobs.get("worker", {}).values() if _addresses.key(each)[0] == host]
+    return -(-num_cpus // max(1, len(workers)))
 
 
 def _config(cluster: Cluster) -> Any:
     from tensorflow.core.protobuf import config_pb2
 
     config = config_pb2.ConfigProto()
-    cpus = os.cpu_count() or 1
+    count = os.cpu_count() or 1
     # Who has bound this process to some of the CPUs has divided them already.
-    is_bound = len(os.sched_getaffinity(0)) < cpus
+    is_bound = cpus.usable() < count
     if not is_bound and not os.environ.get(_THREADS_VARIABLE):
-        config.intra_op_parallelism_threads = threads_per_operation(cluster, cpus)
+        config.intra_op_parallelism_threads = threads_per_operation(cluster, count)
     return config
-
-
-def _host(address: str) -> str:
-    return address.rpartition(":")[0]
 
 
 def start_producer(cluster: Cluster) -> None:
     """Lets this worker prepare endless data for all, where the environment names a dispatcher."""
     dispatcher = os.environ.get(DATA_SERVICE_VARIABLE)
     if dispatcher and cluster.task.type == "worker":
-        host = _host(cluster.address())
+        host = cluster.address().rpartition(":")[0]
         # It waits for the dispatcher, which only a chief that uses it starts; the thread keeps the server alive.
         threading.Thread(target=_produce, args=(dispatcher, host), name="tfdist data producer", daemon=True).start()
 

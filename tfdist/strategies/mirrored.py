@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.engines import averaging_data, heap, keras_steps, progress, python_operation, sharing
+from tfdist.engines import averaging_data, cpus, heap, keras_steps, progress, python_operation, sharing
 from tfdist.engines.averaging import AveragingEngine
 from tfdist.engines.threaded import ThreadedEngine
 from tfdist.engines.threaded_data import ReplicaBatch, ReplicaDataset, ReplicaDatasetFromFunction, find_iterator
@@ -192,7 +191,7 @@ def _redeemed(leaf: Any) -> Any:
 
 def _check_threads() -> None:
     # 0 stands for one for each CPU that this process may use.
-    count = tf.config.threading.get_inter_op_parallelism_threads() or len(os.sched_getaffinity(0))
+    count = tf.config.threading.get_inter_op_parallelism_threads() or cpus.usable()
     if count < 2:
         raise RuntimeError(
             "MirroredStrategy(policies=...): Keras' step waits in one of TensorFlow's inter-op threads while the "
