@@ -77,7 +77,8 @@ def _small_weights(model: keras.Model) -> list[list[CoordinatedVariable]]:
 
 
 def _is_read_ahead(variable: CoordinatedVariable) -> bool:
-    return (variable.shape.num_elements() or 0) <= _MOST_ELEMENTS_READ
+    size = variable.shape.num_elements()
+    return size is not None and size <= _MOST_ELEMENTS_READ
 
 
 def _read(group: Sequence[CoordinatedVariable], worker: str) -> Iterator[tuple[CoordinatedVariable, tf.Tensor]]:
