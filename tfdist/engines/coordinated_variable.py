@@ -27,6 +27,8 @@ from tensorflow.python.eager import record
 from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs as written_by
 from tensorflow.python.ops import resource_variable_ops
 
+from tfdist.engines.bundles import is_small
+
 _SCATTERS = tuple(
     f"scatter_{kind}" for kind in ("add", "sub", "update", "max", "min", "mul", "div", "nd_add", "nd_sub", "nd_update")
 )
@@ -134,9 +136,19 @@ class CoordinatedVariable(ps_values.CachingVariable):
         """See `tf.Variable.assign_add`."""
         return self._write(super().assign_add, *args, **kwargs)
 
-    def assign_sub(self, *args: Any, **kwargs: Any) -> Any:
-        """See `tf.Variable.assign_sub`."""
-        return self._write(super().assign_sub, *args, **kwargs)
+    def assign_sub(
+        self, delta: Any, use_locking: bool | None = None, name: str | None = None, read_value: bool = True
+    ) -> Any:
+        """See `tf.Variable.assign_sub`; what is scaled is taken off a large variable in one pass over its memory."""
+        scaled = None if tf.executing_eagerly() else self._match_scaling(delta)
+        if scaled is None:
+            return self._write(super().assign_sub, delta, use_locking, name, read_value)
+        alpha, tensor = scaled
+        with tf.device(self.device):
+            # The same arithmetic as that of gradient descent, without the product in between.
+            descend = tf.raw_ops.ResourceApplyGradientDescent
+            operation = self._write(descend, var=self._v.handle, alpha=alpha, delta=tensor, use_locking=True, name=name)
+        return self._v._lazy_read(operation) if read_value else operation
 
     def _write(self, write: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if tf.executing_eagerly():
@@ -172,6 +184,15 @@ class CoordinatedVariable(ps_values.CachingVariable):
         if operation.type == "Sub" and self._is_fresh_read(operation.inputs[0]):
             return _Addition(self._like_self(operation.inputs[1]), -1)
         return None
+
+    def _match_scaling(self, value: Any) -> tuple[tf.Tensor, tf.Tensor] | None:
+        """The scalar and the tensor of which `value` is the product, if it is, and large."""
+        if is_small(self) or not self.dtype.is_floating or not tf.is_symbolic_tensor(value):
+            return None
+        if value.op.type != "Mul" or value.dtype != self.dtype:
+            return None
+        alpha, tensor = sorted(value.op.inputs, key=lambda each: each.shape.rank != 0)
+        return (alpha, tensor) if alpha.shape.rank == 0 and tensor.shape == self.shape else None
 
     def _is_fresh_read(self, tensor: tf.Tensor) -> bool:
         """Whether `tensor` is this variable as it was read after its last write."""
