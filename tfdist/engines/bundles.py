@@ -13,10 +13,10 @@ import tensorflow as tf
 _SMALL = 1 << 15
 
 
-def is_small(spec: Any) -> bool:
+def is_small(spec: Any, most_elements: int = _SMALL) -> bool:
     """Whether something of this shape and dtype travels faster with others than alone."""
     size = spec.shape.num_elements()
-    return size is not None and size <= _SMALL and spec.dtype not in (tf.string, tf.variant, tf.resource)
+    return size is not None and size <= most_elements and spec.dtype not in (tf.string, tf.variant, tf.resource)
 
 
 class Bundles:

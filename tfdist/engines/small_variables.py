@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from tfdist.engines import factors as factoring
 from tfdist.engines import tap
-from tfdist.engines.bundles import Bundles
+from tfdist.engines.bundles import Bundles, is_small
 from tfdist.engines.coordinated_variable import CoordinatedVariable
 
 # A larger one may be a table of which a step needs a few rows: these are gathered where it is, if it is not read ahead.
@@ -71,14 +71,11 @@ def _small_weights(model: keras.Model) -> list[list[CoordinatedVariable]]:
     for weight in model.weights:
         variable = getattr(weight, "_value", weight)
         # Not a subclass: a partitioned variable is on several parameter servers.
-        if type(variable) is CoordinatedVariable and variable.dtype.is_floating and _is_read_ahead(variable):
+        if type(variable) is not CoordinatedVariable or not variable.dtype.is_floating:
+            continue
+        if is_small(variable, _MOST_ELEMENTS_READ):
             groups[variable.device, variable.dtype].append(variable)
     return [group for group in groups.values() if len(group) > 1]
-
-
-def _is_read_ahead(variable: CoordinatedVariable) -> bool:
-    size = variable.shape.num_elements()
-    return size is not None and size <= _MOST_ELEMENTS_READ
 
 
 def _read(group: Sequence[CoordinatedVariable], worker: str) -> Iterator[tuple[CoordinatedVariable, tf.Tensor]]:

@@ -26,9 +26,9 @@ from tfdist.engines import cpus
 # What has `import tensorflow` load libraries into the process: a server needs them, too.
 _LOADING_VARIABLES = ("TF_PLUGGABLE_DEVICE_LIBRARY_PATH", "TF_USE_MODULAR_FILESYSTEM")
 _LOADING_FOLDERS = ("tensorflow-plugins", "tensorflow/core/kernels")
-# Where TensorFlow itself looks for that number.
-_THREADS_VARIABLE = "TF_NUM_INTRAOP_THREADS"
 _KINDS = ("purelib", "platlib")
+# Where TensorFlow itself looks for the number of threads that an operation gets.
+_THREADS_VARIABLE = "TF_NUM_INTRAOP_THREADS"
 
 
 def go_without_front_door() -> bool:
