@@ -39,6 +39,9 @@ class Stage:
       num_workers, num_ps: processes of each contender's cluster, a chief aside; 0 for one process.
       num_replicas: who contributes to an update, for the limit.
       spares: backup workers among them, for the limit.
+      starts: how often the contenders are started, each time for the rounds of each measurement. Of two processes that
+        run the same program one is up to a few hundredths faster than the other, for as long as they live: a row that
+        wants to tell so little apart needs several.
     """
 
     strategy: str
@@ -48,6 +51,7 @@ class Stage:
     num_ps: int = 0
     num_replicas: int = 0
     spares: int = 0
+    starts: int = 1
 
 
 # A step that takes at most 2 % longer.
@@ -74,7 +78,7 @@ def _one_spare(rival: str) -> tuple[Measurement, ...]:
 
 
 STAGES = (
-    Stage("mirrored", ("tfdist", "stock"), (_MIRRORED,)),
+    Stage("mirrored", ("tfdist", "stock"), (_MIRRORED,), starts=5),
     Stage("multi_worker", ("tfdist", "tf_keras"), (_MULTI_WORKER,), num_workers=2),
     Stage("parameter_server", ("tfdist", "bare", "tf_keras"), (_PARAMETER_SERVER,), num_workers=3, num_ps=1),
     Stage("parameter_server", ("spares=2", "spares=0"), _heavy_tail("spares=0"), 8, 1, num_replicas=8, spares=2),

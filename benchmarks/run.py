@@ -115,34 +115,44 @@ def _measure(stage: Stage, size: str) -> Iterator[dict[str, Any]]:
     wanted = [m for m in stage.measurements if m.row in FLAGS.rows and size in m.sizes]
     if not wanted or stage.strategy not in FLAGS.strategies:
         return
-    with contextlib.ExitStack() as stack:
-        names = [f"{stage.strategy}/{contender}" for contender in stage.contenders]
-        teams = [stack.enter_context(arena.Team(name, size, stage.num_workers, stage.num_ps)) for name in names]
-        for team in teams:
-            _say(f"{size}: starting {team.name}")
-            team.wait_ready()
-        for measurement in wanted:
-            yield from _duel(stage, measurement, size, teams)
+    collected: list[dict[str, list[float]]] = [{} for _ in wanted]
+    for start in range(1, stage.starts + 1):
+        with contextlib.ExitStack() as stack:
+            names = [f"{stage.strategy}/{contender}" for contender in stage.contenders]
+            teams = [stack.enter_context(arena.Team(name, size, stage.num_workers, stage.num_ps)) for name in names]
+            for team in teams:
+                _say(f"{size}: starting {team.name}" + (f", {start} of {stage.starts}" if stage.starts > 1 else ""))
+                team.wait_ready()
+            for measurement, rates in zip(wanted, collected, strict=True):
+                for contender, samples in _duel(stage, measurement, size, teams).items():
+                    rates.setdefault(contender, []).extend(samples)
+                if start == stage.starts:
+                    yield from _results(stage, measurement, size, rates)
 
 
-def _duel(stage: Stage, measurement: Measurement, size: str, teams: Sequence[arena.Team]) -> list[dict[str, Any]]:
+def _duel(stage: Stage, measurement: Measurement, size: str, teams: Sequence[arena.Team]) -> dict[str, list[float]]:
+    """The rates of tfdist and of each rival, in steps per second by round; by contender, tfdist's first."""
     scenario, title = measurement.scenario, f"{measurement.row} {stage.strategy} {measurement.scenario.name} {size}"
     rounds = FLAGS.rounds or measurement.rounds
     for team, spares in zip(teams, [stage.spares] + [0] * (len(teams) - 1), strict=True):
         _say(f"{title}: warming up {team.name}")
         _warm_up(team, spares, stage, measurement)
     delays = lambda number: scenario.delays(number).to_json() if scenario.laws else ""  # noqa: E731
-    rates = arena.duel(teams, rounds, delays, lambda text: _say(f"{title}: {text}"))
+    duel = arena.duel(teams, rounds, delays, lambda text: _say(f"{title}: {text}"))
     _say("")
-    ours, *theirs = rates.values()
-    rivals = dict(zip(stage.contenders[1:], theirs, strict=True))
+    rates = dict(zip(stage.contenders, duel.values(), strict=True))
     if "limit" in measurement.rivals:
         steps = teams[0].steps
-        rivals["limit"] = [scenario.limit(n, stage.spares, stage.num_replicas, steps) for n in range(rounds)]
-    head = {"row": measurement.row, "strategy": stage.strategy, "delays": scenario.name, "size": size}
-    return [
-        head | {"rival": rival} | _compare(least, ours, rivals[rival]) for rival, least in measurement.rivals.items()
-    ]
+        rates["limit"] = [scenario.limit(n, stage.spares, stage.num_replicas, steps) for n in range(rounds)]
+    return rates
+
+
+def _results(
+    stage: Stage, measurement: Measurement, size: str, rates: dict[str, list[float]]
+) -> Iterator[dict[str, Any]]:
+    head = {"row": measurement.row, "strategy": stage.strategy, "delays": measurement.scenario.name, "size": size}
+    for rival, least in measurement.rivals.items():
+        yield head | {"rival": rival} | _compare(least, rates[stage.contenders[0]], rates[rival])
 
 
 def _warm_up(team: arena.Team, spares: int, stage: Stage, measurement: Measurement) -> None:

@@ -49,7 +49,7 @@ def serve(cluster: Cluster, start_timeout_secs: float = 300.0) -> int:
     Returns:
       The exit code: 0 when the chief is done, 75 when it has vanished, 1 when it never came.
     """
-    heap.keep_freed_memory()
+    heap.keep_freed_memory(few_arenas=True)
     mark = done_mark(cluster, cluster.task)
     if cluster.chief is not None and cluster.chief.type == "chief":
         _prepare(mark)

@@ -25,7 +25,7 @@ libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
 libc.malloc.argtypes = [ctypes.c_size_t]
 libc.free.argtypes = [ctypes.c_void_p]
-done = heap.keep_freed_memory()
+done = heap.keep_freed_memory(few_arenas=True)
 with concurrent.futures.ThreadPoolExecutor(1) as thread:
     small = list(thread.map(faults_of_a_block, [50 << 20] * 2))
 large = list(map(faults_of_a_block, [100 << 20] * 2))
@@ -60,3 +60,35 @@ def test_settings_of_the_environment_stand(environment):
     done, *blocks = _run(**environment)
     assert not done
     assert all(second > first / 2 for first, second in blocks)
+
+
+_ARENAS = """
+import ctypes, sys, threading
+from tfdist.engines import cpus, heap
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+heap.keep_freed_memory(few_arenas=sys.argv[1] == "few")
+ready = threading.Barrier(4 * cpus.usable())
+def allocate():
+    ready.wait()
+    libc.malloc(10_000)
+    ready.wait()
+threads = [threading.Thread(target=allocate) for _ in range(ready.parties)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print(cpus.usable(), flush=True)
+libc.malloc_info(0, ctypes.c_void_p.in_dll(libc, "stdout"))
+libc.fflush(None)
+"""
+
+
+@pytest.mark.parametrize("few", ["few", "many"])
+def test_threads_share_few_arenas_where_that_is_wanted(few):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    command = [sys.executable, "-c", _ARENAS, few]
+    count, report = subprocess.run(
+        command, env=environment, capture_output=True, check=True, timeout=60, text=True
+    ).stdout.split("\n", 1)
+    arenas = report.count("<heap nr=")
+    assert arenas <= int(count) if few == "few" else arenas > int(count)

@@ -6,7 +6,8 @@ what is large back to the kernel at once, and gets it anew, page by page and zer
 parameters that is 400 MB and 100,000 page faults in each step of `MultiWorkerMirroredStrategy`.
 
 A process stays about as large as it was at its peak, or larger: each arena of glibc keeps its own peak, and blocks
-beyond 64 MiB are kept for the main thread alone. So there are as many arenas as CPUs here, and not eight times as many.
+beyond 64 MiB are kept for the main thread alone. So where large tensors come and go through the threads of gRPC there
+can be as few arenas as CPUs, and not eight times as many.
 
 Whoever wants something else says so with the variables of mallopt(3), MALLOC_TRIM_THRESHOLD_ and its like, or with
 GLIBC_TUNABLES, and nothing is changed here.
@@ -28,8 +29,13 @@ _MMAP_THRESHOLDS = (1 << 30, 32 << 20)
 _TOP_PAD = 64 << 20
 
 
-def keep_freed_memory() -> bool:
+def keep_freed_memory(few_arenas: bool) -> bool:
     """Sets `malloc` of this process, for good, to keep what is freed.
+
+    Args:
+      few_arenas: whether its threads share as many arenas as there are CPUs. What one thread frees is used by the next
+        one then: a tenth of a step with 100 MB of variables that travel. But several replicas in one process wait for
+        each other there: a twentieth of a small step.
 
     Returns:
       Whether it was done: not if the environment has settings of its own, nor with a C library that has no `mallopt`.
@@ -42,5 +48,6 @@ def keep_freed_memory() -> bool:
         return False
     mallopt(_M_TRIM_THRESHOLD, -1)
     mallopt(_M_TOP_PAD, _TOP_PAD)
-    mallopt(_M_ARENA_MAX, cpus.usable())
+    if few_arenas:
+        mallopt(_M_ARENA_MAX, cpus.usable())
     return True

@@ -62,7 +62,7 @@ class MirroredStrategy(warming.WarmingSteps, tf.distribute.MirroredStrategy):
             _check_threads()
         # Else its all-reduces would be taken for those of another strategy on these devices, of other shapes.
         self._collective_key_base = next(_KEY_BASES)
-        heap.keep_freed_memory()
+        heap.keep_freed_memory(few_arenas=False)
         super().__init__(devices, cross_device_ops)
         composed = composition.compose(policies, "MirroredStrategy", self.num_replicas_in_sync)
         policy = self._aggregation = composed.aggregation

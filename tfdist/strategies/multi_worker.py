@@ -88,7 +88,7 @@ class MultiWorkerMirroredStrategy(warming.WarmingSteps, tf.distribute.MultiWorke
         composition.check(policies, "MultiWorkerMirroredStrategy")
         _common.check_timeouts(start_timeout_secs=start_timeout_secs, stall_timeout_secs=stall_timeout_secs)
         cluster = _cluster(cluster_resolver)
-        heap.keep_freed_memory()
+        heap.keep_freed_memory(few_arenas=True)
         is_training = cluster is None or cluster.task in cluster.training_tasks
         num_workers = 1 if cluster is None else len(cluster.training_tasks)
         composed = composition.compose(policies if is_training else (), "MultiWorkerMirroredStrategy", num_workers)
