@@ -40,8 +40,8 @@ class Stage:
       num_replicas: who contributes to an update, for the limit.
       spares: backup workers among them, for the limit.
       starts: how often the contenders are started, each time for the rounds of each measurement. Of two processes that
-        run the same program one is up to a few hundredths faster than the other, for as long as they live: a row that
-        wants to tell so little apart needs several.
+        run the same program one is some hundredths faster than the other, for as long as they live: a row that is to
+        tell so little apart needs several.
     """
 
     strategy: str
@@ -80,7 +80,7 @@ def _one_spare(rival: str) -> tuple[Measurement, ...]:
 STAGES = (
     Stage("mirrored", ("tfdist", "stock"), (_MIRRORED,), starts=5),
     Stage("multi_worker", ("tfdist", "tf_keras"), (_MULTI_WORKER,), num_workers=2),
-    Stage("parameter_server", ("tfdist", "bare", "tf_keras"), (_PARAMETER_SERVER,), num_workers=3, num_ps=1),
+    Stage("parameter_server", ("tfdist", "bare", "tf_keras"), (_PARAMETER_SERVER,), num_workers=3, num_ps=1, starts=3),
     Stage("parameter_server", ("spares=2", "spares=0"), _heavy_tail("spares=0"), 8, 1, num_replicas=8, spares=2),
     Stage("multi_worker", ("spares=2", "no policy"), _heavy_tail("no policy"), 8, num_replicas=8, spares=2),
     Stage("parameter_server", ("spares=1", "spares=0"), _one_spare("spares=0"), 4, 1, num_replicas=4, spares=1),

@@ -219,7 +219,8 @@ def test_without_leave_to_be_fewer_the_job_fails(launch, flags):
     code, _, err = launch(BAD, *ALL_REDUCE, "--max_restarts=2", *flags)
     assert code == 4
     assert [line for line in said(err) if "again" in line] == [
-        f"starting all tasks again in 0 s (restart {n} of 2)" for n in (1, 2)
+        *(f"starting all tasks again in 0 s (restart {n} of 2)" for n in (1, 2)),
+        "not starting again: --max_restarts=2 is used up",
     ]
 
 
@@ -227,7 +228,10 @@ def test_workers_that_fail_in_turns_are_not_left_out(launch):
     text = "sys.exit(4) if task['index'] == attempt else signal.pause()"
     code, _, err = launch(text, *ALL_REDUCE, "--min_workers=1", "--max_restarts=2")
     assert code == 4
-    assert said(err)[-1] == "worker:2 failed first (exit code 4); all tasks have ended"
+    assert said(err)[-2:] == [
+        "worker:2 failed first (exit code 4); all tasks have ended",
+        "not starting again: --max_restarts=2 is used up",
+    ]
     assert not any("going on" in line for line in err)
 
 

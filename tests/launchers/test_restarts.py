@@ -70,7 +70,10 @@ if attempt == 0:
 def test_when_no_restart_is_left_the_code_of_the_last_failure_is_returned(launch):
     code, out, err = launch("print(attempt)\nsys.exit(10 + attempt)", "--num_workers=1", "--max_restarts=1")
     assert (code, out) == (11, ["[worker:0] 0", "[worker:0] 1"])
-    assert err[-1] == "tfdist: worker:0 failed first (exit code 11); all tasks have ended"
+    assert err[-2:] == [
+        "tfdist: worker:0 failed first (exit code 11); all tasks have ended",
+        "tfdist: not starting again: --max_restarts=1 is used up",
+    ]
 
 
 @pytest.mark.processes
@@ -80,8 +83,9 @@ def test_preemptions_are_no_failures(launch):
     )
     assert (code, len(out)) == (0, 5)
     assert "tfdist: starting all tasks again in 0 s (preemption 3)" in err
-    code, out, _ = launch("print(attempt)\nsys.exit(75)", "--num_workers=1", "--max_preemptions=2")
+    code, out, err = launch("print(attempt)\nsys.exit(75)", "--num_workers=1", "--max_preemptions=2")
     assert (code, len(out)) == (75, 3)
+    assert err[-1] == "tfdist: not starting again: --max_preemptions=2 is used up"
 
 
 @pytest.mark.processes

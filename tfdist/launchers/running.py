@@ -85,17 +85,22 @@ class _Submission:
             if outcome.code == PREEMPTED_EXIT_CODE:
                 preemptions += 1
                 if preemptions > restarts.max_preemptions:
-                    return outcome.code
+                    return self._gives_up(outcome, "--max_preemptions", restarts.max_preemptions)
                 backoff_secs, why = restarts.backoff_secs, f"preemption {preemptions}"
             else:
                 failures += 1
                 if failures > restarts.max_restarts:
-                    return outcome.code
+                    return self._gives_up(outcome, "--max_restarts", restarts.max_restarts)
                 backoff_secs = restarts.pause_secs(failures)
                 why = f"restart {failures} of {restarts.max_restarts}"
             self._say(f"starting all tasks again in {backoff_secs:g} s ({why})")
             if not self._pause(backoff_secs):
                 return 128 + self._received[0]
+
+    def _gives_up(self, outcome: Outcome, flag: str, most: int) -> int:
+        if most:  # Without any, nobody expects one.
+            self._say(f"not starting again: {flag}={most} is used up")
+        return outcome.code
 
     def _attempt(self, number: int) -> Outcome:
         logs = TaskLogs(self._folder, number, self._say) if self._folder else None
