@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import operator
 import signal
+import threading
 
 import pytest
 
-from tfdist.engines.watch import InterruptEscape, StallReporter
+from tfdist.engines.watch import BlockedCall, InterruptEscape, StallReporter
 
 
 class Clock:
@@ -83,3 +86,49 @@ def test_an_interrupt_that_python_delivers_is_told_and_does_what_it_did_before()
         escape.uninstall()
     assert told == ["told"]
     assert signal.getsignal(signal.SIGINT) == before
+
+
+@contextlib.contextmanager
+def thread_in(filename: str):
+    """A thread that waits within a function of such a file, by its identifier."""
+    names: dict = {"call": operator.call, "ready": threading.Lock(), "lock": threading.Lock()}
+    for held in ("ready", "lock"):
+        names[held].acquire()
+    # In one instruction, and without frames below it: whoever sees `ready` sees the thread where it stays.
+    exec(compile("def wait(): list(map(call, (ready.release, lock.acquire)))", filename, "exec"), names)
+    thread = threading.Thread(target=names["wait"], daemon=True)
+    thread.start()
+    assert names["ready"].acquire(timeout=10)
+    try:
+        yield thread.ident
+    finally:
+        names["lock"].release()
+        thread.join(10)
+
+
+def test_a_thread_in_the_runtime_is_in_one_call():
+    with thread_in("/site-packages/tensorflow/python/eager/execute.py") as ident:
+        blocked = BlockedCall("a step", ident)
+        first = blocked()
+        assert first is not None
+        assert first == blocked()
+    assert blocked() is None
+
+
+def test_a_thread_that_waits_for_a_collective_in_another_is_in_that_call():
+    go = threading.Event()
+    waiting = threading.Thread(target=go.wait, daemon=True)
+    waiting.start()
+    try:
+        blocked = BlockedCall("a step", waiting.ident)
+        assert blocked() is None
+        with thread_in("/site-packages/tensorflow/python/ops/gen_collective_ops.py"):
+            first = blocked()
+            assert first is not None
+            assert first == blocked()
+        with thread_in("/site-packages/tensorflow/python/ops/gen_collective_ops.py"):
+            assert blocked() not in (None, first)
+        assert blocked() is None
+    finally:
+        go.set()
+        waiting.join(10)

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -99,11 +100,13 @@ class BlockedCall:
     """Whether a thread is inside one call into TensorFlow's runtime, and whether it is the same one as before.
 
     Called, it returns (what, token) while the thread is, else None: a `progress` of `StallReporter`. What blocks a
-    synchronous step is always such a call, and looking from outside costs the step nothing.
+    synchronous step is always such a call, and looking from outside costs the step nothing. Outside of a function
+    (`run_eagerly=True`) TensorFlow reduces in threads of its own, and the thread waits for these.
     """
 
     # Files of Python whose innermost frame means that the runtime is at work.
     _RUNTIME = ("tensorflow/python/eager/", "tensorflow/python/ops/gen_", "tensorflow/python/framework/ops.py")
+    _COLLECTIVES = "tensorflow/python/ops/gen_collective_ops.py"
 
     def __init__(self, what: str, thread_id: int | None = None) -> None:
         self._what = what
@@ -113,8 +116,8 @@ class BlockedCall:
 
     def __call__(self) -> tuple[str, int] | None:
         """(what, token) or None."""
-        frame = sys._current_frames().get(self._thread_id or 0)
-        if frame is None or not any(part in frame.f_code.co_filename for part in self._RUNTIME):
+        frame = self._blocked_frame()
+        if frame is None:
             self._last = None
             return None
         # The frame is kept, so that no other can have its identity.
@@ -122,6 +125,15 @@ class BlockedCall:
             self._token += 1
             self._last = (frame, frame.f_lasti, self._token)
         return self._what, self._token
+
+    def _blocked_frame(self) -> types.FrameType | None:
+        frames = sys._current_frames()
+        frame = frames.get(self._thread_id or 0)
+        if frame is None or any(part in frame.f_code.co_filename for part in self._RUNTIME):
+            return frame
+        if frame.f_code.co_filename != threading.__file__:
+            return None
+        return next((each for each in frames.values() if self._COLLECTIVES in each.f_code.co_filename), None)
 
 
 class InterruptEscape:
