@@ -40,7 +40,7 @@ format: venv-dev  ## format, and mend what can be mended by itself
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: venv-bench  ## measure against stock TensorFlow (40 minutes); FLAGS="--rows=... --sizes=..."
+bench: venv-bench  ## measure against stock TensorFlow (about an hour); FLAGS="--rows=... --sizes=..."
 	$(BIN)/python benchmarks/run.py $(FLAGS)
 
 venv: python

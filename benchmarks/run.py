@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures tfdist side by side with stock TensorFlow, in one run. README.md says what is measured and how.
 
-python benchmarks/run.py                                       # the table, about 40 minutes on 2 cores
+python benchmarks/run.py                                       # the table, about an hour on 2 cores
 python benchmarks/run.py --rows=parameter_server --sizes=tiny  # a part of it
 """
 
