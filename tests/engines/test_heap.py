@@ -33,15 +33,20 @@ print(json.dumps([done, small, large]))
 """
 
 
-def _run(**environment: str) -> tuple[bool, list[int], list[int]]:
-    """Whether it was done, and the page faults of using a block twice, in a thread and in the main thread."""
+def _output(program: str, *arguments: str, **environment: str) -> str:
+    """What this Python program prints, in an environment with no other settings of malloc than these."""
     inherited = {
         name: value for name, value in os.environ.items() if not name.startswith("MALLOC_") and name != "GLIBC_TUNABLES"
     }
-    output = subprocess.run(
-        [sys.executable, "-c", _PROGRAM], env=inherited | environment, capture_output=True, check=True, timeout=60
-    )
-    return tuple(json.loads(output.stdout))
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.run(
+        command, env=inherited | environment, capture_output=True, check=True, timeout=60, text=True
+    ).stdout
+
+
+def _run(**environment: str) -> tuple[bool, list[int], list[int]]:
+    """Whether it was done, and the page faults of using a block twice, in a thread and in the main thread."""
+    return tuple(json.loads(_output(_PROGRAM, **environment)))
 
 
 def test_a_large_block_comes_back_without_a_page_fault():
@@ -85,10 +90,6 @@ libc.fflush(None)
 
 @pytest.mark.parametrize("few", ["few", "many"])
 def test_threads_share_few_arenas_where_that_is_wanted(few):
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
-    command = [sys.executable, "-c", _ARENAS, few]
-    count, report = subprocess.run(
-        command, env=environment, capture_output=True, check=True, timeout=60, text=True
-    ).stdout.split("\n", 1)
+    count, report = _output(_ARENAS, few).split("\n", 1)
     arenas = report.count("<heap nr=")
     assert arenas <= int(count) if few == "few" else arenas > int(count)
