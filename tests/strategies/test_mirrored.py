@@ -103,6 +103,26 @@ def test_every_way_to_fit_is_as_on_one_device(strategy, options):
     assert_like_one_device(strategy, lambda: OPTIMIZERS.Adam(0.01), **options)
 
 
+def test_the_unannounced_end_of_the_data_is_no_step(strategy):
+    def dropout() -> keras.Model:
+        return keras.Sequential([keras.Input((3,)), keras.layers.Dense(8), keras.layers.Dropout(0.5)])
+
+    def trained(**fit: Any) -> list[np.ndarray]:
+        keras.utils.set_random_seed(3)
+        with strategy.scope():
+            model = dropout()
+            model.compile(OPTIMIZERS.Adam(0.01), "mse")
+        model.fit(epochs=4, shuffle=False, verbose=0, **fit)
+        variables = [*model.variables, *model.optimizer.variables]
+        assert int(model.optimizer.iterations.numpy()) == 24
+        return [copy.numpy() for variable in variables for copy in variable.value.values]
+
+    known = trained(x=X, y=Y, batch_size=8)
+    unknown = trained(x=tf.data.Dataset.from_tensor_slices((X, Y)).filter(lambda x, y: True).batch(8))
+    for one, other in zip(known, unknown, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_class_weights_count(strategy):
     data = X, RANDOM.integers(0, 2, (45,))
     options = {"loss": "binary_crossentropy", "metrics": ["accuracy", "auc"], "fit": {"class_weight": {0: 1.0, 1: 3.0}}}

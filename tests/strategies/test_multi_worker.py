@@ -98,6 +98,10 @@ report("predicted", doubling.predict(generated, verbose=0)[:, 0].tolist())
 pairs = generated.map(lambda batch: (batch, 0 * batch["a"]))
 report("evaluated", doubling.evaluate(pairs, verbose=0)[1])
 
+model = dense(lambda: optimizers.Adam(0.01))
+model.fit(tf.data.Dataset.from_tensor_slices((x, y)).filter(lambda x, y: True).batch(8), epochs=3, verbose=0)
+report("iterations", [int(copy.numpy()) for copy in model.optimizer.iterations.value.values])
+
 # Batch normalization, and a batch with fewer examples than workers.
 model = dense(lambda: optimizers.Adam(0.01), layers=[keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)])
 history = model.fit(x[:9], y[:9], batch_size=8, epochs=2, verbose=0, validation_split=0.2).history
@@ -178,6 +182,7 @@ def test_every_example_is_used_once(tmp_path: pathlib.Path):
     for found in (first, second):
         assert found["predicted"] == [2.0 * number for number in range(17)]
         assert found["evaluated"] == pytest.approx(np.mean(found["predicted"]))
+        assert found["iterations"] == [18]
         assert found["finite"]
         assert found["losses"][-1] < found["losses"][0]
         assert found["single"] < 1e-6

@@ -126,6 +126,9 @@ unknown = tf.data.Dataset.from_generator(generate, output_signature=signature)
 model = dense(strategy, lambda: optimizers.SGD(0.1, momentum=0.9, clipnorm=0.1), between, steps_per_execution=3)
 model.fit(unknown, epochs=2, verbose=0)
 on_all("unknown", model)
+model, before = dense(strategy, lambda: optimizers.Adam(0.01)), strategy.report().updates
+model.fit(unknown, epochs=2, verbose=0)
+report("counted", [int(model.optimizer.iterations.numpy()), strategy.report().updates - before])
 own = strategy.distribute_datasets_from_function(
     lambda context: tf.data.Dataset.from_tensor_slices((x, y)).shard(2, context.input_pipeline_id).repeat().batch(5))
 model.fit(own, epochs=2, steps_per_epoch=5, verbose=0)
@@ -157,6 +160,8 @@ def test_what_anybody_looks_at_is_the_average(tmp_path: pathlib.Path):
         first[f"logs {epoch}"]["loss"] for epoch in range(len(first["history"]["loss"]))
     ]
     assert first["iterations"] == first["updates"] == 6 * len(first["history"]["loss"])
+    # The step that Keras tries at the end is none.
+    assert first["counted"] == [12, 12]
     assert "AutoShardPolicy" in first["refused"] and "InputOptions" in first["refused"]
 
 

@@ -192,6 +192,7 @@ def test_all_go_on_from_what_one_has_learned(cpus: Sequence[str], num_devices, p
         np.testing.assert_allclose(one, other, atol=1e-5)
     for name, series in expected.items():
         np.testing.assert_allclose(series, found[name], atol=1e-4, err_msg=name)
+    assert int(model.optimizer.iterations.numpy()) == 24
     assert_copies_are_equal(model)
 
 

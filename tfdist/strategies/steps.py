@@ -64,11 +64,25 @@ def run_step(strategy: Any, run: Callable[[], Any], step: Any, data: Any, sum_ov
     return _Results(strategy, model, shares, sum_over_workers).merge(step, logs, training)
 
 
+def after(data: Any) -> contextlib.AbstractContextManager[Any]:
+    """A context of which no operation is made before all of `data`, a step's argument, has come.
+
+    Keras tries another step at the end of data whose length is not known. TensorFlow makes the parts of it that need
+    none, until it hears of the end: `optimizer.iterations` would count a step that was none, on some replicas or all.
+    """
+    if tf.executing_eagerly():
+        return contextlib.nullcontext()
+    tensors = [leaf for leaf in tf.nest.flatten(data, expand_composites=True) if tf.is_tensor(leaf)]
+    # An operation of its own: what takes one of them for an input would else not be ordered behind the others.
+    return tf.control_dependencies([tf.group(*tensors)])
+
+
 def run_alone(strategy: Any, averaging: AveragingEngine, step: Any, data: Any) -> Any:
     """Runs a Keras train step on each replica alone; see `run_step`, and for `data` `averaging_data.is_alone`."""
     _check_xla(strategy, step.__self__)
     _build_optimizers(strategy, step.__self__)
-    return tf.nest.map_structure(_mark, averaging.step(step, data))
+    with after(data):
+        return tf.nest.map_structure(_mark, averaging.step(step, data))
 
 
 @dataclasses.dataclass(frozen=True)
