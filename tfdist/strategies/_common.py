@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfdist.engines import averaging_data
+from tfdist.engines import averaging_data, whole_step
 from tfdist.engines.averaging import AveragingEngine
 from tfdist.strategies import steps
 
@@ -27,18 +26,16 @@ class KerasSteps(tf.distribute.Strategy):
         The steps of a Keras model return logs that are equal on all replicas: those of the global batch.
         """
 
+        def stock() -> Any:
+            return super(KerasSteps, self).run(fn, args=args, kwargs=kwargs, options=options)
+
         if self._averaging is not None and averaging_data.is_alone(args):
-            return steps.run_alone(self, self._averaging, fn, args[0])
+            with whole_step.or_none(steps.local(self, args[0])):
+                return steps.run_alone(self, self._averaging, fn, args[0])
         if steps.model_of(fn) is None or len(args) != 1 or kwargs:
-            return super().run(fn, args=args, kwargs=kwargs, options=options)
-
-        # Each replica has a thread of its own, to which no such context is handed on.
-        def step(data: Any) -> Any:
-            with steps.after(data):
-                return fn(data)
-
-        run = functools.partial(super().run, step, args=args, options=options)
-        return steps.run_step(self, run, fn, args[0], self._sum_over_workers)
+            return stock()
+        with whole_step.or_none(steps.local(self, args[0])):
+            return steps.run_step(self, stock, fn, args[0], self._sum_over_workers)
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
         """Reduces over replicas, as `tf.distribute.Strategy.reduce` does, and also structures of values."""

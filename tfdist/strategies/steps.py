@@ -64,25 +64,11 @@ def run_step(strategy: Any, run: Callable[[], Any], step: Any, data: Any, sum_ov
     return _Results(strategy, model, shares, sum_over_workers).merge(step, logs, training)
 
 
-def after(data: Any) -> contextlib.AbstractContextManager[Any]:
-    """A context of which no operation is made before all of `data`, a step's argument, has come.
-
-    Keras tries another step at the end of data whose length is not known. TensorFlow makes the parts of it that need
-    none, until it hears of the end: `optimizer.iterations` would count a step that was none, on some replicas or all.
-    """
-    if tf.executing_eagerly():
-        return contextlib.nullcontext()
-    tensors = [leaf for leaf in tf.nest.flatten(data, expand_composites=True) if tf.is_tensor(leaf)]
-    # An operation of its own: what takes one of them for an input would else not be ordered behind the others.
-    return tf.control_dependencies([tf.group(*tensors)])
-
-
 def run_alone(strategy: Any, averaging: AveragingEngine, step: Any, data: Any) -> Any:
     """Runs a Keras train step on each replica alone; see `run_step`, and for `data` `averaging_data.is_alone`."""
     _check_xla(strategy, step.__self__)
     _build_optimizers(strategy, step.__self__)
-    with after(data):
-        return tf.nest.map_structure(_mark, averaging.step(step, data))
+    return tf.nest.map_structure(_mark, averaging.step(step, data))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,10 +88,10 @@ class Shares:
     @classmethod
     def of(cls, strategy: Any, data: Any, sum_over_workers: Sum) -> Shares | None:
         """The shares of this batch, or None if they are known to be equal without looking."""
-        local = [_local(strategy, data, index) for index in range(len(strategy.extended.worker_devices))]
-        if strategy.num_replicas_in_sync == 1 or _are_surely_even(strategy, data, local):
+        batches = [*local(strategy, data).values()]
+        if strategy.num_replicas_in_sync == 1 or _are_surely_even(strategy, data, batches):
             return None
-        rows = [sharing.rows(batch) for batch in local]
+        rows = [sharing.rows(batch) for batch in batches]
         if any(count is None for count in rows):
             return None
         (total,) = sum_over_workers([tf.add_n(rows)])
@@ -226,13 +212,13 @@ def _build_optimizers(strategy: Any, model: keras.Model) -> None:
         optimizer.build(model.trainable_variables)
 
 
-def _are_surely_even(strategy: Any, data: Any, local: list[Any]) -> bool:
+def _are_surely_even(strategy: Any, data: Any, batches: list[Any]) -> bool:
     """Whether the shapes say that all replicas have equally many examples."""
-    is_alone = strategy.num_replicas_in_sync == len(local)
+    is_alone = strategy.num_replicas_in_sync == len(batches)
     if not _is_distributed(data) or (tf.executing_eagerly() and not is_alone):
         # What this worker sees says nothing about the others: outside a graph every size is known.
         return False
-    sizes = {sharing.static_size(batch) for batch in local}
+    sizes = {sharing.static_size(batch) for batch in batches}
     return len(sizes) == 1 and None not in sizes
 
 
@@ -240,12 +226,17 @@ def _is_distributed(data: Any) -> bool:
     return all(isinstance(leaf, tf.distribute.DistributedValues) for leaf in tf.nest.flatten(data))
 
 
-def _local(strategy: Any, data: Any, replica: int) -> Any:
-    def pick(leaf: Any) -> Any:
-        is_distributed = isinstance(leaf, tf.distribute.DistributedValues)
-        return strategy.experimental_local_results(leaf)[replica] if is_distributed else leaf
+def local(strategy: Any, data: Any) -> dict[str, Any]:
+    """What each device of this process is given of a step's argument, by the device's name."""
 
-    return tf.nest.map_structure(pick, data)
+    def of_replica(replica: int) -> Any:
+        def pick(leaf: Any) -> Any:
+            is_distributed = isinstance(leaf, tf.distribute.DistributedValues)
+            return strategy.experimental_local_results(leaf)[replica] if is_distributed else leaf
+
+        return tf.nest.map_structure(pick, data)
+
+    return {device: of_replica(replica) for replica, device in enumerate(strategy.extended.worker_devices)}
 
 
 @dataclasses.dataclass(frozen=True)
