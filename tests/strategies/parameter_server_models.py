@@ -261,7 +261,8 @@ WIDE = np.random.default_rng(1).normal(size=(COUNT, 300)).astype(np.float32)
 
 def _wide(optimizer: keras.optimizers.Optimizer) -> keras.Model:
     keras.utils.set_random_seed(3)
-    model = keras.Sequential([keras.Input((300,)), keras.layers.Dense(400, activation="relu"), keras.layers.Dense(1)])
+    hidden = [keras.layers.Dense(400, activation="relu"), keras.layers.Dense(350, activation="relu")]
+    model = keras.Sequential([keras.Input((300,)), *hidden, keras.layers.Dense(1)])
     model.compile(optimizer, "mse", jit_compile=False)
     return model
 
@@ -287,13 +288,28 @@ def test_the_gradient_of_a_wide_layer_is_multiplied_where_its_kernel_is(
     assert [_is_on_server(operation) for operation in products] == [is_there]
 
 
+@pytest.mark.parametrize("kind", ["train", "test"])
+@pytest.mark.parametrize(("rows", "num_travelling"), [(32, {"train": 0, "test": 0}), (64, {"train": 1, "test": 0})])
+def test_the_kernel_of_a_wide_layer_stays_where_it_is(
+    strategy: Any, kind: str, rows: int, num_travelling: dict[str, int]
+) -> None:
+    """With 64 rows the second layer's does not: it is multiplied with them twice, for the inputs' gradient too."""
+    with strategy.scope():
+        model = _wide(keras.optimizers.SGD(0.01))
+    model.optimizer.build(model.trainable_variables)
+    batch = next(iter(strategy.experimental_distribute_dataset(_wide_data(rows, drop_remainder=True))))
+    graph = Program(strategy, getattr(model, f"{kind}_step"), (batch,), {}, worker_fed=True)._run.graph
+    kernels = [shape for shape in _travelling_shapes(graph).values() if shape in ((300, 400), (400, 350))]
+    assert len(kernels) == num_travelling[kind]
+
+
 @pytest.mark.parametrize("optimizer", EXACT.values(), ids=EXACT)
 def test_a_wide_layer_learns_as_on_one_device(strategy: Any, optimizer: Callable[[], Any]) -> None:
-    """One batch per epoch, of a size that is not known while tracing: few rows, the most, too many, and all."""
+    """One batch per epoch, of a size that is not known while tracing: on both sides of each limit, and all."""
     with strategy.scope():
         model = _wide(optimizer())
     alone = _wide(optimizer())
-    for rows in (10, 64, 65, COUNT):
+    for rows in (10, 32, 33, 64, 65, COUNT):
         for each in (model, alone):
             each.fit(_wide_data(rows).take(1), verbose=0)
     for found, expected in zip(model.get_weights(), alone.get_weights(), strict=True):

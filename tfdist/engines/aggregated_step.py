@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.engines import lookups, program, sharing, small_variables
+from tfdist.engines import lookups, products, program, sharing, small_variables
 from tfdist.engines.bundles import Bundles
 from tfdist.engines.contribution import Contribution, TrainStep, add_up, weigh
 from tfdist.engines.packing import Packing
@@ -134,8 +134,11 @@ class AggregatedStep:
     def _contribute(self, batch: Any) -> list[tf.Tensor]:
         worker = self._strategy.extended.worker_devices[0]
         with self._as_replica(worker), small_variables.read_together(self.model, worker):
+            rows = sharing.rows(batch)
             contribution = self._step.contribute(batch)
-        lookups.at_the_table(tf.compat.v1.get_default_graph())
+        graph = tf.compat.v1.get_default_graph()
+        lookups.at_the_table(graph)
+        contribution = products.at_the_kernel(graph, contribution, rows)
         self._place(contribution)
         return self._bundles.pack(tf.nest.flatten(contribution, expand_composites=True))
 

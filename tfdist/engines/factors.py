@@ -31,7 +31,12 @@ _MOST_ROWS = 64
 # The product has to be at least so much larger than its factors.
 _LEAST_SAVING = 2
 # How many rows there will be if that is not known: what Keras takes for the size of a batch.
-_USUAL_ROWS = 32
+USUAL_ROWS = 32
+
+
+def most_rows(inputs: int, outputs: int) -> int:
+    """As long as they are not more, matrices of so many rows are sent rather than one of shape (inputs, outputs)."""
+    return min(_MOST_ROWS, inputs * outputs // (_LEAST_SAVING * (inputs + outputs)))
 
 
 class Factors(NamedTuple):
@@ -48,8 +53,7 @@ class Factors(NamedTuple):
     @property
     def most_rows(self) -> int:
         """As long as n is not larger, they are sent rather than the product."""
-        inputs, outputs = self._shape
-        return min(_MOST_ROWS, inputs * outputs // (_LEAST_SAVING * (inputs + outputs)))
+        return most_rows(*self._shape)
 
     @property
     def rows(self) -> int | None:
@@ -99,5 +103,5 @@ def of(gradient: tf.Tensor) -> Factors | None:
     if is_small(gradient) or any(each.shape.rank != 2 or each.shape[1] is None for each in product.inputs):
         return None
     factors = Factors(*product.inputs)
-    rows = _USUAL_ROWS if factors.rows is None else factors.rows
+    rows = USUAL_ROWS if factors.rows is None else factors.rows
     return factors if rows <= factors.most_rows else None

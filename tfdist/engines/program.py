@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.engines import keras_steps, lookups, small_variables
+from tfdist.engines import keras_steps, lookups, products, sharing, small_variables
 from tfdist.engines.packing import Packing
 from tfdist.engines.worker_data import WorkerBatch
 
@@ -113,7 +113,7 @@ class Program:
         supply = iter(rest)
         leaves = [self._fill(leaf, batch, supply) for leaf in self._leaves]
         args, kwargs = tf.nest.pack_sequence_as(self._arguments, leaves)
-        return self._call(args, kwargs)
+        return self._call(args, kwargs, batch)
 
     def _take_batch(self, inputs: list[Any]) -> tuple[Any, list[Any]]:
         if self._batch_spec is None:
@@ -133,15 +133,17 @@ class Program:
         parts = [next(supply) for _ in tf.nest.flatten(leaf, expand_composites=True)]
         return tf.nest.pack_sequence_as(leaf, parts, expand_composites=True)
 
-    def _call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _call(self, args: tuple, kwargs: dict[str, Any], batch: Any) -> Any:
         # Its device has no job: it is the one of the worker that runs the step.
         worker, kind = self._strategy.extended.worker_devices[0], keras_steps.classify(self._fn)
         together = {"train": small_variables.travel_together, "test": small_variables.read_together}.get(kind)
         model = keras_steps.model_of(self._fn)
         with replica_on(self._strategy, worker), together(model, worker) if together else contextlib.nullcontext():
+            rows = sharing.rows(batch)
             result = self._fn(*args, **kwargs)
-        lookups.at_the_table(tf.compat.v1.get_default_graph())
-        return result
+        graph = tf.compat.v1.get_default_graph()
+        lookups.at_the_table(graph)
+        return products.at_the_kernel(graph, result, rows)
 
 
 def trace(strategy: tf.distribute.Strategy, function: Callable[..., Any], specs: Sequence[Any]) -> Callable[..., Any]:
