@@ -98,24 +98,27 @@ def test_how_many_they_are_may_be_known_only_when_they_come(step: Any, number: i
         traced.assert_same(rows)
 
 
-@pytest.mark.parametrize(("rows", "kernel_rows"), [(8, 0), (MOST_ROWS[1], 0), (MOST_ROWS[1] + 1, INPUTS)])
-def test_either_the_kernel_is_sent_or_what_it_is_multiplied_with(rows: int, kernel_rows: int) -> None:
-    @tf.function(input_signature=[tf.TensorSpec([None, INPUTS])])
-    def shapes_sent(x: tf.Tensor) -> list[tf.Tensor]:
-        graph = tf.compat.v1.get_default_graph()
-        with tf.device(HERE):
-            result = forward(x, kernel)
-        products.at_the_kernel(graph, result, tf.shape(x, out_type=tf.int64)[0])
-        there = [each for each in graph.get_operations() if each.device == THERE]
-        (part,) = [each.outputs[0] for each in there if each.type == "StridedSlice"]
-        (matrix,) = [each.inputs[0] for each in there if each.type == "MatMul"]
-        return [tf.shape(part), tf.shape(matrix)]
-
+@pytest.mark.parametrize(("step", "number"), [(forward, 1), (backward, 2)])
+def test_either_the_kernel_is_sent_or_what_it_is_multiplied_with(step: Any, number: int) -> None:
     with tf.device(THERE):
         kernel = tf.Variable(tf.zeros([INPUTS, OUTPUTS]))
-    part, matrix = shapes_sent(tf.zeros([rows, INPUTS]))
-    assert part.numpy().tolist() == [kernel_rows, OUTPUTS]
-    assert matrix.numpy().tolist() == [0 if kernel_rows else rows, INPUTS]
+
+    @tf.function(input_signature=[tf.TensorSpec([None, INPUTS])], autograph=False)
+    def sent(x: tf.Tensor) -> Any:
+        graph = tf.compat.v1.get_default_graph()
+        with tf.device(HERE):
+            result = step(x, kernel)
+        result = products.at_the_kernel(graph, result, tf.shape(x, out_type=tf.int64)[0])
+        there = [each for each in graph.get_operations() if each.device == THERE]
+        parts = [each.outputs[0] for each in there if each.type == "StridedSlice"]
+        matrices = [each.inputs[0] for each in there if each.type == "MatMul"]
+        # The result is used, or the conditional would not be made; and a shape might be what TensorFlow expects.
+        return result, parts, matrices
+
+    for rows, is_sent in ((0, False), (MOST_ROWS[number], False), (MOST_ROWS[number] + 1, True)):
+        _, parts, matrices = sent(tf.zeros([rows, INPUTS]))
+        assert [part.numpy().shape for part in parts] == [(INPUTS if is_sent else 0, OUTPUTS)]
+        assert [len(matrix.numpy()) for matrix in matrices] == [0 if is_sent else rows] * number
 
 
 def written_between(x: tf.Tensor, kernel: tf.Variable) -> Any:
@@ -164,6 +167,42 @@ def test_how_a_kernel_is_used(step: Any, stays: bool | None, rows: int | None) -
         traced.assert_same(given)
     if stays is not None:
         assert (not traced.kernels_sent()) == stays
+
+
+@pytest.mark.parametrize(
+    ("layers", "is_there"),
+    [
+        (lambda x: tf.reshape(x, [tf.shape(x)[0], 6 * 50]), True),
+        (lambda x: tf.nn.relu(tf.reshape(x, [-1, INPUTS])) + 1.0, True),
+        (lambda x: tf.reshape(tf.repeat(x, 50, axis=2), [-1, INPUTS]), False),
+        (lambda x: tf.reshape(tf.tile(x, [1, tf.shape(x)[0], 6]), [-1, INPUTS]), False),
+    ],
+    ids=["flattened", "and more", "positions", "who knows"],
+)
+def test_only_examples_are_expected_to_be_as_few_as_the_examples(layers: Callable[[Any], Any], is_there: bool) -> None:
+    with tf.device(THERE):
+        kernel = tf.Variable(tf.zeros([INPUTS, OUTPUTS]))
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 6, 50])], autograph=False)
+    def step(x: tf.Tensor) -> Any:
+        with tf.device(HERE):
+            result = forward(layers(x), kernel)
+        return products.at_the_kernel(tf.compat.v1.get_default_graph(), result, tf.shape(x, out_type=tf.int64)[0])
+
+    operations = step.get_concrete_function().graph.get_operations()
+    assert any(each.type == "MatMul" and each.device == THERE for each in operations) == is_there
+
+
+def test_a_known_number_of_rows_counts_beside_those_that_come() -> None:
+    def both(rows: int) -> Callable[[Any, Any], Any]:
+        return lambda x, kernel: (tf.matmul(x, kernel), tf.matmul(tf.ones([rows, INPUTS]), kernel))
+
+    for rows, is_there in ((MOST_ROWS[1] - 32, True), (MOST_ROWS[1] - 31, False)):
+        traced = Traced(both(rows))
+        operations = traced.function.graph.get_operations()
+        assert any(each.type == "MatMul" and each.device == THERE for each in operations) == is_there
+        for given in (8, 32, 33, 100):
+            traced.assert_same(given)
 
 
 @pytest.mark.parametrize("rows", [8, None])

@@ -34,8 +34,9 @@ def at_the_kernel(graph: Any, result: Any, batch_rows: tf.Tensor | None = None) 
     Args:
       graph: the default graph, whose variables are captured, as it is being traced.
       result: what the step returns, a structure.
-      batch_rows: the number of the step's examples, int64, a scalar of the graph. Where the rows of a matrix are not
-        known while tracing, they are taken to be as many; were they more, the products would take longer.
+      batch_rows: the number of the step's examples, int64, a scalar of the graph. Where the rows of matrices are not
+        known while tracing, but are examples, it is by this number that it is decided when they come: what comes from
+        the examples is there only after the layers below, and until then the kernel could be on its way.
 
     Returns:
       What the step is to return instead of `result`.
@@ -47,14 +48,16 @@ def at_the_kernel(graph: Any, result: Any, batch_rows: tf.Tensor | None = None) 
         if not products or len(products) < len(found):
             continue
         rows = [product.matrix.shape[0] for product in products]
+        known, unknown = sum(each or 0 for each in rows), rows.count(None)
         most = factors.most_rows(*kernels[0].shape)
-        if None not in rows:
-            if sum(rows) <= most:
-                for product in products:
-                    product.move(device)
-        elif batch_rows is not None and factors.USUAL_ROWS * len(products) <= most:
+        if known + factors.USUAL_ROWS * unknown > most:
+            continue
+        if not unknown:
+            for product in products:
+                product.move(device)
+        elif batch_rows is not None and _rows_are_examples(products[rows.index(None)].matrix):
             with tf.device(batch_rows.device):
-                are_few = batch_rows * len(products) <= most
+                are_few = known + batch_rows * unknown <= most
             parts = {kernel.ref(): _all_or_nothing(kernel, are_few, device) for kernel in kernels}
             for product in products:
                 replaced[product.old.ref()] = product.made_where(are_few, parts[product.kernel.ref()], device)
@@ -69,7 +72,12 @@ def at_the_kernel(graph: Any, result: Any, batch_rows: tf.Tensor | None = None) 
 
 def _large_matrices(graph: Any) -> Iterator[tuple[str, list[tf.Tensor]]]:
     """Each large variable that is a matrix: where it is, and the reads of it."""
-    devices = {inner.ref(): outer.device for outer, inner in graph.captures if outer.dtype == tf.resource}
+    devices = {
+        inner.ref(): outer.device
+        for outer, inner in graph.captures
+        # The chief has other things to do.
+        if outer.dtype == tf.resource and not outer.device.startswith("/job:chief")
+    }
     reads: dict[Any, list[tf.Tensor]] = {handle: [] for handle in devices}
     for operation in graph.get_operations():
         if operation.type == "ReadVariableOp" and operation.inputs[0].ref() in reads:
@@ -77,6 +85,26 @@ def _large_matrices(graph: Any) -> Iterator[tuple[str, list[tf.Tensor]]]:
     for handle, values in reads.items():
         if values and values[0].shape.rank == 2 and values[0].shape.is_fully_defined() and not is_small(values[0]):
             yield devices[handle], values
+
+
+def _rows_are_examples(matrix: tf.Tensor) -> bool:
+    """Whether nothing that this is made of makes more rows of an example, as flattening a sequence does."""
+    found, to_do = {matrix.op}, [matrix.op]
+    while to_do:
+        operation = to_do.pop()
+        if operation.type == "Reshape" and not _keeps_rows(operation.inputs[0].shape, operation.outputs[0].shape):
+            return False
+        before = {tensor.op for tensor in operation.inputs} - found
+        found |= before
+        to_do += before
+    return True
+
+
+def _keeps_rows(before: tf.TensorShape, after: tf.TensorShape) -> bool:
+    if before.is_fully_defined():
+        return True  # of no examples
+    sizes = [shape[1:].num_elements() if shape.rank else None for shape in (before, after)]
+    return None not in sizes and sizes[0] == sizes[1]
 
 
 def _users(read: tf.Tensor, copy: tf.Tensor, device: str) -> Iterator[tuple[tf.Operation, tf.Tensor, tf.Tensor]]:

@@ -63,7 +63,8 @@ def static_size(batch: Any) -> int | None:
 
 def rows(batch: Any) -> tf.Tensor | None:
     """The number of examples in a batch, int64; None if nothing in it has a batch dimension."""
-    return None if _first(batch) is None else _rows(batch)
+    is_known = isinstance(_first(batch), tf.Tensor | tf.RaggedTensor | tf.SparseTensor)
+    return _rows(batch) if is_known else None
 
 
 def check_batched(element_spec: Any, num_parts: int) -> None:

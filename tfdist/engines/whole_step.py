@@ -18,6 +18,8 @@ from typing import Any
 import tensorflow as tf
 
 _READS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VarIsInitializedOp", "VariableShape"})
+# Of these TensorFlow begins the parts that need nothing, whatever the others wait for.
+_OF_FUNCTIONS = frozenset({"PartitionedCall", "StatefulPartitionedCall", "If", "StatelessIf", "While", "Case"})
 
 
 @contextlib.contextmanager
@@ -27,8 +29,8 @@ def or_none(data: Mapping[str, Any]) -> Iterator[None]:
     Outside of a graph data have come where there are any, and this does nothing.
 
     Args:
-      data: what the step is given on each device, by the device's name: structures of tensors and composites, in which
-        anything else is ignored.
+      data: what the step is given on each device, by the device's name: structures of the graph's tensors and
+        composites, in which anything else is ignored.
     """
     leaves = {device: _tensors(given) for device, given in data.items()}
     if tf.executing_eagerly() or not any(leaves.values()):
@@ -41,15 +43,16 @@ def or_none(data: Mapping[str, Any]) -> Iterator[None]:
     behind = {*ready.values(), *(tensor.op for tensors in leaves.values() for tensor in tensors)}
     for operation in graph.get_operations()[made:]:
         needs = {*operation.control_inputs, *(tensor.op for tensor in operation.inputs)}
-        if not behind.isdisjoint(needs):
-            behind.add(operation)
-        elif _writes(operation):
+        is_behind = not behind.isdisjoint(needs)
+        if _writes(operation) and (not is_behind or operation.type in _OF_FUNCTIONS):
             operation._add_control_input(ready.get(operation.device, first))
+            is_behind = True
+        if is_behind:
             behind.add(operation)
 
 
 def _tensors(given: Any) -> list[tf.Tensor]:
-    return [leaf for leaf in tf.nest.flatten(given, expand_composites=True) if tf.is_tensor(leaf)]
+    return [leaf for leaf in tf.nest.flatten(given, expand_composites=True) if tf.is_symbolic_tensor(leaf)]
 
 
 def _after(device: str, tensors: list[tf.Tensor]) -> tf.Operation:
