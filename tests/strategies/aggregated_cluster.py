@@ -17,6 +17,8 @@ from tfdist.policies import composition
 from tfdist.telemetry.report import Recorder
 
 NUM_WORKERS = 4
+# After a worker was stopped and went on, TensorFlow's answers may take the chief a minute or two.
+STALL_SECS = 200
 # 12 full batches of 16 and one of 11, which four workers can't share evenly.
 BATCH = 16
 COUNT = 203
@@ -30,7 +32,7 @@ IDS = RANDOM.integers(0, 50, (COUNT, 3))
 @pytest.fixture(scope="session")
 def cluster() -> tfdist.ParameterServerStrategy:
     return tfdist.ParameterServerStrategy(
-        num_workers=NUM_WORKERS, num_ps=2, policies=[tfdist.BackupWorkers(spares=0)], stall_timeout_secs=60
+        num_workers=NUM_WORKERS, num_ps=2, policies=[tfdist.BackupWorkers(spares=0)], stall_timeout_secs=STALL_SECS
     )
 
 
@@ -42,7 +44,8 @@ def with_policies(cluster: tfdist.ParameterServerStrategy) -> Callable[..., tfdi
         assert cluster._aggregated is not None
         cluster._aggregated.close()
         cluster._recorder = Recorder(cluster._recorder.names)
-        cluster._aggregate(composition.compose(policies, "ParameterServerStrategy", NUM_WORKERS), stall_timeout_secs=60)
+        composed = composition.compose(policies, "ParameterServerStrategy", NUM_WORKERS)
+        cluster._aggregate(composed, stall_timeout_secs=STALL_SECS)
         return cluster
 
     return change
