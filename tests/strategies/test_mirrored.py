@@ -107,9 +107,9 @@ def test_every_way_to_fit_is_as_on_one_device(strategy, options):
     "optimizer",
     [
         pytest.param(lambda: OPTIMIZERS.Adam(0.01), id="adam"),
-        # Begins an update with the last step of the first epoch, and has one gradient left at the end.
+        # The step that is none, after the six of the first epoch, would be the seventh, which makes an update.
         pytest.param(
-            lambda: OPTIMIZERS.AdamW(0.01, weight_decay=0.1, gradient_accumulation_steps=4), id="decay-accumulation"
+            lambda: OPTIMIZERS.AdamW(0.01, weight_decay=0.1, gradient_accumulation_steps=7), id="decay-accumulation"
         ),
     ],
 )
