@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.engines import averaging_data, whole_step
+from tfdist.engines import averaging_data
 from tfdist.engines.averaging import AveragingEngine
 from tfdist.strategies import steps
 
@@ -30,12 +30,10 @@ class KerasSteps(tf.distribute.Strategy):
             return super(KerasSteps, self).run(fn, args=args, kwargs=kwargs, options=options)
 
         if self._averaging is not None and averaging_data.is_alone(args):
-            with whole_step.or_none(steps.local(self, args[0])):
-                return steps.run_alone(self, self._averaging, fn, args[0])
+            return steps.run_alone(self, self._averaging, fn, args[0])
         if steps.model_of(fn) is None or len(args) != 1 or kwargs:
             return stock()
-        with whole_step.or_none(steps.local(self, args[0])):
-            return steps.run_step(self, stock, fn, args[0], self._sum_over_workers)
+        return steps.run_step(self, stock, fn, args[0], self._sum_over_workers)
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
         """Reduces over replicas, as `tf.distribute.Strategy.reduce` does, and also structures of values."""

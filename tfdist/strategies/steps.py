@@ -3,6 +3,7 @@
 
 A step is a bound `train_step` or `test_step` of a Keras model; any other function passes through untouched. Around it:
 
+- nothing of it is made unless its data come;
 - optimizers are built before anything is traced, so that slots are not created inside a loop;
 - each replica's gradients count by its share of the global batch, so that an uneven batch gives the mean over its
   examples; a replica without examples contributes nothing;
@@ -22,7 +23,7 @@ import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 
-from tfdist.engines import sharing, tap
+from tfdist.engines import sharing, tap, whole_step
 from tfdist.engines.averaging import AveragingEngine
 
 TRAIN, TEST = "train_step", "test_step"
@@ -56,19 +57,22 @@ def run_step(strategy: Any, run: Callable[[], Any], step: Any, data: Any, sum_ov
     _check_xla(strategy, model)
     if training:
         _build_optimizers(strategy, model)
-    shares = Shares.of(strategy, data, sum_over_workers)
-    weigh = _weigh(model, shares) if training else None
-    taps = tap.tapped(tap.optimizers_of(model), weigh) if training else contextlib.nullcontext()
-    with taps, tap.attributes(_loss_trackers(model, shares)):
-        logs = run()
-    return _Results(strategy, model, shares, sum_over_workers).merge(step, logs, training)
+    parts = _local(strategy, data)
+    with whole_step.or_none(parts):
+        shares = Shares.of(strategy, data, [*parts.values()], sum_over_workers)
+        weigh = _weigh(model, shares) if training else None
+        taps = tap.tapped(tap.optimizers_of(model), weigh) if training else contextlib.nullcontext()
+        with taps, tap.attributes(_loss_trackers(model, shares)):
+            logs = run()
+        return _Results(strategy, model, shares, sum_over_workers).merge(step, logs, training)
 
 
 def run_alone(strategy: Any, averaging: AveragingEngine, step: Any, data: Any) -> Any:
     """Runs a Keras train step on each replica alone; see `run_step`, and for `data` `averaging_data.is_alone`."""
     _check_xla(strategy, step.__self__)
     _build_optimizers(strategy, step.__self__)
-    return tf.nest.map_structure(_mark, averaging.step(step, data))
+    with whole_step.or_none(_local(strategy, data)):
+        return tf.nest.map_structure(_mark, averaging.step(step, data))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,9 +90,8 @@ class Shares:
     num_replicas: int
 
     @classmethod
-    def of(cls, strategy: Any, data: Any, sum_over_workers: Sum) -> Shares | None:
-        """The shares of this batch, or None if they are known to be equal without looking."""
-        batches = [*local(strategy, data).values()]
+    def of(cls, strategy: Any, data: Any, batches: list[Any], sum_over_workers: Sum) -> Shares | None:
+        """The shares of `data`, of which this worker has `batches`; None if they are known to be equal."""
         if strategy.num_replicas_in_sync == 1 or _are_surely_even(strategy, data, batches):
             return None
         rows = [sharing.rows(batch) for batch in batches]
@@ -226,7 +229,7 @@ def _is_distributed(data: Any) -> bool:
     return all(isinstance(leaf, tf.distribute.DistributedValues) for leaf in tf.nest.flatten(data))
 
 
-def local(strategy: Any, data: Any) -> dict[str, Any]:
+def _local(strategy: Any, data: Any) -> dict[str, Any]:
     """What each device of this process is given of a step's argument, by the device's name."""
 
     def of_replica(replica: int) -> Any:
