@@ -24,6 +24,8 @@ from tfdist import _addresses
 JOBS = ("chief", "worker", "ps", "evaluator")
 # The environment variable in which the workers find the dispatcher of the tf.data service, "host:port" on the chief.
 DATA_SERVICE_VARIABLE = "TFDIST_DATA_SERVICE"
+# A file to which the launcher adds lines for this task (`tfdist.launchers.notices`).
+NOTICES_VARIABLE = "TFDIST_NOTICES"
 _OLD_NAMES = {"master": "chief"}
 _MAX_INDEX = 2**31 - 1
 _UNSET = "unset TF_CONFIG to train on this machine alone"
