@@ -11,7 +11,7 @@ PYTEST = $(BIN)/python -m pytest
 # Several files of tests at a time: most of them wait for processes that they have started. FLAGS="-n 0" for one.
 PARALLEL = -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo chaos test test-all test-fast lint format bench venv venv-dev venv-bench python clean
+.PHONY: help demo chaos test test-all test-ssh test-fast lint format bench venv venv-dev venv-bench python clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null || grep '##' Makefile
@@ -27,6 +27,9 @@ test: venv  ## run all tests; FLAGS=... adds pytest's flags
 
 test-all: venv  ## the same and the slow ones (over 15 minutes)
 	$(PYTEST) $(PARALLEL) -m "slow or not slow" $(FLAGS)
+
+test-ssh: venv  ## run jobs on hosts with a real sshd, and cut their links (root only, about 10 minutes)
+	$(PYTEST) -n 0 -m real_ssh $(FLAGS)
 
 test-fast: venv  ## run the tests that start no process and need no device (seconds)
 	$(PYTEST) -m "not processes and not devices and not slow" $(FLAGS)
