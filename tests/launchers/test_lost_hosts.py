@@ -3,6 +3,7 @@
 
 import json
 import os
+import pathlib
 import signal
 import socket
 import subprocess
@@ -157,10 +158,11 @@ def test_an_interrupt_ends_the_wait_for_hosts():
 def test_notices_are_read_line_by_line():
     left = notices.Notices()
     try:
-        reader = notices.Reader(str(left.path))
+        path = pathlib.Path(left.env[NOTICES_VARIABLE])
+        reader = notices.Reader(str(path))
         assert reader.new_lines() == []
         left.add("given up worker:1")
-        with left.path.open("a") as file:
+        with path.open("a") as file:
             file.write("half a")
         assert reader.new_lines() == ["given up worker:1"]
         left.add(" line")
@@ -168,6 +170,17 @@ def test_notices_are_read_line_by_line():
     finally:
         left.close()
     assert reader.new_lines() == []
+
+
+def test_a_job_does_without_notices_where_there_is_no_place_for_them(monkeypatch):
+    def refuse(*_, **__):
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr(notices.tempfile, "mkdtemp", refuse)
+    left = notices.Notices()
+    left.add("given up worker:1")
+    left.close()
+    assert left.env == {}
 
 
 def test_a_connection_carries_signals_and_notices():

@@ -78,13 +78,16 @@ class Keepalive:
 
     def _run(self) -> None:
         while True:
-            self.check()
+            # Where no descriptor is left, the next look may find one.
+            with contextlib.suppress(OSError):
+                self.check()
             time.sleep(_LOOK_EVERY_SECS)
 
     def _resolve(self) -> None:
         for task in list(self._unknown):
             host, port = _addresses.split(self._addresses[task])
-            with contextlib.suppress(OSError):
+            # A name that no resolver takes is a UnicodeError.
+            with contextlib.suppress(OSError, UnicodeError):
                 for *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
                     self._peers[_plain(str(address[0])), port] = task
                 self._unknown.discard(task)

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Sequence
 
-from tfdist.cluster import NOTICES_VARIABLE
 from tfdist.launchers import reachability
 from tfdist.launchers.notices import GIVEN_UP, Notices
 from tfdist.launchers.processes import Process, Supervisor
@@ -130,7 +129,7 @@ class Attempt:
         task, restart = self._tasks[name], self._latest[name].restart + 1 if name in self._latest else 0
         more = {"TFDIST_ATTEMPT": str(self._number), "TFDIST_TASK_RESTART": str(restart)}
         if self._notices:
-            more[NOTICES_VARIABLE] = str(self._notices.path)
+            more |= self._notices.env
         self._latest[name] = self._supervisor.start(name, task.command, {**os.environ, **task.env, **more})
 
     def _follow(self) -> None:

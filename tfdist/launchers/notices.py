@@ -12,6 +12,8 @@ import pathlib
 import shutil
 import tempfile
 
+from tfdist.cluster import NOTICES_VARIABLE
+
 GIVEN_UP = "given up "
 
 
@@ -19,25 +21,26 @@ class Notices:
     """The file, and what writes to it.
 
     Attributes:
-      path: where it is.
-
-    Raises:
-      OSError: there is no place for it.
+      env: where it is, for the environment of a task; nothing if this machine has no place for it. A job does without.
     """
 
     def __init__(self) -> None:
-        self._folder = pathlib.Path(tempfile.mkdtemp(prefix="tfdist-notices-"))
-        self.path = self._folder / "notices"
-        self.path.touch(mode=0o600)
+        self._path: pathlib.Path | None = None
+        with contextlib.suppress(OSError):
+            self._path = pathlib.Path(tempfile.mkdtemp(prefix="tfdist-notices-")) / "notices"
+            self._path.touch(mode=0o600)
+        self.env = {NOTICES_VARIABLE: str(self._path)} if self._path else {}
 
     def add(self, line: str) -> None:
         """Appends a line. A full disk loses it: the tasks find out by themselves later."""
-        with contextlib.suppress(OSError), self.path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        if self._path:
+            with contextlib.suppress(OSError), self._path.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
 
     def close(self) -> None:
         """Removes the file; may be called again."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._path:
+            shutil.rmtree(self._path.parent, ignore_errors=True)
 
 
 class Reader:

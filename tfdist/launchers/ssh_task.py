@@ -24,7 +24,6 @@ from importlib import metadata
 from typing import Any
 
 import tfdist
-from tfdist.cluster import NOTICES_VARIABLE
 from tfdist.launchers import gpus
 from tfdist.launchers.notices import Notices
 from tfdist.launchers.processes import Process, Supervisor
@@ -113,7 +112,7 @@ def _run(command: Sequence[str], env: Mapping[str, str]) -> int:
         signal.signal(signum, signal.SIG_IGN)  # The launcher decides; its connection tells.
     lost = threading.Event()
     with contextlib.closing(Notices()) as notices, Supervisor(on_lines=_show) as supervisor:
-        task = supervisor.start("task", command, {**env, NOTICES_VARIABLE: str(notices.path)})
+        task = supervisor.start("task", command, {**env, **notices.env})
 
         def listen() -> None:
             for received in _received(0):
