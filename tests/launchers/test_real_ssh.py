@@ -76,7 +76,7 @@ class Launch:
         return [line for line in self.lines if line.startswith("tfdist: ")]
 
     def tasks(self, host: str) -> list[psutil.Process]:
-        """The processes on a host that belong to a task, its wrapper included."""
+        """The processes on a host that belong to a task: the script, its guard and what keeps the connection."""
         found = []
         for pid in self.network.pids(host):
             with contextlib.suppress(psutil.Error):
@@ -84,6 +84,10 @@ class Launch:
                 if "train.py" in process.cmdline() or "tfdist.launchers.ssh_task" in process.cmdline():
                     found.append(process)
         return found
+
+    def script(self, host: str) -> psutil.Process:
+        """The script itself on a host with one task."""
+        return next(each for each in self.tasks(host) if each.cmdline()[1:] == ["train.py"])
 
 
 @pytest.fixture
@@ -138,7 +142,7 @@ def test_the_chief_goes_on_without_a_host_that_vanished(launch, network, tmp_pat
 def test_a_stopped_worker_on_a_host_that_is_up_is_not_lost(launch, tmp_path):
     job = launch(ON_SERVERS, "--num_ps=1", "--min_workers=1", hosts="a,b,c:2")
     job.wait_for("epoch 3")
-    worker = next(each for each in job.tasks("b") if "tfdist.launchers.ssh_task" not in each.cmdline())
+    worker = job.script("b")
     worker.suspend()
     job.wait_for("a step has not completed for 30 s; waiting for worker:1")
     worker.resume()
