@@ -22,13 +22,14 @@ MODULES = sorted((ROOT / "tfdist").rglob("*.py"))
 ARROWS: dict[str, set[str]] = {
     "__init__": {"cluster", "flags", "strategies"},
     "_addresses": set(),
+    "_desk": {"_addresses"},
     "callbacks": {"learning_rate", "resume", "telemetry"},
     "cli": {"__init__", "cluster", "doctor", "launchers"},
     "cluster": {"_addresses"},
     "compression": set(),
-    "engines": {"_addresses", "cluster", "compression", "policies"},
+    "engines": {"_addresses", "_desk", "cluster", "compression", "policies"},
     "doctor": {"__init__", "_addresses", "cluster", "doctor_meeting", "launchers"},
-    "doctor_meeting": {"_addresses", "cluster"},
+    "doctor_meeting": {"_addresses", "_desk", "cluster"},
     "flags": {"__init__", "callbacks", "cluster", "policies", "strategies"},
     "launchers": {"__init__", "_addresses", "cluster"},
     "learning_rate": set(),
@@ -41,7 +42,8 @@ ARROWS: dict[str, set[str]] = {
     "telemetry": {"cluster", "policies"},
     "testing": {"__init__", "cluster", "engines", "launchers", "policies", "serving", "strategies", "telemetry"},
 }
-WITHOUT_TENSORFLOW = ("__init__", "_addresses", "cli", "cluster", "doctor", "doctor_meeting", "launchers", "policies")
+LIGHT_FILES = ("__init__", "_addresses", "_desk", "cli", "cluster", "doctor", "doctor_meeting")
+WITHOUT_TENSORFLOW = (*LIGHT_FILES, "launchers", "policies")
 HEAVY = ("tensorflow", "keras", "numpy")
 
 

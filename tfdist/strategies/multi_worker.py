@@ -101,7 +101,7 @@ class MultiWorkerMirroredStrategy(warming.WarmingSteps, tf.distribute.MultiWorke
             _common.allow_functions_in_control_flow(self)
             return
         _before_context()
-        rendezvous.meet(cluster, start_timeout_secs)
+        rendezvous.meet(cluster, start_timeout_secs, secret=os.environ.get(_SECRET, ""))
         _configure_coordination(cluster, start_timeout_secs)
         with _interruptible():
             super().__init__(cluster_resolver, communication_options)
