@@ -31,7 +31,7 @@ MOST_PEERS = 128
 PEER_SECS = 10.0
 _BACKLOG = 128
 _JOIN_SECS = 5.0
-_NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class _Peer:
@@ -110,7 +110,7 @@ class Desk:
         try:
             connection, address = listener.accept()
         except OSError as error:
-            if error.errno in _NO_RESOURCES:
+            if error.errno in NO_RESOURCES:
                 self._make_room()
                 self._stop.wait(0.01)  # Where no room was made, others of this program must close something first.
             return
