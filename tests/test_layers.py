@@ -28,7 +28,8 @@ ARROWS: dict[str, set[str]] = {
     "cluster": {"_addresses"},
     "compression": set(),
     "engines": {"_addresses", "_desk", "cluster", "compression", "policies"},
-    "doctor": {"__init__", "_addresses", "cluster", "doctor_meeting", "launchers"},
+    "doctor": {"__init__", "_addresses", "cluster", "doctor_meeting", "firewall", "launchers"},
+    "firewall": {"_addresses", "cluster"},
     "doctor_meeting": {"_addresses", "_desk", "cluster"},
     "flags": {"__init__", "callbacks", "cluster", "policies", "strategies"},
     "launchers": {"__init__", "_addresses", "cluster"},
@@ -42,7 +43,7 @@ ARROWS: dict[str, set[str]] = {
     "telemetry": {"cluster", "policies"},
     "testing": {"__init__", "cluster", "engines", "launchers", "policies", "serving", "strategies", "telemetry"},
 }
-LIGHT_FILES = ("__init__", "_addresses", "_desk", "cli", "cluster", "doctor", "doctor_meeting")
+LIGHT_FILES = ("__init__", "_addresses", "_desk", "cli", "cluster", "doctor", "doctor_meeting", "firewall")
 WITHOUT_TENSORFLOW = (*LIGHT_FILES, "launchers", "policies")
 HEAVY = ("tensorflow", "keras", "numpy")
 
