@@ -16,7 +16,7 @@ import threading
 import tensorflow as tf
 
 from tfdist.cluster import DATA_SERVICE_VARIABLE, Cluster, Task
-from tfdist.engines import rendezvous, watch
+from tfdist.engines import keepalive, rendezvous, watch
 from tfdist.engines.data_service import DataService
 from tfdist.launchers.ports import PortReservation
 from tfdist.launchers.processes import Process, Supervisor
@@ -115,6 +115,8 @@ def attach(
     rendezvous.reach(cluster, servers, start_timeout_secs, **waiting)
     if embedded is not None:
         embedded.keep_alive()
+    else:
+        keepalive.watch(cluster)
     atexit.register(attachment.finish)
     return attachment
 

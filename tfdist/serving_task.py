@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tfdist.cluster import Cluster, Task
-from tfdist.engines import heap, rendezvous, task_server, watch
+from tfdist.engines import heap, keepalive, rendezvous, task_server, watch
 
 # EX_TEMPFAIL of sysexits.h: "try again later". Launchers restart a task that ends with it.
 CHIEF_LOST_EXIT_CODE = 75
@@ -59,6 +59,7 @@ def serve(cluster: Cluster, start_timeout_secs: float = 300.0) -> int:
         if "chief" not in cluster.jobs:
             # An embedded cluster: the guard of this process ends it.
             threading.Event().wait()
+        keepalive.watch(cluster)
         with _ending_with_chief() as is_asked_to_end:
             return _await_chief(cluster, mark, start_timeout_secs, is_asked_to_end)
     finally:
