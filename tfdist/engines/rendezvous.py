@@ -158,6 +158,15 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def answers(address: str, timeout_secs: float) -> bool:
+    """Whether connections to "host:port" are accepted."""
+    try:
+        socket.create_connection(split_address(address), timeout=timeout_secs).close()
+    except OSError:
+        return False
+    return True
+
+
 class _Answering:
     """Listens on this task's port and tells everybody who it is."""
 

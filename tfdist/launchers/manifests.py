@@ -190,7 +190,7 @@ def _codes(values: list[int]) -> dict[str, Any]:
 
 def _wrapped(pods: Pods, role: str, host_format: str) -> tuple[str, ...]:
     """The script behind the wrapper that finds out which task it is."""
-    wrapper = (pods.python, "-m", "tfdist.launchers.kubernetes_task", *pods.shape.arguments(), f"--role={role}")
+    wrapper = (pods.python, "-P", "-m", "tfdist.launchers.kubernetes_task", *pods.shape.arguments(), f"--role={role}")
     return (*wrapper, f"--host_format={host_format}", f"--port={pods.port}", "--", *pods.command)
 
 

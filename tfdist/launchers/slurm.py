@@ -167,7 +167,7 @@ def _quoted(value: str) -> str:
 
 def _body(job: Job) -> str:
     wrapper = [
-        *(job.python, "-m", "tfdist.launchers.slurm_task", *job.shape.arguments()),
+        *(job.python, "-P", "-m", "tfdist.launchers.slurm_task", *job.shape.arguments()),
         *(f"--port={job.port}", f"--grace_period_secs={job.grace_secs:g}", "--", *job.command),
     ]
     srun = ["srun", f"--ntasks={len(job.shape.tasks)}", f"--cpus-per-task={job.cpus_per_task}"]

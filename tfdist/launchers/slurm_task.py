@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs inside a Slurm step, once per task: finds out from SLURM_* which task this is, and runs the script as it.
 
-    srun ... python3 -m tfdist.launchers.slurm_task --num_workers=4 -- train.py --epochs=5
+    srun ... python3 -P -m tfdist.launchers.slurm_task --num_workers=4 -- train.py --epochs=5
 
 Tasks are numbered over the hosts of the step in blocks, as `srun --distribution=block` does: first the workers, which
 have the GPUs, then the parameter servers, the chief and the evaluator.

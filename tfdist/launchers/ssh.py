@@ -128,7 +128,7 @@ def plan(job: Job, dropped: Collection[str] = ()) -> Request:
         config = left.cluster(left_addresses, task).to_tf_config()
         env = {"TF_CONFIG": config, **common, **visible.get(whole[task], {})}
         login = places[whole[task]][0].login
-        client = (sys.executable, "-m", "tfdist.launchers.ssh_client", login, job.python, job.directory)
+        client = (sys.executable, "-P", "-m", "tfdist.launchers.ssh_client", login, job.python, job.directory)
         command = (*client, *job.ssh_options, "--", *job.command)
         tasks.append(TaskRequest(str(task), {PREFIX + name: value for name, value in env.items()}, command))
     return left.request(tasks, job.grace_secs, job.restarts)

@@ -26,7 +26,7 @@ rm -rf -- "$TFDIST_SLURM_EXITS"
 mkdir -p -- "$TFDIST_SLURM_EXITS"
 
 srun --ntasks=6 --cpus-per-task=8 --distribution=block --kill-on-bad-exit=1 --unbuffered \
-  python3 -m tfdist.launchers.slurm_task --num_workers=4 --num_ps=1 --chief --port=0 --grace_period_secs=30 -- train.py '--name=it'"'"'s two words' 'a
+  python3 -P -m tfdist.launchers.slurm_task --num_workers=4 --num_ps=1 --chief --port=0 --grace_period_secs=30 -- train.py '--name=it'"'"'s two words' 'a
 b'
 code=$?
 
