@@ -26,6 +26,8 @@ JOBS = ("chief", "worker", "ps", "evaluator")
 DATA_SERVICE_VARIABLE = "TFDIST_DATA_SERVICE"
 # The environment variable with a random text that a launcher hands to all tasks of a job, and to nobody else.
 JOB_SECRET_VARIABLE = "TFDIST_JOB_SECRET"
+# A file to which the launcher adds lines for this task (`tfdist.launchers.notices`).
+NOTICES_VARIABLE = "TFDIST_NOTICES"
 _OLD_NAMES = {"master": "chief"}
 _MAX_INDEX = 2**31 - 1
 _UNSET = "unset TF_CONFIG to train on this machine alone"

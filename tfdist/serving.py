@@ -11,13 +11,15 @@ import contextlib
 import os
 import sys
 import threading
+import time
 
 import tensorflow as tf
 
-from tfdist.cluster import DATA_SERVICE_VARIABLE, Cluster, Task, data_service_address
+from tfdist.cluster import DATA_SERVICE_VARIABLE, NOTICES_VARIABLE, Cluster, Task, data_service_address
 from tfdist.engines import keepalive, rendezvous, watch
 from tfdist.engines.data_service import DataService
 from tfdist.launchers import interpreter
+from tfdist.launchers.notices import GIVEN_UP, Reader
 from tfdist.launchers.ports import PortReservation
 from tfdist.launchers.processes import Process, Supervisor
 from tfdist.launchers.replacements import Replacements
@@ -28,6 +30,8 @@ __all__ = ["Attachment", "EmbeddedCluster", "attach", "check_sizes", "cluster_of
 
 # A serving process is up within a few seconds.
 _RESTARTS = Restarts(settled_secs=10.0)
+# Between two looks at what the launcher has to say.
+_NOTICE_SECS = 1.0
 
 
 class Attachment:
@@ -116,9 +120,27 @@ def attach(
     if embedded is not None:
         embedded.keep_alive()
     else:
-        keepalive.watch(cluster)
+        _heed_launcher(keepalive.watch(cluster))
     atexit.register(attachment.finish)
     return attachment
+
+
+def _heed_launcher(watched: keepalive.Keepalive) -> None:
+    """Ends the connections to each worker that the launcher has given up, so that nothing waits for it any more."""
+    path = os.environ.get(NOTICES_VARIABLE)
+    if path:
+        reader = Reader(path)
+        threading.Thread(target=_follow_notices, args=(reader, watched), name="tfdist notices", daemon=True).start()
+
+
+def _follow_notices(reader: Reader, watched: keepalive.Keepalive) -> None:
+    while True:
+        for line in reader.new_lines():
+            if line.startswith(GIVEN_UP):
+                task = line.removeprefix(GIVEN_UP)
+                watch.say(f"tfdist: the launcher has given up {task}; going on without it")
+                watched.end(task)
+        time.sleep(_NOTICE_SECS)
 
 
 def cluster_of(resolver: tf.distribute.cluster_resolver.ClusterResolver) -> Cluster:

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lines that the launcher leaves for the tasks of an attempt, in a file of a private folder.
+
+The path is in the environment (`NOTICES_VARIABLE`). Where a task runs on another host, its connection carries the lines
+there. So far the only line is "given up TASK", which the chief of parameter servers reads (`tfdist.serving`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+import shutil
+import tempfile
+
+GIVEN_UP = "given up "
+
+
+class Notices:
+    """The file, and what writes to it.
+
+    Attributes:
+      path: where it is.
+
+    Raises:
+      OSError: there is no place for it.
+    """
+
+    def __init__(self) -> None:
+        self._folder = pathlib.Path(tempfile.mkdtemp(prefix="tfdist-notices-"))
+        self.path = self._folder / "notices"
+        self.path.touch(mode=0o600)
+
+    def add(self, line: str) -> None:
+        """Appends a line. A full disk loses it: the tasks find out by themselves later."""
+        with contextlib.suppress(OSError), self.path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+    def close(self) -> None:
+        """Removes the file; may be called again."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class Reader:
+    """Reads whole lines as they are added.
+
+    Args:
+      path: of the file; None for none.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        self._path = pathlib.Path(path) if path else None
+        self._position = 0
+
+    def new_lines(self) -> list[str]:
+        """The lines since the last call."""
+        if self._path is None:
+            return []
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._position)
+                data = file.read()
+        except OSError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self._position += len(whole)
+        return whole.decode("utf-8", "replace").splitlines()
