@@ -23,6 +23,7 @@ from tfdist.engines import (
     board,
     heap,
     host_iterator,
+    overlap,
     own_address,
     progress,
     quorum,
@@ -122,6 +123,8 @@ class MultiWorkerMirroredStrategy(warming.WarmingSteps, tf.distribute.MultiWorke
         self._policies_to_save = saving.PoliciesToSave(policies, self._warming, self._averaging)
 
     def _join(self, cluster: clusters.Cluster) -> None:
+        # Each call needs all workers, in the same order on all.
+        self._is_exclusive = True
         agreement = self._agreement = agreements.Agreement(cluster.task, cluster.training_tasks)
         agreements.share_random_state(agreement)
         chief_writes.install()
@@ -193,6 +196,7 @@ class MultiWorkerMirroredStrategy(warming.WarmingSteps, tf.distribute.MultiWorke
 
         A data set whose auto-shard policy is FILE, HINT or OFF is left to TensorFlow.
         """
+        overlap.begin(self, self._is_exclusive)
         replicas = self.num_replicas_in_sync
         if options is not None or replicas == 1 or not _is_shared_by_data(dataset):
             self._check_policy_allows(dataset, options)
