@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.engines import averaging_data
+from tfdist.engines import averaging_data, fitting, overlap
 from tfdist.engines.averaging import AveragingEngine
 from tfdist.strategies import steps
 
@@ -19,6 +19,15 @@ class KerasSteps(tf.distribute.Strategy):
 
     # Where replicas train alone.
     _averaging: AveragingEngine | None = None
+    # Whether the loops of all models share something of the strategy's, so that one thread at a time may be in one.
+    _is_exclusive = False
+
+    def scope(self) -> Any:
+        """See the stock `scope`."""
+        # Where a data set is distributed already, this is how Keras begins.
+        if fitting.is_build(sys._getframe(1)):
+            overlap.begin(self, self._is_exclusive)
+        return super().scope()
 
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Runs `fn` on every replica, as `tf.distribute.Strategy.run` does.
