@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Slurm of one machine: sbatch, srun, scancel and scontrol that refuse options they don't know and run what they get.
+"""A Slurm of one machine: sbatch, srun and the like, which refuse unknown options and run what they get.
 
 `install` puts them into a directory for PATH. State is kept in that directory, one file per fact.
 """
@@ -28,7 +28,7 @@ SRUN_SWITCHES = {"unbuffered", "label"}
 def install(directory: pathlib.Path) -> dict[str, str]:
     """Writes the commands; returns the environment in which they are found."""
     directory.mkdir()
-    for name in ("sbatch", "srun", "scancel", "scontrol"):
+    for name in ("sbatch", "srun", "scancel", "scontrol", "squeue"):
         path = directory / name
         path.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(__file__)} {name} "$@"\n')
         path.chmod(0o755)
@@ -81,6 +81,7 @@ def sbatch(state: pathlib.Path, arguments: list[str]) -> int:
     if "gpus-per-node" in options:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(int(options["gpus-per-node"]))))
     output = options["output"].replace("%j", "4711")
+    (state / "comment").unlink(missing_ok=True)
     for attempt in range(10):
         if attempt:
             env["SLURM_RESTART_COUNT"] = str(attempt)
@@ -137,9 +138,30 @@ def scancel(state: pathlib.Path, arguments: list[str]) -> int:
 
 
 def scontrol(state: pathlib.Path, arguments: list[str]) -> int:
-    if arguments != ["requeue", "4711"]:
+    if arguments == ["requeue", "4711"]:
+        (state / "requeued").touch()
+    elif arguments == ["--oneliner", "show", "job", "4711"]:
+        job_state = state / "job_state"
+        print("JobId=4711", f"JobState={job_state.read_text() if job_state.exists() else 'RUNNING'}", *_end(state))
+    elif arguments == ["show", "config"]:
+        print("ProctrackType           = proctrack/cgroup")
+    elif arguments[:2] == ["update", "JobId=4711"] and arguments[2].startswith("Comment="):
+        (state / "comment").write_text(arguments[2].partition("=")[2])
+    else:
         sys.exit(f"invalid keyword: {arguments}")
-    (state / "requeued").touch()
+    return 0
+
+
+def _end(state: pathlib.Path) -> list[str]:
+    end = state / "end_time"
+    return [f"EndTime={end.read_text()}"] if end.exists() else ["EndTime=Unknown"]
+
+
+def squeue(state: pathlib.Path, arguments: list[str]) -> int:
+    if arguments != ["--noheader", "--jobs=4711", "--format=%k"]:
+        sys.exit(f"squeue: unrecognized option {arguments}")
+    comment = state / "comment"
+    print(comment.read_text() if comment.exists() else "(null)")
     return 0
 
 

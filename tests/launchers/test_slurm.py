@@ -243,4 +243,4 @@ def test_a_dry_run_is_the_script(tmp_path, monkeypatch, capsys):
     assert slurm.main(["--dry_run", "--num_workers=3", "train.py", "--x"]) == 0
     text = capsys.readouterr().out
     assert "#SBATCH --ntasks=3\n" in text
-    assert text.endswith('exit "$code"\n')
+    assert text.endswith(" -- train.py --x\n")
