@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import re
@@ -13,6 +14,8 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterable
 
 # Options with a value that sbatch and srun of Slurm 23.11 know, as far as they concern us; those without one.
 SBATCH = {
@@ -20,9 +23,10 @@ SBATCH = {
     *("job-name", "mail-type", "mem", "nodes", "ntasks", "ntasks-per-node", "open-mode", "output", "partition", "qos"),
     *("reservation", "signal", "time"),
 }
-SBATCH_SWITCHES = {"parsable", "requeue", "exclusive", "no-requeue"}
-SRUN = {"ntasks", "cpus-per-task", "distribution", "kill-on-bad-exit", "nodes", "output"}
+SBATCH_SWITCHES = {"parsable", "requeue", "exclusive", "no-requeue", "wait"}
+SRUN = {"ntasks", "het-group", "cpus-per-task", "distribution", "kill-on-bad-exit", "nodes", "output"}
 SRUN_SWITCHES = {"unbuffered", "label"}
+KILL_WAIT_SECS = 10.0
 
 
 def install(directory: pathlib.Path) -> dict[str, str]:
@@ -82,6 +86,10 @@ def sbatch(state: pathlib.Path, arguments: list[str]) -> int:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(int(options["gpus-per-node"]))))
     output = options["output"].replace("%j", "4711")
     (state / "comment").unlink(missing_ok=True)
+    number = "4711;cluster\n" if "--parsable" in arguments else "Submitted batch job 4711\n"
+    if "wait" in options:
+        sys.stdout.write(number)
+        sys.stdout.flush()
     for attempt in range(10):
         if attempt:
             env["SLURM_RESTART_COUNT"] = str(attempt)
@@ -98,7 +106,9 @@ def sbatch(state: pathlib.Path, arguments: list[str]) -> int:
             break
         (state / "requeued").unlink()
     (state / "code").write_text(str(code))
-    sys.stdout.write("4711;cluster\n" if "--parsable" in arguments else "Submitted batch job 4711\n")
+    if "wait" in options:
+        return code
+    sys.stdout.write(number)
     return 0
 
 
@@ -119,10 +129,23 @@ def srun(state: pathlib.Path, arguments: list[str]) -> int:
         by_pid.pop(pid)
         codes.append(code if code >= 0 else 128 - code)
         if codes[-1] and options.get("kill-on-bad-exit") == "1":
-            for other in by_pid:
-                os.killpg(other, signal.SIGTERM)
-                os.killpg(other, signal.SIGKILL)
+            _kill(by_pid)
     return max(codes)
+
+
+def _kill(groups: Iterable[int]) -> None:
+    """SIGTERM, and after KillWait SIGKILL, as Slurm does."""
+    for group in groups:
+        os.killpg(group, signal.SIGTERM)
+    if not any(thread.name == "kill" for thread in threading.enumerate()):
+        timer = threading.Timer(KILL_WAIT_SECS, lambda: [_kill_now(group) for group in list(groups)])
+        timer.name, timer.daemon = "kill", True
+        timer.start()
+
+
+def _kill_now(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
 
 
 def scancel(state: pathlib.Path, arguments: list[str]) -> int:

@@ -2,7 +2,6 @@
 """The Slurm launcher on a real Slurm of four nodes (`make test-slurm`): preemption, limits, waiting, what is left."""
 
 import json
-import os
 import pathlib
 import signal
 import subprocess
@@ -220,7 +219,7 @@ def test_sbatch_wait_waits_and_has_the_jobs_exit_code(cluster, tmp_path, code):
     assert done.stderr.startswith(f"tfdist: submitted job {job};")
 
 
-def test_ctrl_c_while_it_waits_leaves_the_job_alone(cluster, tmp_path):
+def test_ctrl_c_while_it_waits_leaves_the_job_alone(cluster, tmp_path, submit):
     (tmp_path / "train.py").write_text(PREAMBLE + "started()\ntime.sleep(300)")
     waiting = subprocess.Popen(
         cluster.command(command("--num_workers=1", "--sbatch=--wait"), tmp_path),
@@ -228,16 +227,16 @@ def test_ctrl_c_while_it_waits_leaves_the_job_alone(cluster, tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,
     )
     job = waiting.stdout.readline().strip()
     Run(cluster, tmp_path, job).await_files("*.0.*", 1)
-    os.killpg(waiting.pid, signal.SIGINT)
+    # As a terminal does: the launcher and sbatch get it.
+    for process in psutil.Process(waiting.pid).children(recursive=True):
+        process.send_signal(signal.SIGINT)
     _, said = waiting.communicate(timeout=60)
     assert waiting.returncode == 130, said
     assert f"tfdist: no longer waiting; job {job} goes on, scancel {job} ends it" in said
     assert cluster.show(job)["JobState"] == "RUNNING"
-    cluster.clear()
 
 
 # What is left, and what was killed.
@@ -287,3 +286,39 @@ def test_gpu_bind_gives_each_worker_its_own_gpu(submit):
     assert run.end() == ("COMPLETED", 0), run.lines
     found = {path.name: path.read_text() for path in run.folder.glob("*.gpu")}
     assert found == {f"worker:{number}.gpu": str(number % 2) for number in range(4)}
+
+
+def test_hosts_without_workers_reserve_no_gpus_and_belong_to_the_job(submit, cluster):
+    text = """
+pathlib.Path(f"{name}.{attempt}.gpu").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "unset"))
+started()
+while attempt == 0: time.sleep(1)
+pathlib.Path(f"{name}.cluster").write_text(os.environ["TF_CONFIG"])
+"""
+    run = submit(text, "--num_workers=4", "--num_ps=1", "--tasks_per_node=2", "--gpus_per_node=2")
+    run.await_files("*.0.[0-9]*", 6)
+    shown = cluster.run(["scontrol", "show", "job", run.job]).stdout
+    assert "HetJobOffset=1" in shown
+    assert shown.count("TresPerNode=gres:gpu:2") + shown.count("TresPerNode=gpu:2") == 1
+    run.preempt()
+    assert run.end() == ("COMPLETED", 0), run.lines
+    assert "tfdist: queuing the job again (preemption 1)" in run.lines
+    found = {path.name: path.read_text() for path in run.folder.glob("*.0.gpu")}
+    assert [found[f"worker:{number}.0.gpu"] for number in range(4)] == ["0", "1", "0", "1"]
+    assert {found["ps:0.0.gpu"], found["chief:0.0.gpu"]} <= {"", "unset"}
+    members = json.loads((run.folder / "chief:0.cluster").read_text())["cluster"]
+    hosts = [address.split(":")[0] for job in ("worker", "ps", "chief") for address in members[job]]
+    assert len(set(hosts)) == 3
+    assert run.left() == []
+
+
+def test_a_failure_on_a_host_without_workers_ends_the_others(submit):
+    text = """
+signal.signal(signal.SIGTERM, lambda *_: (print("saved", flush=True), sys.exit(75)))
+started()
+while name != "chief:0" or len(list(pathlib.Path.cwd().glob("*.0.*"))) < 4: time.sleep(0.1)
+sys.exit(5)
+"""
+    run = submit(text, "--num_workers=2", "--num_ps=1", "--tasks_per_node=2", "--gpus_per_node=2")
+    assert run.end() == ("FAILED", 5), run.lines
+    assert sum(line.endswith("saved") for line in run.lines) == 3, run.lines
