@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 import pathlib
 import re
@@ -165,7 +166,7 @@ def scontrol(state: pathlib.Path, arguments: list[str]) -> int:
         (state / "requeued").touch()
     elif arguments == ["--oneliner", "show", "job", "4711"]:
         job_state = state / "job_state"
-        print("JobId=4711", f"JobState={job_state.read_text() if job_state.exists() else 'RUNNING'}", *_end(state))
+        print("JobId=4711", f"JobState={job_state.read_text() if job_state.exists() else 'RUNNING'}", *_limit(state))
     elif arguments == ["show", "config"]:
         print("ProctrackType           = proctrack/cgroup")
     elif arguments[:2] == ["update", "JobId=4711"] and arguments[2].startswith("Comment="):
@@ -175,9 +176,11 @@ def scontrol(state: pathlib.Path, arguments: list[str]) -> int:
     return 0
 
 
-def _end(state: pathlib.Path) -> list[str]:
-    end = state / "end_time"
-    return [f"EndTime={end.read_text()}"] if end.exists() else ["EndTime=Unknown"]
+def _limit(state: pathlib.Path) -> list[str]:
+    now, limit = datetime.datetime.now().isoformat(timespec="seconds"), state / "time_limit"
+    # A preemption sets PreemptTime, and an EndTime that is near.
+    text = limit.read_text() if limit.exists() else "UNLIMITED PreemptTime=None"
+    return [f"StartTime={now}", f"EndTime={now}", f"TimeLimit={text}"]
 
 
 def squeue(state: pathlib.Path, arguments: list[str]) -> int:

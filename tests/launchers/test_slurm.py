@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Slurm launcher: the batch script as text, and run by a Slurm that refuses what it doesn't know."""
 
-import datetime
 import json
 import pathlib
 import subprocess
@@ -310,10 +309,17 @@ def test_sigterm_to_the_whole_job_is_a_preemption(launch, handler):
 
 @pytest.mark.processes
 def test_a_time_limit_before_anything_is_saved_ends_the_job(launch, tmp_path):
-    (tmp_path / "slurm" / "end_time").write_text(datetime.datetime.now().isoformat(timespec="seconds"))
+    (tmp_path / "slurm" / "time_limit").write_text("00:01:00 PreemptTime=None")
     _, code, lines = launch(f"tasks = 2{PREEMPT}")
     assert code == 143, lines
     assert any("not queued again: the time limit is near and nothing was saved" in line for line in lines)
+
+
+@pytest.mark.processes
+def test_a_preemption_near_the_time_limit_is_one(launch, tmp_path):
+    (tmp_path / "slurm" / "time_limit").write_text("00:01:00 PreemptTime=2026-01-01T00:00:00")
+    _, code, lines = launch(f"tasks = 2{PREEMPT}")
+    assert code == 0, lines
 
 
 @pytest.mark.processes

@@ -24,7 +24,7 @@ from typing import Any
 
 from absl import flags
 
-from tfdist.launchers import command_line, shape, tools
+from tfdist.launchers import command_line, shape, slurm_time, tools
 from tfdist.launchers.requests import PREEMPTED_EXIT_CODE, LaunchError
 from tfdist.launchers.shape import Shape
 from tfdist.launchers.slurm_exits import EXITS_VARIABLE, REACHES_ALL_VARIABLE, Exits, Verdict
@@ -136,12 +136,16 @@ class Job:
         return self._requeue(verdict.code, f"preemption {self._preemptions + 1}")
 
     def _is_near_limit(self, fields: Mapping[str, str]) -> bool:
+        # Not EndTime: a preemption moves it to the end of the grace period.
+        limit_secs = slurm_time.limit_secs(fields.get("TimeLimit", ""))
         try:
-            end = datetime.datetime.fromisoformat(fields["EndTime"])
+            started = datetime.datetime.fromisoformat(fields["StartTime"])
         except (KeyError, ValueError):
             return False
-        left = (end - datetime.datetime.now()).total_seconds()
-        return bool(self._limits.pre_kill_secs) and left <= self._limits.pre_kill_secs + _EARLY_SECS
+        if fields.get("PreemptTime", "None") != "None" or limit_secs is None or not self._limits.pre_kill_secs:
+            return False
+        left = limit_secs - (datetime.datetime.now() - started).total_seconds()
+        return left <= self._limits.pre_kill_secs + _EARLY_SECS
 
     def _requeue(self, code: int, why: str) -> int:
         say(f"queuing the job again ({why})")
