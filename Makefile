@@ -11,7 +11,7 @@ PYTEST = $(BIN)/python -m pytest
 # Several files of tests at a time: most of them wait for processes that they have started. FLAGS="-n 0" for one.
 PARALLEL = -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo chaos test test-all test-fast lint format bench venv venv-dev venv-bench python clean
+.PHONY: help demo chaos test test-all test-fast test-slurm lint format bench venv venv-dev venv-bench python clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null || grep '##' Makefile
@@ -26,10 +26,13 @@ test: venv  ## run all tests; FLAGS=... adds pytest's flags
 	$(PYTEST) $(PARALLEL) $(FLAGS)
 
 test-all: venv  ## the same and the slow ones (over 15 minutes)
-	$(PYTEST) $(PARALLEL) -m "slow or not slow" $(FLAGS)
+	$(PYTEST) $(PARALLEL) -m "not slurm" $(FLAGS)
+
+test-slurm: venv  ## run the Slurm launcher on a real four-node Slurm on this machine (root, slurm-wlm; 15 minutes)
+	$(PYTEST) -n 0 -m slurm $(FLAGS)
 
 test-fast: venv  ## run the tests that start no process and need no device (seconds)
-	$(PYTEST) -m "not processes and not devices and not slow" $(FLAGS)
+	$(PYTEST) -m "not processes and not devices and not slow and not slurm" $(FLAGS)
 
 lint: venv-dev  ## check format, lint and types
 	$(BIN)/ruff format --check .
