@@ -25,6 +25,7 @@ ARROWS: dict[str, set[str]] = {
     "callbacks": {"learning_rate", "resume", "telemetry"},
     "cli": {"__init__", "cluster", "doctor", "launchers"},
     "cluster": {"_addresses"},
+    "compat": set(),
     "compression": set(),
     "engines": {"_addresses", "cluster", "compression", "policies"},
     "doctor": {"__init__", "_addresses", "cluster", "doctor_meeting", "launchers"},
@@ -37,7 +38,7 @@ ARROWS: dict[str, set[str]] = {
     "schedules": set(),
     "serving": {"cluster", "engines", "launchers", "serving_task"},
     "serving_task": {"cluster", "engines"},
-    "strategies": {"cluster", "compression", "engines", "policies", "serving", "telemetry"},
+    "strategies": {"cluster", "compat", "compression", "engines", "policies", "serving", "telemetry"},
     "telemetry": {"cluster", "policies"},
     "testing": {"__init__", "cluster", "engines", "launchers", "policies", "serving", "strategies", "telemetry"},
 }

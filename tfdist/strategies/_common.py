@@ -19,6 +19,18 @@ class KerasSteps(tf.distribute.Strategy):
 
     # Where replicas train alone.
     _averaging: AveragingEngine | None = None
+    # See `as_one.FLAG`.
+    _counts_as_one = False
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """See the stock property. On a replica, in a Keras step that has a loss of its own: 1."""
+        if self._counts_as_one:
+            context = tf.distribute.get_replica_context()
+            # Outside of any scope there is a context too, of another strategy.
+            if context is not None and context.strategy is self:
+                return 1
+        return super().num_replicas_in_sync
 
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Runs `fn` on every replica, as `tf.distribute.Strategy.run` does.
