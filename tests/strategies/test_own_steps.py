@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from test_mirrored import OPTIMIZERS, X, Y, assert_like_one_device
@@ -107,6 +108,19 @@ class OwnLoss(Own):
 
 def test_own_compute_loss_is_a_mean_over_the_global_batch(strategy):
     assert_like_one_device(strategy, lambda: OPTIMIZERS.Adam(0.01), model=OwnLoss)
+
+
+@pytest.mark.parametrize("size", [8, None], ids=["known sizes", "unknown sizes"])
+def test_batch_of_several_first_dimensions_is_refused(strategy, size):
+    scales = np.ones(3, np.float32)
+    data = tf.data.Dataset.from_tensor_slices((X[:40], Y[:40])).batch(8, drop_remainder=size is not None)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    before = model.get_weights()
+    with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match="the same first dimension"):
+        model.fit(data.map(lambda x, y: ((scales, x), y)), verbose=0)
+    tf.nest.map_structure(np.testing.assert_array_equal, model.get_weights(), before)
 
 
 class Penalty(keras.layers.Layer):
