@@ -26,6 +26,7 @@ ARROWS: dict[str, set[str]] = {
     "callbacks": {"learning_rate", "resume", "telemetry"},
     "cli": {"__init__", "cluster", "doctor", "launchers"},
     "cluster": {"_addresses"},
+    "compat": set(),
     "compression": set(),
     "engines": {"_addresses", "_desk", "cluster", "compression", "policies"},
     "doctor": {"__init__", "_addresses", "cluster", "doctor_meeting", "firewall", "launchers"},
@@ -40,7 +41,7 @@ ARROWS: dict[str, set[str]] = {
     "serving": {"cluster", "engines", "launchers", "serving_task"},
     "data_worker": {"cluster", "engines", "launchers"},
     "serving_task": {"cluster", "data_worker", "engines"},
-    "strategies": {"cluster", "compression", "engines", "policies", "serving", "telemetry"},
+    "strategies": {"cluster", "compat", "compression", "engines", "policies", "serving", "telemetry"},
     "telemetry": {"cluster", "policies"},
     "testing": {"__init__", "cluster", "engines", "launchers", "policies", "serving", "strategies", "telemetry"},
 }
