@@ -209,7 +209,8 @@ def _tfjob_backoff(pods: Pods) -> int:
 
 
 def _codes(values: list[int]) -> dict[str, Any]:
-    return {"containerName": "task", "operator": "In", "values": values}
+    # The API server takes them in order only.
+    return {"containerName": "task", "operator": "In", "values": sorted(values)}
 
 
 def _wrapped(pods: Pods, role: str, host_format: str, form: str) -> tuple[str, ...]:
