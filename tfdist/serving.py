@@ -9,16 +9,16 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import pathlib
 import sys
 import threading
 import time
 
 import tensorflow as tf
 
-from tfdist.cluster import DATA_SERVICE_VARIABLE, NOTICES_VARIABLE, Cluster, Task
+from tfdist.cluster import DATA_SERVICE_VARIABLE, NOTICES_VARIABLE, Cluster, Task, data_service_address
 from tfdist.engines import keepalive, rendezvous, watch
 from tfdist.engines.data_service import DataService
+from tfdist.launchers import interpreter
 from tfdist.launchers.notices import GIVEN_UP, Reader
 from tfdist.launchers.ports import PortReservation
 from tfdist.launchers.processes import Process, Supervisor
@@ -106,7 +106,7 @@ def attach(
       ValueError: A number of processes to start is out of range.
       TimeoutError: A task did not come up.
     """
-    embedded, data_service = None, os.environ.get(DATA_SERVICE_VARIABLE)
+    embedded, data_service = None, data_service_address()
     if cluster is None:
         embedded = EmbeddedCluster(num_workers, num_ps, uses_data_service)
         cluster, data_service = embedded.cluster, embedded.data_service
@@ -213,11 +213,9 @@ class EmbeddedCluster:
         env.pop(DATA_SERVICE_VARIABLE, None)
         if self.data_service is not None:
             env[DATA_SERVICE_VARIABLE] = self.data_service
-        root = str(pathlib.Path(__file__).resolve().parent.parent)
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
         if task.type == "ps":
             env["CUDA_VISIBLE_DEVICES"] = ""
-        return self._supervisor.start(str(task), [sys.executable, "-m", "tfdist.serving_task"], env)
+        return self._supervisor.start(str(task), interpreter.module_command("tfdist.serving_task"), env)
 
     def _watch(self) -> None:
         replacements = Replacements(_RESTARTS)

@@ -113,6 +113,55 @@ def test_two_halves_are_the_plain_step(optimizer: Callable[[], Any], options: di
     assert_close(state(plain), state(halved))
 
 
+class Penalized(keras.layers.Layer):
+    """Adds to the loss."""
+
+    def call(self, x: Any) -> Any:
+        self.add_loss(0.1 * keras.ops.mean(x**2))
+        return x
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [Penalized, lambda: keras.layers.Dense(3, activity_regularizer="l2", kernel_regularizer="l2")],
+    ids=["add_loss", "regularizers"],
+)
+def test_losses_that_layers_add_are_those_of_the_plain_step(layer: Callable[[], Any]) -> None:
+    def model() -> keras.Model:
+        return keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), layer(), keras.layers.Dense(1)])
+
+    plain, halved = made(model), made(model)
+    halves = Halves(halved)
+    for x, y in batches():
+        assert_close(plain.train_step((tf.constant(x), tf.constant(y))), halves(x, y))
+    assert_close(plain.get_weights(), halved.get_weights())
+
+
+class Double(keras.Model):
+    """A model of float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = self.add_weight(shape=(3, 1), initializer="ones", dtype="float64")
+
+    def call(self, x: Any) -> Any:
+        return x
+
+    def train_step(self, data: Any) -> Any:
+        x, y = (tf.cast(each, tf.float64) for each in data)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((tf.matmul(x, tf.convert_to_tensor(self.kernel)) - y) ** 2)
+        self.optimizer.apply(tape.gradient(loss, [self.kernel]), [self.kernel])
+        return {"loss": loss}
+
+
+def test_gradients_of_float64_are_scaled_in_float64() -> None:
+    plain, halved = (made(Double, optimizer=keras.optimizers.SGD(0.125), metrics=None) for _ in range(2))
+    plain.train_step((tf.constant(X[:7]), tf.constant(Y[:7])))
+    Halves(halved)(X[:7], Y[:7])
+    np.testing.assert_allclose(plain.get_weights()[0], halved.get_weights()[0], rtol=1e-13)
+
+
 def test_parts_of_one_known_size_need_no_weights() -> None:
     plain, halved = made(optimizer="adam"), made(optimizer="adam")
     halves = Halves(halved, size=9)

@@ -5,9 +5,9 @@ The user's `train_step` runs as it is, once for each replica of this worker, all
 
 - `merge_call`, in which replicas would meet, calls its function for this replica alone;
 - `all_reduce` gives what it would give if all replicas had this one's value;
-- a gradient counts as if it was that of the global batch: times the number of replicas, by which Keras divides the
-  loss, and times this replica's share of the batch where that is uneven. So the mean of what all replicas come to in
-  one step of SGD is what synchronous SGD comes to.
+- a gradient counts as if it was that of the global batch: times the number of replicas, if Keras has divided the
+  loss by it, and times this replica's share of the batch where that is uneven. So the mean of what all replicas come
+  to in one step of SGD is what synchronous SGD comes to.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.engines import contribution, sharing, tap
+from tfdist.engines import as_one, contribution, sharing, tap
 from tfdist.engines.averaging_data import Part
 
 _NONE = tf.VariableAggregation.NONE
@@ -52,13 +52,15 @@ def step_alone(strategy: Any, step: Callable[..., Any], parts: Sequence[Part]) -
 
 def _step(strategy: Any, step: Callable[..., Any], model: keras.Model, part: Part, index: int) -> Any:
     count = strategy.num_replicas_in_sync
-    of_losses = contribution.TrainStep(step, count, loss_divisor=count)
-    factor = _factor(part, count, of_losses._is_sum)
-    taps = of_losses._loss_trackers(part.batch, part.total)
-    for optimizer in tap.optimizers_of(model):
-        taps += changes(optimizer, factor)
-    with tap.attributes(taps), _keeping(statistics(model), part, index):
-        return step(part.batch)
+    with as_one.counted_as_one(strategy, step) as has_own_loss:
+        divisor = 1 if has_own_loss else count
+        of_losses = contribution.TrainStep(step, count, loss_divisor=divisor)
+        factor = float(count) if of_losses._is_sum else share(part, count) * count * divisor
+        taps = of_losses._loss_trackers(part.batch, part.total)
+        for optimizer in tap.optimizers_of(model):
+            taps += changes(optimizer, factor)
+        with tap.attributes(taps), _keeping(statistics(model), part, index):
+            return step(part.batch)
 
 
 def share(part: Part, num_replicas: int) -> tf.Tensor | float:
@@ -69,10 +71,6 @@ def share(part: Part, num_replicas: int) -> tf.Tensor | float:
     if part.total is None or rows is None or is_even:
         return 1 / num_replicas
     return tf.cast(rows / tf.maximum(part.total, 1), tf.float32)
-
-
-def _factor(part: Part, num_replicas: int, is_sum: bool) -> tf.Tensor | float:
-    return float(num_replicas) if is_sum else share(part, num_replicas) * num_replicas * num_replicas
 
 
 def changes(optimizer: Any, factor: tf.Tensor | float) -> list[tuple[Any, str, Any]]:
@@ -115,6 +113,11 @@ def _overwriting(optimizer: Any) -> Callable[[Sequence[Any]], None]:
 class Alone(tf.distribute.ReplicaContext):
     """The context of a replica that meets no other."""
 
+    def __init__(self, strategy: Any, replica_id_in_sync_group: Any) -> None:
+        super().__init__(strategy, replica_id_in_sync_group)
+        # Within the context the strategy may say that it is one.
+        self._num_replicas = strategy.extended._num_replicas_in_sync
+
     def _merge_call(self, merge_fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return merge_fn(_Nobody(), *args, **kwargs)
 
@@ -122,7 +125,7 @@ class Alone(tf.distribute.ReplicaContext):
         """What all replicas would come to if they had this one's value."""
         del options
         is_sum = str(getattr(reduce_op, "value", reduce_op)).upper() == "SUM"
-        factor = float(self.num_replicas_in_sync) if is_sum else 1.0
+        factor = float(self._num_replicas) if is_sum else 1.0
         return tf.nest.map_structure(
             lambda leaf: contribution._times(
                 leaf if isinstance(leaf, tf.IndexedSlices) else tf.convert_to_tensor(leaf), factor

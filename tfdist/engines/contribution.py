@@ -113,6 +113,8 @@ class TrainStep:
         changes = [(o, "apply", _capture(o, layout, gradients)) for o in tap.optimizers_of(self.model)]
         changes += self._loss_trackers(batch, batch_rows)
         with tap.attributes(changes), scope:
+            # Keras knows its losses by their ids, which tensors of an earlier trace may have had.
+            self.model._clear_losses()
             # An empty Optional is Keras' way to say None.
             result = self._step(tf.nest.map_structure(_none_if_optional, batch))
         written = scope.written()
@@ -164,7 +166,7 @@ class TrainStep:
         weights = [(self.model._loss_tracker, total)]
         # One for each loss, or none for a single one.
         weights += [(metric, single) for metric in self.model._compile_loss.metrics]
-        return [(metric, "update_state", _weighing(metric.update_state, scale, weight)) for metric, weight in weights]
+        return [(metric, "update_state", _weighing(metric, scale, weight, rows)) for metric, weight in weights]
 
     def _shipped(self, result: Any, written: Sequence[Any]) -> list[Any]:
         """The leaves of the step's result that the metrics can't tell after the update."""
@@ -232,12 +234,11 @@ class TrainStep:
             assign(variable, (_moved_state if self._is_relative else _mean_state)(variable, value, total))
 
     def _factor(self, total: Contribution, num_contributions: int | None) -> tf.Tensor | float:
-        """What makes the sum of gradients that of one device."""
+        """What makes the sum of gradients that of one device; float64, for models that are."""
         if self._is_sum or self._is_even:
-            return (self._total_num_replicas if self._is_sum else self._loss_divisor) / (
-                num_contributions or total.replicas
-            )
-        return tf.math.divide_no_nan(float(self._loss_divisor), total.weight)
+            count = num_contributions or tf.cast(total.replicas, tf.float64)
+            return (self._total_num_replicas if self._is_sum else self._loss_divisor) / count
+        return tf.math.divide_no_nan(tf.cast(self._loss_divisor, tf.float64), tf.cast(total.weight, tf.float64))
 
     def logs(self, total: Contribution, counts: Sequence[tf.Tensor] | None = None) -> Any:
         """What Keras is to show: metrics with what they have counted so far, and other logs of this update's batch.
@@ -321,7 +322,8 @@ class _Recording(keras.StatelessScope):
     """A scope that remembers which variables were written."""
 
     def __init__(self, state_mapping: Sequence[tuple[Any, tf.Tensor]]) -> None:
-        super().__init__(state_mapping, initialize_variables=False)
+        # Without `collect_losses` what layers add to the loss would be left out.
+        super().__init__(state_mapping, collect_losses=True, initialize_variables=False)
         self._graph = tf.compat.v1.get_default_graph()
         self._written: dict[int, Any] = {}
 
@@ -364,8 +366,12 @@ def losses(model: keras.Model) -> list[Any]:
     return [loss.loss for loss in getattr(compiled, "_flat_losses", None) or [] if loss.loss is not None]
 
 
-def _weighing(update_state: Callable[..., Any], scale: float, weight: Any) -> Callable[..., Any]:
+def _weighing(metric: Any, scale: float, weight: Any, rows: tf.Tensor) -> Callable[..., Any]:
+    update_state = metric.update_state
+
     def update(values: Any, sample_weight: Any = None) -> Any:
+        # What layers add to the loss is a mean as a rule, which is no number where there are no examples.
+        values = tf.where(rows > 0, values, tf.zeros_like(values))
         values = values if scale == 1.0 else values * tf.cast(scale, values.dtype)
         return update_state(values, sample_weight=sample_weight if weight is None else tf.cast(weight, tf.float32))
 

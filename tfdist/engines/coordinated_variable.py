@@ -63,7 +63,8 @@ class CoordinatedVariable(ps_values.CachingVariable):
         value = self._as_read_ahead() if is_whole else None
         if value is None:
             value = read(*args, **kwargs)
-        if tf.is_tensor(value) and hasattr(value, "graph"):
+        # A part, or a permutation, of the variable is not what an addition to it begins with.
+        if is_whole and tf.is_tensor(value) and hasattr(value, "graph"):
             self._reads.setdefault(value.graph, {})[value.op.name] = self._state_in(value.graph)
         return value
 

@@ -19,7 +19,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.framework import composite_tensor
 
-from tfdist.engines import sharing, tap
+from tfdist.engines import as_one, sharing, tap
 from tfdist.engines.contribution import Contribution, TrainStep
 
 Sum = Callable[[Sequence[tf.Tensor]], list[tf.Tensor]]
@@ -52,7 +52,8 @@ class QuorumStep:
         self._replica = strategy.extended._get_replica_id_in_sync_group(0)
         self._device = strategy.extended.worker_devices[0]
         count = strategy.num_replicas_in_sync
-        self._step = TrainStep(step, count, loss_divisor=count)
+        self._user_step = step
+        self._step = TrainStep(step, count, loss_divisor=1 if as_one.has_own_loss(step) else count)
         self._template: Contribution | None = None
         self._contribute = self._trace([tf.data.IteratorSpec(element_spec)])
         self._specs = [tf.TensorSpec(output.shape, output.dtype) for output in self._contribute.outputs[1:]]
@@ -130,7 +131,7 @@ class QuorumStep:
 
     def _contribute_next(self, iterator: Any) -> list[tf.Tensor]:
         batch, total = iterator.get_next()
-        with self._as_replica():
+        with self._as_replica(), as_one.counted_as_one(self._strategy, self._user_step):
             contribution = self._step.contribute(batch, total if tf.is_tensor(total) else None)
         # The shape of a whole table is no number that adds up.
         rows_only = [_without_shape(gradient) for gradient in contribution.gradients]

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.engines import program, sharing, tap
+from tfdist.engines import as_one, program, sharing, tap
 from tfdist.engines.contribution import Contribution, TrainStep, add_up
 from tfdist.engines.packing import Packing
 
@@ -43,7 +43,9 @@ class ThreadedStep:
         self._devices: Sequence[str] = strategy.extended.worker_devices
         self._spec = element_spec
         self._is_whole = is_whole
-        self._step = TrainStep(step, len(self._devices), loss_divisor=len(self._devices))
+        self._user_step = step
+        divisor = 1 if as_one.has_own_loss(step) else len(self._devices)
+        self._step = TrainStep(step, len(self._devices), loss_divisor=divisor)
         self._template: Contribution | None = None
         flat = tf.nest.flatten(element_spec, expand_composites=True)
         replicas = [program.trace(strategy, self._on_replica(replica), flat) for replica in range(len(self._devices))]
@@ -86,7 +88,11 @@ class ThreadedStep:
                 part, rows = tf.nest.pack_sequence_as(self._spec, flat, expand_composites=True), None
                 if self._is_whole:
                     part, rows = sharing.cut(part, replica, len(self._devices)), sharing.rows(part)
-            with tf.device(self._devices[replica]), tf.distribute.ReplicaContext(self._strategy, replica):
+            with (
+                tf.device(self._devices[replica]),
+                tf.distribute.ReplicaContext(self._strategy, replica),
+                as_one.counted_as_one(self._strategy, self._user_step),
+            ):
                 contribution = self._template = self._step.contribute(part, rows)
             with tf.device(self._devices[0]):
                 return [tf.identity(tensor) for tensor in tf.nest.flatten(contribution, expand_composites=True)]

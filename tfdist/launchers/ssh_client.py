@@ -33,7 +33,7 @@ _SSH_FAILED = 255
 
 def command(login: str, python: str, options: Sequence[str], *arguments: str) -> list[str]:
     """What runs the far side on a host: never asks for a password, and notices a dead connection."""
-    far = shlex.join([python, "-m", "tfdist.launchers.ssh_task", *arguments])
+    far = shlex.join([python, "-P", "-m", "tfdist.launchers.ssh_task", *arguments])
     settings = ("BatchMode=yes", "ConnectTimeout=15", "ServerAliveInterval=10", "ServerAliveCountMax=3")
     # The first value of an option counts, so the user's come first.
     return ["ssh", "-T", *options, *(f"-o{setting}" for setting in settings), "--", login, f"exec {far}"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.engines import averaging_data
+from tfdist.engines import averaging_data, fitting, overlap
 from tfdist.engines.averaging import AveragingEngine
 from tfdist.strategies import steps
 
@@ -19,6 +19,28 @@ class KerasSteps(tf.distribute.Strategy):
 
     # Where replicas train alone.
     _averaging: AveragingEngine | None = None
+    # Whether the loops of all models share something of the strategy's, so that one thread at a time may be in one.
+    _is_exclusive = False
+
+    # See `as_one.FLAG`.
+    _counts_as_one = False
+
+    def scope(self) -> Any:
+        """See the stock `scope`."""
+        # Where a data set is distributed already, this is how Keras begins.
+        if fitting.is_build(sys._getframe(1)):
+            overlap.begin(self, self._is_exclusive)
+        return super().scope()
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """See the stock property. On a replica, in a Keras step that has a loss of its own: 1."""
+        if self._counts_as_one:
+            context = tf.distribute.get_replica_context()
+            # Outside of any scope there is a context too, of another strategy.
+            if context is not None and context.strategy is self:
+                return 1
+        return super().num_replicas_in_sync
 
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Runs `fn` on every replica, as `tf.distribute.Strategy.run` does.

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfdist import serving
 from tfdist.cluster import Cluster
-from tfdist.engines import joining, keras_steps, python_operation, sharing, watch
+from tfdist.engines import fitting, joining, keras_steps, overlap, python_operation, sharing, watch
 from tfdist.engines.aggregated import AggregatedEngine
 from tfdist.engines.aggregated_step import AggregatedStep
 from tfdist.engines.asynchronous import AsynchronousEngine
@@ -135,7 +135,13 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 
     def scope(self) -> contextlib.AbstractContextManager:
         """See the stock `scope`. Variables made in it live on the parameter servers and count exactly."""
+        if fitting.is_build(sys._getframe(1)):
+            self._begin_call()
         return self._scope()
+
+    def _begin_call(self) -> None:
+        # What workers have given for a pass, or read of it, is dropped when another one begins.
+        overlap.begin(self, is_exclusive=True, nests=not isinstance(self._aggregated, AsynchronousEngine))
 
     def _create_coordinated(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         if isinstance(kwargs.get("colocate_with"), PartitionedVariable):
@@ -151,6 +157,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any = None) -> Any:
         """Leaves the batches of `dataset` to the workers, each its share; the chief does not read them."""
+        self._begin_call()
         if isinstance(dataset, WorkerDataset):
             return dataset
         if not tf.executing_eagerly():

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models with a `train_step` or losses of their own train under MirroredStrategy as they do on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from test_mirrored import OPTIMIZERS, X, Y, assert_like_one_device
+
+import tfdist
+
+pytestmark = pytest.mark.devices
+
+
+@pytest.fixture(scope="module", params=["synchronous", "backup workers"])
+def strategy(request, cpus: list[str]) -> tfdist.MirroredStrategy:
+    policies = [] if request.param == "synchronous" else [tfdist.BackupWorkers(spares=0)]
+    return tfdist.MirroredStrategy(cpus[:2], policies=policies)
+
+
+@pytest.fixture(scope="module")
+def synchronous(cpus: list[str]) -> tfdist.MirroredStrategy:
+    return tfdist.MirroredStrategy(cpus[:2])
+
+
+class Own(keras.Model):
+    """Two layers, to be given a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)
+        self.tracker = keras.metrics.Mean(name="tracked")
+
+    def build(self, input_shape: Any = None) -> None:
+        self.first.build((None, 3))
+        self.second.build((None, 8))
+        self.built = True
+
+    def call(self, x, training=False):
+        return self.second(self.first(x))
+
+    def update(self, loss_of: Callable[[], tf.Tensor]) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = loss_of()
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        self.tracker.update_state(loss)
+        return loss
+
+
+def stepping(train_step: Callable[[Any, Any, Any], Any]) -> type[Own]:
+    class Stepping(Own):
+        def train_step(self, data):
+            return train_step(self, *data)
+
+    return Stepping
+
+
+def mean_by_hand(model, x, y):
+    return {"loss": model.update(lambda: tf.reduce_mean((model(x) - y) ** 2))}
+
+
+def of_keras(model, x, y):
+    return {"loss": model.update(lambda: model.compute_loss(x, y, model(x, training=True)))}
+
+
+def tracked(model, x, y):
+    model.update(lambda: tf.reduce_mean((model(x) - y) ** 2))
+    return {"tracked": model.tracker.result()}
+
+
+def of_both(model, x, y):
+    squares = keras.losses.MeanSquaredError()
+    return {"loss": model.update(lambda: squares(y, model(x)) + tf.reduce_mean(tf.abs(model(x))))}
+
+
+def average_by_tensorflow(model, x, y):
+    squares = lambda: tf.reduce_sum((model(x) - y) ** 2, 1)  # noqa: E731
+    return {"loss": model.update(lambda: tf.nn.compute_average_loss(squares()))}
+
+
+@pytest.mark.parametrize(
+    "step", [mean_by_hand, of_keras, of_both, average_by_tensorflow], ids=lambda step: step.__name__
+)
+@pytest.mark.parametrize("batch_size", [8, 1], ids=["one over", "fewer examples than replicas"])
+def test_own_loss_is_a_mean_over_the_global_batch(strategy, step, batch_size):
+    options = {"metrics": None, "fit": {"batch_size": batch_size, "epochs": 1}}
+    if step is average_by_tensorflow and batch_size == 8:
+        # It divides by the size of the batch that a replica has, times their number.
+        options["data"] = (X[:40], Y[:40])
+    assert_like_one_device(strategy, lambda: OPTIMIZERS.SGD(0.1), model=stepping(step), **options)
+
+
+@pytest.mark.parametrize("batch_size", [8, 1], ids=["one over", "fewer examples than replicas"])
+def test_metric_of_an_own_loss_is_that_of_one_device(synchronous, batch_size):
+    fit = {"batch_size": batch_size, "epochs": 1}
+    assert_like_one_device(synchronous, lambda: OPTIMIZERS.SGD(0.1), model=stepping(tracked), metrics=None, fit=fit)
+
+
+class OwnLoss(Own):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return tf.reduce_mean(tf.abs(y - y_pred)) + 0.1 * tf.reduce_sum(self.first.kernel**2)
+
+
+def test_own_compute_loss_is_a_mean_over_the_global_batch(strategy):
+    assert_like_one_device(strategy, lambda: OPTIMIZERS.Adam(0.01), model=OwnLoss)
+
+
+@pytest.mark.parametrize("size", [8, None], ids=["known sizes", "unknown sizes"])
+def test_batch_of_several_first_dimensions_is_refused(strategy, size):
+    scales = np.ones(3, np.float32)
+    data = tf.data.Dataset.from_tensor_slices((X[:40], Y[:40])).batch(8, drop_remainder=size is not None)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    before = model.get_weights()
+    with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match="the same first dimension"):
+        model.fit(data.map(lambda x, y: ((scales, x), y)), verbose=0)
+    tf.nest.map_structure(np.testing.assert_array_equal, model.get_weights(), before)
+
+
+class Penalty(keras.layers.Layer):
+    def call(self, x):
+        self.add_loss(0.1 * keras.ops.mean(keras.ops.square(x)))
+        return x
+
+
+def penalized() -> keras.Model:
+    layers = [
+        keras.layers.Dense(8, activity_regularizer="l2", kernel_regularizer="l1"),
+        Penalty(),
+        keras.layers.Dense(1),
+    ]
+    return keras.Sequential([keras.Input((3,)), *layers])
+
+
+@pytest.mark.parametrize("reduction", ["sum", "sum_over_batch_size"])
+@pytest.mark.parametrize("rows", [45, 41], ids=["uneven", "one example left"])
+def test_penalties_count_as_on_one_device(synchronous, reduction, rows):
+    loss = keras.losses.MeanSquaredError(reduction=reduction)
+    data = (X[:rows], Y[:rows])
+    assert_like_one_device(synchronous, lambda: OPTIMIZERS.SGD(0.01), model=penalized, loss=loss, data=data)

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lets the losses of a user's own step count as on one device.
+
+The loss of a batch is a mean over its examples, so several replicas' gradients are averaged. Keras divides the losses
+that it computes itself by `num_replicas_in_sync`, and sums gradients. A loss that a step computes with `tf.reduce_mean`
+is divided by nobody: under the stock strategies its gradients are as many times too large as there are replicas.
+
+Within `counted_as_one`, the strategy says in replica context that it has one replica. So Keras divides nothing, nor
+does `tf.nn.compute_average_loss`, and every loss of the step is the mean over the replica's own examples. The division
+happens to the gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+
+from tfdist.engines import contribution
+
+# An attribute of strategies, True while they say so.
+FLAG = "_counts_as_one"
+_STEPS = ("train_step", "test_step")
+
+
+def has_own_loss(step: Callable[..., Any]) -> bool:
+    """Whether a Keras step may have a loss that Keras has not divided by the number of replicas.
+
+    A loss with `reduction="sum"` is divided by nobody on purpose: such a model's own step is taken as it is.
+
+    Args:
+      step: a bound `train_step` or `test_step`, or Keras' wrapper around it.
+    """
+    model: Any = getattr(step, "__self__", None)
+    if not isinstance(model, keras.Model) or any(_is_sum(loss) for loss in contribution.losses(model)):
+        return False
+    names = (*_STEPS, "compute_loss")
+    if any(getattr(type(model), name) is not getattr(keras.Model, name) for name in names):
+        return True
+    # An instance may have a step of its own, and a loss a `__call__` of its own, in which nothing is divided.
+    losses = contribution.losses(model)
+    return any(name in vars(model) for name in names) or any(_calls_its_own(loss) for loss in losses)
+
+
+@contextlib.contextmanager
+def counted_as_one(strategy: Any, step: Callable[..., Any]) -> Iterator[bool]:
+    """Within this block, the losses of `step` are means over a replica's own examples, if it has its own loss.
+
+    Yields:
+      Whether it has, so that gradients are to be divided by the number of replicas.
+    """
+    before, applies = getattr(strategy, FLAG, False), has_own_loss(step)
+    setattr(strategy, FLAG, applies)
+    try:
+        yield applies
+    finally:
+        setattr(strategy, FLAG, before)
+
+
+def _is_sum(loss: Any) -> bool:
+    return getattr(loss, "reduction", "mean") in ("sum", "none", None)
+
+
+def _calls_its_own(loss: Any) -> bool:
+    return isinstance(loss, keras.losses.Loss) and type(loss).__call__ is not keras.losses.Loss.__call__
