@@ -49,7 +49,8 @@ class _Call:
         frame = stacks.get(self.thread.ident or 0)
         while frame is not None and not (id(frame) == self.frame and frame.f_code is self.code):
             frame = frame.f_back
-        return frame is not None and self.model() is not None
+        # Frames that have ended make room for others at the same address.
+        return frame is not None and frame.f_locals.get("self") is self.model()
 
 
 def begin(strategy: Any, is_exclusive: bool, nests: bool = True) -> None:
