@@ -33,7 +33,7 @@ ARROWS: dict[str, set[str]] = {
     "firewall": {"_addresses", "cluster"},
     "doctor_meeting": {"_addresses", "_desk", "cluster"},
     "flags": {"__init__", "callbacks", "cluster", "policies", "strategies"},
-    "launchers": {"__init__", "_addresses", "cluster"},
+    "launchers": {"__init__", "_addresses", "_desk", "cluster"},
     "learning_rate": set(),
     "policies": set(),
     "resume": {"engines", "launchers", "policies"},

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import hmac
 import secrets
 import socket
@@ -27,6 +28,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import BinaryIO
 
+from tfdist import _desk
 from tfdist.launchers import pod_wire as wire
 from tfdist.launchers.pod_rules import GIVEN_UP_EXIT_CODE, Counts, Rules, Verdict
 from tfdist.launchers.requests import PREEMPTED_EXIT_CODE
@@ -34,7 +36,8 @@ from tfdist.launchers.requests import PREEMPTED_EXIT_CODE
 _LINGER_SECS = 5.0
 # A script that misses another may end with 75 before the one that failed is through with failing.
 _CAUSE_SECS = 5.0
-_GREETINGS_AT_A_TIME = 64
+_MOST_STRANGERS = 64
+_NO_RESOURCES_SECS = 0.05
 
 
 class Leader:
@@ -73,7 +76,8 @@ class Leader:
         self._preempted: list[str] = []
         self._is_decided = False
         self._unheard: set[str] = set()
-        self._places = threading.BoundedSemaphore(_GREETINGS_AT_A_TIME)
+        # Addresses of connections that have not proved that they are members, oldest first.
+        self._strangers: dict[socket.socket, str] = {}
         self._server = wire.listen(port)
         self.port = self._server.getsockname()[1]
         threading.Thread(target=self._accept, name="tfdist pod group", daemon=True).start()
@@ -90,18 +94,38 @@ class Leader:
             self._changed.wait_for(lambda: not self._unheard, _LINGER_SECS)
             self._is_decided = True
             members = list(self._members.values())
+            while self._strangers:
+                self._make_room()
         wire.close(self._server)
         for member in members:
             wire.close(member)
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                connection, _ = self._server.accept()
-                if not self._places.acquire(blocking=False):
-                    connection.close()
+        while True:
+            try:
+                connection, address = self._server.accept()
+            except OSError as error:
+                if error.errno == errno.ECONNABORTED:
                     continue
-                threading.Thread(target=self._serve, args=(connection,), name="tfdist pod member", daemon=True).start()
+                if error.errno not in _desk.NO_RESOURCES:
+                    return  # Closed.
+                with self._changed:
+                    self._make_room()
+                    self._changed.wait(_NO_RESOURCES_SECS)
+                continue
+            with self._changed:
+                if len(self._strangers) >= _MOST_STRANGERS:
+                    self._make_room()
+                self._strangers[connection] = str(address[0])
+            threading.Thread(target=self._serve, args=(connection,), name="tfdist pod member", daemon=True).start()
+
+    def _make_room(self) -> None:
+        """Closes a connection that has proved nothing; a member whose turn it was tries again."""
+        if self._strangers:
+            oldest = _desk.to_give_way(self._strangers, self._strangers.values())
+            del self._strangers[oldest]
+            with contextlib.suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)  # Its thread closes it.
 
     def _serve(self, connection: socket.socket) -> None:
         with (
@@ -112,7 +136,7 @@ class Leader:
             try:
                 task, counts = self._greet(connection, lines)
             finally:
-                self._places.release()
+                self._is_no_stranger(connection)
             if not self._join(task, counts, connection):
                 return
             try:
@@ -124,6 +148,11 @@ class Leader:
             finally:
                 self._leave(task, connection)
 
+    def _is_no_stranger(self, connection: socket.socket) -> bool:
+        """Takes a connection off the strangers; False if it had given way."""
+        with self._changed:
+            return self._strangers.pop(connection, None) is not None
+
     def _greet(self, connection: socket.socket, lines: BinaryIO) -> tuple[str, Counts]:
         """Lets a member prove that it knows the secret; returns its name and counts."""
         connection.settimeout(wire.GREETING_SECS)
@@ -134,6 +163,8 @@ class Leader:
         proof = wire.proof(self._secret, "member", own, nonce, task, counts.failures, counts.ignored)
         if task not in self._tasks or not hmac.compare_digest(proof, str(hello["proof"])):
             raise ValueError("no member of this job")
+        if not self._is_no_stranger(connection):
+            raise ConnectionAbortedError  # Before the member takes itself for one that has joined.
         wire.send(connection, {"proof": wire.proof(self._secret, "leader", nonce, own)})
         wire.keep_alive(connection)
         return task, counts

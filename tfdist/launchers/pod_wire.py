@@ -51,7 +51,10 @@ def read(lines: BinaryIO) -> dict[str, Any]:
     line = lines.readline(_LINE)
     if not line:
         return {}
-    message = json.loads(line)
+    try:
+        message = json.loads(line)
+    except RecursionError:
+        raise ValueError("not a message") from None
     if not isinstance(message, dict) or not line.endswith(b"\n"):
         raise ValueError("not a message")
     return message
