@@ -165,7 +165,11 @@ def test_models_that_were_trained_are_freed():
 
 
 @pytest.mark.processes
-def test_threads_of_several_workers_are_refused(tmp_path: pathlib.Path):
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize(
+    "policies", ["[]", pytest.param("[tfdist.BackupWorkers(spares=0)]", marks=pytest.mark.slow)], ids=["none", "backup"]
+)
+def test_threads_of_several_workers_are_refused(tmp_path: pathlib.Path, policies: str):
     script = """
     strategy = tfdist.MultiWorkerMirroredStrategy(policies=POLICIES)
     sys.path.insert(0, TESTS)
@@ -179,17 +183,24 @@ def test_threads_of_several_workers_are_refused(tmp_path: pathlib.Path):
     model, other = models
     fit = lambda chosen: lambda **kwargs: chosen.fit(x, x[:, :1], batch_size=8, verbose=0, **kwargs)
     predict = lambda chosen: lambda: chosen.predict(x, verbose=0)
-    report("errors", [during_fit(fit(model), call).error for call in (fit(model), fit(other), predict(model))])
-    within = [during_fit(fit(model), predict(model), in_thread=False)]
-    within += [during_fit(fit(model), fit(other), in_thread=False)]
-    report("within", [meanwhile.error for meanwhile in within])
+
+    def errors():
+        found = []
+        for call in (fit(model), fit(other), predict(model)):
+            try:
+                call()
+            except RuntimeError as error:
+                found.append(str(error))
+        return found
+
+    report("errors", during_fit(fit(model), errors).result)
+    within = during_fit(fit(model), lambda: (predict(model)(), fit(other)()), in_thread=False)
+    report("within", within.error)
     report("steps", [int(tf.convert_to_tensor(chosen.optimizer.iterations.value)) for chosen in models])
     """
-    script = script.replace("TESTS", repr(str(pathlib.Path(__file__).parents[1])))
-    for number, policies in enumerate(("[]", "[tfdist.BackupWorkers(spares=0)]")):
-        shared = tmp_path / str(number)
-        shared.mkdir()
-        for found in process_cluster.run(script.replace("POLICIES", policies), shared, timeout_secs=200):
-            assert all("overlaps with another thread's call" in error for error in found["errors"])
-            assert found["within"] == ["", ""]
-            assert found["steps"] == [5 * 6, 6]
+    script = script.replace("TESTS", repr(str(pathlib.Path(__file__).parents[1]))).replace("POLICIES", policies)
+    for found in process_cluster.run(script, tmp_path, timeout_secs=400):
+        assert len(found["errors"]) == 3
+        assert all("overlaps with another thread's call" in error for error in found["errors"])
+        assert not found["within"]
+        assert found["steps"] == [2 * 6, 6]
