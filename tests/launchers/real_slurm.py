@@ -25,7 +25,8 @@ NODES = tuple(f"node{number}" for number in range(1, 5))
 _ADDRESS = "10.77.0.{}"
 # A requeued job waits for this long; 120 s by default.
 REQUEUE_DELAY_SECS = 5
-GRACE_SECS = 40
+# Generous: on a busy machine the tasks need most of a minute to save and end.
+GRACE_SECS = 180
 _START_TIMEOUT_SECS = 90.0
 _CONF = """\
 ClusterName=tfdist

@@ -10,7 +10,7 @@ import fake_slurm
 import pytest
 
 from tfdist.cluster import Task
-from tfdist.launchers import requests, slurm, slurm_task, slurm_time
+from tfdist.launchers import requests, slurm, slurm_task
 from tfdist.launchers.shape import Shape
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -73,41 +73,6 @@ def test_jobs_that_make_no_sense(options, words):
     with pytest.raises(requests.LaunchError) as caught:
         slurm.Job(**{"command": ("train.py",), **options})
     assert str(caught.value).startswith(words)
-
-
-@pytest.mark.parametrize(
-    ("limit", "secs"),
-    [
-        *(("2", 120), ("0:30", 60), ("90:01", 91 * 60), ("1:02:03", 63 * 60), ("1-2", 26 * 3600)),
-        *(("1-2:03", 26 * 3600 + 180), ("1-2:03:04", 26 * 3600 + 240), (" 5 ", 300)),
-        *(("UNLIMITED", None), ("INFINITE", None), ("0", None), ("", None), ("soon", None), ("1:2:3:4", None)),
-    ],
-)
-def test_time_limits_are_read_as_slurm_does(limit, secs):
-    assert slurm_time.limit_secs(limit) == secs
-
-
-@pytest.mark.parametrize(
-    ("time", "extra", "env", "shown"),
-    [
-        ("2", (), {}, "--time=2 (120 s) with --pre_kill_secs=120"),
-        ("0-00:02", (), {}, "--time=0-00:02 (120 s)"),
-        ("4:00:00", ("--time=1:30",), {}, "--sbatch=--time=1:30 (120 s)"),
-        ("", ("--exclusive", "-t 2"), {}, "--sbatch=-t 2 (120 s)"),
-        ("4:00:00", (), {"SBATCH_TIMELIMIT": "1"}, "SBATCH_TIMELIMIT=1 (60 s)"),
-    ],
-)
-def test_a_time_limit_within_pre_kill_secs_is_refused(time, extra, env, shown):
-    with pytest.raises(requests.LaunchError, match="--time is not longer than --pre_kill_secs") as caught:
-        slurm_time.check_limit(time, extra, env, 120)
-    assert shown in str(caught.value)
-    slurm_time.check_limit(time, extra, env, 0)
-
-
-def test_a_job_with_a_time_limit_within_pre_kill_secs_is_refused():
-    with pytest.raises(requests.LaunchError, match="Received: --time=1:00 "):
-        slurm.Job(("train.py",), options={"time": "1:00"})
-    slurm.Job(("train.py",), options={"time": "2:01"})
 
 
 # Who a task is.
@@ -358,6 +323,17 @@ sys.exit(3)
     _, code, lines = launch(text)
     assert code == 3, lines
     assert "tfdist: worker:1 failed first (exit code 3)" in lines
+
+
+@pytest.mark.processes
+def test_a_ps_that_fails_once_the_chief_is_done_decides_nothing(launch):
+    text = """
+done = os.environ["TFDIST_SLURM_EXITS"] + "/chief_0"
+while name != "chief:0" and not os.path.exists(done): pass
+sys.exit(3 if name == "ps:0" else 0)
+"""
+    _, code, lines = launch(text, "--num_ps=1", "--num_workers=1")
+    assert code == 0, lines
 
 
 @pytest.mark.processes

@@ -102,6 +102,8 @@ class Exits:
         codes = {task: self._code(task) for task in self._job.tasks}
         if srun_code == 0 or not self._directory:
             return Verdict(srun_code)
+        if self.job_has_succeeded():
+            return Verdict(0)  # A parameter server that fails once the chief is done decides nothing.
         saved = any(codes[task] == str(PREEMPTED_EXIT_CODE) for task in self._job.deciding)
         resumable = self._read("resumes") is not None
         failed = [task for task in self._job.tasks if codes[task] != "0"]
