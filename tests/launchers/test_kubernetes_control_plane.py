@@ -82,14 +82,14 @@ def trained(api, tmp_path):
 def test_one_failure_of_four_workers_is_one_restart(trained):
     ended, status, codes = trained("3,0", "--max_restarts=1")
     assert ended["type"] == "Complete", ended
-    assert status["succeeded"] == 4 and status["failed"] == 4
+    assert status["succeeded"] == 4 and status["failed"] == 1
     assert sorted(codes)[:5] == [0, 0, 0, 0, min(codes[:4])] and sorted(codes[:4])[1:] == [75] * 3
 
 
 def test_restarts_are_counted_per_attempt_of_the_job(trained):
-    ended, _, codes = trained("3", "--max_restarts=1")
+    ended, status, codes = trained("3", "--max_restarts=1")
     assert (ended["type"], ended["reason"]) == ("Failed", "BackoffLimitExceeded")
-    assert len([code for code in codes if code not in (75, 143)]) == 2  # The attempt and one restart.
+    assert status["failed"] == 2 and len(codes) > 4  # The attempt and one restart.
 
 
 def test_preemptions_beyond_the_limit_fail_the_job(trained):

@@ -224,6 +224,15 @@ def test_another_secret_is_refused(leader, monkeypatch):
         assert not leader.tasks_met
 
 
+def test_member_that_joins_after_the_failure_is_not_counted(leader):
+    with member(leader) as first:
+        first.join()
+        assert first.finish(3) == 3
+        with member(leader, task="worker:1") as late:
+            late.join()
+            assert late.finish(1) == 75
+
+
 def test_leader_that_is_gone_means_75(leader, monkeypatch):
     monkeypatch.setattr(pod_member, "_MEET_SECS", 0.2)
     leader.close()

@@ -20,7 +20,7 @@ from tfdist.launchers import command_line, shape, wrapping
 from tfdist.launchers.pod_leader import Leader
 from tfdist.launchers.pod_member import Member
 from tfdist.launchers.pod_rules import GIVEN_UP_EXIT_CODE, Counts, Rules
-from tfdist.launchers.requests import LaunchError
+from tfdist.launchers.requests import PREEMPTED_EXIT_CODE, LaunchError
 from tfdist.launchers.shape import Shape
 
 INDEX_VARIABLE = "JOB_COMPLETION_INDEX"
@@ -148,6 +148,10 @@ def _run_together(
         counts = pod_counts(values.form, os.environ)
         member = Member(str(task), (host, values.port + 1), secret, counts, rules.peer_exit_code, wrapping.say)
         stack.callback(member.close)
+        with _signals() as received:
+            member.join(lambda: bool(received))
+            if received:
+                return PREEMPTED_EXIT_CODE
         code = wrapping.run(command, env, is_over=member.is_over)
         with _signals() as received:
             return member.finish(code, lambda: bool(received))

@@ -75,6 +75,7 @@ class Leader:
         self._succeeded: set[str] = set()
         self._preempted: list[str] = []
         self._is_decided = False
+        self._late: Verdict | None = None
         self._unheard: set[str] = set()
         # Addresses of connections that have not proved that they are members, oldest first.
         self._strangers: dict[socket.socket, str] = {}
@@ -172,6 +173,10 @@ class Leader:
     def _join(self, task: str, counts: Counts, connection: socket.socket) -> bool:
         with self._changed:
             if self._is_decided:
+                if self._late and task not in self._counts:
+                    # It is of this attempt, and was slower than the failure.
+                    self._counts[task] = counts
+                    wire.send(connection, dataclasses.asdict(self._late))
                 return False
             if task in self._members:
                 # Its pod was replaced before its connection broke, as where a node is lost without a word.
@@ -238,7 +243,8 @@ class Leader:
         if own == GIVEN_UP_EXIT_CODE:
             why += f", and --max_restarts={self._rules.max_restarts} is used up"
         hold_secs = self._hold_secs if code == PREEMPTED_EXIT_CODE else 0.0
-        verdicts = {name: Verdict(others, why, hold_secs) for name in self._members}
+        self._late = Verdict(others, why, hold_secs)
+        verdicts = dict.fromkeys(self._members, self._late)
         self._announce({**verdicts, first: Verdict(own, why)})
 
     def _announce(self, verdicts: dict[str, Verdict]) -> None:

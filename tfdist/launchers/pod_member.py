@@ -17,7 +17,8 @@ from tfdist.launchers.pod_rules import HOPELESS_EXIT_CODES, Counts, Verdict
 from tfdist.launchers.requests import PREEMPTED_EXIT_CODE
 
 _RETRY_SECS = 0.5
-# How long a member that has failed looks for a leader that it has not met yet.
+# How long a member looks for the leader before its script starts, and after the script has succeeded.
+_JOIN_SECS = 30.0
 _MEET_SECS = 60.0
 _HOPELESS_MEET_SECS = 5.0
 _VERDICT_SECS = 30.0
@@ -60,6 +61,13 @@ class Member:
         self._is_closed = threading.Event()
         threading.Thread(target=self._follow, name="tfdist pod group", daemon=True).start()
 
+    def join(self, is_interrupted: Callable[[], bool] = lambda: False) -> None:
+        """Waits for the leader, for some time: a script that failed before would be counted in the next attempt."""
+        deadline = time.monotonic() + _JOIN_SECS
+        with self._changed:
+            while self._connection is None and time.monotonic() < deadline and not is_interrupted():
+                self._changed.wait(_RETRY_SECS)
+
     def is_over(self) -> bool:
         """Whether the script has to end, because another task has failed."""
         with self._changed:
@@ -93,18 +101,18 @@ class Member:
 
     def _await_verdict(self, code: int, is_interrupted: Callable[[], bool]) -> Verdict | None:
         """The verdict; None if a signal came first."""
-        meeting_secs = _HOPELESS_MEET_SECS if code in HOPELESS_EXIT_CODES else _MEET_SECS
+        # What succeeds or fails for good does so without a leader too. Any other failure without one misses a peer.
+        alone = code == 0 or code in HOPELESS_EXIT_CODES
+        meeting_secs = _MEET_SECS if code == 0 else _HOPELESS_MEET_SECS if alone else 0.0
         start = time.monotonic()
         with self._changed:
             while self._verdict is None:
                 if code == 0 and is_interrupted():
                     return None
                 waited_secs = time.monotonic() - start
-                if self._connection is None and waited_secs > meeting_secs:
-                    # What succeeds or fails for good does so without a leader too.
-                    alone = code == 0 or code in HOPELESS_EXIT_CODES
+                if self._connection is None and waited_secs >= meeting_secs:
                     return Verdict(None) if alone else self._lost
-                if self._connection is not None and code and waited_secs > _VERDICT_SECS + meeting_secs:
+                if self._connection is not None and code and waited_secs > _VERDICT_SECS:
                     return self._lost
                 self._changed.wait(_RETRY_SECS)
             return self._verdict
@@ -131,6 +139,7 @@ class Member:
             with self._changed:
                 self._connection = connection
                 self._tell_end()
+                self._changed.notify_all()
             message: dict[str, Any] = {}
             with contextlib.suppress(OSError, ValueError):
                 message = wire.read(lines)
