@@ -17,8 +17,10 @@ This module is the only one that relies on the class of the variables which `Par
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -154,6 +156,9 @@ class CoordinatedVariable(ps_values.CachingVariable):
     def _write(self, write: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if tf.executing_eagerly():
             self._barrier(writes=True)
+        else:
+            for watcher in getattr(_watchers, "writes", ()):
+                watcher(self)
         self._writes += 1
         return write(*args, **kwargs)
 
@@ -217,6 +222,20 @@ class CoordinatedVariable(ps_values.CachingVariable):
         return delta if delta.shape == self.shape else tf.broadcast_to(delta, self.shape)
 
 
+@contextlib.contextmanager
+def watched(watcher: Callable[[CoordinatedVariable], None]) -> Iterator[None]:
+    """Within this block, `watcher` is told of each write that is traced, in this thread, before it is."""
+    before = getattr(_watchers, "writes", ())
+    _watchers.writes = (*before, watcher)
+    try:
+        yield
+    finally:
+        _watchers.writes = before
+
+
+_watchers = threading.local()
+
+
 def _scatter(name: str) -> Callable[..., Any]:
     def write(self: CoordinatedVariable, *args: Any, **kwargs: Any) -> Any:
         return self._write(getattr(self._v, name), *args, **kwargs)
@@ -226,7 +245,7 @@ def _scatter(name: str) -> Callable[..., Any]:
     return write
 
 
-for _name in (*_SCATTERS, "batch_scatter_update"):
+for _name in (*_SCATTERS, "batch_scatter_update", "_strided_slice_assign"):
     setattr(CoordinatedVariable, _name, _scatter(_name))
 
 
