@@ -67,6 +67,20 @@ def test_losses_that_layers_add_are_those_of_the_plain_step(layer: Callable[[], 
     assert_close(plain.get_weights(), halved.get_weights())
 
 
+def test_penalties_beside_a_sum_count_once() -> None:
+    def model() -> keras.Model:
+        return keras.Sequential(
+            [keras.Input((3,)), keras.layers.Dense(4, kernel_regularizer="l2"), keras.layers.Dense(1)]
+        )
+
+    loss = keras.losses.MeanSquaredError(reduction="sum")
+    plain, halved = (made(model, optimizer=keras.optimizers.SGD(0.01), loss=loss) for _ in range(2))
+    halves = Halves(halved)
+    for x, y in batches()[:3]:
+        assert_close(plain.train_step((tf.constant(x), tf.constant(y))), halves(x, y))
+    assert_close(plain.get_weights(), halved.get_weights())
+
+
 class Double(keras.Model):
     """A model of float64."""
 

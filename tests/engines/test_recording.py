@@ -95,6 +95,23 @@ def test_writes_before_the_update_are_those_of_the_plain_step(before: Callable[[
     trained(lambda: Stepping(before, nothing))
 
 
+def of_the_count(model: Any) -> None:
+    model.number.assign(tf.cast(model.optimizer.iterations, tf.int32))
+
+
+def test_updates_are_counted_where_the_step_reads_it_after_the_update() -> None:
+    trained(lambda: Stepping(nothing, of_the_count))
+    trained(lambda: Stepping(nothing, of_the_rate))
+
+
+def test_weights_written_after_the_update_are_refused() -> None:
+    model = made(lambda: Stepping(nothing, by_a_kernel), metrics=None)
+    with pytest.raises(
+        ValueError, match=r"must not write weights after optimizer\.apply.*Received: a write of '.*kernel'"
+    ):
+        Halves(model)
+
+
 class Sharp(Stepping):
     """Takes its gradient where the weights are moved to (SAM), on all examples alike."""
 
@@ -166,7 +183,7 @@ class Largest(keras.metrics.Metric):
 
 COMBINATIONS = {
     "maximum": lambda value, y: tf.maximum(value, tf.reduce_max(y)),
-    "minimum": lambda value, y: tf.minimum(value, -tf.reduce_max(y)),
+    "minimum": lambda value, y: tf.minimum(value + 0.0, -tf.reduce_max(y)),
     "of this batch": lambda value, y: tf.reduce_sum(y),
     "difference": lambda value, y: value - tf.reduce_sum(y),
 }

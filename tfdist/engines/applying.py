@@ -50,7 +50,7 @@ def capture(optimizer: Any, calls: list[Applied], scope: Recording) -> Callable[
         else:
             _keep(applied, present, scope)
         calls.append(applied)
-        scope.applied([*variables, *optimizer.variables])
+        scope.applied(optimizer, variables)
         return optimizer.iterations
 
     return apply

@@ -50,9 +50,14 @@ def _extreme(which: str, inputs: list[tf.Tensor], start: tf.Tensor) -> str:
 
 
 def _is_copy(value: tf.Tensor, start: tf.Tensor) -> bool:
-    while value is not start and value.op.type in _COPIES:
-        value = value.op.inputs[0]
-    return value is start
+    """Whether it is `start`, or `start + 0`, which is how one reads a Keras variable."""
+    while value is not start:
+        first, *rest = value.op.inputs
+        zero = tf.get_static_value(rest[0]) if rest and value.op.type in _ADDITIONS else None
+        if value.op.type not in _COPIES and (zero is None or zero.any()):
+            return False
+        value = first
+    return True
 
 
 def depends(value: tf.Tensor, starts: Iterable[tf.Tensor]) -> bool:

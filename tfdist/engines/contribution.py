@@ -129,10 +129,9 @@ class TrainStep:
         starts, begun_with = self._starts()
         scope = Recording(starts, self._findings)
         changed = [(o, "apply", capture(o, layout.applied, scope)) for o in tap.optimizers_of(self.model)]
-        changed += self._loss_trackers(batch, batch_rows)
+        changed += self._loss_trackers(batch, batch_rows) + self._penalties()
         with tap.attributes(changed), scope:
-            # Keras knows its losses by their ids, which tensors of an earlier trace may have had.
-            self.model._clear_losses()
+            self.model._clear_losses()  # Keras knows them by ids, which tensors of an earlier trace may have had.
             # An empty Optional is Keras' way to say None.
             result = self._step(tf.nest.map_structure(_none_if_optional, batch))
         writes = scope.writes()
@@ -241,6 +240,13 @@ class TrainStep:
         # One for each loss, or none for a single one.
         weights += [(metric, single) for metric in self.model._compile_loss.metrics]
         return [(metric, "update_state", _weighing(metric, scale, weight, rows)) for metric, weight in weights]
+
+    def _penalties(self) -> list[tuple[Any, str, Any]]:
+        """What divides penalties, which are no sums over examples, by the replicas whose losses are summed."""
+        if not self._is_sum or self._total_num_replicas == 1:
+            return []
+        aggregate = self.model._aggregate_additional_loss
+        return [(self.model, "_aggregate_additional_loss", lambda loss: aggregate(loss) / self._total_num_replicas)]
 
     def _shipped(self, result: Any, written: Sequence[Any]) -> list[Any]:
         """The leaves of the step's result that the metrics can't tell after the update."""

@@ -153,6 +153,12 @@ class CoordinatedVariable(ps_values.CachingVariable):
             operation = self._write(descend, var=self._v.handle, alpha=alpha, delta=tensor, use_locking=True, name=name)
         return self._v._lazy_read(operation) if read_value else operation
 
+    def __getitem__(self, key: Any) -> tf.Tensor:
+        """See `tf.Variable`; what is returned can be assigned to."""
+        part = super().__getitem__(key)
+        part.assign = lambda value, name=None: self._write(lambda: self._v[key].assign(value, name))
+        return part
+
     def _write(self, write: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if tf.executing_eagerly():
             self._barrier(writes=True)
@@ -245,7 +251,7 @@ def _scatter(name: str) -> Callable[..., Any]:
     return write
 
 
-for _name in (*_SCATTERS, "batch_scatter_update", "_strided_slice_assign"):
+for _name in (*_SCATTERS, "batch_scatter_update"):
     setattr(CoordinatedVariable, _name, _scatter(_name))
 
 

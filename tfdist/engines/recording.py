@@ -100,6 +100,7 @@ class Recording(keras.StatelessScope):
         self._unwritten = dict(self.state_mapping)
         self._touched: dict[int, Any] = {}
         self._writes: list[Write] = []
+        self._updated: dict[int, Any] = {}
         self._held: list[tuple[Any, Any, int]] = []
         for variable in findings.stand_ins.values():
             value = tf.convert_to_tensor(self.state_mapping.pop(id(variable), variable._value))
@@ -110,15 +111,14 @@ class Recording(keras.StatelessScope):
         variable, value = update
         stand_in = self.state_mapping.get(id(variable))
         is_stand_in = isinstance(stand_in, LocalVariable)
-        is_plain = self.is_at_the_top()
-        if not is_stand_in and (variable.trainable or not is_plain) and not self.num_applied:
-            self._findings.ask_for_stand_in(variable)
-        if not is_stand_in and not is_plain:
+        if id(variable) in self._updated:
             raise ValueError(
-                "policies: after optimizer.apply a train_step must not write variables inside of a conditional, a "
-                "loop or a function, because the update is made later; write them before it, or outside. "
-                f"Received: a write of {variable.path!r} inside of one"
+                "policies: a train_step must not write weights after optimizer.apply, because their update is made "
+                "later, from the gradients of several replicas; use a constraint (kernel_constraint=...), or write "
+                f"them before apply or in a callback's on_train_batch_end. Received: a write of {variable.path!r}"
             )
+        if not is_stand_in and (variable.trainable or not self.is_at_the_top()):
+            self._findings.ask_for_stand_in(variable)
         self._touched[id(variable)] = variable
         if is_stand_in:
             stand_in.assign(tf.cast(value, stand_in.dtype), read_value=False)
@@ -135,17 +135,22 @@ class Recording(keras.StatelessScope):
         """Whether what is traced now is outside of conditionals, loops and functions of the step."""
         return tf.compat.v1.get_default_graph() is self.graph
 
-    def applied(self, variables: Sequence[Any]) -> None:
+    def applied(self, optimizer: Any, variables: Sequence[Any]) -> None:
         """Says that the optimizer updates these variables now; what was written before is assigned before that."""
         if self.is_at_the_top():
             self._note_writes()
         else:
             # Their values are there only once the conditional is.
-            self._held += [(v, self.get_current_value(v), self.num_applied) for v in self._touched.values()]
-            self._touched = {}
+            self._held += [(v, self.get_current_value(v), self.num_applied) for v in self._take_touched()]
         self.num_applied += 1
-        for variable in variables:
-            self.state_mapping.pop(id(variable), None)
+        self._updated.update({id(variable): variable for variable in variables})
+        for variable in (*variables, *optimizer.variables):
+            if variable is not getattr(optimizer, "_learning_rate", None):
+                self.state_mapping.pop(id(variable), None)
+        if self.is_at_the_top() and not hasattr(optimizer, "inner_optimizer"):
+            # The one part of the update that is known beforehand.
+            counted = tf.convert_to_tensor(optimizer.iterations)
+            self.state_mapping[id(optimizer.iterations)] = counted + tf.ones([], counted.dtype)
 
     def writes(self) -> list[Write]:
         """All writes; call it once the step was traced."""
@@ -156,10 +161,16 @@ class Recording(keras.StatelessScope):
 
     def _note_writes(self) -> None:
         with self.at_the_top():
-            for variable in self._touched.values():
+            for variable in self._take_touched():
                 value = tf.convert_to_tensor(self.get_current_value(variable))
                 self._writes.append(Write(variable, value, self.num_applied))
-        self._touched = {}
+
+    def _take_touched(self) -> list[Any]:
+        """What may have been written since the last time: a stand-in is written without a word to the scope."""
+        stand_ins = self._findings.stand_ins.items()
+        written = {key: v for key, v in stand_ins if isinstance(self.state_mapping.get(key), LocalVariable)}
+        touched, self._touched = self._touched, {}
+        return list({**touched, **written}.values())
 
     @contextlib.contextmanager
     def at_the_top(self) -> Iterator[None]:

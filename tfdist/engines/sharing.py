@@ -75,6 +75,18 @@ def check_batched(element_spec: Any, num_parts: int) -> None:
             f"dataset: its elements have no batch dimension to divide among {num_parts} replicas; "
             f"call .batch(global_batch_size) on it. Received: element_spec={element_spec}"
         )
+    sizes = {size for size in map(_static_rows, specs) if size is not None}
+    if num_parts > 1 and len(sizes) > 1:
+        raise ValueError(
+            f"dataset: components of its elements have different batch sizes, and can't be divided among {num_parts} "
+            "replicas; repeat what is the same for all examples with tf.repeat, or keep it in the model. Received: "
+            f"batch sizes {sorted(sizes)}, element_spec={element_spec}"
+        )
+
+
+def _static_rows(leaf: Any) -> int | None:
+    shape = tf.TensorShape(leaf.shape)
+    return shape.as_list()[0] if shape.rank else None
 
 
 def _first(batch: Any) -> Any:
@@ -96,8 +108,10 @@ def _rows(batch: Any) -> tf.Tensor:
 
 def cut(batch: Any, part: int | tf.Tensor, num_parts: int) -> Any:
     """Part number `part` (a Python integer or int64 scalar) of `num_parts` of a batch."""
+    if isinstance(num_parts, int) and num_parts == 1:
+        return batch
     size = static_size(batch)
-    total = _rows(batch) if size is None else size
+    total = _checked_rows(batch)
     start, stop = total * part // num_parts, total * (part + 1) // num_parts
 
     def cut_one(leaf: Any) -> Any:
@@ -113,6 +127,26 @@ def cut(batch: Any, part: int | tf.Tensor, num_parts: int) -> Any:
         return piece if isinstance(piece, tf.RaggedTensor) else _with_size(piece, known)
 
     return tf.nest.map_structure(cut_one, batch)
+
+
+def _checked_rows(batch: Any) -> tf.Tensor | int:
+    """The number of examples, once all components are known to have so many."""
+    tensors = [
+        leaf for leaf in tf.nest.flatten(batch) if isinstance(leaf, tf.Tensor | tf.RaggedTensor | tf.SparseTensor)
+    ]
+    known = {_static_rows(leaf) for leaf in tensors}
+    if len(known) == 1 and None not in known:
+        return known.pop()
+    total, *others = (_rows(leaf) for leaf in tensors if tf.TensorShape(leaf.shape).rank != 0)
+    if not others:
+        return total
+    message = (
+        "dataset: the components of a batch have different numbers of examples, and can't be divided among replicas; "
+        "repeat what is the same for all examples with tf.repeat, or keep it in the model. Received examples:"
+    )
+    counts = tf.stack([total, *others])
+    with tf.control_dependencies([tf.debugging.Assert(tf.reduce_all(counts == total), [message, counts])]):
+        return tf.identity(total)
 
 
 def part_spec(element_spec: Any, num_parts: int) -> Any:
