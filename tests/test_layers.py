@@ -28,7 +28,7 @@ ARROWS: dict[str, set[str]] = {
     "cluster": {"_addresses"},
     "compat": set(),
     "compression": set(),
-    "engines": {"_addresses", "_desk", "cluster", "compression", "policies"},
+    "engines": {"_addresses", "_desk", "cluster", "compat", "compression", "policies"},
     "doctor": {"__init__", "_addresses", "cluster", "doctor_meeting", "firewall", "launchers"},
     "firewall": {"_addresses", "cluster"},
     "doctor_meeting": {"_addresses", "_desk", "cluster"},

@@ -17,8 +17,10 @@ This module is the only one that relies on the class of the variables which `Par
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -151,9 +153,18 @@ class CoordinatedVariable(ps_values.CachingVariable):
             operation = self._write(descend, var=self._v.handle, alpha=alpha, delta=tensor, use_locking=True, name=name)
         return self._v._lazy_read(operation) if read_value else operation
 
+    def __getitem__(self, key: Any) -> tf.Tensor:
+        """See `tf.Variable`; what is returned can be assigned to."""
+        part = super().__getitem__(key)
+        part.assign = lambda value, name=None: self._write(lambda: self._v[key].assign(value, name))
+        return part
+
     def _write(self, write: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if tf.executing_eagerly():
             self._barrier(writes=True)
+        else:
+            for watcher in getattr(_watchers, "writes", ()):
+                watcher(self)
         self._writes += 1
         return write(*args, **kwargs)
 
@@ -215,6 +226,20 @@ class CoordinatedVariable(ps_values.CachingVariable):
 
     def _like_self(self, delta: tf.Tensor) -> tf.Tensor:
         return delta if delta.shape == self.shape else tf.broadcast_to(delta, self.shape)
+
+
+@contextlib.contextmanager
+def watched(watcher: Callable[[CoordinatedVariable], None]) -> Iterator[None]:
+    """Within this block, `watcher` is told of each write that is traced, in this thread, before it is."""
+    before = getattr(_watchers, "writes", ())
+    _watchers.writes = (*before, watcher)
+    try:
+        yield
+    finally:
+        _watchers.writes = before
+
+
+_watchers = threading.local()
 
 
 def _scatter(name: str) -> Callable[..., Any]:

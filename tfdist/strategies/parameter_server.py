@@ -13,11 +13,13 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from tfdist import serving
 from tfdist.cluster import Cluster
+from tfdist.compat import symbolic_build
 from tfdist.engines import fitting, joining, keras_steps, overlap, python_operation, sharing, watch
 from tfdist.engines.aggregated import AggregatedEngine
 from tfdist.engines.aggregated_step import AggregatedStep
@@ -316,7 +318,12 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:
         """Reduces over `axis`; there is nothing to reduce over replicas, because one of them makes each step."""
         if isinstance(value, WorkerBatch):
-            return find_iterator(int(value.iterator_id)).placeholder()
+            batch = find_iterator(int(value.iterator_id)).placeholder()
+            caller = sys._getframe(1).f_locals.get("self")
+            if isinstance(caller, keras.Model):
+                with self.scope():
+                    symbolic_build.build(caller, batch)
+            return batch
         if self._on_worker():
             return super().reduce(reduce_op, value, axis)
         if axis is None:
