@@ -13,7 +13,7 @@ PYTEST = $(BIN)/python -m pytest
 # Several files of tests at a time: most of them wait for processes that they have started. FLAGS="-n 0" for one.
 PARALLEL = -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo chaos test test-all test-fast test-kubernetes test-slurm test-ssh lint format bench venv venv-dev venv-bench python clean
+.PHONY: help demo chaos fuzz test test-all test-fast test-kubernetes test-slurm test-ssh lint format bench venv venv-dev venv-bench python clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null || grep '##' Makefile
@@ -50,6 +50,9 @@ lint: venv-dev  ## check format, lint and types
 format: venv-dev  ## format, and mend what can be mended by itself
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+fuzz: venv  ## train random models on one device and under each strategy; FLAGS="--seed=N --count=1 --strategy=..."
+	@$(BIN)/python tests/fuzz $(FLAGS)
 
 bench: venv-bench  ## measure against stock TensorFlow (about an hour); FLAGS="--rows=... --sizes=..."
 	$(BIN)/python benchmarks/run.py $(FLAGS)

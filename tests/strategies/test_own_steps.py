@@ -125,6 +125,24 @@ def test_batch_of_several_first_dimensions_is_refused(strategy, size):
     tf.nest.map_structure(np.testing.assert_array_equal, model.get_weights(), before)
 
 
+def conditional(model, x, y):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean((model(x) - y) ** 2)
+    gradients = tape.gradient(loss, model.trainable_variables)
+    tf.cond(loss > 0, lambda: [model.optimizer.apply(gradients, model.trainable_variables), 0][1], lambda: 0)
+    return {"loss": loss}
+
+
+def test_update_in_a_conditional_is_refused_in_one_line(synchronous):
+    with synchronous.scope():
+        model = stepping(conditional)()
+        model.build()
+        model.compile("sgd")
+    with pytest.raises(RuntimeError, match="inside of a conditional") as raised:
+        model.fit(X, Y, batch_size=8, verbose=0)
+    assert "\n" not in str(raised.value)
+
+
 class Penalty(keras.layers.Layer):
     def call(self, x):
         self.add_loss(0.1 * keras.ops.mean(keras.ops.square(x)))

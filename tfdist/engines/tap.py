@@ -10,6 +10,7 @@ is changed.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -50,18 +51,34 @@ def optimizers_of(model: keras.Model) -> list[Any]:
 
 def sum_over_replicas(gradients: Gradients) -> list[Any]:
     """The sums over all replicas, in replica context; None stays None."""
-    present = [gradient for gradient in gradients if gradient is not None]
-    sums = iter(_all_reduce(present) if present else [])
-    return [None if gradient is None else next(sums) for gradient in gradients]
+    sums: list[Any] = [None] * len(gradients)
+    # TensorFlow packs what it sums together into one tensor, of one dtype.
+    for dtype in dict.fromkeys(gradient.dtype for gradient in gradients if gradient is not None):
+        chosen = [index for index, each in enumerate(gradients) if each is not None and each.dtype == dtype]
+        for index, total in zip(chosen, _all_reduce([gradients[index] for index in chosen]), strict=True):
+            sums[index] = total
+    return sums
 
 
 def _all_reduce(values: Gradients) -> Sequence[Any]:
     context = tf.distribute.get_replica_context()
+    _check_can_meet(context)
     if not context.strategy.extended._use_merge_call():
         return context.all_reduce(tf.distribute.ReduceOp.SUM, values)
     # ReplicaContext.all_reduce does this too, but gives the sum a gradient of its own. TensorFlow registers that for
     # ever, and with it the graph, the strategy and what they hold. Nobody takes the gradient of a sum of gradients.
     return context.merge_call(_reduce_together, args=tuple(values))
+
+
+def _check_can_meet(context: Any) -> None:
+    """Raises where TensorFlow's replicas can't wait for each other, with the remedy."""
+    graph = getattr(threading.current_thread(), "graph", None)
+    if graph is not None and graph is not tf.compat.v1.get_default_graph():
+        raise RuntimeError(
+            "train_step: optimizer.apply can't add up the replicas' gradients inside of a conditional, a loop or a "
+            "tf.function within the step; call it in the step itself, with gradients that are multiplied by the "
+            f"condition. Received: a call inside of one, {context.strategy.num_replicas_in_sync} replicas"
+        )
 
 
 def _reduce_together(strategy: tf.distribute.Strategy, *values: Any) -> Sequence[Any]:

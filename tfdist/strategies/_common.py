@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdist.engines import averaging_data, fitting, overlap
@@ -71,7 +72,10 @@ class KerasSteps(tf.distribute.Strategy):
         return super().reduce(reduce_op, value, axis=None if self._is_scalar(value) else axis)
 
     def _is_scalar(self, value: Any) -> bool:
-        return tf.convert_to_tensor(self.experimental_local_results(value)[0]).shape.rank == 0
+        # A variable that is aggregated when it is read would be reduced for that.
+        first = getattr(value, "values", None) or self.experimental_local_results(value)
+        shape = first[0].shape if hasattr(first[0], "shape") else np.shape(first[0])
+        return tf.TensorShape(shape).rank == 0
 
     def _sum_over_workers(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         return list(tensors)

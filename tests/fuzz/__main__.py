@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`make fuzz`: trains random models on one device and under each strategy, and compares what comes of it.
+
+One child process for each strategy (two workers for MultiWorkerMirroredStrategy) trains all seeds of that strategy.
+Each failure is one line with its seed; `make fuzz FLAGS="--seed=N --count=1 --strategy=NAME"` repeats it. A program
+that is refused with one line before it trains counts as refused, and is no failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+import subprocess
+import sys
+
+HERE = pathlib.Path(__file__).resolve().parent
+STRATEGIES = ("mirrored", "mirrored-policy", "multi", "ps-1-1", "ps-2-2")
+
+
+def main() -> int:
+    """Returns the exit code: 1 if any model trained differently."""
+    arguments = _arguments()
+    chosen = arguments.strategy or list(STRATEGIES)
+    counts: dict[str, int] = {}
+    for index, name in enumerate(chosen):
+        seeds = [arguments.seed + offset for offset in range(index, arguments.count, len(chosen))]
+        for word, number in _run(name, seeds).items():
+            counts[word] = counts.get(word, 0) + number
+    total = sum(counts.values())
+    print(
+        f"fuzz: {total} models, " + ", ".join(f"{counts.get(word, 0)} {word}" for word in ("agree", "refused", "FAIL"))
+    )
+    return 1 if counts.get("FAIL") else 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="make fuzz")
+    parser.add_argument("--seed", type=int, default=0, help="the first seed")
+    parser.add_argument("--count", type=int, default=300, help="how many models, spread over the strategies")
+    parser.add_argument("--strategy", action="append", choices=STRATEGIES, help="only this one; may be repeated")
+    return parser.parse_args()
+
+
+def _run(name: str, seeds: list[int]) -> dict[str, int]:
+    """Trains these seeds in a child process, whose lines are passed on; returns how often each outcome came."""
+    if not seeds:
+        return {}
+    command = [sys.executable, str(HERE / "child.py"), name, *map(str, seeds)]
+    if name == "multi":
+        tfdist = str(pathlib.Path(sys.executable).with_name("tfdist"))
+        command = [tfdist, "launch", "local", "--num_workers=2", *command[1:]]
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "GRPC_VERBOSITY": "ERROR", "KERAS_BACKEND": "tensorflow"}
+    counts: dict[str, int] = {}
+    last = ""
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    ) as child:
+        for line in child.stdout or ():
+            last = line.strip() or last
+            if outcome := _outcome(line):
+                counts[outcome] = counts.get(outcome, 0) + 1
+                if outcome != "agree" or len(seeds) == 1:
+                    print(line.rstrip(), flush=True)
+    missing = len(seeds) - sum(counts.values())
+    if missing:
+        print(
+            f"fuzz {name}: FAIL: the child ended with {child.returncode} before {missing} of its models: {last}",
+            flush=True,
+        )
+        counts["FAIL"] = counts.get("FAIL", 0) + missing
+    return counts
+
+
+def _outcome(line: str) -> str:
+    """The outcome that a child's line tells, such as "fuzz mirrored seed 7: FAIL: ..."; empty if it tells none."""
+    words = line.partition("fuzz ")[2].split(": ")
+    return words[1].strip() if len(words) > 1 and " seed " in words[0] else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
