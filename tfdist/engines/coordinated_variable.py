@@ -145,7 +145,8 @@ class CoordinatedVariable(ps_values.CachingVariable):
         """See `tf.Variable.assign_sub`; what is scaled is taken off a large variable in one pass over its memory."""
         scaled = None if tf.executing_eagerly() else self._match_scaling(delta)
         if scaled is None:
-            return self._write(super().assign_sub, delta, use_locking, name, read_value)
+            options = {"use_locking": use_locking, "name": name, "read_value": read_value}
+            return self._write(super().assign_sub, delta, **options)
         alpha, tensor = scaled
         with tf.device(self.device):
             # The same arithmetic as that of gradient descent, without the product in between.
