@@ -128,12 +128,20 @@ def _thread_leaks(before: set[threading.Thread]) -> list[str]:
 
 
 def _process_leaks(before: set[psutil.Process]) -> list[str]:
-    new = [child for child in _children() if child not in before]
+    new = [child for child in _children() if child not in before and not _is_below(child, before)]
     _, alive = psutil.wait_procs(new, timeout=_GRACE_SECS)
     leaks = [f"process {child.pid} ({_command(child)})" for child in alive]
     for child in alive:
         child.kill()
     return leaks
+
+
+def _is_below(process: psutil.Process, others: set[psutil.Process]) -> bool:
+    """Whether one of `others` started this process: a cluster that outlives a test starts its data workers anew."""
+    try:
+        return not others.isdisjoint(process.parents())
+    except psutil.Error:
+        return False
 
 
 def _children() -> list[psutil.Process]:
