@@ -69,7 +69,12 @@ class _Keeper:
         while not self._stopped.wait(_pause_secs(failures)):
             if not rendezvous.answers(self._dispatcher, _POLL_SECS):
                 continue
-            child = self._start()
+            try:
+                child = self._start()
+            except OSError as error:
+                failures += 1
+                watch.say(f"tfdist: the data worker of {self._task} can't be started: {error}")
+                continue
             if child is None:
                 return
             code = child.wait()

@@ -24,7 +24,7 @@ from tfdist.launchers.ports import PortReservation
 from tfdist.launchers.processes import Process, Supervisor
 from tfdist.launchers.replacements import Replacements
 from tfdist.launchers.requests import Restarts
-from tfdist.serving_task import done_mark, serve
+from tfdist.serving_task import serve
 
 __all__ = ["Attachment", "EmbeddedCluster", "attach", "check_sizes", "cluster_of", "serve"]
 
@@ -80,14 +80,11 @@ class Attachment:
         """Tells every task that the chief is done. Called at exit, unless the program failed."""
         if self.embedded is not None or self.is_abandoned or getattr(sys, "last_value", None) is not None:
             return
-        for task in self.cluster.tasks:
-            if task.type in ("worker", "ps"):
-                # A task that is gone by now needs no word.
-                with (
-                    contextlib.suppress(tf.errors.OpError),
-                    tf.device(f"/job:{task.type}/task:{task.index}/device:CPU:0"),
-                ):
-                    tf.io.write_file(str(done_mark(self.cluster, task)), "done")
+        for task, mark in self._marks.items():
+            device = tf.device(f"/job:{task.type}/task:{task.index}/device:CPU:0")
+            # A task that is gone by now needs no word.
+            with contextlib.suppress(tf.errors.OpError), device:
+                tf.io.write_file(str(mark), "done")
 
 
 def attach(

@@ -2,6 +2,7 @@
 """Connections to hosts that have vanished end, and only these."""
 
 import contextlib
+import os
 import pathlib
 import shutil
 import socket
@@ -176,3 +177,30 @@ def test_a_vanished_peer_ends_a_call_that_waits():
     )
     assert done.stderr == ""
     assert done.stdout.split() in (["TimeoutError"] * 2, ["OSError"] * 2, ["TimeoutError", "OSError"])
+
+
+def test_sockets_of_others_stay_blocking_whatever_the_default_timeout(connect):
+    address, near, _ = connect()
+    near.setblocking(True)
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(30)
+    try:
+        keepalive.Keepalive({"worker:0": address}).check()
+    finally:
+        socket.setdefaulttimeout(before)
+    assert os.get_blocking(near.fileno())
+
+
+def test_a_name_with_another_address_than_before_is_watched(connect, monkeypatch):
+    monkeypatch.setattr(keepalive, "_RESOLVE_EVERY_SECS", 0.0)
+    (_, _, _), (address, near, _) = connect(), connect()
+    port = int(address.rpartition(":")[2])
+    answers = iter(["192.0.2.1", "127.0.0.1"])
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda *_, **__: [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (next(answers), port))]
+    )
+    watched = keepalive.Keepalive({"worker:0": f"worker-0.job:{port}"})
+    watched.check()
+    assert not near.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    watched.check()
+    assert near.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)

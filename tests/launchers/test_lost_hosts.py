@@ -130,6 +130,29 @@ def test_a_far_task_that_lost_its_launcher_is_no_preemption(tmp_path):
     assert done.returncode == 255
 
 
+@pytest.mark.processes
+def test_a_far_task_ends_when_its_connection_breaks_with_output_unread(tmp_path):
+    # As sshd does it: one socket pair is both standard input and output.
+    script = "import signal; print('unread', flush=True); signal.pause()"
+    line = json.dumps({"script": ["-c", script], "directory": str(tmp_path), "env": {}})
+    near, far = socket.socketpair()
+    with near, far:
+        wrapper = subprocess.Popen(
+            [sys.executable, "-m", "tfdist.launchers.ssh_task"],
+            stdin=far,
+            stdout=far,
+            stderr=subprocess.PIPE,
+        )
+        far.close()
+        try:
+            near.sendall(line.encode() + b"\n")
+            assert near.recv(1)
+        finally:
+            near.close()
+        _, said = wrapper.communicate(timeout=60)
+    assert wrapper.returncode == 255, said
+
+
 def test_a_host_that_does_not_answer_is_unreachable_with_its_reason(monkeypatch):
     monkeypatch.setattr(reachability, "_ANSWER_SECS", 0.2)
     script = "import sys; sys.exit('no route')"

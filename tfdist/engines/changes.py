@@ -33,7 +33,7 @@ def kind(value: tf.Tensor, start: tf.Tensor) -> str:
     if operation.type in _ADDITIONS and depends(rest[0], [start]):
         first, rest = rest[0], [first]
     if operation.type in _ADDITIONS | {"Sub"} | _SCATTERS and not any(depends(each, [start]) for each in rest):
-        return kind(first, start) if kind(first, start) == ADDITION else OTHER
+        return ADDITION if kind(first, start) == ADDITION else OTHER
     if operation.type in _EXTREMES:
         return _extreme(_EXTREMES[operation.type], list(operation.inputs), start)
     if operation.type in ("SelectV2", "Select") and not depends(first, [start]):

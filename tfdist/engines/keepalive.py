@@ -29,6 +29,7 @@ from tfdist.cluster import Cluster
 LOST_SECS = 20
 _PROBE_EVERY_SECS = 5
 _LOOK_EVERY_SECS = 1.0
+_RESOLVE_EVERY_SECS = 30.0
 _DESCRIPTORS = pathlib.Path("/proc/self/fd")
 # Two fields of Linux' struct tcp_info, and what it takes to hold both.
 _UNACKED = struct.Struct("24xI")
@@ -51,6 +52,7 @@ class Keepalive:
         self._peers: dict[tuple[str, int], str] = {}
         self._unknown = set(addresses)
         self._foreign: set[str] = set()
+        self._resolve_again = 0.0
         self.is_supported = _DESCRIPTORS.is_dir() and hasattr(socket, "TCP_USER_TIMEOUT")
 
     def start(self) -> None:
@@ -84,13 +86,20 @@ class Keepalive:
             time.sleep(_LOOK_EVERY_SECS)
 
     def _resolve(self) -> None:
-        for task in list(self._unknown):
+        # A task that was replaced may have another address under its name.
+        is_due = time.monotonic() >= self._resolve_again
+        if is_due:
+            self._resolve_again = time.monotonic() + _RESOLVE_EVERY_SECS
+        before = len(self._peers)
+        for task in list(self._addresses if is_due else self._unknown):
             host, port = _addresses.split(self._addresses[task])
             # A name that no resolver takes is a UnicodeError.
             with contextlib.suppress(OSError, UnicodeError):
                 for *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
                     self._peers[_plain(str(address[0])), port] = task
                 self._unknown.discard(task)
+        if len(self._peers) != before:
+            self._foreign.clear()
 
     def _connections(self) -> Iterator[tuple[socket.socket, str]]:
         """The connections to the tasks, as sockets of their own that share gRPC's, each with its task."""
@@ -103,7 +112,7 @@ class Keepalive:
                 seen.add(name)
                 if name in self._foreign:
                     continue
-                with socket.socket(fileno=os.dup(int(entry))) as connection:
+                with _shared(int(entry)) as connection:
                     owner = self._owner(connection)
                     if owner:
                         yield connection, owner
@@ -113,13 +122,31 @@ class Keepalive:
 
     def _owner(self, connection: socket.socket) -> str | None:
         """The task at the other end; "" if that may yet be known, None if it never is one."""
-        if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
+        kind = connection.getsockopt(socket.SOL_SOCKET, socket.SO_TYPE)
+        if connection.family not in (socket.AF_INET, socket.AF_INET6) or kind != socket.SOCK_STREAM:
             return None
         try:
             host, port = connection.getpeername()[:2]
         except OSError:
             return ""  # Not connected yet.
         return self._peers.get((_plain(host), port), "" if self._unknown else None)
+
+
+def _shared(descriptor: int) -> socket.socket:
+    """A socket of its own for a connection, closed without ending it.
+
+    The type says that it does not block, whether or not it does: with `socket.setdefaulttimeout`, Python would else
+    make the connection non-blocking for whoever it belongs to.
+
+    Raises:
+      OSError: it is no socket any more.
+    """
+    copy = os.dup(descriptor)
+    try:
+        return socket.socket(type=socket.SOCK_STREAM | socket.SOCK_NONBLOCK, fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
 
 
 def watch(cluster: Cluster) -> Keepalive:

@@ -162,7 +162,7 @@ def answers(address: str, timeout_secs: float) -> bool:
     """Whether connections to "host:port" are accepted."""
     try:
         socket.create_connection(split_address(address), timeout=timeout_secs).close()
-    except OSError:
+    except (OSError, UnicodeError):  # The latter is of a name that no resolver takes.
         return False
     return True
 
@@ -288,6 +288,8 @@ def _ask(cluster: Cluster, task: Task, secret: bytes = b"") -> str | None:
         return f"its name can't be resolved: {error.strerror}"
     except TimeoutError:
         return _PROVED if proved else "does not answer"
+    except UnicodeError:
+        return "its name can't be resolved: it is no host name"
     except OSError as error:
         return _PROVED if proved else (error.strerror or str(error)).lower()
 

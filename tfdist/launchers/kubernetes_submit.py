@@ -72,6 +72,8 @@ def create(kubectl: str, job: Job) -> None:
     if answer.code == 0:
         sys.stdout.write("".join(f"{name} created\n" for name in created))
         return
+    if answer.code is None:
+        raise ToolError(f"{_problem(answer, job)}; some may have been created, remove them: {job.removal}")
     left = _take_back(kubectl, job, created)
     rest = f"remove what was created: {left}" if left else "nothing is left of what was created"
     raise ToolError(f"{_problem(answer, job)}; {rest}")

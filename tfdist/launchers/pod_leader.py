@@ -131,7 +131,7 @@ class Leader:
     def _serve(self, connection: socket.socket) -> None:
         with (
             connection,
-            contextlib.suppress(OSError, ValueError, KeyError, TypeError),
+            contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError),
             connection.makefile("rb") as lines,
         ):
             try:

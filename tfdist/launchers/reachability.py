@@ -3,12 +3,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
+import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import IO
 
-_ANSWER_SECS = 8.0
+# As long as the connection that a task is started through may take.
+_ANSWER_SECS = 15.0
 _LOOK_SECS = 0.05
 
 
@@ -36,9 +42,10 @@ class _Question:
     """One host that is asked."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        # A pipe could be kept open by what the command leaves behind.
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
+        self._errors: IO[bytes] = io.BytesIO()
         try:
+            # A pipe could be kept open by what the command leaves behind.
+            self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
             self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -60,7 +67,8 @@ class _Question:
             if self._process is None:
                 return ""
             if self.is_open:
-                self._process.kill()
+                with contextlib.suppress(OSError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()
                 return f"it does not answer within {_ANSWER_SECS:g} s"
             self._errors.seek(0)

@@ -115,13 +115,17 @@ def _run(command: Sequence[str], env: Mapping[str, str]) -> int:
         task = supervisor.start("task", command, {**env, **notices.env})
 
         def listen() -> None:
-            for received in _received(0):
-                if isinstance(received, str):
-                    notices.add(received)
-                else:
-                    task.send_signal(received)
-            lost.set()
-            supervisor.wake()
+            try:
+                # A connection that breaks with output unread is an error of reading, not an end.
+                with contextlib.suppress(OSError):
+                    for received in _received(0):
+                        if isinstance(received, str):
+                            notices.add(received)
+                        else:
+                            task.send_signal(received)
+            finally:
+                lost.set()
+                supervisor.wake()
 
         threading.Thread(target=listen, name="tfdist listen", daemon=True).start()
         ended = supervisor.wait_first_exit()

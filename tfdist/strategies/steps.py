@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,6 +28,8 @@ from tfdist.engines.averaging import AveragingEngine
 from tfdist.strategies import loss_weights
 from tfdist.strategies.shares import Shares, Sum
 
+# One step at a time: what `as_one.counted_as_one` sets belongs to the strategy, and two threads may fit two models.
+_TRACING = threading.RLock()
 TRAIN, TEST = "train_step", "test_step"
 # Set on tensors that are the same on all replicas already.
 REDUCED = "_tfdist_reduced"
@@ -59,7 +62,7 @@ def run_step(strategy: Any, run: Callable[[], Any], step: Any, data: Any, sum_ov
     parts = _local(strategy, data)
     with whole_step.or_none(parts):
         shares = Shares.of(strategy, data, [*parts.values()], sum_over_workers)
-        with as_one.counted_as_one(strategy, step) as has_own_loss:
+        with _TRACING, as_one.counted_as_one(strategy, step) as has_own_loss:
             weights = loss_weights.LossWeights(model, shares, strategy.num_replicas_in_sync, has_own_loss)
             taps = tap.tapped(tap.optimizers_of(model), weights.transform) if training else contextlib.nullcontext()
             told = _ToldByMetrics(model)
