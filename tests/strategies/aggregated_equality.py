@@ -164,6 +164,86 @@ def test_data(strategy: Any, data: Any, fit: dict[str, Any]) -> None:
     assert_like_one_device(strategy, lambda: OPTIMIZERS.SGD(0.05), make, data, fit=fit)
 
 
+def ragged() -> tf.data.Dataset:
+    lengths = np.arange(COUNT) % 6 + 1
+    rows = tf.RaggedTensor.from_row_lengths(X.ravel()[: lengths.sum()], lengths)
+    return tf.data.Dataset.from_tensor_slices((rows, Y)).batch(BATCH)
+
+
+def sparse() -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices((tf.sparse.from_dense(X * (X > 0.5)), Y)).batch(BATCH)
+
+
+class SumOfRow(keras.layers.Layer):
+    """Takes ragged and sparse rows."""
+
+    def call(self, rows: Any) -> Any:
+        is_sparse = isinstance(rows, tf.SparseTensor)
+        total = tf.sparse.reduce_sum(rows, axis=1) if is_sparse else tf.reduce_sum(rows, axis=1)
+        return tf.reshape(total, [-1, 1])
+
+
+def of_rows(**kind: bool) -> Callable[[], keras.Model]:
+    return lambda: keras.Sequential(
+        [keras.Input((None,) if "ragged" in kind else (6,), **kind), SumOfRow(), keras.layers.Dense(1)]
+    )
+
+
+class Masked(keras.layers.Layer):
+    """Multiplies only some of the rows by a large kernel."""
+
+    def build(self, shape: Any) -> None:
+        self.kernel = self.add_weight(shape=(6, 8192), name="kernel")
+
+    def call(self, rows: Any) -> Any:
+        mask = rows[:, 0] > 0.5
+        product = tf.matmul(tf.boolean_mask(rows, mask), self.kernel)
+        return tf.scatter_nd(tf.where(mask), product, [tf.shape(rows, tf.int64)[0], 8192])
+
+
+def masked() -> keras.Model:
+    return keras.Sequential([keras.Input((6,)), Masked(), keras.layers.Dense(1)])
+
+
+def normalized() -> keras.Model:
+    dense = keras.layers.SpectralNormalization(keras.layers.Dense(8))
+    return keras.Sequential([keras.Input((6,)), dense, keras.layers.Dense(1)])
+
+
+class Slices(Own):
+    """Writes a part of a variable, and adds a derivative along the examples to the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = self.add_weight(shape=(6, 2), initializer="ones", trainable=False, name="table")
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        self.table.value[1:3].assign(self.table.value[3:5] + 1.0)
+        self.table.value[3:5].assign(self.table.value[1:3] * 0.5)
+        with tf.GradientTape() as tape:
+            with tf.autodiff.ForwardAccumulator(x, tf.ones_like(x)) as forward:
+                outputs = self(x)
+            loss = tf.reduce_mean((outputs - y) ** 2) + tf.reduce_mean(forward.jvp(outputs) ** 2)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"raw": loss}
+
+
+@pytest.mark.parametrize(
+    ("make", "data"),
+    [
+        (of_rows(ragged=True), ragged),
+        (of_rows(sparse=True), sparse),
+        (masked, (X, Y)),
+        (normalized, (X, Y)),
+        (Slices, (X, Y)),
+    ],
+    ids=["ragged", "sparse", "mask", "spectral", "slices"],
+)
+def test_what_takes_more_than_a_dense_layer(strategy: Any, make: Callable[[], keras.Model], data: Any) -> None:
+    assert_like_one_device(strategy, lambda: OPTIMIZERS.SGD(0.005), make, data, metrics=None)
+
+
 def test_a_model_compiled_again_trains_with_its_new_optimizer(strategy: Any) -> None:
     model = compiled(strategy)
     model.fit(X, Y, batch_size=BATCH, verbose=0)

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds a model, its loss and its metrics for ragged and sparse batches.
+"""Builds a model, its loss and its metrics where Keras' own way fails under a distribution strategy.
 
-Keras does that under a distribution strategy with a stand-in for the batch that has its shape and dtype alone, so that
-a model which takes a ragged or sparse tensor finds a dense one. There is no public way to give it another: once all is
-built it leaves it alone.
+Keras does that with a stand-in for the batch that has its shape and dtype alone, so that a model which takes a ragged
+or sparse tensor finds a dense one. And it keeps what a metric writes, so that a write in one branch of a conditional is
+read in the other, which is an error. There is no public way to have it done otherwise: once all is built Keras leaves
+it alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -17,24 +19,48 @@ from keras.src.trainers.data_adapters import data_adapter_utils
 
 
 def build(model: keras.Model, batch: Any) -> None:
-    """Builds what is not built yet, if the batch has ragged or sparse parts."""
-    if not any(isinstance(leaf, tf.RaggedTensor | tf.SparseTensor) for leaf in tf.nest.flatten(batch)):
+    """Builds what is not built yet, if the batch has ragged or sparse parts or metrics are to be built."""
+    is_dense = not any(isinstance(leaf, tf.RaggedTensor | tf.SparseTensor) for leaf in tf.nest.flatten(batch))
+    metrics, loss = model._compile_metrics, model._compile_loss
+    has_metrics = metrics is not None and not metrics.built
+    if is_dense and not has_metrics:
         return
     x, y, weight = data_adapter_utils.unpack_x_y_sample_weight(batch)
-    # Keras' own tracing knows sparse tensors, but no ragged ones.
-    call = tf.function(lambda x: model(x, training=False), autograph=False)
-    with keras.StatelessScope():
-        predicted = call.get_concrete_function(x).structured_outputs
+    if is_dense:
+        try:
+            predicted = backend.compute_output_spec(model, tf.nest.map_structure(_symbolic, x), training=False)
+        except Exception:
+            return  # Keras tries the same, and explains the error.
+    else:
+        # Keras' own tracing knows sparse tensors, but no ragged ones.
+        call = tf.function(lambda x: model(x, training=False), autograph=False)
+        with keras.StatelessScope():
+            predicted = call.get_concrete_function(x).structured_outputs
     x, y, weight, predicted = (tf.nest.map_structure(_symbolic, each) for each in (x, y, weight, predicted))
-    metrics, loss = model._compile_metrics, model._compile_loss
-    if metrics is not None and not metrics.built:
-        backend.compute_output_spec(model.compute_metrics, x, y, predicted, sample_weight=weight)
+    if has_metrics:
+        compute = _without_writes(model.compute_metrics)
+        backend.compute_output_spec(compute, x, y, predicted, sample_weight=weight)
     if loss is not None and not loss.built:
         backend.compute_output_spec(model._compute_loss, x, y, predicted, sample_weight=weight, training=False)
 
 
+class _Unwritten(keras.StatelessScope):
+    """A scope in which variables keep their values."""
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        """See `keras.StatelessScope`."""
+
+
+def _without_writes(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _Unwritten():
+            return function(*args, **kwargs)
+
+    return call
+
+
 def _symbolic(leaf: Any) -> Any:
-    if not hasattr(leaf, "shape"):
+    if isinstance(leaf, keras.KerasTensor) or not hasattr(leaf, "shape"):
         return leaf
     dtype = backend.standardize_dtype(leaf.dtype)
     return keras.KerasTensor(leaf.shape, dtype, sparse=isinstance(leaf, tf.SparseTensor))
