@@ -7,11 +7,13 @@ PYTHON ?= $(shell for p in $(CANDIDATES); do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 BIN = .venv/bin
 FLAGS =
+# Where etcd, kube-apiserver and kube-controller-manager are; PATH is searched too.
+KUBE_BIN =
 PYTEST = $(BIN)/python -m pytest
 # Several files of tests at a time: most of them wait for processes that they have started. FLAGS="-n 0" for one.
 PARALLEL = -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo chaos fuzz test test-all test-fast lint format bench venv venv-dev venv-bench python clean
+.PHONY: help demo chaos fuzz test test-all test-fast test-kubernetes test-slurm test-ssh lint format bench venv venv-dev venv-bench python clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null || grep '##' Makefile
@@ -26,10 +28,19 @@ test: venv  ## run all tests; FLAGS=... adds pytest's flags
 	$(PYTEST) $(PARALLEL) $(FLAGS)
 
 test-all: venv  ## the same and the slow ones (over 15 minutes)
-	$(PYTEST) $(PARALLEL) -m "slow or not slow" $(FLAGS)
+	$(PYTEST) $(PARALLEL) -m "not slurm and not real_ssh" $(FLAGS)
+
+test-slurm: venv  ## run the Slurm launcher on a real four-node Slurm on this machine (root, slurm-wlm; 15 minutes)
+	$(PYTEST) -n 0 -m slurm $(FLAGS)
+
+test-ssh: venv  ## run jobs on hosts with a real sshd, and cut their links (root only, about 10 minutes)
+	$(PYTEST) -n 0 -m real_ssh $(FLAGS)
 
 test-fast: venv  ## run the tests that start no process and need no device (seconds)
-	$(PYTEST) -m "not processes and not devices and not slow" $(FLAGS)
+	$(PYTEST) -m "not processes and not devices and not slow and not slurm" $(FLAGS)
+
+test-kubernetes: venv  ## run the launcher against a real API server and Job controller (minutes); KUBE_BIN=directory of the binaries
+	TFDIST_KUBE_BIN=$(KUBE_BIN) $(PYTEST) -n 0 -m "slow or not slow" tests/launchers/test_kubernetes_control_plane.py $(FLAGS)
 
 lint: venv-dev  ## check format, lint and types
 	$(BIN)/ruff format --check .

@@ -77,13 +77,25 @@ def running(
     script: str, directory: pathlib.Path, env: Mapping[str, str] = {}, name: str = "script"
 ) -> Iterator[Program]:
     """Starts Python code (after `_HEADER`) in `directory`; what is left of its family is killed at the end."""
-    path, log, mark = directory / f"{name}.py", directory / f"{name}.log", uuid.uuid4().hex
+    path = directory / f"{name}.py"
     path.write_text(_HEADER + textwrap.dedent(script))
+    with _started([sys.executable, str(path)], directory, env, name) as program:
+        yield program
+
+
+@contextlib.contextmanager
+def serving(env: Mapping[str, str], directory: pathlib.Path, name: str = "serving") -> Iterator[Program]:
+    """Starts the task that TF_CONFIG in `env` names, as a process that only serves."""
+    with _started([sys.executable, "-m", "tfdist.serving_task"], directory, env, name) as program:
+        yield program
+
+
+@contextlib.contextmanager
+def _started(command: list[str], directory: pathlib.Path, env: Mapping[str, str], name: str) -> Iterator[Program]:
+    log, mark = directory / f"{name}.log", uuid.uuid4().hex
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", _MARK: mark, **env}
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, str(path)], env=environment, stdout=output, stderr=subprocess.STDOUT, cwd=directory
-        )
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT, cwd=directory)
     program = Program(process, log, mark)
     try:
         yield program

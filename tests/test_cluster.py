@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tfdist import cluster
-from tfdist.cluster import Cluster, ClusterError, Task
+from tfdist.cluster import DATA_SERVICE_VARIABLE, Cluster, ClusterError, Task, data_service_address
 
 WORKERS = ["a:1", "b:2"]
 
@@ -102,10 +102,31 @@ def test_an_empty_job_is_left_out():
 
 
 @pytest.mark.parametrize(
-    "address", ["localhost:1", "10.0.0.1:65535", "a-b.c_d.e.:80", "[::1]:2222", "[fe80::1%eth0]:2222", "host:1"]
+    "address", ["localhost:1", "10.0.0.1:65535", "a-b.c_d.e:80", "[::1]:2222", "[fe80::1%eth0]:2222", "host:1"]
 )
 def test_addresses_that_are_fine(address):
     assert read({"worker": [address]}).address() == address
+
+
+def test_a_host_with_a_final_dot_is_the_host_without():
+    dotted, plain = (
+        read({"worker": ["a.example.com.:1", "localhost.:2"]}),
+        read({"worker": ["a.example.com:1", "localhost:2"]}),
+    )
+    assert dotted == plain
+    assert dotted.to_tf_config() == plain.to_tf_config()
+    with pytest.raises(ClusterError, match=r"worker\[1\] is the same address as cluster.worker\[0\]"):
+        read({"worker": ["a.example.com.:1", "a.example.com:1"]})
+
+
+def test_the_address_of_the_data_service(monkeypatch):
+    monkeypatch.delenv(DATA_SERVICE_VARIABLE, raising=False)
+    assert data_service_address() is None
+    monkeypatch.setenv(DATA_SERVICE_VARIABLE, "a.example.com.:1")
+    assert data_service_address() == "a.example.com:1"
+    monkeypatch.setenv(DATA_SERVICE_VARIABLE, "a.example.com")
+    with pytest.raises(ClusterError, match=r'TFDIST_DATA_SERVICE has no port; .* Received: "a\.example\.com"'):
+        data_service_address()
 
 
 def test_without_tf_config_there_is_no_cluster(monkeypatch):

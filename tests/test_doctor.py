@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
@@ -10,11 +11,12 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
 import tfdist
-from tfdist import cli, doctor, doctor_meeting
+from tfdist import _desk, cli, doctor, doctor_meeting
 from tfdist.launchers.ports import PortReservation
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -180,6 +182,68 @@ def test_a_task_that_does_not_come_is_named():
     assert state == "wrong"
     assert text.startswith(f"worker:1 at 127.0.0.1:{reservation.ports[1]}: ")
     assert "does it run" in text
+
+
+# Strangers.
+
+
+@contextlib.contextmanager
+def visitors(ports):
+    """A task that answers; its address and who asks."""
+    with contextlib.ExitStack() as stack:
+        asked = doctor_meeting._Visitors(cluster(*ports), {"tfdist": "1"})
+        sockets = _desk.listen(f"127.0.0.1:{ports[0]}", ["127.0.0.1:1"])
+        stack.enter_context(_desk.Desk(sockets, asked.converse))
+        yield sockets[0].getsockname(), asked
+
+
+def test_a_meeting_is_at_the_tasks_own_address():
+    with PortReservation(2) as reservation, visitors(reservation.ports) as (address, _):
+        assert address == ("127.0.0.1", reservation.ports[0])
+
+
+@pytest.mark.parametrize("words", [b"", b'"worker:1', b"\xff\n", b"[" * 60_000 + b"\n", b'{"a":' * 500 + b"\n"])
+def test_strangers_that_came_first_and_stay_delay_no_meeting(words):
+    with PortReservation(2) as reservation, contextlib.ExitStack() as stack:
+        address, asked = stack.enter_context(visitors(reservation.ports))
+        for _ in range(3 * _desk.MOST_PEERS):
+            stranger = stack.enter_context(socket.create_connection(address, 10))
+            with contextlib.suppress(ConnectionError):
+                stranger.sendall(words)
+        found = doctor_meeting._ask(cluster(*reservation.ports, index=1), tfdist.Task("worker", 0), time.monotonic())
+        assert isinstance(found, dict) and found["task"] == "worker:0"
+        asked.wait_for_all(60)
+        assert not asked._not_asked
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *(b"", b"\xff\n", b"[" * 60_000 + b"\n", b"[1]\n", b'{"versions": 1}\n', b'{"time": "now"}\n'),
+        *(b"1" * 5000 + b"\n", b'{"time": 1' + b"0" * 400 + b"}\n"),
+    ],
+)
+def test_garbage_at_a_tasks_address_is_a_line(answer):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def pretend():
+            with server.accept()[0] as connection, contextlib.suppress(OSError):
+                connection.recv(1000)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=pretend)
+        thread.start()
+        found = doctor_meeting._ask(cluster(1, server.getsockname()[1]), tfdist.Task("worker", 1), time.monotonic())
+        thread.join()
+    assert isinstance(found, str) and len(found) < 100
+
+
+def test_an_answer_cannot_write_to_the_terminal():
+    said = "\x1b[2J" * 100
+    answer = {"task": "worker:1", "versions": {"tfdist": said, "keras": said}, "skew": 0.0}
+    lines = doctor_meeting._compare(tfdist.Task("worker", 1), "a:1", answer, {"tfdist": "1"})
+    lines += doctor_meeting._compare(tfdist.Task("worker", 1), "a:1", {**answer, "task": said}, {})
+    assert all("\x1b" not in text and len(text) < 250 for _, text in lines)
 
 
 @pytest.mark.processes

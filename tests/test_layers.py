@@ -22,27 +22,31 @@ MODULES = sorted((ROOT / "tfdist").rglob("*.py"))
 ARROWS: dict[str, set[str]] = {
     "__init__": {"cluster", "flags", "strategies"},
     "_addresses": set(),
+    "_desk": {"_addresses"},
     "callbacks": {"learning_rate", "resume", "telemetry"},
     "cli": {"__init__", "cluster", "doctor", "launchers"},
     "cluster": {"_addresses"},
     "compat": set(),
     "compression": set(),
-    "engines": {"_addresses", "cluster", "compression", "policies"},
-    "doctor": {"__init__", "_addresses", "cluster", "doctor_meeting", "launchers"},
-    "doctor_meeting": {"_addresses", "cluster"},
+    "engines": {"_addresses", "_desk", "cluster", "compat", "compression", "policies"},
+    "doctor": {"__init__", "_addresses", "cluster", "doctor_meeting", "firewall", "launchers"},
+    "firewall": {"_addresses", "cluster"},
+    "doctor_meeting": {"_addresses", "_desk", "cluster"},
     "flags": {"__init__", "callbacks", "cluster", "policies", "strategies"},
-    "launchers": {"__init__", "_addresses", "cluster"},
+    "launchers": {"__init__", "_addresses", "_desk", "cluster"},
     "learning_rate": set(),
     "policies": set(),
     "resume": {"engines", "launchers", "policies"},
     "schedules": set(),
     "serving": {"cluster", "engines", "launchers", "serving_task"},
-    "serving_task": {"cluster", "engines"},
+    "data_worker": {"cluster", "engines", "launchers"},
+    "serving_task": {"cluster", "data_worker", "engines"},
     "strategies": {"cluster", "compat", "compression", "engines", "policies", "serving", "telemetry"},
     "telemetry": {"cluster", "policies"},
     "testing": {"__init__", "cluster", "engines", "launchers", "policies", "serving", "strategies", "telemetry"},
 }
-WITHOUT_TENSORFLOW = ("__init__", "_addresses", "cli", "cluster", "doctor", "doctor_meeting", "launchers", "policies")
+LIGHT_FILES = ("__init__", "_addresses", "_desk", "cli", "cluster", "doctor", "doctor_meeting", "firewall")
+WITHOUT_TENSORFLOW = (*LIGHT_FILES, "launchers", "policies")
 HEAVY = ("tensorflow", "keras", "numpy")
 
 

@@ -369,6 +369,32 @@ def test_workers_and_parameter_servers_end_when_the_chief_is_done(tmp_path: path
 
 
 @pytest.mark.processes
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("sharding", ["shard", "dynamic"])
+def test_launched_tasks_need_no_grace_when_the_chief_is_done(tmp_path: pathlib.Path, sharding: str) -> None:
+    """Each of them ends by itself: none is ended by the launcher, whose patience outlasts this test's."""
+    path = tmp_path / "train.py"
+    path.write_text(programs._HEADER + SCRIPT.replace("dynamic", sharding))
+    flags = ["--num_workers=2", "--num_ps=1", "--grace_period_secs=100000"]
+    command = [sys.executable, "-m", "tfdist.cli", "launch", "local", *flags, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, cwd=programs.ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("iterations 8") == 1
+
+
+@pytest.mark.processes
+def test_an_embedded_cluster_runs_nothing_from_the_working_directory(tmp_path: pathlib.Path) -> None:
+    """Its program lies elsewhere, and never imports from there."""
+    work = tmp_path / "work"
+    work.mkdir()
+    for name in ("token", "numpy", "secrets"):
+        (work / f"{name}.py").write_text("print('imported from the working directory')\nraise SystemExit(9)\n")
+    with programs.running(f"os.chdir({str(work)!r})\n" + EMBEDDED, tmp_path) as program:
+        assert program.wait(100) == 0, program.output
+        assert "trained" in program.output
+
+
+@pytest.mark.processes
 def test_workers_and_parameter_servers_notice_that_the_chief_was_killed(tmp_path: pathlib.Path) -> None:
     with PortReservation(3) as reserved, contextlib.ExitStack() as stack:
         addresses = [f"127.0.0.1:{port}" for port in reserved.ports]

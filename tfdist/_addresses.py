@@ -20,6 +20,15 @@ def split(address: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
+def normal(address: str) -> str:
+    """A valid address without the dot that ends an absolute host name.
+
+    Everything but DNS takes the name with the dot for another one: /etc/hosts, certificates, whoever compares.
+    """
+    host, colon, port = address.rpartition(":")
+    return f"{host.removesuffix('.')}{colon}{port}"
+
+
 def key(address: str) -> tuple[str, int]:
     """Equal for two valid addresses at which one machine can't serve twice."""
     host, port = split(address)

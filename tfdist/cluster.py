@@ -24,9 +24,26 @@ from tfdist import _addresses
 JOBS = ("chief", "worker", "ps", "evaluator")
 # The environment variable in which the workers find the dispatcher of the tf.data service, "host:port" on the chief.
 DATA_SERVICE_VARIABLE = "TFDIST_DATA_SERVICE"
+# The environment variable with a random text that a launcher hands to all tasks of a job, and to nobody else.
+JOB_SECRET_VARIABLE = "TFDIST_JOB_SECRET"
+# A file to which the launcher adds lines for this task (`tfdist.launchers.notices`).
+NOTICES_VARIABLE = "TFDIST_NOTICES"
 _OLD_NAMES = {"master": "chief"}
 _MAX_INDEX = 2**31 - 1
 _UNSET = "unset TF_CONFIG to train on this machine alone"
+
+
+def data_service_address() -> str | None:
+    """The value of `DATA_SERVICE_VARIABLE`, or None where that is not set.
+
+    Raises:
+      ClusterError: it is no address.
+    """
+    address = os.environ.get(DATA_SERVICE_VARIABLE)
+    problem = _addresses.problem(address) if address else None
+    if problem:
+        raise _wrong(DATA_SERVICE_VARIABLE, *problem, address)
+    return _addresses.normal(address) if address else None
 
 
 class ClusterError(ValueError):
@@ -340,7 +357,7 @@ def _normal_tasks(job: str, tasks: Any) -> Mapping[int, str]:
         problem = _addresses.problem(address)
         if problem:
             raise _wrong(f"{where}[{index}]", *problem, address)
-    return types.MappingProxyType(dict(sorted(pairs)))
+    return types.MappingProxyType({index: _addresses.normal(address) for index, address in sorted(pairs)})
 
 
 def _sparse_index(where: str, key: Any) -> int:

@@ -22,8 +22,8 @@ from importlib import metadata
 from absl import flags
 
 import tfdist
-from tfdist import _addresses, doctor_meeting
-from tfdist.cluster import Cluster, ClusterError, Task
+from tfdist import _addresses, doctor_meeting, firewall
+from tfdist.cluster import DATA_SERVICE_VARIABLE, Cluster, ClusterError, Task
 from tfdist.launchers import command_line, gpus
 from tfdist.launchers.requests import LaunchError
 
@@ -35,6 +35,7 @@ the other tasks can be reached, clocks. Returns 0 if nothing is wrong, else 1.
 
   tfdist doctor                                                    this machine
   tfdist launch ssh --hosts=a,b -m tfdist.doctor --meet_secs=60    all machines of a cluster, from each other
+  tfdist doctor --firewall_rules                                   prints rules that let only the job's hosts in
 
 flags:
 """
@@ -80,6 +81,8 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if rest:
         raise LaunchError(f"tfdist doctor takes flags only; see tfdist doctor --help. Received: {rest[0]!r}")
+    if values.firewall_rules:
+        return _print_rules(os.environ)
     states = []
     for finding in examine(values.timeout_secs, values.meet_secs):
         sys.stdout.write(f"{finding}\n")
@@ -87,6 +90,34 @@ def main(arguments: Sequence[str]) -> int:
     sys.stdout.write(f"{_summary(states)}\n")
     sys.stdout.flush()
     return 1 if WRONG in states else 0
+
+
+def _print_rules(env: Mapping[str, str]) -> int:
+    try:
+        cluster = Cluster.from_tf_config(env.get("TF_CONFIG"))
+        also = [env[DATA_SERVICE_VARIABLE]] if DATA_SERVICE_VARIABLE in env else []
+        text = firewall.rules(cluster, also, os.getuid(), _system_ports(), _resolve)
+    except ValueError as error:
+        sys.stderr.write(f"tfdist: {error}\n")
+        return 1
+    sys.stdout.write(text)
+    return 0
+
+
+def _system_ports() -> str:
+    try:
+        first, last = pathlib.Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()
+    except (OSError, ValueError):
+        return "32768-60999"
+    return f"{first}-{last}"
+
+
+def _resolve(host: str) -> list[str]:
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return []
+    return [str(address[0]) for *_, address in found]
 
 
 def _summary(states: Sequence[str]) -> str:
@@ -105,6 +136,9 @@ def _define_flags(values: flags.FlagValues) -> None:
         "how long to wait for the other tasks, which run this too",
         lower_bound=0.0,
         flag_values=values,
+    )
+    flags.DEFINE_boolean(
+        "firewall_rules", False, "print rules for nft that let only the job's hosts in", flag_values=values
     )
 
 

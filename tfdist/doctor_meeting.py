@@ -6,19 +6,22 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import json
+import re
 import socket
 import threading
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from tfdist import _addresses
+from tfdist import _addresses, _desk
 from tfdist.cluster import Cluster, Task
 
 _MAX_SKEW_SECS = 1.0
 _RETRY_SECS = 0.2
 _ANSWER_SECS = 5.0
-_MAX_LINE = 1 << 16
+_VERSION = re.compile(r"[\w.+-]{1,40}", re.ASCII)
+# How much of what another one says is printed.
+_MAX_SAID = 80
 
 
 def meet(cluster: Cluster, mine: Mapping[str, str], timeout_secs: float) -> list[tuple[str, str]]:
@@ -36,14 +39,16 @@ def meet(cluster: Cluster, mine: Mapping[str, str], timeout_secs: float) -> list
     if not others or cluster.task not in cluster.tasks:
         return []
     deadline = time.monotonic() + timeout_secs
+    visitors = _Visitors(cluster, mine)
     try:
-        desk = _Desk(cluster, mine)
+        listening = _desk.listen(cluster.address(), map(cluster.address, others))
     except OSError as error:
         return [("wrong", f"{cluster.task} can't listen at {cluster.address()}: {error}; end what holds the port")]
-    with desk, concurrent.futures.ThreadPoolExecutor(min(64, len(others)), "tfdist meet") as pool:
+    asking = concurrent.futures.ThreadPoolExecutor(min(64, len(others)), "tfdist meet")
+    with _desk.Desk(listening, visitors.converse), asking as pool:
         answers = list(pool.map(lambda task: _ask(cluster, task, deadline), others))
         # The others need answers too, and this may be the first to have all of its own.
-        desk.wait_for(set(map(str, others)), max(0.0, deadline - time.monotonic()))
+        visitors.wait_for_all(max(0.0, deadline - time.monotonic()))
     found: list[tuple[str, str]] = []
     for task, answer in zip(others, answers, strict=True):
         found += _compare(task, cluster.address(task), answer, mine)
@@ -54,66 +59,50 @@ def _compare(task: Task, address: str, answer: dict[str, Any] | str, mine: Mappi
     if isinstance(answer, str):
         return [("wrong", f"{task} at {address}: {answer}; does it run, and is no firewall between?")]
     if answer.get("task") != str(task):
-        return [
-            ("wrong", f"{task} at {address}: {answer.get('task')!r} answers there; give all tasks the same TF_CONFIG")
-        ]
+        other = _said(answer.get("task"))
+        return [("wrong", f"{task} at {address}: {other} answers there; give all tasks the same TF_CONFIG")]
     found = [("ok", f"{task} at {address} answers")]
     theirs = answer.get("versions", {})
     for name, version in mine.items():
         if theirs.get(name) != version:
             there = theirs.get(name, "none")
+            there = there if isinstance(there, str) and _VERSION.fullmatch(there) else _said(there)
             found.append(("wrong", f"{task} has {name} {there} where {version} is here; install the same on all"))
     if abs(answer["skew"]) > _MAX_SKEW_SECS:
         found.append(("warning", f"the clock of {task} is {answer['skew']:+.1f} s off from this one; synchronise them"))
     return found
 
 
-class _Desk:
-    """Answers whoever asks at this task's port.
+def _said(value: object) -> str:
+    """What somebody unknown has said, fit for a terminal."""
+    return ascii(value)[:_MAX_SAID]
 
-    Raises:
-      OSError: the port is taken.
-    """
+
+class _Visitors:
+    """Answers the tasks that ask at this one's port, and knows which have done so."""
 
     def __init__(self, cluster: Cluster, mine: Mapping[str, str]) -> None:
         self._answer = {"task": str(cluster.task), "versions": dict(mine)}
-        self._asked: set[str] = set()
+        # By what they say: nothing that a stranger says is parsed or kept.
+        self._not_asked = {_name(task): str(task) for task in cluster.tasks if task != cluster.task}
         self._changed = threading.Condition()
-        port = _addresses.split(cluster.address())[1]
-        # On all interfaces, as TensorFlow's server will be.
-        self._server = socket.create_server(("", port), backlog=128)
-        self._thread = threading.Thread(target=self._serve, name="tfdist desk", daemon=True)
-        self._thread.start()
 
-    def _serve(self) -> None:
-        while True:
-            try:
-                connection, _ = self._server.accept()
-            except OSError:
-                return  # Closed.
-            with connection, contextlib.suppress(OSError, ValueError):
-                connection.settimeout(_ANSWER_SECS)
-                asking = json.loads(_read_line(connection))
-                answer = json.dumps({**self._answer, "time": time.time()})
-                connection.sendall(f"{answer}\n".encode())
-                with self._changed:
-                    self._asked.add(str(asking))
-                    self._changed.notify_all()
-
-    def wait_for(self, tasks: set[str], timeout_secs: float) -> None:
-        """Waits until all of these have asked."""
+    def converse(self) -> _desk.Conversation:
+        asking = yield b""
+        answer = json.dumps({**self._answer, "time": time.time()})
+        yield f"{answer}\n".encode()
         with self._changed:
-            self._changed.wait_for(lambda: tasks <= self._asked, timeout_secs)
+            self._not_asked.pop(asking, None)
+            self._changed.notify_all()
 
-    def __enter__(self) -> _Desk:
-        return self
+    def wait_for_all(self, timeout_secs: float) -> None:
+        """Waits until all tasks have asked."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._not_asked, timeout_secs)
 
-    def __exit__(self, *exception: object) -> None:
-        # Only this wakes a thread that is in accept().
-        with contextlib.suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)
-        self._server.close()
-        self._thread.join(_ANSWER_SECS)
+
+def _name(task: Task) -> bytes:
+    return json.dumps(str(task)).encode()
 
 
 def _ask(cluster: Cluster, task: Task, deadline: float) -> dict[str, Any] | str:
@@ -125,21 +114,40 @@ def _ask(cluster: Cluster, task: Task, deadline: float) -> dict[str, Any] | str:
                 address, min(_ANSWER_SECS, max(0.1, deadline - time.monotonic()))
             ) as connection:
                 started = time.time()
-                connection.sendall(f"{json.dumps(str(cluster.task))}\n".encode())
-                answer = json.loads(_read_line(connection))
+                connection.sendall(_name(cluster.task) + b"\n")
+                answer = _parse(_read_line(connection))
+                with contextlib.suppress(OSError):
+                    connection.sendall(b"\n")  # It has come.
                 middle, half = (started + time.time()) / 2, (time.time() - started) / 2
                 skew = float(answer["time"]) - middle
                 return {**answer, "skew": skew if abs(skew) > half else 0.0}
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
             if time.monotonic() >= deadline:
-                return str(error) or type(error).__name__
+                return str(error)[:_MAX_SAID] or type(error).__name__
         time.sleep(min(_RETRY_SECS, max(0.0, deadline - time.monotonic())))
 
 
+def _parse(line: bytes) -> dict[str, Any]:
+    """Reads an answer.
+
+    Raises:
+      ValueError: it is none.
+    """
+    try:
+        answer = json.loads(line)
+    except RecursionError:
+        raise ValueError("the answer is nested too deeply") from None
+    if not isinstance(answer, dict) or not isinstance(answer.get("versions", {}), dict):
+        raise ValueError("the answer is not from tfdist doctor")
+    return answer
+
+
 def _read_line(connection: socket.socket) -> bytes:
-    line = b""
-    while not line.endswith(b"\n") and len(line) < _MAX_LINE:
-        data = connection.recv(4096)
+    line, until = b"", time.monotonic() + _ANSWER_SECS
+    while not line.endswith(b"\n") and len(line) < _desk.LINE_BYTES:
+        # For the whole line, not for each byte of it.
+        connection.settimeout(max(0.01, until - time.monotonic()))
+        data = connection.recv(_desk.LINE_BYTES)
         if not data:
             break
         line += data

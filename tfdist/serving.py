@@ -9,15 +9,17 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import pathlib
 import sys
 import threading
+import time
 
 import tensorflow as tf
 
-from tfdist.cluster import DATA_SERVICE_VARIABLE, Cluster, Task
-from tfdist.engines import rendezvous, watch
+from tfdist.cluster import DATA_SERVICE_VARIABLE, NOTICES_VARIABLE, Cluster, Task, data_service_address
+from tfdist.engines import keepalive, rendezvous, watch
 from tfdist.engines.data_service import DataService
+from tfdist.launchers import interpreter
+from tfdist.launchers.notices import GIVEN_UP, Reader
 from tfdist.launchers.ports import PortReservation
 from tfdist.launchers.processes import Process, Supervisor
 from tfdist.launchers.replacements import Replacements
@@ -28,6 +30,8 @@ __all__ = ["Attachment", "EmbeddedCluster", "attach", "check_sizes", "cluster_of
 
 # A serving process is up within a few seconds.
 _RESTARTS = Restarts(settled_secs=10.0)
+# Between two looks at what the launcher has to say.
+_NOTICE_SECS = 1.0
 
 
 class Attachment:
@@ -102,7 +106,7 @@ def attach(
       ValueError: A number of processes to start is out of range.
       TimeoutError: A task did not come up.
     """
-    embedded, data_service = None, os.environ.get(DATA_SERVICE_VARIABLE)
+    embedded, data_service = None, data_service_address()
     if cluster is None:
         embedded = EmbeddedCluster(num_workers, num_ps, uses_data_service)
         cluster, data_service = embedded.cluster, embedded.data_service
@@ -115,8 +119,28 @@ def attach(
     rendezvous.reach(cluster, servers, start_timeout_secs, **waiting)
     if embedded is not None:
         embedded.keep_alive()
+    else:
+        _heed_launcher(keepalive.watch(cluster))
     atexit.register(attachment.finish)
     return attachment
+
+
+def _heed_launcher(watched: keepalive.Keepalive) -> None:
+    """Ends the connections to each worker that the launcher has given up, so that nothing waits for it any more."""
+    path = os.environ.get(NOTICES_VARIABLE)
+    if path:
+        reader = Reader(path)
+        threading.Thread(target=_follow_notices, args=(reader, watched), name="tfdist notices", daemon=True).start()
+
+
+def _follow_notices(reader: Reader, watched: keepalive.Keepalive) -> None:
+    while True:
+        for line in reader.new_lines():
+            if line.startswith(GIVEN_UP):
+                task = line.removeprefix(GIVEN_UP)
+                watch.say(f"tfdist: the launcher has given up {task}; going on without it")
+                watched.end(task)
+        time.sleep(_NOTICE_SECS)
 
 
 def cluster_of(resolver: tf.distribute.cluster_resolver.ClusterResolver) -> Cluster:
@@ -189,11 +213,9 @@ class EmbeddedCluster:
         env.pop(DATA_SERVICE_VARIABLE, None)
         if self.data_service is not None:
             env[DATA_SERVICE_VARIABLE] = self.data_service
-        root = str(pathlib.Path(__file__).resolve().parent.parent)
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
         if task.type == "ps":
             env["CUDA_VISIBLE_DEVICES"] = ""
-        return self._supervisor.start(str(task), [sys.executable, "-m", "tfdist.serving_task"], env)
+        return self._supervisor.start(str(task), interpreter.module_command("tfdist.serving_task"), env)
 
     def _watch(self) -> None:
         replacements = Replacements(_RESTARTS)

@@ -14,18 +14,21 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import hmac
+import os
 import pathlib
 import shutil
 import signal
-import socket
+import stat
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
-from tfdist.cluster import Cluster, Task
-from tfdist.engines import heap, rendezvous, task_server, watch
+from tfdist import data_worker
+from tfdist.cluster import JOB_SECRET_VARIABLE, Cluster, Task
+from tfdist.engines import heap, keepalive, rendezvous, task_server, watch
 
 # EX_TEMPFAIL of sysexits.h: "try again later". Launchers restart a task that ends with it.
 CHIEF_LOST_EXIT_CODE = 75
@@ -51,18 +54,24 @@ def serve(cluster: Cluster, start_timeout_secs: float = 300.0) -> int:
     """
     heap.keep_freed_memory(few_arenas=True)
     mark = done_mark(cluster, cluster.task)
-    if cluster.chief is not None and cluster.chief.type == "chief":
-        _prepare(mark)
+    if "chief" in cluster.jobs:
+        try:
+            _prepare(mark.parent)
+        except OSError as error:
+            watch.say(f"tfdist: {cluster.task}: {error}")
+            return 1
     server = task_server.start(cluster)
-    task_server.start_producer(cluster)
     try:
-        if "chief" not in cluster.jobs:
-            # An embedded cluster: the guard of this process ends it.
-            threading.Event().wait()
-        with _ending_with_chief() as is_asked_to_end:
-            return _await_chief(cluster, mark, start_timeout_secs, is_asked_to_end)
+        with data_worker.beside(cluster):
+            if "chief" not in cluster.jobs:
+                # An embedded cluster: the guard of this process ends it.
+                threading.Event().wait()
+            keepalive.watch(cluster)
+            with _ending_with_chief() as is_asked_to_end:
+                return _await_chief(cluster, mark, start_timeout_secs, is_asked_to_end)
     finally:
-        shutil.rmtree(mark.parent, ignore_errors=True)
+        if _is_ours(mark.parent):
+            shutil.rmtree(mark.parent, ignore_errors=True)
         del server
 
 
@@ -96,9 +105,9 @@ def _await_chief(
     chief = cluster.jobs["chief"][0]
     seen = False
     waiting_since = last_seen = time.monotonic()
-    while not mark.exists():
+    while not (_is_ours(mark.parent) and mark.exists()):
         now = time.monotonic()
-        if _answers(chief):
+        if rendezvous.answers(chief, _POLL_SECS):
             seen, last_seen = True, now
         elif is_asked_to_end.is_set() and (not seen or now - last_seen > _CHIEF_ENDED_SECS):
             return CHIEF_LOST_EXIT_CODE
@@ -121,24 +130,51 @@ def _await_chief(
     return 0
 
 
-def _answers(address: str) -> bool:
+def done_mark(cluster: Cluster, task: Task) -> pathlib.Path:
+    """The file on the machine of `task` that says that the chief is done.
+
+    Its folder has a name that nobody else can guess, where a launcher has handed a secret to all tasks.
+    """
+    identity = f"{sorted((job, sorted(tasks.items())) for job, tasks in cluster.jobs.items())} {task}"
+    digest = hmac.new(_secret(), identity.encode(), hashlib.sha256).hexdigest()
+    return _MARKS / f"tfdist-{digest[:24]}" / "done"
+
+
+def _secret() -> bytes:
+    return os.environ.get(JOB_SECRET_VARIABLE, "").encode(errors="surrogateescape")
+
+
+def _prepare(folder: pathlib.Path) -> None:
+    """Removes what an earlier attempt has left, and keeps a name that can be guessed from other users.
+
+    A name that can't be guessed is left to the chief, so that a task that is killed leaves nothing behind.
+
+    Raises:
+      OSError: the folder can't be made, or is another user's. The message is one line.
+    """
+    if folder.is_symlink() or folder.exists():
+        if not _is_ours(folder):
+            raise OSError(
+                f"{folder} is not a folder of this user, so that the chief can't say there that it is done; remove "
+                f"it, or set {JOB_SECRET_VARIABLE} to one random text for all tasks. Received: {_described(folder)}"
+            )
+        shutil.rmtree(folder)
+    if not _secret():
+        folder.mkdir(mode=0o700)
+
+
+def _is_ours(folder: pathlib.Path) -> bool:
+    """Whether this is a folder, and no link, that belongs to this user."""
     try:
-        socket.create_connection(rendezvous.split_address(address), timeout=_POLL_SECS).close()
+        status = folder.lstat()
     except OSError:
         return False
-    return True
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
 
 
-def done_mark(cluster: Cluster, task: Task) -> pathlib.Path:
-    """The file on the machine of `task` that says that the chief is done."""
-    identity = f"{sorted((job, sorted(tasks.items())) for job, tasks in cluster.jobs.items())} {task}"
-    return _MARKS / f"tfdist-{hashlib.sha256(identity.encode()).hexdigest()[:24]}" / "done"
-
-
-def _prepare(mark: pathlib.Path) -> None:
-    """Makes a fresh directory that only this user can write to."""
-    shutil.rmtree(mark.parent, ignore_errors=True)
-    mark.parent.mkdir(mode=0o700)
+def _described(path: pathlib.Path) -> str:
+    status = path.lstat()
+    return f"{stat.filemode(status.st_mode)}, user {status.st_uid}"
 
 
 def main() -> int:

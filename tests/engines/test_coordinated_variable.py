@@ -140,6 +140,14 @@ def test_the_assignment_returns_the_new_value() -> None:
     assert float(tf.function(lambda: tf.convert_to_tensor(v.assign(v + 2.0)), autograph=False)()) == 3.0
 
 
+@pytest.mark.parametrize("gather", ["sparse_read", "gather_nd"])
+def test_an_addition_to_a_permutation_stays_an_assignment(gather: str) -> None:
+    on = variable([1.0, 2.0, 4.0])
+    indices = [[2], [0], [1]] if gather == "gather_nd" else [2, 0, 1]
+    assert operations(lambda v: v.assign(getattr(v, gather)(indices) + 1.0), on) == {"AssignVariableOp"}
+    assert result(lambda v: v.assign(getattr(v, gather)(indices) + 1.0), on).tolist() == [5.0, 2.0, 3.0]
+
+
 def test_several_additions_in_one_function() -> None:
     v = variable(1.0)
 

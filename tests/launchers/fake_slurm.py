@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Slurm of one machine: sbatch, srun, scancel and scontrol that refuse options they don't know and run what they get.
+"""A Slurm of one machine: sbatch, srun and the like, which refuse unknown options and run what they get.
 
 `install` puts them into a directory for PATH. State is kept in that directory, one file per fact.
 """
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import os
 import pathlib
 import re
@@ -13,6 +15,8 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterable
 
 # Options with a value that sbatch and srun of Slurm 23.11 know, as far as they concern us; those without one.
 SBATCH = {
@@ -20,15 +24,16 @@ SBATCH = {
     *("job-name", "mail-type", "mem", "nodes", "ntasks", "ntasks-per-node", "open-mode", "output", "partition", "qos"),
     *("reservation", "signal", "time"),
 }
-SBATCH_SWITCHES = {"parsable", "requeue", "exclusive", "no-requeue"}
-SRUN = {"ntasks", "cpus-per-task", "distribution", "kill-on-bad-exit", "nodes", "output"}
+SBATCH_SWITCHES = {"parsable", "requeue", "exclusive", "no-requeue", "wait"}
+SRUN = {"ntasks", "het-group", "cpus-per-task", "distribution", "kill-on-bad-exit", "nodes", "output"}
 SRUN_SWITCHES = {"unbuffered", "label"}
+KILL_WAIT_SECS = 10.0
 
 
 def install(directory: pathlib.Path) -> dict[str, str]:
     """Writes the commands; returns the environment in which they are found."""
     directory.mkdir()
-    for name in ("sbatch", "srun", "scancel", "scontrol"):
+    for name in ("sbatch", "srun", "scancel", "scontrol", "squeue"):
         path = directory / name
         path.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(__file__)} {name} "$@"\n')
         path.chmod(0o755)
@@ -81,6 +86,11 @@ def sbatch(state: pathlib.Path, arguments: list[str]) -> int:
     if "gpus-per-node" in options:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(int(options["gpus-per-node"]))))
     output = options["output"].replace("%j", "4711")
+    (state / "comment").unlink(missing_ok=True)
+    number = "4711;cluster\n" if "--parsable" in arguments else "Submitted batch job 4711\n"
+    if "wait" in options:
+        sys.stdout.write(number)
+        sys.stdout.flush()
     for attempt in range(10):
         if attempt:
             env["SLURM_RESTART_COUNT"] = str(attempt)
@@ -97,7 +107,9 @@ def sbatch(state: pathlib.Path, arguments: list[str]) -> int:
             break
         (state / "requeued").unlink()
     (state / "code").write_text(str(code))
-    sys.stdout.write("4711;cluster\n" if "--parsable" in arguments else "Submitted batch job 4711\n")
+    if "wait" in options:
+        return code
+    sys.stdout.write(number)
     return 0
 
 
@@ -118,10 +130,23 @@ def srun(state: pathlib.Path, arguments: list[str]) -> int:
         by_pid.pop(pid)
         codes.append(code if code >= 0 else 128 - code)
         if codes[-1] and options.get("kill-on-bad-exit") == "1":
-            for other in by_pid:
-                os.killpg(other, signal.SIGTERM)
-                os.killpg(other, signal.SIGKILL)
+            _kill(by_pid)
     return max(codes)
+
+
+def _kill(groups: Iterable[int]) -> None:
+    """SIGTERM, and after KillWait SIGKILL, as Slurm does."""
+    for group in groups:
+        os.killpg(group, signal.SIGTERM)
+    if not any(thread.name == "kill" for thread in threading.enumerate()):
+        timer = threading.Timer(KILL_WAIT_SECS, lambda: [_kill_now(group) for group in list(groups)])
+        timer.name, timer.daemon = "kill", True
+        timer.start()
+
+
+def _kill_now(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
 
 
 def scancel(state: pathlib.Path, arguments: list[str]) -> int:
@@ -137,9 +162,32 @@ def scancel(state: pathlib.Path, arguments: list[str]) -> int:
 
 
 def scontrol(state: pathlib.Path, arguments: list[str]) -> int:
-    if arguments != ["requeue", "4711"]:
+    if arguments == ["requeue", "4711"]:
+        (state / "requeued").touch()
+    elif arguments == ["--oneliner", "show", "job", "4711"]:
+        job_state = state / "job_state"
+        print("JobId=4711", f"JobState={job_state.read_text() if job_state.exists() else 'RUNNING'}", *_limit(state))
+    elif arguments == ["show", "config"]:
+        print("ProctrackType           = proctrack/cgroup")
+    elif arguments[:2] == ["update", "JobId=4711"] and arguments[2].startswith("Comment="):
+        (state / "comment").write_text(arguments[2].partition("=")[2])
+    else:
         sys.exit(f"invalid keyword: {arguments}")
-    (state / "requeued").touch()
+    return 0
+
+
+def _limit(state: pathlib.Path) -> list[str]:
+    now, limit = datetime.datetime.now().isoformat(timespec="seconds"), state / "time_limit"
+    # A preemption sets PreemptTime, and an EndTime that is near.
+    text = limit.read_text() if limit.exists() else "UNLIMITED PreemptTime=None"
+    return [f"StartTime={now}", f"EndTime={now}", f"TimeLimit={text}"]
+
+
+def squeue(state: pathlib.Path, arguments: list[str]) -> int:
+    if arguments != ["--noheader", "--jobs=4711", "--format=%k"]:
+        sys.exit(f"squeue: unrecognized option {arguments}")
+    comment = state / "comment"
+    print(comment.read_text() if comment.exists() else "(null)")
     return 0
 
 

@@ -77,6 +77,44 @@ def test_the_longest_name_that_fits():
     kubernetes.plan(pods(name="a" * 49))
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        (Shape(2, 1, evaluator=True), {"worker"}),
+        (Shape(2, chief=True, evaluator=True), {"chief", "worker"}),  # The chief of an all-reduce trains too.
+    ],
+)
+def test_only_tasks_that_train_reserve_gpus(form, shape, expected):
+    request = kubernetes.plan(
+        pods(shape=shape, accelerators={"nvidia.com/gpu": 4}, node_selector={"pool": "gpu"}), form
+    )
+    found = {}
+    for template in templates(json.loads(json.dumps(request.objects))):
+        role = template["metadata"]["labels"]["app.kubernetes.io/component"]
+        (container,) = template["spec"]["containers"]
+        found[role] = container.get("resources", {}), template["spec"].get("nodeSelector", {})
+    gpus = {"nvidia.com/gpu": 4}
+    assert {role for role in found if found[role] == ({"requests": gpus, "limits": gpus}, {"pool": "gpu"})} == expected
+    assert all(found[role] == ({}, {}) for role in found if role not in expected)
+
+
+def templates(value):
+    """The templates of pods anywhere in an object."""
+    if isinstance(value, list):
+        return [template for each in value for template in templates(each)]
+    if not isinstance(value, dict):
+        return []
+    own = [value["template"]] if "containers" in value.get("template", {}).get("spec", {}) else []
+    return own + [template for each in value.values() for template in templates(each)]
+
+
+@pytest.mark.parametrize(("max_restarts", "expected"), [(3, 10), (0, 0)])
+def test_tfjob_limit_allows_as_many_restarts_of_all_tasks(max_restarts, expected):
+    request = kubernetes.plan(pods(shape=Shape(3), max_restarts=max_restarts), "tfjob")
+    assert request.objects[1]["spec"]["runPolicy"]["backoffLimit"] == expected
+
+
 # What the pods do.
 
 
@@ -145,50 +183,6 @@ def test_a_signal_reaches_the_script_and_its_exit_code_comes_back(tmp_path):
         assert task.stdout.readline() == b"ready\n"
         task.terminate()
         assert task.wait(30) == 75
-
-
-# The command line.
-
-FAKE_KUBECTL = """#!{python}
-import pathlib, sys
-if sys.argv[1:] != ["create", "--filename=-"]:
-    sys.exit(f"error: unknown flag: {{sys.argv[1:]}}")
-text = sys.stdin.read()
-if "kind: Job" not in text:
-    sys.exit('Error from server (AlreadyExists): jobs.batch "run1-worker" already exists')
-pathlib.Path({log!r}).write_text(text)
-print("created")
-"""
-
-
-@pytest.fixture
-def kubectl(tmp_path, monkeypatch):
-    """A kubectl that refuses what it does not know; gives the file in which it leaves what it got."""
-    tool = tmp_path / "kubectl"
-    tool.write_text(FAKE_KUBECTL.format(python=sys.executable, log=str(tmp_path / "log")))
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    return tmp_path / "log"
-
-
-def test_what_is_submitted_is_the_plan_and_a_secret(kubectl, capsys):
-    arguments = ["--image=me/train:1", "--name=run1", "--gpus_per_worker=2", "/app/train.py"]
-    assert kubernetes.main(["--dry_run", *arguments]) == 0
-    text = capsys.readouterr().out
-    assert kubernetes.main(arguments) == 0
-    first, _, rest = kubectl.read_text().partition("---\n")
-    assert rest == text
-    assert "kind: Secret" in first and "job-secret" in first and "kind: Secret" not in text
-    shown = capsys.readouterr()
-    assert shown.out == "created\n"
-    assert "kubectl delete secret,service,networkpolicy,job --selector=app.kubernetes.io/instance=run1 " in shown.err
-
-
-def test_what_the_cluster_refuses_is_one_line(kubectl):
-    with pytest.raises(
-        requests.LaunchError, match=r'kubectl failed with exit code 1: Error from server .*"run1-worker"'
-    ):
-        kubernetes.main(["--image=me/train:1", "--form=tfjob", "--name=run1", "/app/train.py"])
 
 
 # The published schemas.

@@ -216,6 +216,17 @@ def test_killing_the_guard_kills_the_task(supervisor):
     assert not left_over([task])
 
 
+def test_a_guard_told_to_end_is_the_cause_not_what_the_task_makes_of_it(supervisor):
+    """A task that saves its work ends with 75, as after a preemption of the whole job."""
+    handle = (
+        "import signal, sys; signal.signal(15, lambda *_: sys.exit(75)); print('ready', flush=True); signal.pause()"
+    )
+    process = supervisor.start("a", python(handle))
+    supervisor.first("ready")
+    psutil.Process(process.pid).parent().terminate()
+    assert process.wait(30) == -signal.SIGTERM
+
+
 def test_a_forked_copy_of_this_program_ends_nothing(supervisor):
     process = supervisor.start("a", python("print('ready', flush=True); import signal; signal.pause()"))
     supervisor.first("ready")

@@ -110,6 +110,29 @@ signal.pause()
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_wrapper_counts_although_survivors_end_with_75(launch, signum):
+    """What keeps worker:1 is killed from outside. It would save on SIGTERM, and worker:0 misses it at once."""
+    text = f"""
+if attempt: sys.exit(0)
+if not os.path.exists("pipe"):
+    try: os.mkfifo("pipe")
+    except FileExistsError: pass
+if name == "worker:0":
+    open("pipe").read()  # Until worker:1 is gone.
+    sys.exit(75)
+held = open("pipe", "w")
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+os.kill(os.getppid(), {int(signum)})
+while True: signal.pause()
+"""
+    code, _, err = launch(text, "--max_restarts=1")
+    assert code == 0
+    assert err[-1] == "tfdist: starting all tasks again in 0 s (restart 1 of 1)"
+    assert "tfdist: worker:1 failed first" in err[-2]
+
+
+@pytest.mark.processes
 def test_each_attempt_of_each_task_has_its_files(launch, tmp_path):
     text = "print('out', attempt)\nprint('err', file=sys.stderr)\nsys.exit(75 if attempt == 0 else 0)"
     code, out, err = launch(text, "--num_workers=2", "--task_logs=logs", "--run=first", "--notee")

@@ -55,6 +55,7 @@ def test_what_is_planned_is_shell():
         ({"gpus_per_node": -1}, "--gpus_per_node is too small"),
         ({"tasks_per_node": 2, "gpus_per_node": 1}, "--gpus_per_node leaves workers of a host without a GPU"),
         ({"max_restarts": -1}, "--max_restarts is too small"),
+        ({"max_preemptions": -1}, "--max_preemptions is too small"),
         ({"pre_kill_secs": 70000}, "--pre_kill_secs is out of Slurm's range"),
         ({"grace_secs": float("nan")}, "--grace_period_secs is not a duration"),
         ({"port": 65536}, "--port is not a port"),
@@ -119,6 +120,31 @@ def test_gpus_are_shared_out_among_the_workers_of_a_host():
     assert shares == ["0,1", "2,3", None, "", ""]  # None: it has the host's GPUs for itself.
 
 
+def test_gpus_that_slurm_has_bound_to_a_task_are_its_own():
+    env = {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": "1", "SLURM_GPUS_ON_NODE": "2", "SLURM_GPU_BIND": "single:1"}
+    assert "CUDA_VISIBLE_DEVICES" not in found(Shape(3, 1), env)[1]
+
+
+def test_hosts_without_workers_ask_for_no_gpus():
+    job = slurm.Job(
+        ("train.py",),
+        Shape(2, 1),
+        gpus_per_node=4,
+        options={"partition": "gpu"},
+        extra=("--gpu-bind=none", "--exclusive"),
+    )
+    first, second = str(slurm.plan(job)).split("#SBATCH hetjob\n")
+    assert "#SBATCH --nodes=2\n#SBATCH --ntasks=2\n" in first
+    assert "#SBATCH --gpus-per-node=4\n" in first
+    assert "#SBATCH --gpu-bind=none\n" in first
+    assert "#SBATCH --nodes=2\n#SBATCH --ntasks=2\n" in second
+    assert "gpus-per-node" not in second
+    assert "gpu-bind" not in second
+    assert "#SBATCH --partition=gpu\n" in second
+    assert "#SBATCH --exclusive\n" in second
+    assert "srun --het-group=0,1 --cpus-per-task=1" in second
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -132,7 +158,7 @@ def test_gpus_are_shared_out_among_the_workers_of_a_host():
         ({"SLURM_TASKS_PER_NODE": "5", "SLURM_JOB_NODELIST": "n$1"}, "cluster.chief[0] has a host that is neither"),
         (
             {"SLURM_TASKS_PER_NODE": "4,1", "SLURM_JOB_NODELIST": "a,b", "CUDA_VISIBLE_DEVICES": "0,1"},
-            "3 workers can't share out fewer GPUs than they are",
+            "3 workers can't share out fewer GPUs than they are; use --gpus_per_node=3 or more, or fewer --tasks",
         ),
     ],
 )
@@ -224,6 +250,106 @@ sys.exit([75, 1, 75, 0][attempt])
     assert launch(text, "--num_workers=1", "--max_restarts=1")[1] == 2
 
 
+# Waits until all tasks run, and has Slurm send SIGTERM to the whole job, as before a preemption.
+PREEMPT = """
+import pathlib, subprocess
+attempt = int(os.environ["TFDIST_ATTEMPT"])
+pathlib.Path(f"{name}.{attempt}").touch()
+if attempt == 0 and name == "worker:0":
+    while len(list(pathlib.Path.cwd().glob("*.0"))) < tasks: pass
+    subprocess.Popen(["scancel", "--signal=TERM", "4711.0"], start_new_session=True)
+while attempt == 0: signal.pause()
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("handler", ["", "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n"])
+def test_sigterm_to_the_whole_job_is_a_preemption(launch, handler):
+    handler = f"if name == 'worker:1':\n    {handler}" if handler else ""
+    done, code, lines = launch(f"tasks = 4\n{handler}{PREEMPT}", "--num_ps=1")
+    assert (done.returncode, code) == (0, 0), lines
+    assert "tfdist: queuing the job again (preemption 1)" in lines
+    assert not any("failed first" in line for line in lines)
+
+
+@pytest.mark.processes
+def test_a_time_limit_before_anything_is_saved_ends_the_job(launch, tmp_path):
+    (tmp_path / "slurm" / "time_limit").write_text("00:01:00 PreemptTime=None")
+    _, code, lines = launch(f"tasks = 2{PREEMPT}")
+    assert code == 143, lines
+    assert any("not queued again: the time limit is near and nothing was saved" in line for line in lines)
+
+
+@pytest.mark.processes
+def test_a_preemption_near_the_time_limit_is_one(launch, tmp_path):
+    (tmp_path / "slurm" / "time_limit").write_text("00:01:00 PreemptTime=2026-01-01T00:00:00")
+    _, code, lines = launch(f"tasks = 2{PREEMPT}")
+    assert code == 0, lines
+
+
+@pytest.mark.processes
+def test_a_job_that_was_cancelled_is_not_queued_again(launch, tmp_path):
+    (tmp_path / "slurm" / "job_state").write_text("CANCELLED")
+    _, code, lines = launch(f"tasks = 2{PREEMPT}")
+    assert code == 75, lines
+    assert not any("queuing" in line for line in lines)
+
+
+@pytest.mark.processes
+def test_a_killed_wrapper_is_a_failure_of_its_task(launch):
+    text = """
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+open(name, "w").close()
+if name == "worker:1":
+    while not os.path.exists("worker:0"): pass
+    os.kill(os.getppid(), signal.SIGKILL)
+while True: signal.pause()
+"""
+    _, code, lines = launch(text)
+    assert code == 137, lines
+    assert "tfdist: worker:1 left no exit code: its wrapper was killed" in lines
+
+
+@pytest.mark.processes
+def test_a_loss_that_is_seen_before_its_cause_is_no_preemption(launch):
+    text = """
+open(name, "w").close()
+if name == "worker:0":
+    while not os.path.exists("worker:1"): pass
+    sys.exit(75)
+while not any(os.path.exists(f"{folder}/worker_0") for folder in [os.environ["TFDIST_SLURM_EXITS"]]): pass
+sys.exit(3)
+"""
+    _, code, lines = launch(text)
+    assert code == 3, lines
+    assert "tfdist: worker:1 failed first (exit code 3)" in lines
+
+
+@pytest.mark.processes
+def test_a_ps_that_fails_once_the_chief_is_done_decides_nothing(launch):
+    text = """
+done = os.environ["TFDIST_SLURM_EXITS"] + "/chief_0"
+while name != "chief:0" and not os.path.exists(done): pass
+sys.exit(3 if name == "ps:0" else 0)
+"""
+    _, code, lines = launch(text, "--num_ps=1", "--num_workers=1")
+    assert code == 0, lines
+
+
+@pytest.mark.processes
+def test_preemptions_end_with_a_line_when_they_are_used_up(launch):
+    _, code, lines = launch("sys.exit(75)", "--num_workers=1", "--max_preemptions=2")
+    assert code == 75
+    assert lines[-1] == "tfdist: not queued again: --max_preemptions=2 is used up"
+    assert sum("tfdist: queuing the job again (preemption" in line for line in lines) == 2
+
+
+@pytest.mark.processes
+def test_sbatch_wait_has_the_exit_code_of_the_job(launch):
+    done, code, lines = launch("sys.exit(7)", "--num_workers=1", "--sbatch=--wait")
+    assert (done.returncode, done.stdout, code) == (7, "4711\n", 7), lines
+
+
 @pytest.mark.processes
 def test_what_slurm_refuses_is_one_line(launch):
     done, code, _ = launch("", "--sbatch=--exclusiv")
@@ -243,4 +369,4 @@ def test_a_dry_run_is_the_script(tmp_path, monkeypatch, capsys):
     assert slurm.main(["--dry_run", "--num_workers=3", "train.py", "--x"]) == 0
     text = capsys.readouterr().out
     assert "#SBATCH --ntasks=3\n" in text
-    assert text.endswith('exit "$code"\n')
+    assert text.endswith(" -- train.py --x\n")

@@ -33,7 +33,7 @@ import os, sys, time
 words = sys.argv[1:]
 while words[0].startswith("-") and words[0] != "--":
     option = words.pop(0)
-    if not option.startswith(("-T", "-p", "-oBatchMode=", "-oConnectTimeout=", "-oServerAlive")):
+    if not option.startswith(("-T", "-p", "-oBatchMode=", "-oConnectTimeout=", "-oControlPath=", "-oServerAlive")):
         sys.exit(f"unknown option -- {{option}}")
 host, command = words[1:]
 if host == "silent":
@@ -243,7 +243,7 @@ else:
     assert (code, out) == (0, "[worker:0] me@beta 0 2\n")
     assert [line for line in err.splitlines() if line.endswith("starting it again")] == [
         "tfdist: worker:0 failed (exit code 137, failure 1 in a row); starting it again",
-        "tfdist: worker:0 failed (exit code 255, failure 2 in a row); starting it again",
+        "tfdist: worker:0 failed (exit code 255, host me@beta, failure 2 in a row); starting it again",
     ]
 
 
@@ -261,7 +261,8 @@ print(os.environ["FAKE_HOST"], *workers)
     code, out, err = launch(text, *flags)
     assert code == 0
     assert out.startswith("[worker:0] me@beta beta:")
-    assert err.count("tfdist: worker:0 failed first (exit code 255); all tasks have ended") == 2
+    reason = "ssh: Could not resolve hostname alpha: Name or service not known"
+    assert err.count(f"worker:0 failed first (its host alpha can't be reached: {reason}); all tasks have ended") == 2
     assert "tfdist: going on with 1 of 2 workers, numbered anew, without worker:0: starting all tasks again" in err
 
 

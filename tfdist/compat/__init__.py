@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Private names of TensorFlow and Keras, one module per reason."""
+"""Private names of TensorFlow and Keras that tfdist needs: one module for each reason."""

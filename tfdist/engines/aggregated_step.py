@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.engines import lookups, products, program, sharing, small_variables
+from tfdist.engines import coordinated_variable, lookups, products, program, sharing, small_variables
 from tfdist.engines.bundles import Bundles
 from tfdist.engines.contribution import Contribution, TrainStep, add_up, weigh
 from tfdist.engines.packing import Packing
@@ -49,14 +49,16 @@ class AggregatedStep:
     ) -> None:
         self._strategy = strategy
         self._spec = element_spec
-        self._step = TrainStep(step, total_num_replicas, is_relative=is_relative)
+        self._step = TrainStep(step, total_num_replicas, is_relative=is_relative, can_take_maxima=True)
         self._is_weighted = is_weighted
         self._template: Contribution | None = None
         self._bundles: Bundles | None = None
         self._devices: list[str] = []
         self._home = ""
         self._from_batch: Callable[..., Any] | None = None
-        self._from_iterator = self._trace(self._contribute_next, [tf.data.IteratorSpec(element_spec)])
+        self._from_iterator = self._step.settled(
+            lambda: self._trace(self._contribute_next, [tf.data.IteratorSpec(element_spec)])
+        )
         self._specs = [tf.TensorSpec(t.shape, t.dtype) for t in self._from_iterator.outputs]
         self._push = self._trace(self._to_servers, self._specs)
         self._packing = Packing()
@@ -92,7 +94,7 @@ class AggregatedStep:
         """Traces what `contribute_from` runs; only Keras' thread may call it."""
         if self._from_batch is None:
             specs = tf.nest.flatten(self._spec, expand_composites=True)
-            self._from_batch = self._trace(self._contribute_batch, specs)
+            self._from_batch = self._step.settled(lambda: self._trace(self._contribute_batch, specs))
 
     def push(self, contribution: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Sends a contribution from the worker that computed it, the default device, to the parameter servers."""
@@ -135,7 +137,8 @@ class AggregatedStep:
         worker = self._strategy.extended.worker_devices[0]
         with self._as_replica(worker), small_variables.read_together(self.model, worker):
             rows = sharing.rows(batch)
-            contribution = self._step.contribute(batch)
+            with coordinated_variable.watched(self._step.written_past_keras):
+                contribution = self._step.contribute(batch)
         graph = tf.compat.v1.get_default_graph()
         lookups.at_the_table(graph)
         contribution = products.at_the_kernel(graph, contribution, rows)

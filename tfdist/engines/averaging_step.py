@@ -19,7 +19,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.engines import as_one, contribution, sharing, tap
+from tfdist.engines import adding, as_one, contribution, sharing, tap
 from tfdist.engines.averaging_data import Part
 
 _NONE = tf.VariableAggregation.NONE
@@ -97,7 +97,7 @@ def _scaled(optimizer: Any, factor: tf.Tensor | float) -> Callable[..., Any]:
                 f"policies: the optimizer {optimizer.name!r} must have its variables before a step is traced; call "
                 "optimizer.build(variables) after the model is built. Received: an optimizer that was not built"
             )
-        return apply([g if g is None else contribution._times(g, factor) for g in grads], trainable_variables)
+        return apply([g if g is None else adding.times(g, factor) for g in grads], trainable_variables)
 
     return scaled
 
@@ -127,7 +127,7 @@ class Alone(tf.distribute.ReplicaContext):
         is_sum = str(getattr(reduce_op, "value", reduce_op)).upper() == "SUM"
         factor = float(self._num_replicas) if is_sum else 1.0
         return tf.nest.map_structure(
-            lambda leaf: contribution._times(
+            lambda leaf: adding.times(
                 leaf if isinstance(leaf, tf.IndexedSlices) else tf.convert_to_tensor(leaf), factor
             ),
             value,

@@ -10,7 +10,8 @@ It carries control traffic only, some thirty bytes per message. It owns the poli
 what the workers report has one order, and all of them get the same verdicts in the same order.
 
 Who may talk to it: those who know the job's secret (see `quorum_wire`). It listens at the chief's own address only.
-Anybody else is cut off with a line in the log, and disturbs nobody. What is said after the handshake is neither
+Anybody else is cut off with a line in the log, and disturbs nobody: the board waits for no stranger, and closes the
+oldest ones when there are too many, so that a member gets through. What is said after the handshake is neither
 encrypted nor signed, as are the gradients themselves: the network between the workers is trusted not to forge packets.
 
 No TensorFlow.
@@ -27,6 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from tfdist import _desk
 from tfdist.engines import quorum_wire as wire
 from tfdist.engines import watch
 from tfdist.engines.quorum_wire import Act, Doing, Kind, ProtocolError, Report, Verdict
@@ -39,6 +41,9 @@ _HANDSHAKE_SECS = 10.0
 _RECEIVE_BYTES = 4096
 # Connections that have not proved who they are.
 _MOST_STRANGERS = 64
+# Lines about strangers between two statuses: a flood must not fill the disk either.
+_MOST_LINES = 10
+_NO_RESOURCES_SECS = 0.01
 
 
 @dataclasses.dataclass(eq=False)
@@ -89,7 +94,9 @@ class Board:
         self._listener = _listen(host)
         self._wake, self._woken = socket.socketpair()
         self._members: dict[int, _Connection] = {}
-        self._strangers: set[_Connection] = set()
+        # Oldest first.
+        self._strangers: dict[_Connection, None] = {}
+        self._num_refused = 0
         self._lost: set[int] = set()
         # What the workers were heard to do: the step that Keras asked for last, the one that they compute for, and the
         # examples of a contribution.
@@ -144,19 +151,26 @@ class Board:
     def _accept(self) -> None:
         try:
             accepted, peer = self._listener.accept()
-        except OSError:
-            return  # it was gone before it was looked at
+        except OSError as error:
+            # Else it was gone before it was looked at.
+            if error.errno in _desk.NO_RESOURCES:
+                self._make_room("stayed silent while no more could be opened")
+                time.sleep(_NO_RESOURCES_SECS)
+            return
         accepted.setblocking(False)
         accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         now = self._clock()
         connection = _Connection(accepted, f"{peer[0]}:{peer[1]}", secrets.token_bytes(wire.NONCE_BYTES), now, now)
         if len(self._strangers) >= _MOST_STRANGERS:
-            accepted.close()
-            self._refused(connection, f"is one of more than {_MOST_STRANGERS} that have not introduced themselves")
-            return
-        self._strangers.add(connection)
+            self._make_room(f"was one of more than {_MOST_STRANGERS} that had not introduced themselves")
+        self._strangers[connection] = None
         self._selector.register(accepted, selectors.EVENT_READ, connection)
         self._send(connection, wire.greeting(connection.nonce))
+
+    def _make_room(self, reason: str) -> None:
+        if self._strangers:
+            hosts = [stranger.peer.rpartition(":")[0] for stranger in self._strangers]
+            self._drop(_desk.to_give_way(self._strangers, hosts), f"it {reason}")
 
     def _receive(self, connection: _Connection) -> None:
         try:
@@ -177,6 +191,9 @@ class Board:
             for frame in connection.frames.take_all(wire.REPORT_BYTES):
                 self._hear(connection.worker or 0, Report.unpack(frame))
         except (ProtocolError, ValueError) as error:
+            if connection.worker is None:
+                # To a member that was given another secret: it need not try again.
+                self._send(connection, wire.REFUSAL)
             self._drop(connection, f"it {error}")
 
     def _introduce(self, connection: _Connection) -> bool:
@@ -187,7 +204,7 @@ class Board:
         worker, answer = wire.read_claim(claim, self._secret, len(self._names), connection.nonce)
         if worker in self._members or worker in self._lost:
             raise ProtocolError(f"says that it is {self._names[worker]}, which was here before")
-        self._strangers.discard(connection)
+        del self._strangers[connection]
         connection.worker = worker
         self._members[worker] = connection
         self._send(connection, answer)
@@ -212,7 +229,7 @@ class Board:
         self._selector.unregister(connection.socket)
         connection.socket.close()
         if connection in self._strangers:
-            self._strangers.discard(connection)
+            del self._strangers[connection]
             self._refused(connection, reason.removeprefix("it "))
         if connection.worker is not None:
             del self._members[connection.worker]
@@ -222,10 +239,15 @@ class Board:
             self._broadcast(self._losses())
 
     def _refused(self, connection: _Connection, reason: str) -> None:
-        self._say(f"the arrival board closed a connection from {connection.peer}, which {reason}")
+        self._num_refused += 1
+        if self._num_refused <= _MOST_LINES:
+            self._say(f"the arrival board closed a connection from {connection.peer}, which {reason}")
 
     def _tick(self) -> None:
         now = self._clock()
+        if self._num_refused > _MOST_LINES:
+            self._say(f"the arrival board closed {self._num_refused - _MOST_LINES} more connections of strangers")
+        self._num_refused = 0
         for connection in list(self._strangers):
             if now - connection.since > _HANDSHAKE_SECS:
                 self._drop(connection, f"it did not introduce itself within {_HANDSHAKE_SECS:.0f} s")

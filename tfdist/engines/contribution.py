@@ -13,9 +13,10 @@ BatchNormalization. And what happens once per update (clipping, weight decay, lo
 of iterations) happens in `update`, in the real `optimizer.apply`.
 
 How writes are kept back: `optimizer.apply` is replaced on the optimizer instances while the step is traced, and the
-rest of the step runs in a `keras.StatelessScope`, where Keras' variables are read and written in a mapping. Variables
-that a metric counts in (aggregation "sum") start at zero there, so that what comes out is what this batch adds.
-A `tf.Variable` that is not made by Keras is written at once.
+rest of the step runs in a `keras.StatelessScope` (`recording`), where Keras' variables are read and written in a
+mapping. Variables that a metric counts in (aggregation "sum") start at zero there, so that what comes out is what this
+batch adds. What was written before `optimizer.apply` is assigned before the update, such as a learning rate, and the
+rest after it. A `tf.Variable` that is not made by Keras is written at once.
 """
 
 from __future__ import annotations
@@ -23,46 +24,30 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfdist.engines import sharing, tap
+from tfdist.engines import changes, recording, sharing, states, tap
+from tfdist.engines.adding import Contribution, add_up, times, weigh
+from tfdist.engines.applying import Applied, apply_if, capture
+from tfdist.engines.recording import Findings, Recording, TraceAgain
+from tfdist.engines.states import State
+
+__all__ = ["Contribution", "TrainStep", "add_up", "losses", "weigh"]
 
 Place = Callable[[Any], contextlib.AbstractContextManager]
 Assign = Callable[[Any, tf.Tensor], Any]
-
-
-class Contribution(NamedTuple):
-    """What one replica adds to an update, or the sum of several. A structure for `tf.nest`; all tensors add up.
-
-    Attributes:
-      gradients: times `weight`, unless the loss is a sum over examples; one flat list for all optimizers, dense or
-        `tf.IndexedSlices`.
-      counts: what to add to the variables that metrics count in.
-      states: the new values of other variables: floats (statistics of layers) times `weight`; integers (seeds), int64.
-      logs: what the step returned that is no metric, times `weight`, float32.
-      weight: float32 scalar; the number of examples, or 1 where all replicas are known to have equally many.
-      replicas: float32 scalar; 1.
-    """
-
-    gradients: list[Any]
-    counts: list[tf.Tensor]
-    states: list[tf.Tensor]
-    logs: list[tf.Tensor]
-    weight: tf.Tensor
-    replicas: tf.Tensor
 
 
 @dataclasses.dataclass
 class _Layout:
     """What the parts of a contribution belong to; known once the step was traced."""
 
-    # For each call of `apply`: the optimizer, and for each of its variables whether it has a gradient.
-    applied: list[tuple[Any, list[Any], list[bool]]] = dataclasses.field(default_factory=list)
+    applied: list[Applied] = dataclasses.field(default_factory=list)
     counters: list[Any] = dataclasses.field(default_factory=list)
-    states: list[Any] = dataclasses.field(default_factory=list)
+    states: list[State] = dataclasses.field(default_factory=list)
     # The step's result, with a number for each leaf that is shipped and a metric's key for the others.
     logs: Any = None
 
@@ -76,16 +61,24 @@ class TrainStep:
       loss_divisor: what Keras divides each replica's loss by: `num_replicas_in_sync` of the strategy.
       is_relative: whether a contribution says by how much it changes a state, and not what that becomes: for replicas
         that don't begin with the same values.
+      can_take_maxima: whether contributions are added up by `add_up`, and not in an all-reduce.
     """
 
     def __init__(
-        self, step: Callable[..., Any], total_num_replicas: int, loss_divisor: int = 1, is_relative: bool = False
+        self,
+        step: Callable[..., Any],
+        total_num_replicas: int,
+        loss_divisor: int = 1,
+        is_relative: bool = False,
+        can_take_maxima: bool = False,
     ) -> None:
         self._step = step
         self.model: keras.Model = getattr(step, "__self__")  # noqa: B009, Keras' wrapper has it too
         self._total_num_replicas = total_num_replicas
         self._loss_divisor = loss_divisor
         self._is_relative = is_relative
+        self._can_take_maxima = can_take_maxima or total_num_replicas == 1
+        self._findings = Findings()
         self._layout = _Layout()
         self._is_sum = _is_sum(self.model)
         # Whether all replicas are known to have equally many examples.
@@ -96,6 +89,31 @@ class TrainStep:
         """The variables that `Contribution.counts` belongs to."""
         return self._layout.counters
 
+    def settled(self, trace: Callable[[], Any]) -> Any:
+        """What `trace` returns, which traces `contribute`: perhaps more than once, until nothing new is found out."""
+        return self._findings.settled(trace)
+
+    def written_past_keras(self, written: Any) -> None:
+        """Has a stand-in written instead of what is behind a Keras variable; for `tf.Variable`s as they are written.
+
+        Raises:
+          TraceAgain: the step has to be traced anew; see `settled`.
+          ValueError: it was written after the update.
+        """
+        variables = [
+            *self.model.variables,
+            *self.model.metrics_variables,
+            *getattr(self.model.optimizer, "variables", ()),
+        ]
+        for variable in variables:
+            if variable._value is written:
+                self._findings.ask_for_stand_in(variable)
+                raise ValueError(
+                    "policies: after optimizer.apply a train_step must not write variables past Keras, because the "
+                    "update is made later; use variable.assign(value) of the Keras variable. Received: a write of "
+                    f"{variable.path!r}"
+                )
+
     def contribute(self, batch: Any, batch_rows: tf.Tensor | None = None) -> Contribution:
         """Computes a replica's contribution from its part of the batch; call it in a graph, in replica context.
 
@@ -103,43 +121,100 @@ class TrainStep:
           batch: the replica's part.
           batch_rows: int64 scalar, the number of examples in all parts together, where that is known. Only with it are
             the metrics of single losses, and of losses that are sums, those of one device.
+
+        Raises:
+          TraceAgain: the step has to be traced anew; see `settled`.
         """
         layout = self._layout = _Layout()
-        gradients: list[Any] = []
-        counters = [v for metric in self.model.metrics for v in metric.variables if v.aggregation == "sum"]
-        begun_with = self._read_states(counters)
-        zeros = [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in counters]
-        scope = _Recording([*zeros, *begun_with.values()])
-        changes = [(o, "apply", _capture(o, layout, gradients)) for o in tap.optimizers_of(self.model)]
-        changes += self._loss_trackers(batch, batch_rows)
-        with tap.attributes(changes), scope:
+        starts, begun_with = self._starts()
+        scope = Recording(starts, self._findings)
+        changed = [(o, "apply", capture(o, layout.applied, scope)) for o in tap.optimizers_of(self.model)]
+        changed += self._loss_trackers(batch, batch_rows) + self._penalties()
+        with tap.attributes(changed), scope:
+            self.model._clear_losses()  # Keras knows them by ids, which tensors of an earlier trace may have had.
             # An empty Optional is Keras' way to say None.
             result = self._step(tf.nest.map_structure(_none_if_optional, batch))
-        written = scope.written()
-        counted = {id(variable) for variable in counters}
-        layout.counters = [variable for variable in written if id(variable) in counted]
-        layout.states = [variable for variable in written if id(variable) not in counted]
+        writes = scope.writes()
         weight = self._weight(batch)
+        counts, new_states, maxima = self._sort(writes, scope, begun_with, weight)
         return Contribution(
-            [gradient if self._is_sum else _times(gradient, weight) for gradient in gradients],
-            [scope.value_of(variable) for variable in layout.counters],
             [
-                _summable(_change(scope.value_of(variable), begun_with.get(id(variable))), weight)
-                for variable in layout.states
+                gradient if self._is_sum else times(gradient, weight)
+                for call in layout.applied
+                for gradient in call.gradients()
             ],
-            [_times(tf.cast(leaf, tf.float32), weight) for leaf in self._shipped(result, written)],
+            counts,
+            new_states,
+            [
+                times(tf.cast(leaf, tf.float32), weight)
+                for leaf in self._shipped(result, [write.variable for write in writes])
+            ],
             tf.convert_to_tensor(weight),
             tf.constant(1.0),
+            tuple(times(each.flag.read_value(), weight) for each in layout.applied if each.flag is not None),
+            tuple(maxima),
         )
 
-    def _read_states(self, counters: Sequence[Any]) -> dict[int, tuple[Any, tf.Tensor]]:
-        """What the states that the step may write are when it begins, by the variable's id; nothing if nobody asks."""
-        if not self._is_relative:
-            return {}
+    def _starts(self) -> tuple[list[tuple[Any, tf.Tensor]], dict[int, tf.Tensor]]:
+        """What variables begin with: metrics' sums at zero; and what other states are then, by the variable's id."""
         metrics = [variable for metric in self.model.metrics for variable in metric.variables]
+        counters = [v for v in metrics if v.aggregation == "sum" and id(v) not in self._findings.states]
         counted = {id(variable) for variable in counters}
-        states = {id(variable): variable for variable in [*self.model.non_trainable_variables, *metrics]}
-        return {key: (v, tf.convert_to_tensor(v)) for key, v in states.items() if key not in counted}
+        others = [variable for variable in metrics if id(variable) not in counted]
+        if self._is_relative:
+            others += self.model.non_trainable_variables
+        states = {id(variable): (variable, tf.identity(tf.convert_to_tensor(variable))) for variable in others}
+        zeros = [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in counters]
+        return [*zeros, *states.values()], {key: start for key, (_, start) in states.items()}
+
+    def _sort(
+        self, writes: Sequence[recording.Write], scope: Recording, begun_with: dict[int, tf.Tensor], weight: Any
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor], list[tf.Tensor]]:
+        """The counts, states and maxima of these writes."""
+        counts, new_states, maxima = [], [], []
+        metrics = {id(variable) for metric in self.model.metrics for variable in metric.variables}
+        for variable, value, position in writes:
+            mode = self._mode(variable, value, scope) if id(variable) in metrics else "mean"
+            if mode == "count":
+                self._layout.counters.append(variable)
+                counts.append(value)
+                continue
+            self._layout.states.append(State(variable, mode, position))
+            if mode in (changes.MAXIMUM, changes.MINIMUM):
+                maxima.append(value if mode == changes.MAXIMUM else -value)
+            elif mode == "sum":
+                new_states.append(value)
+            else:
+                new_states.append(
+                    states.summable(
+                        states.change(value, begun_with.get(id(variable)) if self._is_relative else None), weight
+                    )
+                )
+        return counts, new_states, maxima
+
+    def _mode(self, variable: Any, value: tf.Tensor, scope: Recording) -> str:
+        """How what replicas make of a metric's variable is brought together."""
+        is_sum, is_state = variable.aggregation == "sum", id(variable) in self._findings.states
+        is_readable = id(variable) not in self._findings.stand_ins
+        start = scope.start_of(variable)
+        kind = changes.kind(value, start) if is_readable and start is not None else changes.OTHER
+        if is_sum and kind == changes.NEW:
+            return "sum"
+        if is_sum and not is_state:
+            if is_readable and kind == changes.ADDITION:
+                return "count"
+            self._findings.is_state(variable)
+            raise TraceAgain(recording.AGAIN)
+        if kind in (changes.MAXIMUM, changes.MINIMUM) and self._can_take_maxima and variable.dtype != "bool":
+            return kind
+        if is_sum and self._total_num_replicas > 1:
+            raise ValueError(
+                "metrics=[...]: under policies each replica counts its own examples and the counts are added up, so a "
+                "metric's variable has to be updated as assign(variable + x), outside of conditionals, or on parameter "
+                "servers as a maximum or minimum; one made by add_variable(aggregation='mean') has the mean "
+                f"over the replicas. Received: variable {variable.path!r}, which is no sum"
+            )
+        return "mean"
 
     def _weight(self, batch: Any) -> tf.Tensor | float:
         rows = sharing.rows(batch)
@@ -164,7 +239,14 @@ class TrainStep:
         weights = [(self.model._loss_tracker, total)]
         # One for each loss, or none for a single one.
         weights += [(metric, single) for metric in self.model._compile_loss.metrics]
-        return [(metric, "update_state", _weighing(metric.update_state, scale, weight)) for metric, weight in weights]
+        return [(metric, "update_state", _weighing(metric, scale, weight, rows)) for metric, weight in weights]
+
+    def _penalties(self) -> list[tuple[Any, str, Any]]:
+        """What divides penalties, which are no sums over examples, by the replicas whose losses are summed."""
+        if not self._is_sum or self._total_num_replicas == 1:
+            return []
+        aggregate = self.model._aggregate_additional_loss
+        return [(self.model, "_aggregate_additional_loss", lambda loss: aggregate(loss) / self._total_num_replicas)]
 
     def _shipped(self, result: Any, written: Sequence[Any]) -> list[Any]:
         """The leaves of the step's result that the metrics can't tell after the update."""
@@ -200,8 +282,8 @@ class TrainStep:
         """The variables that gradients belong to, in the order of `Contribution.gradients`."""
         return [
             variable
-            for _, variables, present in self._layout.applied
-            for variable, has_gradient in zip(variables, present, strict=True)
+            for each in self._layout.applied
+            for variable, has_gradient in zip(each.variables, each.present, strict=True)
             if has_gradient
         ]
 
@@ -220,24 +302,55 @@ class TrainStep:
           num_contributions: how many they are, where that is known beforehand; it may spare a pass over the gradients.
           assign: gives a variable of `states` its new value.
         """
-        factor = self._factor(total, num_contributions)
-        gradients = iter(total.gradients)
-        for optimizer, variables, present in self._layout.applied:
+        gradients, applies = iter(total.gradients), iter(total.applies)
+        assign_states = self._assigner(total, assign)
+        for position, each in enumerate(self._layout.applied):
+            assign_states(position)
+            applied = next(applies) if each.flag is not None else None
+            factor = self._factor(total, num_contributions, applied)
             scaled: list[Any] = []
-            for variable, has_gradient in zip(variables, present, strict=True):
+            for variable, has_gradient in zip(each.variables, each.present, strict=True):
                 with place(variable):
-                    scaled.append(_times(next(gradients), factor) if has_gradient else None)
-            optimizer.apply(scaled, variables)
-        for variable, value in zip(self._layout.states, total.states, strict=True):
-            assign(variable, (_moved_state if self._is_relative else _mean_state)(variable, value, total))
+                    scaled.append(times(next(gradients), factor) if has_gradient else None)
+            if applied is None:
+                each.optimizer.apply(scaled, each.variables)
+            else:
+                apply_if(applied > 0, each.optimizer, scaled, each.variables)
+        assign_states(len(self._layout.applied))
 
-    def _factor(self, total: Contribution, num_contributions: int | None) -> tf.Tensor | float:
-        """What makes the sum of gradients that of one device."""
+    def _assigner(self, total: Contribution, assign: Assign) -> Callable[[int], None]:
+        """A function that assigns what was written after so many calls of `apply`."""
+        values, maxima = iter(total.states), iter(total.maxima)
+        new: list[tuple[State, tf.Tensor]] = []
+        for state in self._layout.states:
+            is_extreme = state.mode in (changes.MAXIMUM, changes.MINIMUM)
+            new.append((state, next(maxima) if is_extreme else next(values)))
+
+        def value_of(state: State, value: tf.Tensor) -> tf.Tensor:
+            if state.mode == "mean":
+                return (states.moved if self._is_relative else states.mean)(state.variable, value, total)
+            return tf.cast(-value if state.mode == changes.MINIMUM else value, state.variable.dtype)
+
+        def assign_at(position: int) -> None:
+            for state, value in new:
+                if state.position == position:
+                    assign(state.variable, value_of(state, value))
+
+        return assign_at
+
+    def _factor(
+        self, total: Contribution, num_contributions: int | None, applied: tf.Tensor | None = None
+    ) -> tf.Tensor | float:
+        """What makes the sum of gradients that of one device; float64, for models that are.
+
+        Of a conditional `apply` that is the mean over those whose condition held, of which `applied` is the weight.
+        """
+        if applied is not None and not self._is_sum:
+            return tf.math.divide_no_nan(tf.cast(self._loss_divisor, tf.float64), tf.cast(applied, tf.float64))
         if self._is_sum or self._is_even:
-            return (self._total_num_replicas if self._is_sum else self._loss_divisor) / (
-                num_contributions or total.replicas
-            )
-        return tf.math.divide_no_nan(float(self._loss_divisor), total.weight)
+            count = num_contributions or tf.cast(total.replicas, tf.float64)
+            return (self._total_num_replicas if self._is_sum else self._loss_divisor) / count
+        return tf.math.divide_no_nan(tf.cast(self._loss_divisor, tf.float64), tf.cast(total.weight, tf.float64))
 
     def logs(self, total: Contribution, counts: Sequence[tf.Tensor] | None = None) -> Any:
         """What Keras is to show: metrics with what they have counted so far, and other logs of this update's batch.
@@ -254,97 +367,8 @@ class TrainStep:
         return tf.nest.map_structure(pick, self._layout.logs)
 
 
-def add_up(contributions: Sequence[Contribution], place: Sequence[Any] | None = None) -> Contribution:
-    """The sum of contributions.
-
-    Args:
-      contributions: of one step, all of the same structure.
-      place: for each gradient the device to add it up on; where it is by default.
-    """
-    if len(contributions) == 1:
-        return contributions[0]
-    devices = iter(place or [None] * len(contributions[0].gradients))
-    gradients = [
-        _add_on(next(devices), parts) for parts in zip(*(each.gradients for each in contributions), strict=True)
-    ]
-    rest = [tf.nest.flatten(each._replace(gradients=[])) for each in contributions]
-    sums = [tf.add_n(parts) for parts in zip(*rest, strict=True)]
-    packed = tf.nest.pack_sequence_as(contributions[0]._replace(gradients=[]), sums)
-    return packed._replace(gradients=gradients)
-
-
-def weigh(contribution: Contribution, weight: tf.Tensor, place: Sequence[Any]) -> Contribution:
-    """A contribution whose gradients are multiplied by a weight. What was counted and measured stays as it is.
-
-    Args:
-      contribution: of one replica.
-      weight: float32 scalar.
-      place: for each gradient the device to do it on.
-    """
-    gradients = []
-    for gradient, device in zip(contribution.gradients, place, strict=True):
-        with tf.device(device):
-            gradients.append(_times(gradient, weight))
-    return contribution._replace(gradients=gradients)
-
-
-def _add_on(device: Any, parts: Sequence[Any]) -> Any:
-    with tf.device(device) if device else contextlib.nullcontext():
-        if not isinstance(parts[0], tf.IndexedSlices):
-            return tf.add_n(parts)
-        values = tf.concat([part.values for part in parts], 0)
-        indices = tf.concat([part.indices for part in parts], 0)
-        return tf.IndexedSlices(values, indices, parts[0].dense_shape)
-
-
 def _none_if_optional(leaf: Any) -> Any:
     return None if isinstance(leaf, tf.experimental.Optional) else leaf
-
-
-def _capture(optimizer: Any, layout: _Layout, gradients: list[Any]) -> Callable[..., Any]:
-    def apply(grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
-        grads = list(grads)
-        variables = list(optimizer._trainable_variables if trainable_variables is None else trainable_variables)
-        if not optimizer.built:
-            raise ValueError(
-                f"policies: the optimizer {optimizer.name!r} must have its variables before a step is traced; call "
-                "optimizer.build(variables) after the model is built. Received: an optimizer that was not built"
-            )
-        layout.applied.append((optimizer, variables, [gradient is not None for gradient in grads]))
-        gradients.extend(gradient for gradient in grads if gradient is not None)
-        return optimizer.iterations
-
-    return apply
-
-
-class _Recording(keras.StatelessScope):
-    """A scope that remembers which variables were written."""
-
-    def __init__(self, state_mapping: Sequence[tuple[Any, tf.Tensor]]) -> None:
-        super().__init__(state_mapping, initialize_variables=False)
-        self._graph = tf.compat.v1.get_default_graph()
-        self._written: dict[int, Any] = {}
-
-    def add_update(self, update: tuple[Any, Any]) -> None:
-        variable, value = update
-        if getattr(value, "graph", self._graph) is not self._graph:
-            raise ValueError(
-                "policies: a train_step must not write variables inside of a conditional or a loop, because what it "
-                f"writes counts only if its gradient does. Received: a write of {variable.path!r} inside of one"
-            )
-        self._written[id(variable)] = variable
-        super().add_update(update)
-
-    def get_current_value(self, variable: Any) -> Any:
-        # Keras asks this of any variable with a regularizer.
-        value = super().get_current_value(variable)
-        return variable._value if value is None else value
-
-    def written(self) -> list[Any]:
-        return list(self._written.values())
-
-    def value_of(self, variable: Any) -> tf.Tensor:
-        return tf.convert_to_tensor(self.get_current_value(variable))
 
 
 def _is_sum(model: keras.Model) -> bool:
@@ -364,48 +388,13 @@ def losses(model: keras.Model) -> list[Any]:
     return [loss.loss for loss in getattr(compiled, "_flat_losses", None) or [] if loss.loss is not None]
 
 
-def _weighing(update_state: Callable[..., Any], scale: float, weight: Any) -> Callable[..., Any]:
+def _weighing(metric: Any, scale: float, weight: Any, rows: tf.Tensor) -> Callable[..., Any]:
+    update_state = metric.update_state
+
     def update(values: Any, sample_weight: Any = None) -> Any:
+        # What layers add to the loss is a mean as a rule, which is no number where there are no examples.
+        values = tf.where(rows > 0, values, tf.zeros_like(values))
         values = values if scale == 1.0 else values * tf.cast(scale, values.dtype)
         return update_state(values, sample_weight=sample_weight if weight is None else tf.cast(weight, tf.float32))
 
     return update
-
-
-def _times(gradient: Any, factor: Any) -> Any:
-    if isinstance(factor, float) and factor == 1.0:
-        return gradient
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(_times(gradient.values, factor), gradient.indices, gradient.dense_shape)
-    # Without examples a gradient may be NaN; no share of it is nothing.
-    return tf.math.multiply_no_nan(gradient, tf.cast(factor, gradient.dtype))
-
-
-def _summable(value: tf.Tensor, weight: Any) -> tf.Tensor:
-    return _times(value, weight) if value.dtype.is_floating else tf.cast(value, tf.int64)
-
-
-def _change(value: tf.Tensor, begun_with: tuple[Any, tf.Tensor] | None) -> tf.Tensor:
-    """What a state has become, or by how much it changed if it is said what it was."""
-    if begun_with is None:
-        return value
-    before = begun_with[1]
-    return value - before if value.dtype.is_floating else tf.cast(value, tf.int64) - tf.cast(before, tf.int64)
-
-
-def _moved_state(variable: Any, change: tf.Tensor, total: Contribution) -> tf.Tensor:
-    """A state after changes by replicas that began with different values."""
-    now = tf.convert_to_tensor(variable)
-    if change.dtype.is_floating:
-        return now + tf.cast(tf.math.divide_no_nan(change, tf.cast(total.weight, change.dtype)), now.dtype)
-    return tf.cast(tf.cast(now, tf.int64) + change // tf.cast(total.replicas, tf.int64), now.dtype)
-
-
-def _mean_state(variable: Any, value: tf.Tensor, total: Contribution) -> tf.Tensor:
-    dtype = tf.as_dtype(variable.dtype)
-    if value.dtype.is_floating:
-        mean = tf.math.divide_no_nan(value, tf.cast(total.weight, value.dtype))
-        # Contributions without any example say nothing.
-        return tf.cast(tf.where(total.weight > 0, mean, tf.cast(tf.convert_to_tensor(variable), value.dtype)), dtype)
-    # Seeds and counts: all replicas of a step began with the same value and came to the same one.
-    return tf.cast(value // tf.cast(total.replicas, value.dtype), dtype)

@@ -17,8 +17,10 @@ This module is the only one that relies on the class of the variables which `Par
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -63,7 +65,8 @@ class CoordinatedVariable(ps_values.CachingVariable):
         value = self._as_read_ahead() if is_whole else None
         if value is None:
             value = read(*args, **kwargs)
-        if tf.is_tensor(value) and hasattr(value, "graph"):
+        # A part, or a permutation, of the variable is not what an addition to it begins with.
+        if is_whole and tf.is_tensor(value) and hasattr(value, "graph"):
             self._reads.setdefault(value.graph, {})[value.op.name] = self._state_in(value.graph)
         return value
 
@@ -142,7 +145,8 @@ class CoordinatedVariable(ps_values.CachingVariable):
         """See `tf.Variable.assign_sub`; what is scaled is taken off a large variable in one pass over its memory."""
         scaled = None if tf.executing_eagerly() else self._match_scaling(delta)
         if scaled is None:
-            return self._write(super().assign_sub, delta, use_locking, name, read_value)
+            options = {"use_locking": use_locking, "name": name, "read_value": read_value}
+            return self._write(super().assign_sub, delta, **options)
         alpha, tensor = scaled
         with tf.device(self.device):
             # The same arithmetic as that of gradient descent, without the product in between.
@@ -150,9 +154,18 @@ class CoordinatedVariable(ps_values.CachingVariable):
             operation = self._write(descend, var=self._v.handle, alpha=alpha, delta=tensor, use_locking=True, name=name)
         return self._v._lazy_read(operation) if read_value else operation
 
+    def __getitem__(self, key: Any) -> tf.Tensor:
+        """See `tf.Variable`; what is returned can be assigned to."""
+        part = super().__getitem__(key)
+        part.assign = lambda value, name=None: self._write(lambda: self._v[key].assign(value, name))
+        return part
+
     def _write(self, write: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if tf.executing_eagerly():
             self._barrier(writes=True)
+        else:
+            for watcher in getattr(_watchers, "writes", ()):
+                watcher(self)
         self._writes += 1
         return write(*args, **kwargs)
 
@@ -214,6 +227,20 @@ class CoordinatedVariable(ps_values.CachingVariable):
 
     def _like_self(self, delta: tf.Tensor) -> tf.Tensor:
         return delta if delta.shape == self.shape else tf.broadcast_to(delta, self.shape)
+
+
+@contextlib.contextmanager
+def watched(watcher: Callable[[CoordinatedVariable], None]) -> Iterator[None]:
+    """Within this block, `watcher` is told of each write that is traced, in this thread, before it is."""
+    before = getattr(_watchers, "writes", ())
+    _watchers.writes = (*before, watcher)
+    try:
+        yield
+    finally:
+        _watchers.writes = before
+
+
+_watchers = threading.local()
 
 
 def _scatter(name: str) -> Callable[..., Any]:

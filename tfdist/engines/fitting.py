@@ -18,6 +18,23 @@ _OTHERS = {
     inspect.unwrap(function).__code__
     for function in (TensorFlowTrainer.evaluate, TensorFlowTrainer.predict, TensorFlowTrainer._maybe_symbolic_build)
 }
+_CALLS = {
+    inspect.unwrap(getattr(TensorFlowTrainer, name)).__code__
+    for name in ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
+}
+_BUILD = inspect.unwrap(TensorFlowTrainer._maybe_symbolic_build).__code__
+
+
+def call_frame(frame: FrameType | None) -> FrameType | None:
+    """The frame of the innermost call of a model's loop, such as `fit`, that is `frame` or below it; or None."""
+    while frame is not None and frame.f_code not in _CALLS:
+        frame = frame.f_back
+    return frame
+
+
+def is_build(frame: FrameType) -> bool:
+    """Whether this is the frame in which Keras builds a model, as each call but `predict` does before anything else."""
+    return frame.f_code is _BUILD
 
 
 def fit_frame() -> FrameType | None:

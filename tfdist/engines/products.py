@@ -126,7 +126,9 @@ def _product(operation: tf.Operation, copy: tf.Tensor, read: tf.Tensor) -> Produ
 def _all_or_nothing(kernel: tf.Tensor, is_nothing: tf.Tensor, device: str) -> tf.Tensor:
     # A conditional around the sending would have both sides wait for each other's decision. A slice is no copy.
     with tf.device(device):
-        return kernel[: kernel.shape[0] * (1 - tf.cast(is_nothing, tf.int32))]
+        part = kernel[: kernel.shape[0] * (1 - tf.cast(is_nothing, tf.int32))]
+        # A number of rows that is found out while tracing does not fit the product in the branch that is not taken.
+        return tf.raw_ops.PlaceholderWithDefault(input=part, shape=[None, kernel.shape[1]])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,7 @@ from tfdist.engines import quorum_wire as wire
 from tfdist.engines.quorum_wire import Act, Doing, Kind, ProtocolError, Report, Verdict
 
 _CONNECT_SECS = 30.0
+_RETRY_SECS = 0.1
 _POLL_SECS = 0.5
 _RECEIVE_BYTES = 4096
 _DOING = {
@@ -22,6 +23,10 @@ _DOING = {
     Doing.LATE: " (still busy with an earlier step)",
     Doing.COMPUTING: "",
 }
+
+
+class _CutOffError(ConnectionError):
+    """The board has closed the connection before the worker had introduced itself."""
 
 
 class Member:
@@ -169,6 +174,17 @@ class Member:
     # The connection.
 
     def _connect(self, address: tuple[str, int], secret: bytes) -> tuple[socket.socket, wire.Frames]:
+        until = time.monotonic() + _CONNECT_SECS
+        while True:
+            try:
+                return self._connect_once(address, secret)
+            except _CutOffError:
+                # To strangers; a board that refuses a worker says so.
+                if time.monotonic() > until:
+                    raise
+                self._closing.wait(_RETRY_SECS)
+
+    def _connect_once(self, address: tuple[str, int], secret: bytes) -> tuple[socket.socket, wire.Frames]:
         try:
             connection = socket.create_connection(address, _CONNECT_SECS)
         except OSError as error:
@@ -191,6 +207,8 @@ class Member:
             board_nonce = wire.read_greeting(self._take(connection, frames, wire.GREETING_BYTES, ""))
             connection.sendall(wire.claim(secret, self._worker, board_nonce, nonce))
             answer = self._take(connection, frames, wire.PROOF_BYTES, hint)
+            if answer == wire.REFUSAL:
+                raise ConnectionError(f"{self._board} does not accept {self._names[self._worker]}{hint}")
             wire.check_answer(answer, secret, self._worker, board_nonce, nonce)
         except ProtocolError as error:
             raise ConnectionError(f"{self._board} {error}{hint}") from None
@@ -198,9 +216,12 @@ class Member:
 
     def _take(self, connection: socket.socket, frames: wire.Frames, size: int, hint: str) -> bytes:
         while (piece := frames.take(size)) is None:
-            data = connection.recv(_RECEIVE_BYTES)
+            try:
+                data = connection.recv(_RECEIVE_BYTES)
+            except ConnectionResetError:
+                data = b""
             if not data:
-                raise ConnectionError(f"{self._board} does not accept {self._names[self._worker]}{hint}")
+                raise _CutOffError(f"{self._board} does not accept {self._names[self._worker]}{hint}")
             frames.feed(data)
         return piece
 

@@ -127,7 +127,7 @@ class QuorumStep:
     def _trace(self, specs: Sequence[Any]) -> Callable[..., Any]:
         traced = tf.function(self._contribute_next, autograph=False)
         with self._strategy.scope():
-            return traced.get_concrete_function(*specs)
+            return self._step.settled(lambda: traced.get_concrete_function(*specs))
 
     def _contribute_next(self, iterator: Any) -> list[tf.Tensor]:
         batch, total = iterator.get_next()

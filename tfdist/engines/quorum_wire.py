@@ -6,7 +6,7 @@ travels; then each side sends frames of one size:
 
     board  -> worker   greeting   magic, nonce
     worker -> board    claim      magic, number of the worker, nonce, proof
-    board  -> worker   proof
+    board  -> worker   proof, or a refusal
     worker -> board    reports    what this worker does
     board  -> worker   verdicts   what an update is made of, and who is waited for
 
@@ -33,6 +33,8 @@ _VERDICT = struct.Struct("!BQQdd")
 
 GREETING_BYTES = len(MAGIC) + NONCE_BYTES
 CLAIM_BYTES = _CLAIM.size
+# In place of a proof, which it can't be but with a chance of 2 to the -256.
+REFUSAL = b"refused".ljust(PROOF_BYTES, b"\0")
 REPORT_BYTES = _REPORT.size
 
 # In `Verdict.marks` of an update: this bit, and how many gradients of the worker were dropped.

@@ -4,27 +4,46 @@
 TensorFlow's own start blocks without a word, and can be neither interrupted nor watched from a thread, because it holds
 Python's lock. So each task first listens on its own address, answers who it is, and asks all others. A task that has
 met all others, and was met by them, goes on and starts TensorFlow's server on the same port.
+
+    caller -> answering                   the caller connects
+              answering -> caller         tfdist DIGEST TASK NONCE
+    caller -> answering                   tfdist DIGEST TASK NONCE PROOF
+              answering -> caller         tfdist PROOF
+    caller -> answering                   tfdist met: the proof is right
+              answering -> caller         tfdist met
+
+A proof is an HMAC-SHA256 (RFC 2104) under the job's secret, which itself is not sent. Without a secret its key is
+empty: then it proves nothing, and tasks believe each other. The last two lines are there because a task that has been
+met may start its server at once, and nobody who starts late can tell that server from a stranger's.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
+import hmac
 import json
+import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
 
+from tfdist import _desk
 from tfdist.cluster import Cluster, Task
 from tfdist.engines import watch
 
 _MAGIC = b"tfdist"
+_MET = b"tfdist met\n"
+_REFUSED = b"tfdist refused\n"
 # The answer of TensorFlow's server: that task has met all others already.
 _SERVING = "serving"
+# Of a task that has proved who it is, and may not know yet that it was met.
+_PROVED = "no answer to the end"
 _PROBE_SECS = 2.0
 _RETRY_SECS = 0.2
 _CHECK_SECS = 0.5
+_NONCE_BYTES = 32
+_UNPROVED = "it does not know this job's secret: TFDIST_JOB_SECRET must be the same for all tasks, or for no task"
 
 
 def meet(
@@ -34,6 +53,7 @@ def meet(
     every_secs: float = 10.0,
     write: Callable[[str], object] | None = None,
     clock: Callable[[], float] = time.monotonic,
+    secret: str = "",
 ) -> None:
     """Returns when all training tasks have been reached at their addresses.
 
@@ -43,14 +63,15 @@ def meet(
       every_secs: how often to write who is missing.
       write: takes such a line; standard error by default.
       clock: the time in seconds.
+      secret: what only tasks of this job know; "" where there is none.
 
     Raises:
       TimeoutError: somebody is missing still; names them, and why.
       OSError: this task can't listen on its own port.
     """
     others = [task for task in cluster.training_tasks if task != cluster.task]
-    search = _Search(cluster, others, mutual=True)
-    with _Answering(cluster, search.was_asked_by):
+    search = _Search(cluster, others, secret.encode(), mutual=True)
+    with _Answering(cluster, secret.encode(), search.was_asked_by):
         _complete(search, timeout_secs, every_secs, write or watch.say, clock, lambda: None)
 
 
@@ -118,8 +139,17 @@ def _digest(cluster: Cluster) -> str:
     return hashlib.sha256(tasks.encode()).hexdigest()[:16]
 
 
-def _hello(cluster: Cluster) -> bytes:
-    return b" ".join([_MAGIC, _digest(cluster).encode(), str(cluster.task).encode()]) + b"\n"
+def _hello(cluster: Cluster, *words: str) -> bytes:
+    return b" ".join([_MAGIC, _digest(cluster).encode(), str(cluster.task).encode(), *map(str.encode, words)]) + b"\n"
+
+
+def _nonce() -> str:
+    return secrets.token_hex(_NONCE_BYTES)
+
+
+def _proof(secret: bytes, *words: str) -> str:
+    # No word has a space in it, so two messages can't be the same.
+    return hmac.digest(secret, " ".join(["tfdist rendezvous", *words]).encode(), "sha256").hex()
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -128,43 +158,54 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def answers(address: str, timeout_secs: float) -> bool:
+    """Whether connections to "host:port" are accepted."""
+    try:
+        socket.create_connection(split_address(address), timeout=timeout_secs).close()
+    except OSError:
+        return False
+    return True
+
+
 class _Answering:
     """Listens on this task's port and tells everybody who it is."""
 
-    def __init__(self, cluster: Cluster, on_asked: Callable[[str], None]) -> None:
-        self._hello = _hello(cluster)
-        self._on_asked = on_asked
-        self._socket = _listen(cluster)
+    def __init__(self, cluster: Cluster, secret: bytes, on_met: Callable[[str], None]) -> None:
+        self._cluster = cluster
+        self._secret = secret
+        self._on_met = on_met
+        self._desk = _desk.Desk(_listen(cluster), self._converse)
 
     def __enter__(self) -> None:
-        threading.Thread(target=self._answer, name="tfdist-rendezvous", daemon=True).start()
+        self._desk.__enter__()
 
     def __exit__(self, *exception: object) -> None:
-        # Wakes the thread that accepts, which close alone would leave waiting.
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+        self._desk.__exit__(*exception)
 
-    def _answer(self) -> None:
-        while True:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:
-                return
-            with connection, contextlib.suppress(OSError):
-                connection.settimeout(_PROBE_SECS)
-                connection.sendall(self._hello)
-                # The caller closes first, so that this port is left in no state that a server could not bind.
-                words = connection.recv(256).decode(errors="replace").split()
-                if words[:2] == self._hello.decode().split()[:2]:
-                    self._on_asked(words[-1])
+    def _converse(self) -> _desk.Conversation:
+        mine, nonce = str(self._cluster.task), _nonce()
+        words = (yield _hello(self._cluster, nonce)).decode(errors="replace").split()
+        if len(words) != 5 or words[:2] != [_MAGIC.decode(), _digest(self._cluster)]:
+            return
+        task, asked, proof = words[2:]
+        if not _is_same(proof, _proof(self._secret, "caller", task, mine, nonce, asked)):
+            yield _REFUSED
+            return
+        answer = _proof(self._secret, "answering", task, mine, nonce, asked)
+        if (yield f"{_MAGIC.decode()} {answer}\n".encode()) + b"\n" == _MET:
+            self._on_met(task)
+            yield _MET
 
 
-def _listen(cluster: Cluster) -> socket.socket:
-    _, port = split_address(cluster.address())
-    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+def _is_same(proof: str, expected: str) -> bool:
+    """Compares in constant time."""
+    return hmac.compare_digest(proof.encode(), expected.encode())
+
+
+def _listen(cluster: Cluster) -> list[socket.socket]:
+    others = [cluster.address(task) for task in cluster.training_tasks if task != cluster.task]
     try:
-        return socket.create_server(("", port), family=family, dualstack_ipv6=family == socket.AF_INET6, backlog=128)
+        return _desk.listen(cluster.address(), others)
     except OSError as error:
         raise OSError(
             error.errno,
@@ -176,8 +217,9 @@ def _listen(cluster: Cluster) -> socket.socket:
 class _Search:
     """Asks each of the others until it answers, each in a thread: a name may take long to resolve."""
 
-    def __init__(self, cluster: Cluster, others: Iterable[Task], mutual: bool = False) -> None:
+    def __init__(self, cluster: Cluster, others: Iterable[Task], secret: bytes = b"", mutual: bool = False) -> None:
         self.cluster = cluster
+        self._secret = secret
         self._reasons = dict.fromkeys(others, "no answer yet")
         # Who has yet to meet this task, where that matters.
         self._not_asked = set(self._reasons) if mutual else set()
@@ -210,8 +252,12 @@ class _Search:
             self._changed.notify_all()
 
     def _ask_until_met(self, task: Task) -> None:
+        has_proved = False
         while not self._stop.is_set():
-            reason = _ask(self.cluster, task)
+            reason = _ask(self.cluster, task, self._secret)
+            has_proved = has_proved or reason == _PROVED
+            if reason == _SERVING and self._secret and not has_proved:
+                reason = "something serves there that has not proved to belong to this job; start all tasks again"
             with self._changed:
                 if reason in (None, _SERVING):
                     self._reasons.pop(task, None)
@@ -223,21 +269,48 @@ class _Search:
             self._stop.wait(_RETRY_SECS)
 
 
-def _ask(cluster: Cluster, task: Task) -> str | None:
-    """Why this task can't be said to be there; None or `_SERVING` if it is."""
+def _ask(cluster: Cluster, task: Task, secret: bytes = b"") -> str | None:
+    """Why this task can't be said to be there; None, `_PROVED` (but not that it knows) or `_SERVING` if it is."""
     host, port = split_address(cluster.address(task))
+    proved = False
     try:
         with socket.create_connection((host, port), timeout=_PROBE_SECS) as connection:
-            answer = connection.recv(256)
-            if answer.startswith(_MAGIC):
-                connection.sendall(_hello(cluster))
+            answer = _read_line(connection)
+            reason = _judge(answer, cluster, task)
+            if reason is not None:
+                return reason
+            proved = _prove(connection, cluster, task, secret, answer.decode(errors="replace").split()[3])
+            if proved:
+                connection.sendall(_MET)
+                return None if _read_line(connection) == _MET else _PROVED
+            return _UNPROVED
     except socket.gaierror as error:
         return f"its name can't be resolved: {error.strerror}"
     except TimeoutError:
-        return "does not answer"
+        return _PROVED if proved else "does not answer"
     except OSError as error:
-        return (error.strerror or str(error)).lower()
-    return _judge(answer, cluster, task)
+        return _PROVED if proved else (error.strerror or str(error)).lower()
+
+
+def _prove(connection: socket.socket, cluster: Cluster, task: Task, secret: bytes, nonce: str) -> bool:
+    """Proves who this task is, and returns whether the other one has done the same."""
+    mine, own = str(cluster.task), _nonce()
+    connection.sendall(_hello(cluster, own, _proof(secret, "caller", mine, str(task), nonce, own)))
+    words = _read_line(connection).decode(errors="replace").split()
+    expected = _proof(secret, "answering", mine, str(task), nonce, own)
+    return len(words) == 2 and words[0] == _MAGIC.decode() and _is_same(words[1], expected)
+
+
+def _read_line(connection: socket.socket) -> bytes:
+    """A line, or the beginning of what is none."""
+    line, until = b"", time.monotonic() + _PROBE_SECS
+    while not line.endswith(b"\n") and len(line) < _desk.LINE_BYTES and line[: len(_MAGIC)] == _MAGIC[: len(line)]:
+        connection.settimeout(max(0.01, until - time.monotonic()))
+        data = connection.recv(_desk.LINE_BYTES)
+        if not data or time.monotonic() > until:
+            break
+        line += data
+    return line
 
 
 def _judge(answer: bytes, cluster: Cluster, task: Task) -> str | None:
@@ -246,6 +319,6 @@ def _judge(answer: bytes, cluster: Cluster, task: Task) -> str | None:
     if not answer.startswith(_MAGIC):
         return _SERVING
     words = answer.decode(errors="replace").split()
-    if len(words) != 3 or words[1] != _digest(cluster):
+    if len(words) != 4 or words[1] != _digest(cluster):
         return "belongs to a cluster of other tasks: its TF_CONFIG differs"
-    return None if words[2] == str(task) else f"the task there says that it is {words[2]}"
+    return None if words[2] == str(task) else f"the task there says that it is {words[2][:40]!r}"

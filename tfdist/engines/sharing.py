@@ -17,10 +17,6 @@ import tensorflow as tf
 _KERAS_SHUFFLED = tf.data.experimental.ExternalStatePolicy.IGNORE
 # Batches whose order changes between epochs when the composition of the batches can't.
 _SHUFFLE_BATCHES = 64
-_ONE_DIMENSION = (
-    "all components of a batch must have the same first dimension, by which it is divided among replicas; repeat what "
-    "belongs to the whole batch for each example, or keep it in the model."
-)
 
 
 def deal(dataset: tf.data.Dataset, parts: Sequence[int | tf.Tensor], num_parts: int) -> tf.data.Dataset:
@@ -79,9 +75,18 @@ def check_batched(element_spec: Any, num_parts: int) -> None:
             f"dataset: its elements have no batch dimension to divide among {num_parts} replicas; "
             f"call .batch(global_batch_size) on it. Received: element_spec={element_spec}"
         )
-    sizes = {tf.TensorShape(spec.shape).as_list()[0] for spec in specs if tf.TensorShape(spec.shape).rank}
-    if len(sizes - {None}) > 1:
-        raise ValueError(f"dataset: {_ONE_DIMENSION} Received: element_spec={element_spec}")
+    sizes = {size for size in map(_static_rows, specs) if size is not None}
+    if num_parts > 1 and len(sizes) > 1:
+        raise ValueError(
+            f"dataset: components of its elements have different batch sizes, and can't be divided among {num_parts} "
+            "replicas; repeat what is the same for all examples with tf.repeat, or keep it in the model. Received: "
+            f"batch sizes {sorted(sizes)}, element_spec={element_spec}"
+        )
+
+
+def _static_rows(leaf: Any) -> int | None:
+    shape = tf.TensorShape(leaf.shape)
+    return shape.as_list()[0] if shape.rank else None
 
 
 def _first(batch: Any) -> Any:
@@ -93,33 +98,20 @@ def _first(batch: Any) -> Any:
 
 
 def _rows(batch: Any) -> tf.Tensor:
-    return _rows_of(_first(batch))
-
-
-def _rows_of(leaf: Any) -> tf.Tensor:
-    if isinstance(leaf, tf.RaggedTensor):
-        return tf.cast(leaf.nrows(), tf.int64)
-    if isinstance(leaf, tf.SparseTensor):
-        return tf.cast(leaf.dense_shape[0], tf.int64)
-    return tf.shape(leaf, out_type=tf.int64)[0]
-
-
-def _checked_rows(batch: Any) -> tf.Tensor:
-    """The number of examples in a batch, after a check that all of its components have as many."""
-    rows = [_rows_of(leaf) for leaf in tf.nest.flatten(batch) if _has_rows(leaf)]
-    if len(rows) < 2:
-        return _rows(batch)
-    is_same = tf.reduce_all(tf.equal(tf.stack(rows[1:]), rows[0]))
-    check = tf.debugging.Assert(is_same, [f"dataset: {_ONE_DIMENSION} Received first dimensions:", tf.stack(rows)])
-    with tf.control_dependencies([check] if check is not None else []):
-        return tf.identity(_rows(batch))
+    first = _first(batch)
+    if isinstance(first, tf.RaggedTensor):
+        return tf.cast(first.nrows(), tf.int64)
+    if isinstance(first, tf.SparseTensor):
+        return tf.cast(first.dense_shape[0], tf.int64)
+    return tf.shape(first, out_type=tf.int64)[0]
 
 
 def cut(batch: Any, part: int | tf.Tensor, num_parts: int) -> Any:
     """Part number `part` (a Python integer or int64 scalar) of `num_parts` of a batch."""
+    if isinstance(num_parts, int) and num_parts == 1:
+        return batch
     size = static_size(batch)
-    is_known = size is not None and all(static_size(leaf) == size for leaf in tf.nest.flatten(batch) if _has_rows(leaf))
-    total = size if is_known else _checked_rows(batch)
+    total = _checked_rows(batch)
     start, stop = total * part // num_parts, total * (part + 1) // num_parts
 
     def cut_one(leaf: Any) -> Any:
@@ -137,8 +129,24 @@ def cut(batch: Any, part: int | tf.Tensor, num_parts: int) -> Any:
     return tf.nest.map_structure(cut_one, batch)
 
 
-def _has_rows(leaf: Any) -> bool:
-    return isinstance(leaf, tf.Tensor | tf.RaggedTensor | tf.SparseTensor)
+def _checked_rows(batch: Any) -> tf.Tensor | int:
+    """The number of examples, once all components are known to have so many."""
+    tensors = [
+        leaf for leaf in tf.nest.flatten(batch) if isinstance(leaf, tf.Tensor | tf.RaggedTensor | tf.SparseTensor)
+    ]
+    known = {_static_rows(leaf) for leaf in tensors}
+    if len(known) == 1 and None not in known:
+        return known.pop()
+    total, *others = (_rows(leaf) for leaf in tensors if tf.TensorShape(leaf.shape).rank != 0)
+    if not others:
+        return total
+    message = (
+        "dataset: the components of a batch have different numbers of examples, and can't be divided among replicas; "
+        "repeat what is the same for all examples with tf.repeat, or keep it in the model. Received examples:"
+    )
+    counts = tf.stack([total, *others])
+    with tf.control_dependencies([tf.debugging.Assert(tf.reduce_all(counts == total), [message, counts])]):
+        return tf.identity(total)
 
 
 def part_spec(element_spec: Any, num_parts: int) -> Any:

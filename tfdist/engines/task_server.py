@@ -15,12 +15,11 @@ import pathlib
 import site
 import sys
 import sysconfig
-import threading
 import types
 from typing import Any
 
 from tfdist import _addresses
-from tfdist.cluster import DATA_SERVICE_VARIABLE, Cluster
+from tfdist.cluster import Cluster
 from tfdist.engines import cpus
 
 # What has `import tensorflow` load libraries into the process: a server needs them, too.
@@ -105,16 +104,13 @@ def _config(cluster: Cluster) -> Any:
     return config
 
 
-def start_producer(cluster: Cluster) -> None:
-    """Lets this worker prepare endless data for all, where the environment names a dispatcher."""
-    dispatcher = os.environ.get(DATA_SERVICE_VARIABLE)
-    if dispatcher and cluster.task.type == "worker":
-        host = cluster.address().rpartition(":")[0]
-        # It waits for the dispatcher, which only a chief that uses it starts; the thread keeps the server alive.
-        threading.Thread(target=_produce, args=(dispatcher, host), name="tfdist data producer", daemon=True).start()
+def run_data_worker(dispatcher: str, host: str) -> None:
+    """Runs a tf.data service worker in this process for ever; Python stands still until it is registered.
 
-
-def _produce(dispatcher: str, host: str) -> None:
+    Args:
+      dispatcher: "host:port" of the dispatcher.
+      host: name of this machine, under which the others fetch batches.
+    """
     from tensorflow.python.data.experimental.service import server_lib
 
     config = server_lib.WorkerConfig(dispatcher_address=dispatcher, worker_address=f"{host}:%port%", port=0)

@@ -45,10 +45,13 @@ class ThreadedStep:
         self._is_whole = is_whole
         self._user_step = step
         divisor = 1 if as_one.has_own_loss(step) else len(self._devices)
-        self._step = TrainStep(step, len(self._devices), loss_divisor=divisor)
+        self._step = TrainStep(step, len(self._devices), loss_divisor=divisor, can_take_maxima=True)
         self._template: Contribution | None = None
         flat = tf.nest.flatten(element_spec, expand_composites=True)
-        replicas = [program.trace(strategy, self._on_replica(replica), flat) for replica in range(len(self._devices))]
+        replicas = [
+            self._step.settled(lambda replica=replica: program.trace(strategy, self._on_replica(replica), flat))
+            for replica in range(len(self._devices))
+        ]
         self._contribute = [_bare(replica) for replica in replicas]
         self._specs = [tf.TensorSpec(t.shape, t.dtype) for t in replicas[0].outputs]
         self._packing = Packing()

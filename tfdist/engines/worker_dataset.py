@@ -221,7 +221,8 @@ class WorkerDataset(input_lib.DistributedDataset):
         def build(shard: tf.Tensor) -> tf.data.Dataset:
             dataset = rebuild(text, spec)
             if self._sharding == "deal":
-                parts = sharing.deal(dataset, [shard], num_shards).prefetch(1)
+                # A lone worker gets batches as they are, whatever they are made of.
+                parts = (sharing.deal(dataset, [shard], num_shards) if num_shards > 1 else dataset).prefetch(1)
                 # A worker whose contribution was withdrawn makes another one for the same update, and must not run out.
                 return parts.repeat(2) if self.cardinality >= 0 else parts
             return self._cut(dataset.shard(num_shards, shard) if num_shards > 1 else dataset)

@@ -122,11 +122,12 @@ def _supervise(task: int, parent: int, control: int, parent_fd: int, wake: int) 
     for descriptor in (control, wake, parent_fd):
         if descriptor >= 0:
             poller.register(descriptor, select.POLLIN)
-    orphaned, kill_at = False, None
+    orphaned, asked, kill_at = False, False, None
     while True:
         code = _reap(task)
         if code is not None:
-            return code
+            # Its parent never signals the guard: somebody else ended the task, whatever that made of it.
+            return -signal.SIGTERM if asked else code
         if orphaned and kill_at is None:
             _kill_group(task, signal.SIGTERM)
             kill_at = time.monotonic() + _ORPHAN_GRACE_SECS
@@ -134,7 +135,7 @@ def _supervise(task: int, parent: int, control: int, parent_fd: int, wake: int) 
             _kill_group(task, signal.SIGKILL)
         readable = {fd for fd, _ in poller.poll(_timeout_ms(orphaned, parent_fd))}
         if wake in readable and signal.SIGTERM in os.read(wake, 4096):
-            orphaned = True  # Somebody wants the guard itself to go.
+            orphaned = asked = True  # Somebody wants the guard itself to go.
         if parent_fd in readable or os.getppid() != parent:
             orphaned = True
         if control in readable and not _pass_on(control, task):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -11,6 +12,8 @@ import threading
 import time
 from collections.abc import Sequence
 
+from tfdist.launchers import reachability
+from tfdist.launchers.notices import GIVEN_UP, Notices
 from tfdist.launchers.processes import Process, Supervisor
 from tfdist.launchers.replacements import Replacements
 from tfdist.launchers.requests import PREEMPTED_EXIT_CODE, Request
@@ -24,6 +27,10 @@ _REPLACE_SECS = 0.5
 _CAUSE_SECS = 5.0
 # Until all that a worker had started is gone and its last words are read, its place is not free.
 _SWEPT_SECS = 0.05
+# Of ssh, when its connection broke or never was; a script may end with it as well.
+_NO_CONNECTION = 255
+# ssh is given 15 s to connect; what ends by then may never have had a task on the other side.
+_CONNECT_SECS = 20.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,12 +42,14 @@ class Outcome:
       failed: the task that failed first, if that is what decided.
       given_up: names of workers that could not be brought back.
       goes_on: whether enough workers are left without these. All have to be started again, for they wait for them.
+      orphan_secs: after which tasks that could not be reached any more have ended by themselves.
     """
 
     code: int
     failed: Process | None = None
     given_up: frozenset[str] = frozenset()
     goes_on: bool = False
+    orphan_secs: float = 0.0
 
 
 class Attempt:
@@ -85,9 +94,17 @@ class Attempt:
         self._pending = set(self._tasks)
         self._failed: Process | None = None
         self._deadline = math.inf
+        # Reasons by host, and those hosts where tasks may be left.
+        self._unreachable: dict[str, str] = {}
+        self._orphaned: list[str] = []
+        self._notices = Notices() if request.replaces_workers else None
 
     def run(self) -> Outcome:
         """Returns when all tasks have ended."""
+        with contextlib.closing(self._notices) if self._notices else contextlib.nullcontext():
+            return self._run()
+
+    def _run(self) -> Outcome:
         try:
             for name in self._tasks:
                 self._start(name)
@@ -97,18 +114,23 @@ class Attempt:
         self._follow()
         if not self._undecided:
             self._let_others_end()
+        elif self._failed is not None and not self._received:
+            self._look_for_lost_hosts(self._failed)
         if self._received:
             return Outcome(self._end_interrupted(self._received[0]))
         self._end([signal.SIGTERM])
         if not self._undecided or self._failed is None:
             return Outcome(0)
-        self._say(*_obituary(self._failed), *([f"its output is below {self._logs.folder}"] if self._logs else []))
-        return Outcome(_exit_code(self._failed), self._failed, frozenset(self._given_up), self._goes_on)
+        self._say(*self._obituary(self._failed), *([f"its output is below {self._logs.folder}"] if self._logs else []))
+        given_up = frozenset(self._given_up)
+        return Outcome(self._code(self._failed), self._failed, given_up, self._goes_on, self._orphan_secs())
 
     def _start(self, name: str) -> None:
         task, restart = self._tasks[name], self._latest[name].restart + 1 if name in self._latest else 0
-        numbers = {"TFDIST_ATTEMPT": str(self._number), "TFDIST_TASK_RESTART": str(restart)}
-        self._latest[name] = self._supervisor.start(name, task.command, {**os.environ, **task.env, **numbers})
+        more = {"TFDIST_ATTEMPT": str(self._number), "TFDIST_TASK_RESTART": str(restart)}
+        if self._notices:
+            more |= self._notices.env
+        self._latest[name] = self._supervisor.start(name, task.command, {**os.environ, **task.env, **more})
 
     def _follow(self) -> None:
         """Waits until the job is decided: nobody is undecided, or `_failed` is the task that failed first."""
@@ -151,7 +173,7 @@ class Attempt:
         # Who has lost the chief ends with this code; then the chief's end is to decide, and it may be seen later.
         least_secs = _CAUSE_SECS if ended.returncode == PREEMPTED_EXIT_CODE else _REPLACE_SECS
         failures, secs = self._replacements.failed(ended.name, ran_secs, least_secs)
-        text = f"{ended.name} failed ({_how(ended)}, failure {failures} in a row)"
+        text = f"{ended.name} failed ({self._how(ended)}, failure {failures} in a row)"
         if secs is None:
             self._give_up(ended, failures)
         elif secs > least_secs:
@@ -180,16 +202,67 @@ class Attempt:
     def _give_up(self, ended: Process, failures: int) -> None:
         self._given_up.add(ended.name)
         left, all_of_them = len(self._replaced) - len(self._given_up), len(self._replaced)
-        text = f"{ended.name} is given up ({_how(ended)}, failure {failures} in a row)"
+        text = f"{ended.name} is given up ({self._how(ended)}, failure {failures} in a row)"
         if left >= self._min_workers and ended.name in self._settled:
             # The chief has met it, and does without.
             self._pending.discard(ended.name)
             ended.wait(_VERDICT_SECS)  # Its last words may still be coming in.
             self._say(*_last_lines(ended), f"{text}; going on with {left} of {all_of_them} workers")
+            if self._notices:
+                self._notices.add(GIVEN_UP + ended.name)
             return
         self._goes_on = left >= self._min_workers
         self._say(text)
         self._fail(ended)
+
+    # Hosts that are lost.
+
+    def _look_for_lost_hosts(self, failed: Process) -> None:
+        """Has the lost host be the cause, instead of a task that failed because it misses the tasks there.
+
+        A survivor notices that at once, and the launcher, whose connection is only silent, half a minute later.
+        """
+        probes = {}
+        for name, task in self._tasks.items():
+            if task.probe and (self._latest[name].poll() is None or self._latest[name].returncode == _NO_CONNECTION):
+                probes[task.host] = task.probe
+        self._unreachable = reachability.unreachable(probes, lambda: bool(self._received))
+        lost = [name for name in self._tasks if self._host(name) in self._unreachable]
+        # Those that have ended so soon never had a connection.
+        left = [
+            name for name in lost if self._latest[name].poll() is None or self._latest[name].ran_secs > _CONNECT_SECS
+        ]
+        self._orphaned = list(dict.fromkeys(map(self._host, left)))
+        if len(self._unreachable) == len({task.host for task in self._tasks.values()}) > 1:
+            self._say("no host can be reached: the link of this machine may be down")
+        if not lost or self._host(failed.name) in self._unreachable:
+            return
+        self._failed = self._latest[next((name for name in lost if name in self._undecided), lost[0])]
+        self._say(f"{failed.name} failed ({self._how(failed)}), as it misses {self._failed.name}")
+
+    def _host(self, name: str) -> str:
+        return self._tasks[name].host
+
+    def _code(self, failed: Process) -> int:
+        return _NO_CONNECTION if self._host(failed.name) in self._unreachable else _exit_code(failed)
+
+    def _orphan_secs(self) -> float:
+        return self._request.orphan_secs if self._orphaned else 0.0
+
+    def _how(self, ended: Process) -> str:
+        host = self._host(ended.name)
+        return f"{_how(ended)}, host {host}" if host and ended.returncode == _NO_CONNECTION else _how(ended)
+
+    def _obituary(self, failed: Process) -> list[str]:
+        """Its last lines, then who failed first and how: what to read first stands at the bottom of the screen."""
+        host, how, ended = self._host(failed.name), self._how(failed), "all tasks have ended"
+        if reason := self._unreachable.get(host):
+            how = f"its host {host} can't be reached: {reason}"
+        if secs := self._orphan_secs():
+            ended = (
+                f"all others have ended, and those on {', '.join(self._orphaned)} end by themselves within {secs:g} s"
+            )
+        return [*_last_lines(failed), f"{failed.name} failed first ({how}); {ended}"]
 
     def _let_others_end(self) -> None:
         """They know from the chief that it is over; what they do from now on decides nothing."""
@@ -244,11 +317,6 @@ def _last_lines(failed: Process) -> list[str]:
     shown = [line for line in failed.tail if line.strip()][-_SHOWN_LINES:]
     title = [f"the last lines of {failed.name}:"] if shown else []
     return [*title, *(f"  {line}" for line in shown)]
-
-
-def _obituary(failed: Process) -> list[str]:
-    """Its last lines, then who failed first and how: what to read first stands at the bottom of the screen."""
-    return [*_last_lines(failed), f"{failed.name} failed first ({_how(failed)}); all tasks have ended"]
 
 
 def _signal_name(signum: int) -> str:

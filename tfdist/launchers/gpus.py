@@ -53,7 +53,9 @@ def _installed() -> list[tuple[str, str]]:
     return [(index.strip(), uuid.strip()) for index, uuid in rows]
 
 
-def share(devices: Sequence[str], tasks: int, each: int | None, place: str = "this machine") -> list[tuple[str, ...]]:
+def share(
+    devices: Sequence[str], tasks: int, each: int | None, place: str = "this machine", remedy: str = ""
+) -> list[tuple[str, ...]]:
     """Which devices each of several tasks gets.
 
     Args:
@@ -61,6 +63,7 @@ def share(devices: Sequence[str], tasks: int, each: int | None, place: str = "th
       tasks: how many tasks need some.
       each: devices for each task; None shares all of them out evenly.
       place: where the devices are, for the message.
+      remedy: what to do where they are fewer than the tasks, for the message.
 
     Raises:
       LaunchError: there are not enough.
@@ -68,9 +71,10 @@ def share(devices: Sequence[str], tasks: int, each: int | None, place: str = "th
     if each is None:
         each = len(devices) // tasks if tasks else 0
         if devices and not each:
+            usual = f"use --num_workers={len(devices)}, or --gpus_per_worker=0 to train on the CPU"
             raise LaunchError(
-                f"{tasks} workers can't share out fewer GPUs than they are; use --num_workers={len(devices)}, or "
-                f"--gpus_per_worker=0 to train on the CPU. Received: {len(devices)} GPUs on {place}"
+                f"{tasks} workers can't share out fewer GPUs than they are; {remedy or usual}. Received: "
+                f"{len(devices)} GPUs on {place}"
             )
     if each * tasks > len(devices):
         raise LaunchError(

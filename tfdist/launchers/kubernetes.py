@@ -16,7 +16,7 @@ from typing import Any
 
 from absl import flags
 
-from tfdist.launchers import command_line, manifests, shape, tools, yaml_text
+from tfdist.launchers import command_line, kubernetes_submit, manifests, shape, tools, yaml_text
 from tfdist.launchers.manifests import Pods
 from tfdist.launchers.requests import LaunchError
 from tfdist.launchers.shape import Shape
@@ -94,6 +94,7 @@ def check(pods: Pods) -> None:
         if value and not _QUANTITY.fullmatch(value):
             raise LaunchError(f"--{flag} is no quantity; write 4, 500m or 16Gi. Received: {value!r}")
     shape.check_count("max_restarts", pods.max_restarts)
+    shape.check_count("max_preemptions", pods.max_preemptions)
     shape.check_count("grace_period_secs", pods.grace_secs)
     for count in pods.accelerators.values():
         shape.check_count("gpus_per_worker", count)
@@ -104,28 +105,33 @@ def check(pods: Pods) -> None:
             raise LaunchError(f"an argument is not UTF-8 text, which is all Kubernetes takes. Received: {text!r}")
 
 
-def submit(request: KubernetesRequest) -> int:
-    """Creates the objects.
+def submit(request: KubernetesRequest, start_timeout_secs: float = 20.0) -> int:
+    """Creates the objects, all or none, and looks whether their pods can be created.
+
+    Args:
+      request: what to create.
+      start_timeout_secs: how long to look for pods; 0 for not at all.
 
     Returns:
-      0: they exist.
+      0: the objects exist; 1: they do, and the cluster refuses to create their pods.
 
     Raises:
-      LaunchError: there is no kubectl here, or the cluster refuses them, as when a job of this name is there already.
+      LaunchError: there is no kubectl here, or the cluster refuses the objects, as when a job of this name is there
+        already. Nothing is created then.
     """
     kubectl = tools.find("kubectl", "install it, or look at the manifests with --dry_run")
     pods = request.pods
     text = yaml_text.documents([manifests.secret(pods, secrets.token_hex(32)), *request.objects])
-    sys.stdout.write(tools.run([kubectl, "create", "--filename=-"], stdin=text))
-    where = f" --namespace={pods.namespace}" if pods.namespace else ""
-    chosen = f"--selector=app.kubernetes.io/instance={pods.name}{where}"
-    kinds = ",".join(["secret", *dict.fromkeys(str(each["kind"]).lower() for each in request.objects)])
-    logs = f"kubectl logs --follow --prefix --max-log-requests={len(pods.shape.tasks)} {chosen}"
+    where = (f"--namespace={pods.namespace}",) if pods.namespace else ()
+    chosen = (f"--selector=app.kubernetes.io/instance={pods.name}", *where)
+    kinds = ("secret", *dict.fromkeys(str(each["kind"]).lower() for each in request.objects))
+    job = kubernetes_submit.Job(pods.name, text, kinds, chosen, len(pods.shape.tasks))
+    kubernetes_submit.create(kubectl, job)
+    logs = f"kubectl logs --follow --prefix --max-log-requests={len(pods.shape.tasks)} {' '.join(chosen)}"
     sys.stderr.write(
-        f"tfdist: {logs}   shows what the tasks print\n"
-        f"tfdist: kubectl delete {kinds} {chosen}   ends the job and removes all of it\n"
+        f"tfdist: {logs}   shows what the tasks print\ntfdist: {job.removal}   ends the job and removes all of it\n"
     )
-    return 0
+    return kubernetes_submit.look(kubectl, job, start_timeout_secs) if start_timeout_secs else 0
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -134,6 +140,7 @@ def define_flags(values: flags.FlagValues) -> None:
     define_pod_flags(values)
     flags.DEFINE_string("gpu_resource", "nvidia.com/gpu", "what a GPU is called in the cluster", flag_values=values)
     flags.DEFINE_integer("gpus_per_worker", 0, "GPUs for each worker", flag_values=values)
+    flags.DEFINE_integer("max_preemptions", 100, "preemptions that the job may have", flag_values=values)
     forms = "job: Indexed Jobs; jobset: a JobSet, which starts all again when one fails; tfjob: Kubeflow's TFJob"
     flags.DEFINE_enum("form", "job", ["job", "jobset", "tfjob"], forms, flag_values=values)
 
@@ -153,11 +160,13 @@ def define_pod_flags(values: flags.FlagValues) -> None:
         flags.DEFINE_string(name, default, text, flag_values=values)
     numbers = {
         "port": (2222, "port of every task; the chief's tf.data service has the next"),
-        "max_restarts": (3, "failures that each kind of task may have; preemptions don't count"),
+        "max_restarts": (3, "failures that the job may have; preemptions don't count"),
         "grace_period_secs": (120, "seconds that a pod has to save its work when it is told to end"),
     }
     for name, (default, text) in numbers.items():
         flags.DEFINE_integer(name, default, text, flag_values=values)
+    text = "seconds to look whether the job's pods can be created; 0 for not at all"
+    flags.DEFINE_float("start_timeout_secs", 20.0, text, flag_values=values)
     repeated = {
         "env": "NAME=VALUE for all tasks; may be repeated",
         "node_selector": "LABEL=VALUE of the nodes for workers; may be repeated",
@@ -174,6 +183,7 @@ def pods_from_flags(values: flags.FlagValues, command: Sequence[str], job: Shape
     Raises:
       LaunchError: a flag makes no sense.
     """
+    shape.check_duration("start_timeout_secs", values.start_timeout_secs)
     same = ("image", "name", "namespace", "python", "working_dir", "cpu", "memory", "port", "max_restarts")
     pods = Pods(
         shape=job,
@@ -205,5 +215,6 @@ def main(arguments: Sequence[str]) -> int:
 
 def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
     gpus = {values.gpu_resource: values.gpus_per_worker} if values.gpus_per_worker else {}
-    request = plan(pods_from_flags(values, command, Shape.from_flags(values), accelerators=gpus), values.form)
-    return command_line.submit_or_show(values, request, lambda: submit(request))
+    more = {"accelerators": gpus, "max_preemptions": values.max_preemptions}
+    request = plan(pods_from_flags(values, command, Shape.from_flags(values), **more), values.form)
+    return command_line.submit_or_show(values, request, lambda: submit(request, values.start_timeout_secs))

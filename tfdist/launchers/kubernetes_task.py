@@ -2,23 +2,34 @@
 """Runs as the container of a pod: finds out from JOB_COMPLETION_INDEX which task this is, and runs the script as it.
 
 It stays the container's first process: as such it passes signals on, which the kernel would keep from a script that
-has no handler for them.
+has no handler for them. The tasks of an all-reduce end together, see `pod_leader`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from absl import flags
 
 from tfdist.cluster import DATA_SERVICE_VARIABLE, ClusterError, Task
 from tfdist.launchers import command_line, shape, wrapping
-from tfdist.launchers.requests import LaunchError
+from tfdist.launchers.pod_leader import Leader
+from tfdist.launchers.pod_member import Member
+from tfdist.launchers.pod_rules import GIVEN_UP_EXIT_CODE, Counts, Rules
+from tfdist.launchers.requests import PREEMPTED_EXIT_CODE, LaunchError
 from tfdist.launchers.shape import Shape
 
 INDEX_VARIABLE = "JOB_COMPLETION_INDEX"
+# How often Kubernetes has replaced this pod, from annotations that its controllers keep.
+FAILURES_VARIABLE = "TFDIST_POD_FAILURES"
+IGNORED_VARIABLE = "TFDIST_POD_IGNORED_FAILURES"
+RESTARTS_VARIABLE = "TFDIST_POD_RESTARTS"
+_SECRET_VARIABLE = "TFDIST_JOB_SECRET"
+_ENDING = (signal.SIGTERM, signal.SIGINT)
 
 
 def task_environment(
@@ -57,9 +68,18 @@ def task_environment(
 def define_flags(values: flags.FlagValues) -> None:
     """Defines the wrapper's flags."""
     shape.define_flags(values)
-    flags.DEFINE_string("role", "worker", "the job of this pod's tasks", flag_values=values)
-    flags.DEFINE_string("host_format", "", "host of a task, with {type} and {index}", flag_values=values)
-    flags.DEFINE_integer("port", 2222, "port of every task", flag_values=values)
+    texts = {"role": ("worker", "the job of this pod's tasks"), "form": ("job", "job or jobset: who restarts pods")}
+    texts["host_format"] = ("", "host of a task, with {type} and {index}")
+    for name, (default, text) in texts.items():
+        flags.DEFINE_string(name, default, text, flag_values=values)
+    numbers = {
+        "port": (2222, "port of every task; that of the wrappers is the next"),
+        "max_restarts": (3, "failures after which the job starts again"),
+        "max_preemptions": (100, "preemptions after which the job starts again"),
+        "grace_period_secs": (120, "seconds for scripts that save their work"),
+    }
+    for name, (default, text) in numbers.items():
+        flags.DEFINE_integer(name, default, text, flag_values=values)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -67,11 +87,86 @@ def main(arguments: Sequence[str]) -> int:
     try:
         values, script = command_line.parse(define_flags, arguments)
         job = Shape.from_flags(values)
-        _, env = task_environment(job, values.role, values.host_format, values.port, os.environ)
+        task, env = task_environment(job, values.role, values.host_format, values.port, os.environ)
     except (LaunchError, ClusterError, flags.Error) as error:
         wrapping.say(" ".join(str(error).split()))
         return 2
-    return wrapping.run(wrapping.script_command(script), env)
+    command = wrapping.script_command(script)
+    if not job.num_ps and task in job.members and len(job.members) > 1:
+        return _run_together(values, job, task, command, env)
+    if _is_preempted_too_often(values, task, pod_counts(values.form, os.environ)):
+        wrapping.say(f"the job is not started again: --max_preemptions={values.max_preemptions} is used up")
+        return GIVEN_UP_EXIT_CODE
+    return wrapping.run(command, env)
+
+
+def pod_counts(form: str, env: Mapping[str, str]) -> Counts:
+    """How often the pods of this task have failed before; zeros where Kubernetes does not say it."""
+    if form == "jobset":
+        return Counts(0, _number(env, RESTARTS_VARIABLE))
+    return Counts(_number(env, FAILURES_VARIABLE), _number(env, IGNORED_VARIABLE))
+
+
+def _number(env: Mapping[str, str], name: str) -> int:
+    text = env.get(name, "")
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= 9 else 0
+
+
+def group_rules(values: flags.FlagValues, job: Shape) -> Rules:
+    """The rules by which the tasks of an all-reduce end."""
+    if values.form == "jobset":
+        # A JobSet counts restarts of all tasks by itself, and does not tell its pods which of them were preemptions.
+        # A code that it ignores, from a peer, could hide the failure.
+        return Rules(values.max_restarts, values.max_preemptions + values.max_restarts, peer_exit_code=1)
+    kinds = len({member.type for member in job.members})
+    return Rules(values.max_restarts, values.max_preemptions, kinds=kinds)
+
+
+def _is_preempted_too_often(values: flags.FlagValues, task: Task, counts: Counts) -> bool:
+    # Who has lost the chief is ignored too.
+    is_alone = values.form != "jobset" and task.type == "chief"
+    return counts.ignored > values.max_preemptions + (0 if is_alone else values.max_restarts)
+
+
+def _run_together(
+    values: flags.FlagValues, job: Shape, task: Task, command: Sequence[str], env: Mapping[str, str]
+) -> int:
+    """Runs the script of a task that ends and starts again together with all others."""
+    first, rules = job.members[0], group_rules(values, job)
+    secret = os.environ.get(_SECRET_VARIABLE, "")
+    with contextlib.ExitStack() as stack:
+        host = values.host_format.replace("{type}", first.type).replace("{index}", str(first.index))
+        if task == first:
+            names = [str(member) for member in job.members]
+            try:
+                leader = Leader(names, rules, values.port + 1, secret, values.grace_period_secs, wrapping.say)
+            except OSError as error:
+                wrapping.say(f"can't listen on port {values.port + 1}, the one after --port: {error}")
+                return 2
+            stack.callback(leader.close)
+            host = "localhost"
+        counts = pod_counts(values.form, os.environ)
+        member = Member(str(task), (host, values.port + 1), secret, counts, rules.peer_exit_code, wrapping.say)
+        stack.callback(member.close)
+        with _signals() as received:
+            member.join(lambda: bool(received))
+            if received:
+                return PREEMPTED_EXIT_CODE
+        code = wrapping.run(command, env, is_over=member.is_over)
+        with _signals() as received:
+            return member.finish(code, lambda: bool(received))
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Notes signals that end a pod. Without a handler, the first process of a container never hears of them."""
+    received: list[int] = []
+    before = {number: signal.signal(number, lambda n, _: received.append(n)) for number in _ENDING}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 if __name__ == "__main__":

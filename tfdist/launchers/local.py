@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 from absl import flags
 
 from tfdist.cluster import DATA_SERVICE_VARIABLE, Task
-from tfdist.launchers import command_line, gpus, shape
+from tfdist.launchers import command_line, gpus, private_network, shape
 from tfdist.launchers.ports import PortReservation
 from tfdist.launchers.requests import (
     PREEMPTED_EXIT_CODE,
@@ -138,6 +138,8 @@ def define_flags(values: flags.FlagValues) -> None:
     shape.define_flags(values)
     gpu_help = "GPUs for each worker; by default all are shared out evenly"
     flags.DEFINE_integer("gpus_per_worker", None, gpu_help, flag_values=values)
+    private_help = "run the job in a network of its own: nobody else reaches it, and it reaches nobody"
+    flags.DEFINE_boolean("private_network", False, private_help, flag_values=values)
     define_run_flags(values, grace_period_secs=3.0)
 
 
@@ -203,6 +205,8 @@ def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
     check_command(job.command)
     logs = logs_from_flags(values)
     devices = [] if values.gpus_per_worker == 0 else gpus.present()
+    if values.private_network and not values.dry_run:
+        private_network.enter()  # Before anything is bound, or any thread is there.
     with PortReservation(job.num_ports) as reservation:
         planned = functools.partial(plan, job, reservation.ports, devices=devices)
         return command_line.submit_or_show(values, planned(), lambda: submit_with_secret(planned, logs))

@@ -8,14 +8,20 @@ that gives each pod a name; a NetworkPolicy that lets only the job's own pods in
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tfdist.launchers import kubernetes_task
+from tfdist.launchers.pod_rules import GIVEN_UP_EXIT_CODE, HOPELESS_EXIT_CODES
 from tfdist.launchers.requests import PREEMPTED_EXIT_CODE
 from tfdist.launchers.shape import Shape
 
-# Exit codes after which trying again is of no use: a command line that makes no sense, a program that can't be run.
-_HOPELESS = [2, 126, 127]
+# The annotations in which controllers count, by the variable that shows one to the wrapper.
+_JOB_COUNTS = {
+    kubernetes_task.FAILURES_VARIABLE: "batch.kubernetes.io/job-index-failure-count",
+    kubernetes_task.IGNORED_VARIABLE: "batch.kubernetes.io/job-index-ignored-failure-count",
+}
+_JOBSET_COUNTS = {kubernetes_task.RESTARTS_VARIABLE: "jobset.sigs.k8s.io/restart-attempt"}
 _MANAGER = {"app.kubernetes.io/managed-by": "tfdist"}
 
 
@@ -36,7 +42,8 @@ class Pods:
       node_selector: labels of the nodes on which the pods that compute may run.
       claims: directory by the name of the volume claim that is mounted there.
       env: added to the environment.
-      max_restarts: how many failures each kind of task may have.
+      max_restarts: how many failures the job may have, each kind of task with parameter servers.
+      max_preemptions: how many preemptions it may have.
       grace_secs: given to a pod to end by itself.
       working_dir: where the script runs; "" for the image's own.
     """
@@ -55,6 +62,7 @@ class Pods:
     claims: Mapping[str, str] = dataclasses.field(default_factory=dict)
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
     max_restarts: int = 3
+    max_preemptions: int = 100
     grace_secs: int = 120
     working_dir: str = ""
 
@@ -119,15 +127,22 @@ def network_policy(pods: Pods) -> dict[str, Any]:
 def indexed_job(pods: Pods, role: str) -> dict[str, Any]:
     """The Job for the tasks of one kind, whose pods are replaced one by one."""
     host = f"{pods.name}-{{type}}-{{index}}.{pods.name}"
-    return plain_job(pods, role, pods.roles[role], _wrapped(pods, role, host))
+    job = plain_job(pods, role, pods.roles[role], _wrapped(pods, role, host, "job"), [GIVEN_UP_EXIT_CODE])
+    # With a limit for each index, Kubernetes shows pods how often they were replaced, and waits by index: 10 s after
+    # the first failure of four workers that end together, not 80 s.
+    job["spec"]["backoffLimitPerIndex"] = pods.max_restarts
+    _show_counts(job["spec"]["template"], _JOB_COUNTS)
+    return job
 
 
-def plain_job(pods: Pods, role: str, size: int, command: tuple[str, ...]) -> dict[str, Any]:
+def plain_job(
+    pods: Pods, role: str, size: int, command: tuple[str, ...], hopeless: Sequence[int] = ()
+) -> dict[str, Any]:
     """An Indexed Job in which what was preempted is replaced without counting as a failure."""
     rules = [
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
         {"action": "Ignore", "onExitCodes": _codes([PREEMPTED_EXIT_CODE])},
-        {"action": "FailJob", "onExitCodes": _codes(_HOPELESS)},
+        {"action": "FailJob", "onExitCodes": _codes([*HOPELESS_EXIT_CODES, *hopeless])},
     ]
     spec = _job_spec(size, pods.max_restarts, rules, _template(pods, role, "task", command))
     name = f"{pods.name}-{role}"
@@ -144,8 +159,9 @@ def jobset(pods: Pods) -> dict[str, Any]:
     host = f"{pods.name}-{{type}}-0-{{index}}.{pods.name}"
     jobs = []
     for role, size in pods.roles.items():
-        spec = _job_spec(size, 0, rules, _template(pods, role, "task", _wrapped(pods, role, host)))
-        jobs.append({"name": role, "replicas": 1, "template": {"spec": spec}})
+        spec = _job_spec(size, 0, rules, _template(pods, role, "task", _wrapped(pods, role, host, "jobset")))
+        _show_counts(spec["template"], _JOBSET_COUNTS)
+        jobs.append({"name": role, "replicas": 1, "template": {"metadata": {"labels": pods.labels}, "spec": spec}})
     deciding = list(dict.fromkeys(task.type for task in pods.shape.deciding))
     uncounted = {
         "name": "preempted",
@@ -177,21 +193,40 @@ def tfjob(pods: Pods) -> dict[str, Any]:
         del template["spec"]["subdomain"]
         replicas[names[role]] = {"replicas": size, "restartPolicy": "OnFailure", "template": template}
     spec = {
-        "runPolicy": {"backoffLimit": pods.max_restarts, "cleanPodPolicy": "Running"},
+        "runPolicy": {"backoffLimit": _tfjob_backoff(pods), "cleanPodPolicy": "Running"},
         "successPolicy": "" if pods.shape.num_ps else "AllWorkers",
         "tfReplicaSpecs": replicas,
     }
     return {"apiVersion": "kubeflow.org/v1", "kind": "TFJob", "metadata": metadata(pods, pods.name), "spec": spec}
 
 
+def _tfjob_backoff(pods: Pods) -> int:
+    """The limit of the operator, which adds up the restarts of all containers, and fails the job when they reach it.
+
+    All members restart after each failure: where one has failed, all others miss it.
+    """
+    return pods.max_restarts * len(pods.shape.members) + 1 if pods.max_restarts else 0
+
+
 def _codes(values: list[int]) -> dict[str, Any]:
-    return {"containerName": "task", "operator": "In", "values": values}
+    # The API server takes them in order only.
+    return {"containerName": "task", "operator": "In", "values": sorted(values)}
 
 
-def _wrapped(pods: Pods, role: str, host_format: str) -> tuple[str, ...]:
+def _wrapped(pods: Pods, role: str, host_format: str, form: str) -> tuple[str, ...]:
     """The script behind the wrapper that finds out which task it is."""
-    wrapper = (pods.python, "-m", "tfdist.launchers.kubernetes_task", *pods.shape.arguments(), f"--role={role}")
-    return (*wrapper, f"--host_format={host_format}", f"--port={pods.port}", "--", *pods.command)
+    wrapper = (pods.python, "-P", "-m", "tfdist.launchers.kubernetes_task", *pods.shape.arguments(), f"--role={role}")
+    numbers = {"port": pods.port, "max_restarts": pods.max_restarts, "max_preemptions": pods.max_preemptions}
+    numbers["grace_period_secs"] = pods.grace_secs
+    shown = [f"--{name}={value}" for name, value in numbers.items()]
+    return (*wrapper, f"--form={form}", f"--host_format={host_format}", *shown, "--", *pods.command)
+
+
+def _show_counts(template: dict[str, Any], annotations: Mapping[str, str]) -> None:
+    """Adds variables with how often the pod was replaced; they are empty where Kubernetes is older."""
+    for name, annotation in annotations.items():
+        field = {"fieldPath": f"metadata.annotations['{annotation}']"}
+        template["spec"]["containers"][0]["env"].append({"name": name, "valueFrom": {"fieldRef": field}})
 
 
 def _job_spec(size: int, backoff: int, rules: list[dict[str, Any]], template: dict[str, Any]) -> dict[str, Any]:

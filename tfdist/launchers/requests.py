@@ -28,11 +28,21 @@ class ToolError(LaunchError):
 
 @dataclasses.dataclass(frozen=True)
 class TaskRequest:
-    """One process: its name such as "worker:1", what is added to the environment, and its command."""
+    """One process.
+
+    Attributes:
+      name: such as "worker:1".
+      env: what is added to the environment.
+      command: program and arguments.
+      host: the other machine on which the task itself runs; "" for this one.
+      probe: a command that succeeds if that host can be reached.
+    """
 
     name: str
     env: Mapping[str, str]
     command: tuple[str, ...]
+    host: str = ""
+    probe: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in self.env.items())
@@ -86,6 +96,7 @@ class Request:
       restarts: how often tasks are started again.
       computing: the names of the workers, without some of which the job may go on, in order.
       replaces_workers: whether a worker that fails is started again alone. Otherwise all tasks are, together.
+      orphan_secs: after which tasks on hosts that can't be reached any more have ended by themselves.
     """
 
     tasks: tuple[TaskRequest, ...]
@@ -94,6 +105,7 @@ class Request:
     restarts: Restarts = dataclasses.field(default_factory=Restarts)
     computing: tuple[str, ...] = ()
     replaces_workers: bool = False
+    orphan_secs: float = 0.0
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.tasks))

@@ -93,6 +93,7 @@ class _Submission:
                     return self._gives_up(outcome, "--max_restarts", restarts.max_restarts)
                 backoff_secs = restarts.pause_secs(failures)
                 why = f"restart {failures} of {restarts.max_restarts}"
+            backoff_secs = max(backoff_secs, outcome.orphan_secs)
             self._say(f"starting all tasks again in {backoff_secs:g} s ({why})")
             if not self._pause(backoff_secs):
                 return 128 + self._received[0]

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import pathlib
 import re
 import shlex
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 
 from absl import flags
 
-from tfdist.launchers import command_line, shape, tools
-from tfdist.launchers.requests import PREEMPTED_EXIT_CODE, LaunchError, check_command
+from tfdist.launchers import command_line, shape, slurm_time, tools
+from tfdist.launchers.requests import LaunchError, check_command
 from tfdist.launchers.shape import Shape
-from tfdist.launchers.slurm_task import EXITS_VARIABLE, MOST_WITHOUT_PORT
+from tfdist.launchers.slurm_task import MOST_WITHOUT_PORT
 
 _USAGE = """\
 usage: tfdist launch slurm [FLAGS] SCRIPT [ARGUMENTS]
@@ -36,6 +38,8 @@ flags (also from a file, with --flagfile=FILE):
 """
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 _PLAIN = re.compile(r"[A-Za-z0-9@%+=:,./_\[\]-]+", re.ASCII)
+# Options for hosts that have GPUs.
+_GPU_OPTIONS = ("--gpu", "--gres", "--tres")
 # What #SBATCH lines are made of, in this order: our flag, and Slurm's option.
 _OPTIONS = ("partition", "account", "qos", "time", "mem", "constraint", "output")
 
@@ -54,6 +58,7 @@ class Job:
       cpus_per_task: cores for each task.
       gpus_per_node: GPUs of each host, shared out among the workers there; 0 asks for none.
       max_restarts: how often a job that fails is put into the queue again.
+      max_preemptions: how often a job that was preempted is put into the queue again, which is no failure.
       pre_kill_secs: how long before the time limit the tasks get SIGTERM, to save their work.
       grace_secs: given to the other tasks after one has failed.
       port: the first port of each host; 0 derives it from the job's number.
@@ -74,6 +79,7 @@ class Job:
     cpus_per_task: int = 1
     gpus_per_node: int = 0
     max_restarts: int = 0
+    max_preemptions: int = 100
     pre_kill_secs: int = 120
     grace_secs: float = 30.0
     port: int = 0
@@ -88,8 +94,10 @@ class Job:
             raise LaunchError(
                 f"--name is no name for a job; use up to 64 letters, digits, dots and dashes. Received: {self.name!r}"
             )
-        for flag, least in (("tasks_per_node", 1), ("cpus_per_task", 1), ("gpus_per_node", 0), ("max_restarts", 0)):
+        for flag, least in (("tasks_per_node", 1), ("cpus_per_task", 1), ("gpus_per_node", 0)):
             shape.check_count(flag, getattr(self, flag), least)
+        for flag in ("max_restarts", "max_preemptions"):
+            shape.check_count(flag, getattr(self, flag))
         if not 0 <= self.pre_kill_secs <= 65535:
             raise LaunchError(
                 f"--pre_kill_secs is out of Slurm's range; use 0 to 65535. Received: {self.pre_kill_secs}"
@@ -104,6 +112,7 @@ class Job:
             )
         shape.check_duration("grace_period_secs", self.grace_secs)
         self._check_texts()
+        slurm_time.check_limit(self.options.get("time", ""), self.extra, {}, self.pre_kill_secs)
         workers = min(self.tasks_per_node, len(self.shape.computing))
         if 0 < self.gpus_per_node < workers:
             raise LaunchError(
@@ -143,22 +152,49 @@ def plan(job: Job) -> SlurmRequest:
     return SlurmRequest("\n".join(["#!/bin/bash", *_directives(job), "", _body(job)]))
 
 
+@dataclasses.dataclass(frozen=True)
+class _Component:
+    """Hosts of one kind: a job whose hosts differ has several components, a heterogeneous job of Slurm."""
+
+    nodes: int
+    ntasks: int
+    gpus_per_node: int
+
+
+def _components(job: Job) -> list[_Component]:
+    """The hosts with workers, which come first, and those without any: GPUs would be idle there."""
+    ntasks, computing_nodes = len(job.shape.tasks), math.ceil(len(job.shape.computing) / job.tasks_per_node)
+    if not job.gpus_per_node or computing_nodes == job.num_nodes:
+        return [_Component(job.num_nodes, ntasks, job.gpus_per_node)]
+    full = computing_nodes * job.tasks_per_node
+    return [
+        _Component(computing_nodes, full, job.gpus_per_node),
+        _Component(job.num_nodes - computing_nodes, ntasks - full, 0),
+    ]
+
+
 def _directives(job: Job) -> list[str]:
-    ntasks = len(job.shape.tasks)
+    blocks = [_block(job, component) for component in _components(job)]
+    return [line for number, block in enumerate(blocks) for line in (["#SBATCH hetjob"] * bool(number) + block)]
+
+
+def _block(job: Job, component: _Component) -> list[str]:
     options = {
         "job-name": job.name,
-        "nodes": str(job.num_nodes),
-        "ntasks": str(ntasks),
-        "ntasks-per-node": str(min(ntasks, job.tasks_per_node)),
+        "nodes": str(component.nodes),
+        "ntasks": str(component.ntasks),
+        "ntasks-per-node": str(min(component.ntasks, job.tasks_per_node)),
         "cpus-per-task": str(job.cpus_per_task),
-        "gpus-per-node": str(job.gpus_per_node) if job.gpus_per_node else "",
+        "gpus-per-node": str(component.gpus_per_node) if component.gpus_per_node else "",
         **{name: job.options.get(name, "") for name in _OPTIONS},
         "chdir": job.directory,
         "open-mode": "append",
         "signal": f"TERM@{job.pre_kill_secs}" if job.pre_kill_secs else "",
     }
     lines = [f"#SBATCH --{name}={_quoted(value)}" for name, value in options.items() if value]
-    return [*lines, "#SBATCH --requeue", *(f"#SBATCH {_quoted(option)}" for option in job.extra)]
+    has_gpus = component.gpus_per_node or not job.gpus_per_node
+    extra = [option for option in job.extra if has_gpus or not option.startswith(_GPU_OPTIONS)]
+    return [*lines, "#SBATCH --requeue", *(f"#SBATCH {_quoted(option)}" for option in extra)]
 
 
 def _quoted(value: str) -> str:
@@ -166,40 +202,22 @@ def _quoted(value: str) -> str:
 
 
 def _body(job: Job) -> str:
-    wrapper = [
-        *(job.python, "-m", "tfdist.launchers.slurm_task", *job.shape.arguments()),
-        *(f"--port={job.port}", f"--grace_period_secs={job.grace_secs:g}", "--", *job.command),
-    ]
-    srun = ["srun", f"--ntasks={len(job.shape.tasks)}", f"--cpus-per-task={job.cpus_per_task}"]
+    python = [job.python, "-P", "-m"]
+    shape_flags = job.shape.arguments()
+    limits = [f"--{name}={getattr(job, name)}" for name in ("max_restarts", "max_preemptions", "pre_kill_secs")]
+    run = [*python, "tfdist.launchers.slurm_job", *shape_flags, *limits, "--"]
+    components = range(len(_components(job)))
+    tasks = (
+        f"--ntasks={len(job.shape.tasks)}" if len(components) == 1 else f"--het-group={','.join(map(str, components))}"
+    )
+    srun = ["srun", tasks, f"--cpus-per-task={job.cpus_per_task}"]
+    options = ["--distribution=block", "--kill-on-bad-exit=1", "--unbuffered"]
+    port, grace = f"--port={job.port}", f"--grace_period_secs={job.grace_secs:g}"
+    task = [*python, "tfdist.launchers.slurm_task", *shape_flags, port, grace, "--", *job.command]
+    lines = " \\\n  ".join(map(shlex.join, (run, [*srun, *options], task)))
     return f"""\
-{tools.shell_exports(job.env)}# Known to the tasks of this run only; drawn anew when the job runs again.
-export TFDIST_JOB_SECRET=$(od -An -v -N32 -tx1 /dev/urandom | tr -d ' \\n')
-export TFDIST_ATTEMPT=${{SLURM_RESTART_COUNT:-0}}
-# Where the tasks leave their exit codes: srun knows the largest only, and not who was the first.
-state=$PWD/.tfdist-$SLURM_JOB_ID
-export {EXITS_VARIABLE}=$state-$TFDIST_ATTEMPT
-rm -rf -- "${EXITS_VARIABLE}"
-mkdir -p -- "${EXITS_VARIABLE}"
-
-{shlex.join(srun)} --distribution=block --kill-on-bad-exit=1 --unbuffered \\
-  {shlex.join(wrapper)}
-code=$?
-
-if [ "$code" -ne 0 ] && [ -r "${EXITS_VARIABLE}/first" ]; then
-  read -r code task < "${EXITS_VARIABLE}/first"
-  echo "tfdist: $task failed first (exit code $code)" >&2
-fi
-rm -rf -- "${EXITS_VARIABLE}"
-failures=$(cat -- "$state-failures" 2>/dev/null || echo 0)
-if [ "$code" -eq {PREEMPTED_EXIT_CODE} ]; then
-  # Preempted, and its work is saved: not a failure.
-  scontrol requeue "$SLURM_JOB_ID" && exit {PREEMPTED_EXIT_CODE}
-elif [ "$code" -ne 0 ] && [ "$failures" -lt {job.max_restarts} ]; then
-  echo $((failures + 1)) > "$state-failures"
-  scontrol requeue "$SLURM_JOB_ID" && exit "$code"
-fi
-rm -f -- "$state-failures"
-exit "$code"
+{tools.shell_exports(job.env)}# Starts the step, and queues the job again. Gets Slurm's signals in place of the shell.
+exec {lines}
 """
 
 
@@ -210,16 +228,27 @@ def submit(request: SlurmRequest) -> int:
       request: what `plan` gave.
 
     Returns:
-      0: it is in the queue.
+      0: it is in the queue. With sbatch's option --wait the exit code of the job, once it has ended.
 
     Raises:
       LaunchError: there is no sbatch here, or it refuses the job.
     """
     sbatch = tools.find("sbatch", "call this on a login host of the cluster, or look at it with --dry_run")
-    number = tools.run([sbatch, "--parsable"], stdin=request.text).strip().partition(";")[0]
-    sys.stdout.write(f"{number}\n")
-    sys.stderr.write(f"tfdist: submitted job {number}; squeue --job={number} shows it, scancel {number} ends it\n")
-    return 0
+    number = ""
+
+    def show(line: str) -> None:
+        nonlocal number
+        number = line.strip().partition(";")[0]
+        sys.stdout.write(f"{number}\n")
+        sys.stdout.flush()
+        sys.stderr.write(f"tfdist: submitted job {number}; squeue --job={number} shows it, scancel {number} ends it\n")
+
+    try:
+        return tools.run_until_line([sbatch, "--parsable"], request.text, show)
+    except KeyboardInterrupt:
+        if number:
+            sys.stderr.write(f"tfdist: no longer waiting; job {number} goes on, scancel {number} ends it\n")
+        return 128 + signal.SIGINT
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -243,7 +272,8 @@ def define_flags(values: flags.FlagValues) -> None:
         "tasks_per_node": (1, "tasks on each host"),
         "cpus_per_task": (1, "cores for each task"),
         "gpus_per_node": (0, "GPUs of each host, shared out among the workers there"),
-        "max_restarts": (0, "how often a job that fails runs again; one that was preempted always does"),
+        "max_restarts": (0, "how often a job that fails runs again"),
+        "max_preemptions": (100, "how often a job that was preempted runs again, which is no failure"),
         "pre_kill_secs": (120, "seconds before the time limit at which the tasks get SIGTERM; 0 for none"),
         "port": (0, "first port of each host; 0 derives it from the job's number"),
     }
@@ -264,10 +294,11 @@ def job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> Job:
       LaunchError: it makes no sense.
     """
     same = ("name", "python", "tasks_per_node", "cpus_per_task", "gpus_per_node", "max_restarts", "pre_kill_secs")
+    limits = ("max_preemptions", "port")
     return Job(
         tuple(command),
         Shape.from_flags(values),
-        **{name: getattr(values, name) for name in (*same, "port")},
+        **{name: getattr(values, name) for name in (*same, *limits)},
         grace_secs=values.grace_period_secs,
         directory=values.directory or str(pathlib.Path.cwd()),
         env=tools.parse_environment("env", values.env),
@@ -283,6 +314,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
     job = job_from_flags(values, command)
+    slurm_time.check_limit(values.time, values.sbatch, os.environ, job.pre_kill_secs)
     check_command(job.command)
     request = plan(job)
     return command_line.submit_or_show(values, request, lambda: submit(request))

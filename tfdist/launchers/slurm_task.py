@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs inside a Slurm step, once per task: finds out from SLURM_* which task this is, and runs the script as it.
 
-    srun ... python3 -m tfdist.launchers.slurm_task --num_workers=4 -- train.py --epochs=5
+    srun ... python3 -P -m tfdist.launchers.slurm_task --num_workers=4 -- train.py --epochs=5
 
 Tasks are numbered over the hosts of the step in blocks, as `srun --distribution=block` does: first the workers, which
 have the GPUs, then the parameter servers, the chief and the evaluator.
@@ -9,15 +9,11 @@ have the GPUs, then the parameter servers, the chief and the evaluator.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import os
-import pathlib
-import shutil
-import subprocess
+import signal
 import sys
-import time
 from collections.abc import Mapping, Sequence
 
 from absl import flags
@@ -26,15 +22,12 @@ from tfdist.cluster import DATA_SERVICE_VARIABLE, ClusterError, Task
 from tfdist.launchers import command_line, gpus, hostlist, shape, wrapping
 from tfdist.launchers.requests import LaunchError
 from tfdist.launchers.shape import Shape
+from tfdist.launchers.slurm_exits import EXITS_VARIABLE, REACHES_ALL_VARIABLE, Exits
 
 # Below the ephemeral ports of every usual system. Jobs that share a host have numbers close to each other.
 _FIRST_PORT, _PORTS_PER_JOB, _JOBS = 12000, 16, 1000
 # How many tasks of a job a host may have without a port that is given; one port stays free.
 MOST_WITHOUT_PORT = _PORTS_PER_JOB - 1
-# Names a directory that all hosts share, in which each task leaves its exit code, and the first to fail its name.
-EXITS_VARIABLE = "TFDIST_SLURM_EXITS"
-_SIGNAL_TIMEOUT_SECS = 20.0
-_POLL_SECS = 0.2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,10 +133,13 @@ def _gpus(step: Step, tasks: Sequence[Task], job: Shape, env: Mapping[str, str])
     host = step.hosts[step.number]
     here = [task for task, other in zip(tasks, step.hosts, strict=True) if other == host and task in job.computing]
     devices = [name for name in env[gpus.VISIBLE].split(",") if name]
-    # Slurm may have bound one part to each task already (--gpus-per-task), where each sees its own only.
-    if len(here) == 1 or "SLURM_GPUS_PER_TASK" in env:
+    # Slurm may have bound one part to each task already (--gpus-per-task, --gpu-bind), where each sees its own only.
+    on_host = env.get("SLURM_GPUS_ON_NODE", "")
+    is_bound = "SLURM_GPUS_PER_TASK" in env or (on_host.isdecimal() and 0 < len(devices) < int(on_host))
+    if len(here) == 1 or is_bound:
         return {}
-    shares = gpus.share(devices, len(here), None, place=host)
+    remedy = f"use --gpus_per_node={len(here)} or more, or fewer --tasks_per_node"
+    shares = gpus.share(devices, len(here), None, place=host, remedy=remedy)
     return {gpus.VISIBLE: ",".join(shares[here.index(tasks[step.number])])}
 
 
@@ -169,73 +165,14 @@ def main(arguments: Sequence[str]) -> int:
     over = None if task in job.deciding else exits.job_has_succeeded
     command = wrapping.script_command(script)
     leave = functools.partial(exits.leave, task, grace_secs=values.grace_period_secs)
-    return wrapping.run(command, env, leave, over, str(task))
+    reaches_all = os.environ.get(REACHES_ALL_VARIABLE) == "1"
 
+    def note(signum: int) -> bool:
+        if signum == signal.SIGTERM:
+            exits.note_term(task)
+        return not reaches_all
 
-class Exits:
-    """What the tasks tell each other as they end: a file per task in a directory that all hosts share.
-
-    srun itself would kill all tasks at once when one has failed, and report the largest of their codes.
-
-    Args:
-      directory: the directory; None if there is none, as in a step started by hand.
-      job: which tasks there are.
-    """
-
-    def __init__(self, directory: str | None, job: Shape) -> None:
-        self._directory = pathlib.Path(directory) if directory else None
-        self._job = job
-
-    def job_has_succeeded(self) -> bool:
-        """Whether all deciding tasks have ended well, so that the others have nothing left to do."""
-        return all(self._code(task) == "0" for task in self._job.deciding)
-
-    def leave(self, task: Task, code: int, grace_secs: float) -> None:
-        """Notes how a task ended; after a failure, gives the others time to save their work."""
-        self._write(_file_name(task), str(code), "w")
-        if code == 0:
-            return
-        if self._write("first", f"{code} {task}\n", "x"):
-            wrapping.say(f"{task} ended with exit code {code}, as the first; ending the others")
-            if len(self._job.tasks) > 1:
-                _terminate_step()
-        # srun kills the others as soon as this process has ended (--kill-on-bad-exit).
-        deadline = time.monotonic() + grace_secs
-        while not self._all_ended() and time.monotonic() < deadline:
-            time.sleep(_POLL_SECS)
-
-    def _all_ended(self) -> bool:
-        return all(self._code(task) is not None for task in self._job.tasks)
-
-    def _code(self, task: Task) -> str | None:
-        try:
-            return (self._directory / _file_name(task)).read_text() if self._directory else None
-        except OSError:
-            return None
-
-    def _write(self, name: str, text: str, mode: str) -> bool:
-        """Writes a file; False if another task has written it before."""
-        try:
-            if self._directory:
-                with (self._directory / name).open(mode, encoding="utf-8") as file:
-                    file.write(text)
-        except FileExistsError:
-            return False
-        except OSError as error:
-            wrapping.say(f"can't write to {self._directory}, which all hosts of the job should share: {error}")
-        return True
-
-
-def _file_name(task: Task) -> str:
-    return f"{task.type}_{task.index}"
-
-
-def _terminate_step() -> None:
-    job, step, tool = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID"), shutil.which("scancel")
-    if tool and job and step:
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            command = [tool, "--signal=TERM", f"{job}.{step}"]
-            subprocess.run(command, timeout=_SIGNAL_TIMEOUT_SECS, stdin=subprocess.DEVNULL, check=False)
+    return wrapping.run(command, env, leave, over, str(task), note)
 
 
 if __name__ == "__main__":

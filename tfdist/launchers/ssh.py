@@ -18,12 +18,13 @@ from absl import flags
 
 import tfdist
 from tfdist.cluster import DATA_SERVICE_VARIABLE, Task
-from tfdist.launchers import command_line, hostfile, local, shape, ssh_preflight, tools
+from tfdist.launchers import command_line, hostfile, local, shape, ssh_client, ssh_preflight, tools
 from tfdist.launchers.gpus import VISIBLE
 from tfdist.launchers.hostfile import Host
 from tfdist.launchers.requests import LaunchError, Request, Restarts, TaskRequest
 from tfdist.launchers.shape import Shape
 from tfdist.launchers.ssh_client import PREFIX
+from tfdist.launchers.ssh_task import ORPHAN_SECS
 
 _USAGE = """\
 usage: tfdist launch ssh --hosts=HOST[:SLOTS],... [FLAGS] SCRIPT [ARGUMENTS]
@@ -128,10 +129,13 @@ def plan(job: Job, dropped: Collection[str] = ()) -> Request:
         config = left.cluster(left_addresses, task).to_tf_config()
         env = {"TF_CONFIG": config, **common, **visible.get(whole[task], {})}
         login = places[whole[task]][0].login
-        client = (sys.executable, "-m", "tfdist.launchers.ssh_client", login, job.python, job.directory)
+        client = (sys.executable, "-P", "-m", "tfdist.launchers.ssh_client", login, job.python, job.directory)
         command = (*client, *job.ssh_options, "--", *job.command)
-        tasks.append(TaskRequest(str(task), {PREFIX + name: value for name, value in env.items()}, command))
-    return left.request(tasks, job.grace_secs, job.restarts)
+        sent = {PREFIX + name: value for name, value in env.items()}
+        probe = tuple(ssh_client.probe(login, job.ssh_options))
+        tasks.append(TaskRequest(str(task), sent, command, login, probe))
+    request = left.request(tasks, job.grace_secs, job.restarts)
+    return dataclasses.replace(request, orphan_secs=ORPHAN_SECS)
 
 
 def _visible_devices(job: Job) -> dict[Task, dict[str, str]]:

@@ -21,7 +21,9 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
-from tfdist.launchers.ssh_task import HEARTBEAT_SECS
+from tfdist.cluster import NOTICES_VARIABLE
+from tfdist.launchers.notices import Reader
+from tfdist.launchers.ssh_task import HEARTBEAT_SECS, NOTICE
 
 PREFIX = "TFDIST_SEND_"
 _ALSO_SENT = ("TFDIST_ATTEMPT", "TFDIST_TASK_RESTART", "TFDIST_JOB_SECRET")
@@ -31,10 +33,17 @@ _SSH_FAILED = 255
 
 def command(login: str, python: str, options: Sequence[str], *arguments: str) -> list[str]:
     """What runs the far side on a host: never asks for a password, and notices a dead connection."""
-    far = shlex.join([python, "-m", "tfdist.launchers.ssh_task", *arguments])
+    far = shlex.join([python, "-P", "-m", "tfdist.launchers.ssh_task", *arguments])
     settings = ("BatchMode=yes", "ConnectTimeout=15", "ServerAliveInterval=10", "ServerAliveCountMax=3")
     # The first value of an option counts, so the user's come first.
     return ["ssh", "-T", *options, *(f"-o{setting}" for setting in settings), "--", login, f"exec {far}"]
+
+
+def probe(login: str, options: Sequence[str]) -> list[str]:
+    """What succeeds if a host takes a login."""
+    # A connection that is kept for several sessions (ControlMaster) may be a dead one.
+    settings = ("BatchMode=yes", "ConnectTimeout=5", "ControlPath=none")
+    return ["ssh", "-T", *(f"-o{setting}" for setting in settings), *options, "--", login, "true"]
 
 
 def payload(script: Sequence[str], directory: str, env: Mapping[str, str]) -> bytes:
@@ -50,6 +59,7 @@ def main(arguments: Sequence[str]) -> int:
     login, python, directory, *options = arguments[:split]
     line = payload(arguments[split + 1 :], directory, os.environ)
     wake = _wake_on_signals()
+    notices = Reader(os.environ.get(NOTICES_VARIABLE))
     # A session of its own: what is sent to this process' group is not for ssh, whose end would be that of the task.
     ssh = subprocess.Popen(command(login, python, options), stdin=subprocess.PIPE, start_new_session=True)
     try:
@@ -58,6 +68,7 @@ def main(arguments: Sequence[str]) -> int:
             readable, _, _ = select.select([wake], [], [], HEARTBEAT_SECS)
             arrived = os.read(wake, 4096) if readable else b"\0"
             _send(ssh, bytes(number for number in arrived if number in (0, *_FORWARDED)))
+            _send(ssh, b"".join(bytes([NOTICE]) + line.encode() + b"\n" for line in notices.new_lines()))
     finally:
         ssh.kill()
         ssh.wait()

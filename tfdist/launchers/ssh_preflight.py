@@ -16,6 +16,11 @@ from tfdist.launchers.requests import LaunchError
 _MAX_SKEW_SECS = 5.0
 _NO_PROGRAM = (126, 127)
 _SSH_FAILED = 255
+_PORT_ADVICE = {
+    "in use": "has port {} in use; end what holds it, or use another --port",
+    "privileged": "lets this user not listen on port {}, which is privileged; use a --port from 1024",
+}
+_OTHER_PORT = "can't listen on port {} ({}); use another --port"
 
 
 def check(
@@ -96,7 +101,7 @@ def _problems(answer: Mapping[str, Any], asked: Mapping[str, Any], here: Mapping
         if there != version:
             found.append(f"has {name} {there or 'missing'} where this machine has {version}; install the same")
     found += [f"lacks {path}; copy or mount it there, or use --directory" for path in answer["missing"]]
-    found += [f"has port {port} in use; end what holds it, or use another --port" for port in answer["taken"]]
+    found += [_PORT_ADVICE.get(problem, _OTHER_PORT).format(port, problem) for port, problem in answer["taken"].items()]
     if answer["gpus"] < asked["gpus"]:
         found.append(
             f"has {answer['gpus']} GPUs where {asked['gpus']} are asked for; use fewer --gpus_per_worker or slots"

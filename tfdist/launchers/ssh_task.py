@@ -9,6 +9,7 @@ is noticed.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import pathlib
@@ -18,21 +19,29 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
 import tfdist
 from tfdist.launchers import gpus
+from tfdist.launchers.notices import Notices
 from tfdist.launchers.processes import Process, Supervisor
 from tfdist.launchers.requests import LaunchError
 
 # The launcher sends a byte at least every `HEARTBEAT_SECS`.
 HEARTBEAT_SECS = 5.0
-_LOST_SECS = 60.0
+# With the grace, less than the 30 s after which ssh gives up a silent host: by then the tasks there have ended.
+_LOST_SECS = 25.0
 _GRACE_SECS = 3.0
+# For the launcher, and with a margin: by then a task whose launcher can't be reached has ended.
+ORPHAN_SECS = _LOST_SECS + _GRACE_SECS + 2.0
+# Among the numbers of signals: a line for the task follows.
+NOTICE = 255
 _MAX_LINE = 1 << 24
-LOST_EXIT_CODE = 75
+_PORT_PROBLEMS = {errno.EADDRINUSE: "in use", errno.EACCES: "privileged"}
+# As ssh itself ends when it fails. It is no preemption.
+LOST_EXIT_CODE = 255
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -71,19 +80,20 @@ def probe(asked: Mapping[str, Any]) -> dict[str, Any]:
         "versions": {"Python": python, "tfdist": tfdist.__version__, **versions},
         "time": time.time(),
         "missing": missing,
-        "taken": [port for port in asked["ports"] if not _is_free(port)],
+        "taken": {str(port): problem for port in asked["ports"] if (problem := _port_problem(port))},
         "gpus": num_gpus,
     }
 
 
-def _is_free(port: int) -> bool:
+def _port_problem(port: int) -> str:
+    """The reason why no task can listen on a port; "" if one can."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe_socket:
         probe_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe_socket.bind(("", port))
-        except OSError:
-            return False
-        return True
+        except OSError as error:
+            return _PORT_PROBLEMS.get(error.errno or 0, error.strerror or str(error))
+        return ""
 
 
 def _read_line(descriptor: int) -> bytes:
@@ -101,12 +111,15 @@ def _run(command: Sequence[str], env: Mapping[str, str]) -> int:
     for signum in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGPIPE):
         signal.signal(signum, signal.SIG_IGN)  # The launcher decides; its connection tells.
     lost = threading.Event()
-    with Supervisor(on_lines=_show) as supervisor:
-        task = supervisor.start("task", command, env)
+    with contextlib.closing(Notices()) as notices, Supervisor(on_lines=_show) as supervisor:
+        task = supervisor.start("task", command, {**env, **notices.env})
 
         def listen() -> None:
-            for signum in _signals(0):
-                task.send_signal(signum)
+            for received in _received(0):
+                if isinstance(received, str):
+                    notices.add(received)
+                else:
+                    task.send_signal(received)
             lost.set()
             supervisor.wake()
 
@@ -120,14 +133,24 @@ def _run(command: Sequence[str], env: Mapping[str, str]) -> int:
         return code if code >= 0 else 128 - code
 
 
-def _signals(descriptor: int):
-    """The signals that the launcher sends, until it is gone."""
+def _received(descriptor: int) -> Iterator[int | str]:
+    """The signals and notices that the launcher sends, until it is gone."""
+    notice: bytearray | None = None
     while True:
         readable, _, _ = select.select([descriptor], [], [], _LOST_SECS)
-        received = os.read(descriptor, 4096) if readable else b""
-        if not received:
+        data = os.read(descriptor, 4096) if readable else b""
+        if not data:
             return
-        yield from filter(None, received)
+        for byte in data:
+            if byte == NOTICE:
+                notice = bytearray()
+            elif notice is None:
+                yield from filter(None, [byte])
+            elif byte == ord("\n"):
+                yield notice.decode("utf-8", "replace")
+                notice = None
+            else:
+                notice.append(byte)
 
 
 def _show(process: Process, lines: list[str], error: bool) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import shlex
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
 
 from tfdist.launchers.requests import LaunchError, ToolError
 
@@ -47,6 +50,62 @@ def run(command: Sequence[str], stdin: str = "", timeout_secs: float | None = 12
         said = (done.stderr or done.stdout).decode("utf-8", "replace").strip()
         raise ToolError(f"{name} failed with exit code {done.returncode}: {said[-500:] or 'it said nothing'}")
     return done.stdout.decode("utf-8", "replace")
+
+
+def run_until_line(
+    command: Sequence[str], stdin: str, on_line: Callable[[str], object], timeout_secs: float = 120.0
+) -> int:
+    """Runs a tool that prints one line when it has done its work, and may wait for something afterwards.
+
+    Args:
+      command: the tool and its arguments.
+      stdin: what it reads.
+      on_line: given the line as soon as it is there.
+      timeout_secs: until the line; the tool may take any time after it.
+
+    Returns:
+      The exit code of the tool, which printed its line.
+
+    Raises:
+      ToolError: it failed before it printed a line, with the end of what it said.
+      LaunchError: it printed no line for so long.
+    """
+    name = os.path.basename(command[0])  # noqa: PTH119 - a name, not a file
+    with tempfile.TemporaryFile() as text, tempfile.TemporaryFile() as errors:
+        text.write(stdin.encode("utf-8"))
+        text.seek(0)
+        with subprocess.Popen(command, stdin=text, stdout=subprocess.PIPE, stderr=errors) as process:
+            try:
+                line = _first_line(process, timeout_secs)
+                if line is None:
+                    raise LaunchError(
+                        f"{name} did not answer within {timeout_secs:g} s; try it by hand. Received: {command}"
+                    )
+                if line:
+                    on_line(line)
+                code = process.wait()
+            except BaseException:
+                process.kill()
+                raise
+        errors.seek(0)
+        said = errors.read().decode("utf-8", "replace").strip()
+    if not line and code:
+        raise ToolError(f"{name} failed with exit code {code}: {said[-500:] or 'it said nothing'}")
+    return code if code >= 0 else 128 - code
+
+
+def _first_line(process: subprocess.Popen[bytes], timeout_secs: float) -> str | None:
+    """The first line of output, empty if there is none; None if it takes too long."""
+    deadline, line, descriptor = time.monotonic() + timeout_secs, b"", process.stdout.fileno()
+    while not line.endswith(b"\n"):
+        readable, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
+        if not readable:
+            return None
+        data = os.read(descriptor, 1)  # Byte by byte: it is short.
+        if not data:
+            break
+        line += data
+    return line.decode("utf-8", "replace")
 
 
 def parse_environment(flag: str, settings: Sequence[str]) -> dict[str, str]:

@@ -8,6 +8,7 @@ drives all chips.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import shlex
 import signal
@@ -230,13 +231,11 @@ def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
     if values.gke:
         pods = kubernetes.pods_from_flags(values, command, Shape(1))
         request = plan_gke(pods, values.accelerator, values.topology, values.chips_per_host)
+        start = functools.partial(kubernetes.submit, request, values.start_timeout_secs)
     else:
         request = plan(_job_from_flags(values, command))
-    return command_line.submit_or_show(values, request, lambda: _submit(request))
-
-
-def _submit(request: TpuRequest | KubernetesRequest) -> int:
-    return kubernetes.submit(request) if isinstance(request, KubernetesRequest) else submit(request, LogSettings())
+        start = functools.partial(submit, request, LogSettings())
+    return command_line.submit_or_show(values, request, start)
 
 
 def _job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> Job:

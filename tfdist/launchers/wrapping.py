@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO
+from typing import IO, Any
 
 from tfdist.launchers.output import Console, LineReader
 
@@ -20,6 +21,7 @@ _POLL_SECS = 1.0
 # For a task that is not needed any more: to end by itself, and then again after SIGTERM.
 _OVER_SECS = 10.0
 _DRAIN_SECS = 2.0
+_PR_SET_PDEATHSIG = 1
 
 
 def script_command(script: Sequence[str]) -> list[str]:
@@ -39,11 +41,12 @@ def run(
     on_exit: Callable[[int], None] | None = None,
     is_over: Callable[[], bool] | None = None,
     name: str | None = None,
+    on_signal: Callable[[int], bool] | None = None,
 ) -> int:
     """Runs a command to its end.
 
-    Schedulers differ in whom they signal: the wrapper, its process group, or all processes. The command gets a group of
-    its own, so that it hears of each signal once, from the wrapper.
+    Schedulers differ in which processes they signal: the wrapper, its process group, or all processes. The command gets
+    a group of its own, so that the wrapper forwards each signal once. It is killed when the wrapper is.
 
     Args:
       command: program and arguments.
@@ -53,6 +56,7 @@ def run(
         failure.
       name: printed before each line of output, such as "worker:1", where several tasks share a file; progress bars are
         made readable then.
+      on_signal: called with each signal; says whether to forward it. The scheduler may have sent it to the command too.
 
     Returns:
       The exit code; 128+N if signal N ended the command.
@@ -61,28 +65,26 @@ def run(
     child: list[subprocess.Popen[bytes]] = []
 
     def forward(signum: int, _: object) -> None:
+        is_wanted = on_signal(signum) if on_signal else True
         if not child:
             pending.append(signum)  # It has not started yet.
-            return
-        _kill(child[0], signum)
+        elif is_wanted:
+            _kill(child[0], signum)
 
     before = {}
     if threading.current_thread() is threading.main_thread():
-        numbers = [getattr(signal, name) for name in _FORWARDED]
-        before = {number: signal.signal(number, forward) for number in numbers}
+        before = {number: signal.signal(number, forward) for number in _forwarded()}
     try:
         try:
             output = subprocess.PIPE if name else None
-            started = subprocess.Popen(
-                command, env={**os.environ, **env}, process_group=0, stdout=output, stderr=output
-            )
+            started = _start(command, {**os.environ, **env}, output)
         except OSError as error:
             say(f"can't run {command[0]}: {error}")
             return _NOT_FOUND_EXIT_CODE
         child.append(started)
         readers = _print_lines(started, f"[{name}] ") if name else []
         for signum in pending:
-            forward(signum, None)
+            _kill(started, signum)
         code = _wait(started, is_over)
         for reader in readers:
             # What it started in the background may go on writing for ever.
@@ -95,6 +97,39 @@ def run(
             _kill(child[0], signal.SIGKILL)
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _forwarded() -> list[signal.Signals]:
+    return [getattr(signal, name) for name in _FORWARDED]
+
+
+def _start(command: Sequence[str], env: Mapping[str, str], output: int | None) -> subprocess.Popen[bytes]:
+    """Starts the command. No signal is lost meanwhile: each waits until the command has its own handlers."""
+    wrapper, prctl = os.getpid(), _prctl()
+
+    def become_task() -> None:
+        # The kernel sends this when the thread that forked ends: the main thread, or one that waits for the command.
+        prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        if os.getppid() != wrapper:
+            os._exit(1)
+        for number in _forwarded():
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _forwarded())
+    try:
+        return subprocess.Popen(command, env=env, process_group=0, stdout=output, stderr=output, preexec_fn=become_task)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _prctl() -> Callable[..., Any]:
+    """The system call of Linux; elsewhere a function that does nothing."""
+    if not sys.platform.startswith("linux"):
+        return lambda *_: None
+    call = ctypes.CDLL(None).prctl
+    call.argtypes = [ctypes.c_int] + [ctypes.c_ulong] * 4
+    return call
 
 
 def _print_lines(child: subprocess.Popen[bytes], prefix: str) -> list[threading.Thread]:

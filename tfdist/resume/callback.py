@@ -16,6 +16,7 @@ import keras
 import numpy as np
 
 from tfdist.engines import watch
+from tfdist.launchers import slurm_exits
 from tfdist.launchers.requests import PREEMPTED_EXIT_CODE
 from tfdist.policies.base import is_count
 from tfdist.resume import contents, preemption
@@ -99,6 +100,7 @@ class Resume(keras.callbacks.Callback):
         """Takes the newest checkpoint, if there is one."""
         del logs
         self._close()
+        slurm_exits.note_resumable()
         self._metrics = None
         self._step = self._epoch = self._epoch_step = 0
         # What others do at the end of an epoch, such as to change the learning rate, belongs to what is saved.

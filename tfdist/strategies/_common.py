@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.engines import averaging_data
+from tfdist.engines import averaging_data, fitting, overlap
 from tfdist.engines.averaging import AveragingEngine
 from tfdist.strategies import steps
 
@@ -20,8 +20,18 @@ class KerasSteps(tf.distribute.Strategy):
 
     # Where replicas train alone.
     _averaging: AveragingEngine | None = None
+    # Whether the loops of all models share something of the strategy's, so that one thread at a time may be in one.
+    _is_exclusive = False
+
     # See `as_one.FLAG`.
     _counts_as_one = False
+
+    def scope(self) -> Any:
+        """See the stock `scope`."""
+        # Where a data set is distributed already, this is how Keras begins.
+        if fitting.is_build(sys._getframe(1)):
+            overlap.begin(self, self._is_exclusive)
+        return super().scope()
 
     @property
     def num_replicas_in_sync(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.engines import averaging_data, cpus, heap, keras_steps, progress, python_operation, sharing
+from tfdist.engines import averaging_data, cpus, heap, keras_steps, overlap, progress, python_operation, sharing
 from tfdist.engines.averaging import AveragingEngine
 from tfdist.engines.threaded import ThreadedEngine
 from tfdist.engines.threaded_data import ReplicaBatch, ReplicaDataset, ReplicaDatasetFromFunction, find_iterator
@@ -75,6 +75,7 @@ class MirroredStrategy(warming.WarmingSteps, tf.distribute.MirroredStrategy):
         if composed.averaging:
             replicas = range(self.num_replicas_in_sync)
             self._averaging = AveragingEngine(self, composed.averaging, replicas, self._sum_over_workers, 1)
+        self._is_exclusive = bool(policies)
         self._warming = warming.on_devices(self, composed.warmup, self._recorder)
         self._policies_to_save = saving.PoliciesToSave(policies, self._warming, self._averaging)
         # The step of a custom loop that was run outside of a graph last.
@@ -127,6 +128,7 @@ class MirroredStrategy(warming.WarmingSteps, tf.distribute.MirroredStrategy):
 
         With a policy, iterating over the result gives tickets, to be given to `run` in place of a batch.
         """
+        overlap.begin(self, self._is_exclusive)
         distributed = self._distributed(dataset, options)
         return distributed if options is not None else progress.remember(distributed, dataset, self._distributed)
 

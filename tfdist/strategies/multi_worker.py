@@ -23,6 +23,7 @@ from tfdist.engines import (
     board,
     heap,
     host_iterator,
+    overlap,
     own_address,
     progress,
     quorum,
@@ -73,6 +74,8 @@ class MultiWorkerMirroredStrategy(warming.WarmingSteps, tf.distribute.MultiWorke
     # None where this worker trains alone, and without a policy.
     _agreement: agreements.Agreement | None = None
     _quorum: quorum.QuorumEngine | None = None
+    # Such as a job of several workers of which the launcher gave up all but one.
+    _is_cluster_of_one = False
     # On the chief, with a policy.
     _board: board.Board | None = None
 
@@ -98,10 +101,12 @@ class MultiWorkerMirroredStrategy(warming.WarmingSteps, tf.distribute.MultiWorke
             # An evaluator would be looked for among the workers.
             resolver = cluster_resolver if is_training else _nobody_else()
             super().__init__(resolver, communication_options)
+            self._is_cluster_of_one = cluster is not None and is_training
+            self._policies_to_save = saving.PoliciesToSave(policies if is_training else ())
             _common.allow_functions_in_control_flow(self)
             return
         _before_context()
-        rendezvous.meet(cluster, start_timeout_secs)
+        rendezvous.meet(cluster, start_timeout_secs, secret=os.environ.get(_SECRET, ""))
         _configure_coordination(cluster, start_timeout_secs)
         with _interruptible():
             super().__init__(cluster_resolver, communication_options)
@@ -118,8 +123,10 @@ class MultiWorkerMirroredStrategy(warming.WarmingSteps, tf.distribute.MultiWorke
         self._policies_to_save = saving.PoliciesToSave(policies, self._warming, self._averaging)
 
     def _join(self, cluster: clusters.Cluster) -> None:
+        # Each call needs all workers, in the same order on all.
+        self._is_exclusive = True
         agreement = self._agreement = agreements.Agreement(cluster.task, cluster.training_tasks)
-        self._seed = agreements.share_random_state(agreement)
+        agreements.share_random_state(agreement)
         chief_writes.install()
         agreements.tell_others_of_errors(cluster.task)
         watch.InterruptEscape(agreement.waited_for, on_interrupt=agreements.end_soon_after_exit).install()
@@ -189,15 +196,33 @@ class MultiWorkerMirroredStrategy(warming.WarmingSteps, tf.distribute.MultiWorke
 
         A data set whose auto-shard policy is FILE, HINT or OFF is left to TensorFlow.
         """
+        overlap.begin(self, self._is_exclusive)
         replicas = self.num_replicas_in_sync
         if options is not None or replicas == 1 or not _is_shared_by_data(dataset):
             self._check_policy_allows(dataset, options)
-            return super().experimental_distribute_dataset(dataset, options)
+            return self._left_to_tensorflow(dataset, options)
         sharing.check_batched(dataset.element_spec, replicas)
         is_known = self._check_same(dataset)
-        if self._agreement:
-            dataset = sharing.reorder_batches(dataset, self._seed)
+        dataset = self._reordered(dataset)
         return progress.remember(self._dealt(dataset, is_known), dataset, lambda rest: self._dealt(rest, is_known))
+
+    def _left_to_tensorflow(self, dataset: Any, options: Any) -> Any:
+        if options is not None or self.extended._num_workers > 1:
+            return super().experimental_distribute_dataset(dataset, options)
+        # A single worker reads all batches, so a pass can be resumed by skipping the first ones.
+        dataset, distribute = self._reordered(dataset), super().experimental_distribute_dataset
+        return progress.remember(distribute(dataset), dataset, distribute)
+
+    def _reordered(self, dataset: Any) -> Any:
+        """Changes the order of Keras-shuffled batches in a cluster of any size, so that a resized job keeps it."""
+        is_in_cluster = self._agreement is not None or self._is_cluster_of_one
+        if not is_in_cluster or not sharing.is_shuffled_by_keras(dataset):
+            return dataset
+        # Seeds are set after the strategy is built; the chief's is the one that counts.
+        seed = tf_context.global_seed()
+        if self._agreement is not None:
+            seed = self._agreement.from_chief(lambda: seed, "agreeing on the order of batches")
+        return dataset if seed is None else sharing.reorder_batches(dataset, seed)
 
     def _dealt(self, dataset: tf.data.Dataset, is_known: bool) -> Any:
         parts, replicas = self._parts(), self.num_replicas_in_sync

@@ -13,12 +13,14 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from tfdist import serving
 from tfdist.cluster import Cluster
-from tfdist.engines import joining, keras_steps, python_operation, sharing, watch
+from tfdist.compat import symbolic_build
+from tfdist.engines import fitting, joining, keras_steps, overlap, python_operation, sharing, watch
 from tfdist.engines.aggregated import AggregatedEngine
 from tfdist.engines.aggregated_step import AggregatedStep
 from tfdist.engines.asynchronous import AsynchronousEngine
@@ -135,7 +137,13 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 
     def scope(self) -> contextlib.AbstractContextManager:
         """See the stock `scope`. Variables made in it live on the parameter servers and count exactly."""
+        if fitting.is_build(sys._getframe(1)):
+            self._begin_call()
         return self._scope()
+
+    def _begin_call(self) -> None:
+        # What workers have given for a pass, or read of it, is dropped when another one begins.
+        overlap.begin(self, is_exclusive=True, nests=not isinstance(self._aggregated, AsynchronousEngine))
 
     def _create_coordinated(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         if isinstance(kwargs.get("colocate_with"), PartitionedVariable):
@@ -151,6 +159,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any = None) -> Any:
         """Leaves the batches of `dataset` to the workers, each its share; the chief does not read them."""
+        self._begin_call()
         if isinstance(dataset, WorkerDataset):
             return dataset
         if not tf.executing_eagerly():
@@ -309,7 +318,12 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:
         """Reduces over `axis`; there is nothing to reduce over replicas, because one of them makes each step."""
         if isinstance(value, WorkerBatch):
-            return find_iterator(int(value.iterator_id)).placeholder()
+            batch = find_iterator(int(value.iterator_id)).placeholder()
+            caller = sys._getframe(1).f_locals.get("self")
+            if isinstance(caller, keras.Model):
+                with self.scope():
+                    symbolic_build.build(caller, batch)
+            return batch
         if self._on_worker():
             return super().reduce(reduce_op, value, axis)
         if axis is None:

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step writes, and when it calls `optimizer.apply`, has the effect that it has in the plain step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import pytest
+import tensorflow as tf
+from halves import Halves, X, Y, assert_close, batches, made
+
+pytestmark = pytest.mark.devices
+
+
+class Stepping(keras.Model):
+    """A model whose steps do something else besides, before or after they update."""
+
+    def __init__(self, before: Callable[[Any], Any], after: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        self.table = self.add_weight(shape=(4, 2), initializer="ones", trainable=False, name="table")
+        self.number = self.add_weight(shape=(), initializer="zeros", trainable=False, dtype="int32", name="number")
+        self.before, self.after = before, after
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+    def loss_of(self, x: Any, y: Any) -> Any:
+        return tf.reduce_mean((self(x) - y) ** 2)
+
+    def gradients(self, x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(x, y)
+        return loss, tape.gradient(loss, self.trainable_variables)
+
+    def train_step(self, data: Any) -> Any:
+        self.before(self)
+        loss, gradients = self.gradients(*data)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        self.after(self)
+        return {"loss": loss}
+
+
+def nothing(model: Any) -> None:
+    del model
+
+
+def halve(model: Any) -> tf.Tensor:
+    model.table.assign(tf.convert_to_tensor(model.table) * 0.5 + 1.0)
+    return tf.constant(0)
+
+
+def conditionally(model: Any) -> None:
+    model.number.assign_add(1)
+    tf.cond(tf.equal(model.number % 2, 0), lambda: halve(model), lambda: tf.constant(0))
+
+
+def in_a_function(model: Any) -> None:
+    tf.function(lambda: halve(model), autograph=False)()
+
+
+def in_a_loop(model: Any) -> None:
+    tf.while_loop(lambda i: i < 3, lambda i: (halve(model) + i + 1,), [0])
+
+
+def by_a_kernel(model: Any) -> None:
+    model.dense.kernel.assign(tf.convert_to_tensor(model.dense.kernel) * 0.5)
+
+
+def by_a_permutation(model: Any) -> None:
+    model.table.assign(tf.gather(model.table, [2, 0, 1, 3]) - 1.0)
+
+
+def of_the_rate(model: Any) -> None:
+    model.optimizer.learning_rate = 0.1 / (1.0 + tf.cast(model.optimizer.iterations, tf.float32))
+
+
+BEFORE = [conditionally, in_a_function, in_a_loop, by_a_kernel, by_a_permutation, of_the_rate]
+
+
+def trained(make: Callable[[], keras.Model]) -> None:
+    """Compares the two halves with the plain step."""
+    plain, halved = (made(make, metrics=None) for _ in range(2))
+    step, halves = tf.function(plain.train_step, autograph=False), Halves(halved)
+    for x, y in batches()[:3]:
+        assert_close(step((tf.constant(x), tf.constant(y))), halves(x, y))
+    assert_close(plain.get_weights(), halved.get_weights())
+    assert int(plain.optimizer.iterations.numpy()) == int(halved.optimizer.iterations.numpy())
+
+
+@pytest.mark.parametrize("before", BEFORE)
+def test_writes_before_the_update_are_those_of_the_plain_step(before: Callable[[Any], Any]) -> None:
+    trained(lambda: Stepping(before, nothing))
+
+
+def of_the_count(model: Any) -> None:
+    model.number.assign(tf.cast(model.optimizer.iterations, tf.int32))
+
+
+def test_updates_are_counted_where_the_step_reads_it_after_the_update() -> None:
+    trained(lambda: Stepping(nothing, of_the_count))
+    trained(lambda: Stepping(nothing, of_the_rate))
+
+
+def test_weights_written_after_the_update_are_refused() -> None:
+    model = made(lambda: Stepping(nothing, by_a_kernel), metrics=None)
+    with pytest.raises(
+        ValueError, match=r"must not write weights after optimizer\.apply.*Received: a write of '.*kernel'"
+    ):
+        Halves(model)
+
+
+class Sharp(Stepping):
+    """Takes its gradient where the weights are moved to (SAM), on all examples alike."""
+
+    def train_step(self, data: Any) -> Any:
+        weights = self.trainable_variables
+        for weight in weights:
+            weight.assign_add(0.125 * tf.ones_like(tf.convert_to_tensor(weight)))
+        loss, gradients = self.gradients(*data)
+        for weight in weights:
+            weight.assign_sub(0.125 * tf.ones_like(tf.convert_to_tensor(weight)))
+        self.optimizer.apply(gradients, weights)
+        return {"loss": loss}
+
+
+def test_gradients_of_weights_that_are_moved_are_those_of_the_plain_step() -> None:
+    trained(lambda: Sharp(nothing, nothing))
+
+
+class Conditional(Stepping):
+    """Updates in every second step."""
+
+    def train_step(self, data: Any) -> Any:
+        loss, gradients = self.gradients(*data)
+        self.number.assign_add(1)
+
+        def update() -> tf.Tensor:
+            self.optimizer.apply(gradients, self.trainable_variables)
+            return tf.constant(0)
+
+        tf.cond(tf.equal(self.number % 2, 1), update, lambda: tf.constant(0))
+        return {"loss": loss}
+
+
+def test_a_conditional_update_is_made_when_its_condition_holds() -> None:
+    trained(lambda: Conditional(nothing, nothing))
+
+
+def test_an_update_in_a_loop_is_refused() -> None:
+    class Looping(Stepping):
+        def train_step(self, data: Any) -> Any:
+            loss, gradients = self.gradients(*data)
+
+            def body(i: Any) -> Any:
+                self.optimizer.apply(gradients, self.trainable_variables)
+                return (i + 1,)
+
+            tf.while_loop(lambda i: i < 2, body, [0])
+            return {"loss": loss}
+
+    model = made(lambda: Looping(nothing, nothing), metrics=None)
+    with pytest.raises(ValueError, match=r"optimizer\.apply inside of a loop"):
+        Halves(model)(X[:9], Y[:9])
+
+
+class Largest(keras.metrics.Metric):
+    """A metric whose state is no sum."""
+
+    def __init__(self, combine: Callable[..., Any]) -> None:
+        super().__init__(name="largest")
+        self.value = self.add_variable((), "zeros", name="value")
+        self.combine = combine
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.value.assign(self.combine(tf.convert_to_tensor(self.value), y_true))
+
+    def result(self) -> Any:
+        return tf.convert_to_tensor(self.value)
+
+
+COMBINATIONS = {
+    "maximum": lambda value, y: tf.maximum(value, tf.reduce_max(y)),
+    "minimum": lambda value, y: tf.minimum(value + 0.0, -tf.reduce_max(y)),
+    "of this batch": lambda value, y: tf.reduce_sum(y),
+    "difference": lambda value, y: value - tf.reduce_sum(y),
+}
+
+
+@pytest.mark.parametrize("combine", COMBINATIONS.values(), ids=COMBINATIONS)
+def test_metrics_that_are_no_sums_are_those_of_the_plain_step(combine: Callable[..., Any]) -> None:
+    plain, halved = (made(metrics=[Largest(combine)]) for _ in range(2))
+    halves = Halves(halved)
+    for x, y in batches()[:3]:
+        expected, found = plain.train_step((tf.constant(x), tf.constant(y))), halves(x, y)
+        assert_close(expected["largest"], found["largest"])
+
+
+def test_a_metric_that_cannot_be_added_up_is_refused() -> None:
+    model = made(metrics=[Largest(lambda value, y: 0.9 * value + tf.reduce_mean(y))])
+    with pytest.raises(ValueError, match=r"metric's variable has to be updated as assign\(variable \+ x\).*largest"):
+        Halves(model)

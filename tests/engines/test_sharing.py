@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches of which not all components have a batch dimension are divided by nobody in silence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+from tfdist.engines import sharing
+
+pytestmark = pytest.mark.devices
+
+UNEVEN = {"table": tf.TensorSpec([3]), "x": tf.TensorSpec([None, 2])}
+
+
+def batch() -> dict[str, tf.Tensor]:
+    return {"table": tf.ones([3]), "x": tf.ones([6, 2])}
+
+
+def test_a_lone_replica_gets_a_batch_as_it_is() -> None:
+    given: Any = {**batch(), "scale": tf.constant(2.0)}
+    assert sharing.cut(given, 0, 1) is given
+
+
+def test_components_of_different_sizes_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"different batch sizes.*tf\.repeat.*Received: batch sizes \[3, 6\]"):
+        sharing.check_batched({"table": tf.TensorSpec([3]), "x": tf.TensorSpec([6, 2])}, 2)
+
+
+def test_components_of_unknown_different_sizes_are_refused_when_they_come() -> None:
+    cut = tf.function(lambda given: sharing.cut(given, 1, 2), autograph=False, input_signature=[UNEVEN])
+    with pytest.raises(
+        tf.errors.InvalidArgumentError, match="components of a batch have different numbers of examples"
+    ):
+        cut(batch())
+
+
+def test_components_of_one_size_are_cut_alike() -> None:
+    spec = {"table": tf.TensorSpec([None]), "x": tf.TensorSpec([None, 2])}
+    cut = tf.function(lambda given: sharing.cut(given, 1, 2), autograph=False, input_signature=[spec])
+    parts = cut({"table": tf.range(5.0), "x": tf.ones([5, 2])})
+    assert parts["table"].numpy().tolist() == [2.0, 3.0, 4.0]
+    assert parts["x"].shape == (3, 2)

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Kubernetes launcher against a real API server and Job controller; a stand-in for the kubelet runs the pods.
+
+Needs etcd, kube-apiserver and kube-controller-manager in the directory TFDIST_KUBE_BIN, or on PATH.
+"""
+
+import contextlib
+import sys
+import time
+
+import control_plane
+import pytest
+
+from tfdist.launchers import kubernetes, requests
+
+MISSING = [name for name, path in control_plane.find_binaries().items() if not path]
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(bool(MISSING), reason=f"TFDIST_KUBE_BIN and PATH have no {', '.join(MISSING)}"),
+]
+SECS = 400
+# Fails, or misses another and fails, or ends well: by the task's index and by how often its pod was replaced.
+SCRIPT = """
+import os, pathlib, sys, time
+index = int(os.environ["JOB_COMPLETION_INDEX"])
+before = sum(int(os.environ.get(f"TFDIST_POD_{name}") or 0) for name in ("FAILURES", "IGNORED_FAILURES"))
+folder, plan = pathlib.Path(sys.argv[1]), sys.argv[2].split(",")
+code = int(plan[min(before, len(plan) - 1)])
+(folder / f"{before}-{index}").touch()
+while len(list(folder.glob(f"{before}-*"))) < 4:
+    time.sleep(0.05)
+# All of them fail at once, as where a collective breaks.
+sys.exit(code if index == 1 or not code else 75 if code == 75 else 1)
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("kubernetes")
+    with control_plane.running(folder) as api:
+        yield api, folder / "kubeconfig"
+
+
+@pytest.fixture
+def api(cluster, monkeypatch):
+    monkeypatch.setenv("KUBECONFIG", str(cluster[1]))
+    return cluster[0]
+
+
+def names():
+    return f"t{time.monotonic_ns()}"
+
+
+def launch(namespace, script, *arguments, options=()):
+    flags = [f"--namespace={namespace}", "--image=i", "--name=run1", "--num_workers=4", f"--python={sys.executable}"]
+    return kubernetes.main([*flags, *options, str(script), *map(str, arguments)])
+
+
+@pytest.fixture
+def trained(api, tmp_path):
+    """Runs a job of four workers to its end; gives its status, and counts and exit code of each pod."""
+
+    def run(plan, *options):
+        script, namespace = tmp_path / "train.py", api.create_namespace(names())
+        script.write_text(SCRIPT)
+        with contextlib.closing(control_plane.Kubelet(api, namespace)) as kubelet:
+            assert launch(namespace, script, tmp_path, plan, options=options) == 0
+            deadline = time.monotonic() + SECS
+            while time.monotonic() < deadline:
+                (job,) = api.items(namespace, "jobs")
+                ended = [each for each in job["status"].get("conditions", []) if each["type"] in ("Complete", "Failed")]
+                if ended:
+                    return ended[0], job["status"], kubelet.codes
+                time.sleep(0.5)
+            raise AssertionError(job["status"])
+
+    return run
+
+
+def test_one_failure_of_four_workers_is_one_restart(trained):
+    ended, status, codes = trained("3,0", "--max_restarts=1")
+    assert ended["type"] == "Complete", ended
+    assert status["succeeded"] == 4 and status["failed"] == 1
+    assert sorted(codes)[:5] == [0, 0, 0, 0, min(codes[:4])] and sorted(codes[:4])[1:] == [75] * 3
+
+
+def test_restarts_are_counted_per_attempt_of_the_job(trained):
+    ended, status, codes = trained("3", "--max_restarts=1")
+    assert (ended["type"], ended["reason"]) == ("Failed", "BackoffLimitExceeded")
+    assert status["failed"] == 2 and len(codes) > 4  # The attempt and one restart.
+
+
+def test_preemptions_beyond_the_limit_fail_the_job(trained):
+    ended, _, codes = trained("75", "--max_preemptions=1")
+    assert (ended["type"], ended["reason"]) == ("Failed", "PodFailurePolicy")
+    assert codes[:8] == [75] * 8 and 79 in codes[8:]
+
+
+def test_quota_is_one_line_and_an_exit_code(api, capsys):
+    namespace = api.create_namespace(names())
+    quota = {"metadata": {"name": "few"}, "spec": {"hard": {"pods": "2"}}}
+    api.call("POST", f"/api/v1/namespaces/{namespace}/resourcequotas", quota)
+    path = f"/api/v1/namespaces/{namespace}/resourcequotas/few"
+    while "hard" not in api.call("GET", path).get("status", {}):
+        time.sleep(0.1)
+    assert launch(namespace, "/app/train.py") == 1
+    error = capsys.readouterr().err
+    assert "tfdist: 2 of 4 pods are created, for the cluster refuses the others: " in error
+    assert "exceeded quota: few" in error
+
+
+def test_pod_security_is_one_line_and_an_exit_code(api, capsys):
+    label = "pod-security.kubernetes.io"
+    namespace = api.create_namespace(names(), {f"{label}/enforce": "restricted", f"{label}/warn": "restricted"})
+    assert launch(namespace, "/app/train.py") == 1
+    error = capsys.readouterr().err
+    assert error.count("tfdist: kubectl: Warning: would violate PodSecurity") == 1
+    assert "tfdist: 0 of 4 pods are created, for the cluster refuses the others: " in error
+    assert 'violates PodSecurity "restricted:latest"' in error
+
+
+def test_pods_that_can_be_created_are_no_failure(api, capsys):
+    assert launch(api.create_namespace(names()), "/app/train.py") == 0
+    shown = capsys.readouterr()
+    assert "refuses" not in shown.err and "job.batch/run1-worker created\n" in shown.out
+
+
+@pytest.mark.parametrize("taken", ["services", "jobs"])
+def test_taken_name_leaves_nothing_behind(api, taken):
+    namespace = api.create_namespace(names())
+    assert launch(namespace, "/app/train.py") == 0
+    kinds = ("services", "jobs", "secrets")
+    for plural in kinds:
+        if plural != taken:
+            group = "/apis/batch/v1" if plural == "jobs" else "/api/v1"
+            for each in api.items(namespace, plural):
+                path = f"{group}/namespaces/{namespace}/{plural}/{each['metadata']['name']}"
+                api.call("DELETE", f"{path}?propagationPolicy=Background")
+    api.call("DELETE", f"/apis/networking.k8s.io/v1/namespaces/{namespace}/networkpolicies/run1")
+    while any(api.items(namespace, plural) for plural in kinds if plural != taken):
+        time.sleep(0.1)
+    name = api.items(namespace, taken)[0]["metadata"]["uid"]
+    with pytest.raises(requests.LaunchError, match=r"--name=run1 is taken; .*; nothing was created$"):
+        launch(namespace, "/app/train.py")
+    assert [each["metadata"]["uid"] for each in api.items(namespace, taken)] == [name]
+    assert not any(api.items(namespace, plural) for plural in kinds if plural != taken)
+
+
+def test_name_taken_between_rehearsal_and_creation_is_rolled_back(api, monkeypatch):
+    namespace = api.create_namespace(names())
+    policy = {"metadata": {"name": "run1"}, "spec": {"podSelector": {}}}
+    real = kubernetes.kubernetes_submit._run
+
+    def run(command, stdin=""):
+        answer = real(command, stdin)
+        if "--dry-run=server" in command:
+            api.call("POST", f"/apis/networking.k8s.io/v1/namespaces/{namespace}/networkpolicies", policy)
+        return answer
+
+    monkeypatch.setattr(kubernetes.kubernetes_submit, "_run", run)
+    with pytest.raises(requests.LaunchError, match=r"networkpolicies.networking.k8s.io run1; nothing is left of"):
+        launch(namespace, "/app/train.py")
+    deadline = time.monotonic() + SECS
+    while any(api.items(namespace, plural) for plural in ("services", "jobs", "secrets")):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Kubernetes launcher and kubectl's answers: all objects or none, warnings, pods that can't be created."""
+
+import os
+
+import fake_kubectl
+import pytest
+
+from tfdist.launchers import kubernetes, kubernetes_submit, requests
+
+ARGUMENTS = ["--image=me/train:1", "--name=run1", "/app/train.py"]
+ALL = ["job.batch/run1-worker", "networkpolicy.networking.k8s.io/run1", "secret/run1", "service/run1"]
+QUOTA = 'Error creating: pods "run1-worker-1-x" is forbidden: exceeded quota: few'
+
+
+@pytest.fixture
+def cluster(tmp_path, monkeypatch):
+    """A kubectl that refuses what it does not know, and its memory."""
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(kubernetes_submit, "_POLL_SECS", 0.01)
+    monkeypatch.setattr(kubernetes_submit, "_SETTLED_SECS", 0.01)
+    return fake_kubectl.install(tmp_path)
+
+
+def test_what_is_submitted_is_the_plan_and_a_secret(cluster, capsys):
+    arguments = ["--gpus_per_worker=2", *ARGUMENTS]
+    assert kubernetes.main(["--dry_run", *arguments]) == 0
+    text = capsys.readouterr().out
+    assert kubernetes.main(arguments) == 0
+    first, _, rest = cluster.read()["text"].partition("---\n")
+    assert rest == text
+    assert "kind: Secret" in first and "job-secret" in first and "kind: Secret" not in text
+    shown = capsys.readouterr()
+    assert sorted(shown.out.splitlines()) == [f"{name} created" for name in ALL]
+    assert cluster.names == ALL
+    assert "kubectl delete secret,service,networkpolicy,job --selector=app.kubernetes.io/instance=run1 " in shown.err
+
+
+def test_taken_name_creates_nothing_and_names_the_remedy(cluster):
+    old = {"job.batch/run1-worker": {"kind": "Job", "size": 2}}
+    cluster.set(objects=old)
+    with pytest.raises(requests.LaunchError) as caught:
+        kubernetes.main(ARGUMENTS)
+    remedy = "kubectl delete secret,service,networkpolicy,job --selector=app.kubernetes.io/instance=run1"
+    assert str(caught.value) == (
+        f"--name=run1 is taken; use another, or remove the old job first ({remedy}). "
+        "There already: jobs.batch run1-worker; nothing was created"
+    )
+    assert cluster.read()["objects"] == old
+
+
+@pytest.mark.parametrize("behaviour", [{}, {"no_dry_run": True}])
+def test_name_taken_after_the_rehearsal_is_rolled_back(cluster, behaviour):
+    cluster.set(taken_later=["networkpolicy.networking.k8s.io/run1"], **behaviour)
+    with pytest.raises(requests.LaunchError, match=r"is taken; .* run1; nothing is left of what was created$"):
+        kubernetes.main(["--namespace=ml", *ARGUMENTS])
+    assert cluster.names == []
+    assert "--namespace=ml" in cluster.read()["calls"][-1]
+
+
+def test_failed_rollback_names_the_command(cluster):
+    cluster.set(taken_later=["job.batch/run1-worker"], stubborn=True)
+    with pytest.raises(
+        requests.LaunchError, match=r"remove what was created: kubectl delete .* secret/run1 service/run1"
+    ):
+        kubernetes.main(ARGUMENTS)
+
+
+def test_warnings_of_the_api_server_are_shown_once(cluster, capsys):
+    cluster.set(warnings=['would violate PodSecurity "restricted:latest"'])
+    assert kubernetes.main(ARGUMENTS) == 0
+    line = 'tfdist: kubectl: Warning: would violate PodSecurity "restricted:latest"\n'
+    assert capsys.readouterr().err.count(line) == 1
+
+
+def test_refused_pods_are_one_line_and_an_exit_code(cluster, capsys):
+    cluster.set(refusal=QUOTA, max_pods=1)
+    assert kubernetes.main(ARGUMENTS) == 1
+    error = capsys.readouterr().err
+    assert f"tfdist: 1 of 2 pods are created, for the cluster refuses the others: {QUOTA}\n" in error
+    assert "of an older job" not in error
+
+
+def test_refusal_that_passes_is_no_failure(cluster, capsys):
+    cluster.set(refusal=QUOTA)
+    assert kubernetes.main(ARGUMENTS) == 0
+    assert "refuses" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "words"),
+    [
+        ({"max_pods": 0}, "0 of 2 pods are created after 0.05 s"),
+        ({"max_pods": 0, "spec": {"suspend": True}}, "the job is suspended"),
+        ({"forbidden": True}, "can't look whether pods are created"),
+    ],
+)
+def test_what_cannot_be_told_is_said_and_no_failure(cluster, capsys, behaviour, words):
+    cluster.set(**behaviour)
+    assert kubernetes.main(["--start_timeout_secs=0.05", *ARGUMENTS]) == 0
+    assert words in capsys.readouterr().err
+
+
+def test_no_time_to_look_asks_nothing(cluster):
+    assert kubernetes.main(["--start_timeout_secs=0", *ARGUMENTS]) == 0
+    assert [call[0] for call in cluster.read()["calls"]] == ["create", "create"]

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hosts that vanish: which is blamed, what counts as a failure, and what the tasks that are left are told."""
+
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from tfdist.cluster import NOTICES_VARIABLE
+from tfdist.launchers import attempts, notices, reachability, requests, running, ssh, ssh_preflight, ssh_task
+from tfdist.launchers.hostfile import Host
+from tfdist.launchers.shape import Shape
+
+AWAY = "ssh: connect to host beta port 22: Connection timed out"
+
+
+class Task:
+    """A task whose local process runs on until it is stopped; given a code, it has ended."""
+
+    pid, restart, tail = 1, 0, ()
+
+    def __init__(self, name, code):
+        self.name, self.returncode, self.ran_secs = name, code, 40.0
+
+    def poll(self):
+        return self.returncode
+
+    def wait(self, timeout_secs=None):
+        return self.returncode
+
+
+class Tasks:
+    """Stands for a `Supervisor` whose tasks end as told."""
+
+    running = ()
+
+    def __init__(self, **codes):
+        self.codes, self.lines, self.started = codes, [], {}
+
+    def start(self, name, command, env):
+        self.started[name] = Task(name, None)
+        return self.started[name]
+
+    def wait_first_exit(self, timeout_secs=None):
+        if not self.codes:
+            return None
+        name, code = self.codes.popitem()
+        task = self.started[name.replace("_", ":")]
+        task.returncode = code
+        return task
+
+    def say(self, lines):
+        self.lines += lines
+
+    def stop(self, signals=(), grace_secs=0.0):
+        for task in self.started.values():
+            task.returncode = -signal.SIGKILL if task.returncode is None else task.returncode
+
+
+def attempt(monkeypatch, unreachable, **codes):
+    """The outcome of a job on alpha and beta, whose workers end with these codes, and what the launcher says."""
+    monkeypatch.setattr(attempts, "_CAUSE_SECS", 0.0)
+    asked = []
+    monkeypatch.setattr(reachability, "unreachable", lambda probes, _: asked.append(probes) or unreachable)
+    request = ssh.plan(ssh.Job(("train.py",), (Host("alpha", 1), Host("beta", 1)), Shape(2)))
+    tasks = Tasks(**codes)
+    outcome = attempts.Attempt(request, tasks, [], number=0, min_workers=2, logs=None).run()
+    return outcome, tasks.lines, asked
+
+
+@pytest.mark.parametrize("code", [1, requests.PREEMPTED_EXIT_CODE])
+def test_a_lost_host_is_the_cause_not_its_survivor(monkeypatch, code):
+    outcome, lines, asked = attempt(monkeypatch, {"beta": AWAY}, worker_0=code)
+    assert list(asked[0]) == ["beta"]
+    assert (outcome.code, outcome.failed.name) == (255, "worker:1")
+    assert lines[0] == f"worker:0 failed (exit code {code}), as it misses worker:1"
+    assert lines[1] == (
+        f"worker:1 failed first (its host beta can't be reached: {AWAY}); all others have ended, and those on beta end "
+        "by themselves within 30 s"
+    )
+    assert outcome.orphan_secs == ssh_task.ORPHAN_SECS
+
+
+@pytest.mark.parametrize("code", [1, requests.PREEMPTED_EXIT_CODE])
+def test_without_a_lost_host_the_first_failure_decides(monkeypatch, code):
+    outcome, lines, _ = attempt(monkeypatch, {}, worker_0=code)
+    assert (outcome.code, outcome.failed.name, outcome.orphan_secs) == (code, "worker:0", 0.0)
+    assert lines == [f"worker:0 failed first (exit code {code}); all tasks have ended"]
+
+
+def test_when_no_host_answers_the_launchers_link_is_named(monkeypatch):
+    outcome, lines, asked = attempt(monkeypatch, {"alpha": AWAY, "beta": AWAY}, worker_1=255)
+    assert sorted(asked[0]) == ["alpha", "beta"]
+    assert outcome.code == 255
+    assert lines[0] == "no host can be reached: the link of this machine may be down"
+    assert lines[1].endswith("those on alpha, beta end by themselves within 30 s")
+
+
+def test_after_a_lost_host_tasks_there_have_time_to_end(monkeypatch):
+    """Else the next attempt would find their ports in use."""
+    outcomes = [attempts.Outcome(255, Task("worker:1", 255), orphan_secs=30.0), attempts.Outcome(0)]
+    pauses = []
+    monkeypatch.setattr(running._Submission, "_attempt", lambda *_: outcomes.pop(0))
+    monkeypatch.setattr(running._Submission, "_pause", lambda _, secs: pauses.append(secs) or True)
+    assert running.submit(requests.Request((), frozenset(), 1.0, requests.Restarts(max_restarts=1))) == 0
+    assert pauses == [30.0]
+
+
+def test_far_tasks_end_before_the_launcher_gives_their_host_up():
+    command = ssh.plan(ssh.Job(("train.py",), (Host("alpha", 2),), Shape(2))).tasks[0].command
+    assert "tfdist.launchers.ssh_client" in command
+    settings = {
+        word.partition("=")[0].removeprefix("-o"): word.partition("=")[2]
+        for word in ssh.ssh_client.command("alpha", "python3", ())
+    }
+    given_up_secs = float(settings["ServerAliveInterval"]) * float(settings["ServerAliveCountMax"])
+    assert given_up_secs > ssh_task._LOST_SECS + ssh_task._GRACE_SECS
+
+
+def test_a_far_task_that_lost_its_launcher_is_no_preemption(tmp_path):
+    line = json.dumps({"script": ["-c", "import signal; signal.pause()"], "directory": str(tmp_path), "env": {}})
+    done = subprocess.run(
+        [sys.executable, "-m", "tfdist.launchers.ssh_task"], input=line.encode() + b"\n", timeout=60, check=False
+    )
+    assert done.returncode == 255
+
+
+def test_a_host_that_does_not_answer_is_unreachable_with_its_reason(monkeypatch):
+    monkeypatch.setattr(reachability, "_ANSWER_SECS", 0.2)
+    script = "import sys; sys.exit('no route')"
+    found = reachability.unreachable(
+        {
+            "fine": [sys.executable, "-c", ""],
+            "away": [sys.executable, "-S", "-c", script],
+            "none": ["/no/such/program"],
+        }
+        | {"silent": ["sleep", "1000"]},
+        lambda: False,
+    )
+    assert set(found) >= {"silent"}
+    assert found["silent"] == "it does not answer within 0.2 s"
+    assert "fine" not in found or "0.2 s" in found["fine"]
+    assert "none" not in found
+
+
+def test_an_interrupt_ends_the_wait_for_hosts():
+    assert reachability.unreachable({"silent": ["sleep", "30"]}, lambda: True) == {}
+
+
+# Notices.
+
+
+def test_notices_are_read_line_by_line():
+    left = notices.Notices()
+    try:
+        path = pathlib.Path(left.env[NOTICES_VARIABLE])
+        reader = notices.Reader(str(path))
+        assert reader.new_lines() == []
+        left.add("given up worker:1")
+        with path.open("a") as file:
+            file.write("half a")
+        assert reader.new_lines() == ["given up worker:1"]
+        left.add(" line")
+        assert reader.new_lines() == ["half a line"]
+    finally:
+        left.close()
+    assert reader.new_lines() == []
+
+
+def test_a_job_does_without_notices_where_there_is_no_place_for_them(monkeypatch):
+    def refuse(*_, **__):
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr(notices.tempfile, "mkdtemp", refuse)
+    left = notices.Notices()
+    left.add("given up worker:1")
+    left.close()
+    assert left.env == {}
+
+
+def test_a_connection_carries_signals_and_notices():
+    given, taken = os.pipe()
+    os.write(taken, b"\0\x0f" + bytes([ssh_task.NOTICE]) + b"given up worker:1\n" + b"\0\x02")
+    os.close(taken)
+    assert list(ssh_task._received(given)) == [15, "given up worker:1", 2]
+    os.close(given)
+
+
+CHIEF_READS = f"""
+import json, os, signal, sys, time
+task = json.loads(os.environ["TF_CONFIG"])["task"]
+if task["type"] == "worker" and task["index"] == 1:
+    sys.exit(6)
+if task["type"] == "chief":
+    while not (lines := open(os.environ["{NOTICES_VARIABLE}"]).read()): time.sleep(0.05)
+    print(lines, end="")
+    sys.exit(0)
+signal.pause()
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("platform", ["local", "ssh"])
+def test_the_chief_is_told_of_a_worker_that_is_given_up(tmp_path, platform):
+    """A worker that has run for long: otherwise all would start again without it."""
+    (tmp_path / "train.py").write_text(CHIEF_READS)
+    # In place of ssh: runs the command here, as sshd would.
+    (tmp_path / "ssh").write_text('#!/bin/sh\nfor last; do :; done\nexec sh -c "$last"\n')
+    (tmp_path / "ssh").chmod(0o755)
+    start = """
+import sys
+from tfdist import cli
+from tfdist.launchers import requests, ssh_client
+ssh_client.HEARTBEAT_SECS = 0.1
+original = requests.Restarts.__init__
+def settled(self, *args, **kwargs):
+    original(self, *args, **kwargs)
+    object.__setattr__(self, "settled_secs", 0.0)
+requests.Restarts.__init__ = settled
+sys.exit(cli.main(sys.argv[1:]))
+"""
+    hosts = ["--hosts=127.0.0.1:4", "--preflight_secs=0"] if platform == "ssh" else []
+    flags = ["--num_ps=1", "--min_workers=1", "--max_worker_restarts=0", "--grace_period_secs=0.2", *hosts]
+    done = subprocess.run(
+        [sys.executable, "-c", start, "launch", platform, *flags, "train.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert "worker:1 is given up" in done.stderr
+    assert "going on with 1 of 2 workers" in done.stderr
+    assert (done.returncode, done.stdout) == (0, "[chief:0] given up worker:1\n")
+
+
+# Ports.
+
+
+def test_a_privileged_port_is_not_called_in_use(monkeypatch):
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(socket.socket, "bind", refuse)
+    answer = ssh_task.probe({"directory": ".", "files": [], "ports": [80], "gpus": 0})
+    assert answer["taken"] == {"80": "privileged"}
+    problems = ssh_preflight._problems(json.loads(json.dumps(answer)), {"gpus": 0}, {})
+    assert problems == ["lets this user not listen on port 80, which is privileged; use a --port from 1024"]

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls that overlap with a `fit` under policies on parameter servers: refused, or every example counts once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from aggregated_asynchronous import counting
+from aggregated_cluster import BATCH, COUNT, STEPS, X, Y, compiled
+from overlapping import during_fit
+
+import tfdist
+
+Policies = Callable[..., tfdist.ParameterServerStrategy]
+
+
+def _fit(model: Any) -> Callable[..., Any]:
+    return lambda **kwargs: model.fit(X, Y, batch_size=BATCH, verbose=0, **kwargs)
+
+
+def _predict(model: Any) -> Callable[[], Any]:
+    return lambda: model.predict(X, batch_size=BATCH, verbose=0)
+
+
+def _evaluate(model: Any) -> Callable[[], Any]:
+    return lambda: model.evaluate(X, Y, batch_size=BATCH, verbose=0)
+
+
+@pytest.mark.parametrize("make", [lambda: tfdist.SoftSync(1), lambda: tfdist.BackupWorkers(spares=0)])
+def test_other_threads_are_refused_during_a_fit(with_policies: Policies, make: Callable[[], Any]) -> None:
+    strategy = with_policies(make())
+    model, other = compiled(strategy), compiled(strategy)
+    for call in (_fit(model), _fit(other), _evaluate(model), _predict(model)):
+        error = during_fit(_fit(model), call).error
+        assert "overlaps with another thread's call" in error
+        assert "\n" not in error
+    assert (int(model.optimizer.iterations), int(other.optimizer.iterations)) == (4 * STEPS, 0)
+
+
+@pytest.mark.parametrize("make", [lambda: tfdist.SoftSync(1), lambda: tfdist.BackupWorkers(spares=0)])
+def test_callbacks_of_a_fit_may_evaluate_and_predict(with_policies: Policies, make: Callable[[], Any]) -> None:
+    strategy = with_policies(make())
+    model, other = compiled(strategy), compiled(strategy)
+    for call in (_evaluate(other), _predict(model), _predict(other)):
+        meanwhile = during_fit(_fit(model), call, in_thread=False)
+        assert not meanwhile.error
+        assert meanwhile.result is not None
+    assert int(model.optimizer.iterations) == 3 * STEPS
+
+
+def test_fit_within_a_fit_is_refused_under_soft_sync(with_policies: Policies) -> None:
+    strategy = with_policies(tfdist.SoftSync(1))
+    model, other = compiled(strategy), compiled(strategy)
+    for chosen in (model, other):
+        error = during_fit(_fit(model), _fit(chosen), in_thread=False).error
+        assert error.startswith(f"fit of model {chosen.name!r} is called within a callback of fit of model")
+        assert "\n" not in error
+    assert (int(model.optimizer.iterations), int(other.optimizer.iterations)) == (2 * STEPS, 0)
+
+
+def test_fit_within_a_fit_counts_right_under_backup_workers(with_policies: Policies) -> None:
+    strategy = with_policies(tfdist.BackupWorkers(spares=0))
+    model, other = counting(strategy), compiled(strategy)
+    during_fit(_fit(model), _fit(other), in_thread=False)
+    assert model.history.history["examples"] == [COUNT]
+    assert (int(model.optimizer.iterations), int(other.optimizer.iterations)) == (STEPS, STEPS)

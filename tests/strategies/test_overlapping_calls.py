@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of Keras' loops that overlap are refused before they train, unless each keeps its own counts."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import pathlib
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import process_cluster
+import pytest
+from overlapping import during_fit, in_thread
+
+import tfdist
+
+pytestmark = [pytest.mark.devices, pytest.mark.timeout(300)]
+
+X = np.random.default_rng(0).normal(size=(96, 3)).astype("float32")
+Y = X[:, :1]
+STEPS = 12
+POLICIES = {
+    "none": list,
+    "warmup": lambda: [tfdist.Warmup(steps=6)],
+    "averaging": lambda: [tfdist.ParameterAveraging(3)],
+    "backup": lambda: [tfdist.BackupWorkers(spares=0)],
+}
+with_policies = pytest.mark.parametrize("policies", [name for name in POLICIES if name != "none"])
+
+
+def _strategy(name: str) -> Any:
+    if name == "one worker":
+        return tfdist.MultiWorkerMirroredStrategy()
+    return tfdist.MirroredStrategy(["CPU:0", "CPU:1"], policies=POLICIES[name]())
+
+
+def _model(strategy: Any) -> keras.Model:
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", metrics=["mae"])
+    return model
+
+
+def _fit(model: keras.Model, **kwargs: Any) -> Callable[..., Any]:
+    return functools.partial(model.fit, X, Y, batch_size=8, verbose=0, **kwargs)
+
+
+def _evaluate(model: keras.Model) -> Callable[[], Any]:
+    return functools.partial(model.evaluate, X, Y, batch_size=8, verbose=0)
+
+
+def _predict(model: keras.Model) -> Callable[[], Any]:
+    return functools.partial(model.predict, X, batch_size=8, verbose=0)
+
+
+def _steps(model: keras.Model) -> int:
+    return int(model.optimizer.iterations.numpy())
+
+
+@pytest.mark.parametrize("name", ["one worker", *POLICIES])
+def test_second_thread_fitting_a_model_is_refused(name: str):
+    model = _model(_strategy(name))
+    meanwhile = during_fit(_fit(model), _fit(model))
+    assert meanwhile.error.startswith(f"fit of model {model.name!r} overlaps with another thread's call")
+    assert "begin it when the other has ended" in meanwhile.error
+    assert "thread 'other' during fit of model" in meanwhile.error
+    assert "\n" not in meanwhile.error
+    assert _steps(model) == STEPS
+    _fit(model)()
+    assert _steps(model) == 2 * STEPS
+
+
+@pytest.mark.parametrize("name", ["one worker", "none"])
+def test_calls_with_counts_of_the_same_model_are_refused(name: str):
+    model = _model(_strategy(name))
+    for call in (_evaluate(model), lambda: model.train_on_batch(X[:8], Y[:8]), lambda: model.test_on_batch(X, Y)):
+        assert "both would write the same metrics" in during_fit(_fit(model), call).error
+    assert during_fit(_fit(model), _predict(model)).result.shape == (96, 1)
+    assert _steps(model) == 4 * STEPS
+
+
+@pytest.mark.parametrize("name", ["one worker", "none"])
+def test_two_models_train_in_two_threads(name: str):
+    strategy = _strategy(name)
+    models = [_model(strategy), _model(strategy)]
+    both = threading.Barrier(2)
+
+    class Wait(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            both.wait(100)
+
+    threads = [threading.Thread(target=_fit(model, epochs=3, callbacks=[Wait()])) for model in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [_steps(model) for model in models] == [3 * STEPS] * 2
+
+
+@with_policies
+def test_other_models_are_refused_under_a_policy(policies: str):
+    strategy = _strategy(policies)
+    model, other = _model(strategy), _model(strategy)
+    for call in (_fit(other), _evaluate(other), _predict(other)):
+        assert "share one engine" in during_fit(_fit(model), call).error
+    assert (_steps(model), _steps(other)) == (3 * STEPS, 0)
+
+
+@pytest.mark.parametrize("policies", POLICIES)
+def test_calls_within_callbacks_work(policies: str):
+    strategy = _strategy(policies)
+    model, other = _model(strategy), _model(strategy)
+    for call in (_evaluate(model), _predict(model), _evaluate(other), _fit(other)):
+        meanwhile = during_fit(_fit(model), call, in_thread=False)
+        assert not meanwhile.error
+        assert meanwhile.result is not None
+    assert (_steps(model), _steps(other)) == (4 * STEPS, STEPS)
+
+
+def test_failed_fit_leaves_nothing_locked():
+    model = _model(_strategy("none"))
+
+    class Fails(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            raise KeyboardInterrupt
+
+    # Its traceback, which is kept, holds the frames of fit.
+    with pytest.raises(KeyboardInterrupt) as kept:
+        _fit(model, callbacks=[Fails()])()
+    meanwhile = during_fit(_fit(_model(model.distribute_strategy)), _fit(model))
+    assert not meanwhile.error
+    in_thread(_fit(model, callbacks=[Fails()]))
+    _fit(model)()
+    assert kept.value is not None
+    assert _steps(model) == 2 * STEPS + 2
+
+
+def test_frame_at_the_address_of_an_ended_one_is_told_apart():
+    """A frame is freed when fit ends, and the next fit of the thread usually takes its place."""
+    strategy = _strategy("none")
+    model, other = _model(strategy), _model(strategy)
+    _fit(model)()
+    # Its fit runs under no strategy, so nothing notes it.
+    elsewhere = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    elsewhere.compile("sgd", "mse")
+    for call in (_fit(model), _fit(other)):
+        assert not during_fit(_fit(elsewhere), call).error
+    assert (_steps(model), _steps(other)) == (2 * STEPS, STEPS)
+
+
+def test_models_that_were_trained_are_freed():
+    model = _model(_strategy("none"))
+    _fit(model)()
+    during_fit(_fit(model), _fit(model))
+    gone = weakref.ref(model)
+    del model
+    keras.backend.clear_session()
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize(
+    "policies", ["[]", pytest.param("[tfdist.BackupWorkers(spares=0)]", marks=pytest.mark.slow)], ids=["none", "backup"]
+)
+def test_threads_of_several_workers_are_refused(tmp_path: pathlib.Path, policies: str):
+    script = """
+    strategy = tfdist.MultiWorkerMirroredStrategy(policies=POLICIES)
+    sys.path.insert(0, TESTS)
+    from overlapping import during_fit
+    x = np.ones((48, 3), "float32")
+    with strategy.scope():
+        models = []
+        for _ in range(2):
+            models.append(keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)]))
+            models[-1].compile("sgd", "mse")
+    model, other = models
+    fit = lambda chosen: lambda **kwargs: chosen.fit(x, x[:, :1], batch_size=8, verbose=0, **kwargs)
+    predict = lambda chosen: lambda: chosen.predict(x, verbose=0)
+
+    def errors():
+        found = []
+        for call in (fit(model), fit(other), predict(model)):
+            try:
+                call()
+            except RuntimeError as error:
+                found.append(str(error))
+        return found
+
+    report("errors", during_fit(fit(model), errors).result)
+    within = during_fit(fit(model), lambda: (predict(model)(), fit(other)()), in_thread=False)
+    report("within", within.error)
+    report("steps", [int(tf.convert_to_tensor(chosen.optimizer.iterations.value)) for chosen in models])
+    """
+    script = script.replace("TESTS", repr(str(pathlib.Path(__file__).parents[1]))).replace("POLICIES", policies)
+    for found in process_cluster.run(script, tmp_path, timeout_secs=400):
+        assert len(found["errors"]) == 3
+        assert all("overlaps with another thread's call" in error for error in found["errors"])
+        assert not found["within"]
+        assert found["steps"] == [2 * 6, 6]

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers peers at a task's own address, from one thread, whatever strangers do there. No TensorFlow import.
+
+The port of a task is open to everybody who reaches its machine. A peer that says nothing, sends garbage, never ends a
+line or comes back a thousand times must neither delay a task of the job nor fill the memory. So no peer is waited for,
+a line has a longest length, a conversation has an end, and connections give way to newer ones when there are too many.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import errno
+import ipaddress
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable
+from typing import TypeVar
+
+from tfdist import _addresses
+
+T = TypeVar("T")
+# Sends what it yields, and is given the peer's next line; the peer closes first when it returns.
+Conversation = Generator[bytes, bytes, None]
+
+LINE_BYTES = 4096
+MOST_PEERS = 128
+# From the first byte to the last, however busily a peer drips: a task's conversation takes milliseconds.
+PEER_SECS = 10.0
+_BACKLOG = 128
+_JOIN_SECS = 5.0
+NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class _Peer:
+    def __init__(self, connection: socket.socket, host: str, until: float, conversation: Conversation) -> None:
+        self.socket = connection
+        self.host = host
+        self.until = until
+        self.conversation = conversation
+        self.buffer = b""
+        self.is_done = False
+
+
+class Desk:
+    """Holds a short conversation, line by line, with each peer that connects, until it is closed.
+
+    Args:
+      sockets: where it listens; closed with it.
+      conversation: begins one.
+      clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        sockets: Iterable[socket.socket],
+        conversation: Callable[[], Conversation],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._sockets = list(sockets)
+        self._conversation = conversation
+        self._clock = clock
+        # Oldest first.
+        self._peers: dict[_Peer, None] = {}
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._woken = socket.socketpair()
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        for each in self._sockets:
+            each.setblocking(False)
+            self._selector.register(each, selectors.EVENT_READ)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="tfdist-desk", daemon=True)
+
+    def __enter__(self) -> Desk:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop.set()
+        with contextlib.suppress(OSError):
+            self._wake.send(b"\0")
+        self._thread.join(_JOIN_SECS)
+        for each in (self._wake, self._woken, *self._sockets):
+            each.close()
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set():
+                for key, _ in self._selector.select(self._patience()):
+                    if isinstance(key.data, _Peer):
+                        if key.data in self._peers:
+                            self._receive(key.data)
+                    elif isinstance(key.fileobj, socket.socket) and key.fileobj is not self._woken:
+                        self._accept(key.fileobj)
+                now = self._clock()
+                for peer in [each for each in self._peers if each.until <= now]:
+                    self._drop(peer)
+        finally:
+            for peer in list(self._peers):
+                self._drop(peer)
+            self._selector.close()
+
+    def _patience(self) -> float | None:
+        oldest = next(iter(self._peers), None)
+        return None if oldest is None else max(0.0, oldest.until - self._clock())
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            connection, address = listener.accept()
+        except OSError as error:
+            if error.errno in NO_RESOURCES:
+                self._make_room()
+                self._stop.wait(0.01)  # Where no room was made, others of this program must close something first.
+            return
+        if len(self._peers) >= MOST_PEERS:
+            self._make_room()
+        connection.setblocking(False)
+        peer = _Peer(connection, address[0], self._clock() + PEER_SECS, self._conversation())
+        self._peers[peer] = None
+        self._selector.register(connection, selectors.EVENT_READ, peer)
+        self._send(peer, lambda: next(peer.conversation))
+
+    def _make_room(self) -> None:
+        if self._peers:
+            self._drop(to_give_way(self._peers, [peer.host for peer in self._peers]))
+
+    def _receive(self, peer: _Peer) -> None:
+        try:
+            data = peer.socket.recv(LINE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data or peer.is_done:
+            self._drop(peer)
+            return
+        peer.buffer += data
+        while b"\n" in peer.buffer and not peer.is_done and peer in self._peers:
+            line, _, peer.buffer = peer.buffer.partition(b"\n")
+            self._send(peer, lambda line=line: peer.conversation.send(line))
+        if len(peer.buffer) > LINE_BYTES:
+            self._drop(peer)
+
+    def _send(self, peer: _Peer, answer: Callable[[], bytes]) -> None:
+        try:
+            data = answer()
+            if peer.socket.send(data) < len(data):
+                self._drop(peer)  # It has not read what it was sent before.
+        except StopIteration:
+            # The peer closes first, so that this port is left in no state that a server could not bind.
+            peer.is_done = True
+        except OSError:
+            self._drop(peer)
+
+    def _drop(self, peer: _Peer) -> None:
+        del self._peers[peer]
+        self._selector.unregister(peer.socket)
+        peer.socket.close()
+        peer.conversation.close()
+
+
+def to_give_way(peers: Iterable[T], hosts: Iterable[str]) -> T:
+    """The connection that is closed for a newer one: the oldest from the address that has most of them.
+
+    So a flood from one machine takes no connection from another machine, and what a task says within the time of
+    `MOST_PEERS` new connections is heard, wherever the flood comes from.
+
+    Args:
+      peers: at least one, oldest first.
+      hosts: the address of each.
+    """
+    first: dict[str, T] = {}
+    count: collections.Counter[str] = collections.Counter()
+    for peer, host in zip(peers, hosts, strict=True):
+        first.setdefault(host, peer)
+        count[host] += 1
+    return first[count.most_common(1)[0][0]]
+
+
+def listen(address: str, others: Iterable[str]) -> list[socket.socket]:
+    """Listens at the machine's own addresses of a task, and on no other interface.
+
+    All interfaces are listened on only where the own address can't be told: the host of `address` is none of this
+    machine (behind an address translation), or a loopback address that other machines call otherwise (127.0.1.1 in
+    /etc/hosts).
+
+    Args:
+      address: "host:port" of the task.
+      others: those of the other tasks.
+
+    Raises:
+      OSError: the port is in use, on whichever interface, or may not be used.
+    """
+    host, port = _addresses.split(address)
+    _bind_everywhere(port).close()  # As TensorFlow's server will, so a port in use is found now.
+    found: list[socket.socket] = []
+    is_local = all(_is_loopback(each) for each in map(_host, others) if each != host)
+    try:
+        for family, ip in _resolve(host):
+            own = _listen_at(family, ip, port) if is_local or not _is_loopback(ip) else None
+            found.extend([own] if own else [])
+        if not found:
+            found.append(_bind_everywhere(port))
+            found[-1].listen(_BACKLOG)
+    except OSError:
+        for each in found:
+            each.close()
+        raise
+    return found
+
+
+def _listen_at(family: int, ip: str, port: int) -> socket.socket | None:
+    try:
+        return socket.create_server((ip, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EINVAL):
+            return None  # No interface of this machine has the address.
+        raise
+
+
+def _bind_everywhere(port: int) -> socket.socket:
+    is_dual = socket.has_dualstack_ipv6()
+    bound = socket.socket(socket.AF_INET6 if is_dual else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if is_dual:
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        bound.bind(("", port))
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
+def _resolve(host: str) -> list[tuple[int, str]]:
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return []
+    return list(dict.fromkeys((int(family), str(address[0])) for family, *_, address in found))
+
+
+def _host(address: str) -> str:
+    return _addresses.split(address)[0]
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host.lower().removesuffix(".") == "localhost"

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one replica adds to an update, and how contributions are added up."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+
+class Contribution(NamedTuple):
+    """What one replica adds to an update, or the sum of several. A structure for `tf.nest`; all tensors add up.
+
+    Attributes:
+      gradients: times `weight`, unless the loss is a sum over examples; one flat list for all optimizers, dense or
+        `tf.IndexedSlices`.
+      counts: what to add to the variables that metrics count in.
+      states: the new values of other variables: floats (statistics of layers) times `weight`; integers (seeds), int64.
+      logs: what the step returned that is no metric, times `weight`, float32.
+      weight: float32 scalar; the number of examples, or 1 where all replicas are known to have equally many.
+      replicas: float32 scalar; 1.
+      applies: for each conditional `optimizer.apply`, `weight` if the condition held, else 0.
+      maxima: states of metrics of which the largest counts; the only part that doesn't add up.
+    """
+
+    gradients: list[Any]
+    counts: list[tf.Tensor]
+    states: list[tf.Tensor]
+    logs: list[tf.Tensor]
+    weight: tf.Tensor
+    replicas: tf.Tensor
+    applies: Sequence[tf.Tensor] = ()
+    maxima: Sequence[tf.Tensor] = ()
+
+
+def add_up(contributions: Sequence[Contribution], place: Sequence[Any] | None = None) -> Contribution:
+    """The sum of contributions.
+
+    Args:
+      contributions: of one step, all of the same structure.
+      place: for each gradient the device to add it up on; where it is by default.
+    """
+    if len(contributions) == 1:
+        return contributions[0]
+    devices = iter(place or [None] * len(contributions[0].gradients))
+    gradients = [
+        _add_on(next(devices), parts) for parts in zip(*(each.gradients for each in contributions), strict=True)
+    ]
+    rest = [tf.nest.flatten(each._replace(gradients=[], maxima=())) for each in contributions]
+    sums = [tf.add_n(parts) for parts in zip(*rest, strict=True)]
+    maxima = [
+        functools.reduce(tf.maximum, parts) for parts in zip(*(each.maxima for each in contributions), strict=True)
+    ]
+    packed = tf.nest.pack_sequence_as(contributions[0]._replace(gradients=[], maxima=()), sums)
+    return packed._replace(gradients=gradients, maxima=tuple(maxima))
+
+
+def weigh(contribution: Contribution, weight: tf.Tensor, place: Sequence[Any]) -> Contribution:
+    """A contribution whose gradients are multiplied by a weight. What was counted and measured stays as it is.
+
+    Args:
+      contribution: of one replica.
+      weight: float32 scalar.
+      place: for each gradient the device to do it on.
+    """
+    gradients = []
+    for gradient, device in zip(contribution.gradients, place, strict=True):
+        with tf.device(device):
+            gradients.append(times(gradient, weight))
+    return contribution._replace(gradients=gradients)
+
+
+def _add_on(device: Any, parts: Sequence[Any]) -> Any:
+    with tf.device(device) if device else contextlib.nullcontext():
+        if not isinstance(parts[0], tf.IndexedSlices):
+            return tf.add_n(parts)
+        values = tf.concat([part.values for part in parts], 0)
+        indices = tf.concat([part.indices for part in parts], 0)
+        return tf.IndexedSlices(values, indices, parts[0].dense_shape)
+
+
+def times(gradient: Any, factor: Any) -> Any:
+    """The gradient multiplied by a scalar, in the gradient's dtype; nothing if the scalar is 0."""
+    if isinstance(factor, float) and factor == 1.0:
+        return gradient
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(times(gradient.values, factor), gradient.indices, gradient.dense_shape)
+    # Without examples a gradient may be NaN; no share of it is nothing.
+    return tf.math.multiply_no_nan(gradient, tf.cast(factor, gradient.dtype))

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ends this process' connections to hosts that have vanished without a word. No TensorFlow import.
+
+A host that loses power or its network closes no connection. A call to it that waits for the answer has nothing left to
+send, so TCP never notices, and TensorFlow's gRPC sends no keepalive: the chief would wait for ever. gRPC's own pings
+are no remedy, because a gRPC server refuses a client that pings while a long step runs.
+
+So the kernel probes each connection to another task (tcp(7): SO_KEEPALIVE, TCP_USER_TIMEOUT). It goes on doing so while
+TensorFlow holds Python's lock. The peer's kernel answers, also for a process that is slow or stopped (SIGSTOP): only a
+host that is gone, or the way to it, ends a connection. gRPC then reports UNAVAILABLE, as for a task that was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import pathlib
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator, Mapping
+
+from tfdist import _addresses
+from tfdist.cluster import Cluster
+
+# A silent host is given up after the last answer for at most `LOST_SECS` and one probe.
+LOST_SECS = 20
+_PROBE_EVERY_SECS = 5
+_LOOK_EVERY_SECS = 1.0
+_DESCRIPTORS = pathlib.Path("/proc/self/fd")
+# Two fields of Linux' struct tcp_info, and what it takes to hold both.
+_UNACKED = struct.Struct("24xI")
+_NOT_SENT = struct.Struct("144xI")
+_INFO_BYTES = 148
+
+
+class Keepalive:
+    """Watches the connections that this process has made to some tasks.
+
+    Args:
+      addresses: "host:port" by the name of the task.
+
+    Attributes:
+      is_supported: Whether this system tells a process its connections; else nothing is watched.
+    """
+
+    def __init__(self, addresses: Mapping[str, str]) -> None:
+        self._addresses = dict(addresses)
+        self._peers: dict[tuple[str, int], str] = {}
+        self._unknown = set(addresses)
+        self._foreign: set[str] = set()
+        self.is_supported = _DESCRIPTORS.is_dir() and hasattr(socket, "TCP_USER_TIMEOUT")
+
+    def start(self) -> None:
+        """Looks for new connections from a thread, until the process ends."""
+        if self.is_supported:
+            threading.Thread(target=self._run, name="tfdist keepalive", daemon=True).start()
+
+    def check(self) -> None:
+        """Has the kernel probe all connections that there are by now. The thread calls this; tests may instead."""
+        self._resolve()
+        for connection, _ in self._connections():
+            with contextlib.suppress(OSError):
+                _probe(connection)
+
+    def end(self, task: str) -> int:
+        """Ends the connections to a task, so that every call to it fails at once; returns their number."""
+        self._resolve()
+        ended = 0
+        for connection, owner in self._connections():
+            if owner == task:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+                    ended += 1
+        return ended
+
+    def _run(self) -> None:
+        while True:
+            # Where no descriptor is left, the next look may find one.
+            with contextlib.suppress(OSError):
+                self.check()
+            time.sleep(_LOOK_EVERY_SECS)
+
+    def _resolve(self) -> None:
+        for task in list(self._unknown):
+            host, port = _addresses.split(self._addresses[task])
+            # A name that no resolver takes is a UnicodeError.
+            with contextlib.suppress(OSError, UnicodeError):
+                for *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+                    self._peers[_plain(str(address[0])), port] = task
+                self._unknown.discard(task)
+
+    def _connections(self) -> Iterator[tuple[socket.socket, str]]:
+        """The connections to the tasks, as sockets of their own that share gRPC's, each with its task."""
+        seen = set()
+        for entry in os.listdir(_DESCRIPTORS):  # noqa: PTH208 - a name per descriptor is all
+            with contextlib.suppress(OSError):
+                name = os.readlink(_DESCRIPTORS / entry)  # noqa: PTH115
+                if not name.startswith("socket:"):
+                    continue
+                seen.add(name)
+                if name in self._foreign:
+                    continue
+                with socket.socket(fileno=os.dup(int(entry))) as connection:
+                    owner = self._owner(connection)
+                    if owner:
+                        yield connection, owner
+                    elif owner is None:
+                        self._foreign.add(name)
+        self._foreign &= seen
+
+    def _owner(self, connection: socket.socket) -> str | None:
+        """The task at the other end; "" if that may yet be known, None if it never is one."""
+        if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
+            return None
+        try:
+            host, port = connection.getpeername()[:2]
+        except OSError:
+            return ""  # Not connected yet.
+        return self._peers.get((_plain(host), port), "" if self._unknown else None)
+
+
+def watch(cluster: Cluster) -> Keepalive:
+    """Starts to watch the connections of this process to all other tasks of its cluster."""
+    others = [task for task in cluster.tasks if task != cluster.task and task.type != "evaluator"]
+    found = Keepalive({str(task): cluster.address(task) for task in others})
+    found.start()
+    return found
+
+
+def _plain(host: str) -> str:
+    """An IP address in one form: gRPC reaches IPv4 through sockets of IPv6."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return str(mapped or address)
+
+
+def _probe(connection: socket.socket) -> None:
+    # Of each, a call is made only for what is not so yet.
+    if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_EVERY_SECS)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_EVERY_SECS)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, LOST_SECS // _PROBE_EVERY_SECS)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # For data that nobody acknowledges; the probes rest while there are any.
+    timeout_ms = 0 if _is_held_back(connection) else LOST_SECS * 1000
+    if connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) != timeout_ms:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
+
+
+def _is_held_back(connection: socket.socket) -> bool:
+    """Whether the peer's kernel has acknowledged everything and takes no more: its process is slow, or was stopped."""
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+    if len(info) < _INFO_BYTES:
+        return False
+    return not _UNACKED.unpack_from(info)[0] and bool(_NOT_SENT.unpack_from(info)[0])

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a Slurm job from its batch script: starts the step, and queues the job again after a preemption or a failure.
+
+    python3 -m tfdist.launchers.slurm_job --num_workers=4 --max_restarts=3 -- srun ... slurm_task ... train.py
+
+The number of failures is kept in the job's comment, which goes with the job: nothing of it stays on the file system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import os
+import pathlib
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from absl import flags
+
+from tfdist.launchers import command_line, shape, slurm_time, tools
+from tfdist.launchers.requests import PREEMPTED_EXIT_CODE, LaunchError
+from tfdist.launchers.shape import Shape
+from tfdist.launchers.slurm_exits import EXITS_VARIABLE, REACHES_ALL_VARIABLE, Exits, Verdict
+from tfdist.launchers.wrapping import say
+
+_FAILURES = re.compile(r"\btfdist_failures=(\d{1,9})\b")
+# Slurm sends the signal before the time limit up to a minute too early.
+_EARLY_SECS = 90.0
+_TERMINATED = 128 + signal.SIGTERM
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """How often a job is queued again.
+
+    Args:
+      max_restarts: after a failure.
+      max_preemptions: after a preemption; those by Slurm itself count.
+      pre_kill_secs: how long before the time limit the tasks get SIGTERM.
+    """
+
+    max_restarts: int
+    max_preemptions: int
+    pre_kill_secs: int
+
+
+class Job:
+    """One run of a job.
+
+    Args:
+      number: of the job.
+      attempt: how often it was queued again before.
+      tasks: which tasks it has.
+      limits: how often it is queued again.
+    """
+
+    def __init__(self, number: str, attempt: int, tasks: Shape, limits: Limits) -> None:
+        self._number = number
+        self._attempt = attempt
+        self._limits = limits
+        self._failures = _failures_in(_comment(number)) if attempt else 0
+        # A requeue of another kind, such as that of an administrator, is taken for a preemption.
+        self._preemptions = max(0, attempt - self._failures)
+        self._directory = pathlib.Path.cwd() / f".tfdist-{number}-{attempt}"
+        self._exits = Exits(self._directory, tasks)
+        self._is_ending = False
+
+    def run(self, srun: Sequence[str]) -> int:
+        """Runs the step; returns the exit code of the job."""
+        for leftover in pathlib.Path.cwd().glob(f".tfdist-{self._number}-[0-9]*"):
+            # Slurm may kill a run before it can clean up.
+            shutil.rmtree(leftover, ignore_errors=True)
+        if self._preemptions > self._limits.max_preemptions:
+            return self._give_up(PREEMPTED_EXIT_CODE, "--max_preemptions", self._limits.max_preemptions)
+        signal.signal(signal.SIGTERM, self._end)
+        try:
+            self._directory.mkdir()
+            code = subprocess.Popen(srun, env={**os.environ, **self._environment()}).wait()
+            if self._is_ending:
+                return _TERMINATED
+            return self._conclude(self._exits.verdict(code if code >= 0 else 128 - code))
+        except OSError as error:
+            say(f"can't run {srun[0]} in {pathlib.Path.cwd()}, which all hosts of the job should share: {error}")
+            return 1
+        finally:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _end(self, *_: object) -> None:
+        """Slurm ends the whole job, by scancel or to queue it again: there may be no other time to clean up."""
+        self._is_ending = True
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _environment(self) -> dict[str, str]:
+        return {
+            # Known to the tasks of this run only.
+            "TFDIST_JOB_SECRET": secrets.token_hex(32),
+            "TFDIST_ATTEMPT": str(self._attempt),
+            EXITS_VARIABLE: str(self._directory),
+            REACHES_ALL_VARIABLE: str(int(_signals_reach_all())),
+        }
+
+    def _conclude(self, verdict: Verdict) -> int:
+        if verdict.code == 0:
+            return 0
+        for task in verdict.lost:
+            say(f"{task} left no exit code: its wrapper was killed")
+        if verdict.task and not verdict.lost:
+            say(f"{verdict.task} failed first (exit code {verdict.code})")
+        fields = _fields(self._number)
+        if fields.get("JobState", "RUNNING") != "RUNNING":
+            return verdict.code  # It was cancelled: queued again, it would come back.
+        if verdict.is_preempted:
+            return self._after_preemption(verdict, fields)
+        if self._failures >= self._limits.max_restarts:
+            return self._give_up(verdict.code, "--max_restarts", self._limits.max_restarts)
+        if not _note_failures(self._number, self._failures + 1):
+            return verdict.code
+        return self._requeue(verdict.code, f"restart {self._failures + 1} of {self._limits.max_restarts}")
+
+    def _after_preemption(self, verdict: Verdict, fields: Mapping[str, str]) -> int:
+        if not (verdict.is_saved or verdict.is_resumable) and self._is_near_limit(fields):
+            say(
+                "not queued again: the time limit is near and nothing was saved, so that it would begin anew; "
+                "train with tfdist.callbacks.Resume, or use a longer --time"
+            )
+            return _TERMINATED
+        if self._preemptions >= self._limits.max_preemptions:
+            return self._give_up(verdict.code, "--max_preemptions", self._limits.max_preemptions)
+        return self._requeue(verdict.code, f"preemption {self._preemptions + 1}")
+
+    def _is_near_limit(self, fields: Mapping[str, str]) -> bool:
+        # Not EndTime: a preemption moves it to the end of the grace period.
+        limit_secs = slurm_time.limit_secs(fields.get("TimeLimit", ""))
+        try:
+            started = datetime.datetime.fromisoformat(fields["StartTime"])
+        except (KeyError, ValueError):
+            return False
+        if fields.get("PreemptTime", "None") != "None" or limit_secs is None or not self._limits.pre_kill_secs:
+            return False
+        left = limit_secs - (datetime.datetime.now() - started).total_seconds()
+        return left <= self._limits.pre_kill_secs + _EARLY_SECS
+
+    def _requeue(self, code: int, why: str) -> int:
+        say(f"queuing the job again ({why})")
+        # Slurm ends this process as soon as it has done so: nothing may be left by then.
+        shutil.rmtree(self._directory, ignore_errors=True)
+        _ask("scontrol", "requeue", self._number)
+        return code
+
+    def _give_up(self, code: int, flag: str, most: int) -> int:
+        if most or flag == "--max_preemptions":  # Without any restarts, one is not expected.
+            say(f"not queued again: {flag}={most} is used up")
+        return code
+
+
+def _ask(*command: str) -> str | None:
+    """The output of a command of Slurm; None if it failed, which is said."""
+    try:
+        return tools.run([tools.find(command[0], "call this in a job"), *command[1:]])
+    except LaunchError as error:
+        say(" ".join(str(error).split()))
+        return None
+
+
+def _fields(number: str) -> dict[str, str]:
+    """The fields of a job; empty if Slurm does not answer."""
+    lines = (_ask("scontrol", "--oneliner", "show", "job", number) or "").splitlines()
+    # The first component of a heterogeneous job comes first.
+    return dict(word.split("=", 1) for word in (lines[0].split() if lines else []) if "=" in word)
+
+
+def _comment(number: str) -> str:
+    text = (_ask("squeue", "--noheader", f"--jobs={number}", "--format=%k") or "").splitlines()
+    found = text[0].strip() if text else ""
+    return "" if found in ("(null)", "N/A") else found
+
+
+def _failures_in(comment: str) -> int:
+    found = _FAILURES.search(comment)
+    return int(found[1]) if found else 0
+
+
+def _note_failures(number: str, failures: int) -> bool:
+    comment = " ".join(_FAILURES.sub("", _comment(number)).split())
+    text = f"{comment} tfdist_failures={failures}".strip()
+    return _ask("scontrol", "update", f"JobId={number}", f"Comment={text}") is not None
+
+
+def _signals_reach_all() -> bool:
+    """Whether Slurm signals all descendants of a task, the script as well as its wrapper."""
+    return bool(
+        re.search(r"(?m)^ProctrackType\s*=\s*proctrack/linuxproc\s*$", _ask("scontrol", "show", "config") or "")
+    )
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    """Defines the flags of a run."""
+    shape.define_flags(values)
+    for field in dataclasses.fields(Limits):
+        flags.DEFINE_integer(field.name, 0, "see tfdist.launchers.slurm", flag_values=values)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the step that is given after the flags; returns the exit code of the job."""
+    try:
+        values, srun = command_line.parse(define_flags, arguments)
+        limits: Any = {field.name: getattr(values, field.name) for field in dataclasses.fields(Limits)}
+        tasks = Shape.from_flags(values)
+        number = os.environ.get("SLURM_JOB_ID", "")
+        if not (number.isascii() and number.isdigit()):
+            raise LaunchError(f"SLURM_JOB_ID is not set; run this in a batch script. Received: {number!r}")
+    except (LaunchError, flags.Error) as error:
+        say(" ".join(str(error).split()))
+        return 2
+    attempt = 0
+    with contextlib.suppress(ValueError):
+        attempt = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    return Job(number, attempt, tasks, Limits(**limits)).run(srun)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time limits as Slurm writes them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+from tfdist.launchers.requests import LaunchError
+
+_DAYS = re.compile(r"(\d+)-(\d+)(?::(\d+))?(?::(\d+))?", re.ASCII)
+_CLOCK = re.compile(r"(?:(\d+):)?(\d+):(\d+)", re.ASCII)
+_MINUTES = re.compile(r"\d+", re.ASCII)
+_OPTION = re.compile(r"(?:--time[= ]|-t ?)(.*)")
+# Environment of sbatch, which goes before the #SBATCH lines of a batch script.
+LIMIT_VARIABLE = "SBATCH_TIMELIMIT"
+
+
+def limit_secs(text: str) -> int | None:
+    """The seconds of a time limit; None for no limit, and for text that Slurm does not take either.
+
+    Args:
+      text: "minutes", "minutes:seconds", "hours:minutes:seconds", "days-hours", "days-hours:minutes" or
+        "days-hours:minutes:seconds". Slurm rounds up to whole minutes.
+    """
+    text = text.strip()
+    if _MINUTES.fullmatch(text):
+        secs = int(text) * 60
+    elif found := _DAYS.fullmatch(text):
+        days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+        secs = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    elif found := _CLOCK.fullmatch(text):
+        hours, minutes, seconds = (int(part or 0) for part in found.groups())
+        secs = (hours * 60 + minutes) * 60 + seconds
+    else:
+        return None
+    return math.ceil(secs / 60) * 60 or None
+
+
+def effective_limit(time: str, extra: Sequence[str], env: Mapping[str, str]) -> tuple[str, str]:
+    """Which time limit sbatch takes, and the text that gives it.
+
+    Args:
+      time: value of --time.
+      extra: values of --sbatch, which come later in the batch script.
+      env: the environment of sbatch.
+    """
+    found = (time, f"--time={time}")
+    for option in extra:
+        if matched := _OPTION.fullmatch(option):
+            found = (matched[1], f"--sbatch={option}")
+    if env.get(LIMIT_VARIABLE):
+        found = (env[LIMIT_VARIABLE], f"{LIMIT_VARIABLE}={env[LIMIT_VARIABLE]}")
+    return found
+
+
+def check_limit(time: str, extra: Sequence[str], env: Mapping[str, str], pre_kill_secs: int) -> None:
+    """Checks that tasks run for some time before they get SIGTERM.
+
+    Raises:
+      LaunchError: they would get it as soon as they start, in each run anew.
+    """
+    limit, text = effective_limit(time, extra, env)
+    secs = limit_secs(limit)
+    if pre_kill_secs and secs is not None and secs <= pre_kill_secs:
+        raise LaunchError(
+            f"--time is not longer than --pre_kill_secs, so that each run would be told to end as it begins; use a "
+            f"longer --time or a smaller --pre_kill_secs. Received: {text} ({secs} s) with "
+            f"--pre_kill_secs={pre_kill_secs}"
+        )
