@@ -45,12 +45,18 @@ def deal(dataset: tf.data.Dataset, parts: Sequence[int | tf.Tensor], num_parts: 
     return _with_cardinality(transform(shares).with_options(options), dataset, len(parts))
 
 
+def is_shuffled_by_keras(dataset: Any) -> bool:
+    """Checks for the shuffle that Keras adds to arrays, and to nothing else."""
+    is_dataset = isinstance(dataset, tf.data.Dataset)
+    return is_dataset and dataset.options().experimental_external_state_policy == _KERAS_SHUFFLED
+
+
 def reorder_batches(dataset: tf.data.Dataset, seed: int) -> tf.data.Dataset:
     """Changes the order of the batches from epoch to epoch if Keras shuffled the data; else the data set as it is.
 
     With a global seed, Keras' shuffle of arrays repeats one permutation in every epoch.
     """
-    if dataset.options().experimental_external_state_policy != _KERAS_SHUFFLED:
+    if not is_shuffled_by_keras(dataset):
         return dataset
     return dataset.shuffle(_SHUFFLE_BATCHES, seed=seed, reshuffle_each_iteration=True)
 
