@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`make fuzz`: trains random models on one device and under each strategy, and compares what comes of it.
 
-One child process for each strategy (two workers for MultiWorkerMirroredStrategy) trains all seeds of that strategy.
+One child process for each strategy (two workers for MultiWorkerMirroredStrategy) trains all seeds of that strategy,
+until one fails; another trains the rest.
 Each failure is one line with its seed; `make fuzz FLAGS="--seed=N --count=1 --strategy=NAME"` repeats it. A program
 that is refused with one line before it trains counts as refused, and is no failure.
 """
@@ -43,15 +44,31 @@ def _arguments() -> argparse.Namespace:
 
 
 def _run(name: str, seeds: list[int]) -> dict[str, int]:
-    """Trains these seeds in a child process, whose lines are passed on; returns how often each outcome came."""
-    if not seeds:
-        return {}
+    """Trains these seeds in child processes; returns how often each outcome came.
+
+    A new child takes over where one ended before its last seed: a failed collective is of no more use.
+    """
+    counts: dict[str, int] = {}
+    while seeds:
+        outcomes, last = _train(name, seeds)
+        for outcome in outcomes:
+            counts[outcome] = counts.get(outcome, 0) + 1
+        seeds = seeds[len(outcomes) :]
+        if seeds and not (outcomes and outcomes[-1] == "FAIL"):
+            print(f"fuzz {name} seed {seeds[0]}: FAIL: the child ended before it had trained: {last}", flush=True)
+            counts["FAIL"] = counts.get("FAIL", 0) + 1
+            seeds = seeds[1:]
+    return counts
+
+
+def _train(name: str, seeds: list[int]) -> tuple[list[str], str]:
+    """Passes on the lines of one child; returns the outcomes of its first seeds, and its last line."""
     command = [sys.executable, str(HERE / "child.py"), name, *map(str, seeds)]
     if name == "multi":
         tfdist = str(pathlib.Path(sys.executable).with_name("tfdist"))
         command = [tfdist, "launch", "local", "--num_workers=2", *command[1:]]
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "GRPC_VERBOSITY": "ERROR", "KERAS_BACKEND": "tensorflow"}
-    counts: dict[str, int] = {}
+    outcomes: list[str] = []
     last = ""
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
@@ -59,17 +76,10 @@ def _run(name: str, seeds: list[int]) -> dict[str, int]:
         for line in child.stdout or ():
             last = line.strip() or last
             if outcome := _outcome(line):
-                counts[outcome] = counts.get(outcome, 0) + 1
+                outcomes.append(outcome)
                 if outcome != "agree" or len(seeds) == 1:
                     print(line.rstrip(), flush=True)
-    missing = len(seeds) - sum(counts.values())
-    if missing:
-        print(
-            f"fuzz {name}: FAIL: the child ended with {child.returncode} before {missing} of its models: {last}",
-            flush=True,
-        )
-        counts["FAIL"] = counts.get("FAIL", 0) + missing
-    return counts
+    return outcomes, last
 
 
 def _outcome(line: str) -> str:

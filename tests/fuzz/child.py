@@ -29,7 +29,7 @@ def strategy_of(name: str) -> tf.distribute.Strategy:
 
 
 def main(name: str, seeds: list[int]) -> None:
-    """Prints one line for each seed."""
+    """Prints one line for each seed, up to the first that fails within TensorFlow."""
     keras.config.set_floatx("float64")
     strategy: Any = strategy_of(name)
     is_chief = name != "multi" or strategy.cluster_resolver.task_id == 0
@@ -37,6 +37,9 @@ def main(name: str, seeds: list[int]) -> None:
         outcome = compare.outcome(seed, strategy)
         if is_chief:
             print(f"fuzz {name} seed {seed}: {outcome}", flush=True)
+        if outcome.startswith("FAIL") and "Graph execution error" in outcome:
+            # An aborted collective fails all that follow.
+            sys.exit(1)
 
 
 if __name__ == "__main__":

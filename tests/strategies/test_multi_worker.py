@@ -59,7 +59,22 @@ cases = {
     "sum, eagerly": (
         lambda: optimizers.SGD(0.01), {"loss": keras.losses.MeanSquaredError(reduction="sum"), "run_eagerly": True}),
 }
+class Rows(keras.layers.Layer):
+    def build(self, shape):
+        self.table = self.add_weight(shape=(5, 3), name="table")
+    def call(self, x):
+        return keras.ops.take(self.table, keras.ops.cast(x * 5, "int32"), axis=0)
+
+def table(scope):
+    keras.utils.set_random_seed(3)
+    with scope.scope():
+        model = keras.Sequential([keras.Input((3,)), Rows(), keras.layers.Flatten(), keras.layers.Dense(1)])
+        model.compile(optimizers.SGD(0.1), "mse", steps_per_execution=4)
+    model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    return model.get_weights()
+
 report("workers", strategy.extended._num_workers)
+report("rows of a table, several steps per execution", largest(table(one_device), table(strategy)))
 for name, (optimizer, options) in cases.items():
     report(name, largest(results(one_device, optimizer, **options), results(strategy, optimizer, **options)))
 """

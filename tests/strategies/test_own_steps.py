@@ -101,6 +101,15 @@ def test_metric_of_an_own_loss_is_that_of_one_device(synchronous, batch_size):
     assert_like_one_device(synchronous, lambda: OPTIMIZERS.SGD(0.1), model=stepping(tracked), metrics=None, fit=fit)
 
 
+class Decorated(stepping(mean_by_hand)):
+    train_step = tf.function(stepping(mean_by_hand).train_step)
+
+
+def test_step_decorated_with_tf_function_counts_once(strategy):
+    fit = {"batch_size": 8, "epochs": 1}
+    assert_like_one_device(strategy, lambda: OPTIMIZERS.SGD(0.1), model=Decorated, metrics=None, fit=fit)
+
+
 class OwnLoss(Own):
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
         return tf.reduce_mean(tf.abs(y - y_pred)) + 0.1 * tf.reduce_sum(self.first.kernel**2)

@@ -17,6 +17,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.compat import loops
+
 Gradients = Sequence[Any]
 Transform = Callable[[Gradients], Gradients]
 
@@ -55,9 +57,22 @@ def sum_over_replicas(gradients: Gradients) -> list[Any]:
     # TensorFlow packs what it sums together into one tensor, of one dtype.
     for dtype in dict.fromkeys(gradient.dtype for gradient in gradients if gradient is not None):
         chosen = [index for index, each in enumerate(gradients) if each is not None and each.dtype == dtype]
-        for index, total in zip(chosen, _all_reduce([gradients[index] for index in chosen]), strict=True):
-            sums[index] = total
+        varying = [index for index in chosen if _varies(gradients[index])]
+        fixed = [index for index in chosen if index not in varying]
+        for indices, reduce in ((fixed, _all_reduce), (varying, _sum_varying)):
+            totals = reduce([gradients[index] for index in indices]) if indices else []
+            for index, total in zip(indices, totals, strict=True):
+                sums[index] = total
     return sums
+
+
+def _sum_varying(values: Gradients) -> Sequence[Any]:
+    context = tf.distribute.get_replica_context()
+    if context.strategy.extended._in_multi_worker_mode():
+        # Dense gradients have one shape in all iterations.
+        return _all_reduce([tf.convert_to_tensor(value) for value in values])
+    _check_can_meet(context)
+    return context.merge_call(_concatenate, args=tuple(values))
 
 
 def _all_reduce(values: Gradients) -> Sequence[Any]:
@@ -85,6 +100,22 @@ def _reduce_together(strategy: tf.distribute.Strategy, *values: Any) -> Sequence
     # One device: a tensor can't be a destination.
     pairs = [(value, value.device if isinstance(value, tf.Tensor) else value) for value in values]
     return strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, pairs)
+
+
+def _concatenate(strategy: tf.distribute.Strategy, *values: Any) -> Sequence[Any]:
+    """The sums of sparse gradients, without a collective."""
+    del strategy
+    reduction = tf.distribute.ReductionToOneDevice()
+    return [reduction.reduce(tf.distribute.ReduceOp.SUM, value, value) for value in values]
+
+
+def _varies(gradient: Any) -> bool:
+    """Whether the shape of a sparse gradient may differ in each iteration of a loop.
+
+    TensorFlow's collectives fail then: within a step they keep the shape of the first iteration.
+    """
+    is_sparse = isinstance(gradient, tf.IndexedSlices)
+    return is_sparse and not gradient.indices.shape.is_fully_defined() and loops.in_loop()
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist.compat import decorated_methods
 from tfdist.engines import averaging_data, fitting, overlap
 from tfdist.engines.averaging import AveragingEngine
 from tfdist.strategies import steps
@@ -52,6 +53,7 @@ class KerasSteps(tf.distribute.Strategy):
         def stock() -> Any:
             return super(KerasSteps, self).run(fn, args=args, kwargs=kwargs, options=options)
 
+        fn = decorated_methods.undecorated(fn)
         if self._averaging is not None and averaging_data.is_alone(args):
             return steps.run_alone(self, self._averaging, fn, args[0])
         if steps.model_of(fn) is None or len(args) != 1 or kwargs:

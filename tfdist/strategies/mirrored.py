@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist.compat import decorated_methods
 from tfdist.engines import averaging_data, cpus, heap, keras_steps, overlap, progress, python_operation, sharing
 from tfdist.engines.averaging import AveragingEngine
 from tfdist.engines.threaded import ThreadedEngine
@@ -87,6 +88,7 @@ class MirroredStrategy(warming.WarmingSteps, tf.distribute.MirroredStrategy):
             order.mirrored_trains()
         if self._engine is None or not any(isinstance(x, ReplicaBatch) for x in tf.nest.flatten((args, kwargs))):
             return super().run(fn, args, kwargs, options)
+        fn = decorated_methods.undecorated(fn)
         model = steps.model_of(fn)
         if model is not None and fn.__name__ == steps.TRAIN and len(args) == 1 and not kwargs:
             return self._train(fn, args[0])

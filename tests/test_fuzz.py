@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A few random models of `make fuzz` train under MirroredStrategy as on one device."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+from collections.abc import Iterator
+
+import keras
+import pytest
+
+import tfdist
+
+sys.path.append(str(pathlib.Path(__file__).parent / "fuzz"))
+import compare
+
+pytestmark = pytest.mark.devices
+
+
+@pytest.fixture(autouse=True)
+def exact_numbers() -> Iterator[None]:
+    before = keras.config.floatx()
+    keras.config.set_floatx("float64")
+    yield
+    keras.config.set_floatx(before)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_model_trains_as_on_one_device(seed: int, cpus: list[str]):
+    assert compare.outcome(seed, tfdist.MirroredStrategy(cpus[:2])) == "agree"
