@@ -173,3 +173,10 @@ def test_penalties_count_as_on_one_device(synchronous, reduction, rows):
     loss = keras.losses.MeanSquaredError(reduction=reduction)
     data = (X[:rows], Y[:rows])
     assert_like_one_device(synchronous, lambda: OPTIMIZERS.SGD(0.01), model=penalized, loss=loss, data=data)
+
+
+def test_metric_variable_of_aggregation_mean_is_read(strategy):
+    with strategy.scope():
+        metric = keras.metrics.Metric(name="largest")
+        largest = metric.add_variable((), "ones", name="largest", aggregation="mean")
+    assert float(tf.convert_to_tensor(largest.value)) == 1.0

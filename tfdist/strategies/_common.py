@@ -69,7 +69,8 @@ class KerasSteps(tf.distribute.Strategy):
 
     def _reduce_one(self, reduce_op: Any, value: Any, axis: Any) -> Any:
         is_mean = str(getattr(reduce_op, "value", reduce_op)).upper() == "MEAN"
-        if is_mean and getattr(value, steps.REDUCED, False):
+        # An unknown attribute of a variable that is averaged on read would be looked for on its mean: no end of it.
+        if is_mean and isinstance(value, tf.Tensor) and getattr(value, steps.REDUCED, False):
             return value
         return super().reduce(reduce_op, value, axis=None if self._is_scalar(value) else axis)
 
