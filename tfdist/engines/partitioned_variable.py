@@ -55,6 +55,9 @@ class PartitionedVariable(CoordinatedVariable):
         """The shards."""
         return self._v.variables
 
+    def _match_scaling(self, value: Any) -> None:
+        """Gradient descent in one pass over the memory is for one variable; each shard is given its rows instead."""
+
     def _handles(self) -> list[Any]:
         return [shard.handle for shard in self.variables]
 
