@@ -13,7 +13,7 @@ import pytest
 import tfdist
 
 sys.path.append(str(pathlib.Path(__file__).parent / "fuzz"))
-import compare
+import fuzz_outcome
 
 pytestmark = pytest.mark.devices
 
@@ -28,4 +28,4 @@ def exact_numbers() -> Iterator[None]:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_random_model_trains_as_on_one_device(seed: int, cpus: list[str]):
-    assert compare.outcome(seed, tfdist.MirroredStrategy(cpus[:2])) == "agree"
+    assert fuzz_outcome.outcome(seed, tfdist.MirroredStrategy(cpus[:2])) == "agree"

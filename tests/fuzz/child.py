@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import compare
+import fuzz_outcome
 import keras
 import tensorflow as tf
 
@@ -34,7 +34,7 @@ def main(name: str, seeds: list[int]) -> None:
     strategy: Any = strategy_of(name)
     is_chief = name != "multi" or strategy.cluster_resolver.task_id == 0
     for seed in seeds:
-        outcome = compare.outcome(seed, strategy)
+        outcome = fuzz_outcome.outcome(seed, strategy)
         if is_chief:
             print(f"fuzz {name} seed {seed}: {outcome}", flush=True)
         if outcome.startswith("FAIL") and "Graph execution error" in outcome:
