@@ -48,6 +48,8 @@ class Attachment:
         self.embedded = embedded
         chief = cluster.jobs.get("chief", {}).get(0, "127.0.0.1:0")
         self._data_service = DataService(chief.rpartition(":")[0], data_service)
+        # Found now: the program may take the job's secret out of its environment.
+        self._marks = {task: done_mark(cluster, task) for task in cluster.tasks if task.type in ("worker", "ps")}
         # Whether this program ends before it is done, to be started again.
         self.is_abandoned = False
 
