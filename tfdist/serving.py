@@ -24,7 +24,7 @@ from tfdist.launchers.ports import PortReservation
 from tfdist.launchers.processes import Process, Supervisor
 from tfdist.launchers.replacements import Replacements
 from tfdist.launchers.requests import Restarts
-from tfdist.serving_task import serve
+from tfdist.serving_task import done_mark, serve
 
 __all__ = ["Attachment", "EmbeddedCluster", "attach", "check_sizes", "cluster_of", "serve"]
 
