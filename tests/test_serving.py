@@ -380,6 +380,8 @@ def test_launched_tasks_need_no_grace_when_the_chief_is_done(tmp_path: pathlib.P
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, cwd=programs.ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("iterations 8") == 1
+    # They were told that it is done, and did not take it for lost.
+    assert "has been gone" not in done.stdout + done.stderr
 
 
 @pytest.mark.processes

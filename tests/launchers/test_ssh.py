@@ -41,8 +41,10 @@ if host == "silent":
 away = os.path.join(os.environ["HOME"], "away")  # Names a host, and how often it can't be reached from now on.
 name, times = open(away).read().split() if os.path.exists(away) else ("", 0)
 if name == host and int(times):
-    with open(away, "w") as file:
+    new = f"{{away}}.{{os.getpid()}}"
+    with open(new, "w") as file:
         file.write(f"{{name}} {{int(times) - 1}}")
+    os.replace(new, away)  # Others read it meanwhile.
 if host not in ("alpha", "me@beta") or (name == host and int(times)):
     sys.stderr.write(f"ssh: Could not resolve hostname {{host}}: Name or service not known\\n")
     sys.exit(255)
