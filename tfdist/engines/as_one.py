@@ -18,7 +18,7 @@ from typing import Any
 
 import keras
 
-from tfdist.engines import contribution
+from tfdist.engines import model_losses
 
 # An attribute of strategies, True while they say so.
 FLAG = "_counts_as_one"
@@ -34,13 +34,13 @@ def has_own_loss(step: Callable[..., Any]) -> bool:
       step: a bound `train_step` or `test_step`, or Keras' wrapper around it.
     """
     model: Any = getattr(step, "__self__", None)
-    if not isinstance(model, keras.Model) or any(_is_sum(loss) for loss in contribution.losses(model)):
+    if not isinstance(model, keras.Model) or any(model_losses.is_sum(loss) for loss in model_losses.losses(model)):
         return False
     names = (*_STEPS, "compute_loss")
     if any(getattr(type(model), name) is not getattr(keras.Model, name) for name in names):
         return True
     # An instance may have a step of its own, and a loss a `__call__` of its own, in which nothing is divided.
-    losses = contribution.losses(model)
+    losses = model_losses.losses(model)
     return any(name in vars(model) for name in names) or any(_calls_its_own(loss) for loss in losses)
 
 
@@ -57,10 +57,6 @@ def counted_as_one(strategy: Any, step: Callable[..., Any]) -> Iterator[bool]:
         yield applies
     finally:
         setattr(strategy, FLAG, before)
-
-
-def _is_sum(loss: Any) -> bool:
-    return getattr(loss, "reduction", "mean") in ("sum", "none", None)
 
 
 def _calls_its_own(loss: Any) -> bool:

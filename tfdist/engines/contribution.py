@@ -32,6 +32,7 @@ import tensorflow as tf
 from tfdist.engines import changes, recording, sharing, states, tap
 from tfdist.engines.adding import Contribution, add_up, times, weigh
 from tfdist.engines.applying import Applied, apply_if, capture
+from tfdist.engines.model_losses import is_sum, losses
 from tfdist.engines.recording import Findings, Recording, TraceAgain
 from tfdist.engines.states import State
 
@@ -373,19 +374,13 @@ def _none_if_optional(leaf: Any) -> Any:
 
 def _is_sum(model: keras.Model) -> bool:
     """Whether the loss is a sum over the examples rather than a mean."""
-    reductions = {getattr(loss, "reduction", "mean") in ("sum", "none", None) for loss in losses(model)}
+    reductions = {is_sum(loss) for loss in losses(model)}
     if len(reductions) > 1:
         raise ValueError(
             "compile(loss=...): under policies all losses must have one kind of reduction, a sum or a mean, so that a "
             "replica's gradient can be weighed. Received: both kinds"
         )
     return True in reductions
-
-
-def losses(model: keras.Model) -> list[Any]:
-    """The losses given to `compile`, one for each output that has one."""
-    compiled = getattr(model, "_compile_loss", None)
-    return [loss.loss for loss in getattr(compiled, "_flat_losses", None) or [] if loss.loss is not None]
 
 
 def _weighing(metric: Any, scale: float, weight: Any, rows: tf.Tensor) -> Callable[..., Any]:

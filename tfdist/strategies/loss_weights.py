@@ -16,6 +16,8 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat import additional_losses
+from tfdist.engines import adding
+from tfdist.engines.model_losses import is_sum, losses
 from tfdist.strategies.shares import Shares
 
 _OF_SCALARS = (keras.metrics.Mean, keras.metrics.Sum)
@@ -41,7 +43,7 @@ class LossWeights:
     def transform(self) -> Callable[[Sequence[Any]], list[Any]] | None:
         """Makes a replica's gradients its part in those of the global batch; None if they are that already."""
         if self.has_own_loss:
-            return lambda gradients: [None if g is None else _times(g, self._share()) for g in gradients]
+            return lambda gradients: [None if g is None else adding.times(g, self._share()) for g in gradients]
         if self.shares is None or self._are_all_sums():
             return None
         weigh = _if_even if sum_losses(self.model) else _weighed
@@ -86,15 +88,9 @@ class LossWeights:
         return self.shares.of_this_replica() if self.shares else 1 / self.num_replicas
 
 
-def losses(model: keras.Model) -> list[Any]:
-    """The losses given to `compile`, one for each output that has one."""
-    compiled = getattr(model, "_compile_loss", None)
-    return [loss.loss for loss in getattr(compiled, "_flat_losses", None) or [] if loss.loss is not None]
-
-
 def sum_losses(model: keras.Model) -> list[Any]:
     """Those of them that are sums over the examples."""
-    return [loss for loss in losses(model) if getattr(loss, "reduction", "mean") in ("sum", "none", None)]
+    return [loss for loss in losses(model) if is_sum(loss)]
 
 
 def _weighed(shares: Shares, gradients: Sequence[Any]) -> list[Any]:
@@ -103,7 +99,9 @@ def _weighed(shares: Shares, gradients: Sequence[Any]) -> list[Any]:
     present = [gradient for gradient in gradients if gradient is not None]
     share = shares.of_replica(replica) * shares.num_replicas
     # The usual even batch passes through without touching, or copying, a gradient.
-    weighed = tf.cond(shares.is_even(replica), lambda: _same(present), lambda: [_times(g, share) for g in present])
+    weighed = tf.cond(
+        shares.is_even(replica), lambda: _same(present), lambda: [adding.times(g, share) for g in present]
+    )
     rest = iter([weighed] if len(present) == 1 and not isinstance(weighed, list | tuple) else weighed)
     return [None if gradient is None else next(rest) for gradient in gradients]
 
@@ -162,10 +160,3 @@ def _update_weighed(update_state: Callable[..., Any], values: Any, weight: Any) 
 
 def _same(tensors: Sequence[Any]) -> list[Any]:
     return [tf.identity(tensor) if isinstance(tensor, tf.Tensor) else tensor for tensor in tensors]
-
-
-def _times(gradient: Any, share: Any) -> Any:
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(_times(gradient.values, share), gradient.indices, gradient.dense_shape)
-    # Without examples the gradient may be NaN; no share of it is nothing.
-    return tf.math.multiply_no_nan(gradient, tf.cast(share, gradient.dtype))
