@@ -20,10 +20,13 @@ pytestmark = pytest.mark.devices
 
 @pytest.fixture(autouse=True)
 def exact_numbers() -> Iterator[None]:
-    before = keras.config.floatx()
+    before = keras.config.floatx(), keras.config.dtype_policy()
     keras.config.set_floatx("float64")
+    # A policy that an earlier test of this process set, be it the default one, would outweigh floatx.
+    keras.config.set_dtype_policy("float64")
     yield
-    keras.config.set_floatx(before)
+    keras.config.set_floatx(before[0])
+    keras.config.set_dtype_policy(before[1])
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -157,7 +157,9 @@ def test_as_many_preemptions_as_allowed_start_again(start):
 
 @pytest.mark.processes
 def test_peers_in_a_jobset_never_end_as_preempted_after_a_failure(start):
-    assert codes(start("miss", 3, "hang", "miss", options=["--form=jobset"])) == [1, 3, 1, 1]
+    # A script that misses the failed one may be reported first; then the failed one is told to end like all others.
+    found = codes(start("miss", 3, "hang", "miss", options=["--form=jobset"]))
+    assert found in ([1, 3, 1, 1], [1, 1, 1, 1])
 
 
 # The rules.
