@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -241,3 +242,29 @@ def test_leader_that_is_gone_means_75(leader, monkeypatch):
     leader.close()
     with member(leader) as left:
         assert left.finish(1) == 75
+
+
+@pytest.mark.parametrize("has_ended", [True, False])
+def test_replaced_pod_waits_for_the_next_leader(leader, has_ended):
+    met = threading.Event()
+
+    class Replaced(pod_member.Member):
+        def _greet(self, connection, lines):
+            try:
+                super()._greet(connection, lines)
+            finally:
+                met.set()
+
+    with member(leader) as first, member(leader, task="worker:1") as second:
+        first.join()
+        second.join()
+        if has_ended:
+            assert second.finish(3) == 3
+        address = ("localhost", leader.port)
+        with contextlib.closing(Replaced("worker:1", address, "secret", Counts(), 75, lambda line: None)) as again:
+            assert met.wait(60)
+            assert first.finish(1) == 75
+            leader.close()
+            following = pod_leader.Leader(["worker:0", "worker:1"], Rules(3, 100), leader.port, "secret")
+            with contextlib.closing(following), member(following) as first_again, ThreadPoolExecutor(2) as pool:
+                assert list(pool.map(lambda each: each.finish(0), (first_again, again))) == [0, 0]

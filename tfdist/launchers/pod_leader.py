@@ -135,10 +135,10 @@ class Leader:
             connection.makefile("rb") as lines,
         ):
             try:
-                task, counts = self._greet(connection, lines)
+                task, is_member = self._greet(connection, lines)
             finally:
                 self._is_no_stranger(connection)
-            if not self._join(task, counts, connection):
+            if not is_member:
                 return
             try:
                 while message := wire.read(lines):
@@ -154,8 +154,8 @@ class Leader:
         with self._changed:
             return self._strangers.pop(connection, None) is not None
 
-    def _greet(self, connection: socket.socket, lines: BinaryIO) -> tuple[str, Counts]:
-        """Lets a member prove that it knows the secret; returns its name and counts."""
+    def _greet(self, connection: socket.socket, lines: BinaryIO) -> tuple[str, bool]:
+        """Lets a member prove that it knows the secret; returns its name, and whether it takes part from now on."""
         connection.settimeout(wire.GREETING_SECS)
         own = secrets.token_hex(16)
         wire.send(connection, {"nonce": own})
@@ -164,24 +164,30 @@ class Leader:
         proof = wire.proof(self._secret, "member", own, nonce, task, counts.failures, counts.ignored)
         if task not in self._tasks or not hmac.compare_digest(proof, str(hello["proof"])):
             raise ValueError("no member of this job")
-        if not self._is_no_stranger(connection):
-            raise ConnectionAbortedError  # Before the member takes itself for one that has joined.
-        wire.send(connection, {"proof": wire.proof(self._secret, "leader", nonce, own)})
         wire.keep_alive(connection)
-        return task, counts
+        return task, self._join(task, counts, connection, wire.proof(self._secret, "leader", nonce, own))
 
-    def _join(self, task: str, counts: Counts, connection: socket.socket) -> bool:
+    def _join(self, task: str, counts: Counts, connection: socket.socket, proof: str) -> bool:
+        """Sends the leader's proof, unless the pod is of the next attempt; False if it takes no part.
+
+        A member that has this proof follows this leader to the end, and ends with 75 when it is left without a verdict.
+        One without it tries again until the next leader is there, which costs no preemption.
+        """
         with self._changed:
+            if not self._is_no_stranger(connection):
+                raise ConnectionAbortedError  # It gave way to newer connections.
+            if task in self._members:
+                # Its pod was replaced before its connection broke, as where a node is lost without a word.
+                self._decide(task, None)
             if self._is_decided:
                 if self._late and task not in self._counts:
                     # It is of this attempt, and was slower than the failure.
                     self._counts[task] = counts
+                    wire.send(connection, {"proof": proof})
                     wire.send(connection, dataclasses.asdict(self._late))
                 return False
-            if task in self._members:
-                # Its pod was replaced before its connection broke, as where a node is lost without a word.
-                self._decide(task, None)
-                return False
+            # Under the lock, so that no verdict is sent before it.
+            wire.send(connection, {"proof": proof})
             self._members[task] = connection
             self._counts[task] = counts
             if len(self._counts) == len(self._tasks):
