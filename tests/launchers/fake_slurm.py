@@ -186,6 +186,8 @@ def _limit(state: pathlib.Path) -> list[str]:
 def squeue(state: pathlib.Path, arguments: list[str]) -> int:
     if arguments != ["--noheader", "--jobs=4711", "--format=%k"]:
         sys.exit(f"squeue: unrecognized option {arguments}")
+    if (state / "squeue_fails").exists():
+        sys.exit("slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
     comment = state / "comment"
     print(comment.read_text() if comment.exists() else "(null)")
     return 0

@@ -345,6 +345,33 @@ def test_preemptions_end_with_a_line_when_they_are_used_up(launch):
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("fails_in", [0, 1])
+def test_failures_that_squeue_does_not_tell_are_not_taken_for_none(launch, tmp_path, fails_in):
+    """Else the job would be queued again for ever, and its comment be overwritten."""
+    text = f"""
+import pathlib
+if os.environ["TFDIST_ATTEMPT"] == "{fails_in}":
+    pathlib.Path({str(tmp_path / "slurm" / "squeue_fails")!r}).touch()
+sys.exit(3)
+"""
+    _, code, lines = launch(text, "--num_workers=1", "--max_restarts=2")
+    assert code == 3, lines
+    assert sum("queuing the job again" in line for line in lines) == fails_in
+    assert any("not queued again: squeue does not say" in line for line in lines)
+    comment = tmp_path / "slurm" / "comment"
+    assert (comment.read_text() if comment.exists() else "") == ("tfdist_failures=1" if fails_in else "")
+
+
+@pytest.mark.processes
+def test_preemptions_are_counted_while_squeue_fails(launch, tmp_path):
+    (tmp_path / "slurm" / "squeue_fails").touch()
+    _, code, lines = launch("sys.exit(75)", "--num_workers=1", "--max_restarts=1", "--max_preemptions=1")
+    assert code == 75, lines
+    assert lines[-1] == "tfdist: not queued again: --max_preemptions=1 is used up"
+    assert sum("queuing the job again (preemption" in line for line in lines) == 2
+
+
+@pytest.mark.processes
 def test_sbatch_wait_has_the_exit_code_of_the_job(launch):
     done, code, lines = launch("sys.exit(7)", "--num_workers=1", "--sbatch=--wait")
     assert (done.returncode, done.stdout, code) == (7, "4711\n", 7), lines

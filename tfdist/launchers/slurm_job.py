@@ -65,12 +65,18 @@ class Job:
         self._number = number
         self._attempt = attempt
         self._limits = limits
-        self._failures = _failures_in(_comment(number)) if attempt else 0
-        # A requeue of another kind, such as that of an administrator, is taken for a preemption.
-        self._preemptions = max(0, attempt - self._failures)
+        # None while Slurm does not say it.
+        self._failures = _failures_before(number) if attempt else 0
         self._directory = pathlib.Path.cwd() / f".tfdist-{number}-{attempt}"
         self._exits = Exits(self._directory, tasks)
         self._is_ending = False
+
+    @property
+    def _preemptions(self) -> int:
+        """Number of preemptions before this run; the least number that there can be, where failures are not known."""
+        # A requeue of another kind, such as that of an administrator, is taken for a preemption.
+        failures = self._limits.max_restarts if self._failures is None else self._failures
+        return max(0, self._attempt - failures)
 
     def run(self, srun: Sequence[str]) -> int:
         """Runs the step; returns the exit code of the job."""
@@ -116,8 +122,15 @@ class Job:
         fields = _fields(self._number)
         if fields.get("JobState", "RUNNING") != "RUNNING":
             return verdict.code  # It was cancelled: queued again, it would come back.
+        if self._failures is None:
+            self._failures = _failures_before(self._number)
         if verdict.is_preempted:
             return self._after_preemption(verdict, fields)
+        if self._failures is None:
+            say(
+                "not queued again: squeue does not say how many failures there were before, so that none can be counted"
+            )
+            return verdict.code
         if self._failures >= self._limits.max_restarts:
             return self._give_up(verdict.code, "--max_restarts", self._limits.max_restarts)
         if not _note_failures(self._number, self._failures + 1):
@@ -176,19 +189,31 @@ def _fields(number: str) -> dict[str, str]:
     return dict(word.split("=", 1) for word in (lines[0].split() if lines else []) if "=" in word)
 
 
-def _comment(number: str) -> str:
-    text = (_ask("squeue", "--noheader", f"--jobs={number}", "--format=%k") or "").splitlines()
-    found = text[0].strip() if text else ""
+def _comment(number: str) -> str | None:
+    """The comment of a job; None if Slurm does not answer."""
+    text = _ask("squeue", "--noheader", f"--jobs={number}", "--format=%k")
+    if text is None:
+        return None
+    found = text.strip().partition("\n")[0].strip()
     return "" if found in ("(null)", "N/A") else found
 
 
-def _failures_in(comment: str) -> int:
+def _failures_before(number: str) -> int | None:
+    """The number of failures in a job's comment; None if Slurm does not answer."""
+    comment = _comment(number)
+    if comment is None:
+        return None
     found = _FAILURES.search(comment)
     return int(found[1]) if found else 0
 
 
 def _note_failures(number: str, failures: int) -> bool:
-    comment = " ".join(_FAILURES.sub("", _comment(number)).split())
+    """Writes the number of failures into the job's comment, and keeps the rest; False if that is not possible."""
+    before = _comment(number)
+    if before is None:
+        say("not queued again: squeue does not say the job's comment, where failures are counted")
+        return False
+    comment = " ".join(_FAILURES.sub("", before).split())
     text = f"{comment} tfdist_failures={failures}".strip()
     return _ask("scontrol", "update", f"JobId={number}", f"Comment={text}") is not None
 
