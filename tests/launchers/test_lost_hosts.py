@@ -93,6 +93,13 @@ def test_without_a_lost_host_the_first_failure_decides(monkeypatch, code):
     assert lines == [f"worker:0 failed first (exit code {code}); all tasks have ended"]
 
 
+@pytest.mark.parametrize("code", requests.HOPELESS_EXIT_CODES)
+def test_after_a_hopeless_failure_no_host_is_looked_for(monkeypatch, code):
+    """A wrong command line fails at once; hosts may take half a minute not to answer."""
+    outcome, _, asked = attempt(monkeypatch, {"beta": AWAY}, worker_0=code)
+    assert (outcome.code, outcome.failed.name, asked) == (code, "worker:0", [])
+
+
 def test_when_no_host_answers_the_launchers_link_is_named(monkeypatch):
     outcome, lines, asked = attempt(monkeypatch, {"alpha": AWAY, "beta": AWAY}, worker_1=255)
     assert sorted(asked[0]) == ["alpha", "beta"]
@@ -169,6 +176,12 @@ def test_a_host_that_does_not_answer_is_unreachable_with_its_reason(monkeypatch)
     assert found["silent"] == "it does not answer within 0.2 s"
     assert "fine" not in found or "0.2 s" in found["fine"]
     assert "none" not in found
+
+
+def test_a_host_that_answers_the_second_time_is_not_lost(tmp_path):
+    probe = ["sh", "-c", 'mkdir "$0" && exit 255; exit 0', str(tmp_path / "tried")]
+    assert reachability.unreachable({"slow": probe}, lambda: False) == {}
+    assert (tmp_path / "tried").exists()
 
 
 def test_an_interrupt_ends_the_wait_for_hosts():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One attempt at a job: its tasks started, workers replaced where that is possible, the verdict, and the end of all."""
+"""Runs one attempt at a job: starts its tasks, replaces workers, decides the exit code and stops all tasks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tfdist.launchers import reachability
 from tfdist.launchers.notices import GIVEN_UP, Notices
 from tfdist.launchers.processes import Process, Supervisor
 from tfdist.launchers.replacements import Replacements
-from tfdist.launchers.requests import PREEMPTED_EXIT_CODE, Request
+from tfdist.launchers.requests import HOPELESS_EXIT_CODES, PREEMPTED_EXIT_CODE, Request
 from tfdist.launchers.task_logs import TaskLogs
 
 _SHOWN_LINES = 8
@@ -114,7 +114,7 @@ class Attempt:
         self._follow()
         if not self._undecided:
             self._let_others_end()
-        elif self._failed is not None and not self._received:
+        elif self._failed is not None and not self._received and self._failed.returncode not in HOPELESS_EXIT_CODES:
             self._look_for_lost_hosts(self._failed)
         if self._received:
             return Outcome(self._end_interrupted(self._received[0]))

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 
 from tfdist.launchers import pod_wire as wire
-from tfdist.launchers.pod_rules import HOPELESS_EXIT_CODES, Counts, Verdict
-from tfdist.launchers.requests import PREEMPTED_EXIT_CODE
+from tfdist.launchers.pod_rules import Counts, Verdict
+from tfdist.launchers.requests import HOPELESS_EXIT_CODES, PREEMPTED_EXIT_CODE
 
 _RETRY_SECS = 0.5
 # How long a member looks for the leader before its script starts, and after the script has succeeded.

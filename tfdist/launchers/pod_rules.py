@@ -6,10 +6,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from tfdist.launchers.requests import PREEMPTED_EXIT_CODE
+from tfdist.launchers.requests import HOPELESS_EXIT_CODES, PREEMPTED_EXIT_CODE
 
-# Exit codes after which trying again is of no use: a command line that makes no sense, a program that can't be run.
-HOPELESS_EXIT_CODES = (2, 126, 127)
 # Fails the Job of this pod, where its own count of failures would not: no code of sysexits.h, and no signal.
 GIVEN_UP_EXIT_CODE = 79
 # SIGTERM ended a script that has no handler: somebody wanted the pod gone, and Kubernetes knows why.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which hosts of a job can't be reached: the cause of a failure may be a host that says nothing any more."""
+"""Finds the hosts of a job that can't be reached: a silent host may be the cause of a failure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ _LOOK_SECS = 0.05
 
 
 def unreachable(probes: Mapping[str, Sequence[str]], is_interrupted: Callable[[], bool]) -> dict[str, str]:
-    """Asks all hosts at once.
+    """Tries all hosts at once, and those that do not answer a second time.
+
+    One that is slow to log in once, as where its directory service is slow, is not lost.
 
     Args:
       probes: a command for each host that succeeds if it can be reached, such as `ssh HOST true`.
@@ -28,6 +30,11 @@ def unreachable(probes: Mapping[str, Sequence[str]], is_interrupted: Callable[[]
     Returns:
       Why not, for each host that can't be reached; nothing if interrupted.
     """
+    reasons = _reasons(probes, is_interrupted)
+    return _reasons({host: probes[host] for host in reasons}, is_interrupted)
+
+
+def _reasons(probes: Mapping[str, Sequence[str]], is_interrupted: Callable[[], bool]) -> dict[str, str]:
     asking = {host: _Question(command) for host, command in probes.items()}
     deadline = time.monotonic() + _ANSWER_SECS
     while any(question.is_open for question in asking.values()) and time.monotonic() < deadline:
