@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -174,6 +175,20 @@ def test_tasks_that_meet_compare_versions_and_clocks(monkeypatch):
     assert skew == ("warning", "the clock of worker:1 is -7.2 s off from this one; synchronise them")
     (other,) = doctor_meeting._compare(tfdist.Task("worker", 1), "a:1", {**answer, "task": "worker:9"}, {})
     assert "'worker:9' answers there" in other[1]
+
+
+def test_a_task_meets_at_another_address_than_its_own_name_means(monkeypatch):
+    monkeypatch.setattr(doctor_meeting, "_DEAF_SECS", 0.2)
+    with PortReservation(2) as reservation, ThreadPoolExecutor(2) as pool:
+        first, second = reservation.ports
+        views = [
+            tfdist.Cluster(
+                {"worker": [f"127.0.0.1:{first}", f"127.0.0.{3 + index}:{second}"]}, tfdist.Task("worker", index)
+            )
+            for index in range(2)
+        ]
+        found = list(pool.map(lambda view: doctor_meeting.meet(view, {}, 60.0), views))
+    assert [[state for state, _ in each] for each in found] == [["ok"], ["ok"]]
 
 
 def test_a_task_that_does_not_come_is_named():

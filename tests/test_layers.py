@@ -41,7 +41,7 @@ ARROWS: dict[str, set[str]] = {
     "serving": {"cluster", "engines", "launchers", "serving_task"},
     "data_worker": {"cluster", "engines", "launchers"},
     "serving_task": {"cluster", "data_worker", "engines"},
-    "strategies": {"cluster", "compat", "compression", "engines", "policies", "serving", "telemetry"},
+    "strategies": {"_addresses", "cluster", "compat", "compression", "engines", "policies", "serving", "telemetry"},
     "telemetry": {"cluster", "policies"},
     "testing": {"__init__", "cluster", "engines", "launchers", "policies", "serving", "strategies", "telemetry"},
 }

@@ -71,19 +71,28 @@ class Desk:
             each.setblocking(False)
             self._selector.register(each, selectors.EVENT_READ)
         self._stop = threading.Event()
+        self._is_to_widen = False
         self._thread = threading.Thread(target=self._run, name="tfdist-desk", daemon=True)
 
     def __enter__(self) -> Desk:
         self._thread.start()
         return self
 
+    def listen_everywhere(self) -> None:
+        """From now on, listens at the same port on all interfaces; may be called again."""
+        self._is_to_widen = True
+        self._wake_up()
+
     def __exit__(self, *exception: object) -> None:
         self._stop.set()
-        with contextlib.suppress(OSError):
-            self._wake.send(b"\0")
+        self._wake_up()
         self._thread.join(_JOIN_SECS)
         for each in (self._wake, self._woken, *self._sockets):
             each.close()
+
+    def _wake_up(self) -> None:
+        with contextlib.suppress(OSError):
+            self._wake.send(b"\0")
 
     def _run(self) -> None:
         try:
@@ -92,7 +101,11 @@ class Desk:
                     if isinstance(key.data, _Peer):
                         if key.data in self._peers:
                             self._receive(key.data)
-                    elif isinstance(key.fileobj, socket.socket) and key.fileobj is not self._woken:
+                    elif key.fileobj is self._woken:
+                        self._woken.recv(16)
+                        if self._is_to_widen:
+                            self._widen()
+                    elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._sockets:
                         self._accept(key.fileobj)
                 now = self._clock()
                 for peer in [each for each in self._peers if each.until <= now]:
@@ -105,6 +118,22 @@ class Desk:
     def _patience(self) -> float | None:
         oldest = next(iter(self._peers), None)
         return None if oldest is None else max(0.0, oldest.until - self._clock())
+
+    def _widen(self) -> None:
+        self._is_to_widen = False
+        addresses = [(each.family, *each.getsockname()[:2]) for each in self._sockets]
+        # The system binds a port on all interfaces only once nothing listens there. Who connects meanwhile tries again.
+        for each in self._sockets:
+            self._selector.unregister(each)
+            each.close()
+        try:
+            self._sockets = [_listen_everywhere(addresses[0][2])]
+        except OSError:
+            found = [_listen_at(*each) for each in addresses]
+            self._sockets = [each for each in found if each]
+        for each in self._sockets:
+            each.setblocking(False)
+            self._selector.register(each, selectors.EVENT_READ)
 
     def _accept(self, listener: socket.socket) -> None:
         try:
@@ -184,7 +213,8 @@ def listen(address: str, others: Iterable[str]) -> list[socket.socket]:
 
     All interfaces are listened on only where the own address can't be told: the host of `address` is none of this
     machine (behind an address translation), or a loopback address that other machines call otherwise (127.0.1.1 in
-    /etc/hosts).
+    /etc/hosts). A task that other machines reach at another of its own addresses is deaf at first: see
+    `Desk.listen_everywhere`.
 
     Args:
       address: "host:port" of the task.
@@ -202,8 +232,7 @@ def listen(address: str, others: Iterable[str]) -> list[socket.socket]:
             own = _listen_at(family, ip, port) if is_local or not _is_loopback(ip) else None
             found.extend([own] if own else [])
         if not found:
-            found.append(_bind_everywhere(port))
-            found[-1].listen(_BACKLOG)
+            found.append(_listen_everywhere(port))
     except OSError:
         for each in found:
             each.close()
@@ -218,6 +247,16 @@ def _listen_at(family: int, ip: str, port: int) -> socket.socket | None:
         if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EINVAL):
             return None  # No interface of this machine has the address.
         raise
+
+
+def _listen_everywhere(port: int) -> socket.socket:
+    bound = _bind_everywhere(port)
+    try:
+        bound.listen(_BACKLOG)
+    except OSError:
+        bound.close()
+        raise
+    return bound
 
 
 def _bind_everywhere(port: int) -> socket.socket:

@@ -19,6 +19,8 @@ from tfdist.cluster import Cluster, Task
 _MAX_SKEW_SECS = 1.0
 _RETRY_SECS = 0.2
 _ANSWER_SECS = 5.0
+# A task that has answered asks at the same time, unless its name for this one leads elsewhere.
+_DEAF_SECS = 2.0
 _VERSION = re.compile(r"[\w.+-]{1,40}", re.ASCII)
 # How much of what another one says is printed.
 _MAX_SAID = 80
@@ -45,8 +47,15 @@ def meet(cluster: Cluster, mine: Mapping[str, str], timeout_secs: float) -> list
     except OSError as error:
         return [("wrong", f"{cluster.task} can't listen at {cluster.address()}: {error}; end what holds the port")]
     asking = concurrent.futures.ThreadPoolExecutor(min(64, len(others)), "tfdist meet")
-    with _desk.Desk(listening, visitors.converse), asking as pool:
-        answers = list(pool.map(lambda task: _ask(cluster, task, deadline), others))
+    with _desk.Desk(listening, visitors.converse) as answering, asking as pool:
+
+        def ask(task: Task) -> dict[str, Any] | str:
+            answer = _ask(cluster, task, deadline)
+            if isinstance(answer, dict) and not visitors.wait_for(task, _DEAF_SECS):
+                answering.listen_everywhere()
+            return answer
+
+        answers = list(pool.map(ask, others))
         # The others need answers too, and this may be the first to have all of its own.
         visitors.wait_for_all(max(0.0, deadline - time.monotonic()))
     found: list[tuple[str, str]] = []
@@ -94,6 +103,11 @@ class _Visitors:
         with self._changed:
             self._not_asked.pop(asking, None)
             self._changed.notify_all()
+
+    def wait_for(self, task: Task, timeout_secs: float) -> bool:
+        """Waits until a task has asked; False if it has not after so long."""
+        with self._changed:
+            return self._changed.wait_for(lambda: _name(task) not in self._not_asked, timeout_secs)
 
     def wait_for_all(self, timeout_secs: float) -> None:
         """Waits until all tasks have asked."""

@@ -30,6 +30,21 @@ def test_all_meet():
         assert [meeting.result() for meeting in meetings] == [None] * 5
 
 
+def test_tasks_meet_at_another_address_than_their_own_name_means(monkeypatch: pytest.MonkeyPatch):
+    """As on a machine with two networks, or a virtual address: its own name means the address of one only."""
+    monkeypatch.setattr(rendezvous, "_DEAF_SECS", 0.2)
+    lines: list[str] = []
+    with PortReservation(2) as reserved, ThreadPoolExecutor(2) as pool:
+        port = reserved.ports[1]
+        described = [cluster(reserved.ports, index, _1=f"127.0.0.{4 - index}:{port}") for index in range(2)]
+        meetings = [pool.submit(rendezvous.meet, each, 60, write=lines.append) for each in described]
+        assert [meeting.result() for meeting in meetings] == [None] * 2
+    (line,) = [line for line in lines if "listening on all interfaces" in line]
+    assert line.startswith(
+        f"tfdist worker:1: worker:0 answered, but does not connect to 127.0.0.3:{port} as it is known"
+    )
+
+
 def test_the_port_is_free_again_for_the_server():
     with PortReservation(2) as reserved:
         with ThreadPoolExecutor(2) as pool:

@@ -28,7 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from tfdist import _desk
+from tfdist import _addresses, _desk
 from tfdist.cluster import Cluster, Task
 from tfdist.engines import watch
 
@@ -42,6 +42,8 @@ _PROVED = "no answer to the end"
 _PROBE_SECS = 2.0
 _RETRY_SECS = 0.2
 _CHECK_SECS = 0.5
+# A task that was met asks back at once, unless its name for this one leads elsewhere.
+_DEAF_SECS = 5.0
 _NONCE_BYTES = 32
 _UNPROVED = "it does not know this job's secret: TFDIST_JOB_SECRET must be the same for all tasks, or for no task"
 
@@ -71,8 +73,10 @@ def meet(
     """
     others = [task for task in cluster.training_tasks if task != cluster.task]
     search = _Search(cluster, others, secret.encode(), mutual=True)
-    with _Answering(cluster, secret.encode(), search.was_asked_by):
-        _complete(search, timeout_secs, every_secs, write or watch.say, clock, lambda: None)
+    write = write or watch.say
+    with _Answering(cluster, secret.encode(), search.was_asked_by) as answering:
+        hearing = _Hearing(search, answering, write, clock)
+        _complete(search, timeout_secs, every_secs, write, clock, hearing.check)
 
 
 def reach(
@@ -152,16 +156,10 @@ def _proof(secret: bytes, *words: str) -> str:
     return hmac.digest(secret, " ".join(["tfdist rendezvous", *words]).encode(), "sha256").hex()
 
 
-def split_address(address: str) -> tuple[str, int]:
-    """Host and port of "host:port" or "[IPv6]:port"."""
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
-
-
 def answers(address: str, timeout_secs: float) -> bool:
     """Whether connections to "host:port" are accepted."""
     try:
-        socket.create_connection(split_address(address), timeout=timeout_secs).close()
+        socket.create_connection(_addresses.split(address), timeout=timeout_secs).close()
     except (OSError, UnicodeError):  # The latter is of a name that no resolver takes.
         return False
     return True
@@ -176,11 +174,15 @@ class _Answering:
         self._on_met = on_met
         self._desk = _desk.Desk(_listen(cluster), self._converse)
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> _Answering:
         self._desk.__enter__()
+        return self
 
     def __exit__(self, *exception: object) -> None:
         self._desk.__exit__(*exception)
+
+    def listen_everywhere(self) -> None:
+        self._desk.listen_everywhere()
 
     def _converse(self) -> _desk.Conversation:
         mine, nonce = str(self._cluster.task), _nonce()
@@ -195,6 +197,38 @@ class _Answering:
         if (yield f"{_MAGIC.decode()} {answer}\n".encode()) + b"\n" == _MET:
             self._on_met(task)
             yield _MET
+
+
+class _Hearing:
+    """Has a task listen on all interfaces, where others reach it at another address than its name means here.
+
+    A machine with several networks, or a virtual address, may have one name for all of them, which each machine
+    resolves in its own way. Listening at more than the own address costs little for this short time: a peer without the
+    secret is refused there, too, and TensorFlow's server is about to listen on all interfaces.
+    """
+
+    def __init__(
+        self, search: _Search, answering: _Answering, write: Callable[[str], object], clock: Callable[[], float]
+    ) -> None:
+        self._search = search
+        self._answering = answering
+        self._write = write
+        self._clock = clock
+        self._since: dict[Task, float] = {}
+        self._is_wide = False
+
+    def check(self) -> None:
+        """Called now and then."""
+        now, cluster = self._clock(), self._search.cluster
+        self._since = {task: self._since.get(task, now) for task in self._search.met_one_way()}
+        deaf_to = [str(task) for task, since in self._since.items() if now - since >= _DEAF_SECS]
+        if deaf_to and not self._is_wide:
+            self._is_wide = True
+            self._write(
+                f"tfdist {cluster.task}: {', '.join(deaf_to)} answered, but does not connect to {cluster.address()} as "
+                f"it is known here; listening on all interfaces, until all have met"
+            )
+            self._answering.listen_everywhere()
 
 
 def _is_same(proof: str, expected: str) -> bool:
@@ -239,6 +273,11 @@ class _Search:
         with self._changed:
             return self._changed.wait_for(lambda: not self._reasons and not self._not_asked, timeout_secs)
 
+    def met_one_way(self) -> list[Task]:
+        """Tasks that have answered, and have not asked yet."""
+        with self._changed:
+            return sorted(self._not_asked - self._reasons.keys())
+
     def missing(self) -> dict[Task, str]:
         """Who has not been met, and why not."""
         with self._changed:
@@ -271,7 +310,7 @@ class _Search:
 
 def _ask(cluster: Cluster, task: Task, secret: bytes = b"") -> str | None:
     """Why this task can't be said to be there; None, `_PROVED` (but not that it knows) or `_SERVING` if it is."""
-    host, port = split_address(cluster.address(task))
+    host, port = _addresses.split(cluster.address(task))
     proved = False
     try:
         with socket.create_connection((host, port), timeout=_PROBE_SECS) as connection:

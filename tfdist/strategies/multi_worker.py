@@ -17,6 +17,7 @@ import tensorflow as tf
 from tensorflow.python.distribute import collective_all_reduce_strategy as stock
 from tensorflow.python.eager import context as tf_context
 
+from tfdist import _addresses
 from tfdist import cluster as clusters
 from tfdist.engines import (
     averaging_data,
@@ -152,7 +153,7 @@ class MultiWorkerMirroredStrategy(warming.WarmingSteps, tf.distribute.MultiWorke
 
         def open_board() -> dict[str, Any]:
             secret = own or secrets.token_hex(32)
-            hosts = [rendezvous.split_address(cluster.address(task))[0] for task in tasks]
+            hosts = [_addresses.split(cluster.address(task))[0] for task in tasks]
             host = own_address.reachable(hosts[0], hosts, lambda line: watch.say(f"tfdist: {line}"))
             self._board = board.Board(policy, names, secret.encode(), host)
             self._board.start()
