@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tf.data service for `data_sharding="dynamic"`: who prepares the batches that workers ask for.
+"""Starts the servers of the tf.data service that prepare batches for `data_sharding="dynamic"`.
 
 A client of the service goes on asking a producer that is dead, for ever, because it might come back; and what a dead
 producer had taken on is lost with it. So data that end are prepared here, in the chief's process: a pass can then
@@ -9,9 +9,15 @@ for, and those that remain go on producing: the workers prepare them together, w
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
+
+# gRPC takes it instead of `no_proxy`; read when a connection is made.
+_NO_PROXY = "no_grpc_proxy"
 
 
 class DataService:
@@ -48,6 +54,24 @@ class DataService:
     def _start_own(self) -> tuple[str, list[Any]]:
         service = tf.data.experimental.service
         dispatcher = service.DispatchServer(service.DispatcherConfig(port=0))
-        address = f"{self._host}:{dispatcher.target.rpartition(':')[2]}"
-        config = service.WorkerConfig(dispatcher_address=address, worker_address=f"{self._host}:%port%", port=0)
-        return f"grpc://{address}", [dispatcher, service.WorkerServer(config)]
+        port = dispatcher.target.rpartition(":")[2]
+        # `WorkerServer` holds Python's lock until the dispatcher has registered it, without a time limit. So it gets
+        # the one address that this process certainly reaches: its own name may be known to the other tasks only.
+        near = f"127.0.0.1:{port}"
+        config = service.WorkerConfig(dispatcher_address=near, worker_address=f"{self._host}:%port%", port=0)
+        with _no_proxy_to("127.0.0.1"):
+            return f"grpc://{self._host}:{port}", [dispatcher, service.WorkerServer(config)]
+
+
+@contextlib.contextmanager
+def _no_proxy_to(host: str) -> Iterator[None]:
+    """Has gRPC reach this host directly, where `http_proxy` would send it elsewhere."""
+    before = os.environ.get(_NO_PROXY)
+    os.environ[_NO_PROXY] = ",".join(filter(None, [before or os.environ.get("no_proxy"), host]))
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_NO_PROXY]
+        else:
+            os.environ[_NO_PROXY] = before
