@@ -49,8 +49,11 @@ class _Call:
         frame = stacks.get(self.thread.ident or 0)
         while frame is not None and not (id(frame) == self.frame and frame.f_code is self.code):
             frame = frame.f_back
-        # Frames that have ended make room for others at the same address.
-        return frame is not None and frame.f_locals.get("self") is self.model()
+        model = self.model()
+        # Frames that have ended make room for others at the same address. `f_locals` of another thread's frame is
+        # only read. Since Python 3.13 it is a view of the variables (PEP 667); before, a copy that lives as long as the
+        # call and is renewed at each look. `self`, which no loop of Keras rebinds, is the same in both.
+        return frame is not None and model is not None and frame.f_locals.get("self") is model
 
 
 def begin(strategy: Any, is_exclusive: bool, nests: bool = True) -> None:
