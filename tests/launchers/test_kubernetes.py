@@ -185,6 +185,31 @@ def test_a_signal_reaches_the_script_and_its_exit_code_comes_back(tmp_path):
         assert task.wait(30) == 75
 
 
+# Has the pod end while its wrapper is between two steps, where there is no script that it could be forwarded to.
+END_EARLY = """
+import os, signal, sys
+from tfdist.launchers import kubernetes_task
+module, _, name = sys.argv[1].rpartition(".")
+where = getattr(kubernetes_task, module)
+original = getattr(where, name)
+def end(*args, **kwargs):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return original(*args, **kwargs)
+setattr(where, name, end)
+sys.exit(kubernetes_task.main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("step", ["command_line.parse", "wrapping.run"])
+def test_a_pod_that_is_ended_before_its_script_runs_is_preempted(tmp_path, step):
+    script = tmp_path / "train.py"
+    script.write_text("import signal\nwhile True: signal.pause()\n")
+    command = [sys.executable, "-c", END_EARLY, step, "--num_workers=1", "--host_format=localhost", "--", str(script)]
+    done = subprocess.run(command, env={**os.environ, "JOB_COMPLETION_INDEX": "0"}, timeout=60, check=False)
+    assert done.returncode == (75 if step == "command_line.parse" else 143)  # As the script ends without a handler.
+
+
 # The published schemas.
 
 

@@ -84,6 +84,12 @@ def define_flags(values: flags.FlagValues) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the script as the task that this pod is; returns its exit code."""
+    # From the beginning to the end, so that no signal is lost while there is no script.
+    with _signals() as received:
+        return _run(arguments, received)
+
+
+def _run(arguments: Sequence[str], received: Sequence[int]) -> int:
     try:
         values, script = command_line.parse(define_flags, arguments)
         job = Shape.from_flags(values)
@@ -92,12 +98,14 @@ def main(arguments: Sequence[str]) -> int:
         wrapping.say(" ".join(str(error).split()))
         return 2
     command = wrapping.script_command(script)
+    if received:
+        return PREEMPTED_EXIT_CODE
     if not job.num_ps and task in job.members and len(job.members) > 1:
-        return _run_together(values, job, task, command, env)
+        return _run_together(values, job, task, command, env, received)
     if _is_preempted_too_often(values, task, pod_counts(values.form, os.environ)):
         wrapping.say(f"the job is not started again: --max_preemptions={values.max_preemptions} is used up")
         return GIVEN_UP_EXIT_CODE
-    return wrapping.run(command, env)
+    return wrapping.run(command, env, early=received)
 
 
 def pod_counts(form: str, env: Mapping[str, str]) -> Counts:
@@ -129,7 +137,12 @@ def _is_preempted_too_often(values: flags.FlagValues, task: Task, counts: Counts
 
 
 def _run_together(
-    values: flags.FlagValues, job: Shape, task: Task, command: Sequence[str], env: Mapping[str, str]
+    values: flags.FlagValues,
+    job: Shape,
+    task: Task,
+    command: Sequence[str],
+    env: Mapping[str, str],
+    received: Sequence[int],
 ) -> int:
     """Runs the script of a task that ends and starts again together with all others."""
     first, rules = job.members[0], group_rules(values, job)
@@ -148,13 +161,11 @@ def _run_together(
         counts = pod_counts(values.form, os.environ)
         member = Member(str(task), (host, values.port + 1), secret, counts, rules.peer_exit_code, wrapping.say)
         stack.callback(member.close)
-        with _signals() as received:
-            member.join(lambda: bool(received))
-            if received:
-                return PREEMPTED_EXIT_CODE
-        code = wrapping.run(command, env, is_over=member.is_over)
-        with _signals() as received:
-            return member.finish(code, lambda: bool(received))
+        member.join(lambda: bool(received))
+        if received:
+            return PREEMPTED_EXIT_CODE
+        code = wrapping.run(command, env, is_over=member.is_over, early=received)
+        return member.finish(code, lambda: bool(received))
 
 
 @contextlib.contextmanager

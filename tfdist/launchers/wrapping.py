@@ -42,6 +42,7 @@ def run(
     is_over: Callable[[], bool] | None = None,
     name: str | None = None,
     on_signal: Callable[[int], bool] | None = None,
+    early: Sequence[int] = (),
 ) -> int:
     """Runs a command to its end.
 
@@ -57,6 +58,7 @@ def run(
       name: printed before each line of output, such as "worker:1", where several tasks share a file; progress bars are
         made readable then.
       on_signal: called with each signal; says whether to forward it. The scheduler may have sent it to the command too.
+      early: signals that came before; forwarded once the command has started.
 
     Returns:
       The exit code; 128+N if signal N ended the command.
@@ -83,7 +85,7 @@ def run(
             return _NOT_FOUND_EXIT_CODE
         child.append(started)
         readers = _print_lines(started, f"[{name}] ") if name else []
-        for signum in pending:
+        for signum in (*early, *pending):
             _kill(started, signum)
         code = _wait(started, is_over)
         for reader in readers:
