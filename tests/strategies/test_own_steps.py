@@ -169,10 +169,10 @@ def penalized() -> keras.Model:
 
 @pytest.mark.parametrize("reduction", ["sum", "sum_over_batch_size"])
 @pytest.mark.parametrize("rows", [45, 41], ids=["uneven", "one example left"])
-def test_penalties_count_as_on_one_device(synchronous, reduction, rows):
+def test_penalties_count_as_on_one_device(strategy, reduction, rows):
     loss = keras.losses.MeanSquaredError(reduction=reduction)
     data = (X[:rows], Y[:rows])
-    assert_like_one_device(synchronous, lambda: OPTIMIZERS.SGD(0.01), model=penalized, loss=loss, data=data)
+    assert_like_one_device(strategy, lambda: OPTIMIZERS.SGD(0.01), model=penalized, loss=loss, data=data)
 
 
 def test_metric_variable_of_aggregation_mean_is_read(strategy):

@@ -29,6 +29,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.compat import additional_losses
 from tfdist.engines import changes, recording, sharing, states, tap
 from tfdist.engines.adding import Contribution, add_up, times, weigh
 from tfdist.engines.applying import Applied, apply_if, capture
@@ -130,7 +131,7 @@ class TrainStep:
         starts, begun_with = self._starts()
         scope = Recording(starts, self._findings)
         changed = [(o, "apply", capture(o, layout.applied, scope)) for o in tap.optimizers_of(self.model)]
-        changed += self._loss_trackers(batch, batch_rows) + self._penalties()
+        changed += self._loss_trackers(batch, batch_rows) + self._penalties(batch, batch_rows)
         with tap.attributes(changed), scope:
             self.model._clear_losses()  # Keras knows them by ids, which tensors of an earlier trace may have had.
             # An empty Optional is Keras' way to say None.
@@ -242,12 +243,15 @@ class TrainStep:
         weights += [(metric, single) for metric in self.model._compile_loss.metrics]
         return [(metric, "update_state", _weighing(metric, scale, weight, rows)) for metric, weight in weights]
 
-    def _penalties(self) -> list[tuple[Any, str, Any]]:
-        """What divides penalties, which are no sums over examples, by the replicas whose losses are summed."""
+    def _penalties(self, batch: Any, batch_rows: tf.Tensor | None) -> list[tuple[Any, str, Any]]:
+        """Has penalties, beside losses that are sums, count by the replica's examples, as on one device."""
         if not self._is_sum or self._total_num_replicas == 1:
             return []
-        aggregate = self.model._aggregate_additional_loss
-        return [(self.model, "_aggregate_additional_loss", lambda loss: aggregate(loss) / self._total_num_replicas)]
+        rows = sharing.rows(batch)
+        is_known = rows is not None and batch_rows is not None
+        share = rows / tf.maximum(batch_rows, 1) if is_known else 1 / self._total_num_replicas
+        # Keras has divided them by `loss_divisor`.
+        return [additional_losses.multiplied(self.model, lambda: share * self._loss_divisor)]
 
     def _shipped(self, result: Any, written: Sequence[Any]) -> list[Any]:
         """The leaves of the step's result that the metrics can't tell after the update."""
