@@ -7,10 +7,11 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import decorated_methods
+from tfdist.compat import decorated_methods, symbolic_build
 from tfdist.engines import averaging_data, fitting, overlap
 from tfdist.engines.averaging import AveragingEngine
 from tfdist.strategies import steps
@@ -64,8 +65,15 @@ class KerasSteps(tf.distribute.Strategy):
         """Reduces over replicas, as `tf.distribute.Strategy.reduce` does, and also structures of values."""
         if _asked_by_keras_build():
             # Keras wants the shapes of a batch, of which the last may be uneven: any replica's part shows them.
-            return tf.nest.map_structure(lambda leaf: self.experimental_local_results(leaf)[0], value)
+            batch = tf.nest.map_structure(lambda leaf: self.experimental_local_results(leaf)[0], value)
+            return self._built(sys._getframe(1).f_locals["self"], batch)
         return tf.nest.map_structure(lambda leaf: self._reduce_one(reduce_op, leaf, axis), value)
+
+    def _built(self, model: keras.Model, batch: Any) -> Any:
+        """Builds a model where Keras' own way fails; returns the batch."""
+        with self.scope():
+            symbolic_build.build(model, batch)
+        return batch
 
     def _reduce_one(self, reduce_op: Any, value: Any, axis: Any) -> Any:
         is_mean = str(getattr(reduce_op, "value", reduce_op)).upper() == "MEAN"
