@@ -112,6 +112,37 @@ def test_weights_written_after_the_update_are_refused() -> None:
         Halves(model)
 
 
+def of_a_weight(model: Any) -> None:
+    model.table.assign(model.table + tf.reduce_sum(model.dense.kernel))
+
+
+class Persistent(Stepping):
+    """Asks for two gradients of one tape, the second of them after an update, which reads no weight."""
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            loss = self.loss_of(x, y)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss, "steepness": tf.norm(tape.gradient(loss, self.trainable_variables)[0])}
+
+
+@pytest.mark.parametrize(
+    ("make", "lines"),
+    [
+        (lambda: Stepping(nothing, of_a_weight), 1),
+        (lambda: Stepping(of_a_weight, of_the_count), 0),
+        (lambda: Persistent(nothing, nothing), 0),
+    ],
+    ids=["read after", "read before", "gradient after"],
+)
+def test_weights_read_after_the_update_are_told_in_one_line(capsys, make: Any, lines: int) -> None:
+    Halves(made(make, metrics=None))
+    told = [line for line in capsys.readouterr().err.splitlines() if "after optimizer.apply" in line]
+    assert len(told) == lines
+    assert all("Received: a read of 'stepping" in line and "kernel'" in line for line in told)
+
+
 class Sharp(Stepping):
     """Takes its gradient where the weights are moved to (SAM), on all examples alike."""
 

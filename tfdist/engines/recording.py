@@ -17,6 +17,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat.local_variable import LocalVariable
+from tfdist.engines import late_reads, watch
 
 
 class TraceAgain(Exception):  # noqa: N818, it is no error
@@ -29,12 +30,14 @@ class Findings:
     Attributes:
       stand_ins: the variables that need a stand-in, by id.
       states: ids of metrics' variables that are declared sums and are none.
+      late_reads: paths of the weights that the last trace reads after their update.
     """
 
     def __init__(self) -> None:
         self.stand_ins: dict[int, Any] = {}
         self.states: set[int] = set()
-        self._is_new = False
+        self.late_reads: list[str] = []
+        self._is_new = self._has_warned = False
 
     def needs_stand_in(self, *variables: Any) -> bool:
         """Notes variables; whether one of them is new."""
@@ -62,11 +65,19 @@ class Findings:
         while True:
             self._is_new = False
             try:
-                return trace()
+                traced = trace()
             except Exception:
                 # An error may be due to a tensor in place of a variable, or wrapped by what traces.
                 if not self._is_new:
                     raise
+            else:
+                self._warn()
+                return traced
+
+    def _warn(self) -> None:
+        if self.late_reads and not self._has_warned:
+            self._has_warned = True
+            watch.say(late_reads.message(self.late_reads))
 
 
 class Write(NamedTuple):
@@ -102,6 +113,7 @@ class Recording(keras.StatelessScope):
         self._writes: list[Write] = []
         self._updated: dict[int, Any] = {}
         self._held: list[tuple[Any, Any, int]] = []
+        self._reads = late_reads.LateReads()
         for variable in findings.stand_ins.values():
             value = tf.convert_to_tensor(self.state_mapping.pop(id(variable), variable._value))
             self.state_mapping[id(variable)] = LocalVariable(value, trainable=bool(variable.trainable))
@@ -144,6 +156,7 @@ class Recording(keras.StatelessScope):
             self._held += [(v, self.get_current_value(v), self.num_applied) for v in self._take_touched()]
         self.num_applied += 1
         self._updated.update({id(variable): variable for variable in variables})
+        self._reads.applied(variables)
         for variable in (*variables, *optimizer.variables):
             if variable is not getattr(optimizer, "_learning_rate", None):
                 self.state_mapping.pop(id(variable), None)
@@ -154,6 +167,7 @@ class Recording(keras.StatelessScope):
 
     def writes(self) -> list[Write]:
         """All writes; call it once the step was traced."""
+        self._findings.late_reads = self._reads.paths()
         self._note_writes()
         with self.at_the_top():
             held = [Write(variable, tf.convert_to_tensor(value), position) for variable, value, position in self._held]
