@@ -9,6 +9,7 @@ last batch can leave whole workers without a step.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,10 @@ import tensorflow as tf
 _KERAS_SHUFFLED = tf.data.experimental.ExternalStatePolicy.IGNORE
 # Batches whose order changes between epochs when the composition of the batches can't.
 _SHUFFLE_BATCHES = 64
+_UNEVEN = (
+    "dataset: the components of a batch have different numbers of examples, and can't be divided among replicas; "
+    "repeat what is the same for all examples with tf.repeat, or keep it in the model. Received examples:"
+)
 
 
 def deal(dataset: tf.data.Dataset, parts: Sequence[int | tf.Tensor], num_parts: int) -> tf.data.Dataset:
@@ -146,13 +151,19 @@ def _checked_rows(batch: Any) -> tf.Tensor | int:
     total, *others = (_rows(leaf) for leaf in tensors if tf.TensorShape(leaf.shape).rank != 0)
     if not others:
         return total
-    message = (
-        "dataset: the components of a batch have different numbers of examples, and can't be divided among replicas; "
-        "repeat what is the same for all examples with tf.repeat, or keep it in the model. Received examples:"
-    )
     counts = tf.stack([total, *others])
-    with tf.control_dependencies([tf.debugging.Assert(tf.reduce_all(counts == total), [message, counts])]):
+    if tf.executing_eagerly():
+        if len(set(counts.numpy().tolist())) > 1:
+            raise ValueError(f"{_UNEVEN} {counts.numpy().tolist()}")
+        return total
+    with tf.control_dependencies([tf.debugging.Assert(tf.reduce_all(counts == total), [_UNEVEN, counts])]):
         return tf.identity(total)
+
+
+def explain(error: tf.errors.InvalidArgumentError) -> ValueError | None:
+    """One line about a batch that can't be cut, if that is what TensorFlow's error is about."""
+    counts = re.search(r"different numbers of examples.*Received examples:\] \[([\d ]+)\]", str(error))
+    return ValueError(f"{_UNEVEN} {[int(count) for count in counts[1].split()]}") if counts else None
 
 
 def part_spec(element_spec: Any, num_parts: int) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import decorated_methods
+from tfdist.compat import decorated_methods, first_batch
 from tfdist.engines import averaging_data, cpus, heap, keras_steps, overlap, progress, python_operation, sharing
 from tfdist.engines.averaging import AveragingEngine
 from tfdist.engines.threaded import ThreadedEngine
@@ -159,7 +159,8 @@ class MirroredStrategy(warming.WarmingSteps, tf.distribute.MirroredStrategy):
         if size is not None and size % replicas == 0:
             return super().experimental_distribute_dataset(dataset, options)
         dealt = sharing.deal(dataset, range(replicas), replicas).prefetch(replicas)
-        return super().distribute_datasets_from_function(lambda context: dealt)
+        distributed = super().distribute_datasets_from_function(lambda context: dealt)
+        return first_batch.explained(distributed, sharing.explain)
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset], options: Any = None

@@ -19,6 +19,7 @@ from tensorflow.python.eager import context as tf_context
 
 from tfdist import _addresses
 from tfdist import cluster as clusters
+from tfdist.compat import first_batch, initial_values
 from tfdist.engines import (
     averaging_data,
     board,
@@ -111,6 +112,7 @@ class MultiWorkerMirroredStrategy(warming.WarmingSteps, tf.distribute.MultiWorke
         _configure_coordination(cluster, start_timeout_secs)
         with _interruptible():
             super().__init__(cluster_resolver, communication_options)
+        initial_values.take_all_dtypes(self)
         _common.allow_functions_in_control_flow(self)
         if policy or composed.warmup:
             self._check_devices(policy or composed.warmup)
@@ -229,6 +231,7 @@ class MultiWorkerMirroredStrategy(warming.WarmingSteps, tf.distribute.MultiWorke
         parts, replicas = self._parts(), self.num_replicas_in_sync
         dealt = sharing.deal(dataset, parts, replicas).prefetch(len(parts))
         distributed = self._read_directly(super().distribute_datasets_from_function(lambda context: dealt))
+        distributed = first_batch.explained(distributed, sharing.explain)
         # All workers come to the end in the same step: no need to ask them in each.
         distributed._enable_get_next_as_optional = distributed._enable_get_next_as_optional and not is_known
         if not (self._quorum or self._averaging or self._warming):
