@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import decorated_methods, symbolic_build
+from tfdist.compat import decorated_methods, generators, symbolic_build
 from tfdist.engines import averaging_data, fitting, overlap
 from tfdist.engines.averaging import AveragingEngine
 from tfdist.strategies import steps
@@ -66,7 +67,9 @@ class KerasSteps(tf.distribute.Strategy):
         if _asked_by_keras_build():
             # Keras wants the shapes of a batch, of which the last may be uneven: any replica's part shows them.
             batch = tf.nest.map_structure(lambda leaf: self.experimental_local_results(leaf)[0], value)
-            return self._built(sys._getframe(1).f_locals["self"], batch)
+            build = sys._getframe(1).f_locals
+            generators.built_from(build["iterator"])
+            return self._built(build["self"], batch)
         return tf.nest.map_structure(lambda leaf: self._reduce_one(reduce_op, leaf, axis), value)
 
     def _built(self, model: keras.Model, batch: Any) -> Any:
@@ -128,6 +131,20 @@ def _in_function_in_control_flow() -> bool:
         in_function = in_function or not is_control_flow
         graph = getattr(graph, "outer_graph", None)
     return False
+
+
+def replay_generator(strategy: tf.distribute.Strategy, caller: FrameType) -> None:
+    """Has a Python generator given whole to `fit` and `evaluate`, if it is for one of these that Keras asks here.
+
+    Args:
+      strategy: the strategy that the model trains under.
+      caller: the frame that has called `experimental_distribute_dataset`.
+    """
+    call = fitting.call_frame(caller)
+    # Else no model is built, and what was read would be kept for nothing.
+    is_built = call is not None and call.f_code.co_name in ("fit", "evaluate")
+    if is_built and strategy.num_replicas_in_sync > 1:
+        generators.replay(caller.f_locals.get("self"))
 
 
 def _asked_by_keras_build() -> bool:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -131,6 +132,7 @@ class MirroredStrategy(warming.WarmingSteps, tf.distribute.MirroredStrategy):
         With a policy, iterating over the result gives tickets, to be given to `run` in place of a batch.
         """
         overlap.begin(self, self._is_exclusive)
+        _common.replay_generator(self, sys._getframe(1))
         distributed = self._distributed(dataset, options)
         return distributed if options is not None else progress.remember(distributed, dataset, self._distributed)
 

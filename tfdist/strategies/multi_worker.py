@@ -8,6 +8,7 @@ import contextlib
 import os
 import secrets
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -200,6 +201,7 @@ class MultiWorkerMirroredStrategy(warming.WarmingSteps, tf.distribute.MultiWorke
         A data set whose auto-shard policy is FILE, HINT or OFF is left to TensorFlow.
         """
         overlap.begin(self, self._is_exclusive)
+        _common.replay_generator(self, sys._getframe(1))
         replicas = self.num_replicas_in_sync
         if options is not None or replicas == 1 or not _is_shared_by_data(dataset):
             self._check_policy_allows(dataset, options)
