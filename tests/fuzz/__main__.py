@@ -3,7 +3,7 @@
 
 One child process for each strategy (two workers for MultiWorkerMirroredStrategy) trains all seeds of that strategy,
 until one fails; another trains the rest.
-Each failure is one line with its seed; `make fuzz FLAGS="--seed=N --count=1 --strategy=NAME"` repeats it. A program
+Each model is one line with its seed; `make fuzz FLAGS="--seed=N --count=1 --strategy=NAME"` repeats it. A program
 that is refused with one line before it trains counts as refused, and is no failure.
 """
 
@@ -14,8 +14,11 @@ import os
 import pathlib
 import subprocess
 import sys
+import threading
 
 HERE = pathlib.Path(__file__).resolve().parent
+# A model that takes longer hangs: its child is ended, and the model is a failure.
+_MODEL_SECS = 400.0
 STRATEGIES = ("mirrored", "mirrored-policy", "multi", "ps-1-1", "ps-2-2")
 
 
@@ -73,13 +76,44 @@ def _train(name: str, seeds: list[int]) -> tuple[list[str], str]:
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
     ) as child:
+        limit = _TimeLimit(child)
         for line in child.stdout or ():
             last = line.strip() or last
             if outcome := _outcome(line):
+                limit.restart()
                 outcomes.append(outcome)
-                if outcome != "agree" or len(seeds) == 1:
-                    print(line.rstrip(), flush=True)
-    return outcomes, last
+                print(line.rstrip(), flush=True)
+        limit.cancel()
+    return outcomes, f"no outcome within {_MODEL_SECS:g} s; {last}" if limit.is_over else last
+
+
+class _TimeLimit:
+    """Ends a child that gives no outcome for too long."""
+
+    def __init__(self, child: subprocess.Popen[str]) -> None:
+        self._child = child
+        self.is_over = False
+        self._timer = threading.Timer(0, lambda: None)
+        self.restart()
+
+    def restart(self) -> None:
+        """Begins to count anew."""
+        self.cancel()
+        self._timer = threading.Timer(_MODEL_SECS, self._end)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def cancel(self) -> None:
+        """Counts no longer."""
+        self._timer.cancel()
+
+    def _end(self) -> None:
+        self.is_over = True
+        self._child.terminate()
+        try:
+            self._child.wait(30)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
 
 
 def _outcome(line: str) -> str:
