@@ -161,6 +161,26 @@ def test_gradients_of_weights_that_are_moved_are_those_of_the_plain_step() -> No
     trained(lambda: Sharp(nothing, nothing))
 
 
+class Recurrent(Stepping):
+    """Reads its weights in a loop."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.dense = keras.layers.LSTM(1)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x[..., None])
+
+
+def by_all_weights(model: Any) -> None:
+    for weight in model.trainable_variables:
+        weight.assign(0.5 * tf.convert_to_tensor(weight))
+
+
+def test_weights_written_before_a_loop_have_gradients() -> None:
+    trained(lambda: Recurrent(by_all_weights, nothing))
+
+
 class Conditional(Stepping):
     """Updates in every second step."""
 

@@ -35,7 +35,11 @@ class LocalVariable(resource_variable_ops.BaseResourceVariable):
             handle_name=name,
             in_graph_mode=False,
         )
-        self.assign(value, read_value=False)
+        made = self.assign(value, read_value=False)
+        # The gradient of a loop asks for the shape of what the loop has read. It takes the handle from the loop's
+        # results, of which TensorFlow does not know that it is the one that was assigned.
+        with tf.control_dependencies([made]):
+            self._handle = tf.identity(handle)
 
     def __deepcopy__(self, memo: Any) -> LocalVariable:
         raise NotImplementedError("a variable of one traced step has no copies")
