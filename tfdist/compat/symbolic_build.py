@@ -44,6 +44,29 @@ def build(model: keras.Model, batch: Any) -> None:
         backend.compute_output_spec(model._compute_loss, x, y, predicted, sample_weight=weight, training=False)
 
 
+def instead(model: keras.Model, build_instead: Callable[[Callable[..., Any], Any], None]) -> None:
+    """Has Keras call `build_instead` the next time that it builds this model from a batch.
+
+    Args:
+      model: a model of which Keras says that it is about to build it.
+      build_instead: called with the method that Keras would call, and a batch: arrays, tensors or `KerasTensor`s.
+    """
+    original = model._symbolic_build
+
+    def build_once(iterator: Any = None, data_batch: Any = None) -> None:
+        del iterator
+        object.__delattr__(model, "_symbolic_build")
+        build_instead(original, data_batch)
+
+    # Past Keras' own __setattr__, which tracks values and refuses changes to a locked object.
+    object.__setattr__(model, "_symbolic_build", build_once)
+
+
+def is_callable(layer: keras.Layer) -> bool:
+    """Whether a layer, or model, has a `call` of its own."""
+    return type(layer).call not in (keras.Layer.call, keras.Model.call)
+
+
 class _Unwritten(keras.StatelessScope):
     """A scope in which variables keep their values."""
 

@@ -37,6 +37,12 @@ def is_build(frame: FrameType) -> bool:
     return frame.f_code is _BUILD
 
 
+def step_to_build(frame: FrameType) -> str:
+    """The method that the call for which Keras builds a model hands to `run`, by the frame that `is_build`."""
+    caller = frame.f_back.f_code.co_name if frame.f_back is not None else ""
+    return "test_step" if caller in ("evaluate", "test_on_batch") else "train_step"
+
+
 def fit_frame() -> FrameType | None:
     """The frame of the `fit` that iterates here, or None if somebody else does."""
     frame = sys._getframe(1)

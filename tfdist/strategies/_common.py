@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat import decorated_methods, generators, symbolic_build
-from tfdist.engines import averaging_data, fitting, overlap
+from tfdist.engines import averaging_data, fitting, overlap, rehearsal
 from tfdist.engines.averaging import AveragingEngine
 from tfdist.strategies import steps
 
@@ -32,8 +32,10 @@ class KerasSteps(tf.distribute.Strategy):
     def scope(self) -> Any:
         """See the stock `scope`."""
         # Where a data set is distributed already, this is how Keras begins.
-        if fitting.is_build(sys._getframe(1)):
+        frame = sys._getframe(1)
+        if fitting.is_build(frame):
             overlap.begin(self, self._is_exclusive)
+            rehearsal.before_keras(self, frame.f_locals["self"], fitting.step_to_build(frame))
         return super().scope()
 
     @property
@@ -59,8 +61,17 @@ class KerasSteps(tf.distribute.Strategy):
         if self._averaging is not None and averaging_data.is_alone(args):
             return steps.run_alone(self, self._averaging, fn, args[0])
         if steps.model_of(fn) is None or len(args) != 1 or kwargs:
+            if not tf.executing_eagerly():
+                rehearsal.before(self, fn, [self._of_first_replica(each) for each in (*args, *(kwargs or {}).values())])
             return stock()
         return steps.run_step(self, stock, fn, args[0], self._sum_over_workers)
+
+    def _of_first_replica(self, given: Any) -> Any:
+        def pick(leaf: Any) -> Any:
+            is_distributed = isinstance(leaf, tf.distribute.DistributedValues)
+            return self.experimental_local_results(leaf)[0] if is_distributed else leaf
+
+        return tf.nest.map_structure(pick, given)
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
         """Reduces over replicas, as `tf.distribute.Strategy.reduce` does, and also structures of values."""

@@ -20,7 +20,7 @@ import tensorflow as tf
 from tfdist import serving
 from tfdist.cluster import Cluster
 from tfdist.compat import symbolic_build
-from tfdist.engines import fitting, joining, keras_steps, overlap, python_operation, sharing, watch
+from tfdist.engines import fitting, joining, keras_steps, overlap, python_operation, rehearsal, sharing, watch
 from tfdist.engines.aggregated import AggregatedEngine
 from tfdist.engines.aggregated_step import AggregatedStep
 from tfdist.engines.asynchronous import AsynchronousEngine
@@ -137,8 +137,10 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 
     def scope(self) -> contextlib.AbstractContextManager:
         """See the stock `scope`. Variables made in it live on the parameter servers and count exactly."""
-        if fitting.is_build(sys._getframe(1)):
+        frame = sys._getframe(1)
+        if fitting.is_build(frame):
             self._begin_call()
+            rehearsal.before_keras(self, frame.f_locals["self"], fitting.step_to_build(frame))
         return self._scope()
 
     def _begin_call(self) -> None:
@@ -227,14 +229,24 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         specs = tf.nest.map_structure(lambda x: tf.type_spec_from_value(x) if tf.is_tensor(x) else x, (args, kwargs))
         programs, key = self._traced_with(fn), (fn, worker_fed, repr(specs))
         if key not in programs:
+            self._rehearse(fn, args, kwargs)
             programs[key] = Program(self, fn, args, kwargs, worker_fed)
         return programs[key]
+
+    def _rehearse(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
+        """Makes, before a step is traced for workers, the variables that its first call would make."""
+
+        def of_replica(leaf: Any) -> Any:
+            return leaf.element_spec if isinstance(leaf, WorkerBatch) else leaf
+
+        rehearsal.before(self, fn, [tf.nest.map_structure(of_replica, each) for each in (*args, *kwargs.values())])
 
     def _run_in_graph(self, kind: str, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Leaves an operation in the caller's graph that queues the step each time it runs."""
         ticket = _ticket(args, kwargs)
         if self._is_aggregated(kind, ticket):
             return self._aggregate_in_graph(fn, ticket)
+        self._rehearse(fn, args, kwargs)
         # Not annotated: AutoGraph, which reads this under a user's tf.function, can't take that in a closure.
         by_feed = dict[bool, Program]()
 
@@ -261,6 +273,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     def _aggregated_step(self, fn: Callable[..., Any], ticket: WorkerBatch) -> AggregatedStep:
         steps, key = self._traced_with(fn), (fn, "step", ticket.structure)
         if key not in steps:
+            self._rehearse(fn, (ticket,), {})
             spec, count = ticket.element_spec, self._num_parts
             steps[key] = self._aggregated.prepare(fn, sharing.part_spec(spec, count) if count > 1 else spec)
         return steps[key]

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models and loops that make variables when they are called for the first time, and comparisons with one device."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+X = np.random.default_rng(0).random((40, 3), np.float32)
+Y = np.random.default_rng(1).random((40, 1), np.float32)
+
+
+class Pair(keras.Model):
+    """Has no `call`, two optimizers, and layers that nobody has built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = keras.layers.Dense(4), keras.layers.Dense(1)
+        self.tracker = keras.metrics.Mean(name="loss")
+        self.others = keras.optimizers.Adam(0.01)
+
+    @property
+    def metrics(self):
+        return [self.tracker]
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            loss = tf.reduce_mean((self.second(self.first(x)) - y) ** 2)
+        self.optimizer.apply_gradients(
+            zip(tape.gradient(loss, self.first.trainable_weights), self.first.trainable_weights, strict=True)
+        )
+        gradients = tape.gradient(loss, self.second.trainable_weights)
+        self.others.apply_gradients(zip(gradients, self.second.trainable_weights, strict=True))
+        self.tracker.update_state(loss)
+        return {"loss": self.tracker.result()}
+
+    def test_step(self, data):
+        x, y = data
+        self.tracker.update_state(tf.reduce_mean((self.second(self.first(x)) - y) ** 2))
+        return {"loss": self.tracker.result()}
+
+
+class Noisy(keras.Model):
+    """Makes a seed generator when it is first called in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.made = keras.layers.Dense(1), types.SimpleNamespace(seeds=None)
+
+    def call(self, x, training=False):
+        if training and self.made.seeds is None:
+            self.made.seeds = keras.random.SeedGenerator(3)
+        noise = keras.random.normal((1,), seed=self.made.seeds) * 0 if training else 0
+        return self.dense(x) + noise
+
+
+def fitted(strategy: Any, model: Any, loss: str | None = None, batch_size: int = 10) -> tuple[Any, Any]:
+    """(history, weights) after two epochs."""
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        made = model()
+        made.compile(keras.optimizers.Adam(0.01), loss=loss, jit_compile=False)
+    history = made.fit(
+        X, Y, batch_size=batch_size, epochs=2, shuffle=False, verbose=0, validation_data=(X[:10], Y[:10])
+    ).history
+    return history, made.get_weights()[:4]
+
+
+def looped(strategy: Any, is_built: bool, batch_size: int = 10) -> list[Any]:
+    """Losses and weights after one pass of a loop in which a layer and an optimizer are called for the first time."""
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = keras.Sequential([*([keras.Input((3,))] if is_built else []), keras.layers.Dense(1)])
+        optimizer = keras.optimizers.Adam(0.01)
+
+    def step(data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.nn.compute_average_loss(tf.reduce_mean((model(x) - y) ** 2, -1))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return loss
+
+    @tf.function
+    def distributed(data):
+        return strategy.reduce("SUM", strategy.run(step, args=(data,)), axis=None)
+
+    batches = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices((X, Y)).batch(batch_size))
+    return [[float(distributed(batch)) for batch in batches], *model.get_weights()]
+
+
+def assert_like_one_device(strategy: Any, trained: Any, *arguments: Any, **options: Any) -> None:
+    """Trains on one device and under the strategy, and compares all numbers."""
+    one, many = (trained(each, *arguments, **options) for each in (tf.distribute.get_strategy(), strategy))
+    tf.nest.map_structure(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), one, many)

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Variables that a step makes when it is called for the first time are made under MirroredStrategy as on one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import first_call_models
+import pytest
+from first_call_models import Noisy, Pair, fitted, looped
+
+import tfdist
+
+pytestmark = pytest.mark.devices
+
+
+@pytest.fixture(scope="module", params=["synchronous", "backup workers"])
+def strategy(request, cpus: list[str]) -> tfdist.MirroredStrategy:
+    policies = [] if request.param == "synchronous" else [tfdist.BackupWorkers(spares=0)]
+    return tfdist.MirroredStrategy(cpus[:2], policies=policies)
+
+
+def test_a_model_without_call_trains_as_on_one_device(strategy: Any) -> None:
+    first_call_models.assert_like_one_device(strategy, fitted, Pair)
+
+
+def test_a_seed_generator_made_in_the_first_call_is_made(strategy: Any) -> None:
+    first_call_models.assert_like_one_device(strategy, fitted, Noisy, "mse")
+
+
+@pytest.mark.parametrize("is_built", [True, False])
+def test_a_custom_loop_makes_layers_and_slots(strategy: Any, is_built: bool) -> None:
+    first_call_models.assert_like_one_device(strategy, looped, is_built)

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Traces a step into a graph that is thrown away, for the variables that it makes.
+
+There is no public way: TensorFlow's public graphs of functions belong to a `tf.function`, which keeps the variables
+made in it for itself, and Keras makes the variables that it deferred in a `keras.StatelessScope` outside of any scope.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.common import global_state, variables
+from keras.src.random import seed_generator
+
+_DEFERRED = "uninitialized_variables"
+
+
+class _Unwritten(keras.StatelessScope):
+    """A scope in which variables keep their values, and new ones are deferred."""
+
+    def __init__(self) -> None:
+        super().__init__(collect_losses=True, initialize_variables=False)
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        """See `keras.StatelessScope`."""
+
+
+def trace(make: Callable[[], contextlib.AbstractContextManager], function: Callable[..., Any], specs: Any) -> Any:
+    """Calls `function` with placeholders in a graph of its own, and makes the variables that it asks for.
+
+    Args:
+      make: gives the context in which variables are made.
+      function: called with one argument for each of `specs`; nothing of what it does is run.
+      specs: a tuple of structures of `tf.TypeSpec`s, tensors of the calling graph, and anything else.
+
+    Returns:
+      (variables made, error): how many, and the exception that `function` raised, or None.
+    """
+    made = 0
+
+    def lifted(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        nonlocal made
+        made += 1
+        with tf.init_scope(), make():
+            return next_creator(**kwargs)
+
+    error, count = None, _num_deferred()
+    try:
+        with (
+            tf.__internal__.FuncGraph("tfdist_scratch").as_default(),
+            tf.variable_creator_scope(lifted),
+            _Unwritten(),
+        ):
+            function(*tf.nest.map_structure(_placeholder, specs))
+    except Exception as raised:
+        error = raised
+    made += _num_deferred() - count
+    with tf.init_scope(), make():
+        variables.initialize_all_variables()
+    return made, error
+
+
+def has_global_seed_generator() -> bool:
+    """Whether Keras has made the seed generator that `keras.random` uses where it is given none."""
+    return global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR) is not None
+
+
+def layers_of(layer: keras.Layer) -> Iterator[keras.Layer]:
+    """The layer itself and all layers that are parts of it."""
+    yield from layer._flatten_layers()
+
+
+def _num_deferred() -> int:
+    return len(global_state.get_global_attribute(_DEFERRED) or [])
+
+
+def _placeholder(spec: Any) -> Any:
+    if not isinstance(spec, tf.TypeSpec):
+        return spec
+    parts = [
+        tf.compat.v1.placeholder(part.dtype, part.shape) if isinstance(part, tf.TensorSpec) else part
+        for part in tf.nest.flatten(spec, expand_composites=True)
+    ]
+    return tf.nest.pack_sequence_as(spec, parts, expand_composites=True)
