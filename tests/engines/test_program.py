@@ -12,7 +12,8 @@ import tensorflow as tf
 from fake_cluster import FakeCluster, FakeDataset
 
 from tfdist.engines.program import Program
-from tfdist.engines.worker_data import WorkerBatch, WorkerIterator
+from tfdist.engines.worker_batch import WorkerBatch
+from tfdist.engines.worker_data import WorkerIterator
 
 pytestmark = pytest.mark.devices
 

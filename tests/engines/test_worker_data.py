@@ -16,7 +16,8 @@ from fake_cluster import FakeCluster, as_worker, running_engine
 
 from tfdist.engines import closures
 from tfdist.engines.coordinated import CoordinatedEngine
-from tfdist.engines.worker_data import WorkerBatch, WorkerIterator, find_iterator
+from tfdist.engines.worker_batch import WorkerBatch, find_iterator
+from tfdist.engines.worker_data import WorkerIterator
 from tfdist.engines.worker_dataset import WorkerDataset, WorkerDatasetFromFunction
 
 pytestmark = pytest.mark.devices
@@ -162,7 +163,7 @@ def test_as_many_tickets_as_batches(engine: CoordinatedEngine) -> None:
 
 def test_a_ticket_leads_back_to_its_iterator(engine: CoordinatedEngine) -> None:
     iterators = [iter(WorkerDataset(engine, numbers(), "shard")) for _ in range(2)]
-    assert [find_iterator(int(next(iterator).iterator_id)) for iterator in iterators] == iterators
+    assert [find_iterator(int(next(iterator).handle)) for iterator in iterators] == iterators
 
 
 def test_the_tensors_of_a_ticket_are_those_that_tensorflow_finds(engine: CoordinatedEngine) -> None:
@@ -170,7 +171,7 @@ def test_the_tensors_of_a_ticket_are_those_that_tensorflow_finds(engine: Coordin
     ticket = next(iter(WorkerDataset(engine, numbers(), "shard")))
     spec = tf.type_spec_from_value(ticket)
     (found,), (expected,) = spec.to_tensors(ticket), super(type(spec), spec).to_tensors(ticket)
-    assert found is expected is ticket.iterator_id
+    assert found is expected is ticket.handle
 
 
 def test_a_ticket_passes_through_a_function_which_is_traced_once(engine: CoordinatedEngine) -> None:
@@ -179,20 +180,37 @@ def test_a_ticket_passes_through_a_function_which_is_traced_once(engine: Coordin
     @tf.function
     def through(batch: WorkerBatch) -> tf.Tensor:
         traced.append(batch.element_spec)
-        return batch.iterator_id
+        return batch.handle
 
     for _ in range(2):
         iterator = iter(WorkerDataset(engine, numbers(), "shard"))
-        assert int(through(next(iterator))) == iterator.id
+        assert find_iterator(int(through(next(iterator)))) is iterator
     assert traced == [tf.TensorSpec([None], tf.int64)]
     through(next(iter(WorkerDataset(engine, numbers().map(lambda i: (i, i)), "shard"))))
     assert len(traced) == 2
 
 
-def test_the_batch_itself_can_not_be_read_on_the_chief(engine: CoordinatedEngine) -> None:
-    batch = next(iter(WorkerDataset(engine, numbers(), "shard")))
-    with pytest.raises(TypeError, match="give it whole to"):
-        list(batch)
+def test_a_batch_unpacks_into_handles_of_its_parts(engine: CoordinatedEngine) -> None:
+    pairs = numbers().map(lambda i: (i, {"b": i + 100, "a": tf.stack([i, i])}))
+    batch = next(iter(WorkerDataset(engine, pairs, "shard")))
+    first, rest = batch
+    assert len(batch) == 2 and list(rest) == list(rest.keys()) == ["b", "a"]
+    assert {int(part.handle) for part in (first, rest, rest["a"], batch[1])} == {int(batch.handle)}
+    assert (first.dtype, rest["a"].shape.as_list()) == (tf.int64, [2, None])
+    whole = ("first", {"a": "a", "b": "b"})
+    assert (first.pick(whole), rest.pick(whole), dict(rest.items())["b"].pick(whole)) == ("first", whole[1], "b")
+
+
+def test_a_batch_that_is_looked_at_first_is_read_by_the_chief(engine: CoordinatedEngine) -> None:
+    iterator = iter(WorkerDataset(engine, numbers(4), "shard"))
+    seen = [np.asarray(batch).tolist() for batch in iterator]
+    assert seen == [[0], [1], [2], [3]]
+    assert iterator.feed(by_chief=False) == "chief"
+
+
+def test_a_handle_keeps_its_pass(engine: CoordinatedEngine) -> None:
+    (batch,) = [next(iter(WorkerDataset(engine, numbers(), "shard")))]
+    assert int(tf.reduce_sum(batch + 1)) == 1
 
 
 def test_the_end_is_stop_iteration_after_a_ticket_and_out_of_range_without_one(engine: CoordinatedEngine) -> None:
@@ -211,15 +229,15 @@ def test_the_last_ticket_is_known_as_the_last(engine: CoordinatedEngine) -> None
     assert known == [False, False, True]
 
 
-def test_iterating_inside_of_a_function_is_refused(engine: CoordinatedEngine) -> None:
+def test_iterating_inside_of_a_function_begins_a_pass_each_time(engine: CoordinatedEngine) -> None:
     dataset = WorkerDataset(engine, numbers(), "shard")
 
     @tf.function(autograph=False)
-    def loop() -> None:
-        iter(dataset)
+    def begin() -> tf.Tensor:
+        return iter(dataset).get_next_as_optional().get_value().handle
 
-    with pytest.raises(RuntimeError, match=r"outside of a tf\.function"):
-        loop()
+    first, second = (find_iterator(int(begin())) for _ in range(2))
+    assert first is not second
 
 
 # Who feeds.

@@ -244,12 +244,6 @@ def test_a_loop_with_the_coordinator(strategy: Any) -> None:
     assert math.isfinite(results[-1].fetch()["loss"])
 
 
-def test_a_batch_on_the_workers_can_not_be_unpacked_on_the_chief(strategy: Any) -> None:
-    batch = next(iter(strategy.experimental_distribute_dataset(dataset())))
-    with pytest.raises(TypeError, match="give it whole to"):
-        _x, _y = batch
-
-
 # Errors of the user's code.
 
 

@@ -42,6 +42,7 @@ import tensorflow as tf
 from tfdist.engines import closures, watch
 from tfdist.engines.coordinated_step import Step, resolve
 from tfdist.engines.program import Program
+from tfdist.engines.worker_batch import Batch, WorkerBatch
 from tfdist.engines.worker_data import WorkerIterator
 from tfdist.policies.base import Update
 
@@ -116,6 +117,7 @@ class CoordinatedEngine:
         iterator: WorkerIterator | None,
         last: bool,
         is_update: bool = False,
+        batch: Batch | None = None,
     ) -> list[np.ndarray]:
         """Queues a step whose result is a running total, such as Keras' logs.
 
@@ -125,6 +127,7 @@ class CoordinatedEngine:
           iterator: Where the batch comes from.
           last: Whether it is the last step of its pass.
           is_update: Whether it trains.
+          batch: Which batch it takes, where that may be used again.
 
         Returns:
           The flat result of the newest finished step; it is this step's own if `last`, or if none was finished since
@@ -136,7 +139,7 @@ class CoordinatedEngine:
         if last:
             # Its result is the total of all of them, and workers do not end in the order in which they began.
             self._wait(lambda: not self._pending)
-        step = Step(program, tensors, iterator, is_update=is_update)
+        step = Step(program, tensors, iterator, is_update=is_update, batch=batch)
         if iterator is not None and not iterator.counted:
             step.took_batch = concurrent.futures.Future()
         with self._changed:
@@ -156,16 +159,31 @@ class CoordinatedEngine:
             raise tf.errors.OutOfRangeError(None, None, "End of sequence")
         return self._logs
 
-    def call(self, program: Program, tensors: Sequence[tf.Tensor], iterator: WorkerIterator | None) -> list[np.ndarray]:
+    def call(
+        self,
+        program: Program,
+        tensors: Sequence[tf.Tensor],
+        iterator: WorkerIterator | None,
+        batch: Batch | None = None,
+    ) -> list[np.ndarray]:
         """Queues a step and waits for its own result."""
-        return self.wait_for(self.start(program, tensors, iterator))
+        return self.wait_for(self.start(program, tensors, iterator, batch))
+
+    def read_batch(self, iterator: WorkerIterator, ticket: WorkerBatch) -> list[np.ndarray]:
+        """Has a worker take the next batch of its share, and fetches it, flat."""
+        strategy = self.coordinator.strategy
+        return self.call(Program(strategy, _itself, (ticket,), {}, iterator.shares_known), [], iterator)
 
     def start(
-        self, program: Program, tensors: Sequence[tf.Tensor], iterator: WorkerIterator | None
+        self,
+        program: Program,
+        tensors: Sequence[tf.Tensor],
+        iterator: WorkerIterator | None,
+        batch: Batch | None = None,
     ) -> concurrent.futures.Future:
         """Queues a step; the future gets its own result, or None when there were no data for it."""
         result: concurrent.futures.Future = concurrent.futures.Future()
-        self._queue(Step(program, tensors, iterator, result=result))
+        self._queue(Step(program, tensors, iterator, result=result, batch=batch))
         return result
 
     def wait_for(self, result: concurrent.futures.Future) -> list[np.ndarray]:
@@ -328,11 +346,14 @@ class CoordinatedEngine:
         if batch is None:
             self._hand_back(step, worker)
             return
-        values = None
+        values, outputs = None, ()
         if step.wants_logs or step.result is not None:
-            values = step.program.fetch(step.program.run(*batch, *step.tensors))
+            outputs = step.program.run(*batch, *step.tensors)
+            values = step.program.fetch(outputs)
         else:
-            step.program.run_silently(*batch, *step.tensors)
+            outputs = step.program.run_silently(*batch, *step.tensors)
+        if step.batch is not None and iterator_on_worker is not None:
+            step.batch.on_worker = batch if not step.iterator.shares_known else step.program.batch_in(outputs)
         if iterator_on_worker is not None:
             step.iterator.took_batch(worker)
         self._finish(step, worker, values)
@@ -425,3 +446,7 @@ class CoordinatedEngine:
     def _has_work(self, worker: int) -> bool:
         """Whether a step waits that the worker can make, or that nobody can and that it therefore has to drop."""
         return any(step.suits(worker) or (step.queued and self._nobody_has_data(step)) for step in self._pending)
+
+
+def _itself(batch: Any) -> Any:
+    return batch

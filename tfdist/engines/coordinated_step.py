@@ -11,6 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.engines.program import Program
+from tfdist.engines.worker_batch import Batch
 from tfdist.engines.worker_data import WorkerIterator
 
 
@@ -29,6 +30,8 @@ class Step:
     # Whether it is an update, and how many of those had been made when it was begun last.
     is_update: bool = False
     local_step: int = 0
+    # The batch that it takes, for a loop that may use it again.
+    batch: Batch | None = None
 
     def suits(self, worker: int) -> bool:
         """Whether `worker` could make it now. Only that worker's thread asks."""

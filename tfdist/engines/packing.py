@@ -23,6 +23,11 @@ class Packing:
         self._shapes: list[tf.TensorShape] = []
         self.dtypes: list[tf.DType] = []
 
+    @property
+    def num_outputs(self) -> int:
+        """How many tensors `pack` gives."""
+        return len(self._scalars) + sum(shape.rank != 0 for shape in self._shapes)
+
     def pack(self, result: Any) -> list[tf.Tensor]:
         """The tensors of `result`, a structure of tensors, variables and other values, packed."""
         self._result = tf.nest.map_structure(_read_variable, result)

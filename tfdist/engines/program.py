@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfdist.engines import keras_steps, lookups, products, sharing, small_variables
 from tfdist.engines.packing import Packing
-from tfdist.engines.worker_data import WorkerBatch
+from tfdist.engines.worker_batch import WorkerBatch, flat_specs, tickets_in
 
 # About what a perceptron of ten layers with Adam comes to.
 _SMALL_STEP_OPERATIONS = 3000
@@ -22,8 +22,8 @@ _SMALL_STEP_OPERATIONS = 3000
 class Program:
     """`fn(*args, **kwargs)` in replica context, as a concrete function of flat tensors.
 
-    The batch comes first: either an iterator that lives on the worker, or the batch's tensors. All other tensors
-    among the arguments follow.
+    The batch comes first: an iterator that lives on the worker, or the batch's tensors, or, where the arguments are
+    of several batches, the tensors of each of their parts. All other tensors among the arguments follow.
 
     Args:
       strategy: The strategy in whose scope `fn` is traced.
@@ -31,6 +31,7 @@ class Program:
       args: Its positional arguments; tensors and `WorkerBatch`es are placeholders for what comes at run time.
       kwargs: Its keyword arguments, likewise.
       worker_fed: Whether the batch is taken from an iterator on the worker.
+      in_parts: Whether each part of a batch among the arguments is given by itself.
     """
 
     def __init__(
@@ -40,13 +41,18 @@ class Program:
         args: tuple,
         kwargs: dict[str, Any],
         worker_fed: bool,
+        in_parts: bool = False,
     ):
         self._strategy = strategy
         self._fn = _converted(fn)
         self._leaves = tf.nest.flatten((args, kwargs))
         self._arguments = (args, kwargs)
-        self._batch_spec = next((leaf.element_spec for leaf in self._leaves if isinstance(leaf, WorkerBatch)), None)
+        tickets, self._in_parts = tickets_in(self._leaves), in_parts
+        parts = [ticket.element_spec for ticket in tickets]
+        self._batch_spec = (parts if in_parts else tickets[0].whole_spec) if tickets else None
         self._worker_fed = worker_fed and self._batch_spec is not None
+        # A batch that a custom loop has taken on a worker may be given to a second function.
+        self._keeps_batch = self._worker_fed and keras_steps.classify(fn) == "other"
         self._packing = Packing()
         self._run = self._trace(self._on_worker)
         self._silent: Callable[..., list[tf.Tensor]] | None = None
@@ -67,9 +73,9 @@ class Program:
         """Runs it on the device of the calling thread; the result stays there (see `fetch`)."""
         return self._run(*inputs)
 
-    def run_silently(self, *inputs: Any) -> None:
+    def run_silently(self, *inputs: Any) -> Sequence[tf.Tensor]:
         """Runs it for its effects alone, which spares it what only the result needs (see `prepare_silent`)."""
-        (self._silent or self._run)(*inputs)
+        return (self._silent or self._run)(*inputs)
 
     def prepare_silent(self) -> None:
         """Traces the step without its result, where that is cheap; only the main thread may call it.
@@ -77,12 +83,20 @@ class Program:
         Reading the metrics for a result that nobody looks at is a good part of a small step. A large one would hardly
         notice, but would take long to trace again.
         """
-        if self._silent is None and len(self._run.graph.get_operations()) <= _SMALL_STEP_OPERATIONS:
+        if (
+            self._silent is None
+            and not self._keeps_batch
+            and len(self._run.graph.get_operations()) <= _SMALL_STEP_OPERATIONS
+        ):
             self._silent = self._trace(self._for_effects)
 
     def fetch(self, outputs: Sequence[tf.Tensor]) -> list[np.ndarray]:
         """Brings the outputs of `run` to the chief, in the order of the flat result."""
-        return self._packing.unpack(outputs)
+        return self._packing.unpack(outputs[: self._packing.num_outputs])
+
+    def batch_in(self, outputs: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
+        """The batch that `run` has taken, where it lives; empty unless a custom loop may use it again."""
+        return outputs[self._packing.num_outputs :] if self._keeps_batch else ()
 
     def rebuild(self, flat: Sequence[Any]) -> Any:
         """Packs a flat result into what `fn` returned."""
@@ -97,41 +111,44 @@ class Program:
         elif self._worker_fed:
             batch = [tf.data.IteratorSpec(self._batch_spec)]
         else:
-            batch = _flat_specs(self._batch_spec)
+            batch = flat_specs(self._batch_spec)
         tensors = [leaf for leaf in self._leaves if _is_tensor(leaf) and not isinstance(leaf, WorkerBatch)]
         return batch + [tf.TensorSpec(t.shape, t.dtype) for t in tf.nest.flatten(tensors, expand_composites=True)]
 
     def _on_worker(self, *inputs: Any) -> list[tf.Tensor]:
-        return self._packing.pack(self._result_of(*inputs))
+        result, batch = self._result_of(*inputs)
+        kept = tf.nest.flatten(batch, expand_composites=True) if self._keeps_batch else []
+        return self._packing.pack(result) + kept
 
     def _for_effects(self, *inputs: Any) -> list[tf.Tensor]:
         self._result_of(*inputs)
         return []
 
-    def _result_of(self, *inputs: Any) -> Any:
+    def _result_of(self, *inputs: Any) -> tuple[Any, Any]:
+        """What `fn` returns, and the batch that it was given."""
         batch, rest = self._take_batch(list(inputs))
-        supply = iter(rest)
-        leaves = [self._fill(leaf, batch, supply) for leaf in self._leaves]
+        supply, parts = iter(rest), iter(batch if self._in_parts else ())
+        leaves = [self._fill(leaf, batch, parts, supply) for leaf in self._leaves]
         args, kwargs = tf.nest.pack_sequence_as(self._arguments, leaves)
-        return self._call(args, kwargs, batch)
+        return self._call(args, kwargs, batch), batch
 
     def _take_batch(self, inputs: list[Any]) -> tuple[Any, list[Any]]:
         if self._batch_spec is None:
             return None, inputs
         if self._worker_fed:
             return inputs[0].get_next(), inputs[1:]
-        count = len(_flat_specs(self._batch_spec))
+        count = len(flat_specs(self._batch_spec))
         return tf.nest.pack_sequence_as(self._batch_spec, inputs[:count], expand_composites=True), inputs[count:]
 
-    def _fill(self, leaf: Any, batch: Any, supply: Any) -> Any:
+    def _fill(self, leaf: Any, batch: Any, parts: Iterator[Any], supply: Any) -> Any:
         if isinstance(leaf, WorkerBatch):
-            return batch
+            return next(parts) if self._in_parts else leaf.pick(batch)
         if not _is_tensor(leaf):
             return leaf
         if tf.is_tensor(leaf) and not tf.nest.is_nested(leaf) and isinstance(leaf, tf.Tensor):
             return next(supply)
-        parts = [next(supply) for _ in tf.nest.flatten(leaf, expand_composites=True)]
-        return tf.nest.pack_sequence_as(leaf, parts, expand_composites=True)
+        components = [next(supply) for _ in tf.nest.flatten(leaf, expand_composites=True)]
+        return tf.nest.pack_sequence_as(leaf, components, expand_composites=True)
 
     def _call(self, args: tuple, kwargs: dict[str, Any], batch: Any) -> Any:
         # Its device has no job: it is the one of the worker that runs the step.
@@ -190,10 +207,6 @@ def _converted(fn: Callable[..., Any]) -> Callable[..., Any]:
         return fn
     autograph = tf.__internal__.autograph
     return autograph.tf_convert(fn, autograph.control_status_ctx(), convert_by_default=True)
-
-
-def _flat_specs(spec: Any) -> list[tf.TensorSpec]:
-    return tf.nest.flatten(spec, expand_composites=True)
 
 
 def _is_tensor(leaf: Any) -> bool:

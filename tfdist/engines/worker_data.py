@@ -2,9 +2,8 @@
 """Data that the workers read, and the handles by which the chief speaks of it.
 
 Who owns what: the chief owns a `WorkerDataset` (a description, shipped to each worker once) and, per pass over it, a
-`WorkerIterator`. The batches themselves live on the workers and never pass through the chief; what the chief's loop
-gets from `next(iterator)` is a `WorkerBatch`, a ticket for "the next batch of this iterator, on whichever worker
-takes the step".
+`WorkerIterator`. The batches themselves live on the workers; what the chief's loop gets from `next(iterator)` is a
+`WorkerBatch`, a handle for "the next batch of this iterator, on whichever worker takes the step" (`worker_batch`).
 
 There are two ways to feed a step:
 
@@ -18,6 +17,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -25,55 +25,20 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
+from tfdist.compat.autograph_loops import LoopIterator
+from tfdist.engines import fitting, graph_data, worker_batch
+from tfdist.engines.worker_batch import Batch, WorkerBatch
+
 if TYPE_CHECKING:
     from tfdist.engines.coordinated import CoordinatedEngine
     from tfdist.engines.worker_dataset import WorkerDataset
 
-_iterators: weakref.WeakValueDictionary[int, WorkerIterator] = weakref.WeakValueDictionary()
-_iterator_ids = itertools.count()
-_element_specs: dict[str, Any] = {}
+_iterator_ids = itertools.count(1)
+# Handles that were made within a graph have nobody else who keeps the state of their batch.
+_KEPT_FOR_GRAPHS = 8
 
 
-class WorkerBatch(tf.experimental.ExtensionType, tf.distribute.DistributedValues):
-    """A ticket for one batch that lives on the workers.
-
-    It stands for the batch in `strategy.run(fn, args=(batch,))`; inside `fn` it is the batch itself. Its content
-    cannot be read on the chief.
-
-    Attributes:
-      iterator_id: int64 scalar, the `WorkerIterator` it comes from.
-      structure: What the elements look like, so that a `tf.function` is traced anew for another structure.
-    """
-
-    iterator_id: tf.Tensor
-    structure: str
-
-    class Spec:
-        """The type spec that TensorFlow derives, but for one method, which it calls for each step."""
-
-        def to_tensors(self, value: WorkerBatch) -> list[tf.Tensor]:
-            """See `tf.types.experimental.TraceType`: what the inherited one gives, in a twentieth of its time."""
-            return [value.iterator_id]
-
-    @property
-    def element_spec(self) -> Any:
-        """The structure of `tf.TypeSpec`s of the batch."""
-        return _element_specs[self.structure]
-
-    def __iter__(self) -> Iterator[Any]:
-        raise TypeError(
-            "This batch lives on the workers and can't be unpacked on the chief; give it whole to "
-            "strategy.run(fn, args=(batch,)) "
-            "and unpack it inside fn."
-        )
-
-
-def find_iterator(iterator_id: int) -> WorkerIterator:
-    """Returns the iterator that a ticket came from."""
-    return _iterators[iterator_id]
-
-
-class WorkerIterator:
+class WorkerIterator(LoopIterator):
     """One pass over a `WorkerDataset`, in the chief's hands. `next` gives tickets, never data.
 
     It is no `tf.distribute.DistributedIterator`, because Keras would hand such a one into a `tf.function` as a whole
@@ -105,10 +70,15 @@ class WorkerIterator:
         self.ended = False
         self._number = 0
         self.id = next(_iterator_ids)
-        structure = repr(dataset.element_spec)
-        _element_specs.setdefault(structure, dataset.element_spec)
-        self._ticket = WorkerBatch(iterator_id=tf.constant(self.id, tf.int64), structure=structure)
-        _iterators[self.id] = self
+        self._structure = worker_batch.describe(dataset.element_spec, dataset.element_spec)
+        # The state of the batches that a loop of the user's has handles of, by number.
+        self._batches: weakref.WeakValueDictionary[int, Batch] = weakref.WeakValueDictionary()
+        self._kept_for_graphs: collections.deque[Batch] = collections.deque(maxlen=_KEPT_FOR_GRAPHS)
+        worker_batch.register(self)
+        # Keras uses each batch once, so one ticket does for all: "the next batch".
+        self._ticket = WorkerBatch(
+            handle=tf.constant(worker_batch.handle_of(self.id, 0), tf.int64), structure=self._structure
+        )
 
     @property
     def element_spec(self) -> Any:
@@ -137,6 +107,49 @@ class WorkerIterator:
         return self
 
     def __next__(self) -> WorkerBatch:
+        if not tf.executing_eagerly():
+            return self._in_graph().get_next()
+        if fitting.call_frame(sys._getframe(1)) is not None:
+            self._give()
+            return self._ticket
+        return worker_batch.given_for(self._give_batch(), self._structure)
+
+    def get_next(self) -> WorkerBatch:
+        """The same as `next(self)`."""
+        return next(self)
+
+    def get_next_as_optional(self) -> graph_data.Optional:
+        """A handle of the next batch, or the end of the data."""
+        if not tf.executing_eagerly():
+            return self._in_graph().get_next_as_optional()
+        try:
+            return graph_data.Optional(tf.constant(True), next(self))
+        except (StopIteration, tf.errors.OutOfRangeError):
+            return graph_data.Optional(tf.constant(False), self._ticket)
+
+    def next_for_graph(self) -> Batch:
+        """The next batch, for a handle that is made within a graph."""
+        batch = self._give_batch()
+        self._kept_for_graphs.append(batch)
+        return batch
+
+    def __tf_tracing_type__(self, context: Any) -> graph_data.HandleType:
+        """A `tf.function` takes an iterator by its number (`graph_data`)."""
+        return graph_data.HandleType(graph_data.GraphIterator, self._structure)
+
+    def _in_graph(self) -> graph_data.GraphIterator:
+        return graph_data.GraphIterator(tf.constant(self.id, tf.int64), self._structure)
+
+    def _give_batch(self) -> Batch:
+        if not self.counted:
+            # A loop of the user's ends at the end of the data, which only a reader knows.
+            self.feed(by_chief=True)
+        self._give()
+        batch = self._batches[self._tickets] = Batch(self, self._tickets)
+        return batch
+
+    def _give(self) -> None:
+        """Counts one more ticket."""
         self._engine.make_room()
         if self._tickets == self._cardinality or not self._has_next():
             if self._given_since_iter:
@@ -144,17 +157,29 @@ class WorkerIterator:
             raise tf.errors.OutOfRangeError(None, None, "End of sequence")
         self._tickets += 1
         self._given_since_iter += 1
-        return self._ticket
 
-    def get_next(self) -> WorkerBatch:
-        """The same as `next(self)`."""
-        return next(self)
+    def batch(self, number: int) -> Batch:
+        """The state of a batch, by its number; of 0 that of whichever is the next."""
+        if not number:
+            return Batch(self)
+        batch = self._batches.get(number)
+        if batch is None:
+            raise RuntimeError(
+                f"a tf.function has kept batch {number} of a pass for longer than {_KEPT_FOR_GRAPHS} batches; use each "
+                "batch in the iteration that takes it"
+            )
+        return batch
 
-    def get_next_as_optional(self) -> Any:
-        """Not available: only the workers know whether there is a next batch."""
-        raise NotImplementedError(
-            "get_next_as_optional() has no meaning for batches that live on the workers; use next(iterator)."
-        )
+    def read_for_chief(self) -> list[Any]:
+        """The next batch, flat, for the chief to look at."""
+        if self.feed(by_chief=True) == "worker":
+            return self._engine.read_batch(self, self._ticket)
+        self.redeem()
+        return self.next_local_batch()
+
+    def wait_for_steps(self) -> None:
+        """Waits for all steps that are under way."""
+        self._engine.barrier(writes=False)
 
     @property
     def shares_known(self) -> bool:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 from tensorflow.python.distribute import input_lib
 
-from tfdist.engines import closures, sharing
+from tfdist.engines import closures, graph_data, sharing, worker_batch
 from tfdist.engines.dataset_graph import DatasetGraph, rebuild
 from tfdist.engines.worker_data import WorkerIterator
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 # Protocol buffers end at 2 GiB; a data set is shipped inside one.
 _MAX_SHIPPED_BYTES = 2**31 - 2**20
+_dataset_ids = itertools.count(1)
 
 
 class WorkerDataset(input_lib.DistributedDataset):
@@ -41,6 +43,9 @@ class WorkerDataset(input_lib.DistributedDataset):
     def __init__(self, engine: CoordinatedEngine, dataset: tf.data.Dataset, sharding: str, num_parts: int = 1):
         self._engine = engine
         self._dataset = dataset
+        self.id = next(_dataset_ids)
+        self._structure = worker_batch.describe(dataset.element_spec, dataset.element_spec)
+        graph_data.datasets[self.id] = self
         self._sharding = sharding
         self._num_parts = num_parts
         self._cardinality = int(dataset.cardinality())
@@ -73,10 +78,21 @@ class WorkerDataset(input_lib.DistributedDataset):
             self._described = DatasetGraph(self._dataset)
         return self._described
 
-    def __iter__(self) -> WorkerIterator:
+    def __iter__(self) -> Any:
+        return WorkerIterator(self._engine, self) if tf.executing_eagerly() else iter(self._in_graph())
+
+    def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
+        """See `tf.distribute.DistributedDataset`."""
         if not tf.executing_eagerly():
-            raise RuntimeError("iter(dataset) must be called outside of a tf.function under ParameterServerStrategy.")
-        return WorkerIterator(self._engine, self)
+            return self._in_graph().reduce(initial_state, reduce_func)
+        return functools.reduce(reduce_func, self, initial_state)
+
+    def __tf_tracing_type__(self, context: Any) -> graph_data.HandleType:
+        """A `tf.function` takes a data set by its number (`graph_data`)."""
+        return graph_data.HandleType(graph_data.GraphDataset, self._structure)
+
+    def _in_graph(self) -> graph_data.GraphDataset:
+        return graph_data.GraphDataset(tf.constant(self.id, tf.int64), self._structure)
 
     def after(self, passes: int, batches: int) -> WorkerDataset:
         """What is left of a pass; see `progress.Restart.after`. Each worker gets its share of it."""

@@ -20,7 +20,17 @@ import tensorflow as tf
 from tfdist import serving
 from tfdist.cluster import Cluster
 from tfdist.compat import symbolic_build
-from tfdist.engines import fitting, joining, keras_steps, overlap, python_operation, rehearsal, sharing, watch
+from tfdist.engines import (
+    fitting,
+    joining,
+    keras_steps,
+    overlap,
+    python_operation,
+    rehearsal,
+    sharing,
+    watch,
+    worker_batch,
+)
 from tfdist.engines.aggregated import AggregatedEngine
 from tfdist.engines.aggregated_step import AggregatedStep
 from tfdist.engines.asynchronous import AsynchronousEngine
@@ -28,7 +38,8 @@ from tfdist.engines.coordinated import CoordinatedEngine
 from tfdist.engines.coordinated_variable import coordinate
 from tfdist.engines.partitioned_variable import PartitionedVariable, partition
 from tfdist.engines.program import Program
-from tfdist.engines.worker_data import WorkerBatch, WorkerIterator, find_iterator
+from tfdist.engines.worker_batch import Batch, WorkerBatch, find_iterator
+from tfdist.engines.worker_data import WorkerIterator
 from tfdist.engines.worker_dataset import WorkerDataset, WorkerDatasetFromFunction
 from tfdist.policies import composition
 from tfdist.policies.base import Aggregation
@@ -214,23 +225,32 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         return self.extended._being_scheduled
 
     def _run_eagerly(self, kind: str, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        ticket = _ticket(args, kwargs)
-        iterator = None if ticket is None else find_iterator(int(ticket.iterator_id))
-        if iterator is not None and self._is_aggregated(kind, ticket):
-            step = self._aggregated_step(fn, ticket)
-            return step.rebuild(self._aggregated.step(step, iterator))
-        program = self._program(kind, fn, args, kwargs, iterator)
-        return program.rebuild(self._dispatch(kind, program, program.flatten_arguments(args, kwargs), iterator))
+        tickets = worker_batch.tickets_in((args, kwargs))
+        handles = [int(ticket.handle) for ticket in tickets]
+        if self._is_aggregated(kind, tickets):
+            step = self._aggregated_step(fn, tickets[0])
+            return step.rebuild(self._aggregated.step(step, find_iterator(handles[0])))
+        batch = worker_batch.unused(handles)
+        iterator, in_parts = batch and batch.iterator, batch is None and bool(tickets)
+        program = self._program(kind, fn, args, kwargs, iterator, in_parts)
+        parts = worker_batch.parts_on_chief(handles, tickets) if in_parts else []
+        return program.rebuild(self._dispatch(kind, program, parts + program.flatten_arguments(args, kwargs), batch))
 
     def _program(
-        self, kind: str, fn: Any, args: tuple, kwargs: dict[str, Any], iterator: WorkerIterator | None
+        self,
+        kind: str,
+        fn: Any,
+        args: tuple,
+        kwargs: dict[str, Any],
+        iterator: WorkerIterator | None,
+        in_parts: bool,
     ) -> Program:
         worker_fed = iterator is not None and _takes_batches_itself(kind, iterator)
         specs = tf.nest.map_structure(lambda x: tf.type_spec_from_value(x) if tf.is_tensor(x) else x, (args, kwargs))
-        programs, key = self._traced_with(fn), (fn, worker_fed, repr(specs))
+        programs, key = self._traced_with(fn), (fn, worker_fed, in_parts, repr(specs))
         if key not in programs:
             self._rehearse(fn, args, kwargs)
-            programs[key] = Program(self, fn, args, kwargs, worker_fed)
+            programs[key] = Program(self, fn, args, kwargs, worker_fed, in_parts)
         return programs[key]
 
     def _rehearse(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
@@ -243,32 +263,35 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 
     def _run_in_graph(self, kind: str, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Leaves an operation in the caller's graph that queues the step each time it runs."""
-        ticket = _ticket(args, kwargs)
-        if self._is_aggregated(kind, ticket):
-            return self._aggregate_in_graph(fn, ticket)
+        tickets = worker_batch.tickets_in((args, kwargs))
+        if self._is_aggregated(kind, tickets):
+            return self._aggregate_in_graph(fn, tickets[0])
         self._rehearse(fn, args, kwargs)
         # Not annotated: AutoGraph, which reads this under a user's tf.function, can't take that in a closure.
-        by_feed = dict[bool, Program]()
+        by_feed = dict[tuple[bool, bool], Program]()
 
-        def program_for(worker_fed: bool) -> Program:
-            if worker_fed not in by_feed:
-                by_feed[worker_fed] = Program(self, fn, args, kwargs, worker_fed)
-            return by_feed[worker_fed]
+        def program_for(worker_fed: bool, in_parts: bool) -> Program:
+            if (worker_fed, in_parts) not in by_feed:
+                by_feed[worker_fed, in_parts] = Program(self, fn, args, kwargs, worker_fed, in_parts)
+            return by_feed[worker_fed, in_parts]
 
-        program = program_for(ticket is not None and kind not in ("test", "predict"))
+        program = program_for(bool(tickets) and kind not in ("test", "predict"), False)
 
         def queue(*inputs: tf.Tensor) -> list[np.ndarray]:
-            iterator = None if ticket is None else find_iterator(int(inputs[0]))
-            tensors = list(inputs if ticket is None else inputs[1:])
-            worker_fed = iterator is not None and _takes_batches_itself(kind, iterator)
-            return self._dispatch(kind, program_for(worker_fed), tensors, iterator)
+            handles, tensors = [int(handle) for handle in inputs[: len(tickets)]], list(inputs[len(tickets) :])
+            batch = worker_batch.unused(handles)
+            if batch is None and tickets:
+                parts = worker_batch.parts_on_chief(handles, tickets)
+                return self._dispatch(kind, program_for(False, True), parts + tensors, None)
+            worker_fed = batch is not None and _takes_batches_itself(kind, batch.iterator)
+            return self._dispatch(kind, program_for(worker_fed, False), tensors, batch)
 
-        inputs = ([] if ticket is None else [ticket.iterator_id]) + program.flatten_arguments(args, kwargs)
+        inputs = [ticket.handle for ticket in tickets] + program.flatten_arguments(args, kwargs)
         return program.rebuild(python_operation.call(queue, inputs, program.dtypes))
 
-    def _is_aggregated(self, kind: str, ticket: WorkerBatch | None) -> bool:
+    def _is_aggregated(self, kind: str, tickets: Sequence[WorkerBatch]) -> bool:
         """Whether workers contribute to this step; a batch that the chief hands in whole is one worker's matter."""
-        return kind == "train" and ticket is not None and self._aggregated is not None
+        return kind == "train" and len(tickets) == 1 and self._aggregated is not None
 
     def _aggregated_step(self, fn: Callable[..., Any], ticket: WorkerBatch) -> AggregatedStep:
         steps, key = self._traced_with(fn), (fn, "step", ticket.structure)
@@ -286,10 +309,10 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         """Leaves an operation in the caller's graph that makes an update each time it runs."""
         step = self._aggregated_step(fn, ticket)
 
-        def update(iterator_id: tf.Tensor) -> list[np.ndarray]:
-            return self._aggregated.step(step, find_iterator(int(iterator_id)))
+        def update(handle: tf.Tensor) -> list[np.ndarray]:
+            return self._aggregated.step(step, find_iterator(int(handle)))
 
-        return step.rebuild(python_operation.call(update, [ticket.iterator_id], step.dtypes))
+        return step.rebuild(python_operation.call(update, [ticket.handle], step.dtypes))
 
     @property
     def replicas_to_aggregate(self) -> int:
@@ -300,20 +323,20 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         """What was counted since the strategy was built."""
         return self._recorder.report()
 
-    def _dispatch(
-        self, kind: str, program: Program, tensors: list[tf.Tensor], iterator: WorkerIterator | None
-    ) -> list[np.ndarray]:
-        if iterator is None:
+    def _dispatch(self, kind: str, program: Program, tensors: list[tf.Tensor], batch: Batch | None) -> list[np.ndarray]:
+        if batch is None:
             return self._engine.call(program, tensors, None)
+        iterator = batch.iterator
         if kind == "predict":
             return self._predict(program, iterator)
         if iterator.feed(False) == "chief":
-            tensors = iterator.next_local_batch() + tensors
+            batch.on_chief = iterator.next_local_batch()
+            tensors = batch.on_chief + tensors
             iterator.redeem()
         if kind in ("train", "test") or not program.dtypes:
             is_last, is_update = iterator.is_last, kind == "train"
-            return self._engine.step(program, tensors, iterator, last=is_last, is_update=is_update)
-        return self._engine.call(program, tensors, iterator)
+            return self._engine.step(program, tensors, iterator, last=is_last, is_update=is_update, batch=batch)
+        return self._engine.call(program, tensors, iterator, batch)
 
     def _predict(self, program: Program, iterator: WorkerIterator) -> list[np.ndarray]:
         """Returns the predictions for the next batch; those for the ones after it are under way meanwhile."""
@@ -330,15 +353,15 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:
         """Reduces over `axis`; there is nothing to reduce over replicas, because one of them makes each step."""
-        if isinstance(value, WorkerBatch):
-            batch = find_iterator(int(value.iterator_id)).placeholder()
-            caller = sys._getframe(1).f_locals.get("self")
-            if isinstance(caller, keras.Model):
-                with self.scope():
-                    symbolic_build.build(caller, batch)
+        caller = sys._getframe(1).f_locals.get("self")
+        if isinstance(value, WorkerBatch) and isinstance(caller, keras.Model):
+            batch = find_iterator(int(value.handle)).placeholder()
+            with self.scope():
+                symbolic_build.build(caller, batch)
             return batch
         if self._on_worker():
             return super().reduce(reduce_op, value, axis)
+        value = worker_batch.looked_at(value)
         if axis is None:
             return value
         total = tf.reduce_sum if str(getattr(reduce_op, "name", reduce_op)).upper() == "SUM" else tf.reduce_mean
@@ -347,7 +370,15 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     def gather(self, value: Any, axis: int) -> Any:
         """Returns `value`: a step is made by one replica."""
         del axis
-        return value
+        return worker_batch.looked_at(value)
+
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """Returns `value` alone: a step is made by one replica."""
+        return (worker_batch.looked_at(value),)
+
+    def experimental_distribute_values_from_function(self, value_fn: Callable[..., Any]) -> Any:
+        """Returns what `value_fn` gives for the one replica that makes a step."""
+        return value_fn(tf.distribute.experimental.ValueContext(0, 1))
 
 
 def _with_size_known_to_keras(dataset: tf.data.Dataset, caller: Any) -> tf.data.Dataset:
@@ -367,15 +398,6 @@ def _takes_batches_itself(kind: str, iterator: WorkerIterator) -> bool:
     Where a policy has the workers read parts of batches, all other steps are handed whole ones by the chief.
     """
     return iterator.feed(by_chief=kind in ("test", "predict") or iterator.is_cut) == "worker" and iterator.shares_known
-
-
-def _ticket(args: tuple, kwargs: dict[str, Any]) -> WorkerBatch | None:
-    tickets = [leaf for leaf in tf.nest.flatten((args, kwargs)) if isinstance(leaf, WorkerBatch)]
-    if len(tickets) > 1:
-        raise ValueError(
-            f"strategy.run takes one distributed batch under ParameterServerStrategy. Received: {len(tickets)}."
-        )
-    return tickets[0] if tickets else None
 
 
 def _find_cluster(resolver: tf.distribute.cluster_resolver.ClusterResolver | None) -> Cluster | None:

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loops as TensorFlow's guides write them, on one embedded cluster; run by `test_parameter_server.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+COUNT = 26
+# Each example once.
+TOTAL = sum(range(COUNT))
+
+
+def numbers(strategy: Any, change: Callable[[tf.data.Dataset], tf.data.Dataset] = lambda data: data) -> Any:
+    return strategy.experimental_distribute_dataset(change(tf.data.Dataset.range(COUNT)).batch(4))
+
+
+def pairs(strategy: Any) -> Any:
+    return numbers(strategy, lambda data: data.map(lambda i: (i, {"twice": 2 * i})))
+
+
+def total(strategy: Any, *parts: Any) -> tf.Tensor:
+    """The sum of all parts of a batch, made where the batch is."""
+    result = strategy.run(lambda *parts: tf.add_n([tf.reduce_sum(part) for part in parts]), args=parts)
+    return strategy.reduce(tf.distribute.ReduceOp.SUM, result, axis=None)
+
+
+# A batch that the caller unpacks.
+
+
+@pytest.mark.parametrize("in_graph", [True, False])
+def test_unpacked_batches_count_each_example_once(strategy: Any, in_graph: bool) -> None:
+    once = tf.function(lambda x, y: total(strategy, x, y["twice"])) if in_graph else None
+    sums = [int(once(x, y) if once else total(strategy, x, y["twice"])) for x, y in pairs(strategy)]
+    assert sum(sums) == 3 * TOTAL
+    assert len(sums) == 7
+
+
+def test_a_batch_unpacked_in_a_function_counts_each_example_once(strategy: Any) -> None:
+    @tf.function
+    def once(batch: Any) -> Any:
+        x, y = batch
+        return total(strategy, y["twice"], x)
+
+    assert sum(int(once(batch)) for batch in pairs(strategy)) == 3 * TOTAL
+
+
+def test_unpacked_batches_are_read_by_workers(strategy: Any) -> None:
+    data = iter(pairs(strategy))
+    for x, y in data:
+        total(strategy, x, y["twice"])
+    assert data.feed(by_chief=True) == "worker"
+
+
+def test_a_batch_given_to_two_functions_is_the_same(strategy: Any) -> None:
+    sums = [(int(total(strategy, batch)), int(total(strategy, batch, batch))) for batch in numbers(strategy)]
+    assert all(twice == 2 * once for once, twice in sums)
+    assert sum(once for once, _ in sums) == TOTAL
+
+
+def test_a_batch_given_to_a_function_without_result_first_is_the_same(strategy: Any) -> None:
+    with strategy.scope():
+        seen = tf.Variable(0, dtype=tf.int64)
+    found = 0
+    for batch in numbers(strategy):
+        strategy.run(lambda x: [seen.assign_add(tf.reduce_sum(x)), None][1], args=(batch,))
+        found += int(total(strategy, batch))
+    assert found == int(seen) == TOTAL
+
+
+def test_batches_of_two_data_sets_go_into_one_step(strategy: Any) -> None:
+    both = zip(numbers(strategy), numbers(strategy, lambda data: data.map(lambda i: i + 100)), strict=True)
+    assert sum(int(total(strategy, x, y)) for x, y in both) == 2 * TOTAL + 100 * COUNT
+
+
+# Its value on the chief.
+
+
+def test_the_value_of_a_batch_is_read_where_it_is_looked_at(strategy: Any) -> None:
+    seen = []
+    for x, y in pairs(strategy):
+        np.testing.assert_array_equal(2 * x.numpy(), y["twice"])
+        assert int(tf.reduce_max(x)) == int(strategy.experimental_local_results(x)[0][-1])
+        seen += strategy.gather(x, axis=0).numpy().tolist()
+        assert int(total(strategy, x, y["twice"])) == 3 * sum(x.numpy())
+    assert seen == list(range(COUNT))
+
+
+def test_the_value_of_a_batch_that_a_worker_has_read_is_fetched(strategy: Any) -> None:
+    sums = [(int(total(strategy, batch)), int(np.sum(batch.numpy()))) for batch in numbers(strategy)]
+    assert all(once == again for once, again in sums)
+    assert sum(once for once, _ in sums) == TOTAL
+
+
+def test_a_batch_that_is_looked_at_in_the_middle_of_a_pass_is_used_once(strategy: Any) -> None:
+    found = 0
+    for index, batch in enumerate(numbers(strategy)):
+        found += int(np.sum(batch.numpy())) if index % 3 == 1 else int(total(strategy, batch))
+    assert found == TOTAL
+
+
+def test_results_are_told_apart_by_examples(strategy: Any) -> None:
+    results = {}
+    for index, x in numbers(strategy, lambda data: data.enumerate()):
+        where, doubled = strategy.run(lambda index, x: (index, 2 * x), args=(index, x))
+        for some, values in zip(
+            strategy.experimental_local_results(where), strategy.experimental_local_results(doubled), strict=True
+        ):
+            results.update(zip(some.numpy().tolist(), values.numpy().tolist(), strict=True))
+    assert results == {i: 2 * i for i in range(COUNT)}
+
+
+# Loops in the graph.
+
+
+def test_a_data_set_as_an_argument_is_traced_once(strategy: Any) -> None:
+    traced = []
+
+    @tf.function
+    def epoch(data: Any) -> Any:
+        traced.append(data)
+        found, count = tf.constant(0, tf.int64), 0
+        for batch in data:
+            found += total(strategy, batch)
+            count += 1
+        return found, count
+
+    for data in (numbers(strategy), numbers(strategy)):
+        for _ in range(2):
+            assert [int(value) for value in epoch(data)] == [TOTAL, 7]
+    assert len(traced) == 1
+
+
+def test_a_captured_data_set_and_iter_within_a_function(strategy: Any) -> None:
+    data = numbers(strategy)
+
+    @tf.function
+    def epoch() -> Any:
+        found, iterator = tf.constant(0, tf.int64), iter(data)
+        for _ in tf.range(3):
+            found += total(strategy, next(iterator))
+        for x in data:
+            found += total(strategy, x)
+        return found
+
+    assert [int(epoch()) >= TOTAL for _ in range(2)] == [True, True]
+
+
+def test_an_iterator_as_an_argument_is_traced_once(strategy: Any) -> None:
+    traced = []
+
+    @tf.function
+    def some(iterator: Any, steps: Any) -> Any:
+        traced.append(iterator)
+        found = tf.constant(0, tf.int64)
+        for _ in tf.range(steps):
+            found += total(strategy, next(iterator))
+        return found
+
+    for _ in range(2):
+        iterator = iter(numbers(strategy))
+        assert sum(int(some(iterator, tf.constant(steps))) for steps in (3, 4)) == TOTAL
+        with pytest.raises(tf.errors.OutOfRangeError):
+            some(iterator, tf.constant(1))
+    assert len(traced) == 1
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_loop_in_the_graph_ends_with_the_data(strategy: Any, known: bool) -> None:
+    @tf.function
+    def until_the_end(iterator: Any) -> Any:
+        found = tf.constant(0, tf.int64)
+        for _ in tf.range(100):
+            some = iterator.get_next_as_optional()
+            if not some.has_value():
+                break
+            found += total(strategy, some.get_value())
+        for batch in iterator:
+            found += total(strategy, batch)
+        return found
+
+    change = (lambda data: data) if known else (lambda data: data.filter(lambda i: i >= 0))
+    assert int(until_the_end(iter(numbers(strategy, change)))) == TOTAL
+
+
+def test_a_loop_outside_of_a_graph_ends_with_data_of_unknown_length(strategy: Any) -> None:
+    data = numbers(strategy, lambda data: data.filter(lambda i: i % 2 == 0))
+    for _ in range(2):
+        assert sum(int(total(strategy, batch)) for batch in data) == sum(range(0, COUNT, 2))
+    iterator, found = iter(data), 0
+    while (some := iterator.get_next_as_optional()).has_value():
+        found += int(total(strategy, some.get_value()))
+    assert found == sum(range(0, COUNT, 2))
+
+
+def test_values_from_a_function(strategy: Any) -> None:
+    values = strategy.experimental_distribute_values_from_function(
+        lambda context: tf.constant(10 + context.replica_id_in_sync_group + context.num_replicas_in_sync)
+    )
+    assert int(strategy.run(lambda x: 2 * x, args=(values,))) == 22
