@@ -28,6 +28,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 _ORPHAN_GRACE_SECS = 1.0
 _SWEEP_SECS = 5.0
 _POLL_PARENT_SECS = 0.5
+# The variable and folder of `notices.py`.
+_NOTICES_VARIABLE = "TFDIST_NOTICES"
+_NOTICES_FOLDER = "tfdist-notices-{}-"
 _RESET = ("SIGINT", "SIGTERM", "SIGHUP", "SIGCHLD", "SIGPIPE", "SIGXFSZ", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 
 
@@ -50,6 +53,8 @@ def main(argv: list[str]) -> int:
         _kill_group(task, signal.SIGKILL)
     _sweep(time.monotonic() + _SWEEP_SECS)
     _tell(control, "done")
+    if os.getppid() != parent:
+        _remove_notices(parent)
     return 0
 
 
@@ -198,6 +203,18 @@ def _sweep(deadline: float) -> None:
             except (ProcessLookupError, PermissionError):
                 pass
         time.sleep(0.005)
+
+
+def _remove_notices(parent: int) -> None:
+    """Removes the notices that a killed parent could not remove; never those of another program that are inherited."""
+    path = os.environ.get(_NOTICES_VARIABLE, "")
+    folder = os.path.dirname(path)  # noqa: PTH120
+    if os.path.basename(folder).startswith(_NOTICES_FOLDER.format(parent)):  # noqa: PTH119
+        for remove, each in ((os.unlink, path), (os.rmdir, folder)):
+            try:
+                remove(each)
+            except OSError:
+                pass  # Another task's guard was faster.
 
 
 def _children() -> list[int]:

@@ -8,6 +8,7 @@ there. So far the only line is "given up TASK", which the chief of parameter ser
 from __future__ import annotations
 
 import contextlib
+import os
 import pathlib
 import shutil
 import tempfile
@@ -18,7 +19,7 @@ GIVEN_UP = "given up "
 
 
 class Notices:
-    """The file, and what writes to it.
+    """The file, and what writes to it. Once this process was killed, the guards of its tasks remove it (`_guard.py`).
 
     Attributes:
       env: where it is, for the environment of a task; nothing if this machine has no place for it. A job does without.
@@ -27,7 +28,7 @@ class Notices:
     def __init__(self) -> None:
         self._path: pathlib.Path | None = None
         with contextlib.suppress(OSError):
-            self._path = pathlib.Path(tempfile.mkdtemp(prefix="tfdist-notices-")) / "notices"
+            self._path = pathlib.Path(tempfile.mkdtemp(prefix=f"tfdist-notices-{os.getpid()}-")) / "notices"
             self._path.touch(mode=0o600)
         self.env = {NOTICES_VARIABLE: str(self._path)} if self._path else {}
 
