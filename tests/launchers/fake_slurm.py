@@ -87,6 +87,8 @@ def sbatch(state: pathlib.Path, arguments: list[str]) -> int:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(int(options["gpus-per-node"]))))
     output = options["output"].replace("%j", "4711")
     (state / "comment").unlink(missing_ok=True)
+    if (state / "warning").exists():
+        print("sbatch: warning: this partition closes at noon", file=sys.stderr, flush=True)
     number = "4711;cluster\n" if "--parsable" in arguments else "Submitted batch job 4711\n"
     if "wait" in options:
         sys.stdout.write(number)

@@ -378,6 +378,15 @@ def test_sbatch_wait_has_the_exit_code_of_the_job(launch):
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("flags", [[], ["--sbatch=--wait"]])
+def test_warnings_of_sbatch_are_passed_on(launch, tmp_path, flags):
+    (tmp_path / "slurm" / "warning").touch()
+    done, _, _ = launch("", *flags)
+    assert (done.returncode, done.stdout) == (0, "4711\n")
+    assert done.stderr.count("tfdist: sbatch: warning: this partition closes at noon\n") == 1
+
+
+@pytest.mark.processes
 def test_what_slurm_refuses_is_one_line(launch):
     done, code, _ = launch("", "--sbatch=--exclusiv")
     assert (done.returncode, code) == (1, None)

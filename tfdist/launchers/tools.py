@@ -9,6 +9,7 @@ import select
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -57,6 +58,8 @@ def run_until_line(
 ) -> int:
     """Runs a tool that prints one line when it has done its work, and may wait for something afterwards.
 
+    Its warnings, on standard error, are passed on: with the line, and at the end.
+
     Args:
       command: the tool and its arguments.
       stdin: what it reads.
@@ -81,17 +84,33 @@ def run_until_line(
                     raise LaunchError(
                         f"{name} did not answer within {timeout_secs:g} s; try it by hand. Received: {command}"
                     )
+                shown = 0
                 if line:
                     on_line(line)
+                    shown = _pass_on(name, errors.fileno(), shown)
                 code = process.wait()
             except BaseException:
                 process.kill()
                 raise
-        errors.seek(0)
-        said = errors.read().decode("utf-8", "replace").strip()
-    if not line and code:
-        raise ToolError(f"{name} failed with exit code {code}: {said[-500:] or 'it said nothing'}")
+        if not line and code:
+            said = _contents(errors.fileno(), 0).decode("utf-8", "replace").strip()
+            raise ToolError(f"{name} failed with exit code {code}: {said[-500:] or 'it said nothing'}")
+        _pass_on(name, errors.fileno(), shown)
     return code if code >= 0 else 128 - code
+
+
+def _pass_on(name: str, descriptor: int, start: int) -> int:
+    """Writes what is in a file to standard error, behind the name of a tool; returns where to go on."""
+    data = _contents(descriptor, start)
+    for line in data.decode("utf-8", "replace").splitlines():
+        if line.strip():
+            sys.stderr.write(f"tfdist: {line}\n" if line.startswith(f"{name}:") else f"tfdist: {name}: {line}\n")
+    return start + len(data)
+
+
+def _contents(descriptor: int, start: int) -> bytes:
+    # Without a seek: the tool writes at the same position.
+    return os.pread(descriptor, os.fstat(descriptor).st_size - start, start)
 
 
 def _first_line(process: subprocess.Popen[bytes], timeout_secs: float) -> str | None:
