@@ -75,9 +75,35 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def _split_cpu() -> None:
     import tensorflow as tf
 
+    _leave_untuned()
     cpu = tf.config.list_physical_devices("CPU")[0]
     if not tf.config.get_logical_device_configuration(cpu):
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * LOGICAL_CPUS)
+
+
+def _leave_untuned() -> None:
+    """Switches tf.data's autotuning off unless a test decides: it holds up who deletes an iterator on a busy machine.
+
+    tfdist/compat/array_data.py tells why. tfdist does so where it may; trainings on one device, with which tests
+    compare, would wait as long as they had taken, after each pass.
+    """
+    import tensorflow as tf
+    from tensorflow.python.data.ops import dataset_ops
+
+    plain = dataset_ops.DatasetV2._apply_debug_options
+    if hasattr(plain, "leaves_untuned"):
+        return
+
+    def apply(dataset: tf.data.Dataset) -> tf.data.Dataset:
+        dataset = plain(dataset)
+        if dataset.options().autotune.enabled is not None:
+            return dataset
+        options = tf.data.Options()
+        options.autotune.enabled = False
+        return dataset.with_options(options)
+
+    vars(apply)["leaves_untuned"] = True
+    dataset_ops.DatasetV2._apply_debug_options = apply
 
 
 @pytest.fixture(autouse=True, scope="module")

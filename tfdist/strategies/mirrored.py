@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import decorated_methods, first_batch
+from tfdist.compat import array_data, decorated_methods, device_pipelines, first_batch
 from tfdist.engines import averaging_data, cpus, heap, keras_steps, overlap, progress, python_operation, sharing
 from tfdist.engines.averaging import AveragingEngine
 from tfdist.engines.threaded import ThreadedEngine
@@ -65,6 +65,7 @@ class MirroredStrategy(warming.WarmingSteps, tf.distribute.MirroredStrategy):
         # Else its all-reduces would be taken for those of another strategy on these devices, of other shapes.
         self._collective_key_base = next(_KEY_BASES)
         heap.keep_freed_memory(few_arenas=False)
+        device_pipelines.leave_untuned()
         super().__init__(devices, cross_device_ops)
         composed = composition.compose(policies, "MirroredStrategy", self.num_replicas_in_sync)
         policy = self._aggregation = composed.aggregation
@@ -132,7 +133,9 @@ class MirroredStrategy(warming.WarmingSteps, tf.distribute.MirroredStrategy):
         With a policy, iterating over the result gives tickets, to be given to `run` in place of a batch.
         """
         overlap.begin(self, self._is_exclusive)
-        _common.replay_generator(self, sys._getframe(1))
+        caller = sys._getframe(1)
+        _common.replay_generator(self, caller)
+        dataset = array_data.untuned(dataset, caller.f_locals.get("self"))
         distributed = self._distributed(dataset, options)
         return distributed if options is not None else progress.remember(distributed, dataset, self._distributed)
 

@@ -20,7 +20,7 @@ from tensorflow.python.eager import context as tf_context
 
 from tfdist import _addresses
 from tfdist import cluster as clusters
-from tfdist.compat import first_batch, initial_values
+from tfdist.compat import array_data, device_pipelines, first_batch, initial_values
 from tfdist.engines import (
     averaging_data,
     board,
@@ -95,6 +95,7 @@ class MultiWorkerMirroredStrategy(warming.WarmingSteps, tf.distribute.MultiWorke
         _common.check_timeouts(start_timeout_secs=start_timeout_secs, stall_timeout_secs=stall_timeout_secs)
         cluster = _cluster(cluster_resolver)
         heap.keep_freed_memory(few_arenas=True)
+        device_pipelines.leave_untuned()
         is_training = cluster is None or cluster.task in cluster.training_tasks
         num_workers = 1 if cluster is None else len(cluster.training_tasks)
         composed = composition.compose(policies if is_training else (), "MultiWorkerMirroredStrategy", num_workers)
@@ -201,7 +202,9 @@ class MultiWorkerMirroredStrategy(warming.WarmingSteps, tf.distribute.MultiWorke
         A data set whose auto-shard policy is FILE, HINT or OFF is left to TensorFlow.
         """
         overlap.begin(self, self._is_exclusive)
-        _common.replay_generator(self, sys._getframe(1))
+        caller = sys._getframe(1)
+        _common.replay_generator(self, caller)
+        dataset = array_data.untuned(dataset, caller.f_locals.get("self"))
         replicas = self.num_replicas_in_sync
         if options is not None or replicas == 1 or not _is_shared_by_data(dataset):
             self._check_policy_allows(dataset, options)

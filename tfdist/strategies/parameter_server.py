@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from tfdist import serving
 from tfdist.cluster import Cluster
-from tfdist.compat import symbolic_build
+from tfdist.compat import array_data, symbolic_build
 from tfdist.engines import (
     fitting,
     joining,
@@ -179,7 +179,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             return super().experimental_distribute_dataset(dataset, options)
         # The stock coordinator leaves it set when a function that it is given fails to trace.
         self.extended._being_scheduled = False
-        dataset = _with_size_known_to_keras(dataset, sys._getframe(1).f_locals.get("self"))
+        caller = sys._getframe(1).f_locals.get("self")
+        dataset = array_data.untuned(array_data.sized(dataset, caller), caller)
         if self._data_sharding == "shard":
             dataset = sharing.reorder_batches(dataset, seed=0)
         if self._num_parts > 1:
@@ -379,17 +380,6 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     def experimental_distribute_values_from_function(self, value_fn: Callable[..., Any]) -> Any:
         """Returns what `value_fn` gives for the one replica that makes a step."""
         return value_fn(tf.distribute.experimental.ValueContext(0, 1))
-
-
-def _with_size_known_to_keras(dataset: tf.data.Dataset, caller: Any) -> tf.data.Dataset:
-    """Says how many batches Keras makes of arrays, which the data set that it makes for them does not.
-
-    Only so is a step known to be the last one of its epoch, and its logs those of the whole epoch.
-    """
-    adapter = getattr(caller, "data_adapter", None)
-    if type(adapter).__name__ != "ArrayDataAdapter" or int(dataset.cardinality()) != tf.data.UNKNOWN_CARDINALITY:
-        return dataset
-    return dataset.apply(tf.data.experimental.assert_cardinality(adapter.num_batches))
 
 
 def _takes_batches_itself(kind: str, iterator: WorkerIterator) -> bool:
