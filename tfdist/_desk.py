@@ -224,7 +224,7 @@ def listen(address: str, others: Iterable[str]) -> list[socket.socket]:
       OSError: the port is in use, on whichever interface, or may not be used.
     """
     host, port = _addresses.split(address)
-    _bind_everywhere(port).close()  # As TensorFlow's server will, so a port in use is found now.
+    check_port(port)
     found: list[socket.socket] = []
     is_local = all(_is_loopback(each) for each in map(_host, others) if each != host)
     try:
@@ -238,6 +238,11 @@ def listen(address: str, others: Iterable[str]) -> list[socket.socket]:
             each.close()
         raise
     return found
+
+
+def check_port(port: int) -> None:
+    """Raises OSError if a port can't be listened on on all interfaces, as TensorFlow's server does."""
+    _bind_everywhere(port).close()
 
 
 def _listen_at(family: int, ip: str, port: int) -> socket.socket | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a `worker` or `ps` process runs.
+"""Serves a `worker` or `ps` task until the chief is done.
 
 Such a process has no program of its own: the chief's closures run in it. It ends when the chief is done (exit code 0),
 or when the chief has vanished (exit code 75, which launchers restart). The chief says that it is done by having
@@ -50,7 +50,7 @@ def serve(cluster: Cluster, start_timeout_secs: float = 300.0) -> int:
       start_timeout_secs: How long to wait for the chief to come up.
 
     Returns:
-      The exit code: 0 when the chief is done, 75 when it has vanished, 1 when it never came.
+      The exit code: 0 when the chief is done, 75 when it has vanished, 1 when it never came or the port is in use.
     """
     heap.keep_freed_memory(few_arenas=True)
     mark = done_mark(cluster, cluster.task)
@@ -60,8 +60,11 @@ def serve(cluster: Cluster, start_timeout_secs: float = 300.0) -> int:
         except OSError as error:
             watch.say(f"tfdist: {cluster.task}: {error}")
             return 1
-    server = task_server.start(cluster)
+    server = None
     try:
+        server = _start_server(cluster)
+        if server is None:
+            return 1
         with data_worker.beside(cluster):
             if "chief" not in cluster.jobs:
                 # An embedded cluster: the guard of this process ends it.
@@ -73,6 +76,16 @@ def serve(cluster: Cluster, start_timeout_secs: float = 300.0) -> int:
         if _is_ours(mark.parent):
             shutil.rmtree(mark.parent, ignore_errors=True)
         del server
+
+
+def _start_server(cluster: Cluster) -> Any:
+    """The server of this process' task; None if its port is in use, which is said."""
+    try:
+        with rendezvous.naming_port(cluster):
+            return task_server.start(cluster)
+    except OSError as error:
+        watch.say(f"tfdist: {error.strerror}")
+        return None
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ met may start its server at once, and nobody who starts late can tell that serve
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
@@ -26,7 +27,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from tfdist import _addresses, _desk
 from tfdist.cluster import Cluster, Task
@@ -238,8 +239,26 @@ def _is_same(proof: str, expected: str) -> bool:
 
 def _listen(cluster: Cluster) -> list[socket.socket]:
     others = [cluster.address(task) for task in cluster.training_tasks if task != cluster.task]
-    try:
+    with _naming_address(cluster):
         return _desk.listen(cluster.address(), others)
+
+
+@contextlib.contextmanager
+def naming_port(cluster: Cluster | None) -> Iterator[None]:
+    """Within this block TensorFlow's "Could not start gRPC server" becomes an OSError that names a port in use."""
+    try:
+        yield
+    except Exception as error:
+        if "Could not start gRPC server" in str(error) and cluster is not None and cluster.task in cluster.tasks:
+            with _naming_address(cluster):
+                _desk.check_port(_addresses.split(cluster.address())[1])
+        raise
+
+
+@contextlib.contextmanager
+def _naming_address(cluster: Cluster) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise OSError(
             error.errno,

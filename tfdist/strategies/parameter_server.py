@@ -27,6 +27,7 @@ from tfdist.engines import (
     overlap,
     python_operation,
     rehearsal,
+    rendezvous,
     sharing,
     watch,
     worker_batch,
@@ -100,7 +101,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         order.join_cluster()
         self._data_sharding = data_sharding
         self._serving = serving.attach(cluster, num_workers, num_ps, start_timeout_secs, data_sharding == "dynamic")
-        super().__init__(self._serving.resolver(), variable_partitioner)
+        with rendezvous.naming_port(cluster):
+            super().__init__(self._serving.resolver(), variable_partitioner)
         # `run` and `reduce` of this class decide themselves what belongs on a worker; the stock check would only warn
         # about it.
         self.extended._allow_run_without_coordinator = True
