@@ -22,18 +22,19 @@ MODULES = sorted((ROOT / "tfdist").rglob("*.py"))
 ARROWS: dict[str, set[str]] = {
     "__init__": {"cluster", "flags", "strategies"},
     "_addresses": set(),
-    "_desk": {"_addresses"},
+    "_line_server": {"_addresses", "_sockets"},
+    "_sockets": set(),
     "callbacks": {"learning_rate", "resume", "telemetry"},
     "cli": {"__init__", "cluster", "doctor", "launchers"},
     "cluster": {"_addresses"},
     "compat": set(),
     "compression": set(),
-    "engines": {"_addresses", "_desk", "cluster", "compat", "compression", "policies"},
+    "engines": {"_addresses", "_line_server", "_sockets", "cluster", "compat", "compression", "policies"},
     "doctor": {"__init__", "_addresses", "cluster", "doctor_meeting", "firewall", "launchers"},
     "firewall": {"_addresses", "cluster"},
-    "doctor_meeting": {"_addresses", "_desk", "cluster"},
+    "doctor_meeting": {"_addresses", "_line_server", "_sockets", "cluster"},
     "flags": {"__init__", "callbacks", "cluster", "policies", "strategies"},
-    "launchers": {"__init__", "_addresses", "_desk", "cluster"},
+    "launchers": {"__init__", "_addresses", "_line_server", "_sockets", "cluster"},
     "learning_rate": set(),
     "policies": set(),
     "resume": {"engines", "launchers", "policies"},
@@ -45,7 +46,17 @@ ARROWS: dict[str, set[str]] = {
     "telemetry": {"cluster", "policies"},
     "testing": {"__init__", "cluster", "engines", "launchers", "policies", "serving", "strategies", "telemetry"},
 }
-LIGHT_FILES = ("__init__", "_addresses", "_desk", "cli", "cluster", "doctor", "doctor_meeting", "firewall")
+LIGHT_FILES = (
+    "__init__",
+    "_addresses",
+    "_line_server",
+    "_sockets",
+    "cli",
+    "cluster",
+    "doctor",
+    "doctor_meeting",
+    "firewall",
+)
 WITHOUT_TENSORFLOW = (*LIGHT_FILES, "launchers", "policies")
 HEAVY = ("tensorflow", "keras", "numpy")
 

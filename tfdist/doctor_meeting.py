@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tasks of a cluster ask each other who they are: whether each reaches each, with which versions and clocks."""
+"""Has the tasks of a cluster ask each other who they are: each should reach each, with the same versions and clocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from tfdist import _addresses, _desk
+from tfdist import _addresses, _line_server, _sockets
 from tfdist.cluster import Cluster, Task
 
 _MAX_SKEW_SECS = 1.0
@@ -43,11 +43,11 @@ def meet(cluster: Cluster, mine: Mapping[str, str], timeout_secs: float) -> list
     deadline = time.monotonic() + timeout_secs
     visitors = _Visitors(cluster, mine)
     try:
-        listening = _desk.listen(cluster.address(), map(cluster.address, others))
+        listening = _line_server.listen(cluster.address(), map(cluster.address, others))
     except OSError as error:
         return [("wrong", f"{cluster.task} can't listen at {cluster.address()}: {error}; end what holds the port")]
     asking = concurrent.futures.ThreadPoolExecutor(min(64, len(others)), "tfdist meet")
-    with _desk.Desk(listening, visitors.converse) as answering, asking as pool:
+    with _line_server.LineServer(listening, visitors.converse) as answering, asking as pool:
 
         def ask(task: Task) -> dict[str, Any] | str:
             answer = _ask(cluster, task, deadline)
@@ -96,7 +96,7 @@ class _Visitors:
         self._not_asked = {_name(task): str(task) for task in cluster.tasks if task != cluster.task}
         self._changed = threading.Condition()
 
-    def converse(self) -> _desk.Conversation:
+    def converse(self) -> _line_server.Conversation:
         asking = yield b""
         answer = json.dumps({**self._answer, "time": time.time()})
         yield f"{answer}\n".encode()
@@ -129,7 +129,7 @@ def _ask(cluster: Cluster, task: Task, deadline: float) -> dict[str, Any] | str:
             ) as connection:
                 started = time.time()
                 connection.sendall(_name(cluster.task) + b"\n")
-                answer = _parse(_read_line(connection))
+                answer = _parse(_sockets.read_line(connection, _ANSWER_SECS))
                 with contextlib.suppress(OSError):
                     connection.sendall(b"\n")  # It has come.
                 middle, half = (started + time.time()) / 2, (time.time() - started) / 2
@@ -154,15 +154,3 @@ def _parse(line: bytes) -> dict[str, Any]:
     if not isinstance(answer, dict) or not isinstance(answer.get("versions", {}), dict):
         raise ValueError("the answer is not from tfdist doctor")
     return answer
-
-
-def _read_line(connection: socket.socket) -> bytes:
-    line, until = b"", time.monotonic() + _ANSWER_SECS
-    while not line.endswith(b"\n") and len(line) < _desk.LINE_BYTES:
-        # For the whole line, not for each byte of it.
-        connection.settimeout(max(0.01, until - time.monotonic()))
-        data = connection.recv(_desk.LINE_BYTES)
-        if not data:
-            break
-        line += data
-    return line

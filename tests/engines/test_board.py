@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tfdist
-from tfdist import _desk
+from tfdist import _line_server
 from tfdist.engines import quorum_wire as wire
 from tfdist.engines.board import Board
 from tfdist.engines.quorum_member import Member
@@ -337,8 +337,8 @@ def test_a_flood_of_strangers_is_a_few_lines():
 
 def test_those_who_give_way_are_from_the_address_that_has_most():
     strangers, hosts = ["a1", "b1", "b2", "a2", "b3"], ["a", "b", "b", "a", "b"]
-    assert _desk.to_give_way(strangers, hosts) == "b1"
-    assert _desk.to_give_way(["a1"], ["a"]) == "a1"
+    assert _line_server.to_give_way(strangers, hosts) == "b1"
+    assert _line_server.to_give_way(["a1"], ["a"]) == "a1"
 
 
 def test_the_board_listens_at_the_chiefs_address_only():

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tfdist import Cluster, Task, _desk
+from tfdist import Cluster, Task, _line_server
 from tfdist.engines import rendezvous
 from tfdist.launchers.ports import PortReservation
 
@@ -121,7 +121,7 @@ def listening(described: Cluster, secret: str = "") -> Iterator[tuple[list[tuple
     met: list[str] = []
     answering = rendezvous._Answering(described, secret.encode(), met.append)
     with answering:
-        yield [each.getsockname()[:2] for each in answering._desk._sockets], met
+        yield [each.getsockname()[:2] for each in answering._server._sockets], met
 
 
 def crowd(stack: contextlib.ExitStack, address: tuple[str, int], count: int, words: bytes) -> None:
@@ -150,7 +150,7 @@ def test_an_own_name_that_others_cannot_mean_listens_everywhere():
 def test_strangers_that_came_first_and_stay_delay_no_meeting(words: bytes, secret: str):
     with PortReservation(2) as reserved, contextlib.ExitStack() as stack:
         (address,), met = stack.enter_context(listening(cluster(reserved.ports, 0), secret))
-        crowd(stack, address, 3 * _desk.MOST_PEERS, words)
+        crowd(stack, address, 3 * _line_server.MOST_PEERS, words)
         assert rendezvous._ask(cluster(reserved.ports, 1), Task("worker", 0), secret.encode()) is None
         assert met == ["worker:1"]
 

@@ -64,7 +64,7 @@ class Tasks:
 
 def attempt(monkeypatch, unreachable, **codes):
     """The outcome of a job on alpha and beta, whose workers end with these codes, and what the launcher says."""
-    monkeypatch.setattr(attempts, "_CAUSE_SECS", 0.0)
+    monkeypatch.setattr(attempts, "CAUSE_SECS", 0.0)
     asked = []
     monkeypatch.setattr(reachability, "unreachable", lambda probes, _: asked.append(probes) or unreachable)
     request = ssh.plan(ssh.Job(("train.py",), (Host("alpha", 1), Host("beta", 1)), Shape(2)))

@@ -120,7 +120,7 @@ class Scripted:
 
 @pytest.fixture(autouse=True)
 def in_no_time(monkeypatch):
-    for name in ("_REPLACE_SECS", "_CAUSE_SECS", "_VERDICT_SECS"):
+    for name in ("_REPLACE_SECS", "CAUSE_SECS", "_VERDICT_SECS"):
         monkeypatch.setattr(attempts, name, 0.0)
 
 
@@ -201,7 +201,7 @@ def test_a_worker_that_only_misses_the_chief_changes_nothing(monkeypatch):
 
 def test_a_worker_that_says_that_it_has_lost_the_chief_waits_for_what_the_chief_does(monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr(attempts, "_CAUSE_SECS", 1000.0)
+        patched.setattr(attempts, "CAUSE_SECS", 1000.0)
         outcome, supervisor = attempt(("worker:0", 75, RAN), ("chief:0", 3, RAN))
         assert (outcome.code, len(supervisor.started)) == (3, 4)
     outcome, supervisor = attempt(("worker:0", 75, RAN), LATER, DONE)

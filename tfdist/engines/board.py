@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arrival board: where the workers of a job report their contributions, and learn what an update is made of.
+"""Serves the arrival board: workers report their contributions, and learn which of them an update is made of.
 
     worker's Keras thread     worker's second thread        board (in the chief's process)
                                 STARTED step 7  --------->  policy.started
@@ -28,7 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from tfdist import _desk
+from tfdist import _line_server, _sockets
 from tfdist.engines import quorum_wire as wire
 from tfdist.engines import watch
 from tfdist.engines.quorum_wire import Act, Doing, Kind, ProtocolError, Report, Verdict
@@ -153,7 +153,7 @@ class Board:
             accepted, peer = self._listener.accept()
         except OSError as error:
             # Else it was gone before it was looked at.
-            if error.errno in _desk.NO_RESOURCES:
+            if error.errno in _sockets.NO_RESOURCES:
                 self._make_room("stayed silent while no more could be opened")
                 time.sleep(_NO_RESOURCES_SECS)
             return
@@ -170,7 +170,7 @@ class Board:
     def _make_room(self, reason: str) -> None:
         if self._strangers:
             hosts = [stranger.peer.rpartition(":")[0] for stranger in self._strangers]
-            self._drop(_desk.to_give_way(self._strangers, hosts), f"it {reason}")
+            self._drop(_line_server.to_give_way(self._strangers, hosts), f"it {reason}")
 
     def _receive(self, connection: _Connection) -> None:
         try:

@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 
-from tfdist import _addresses
+from tfdist import _addresses, _sockets
 from tfdist.cluster import Cluster
 
 # A silent host is given up after the last answer for at most `LOST_SECS` and one probe.
@@ -167,10 +167,7 @@ def _plain(host: str) -> str:
 def _probe(connection: socket.socket) -> None:
     # Of each, a call is made only for what is not so yet.
     if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_EVERY_SECS)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_EVERY_SECS)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, LOST_SECS // _PROBE_EVERY_SECS)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        _sockets.keep_alive(connection, _PROBE_EVERY_SECS, _PROBE_EVERY_SECS, LOST_SECS // _PROBE_EVERY_SECS)
     # For data that nobody acknowledges; the probes rest while there are any.
     timeout_ms = 0 if _is_held_back(connection) else LOST_SECS * 1000
     if connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) != timeout_ms:

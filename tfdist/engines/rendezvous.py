@@ -29,7 +29,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-from tfdist import _addresses, _desk
+from tfdist import _addresses, _line_server, _sockets
 from tfdist.cluster import Cluster, Task
 from tfdist.engines import watch
 
@@ -173,19 +173,19 @@ class _Answering:
         self._cluster = cluster
         self._secret = secret
         self._on_met = on_met
-        self._desk = _desk.Desk(_listen(cluster), self._converse)
+        self._server = _line_server.LineServer(_listen(cluster), self._converse)
 
     def __enter__(self) -> _Answering:
-        self._desk.__enter__()
+        self._server.__enter__()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._desk.__exit__(*exception)
+        self._server.__exit__(*exception)
 
     def listen_everywhere(self) -> None:
-        self._desk.listen_everywhere()
+        self._server.listen_everywhere()
 
-    def _converse(self) -> _desk.Conversation:
+    def _converse(self) -> _line_server.Conversation:
         mine, nonce = str(self._cluster.task), _nonce()
         words = (yield _hello(self._cluster, nonce)).decode(errors="replace").split()
         if len(words) != 5 or words[:2] != [_MAGIC.decode(), _digest(self._cluster)]:
@@ -240,7 +240,7 @@ def _is_same(proof: str, expected: str) -> bool:
 def _listen(cluster: Cluster) -> list[socket.socket]:
     others = [cluster.address(task) for task in cluster.training_tasks if task != cluster.task]
     with _naming_address(cluster):
-        return _desk.listen(cluster.address(), others)
+        return _line_server.listen(cluster.address(), others)
 
 
 @contextlib.contextmanager
@@ -251,7 +251,7 @@ def naming_port(cluster: Cluster | None) -> Iterator[None]:
     except Exception as error:
         if "Could not start gRPC server" in str(error) and cluster is not None and cluster.task in cluster.tasks:
             with _naming_address(cluster):
-                _desk.check_port(_addresses.split(cluster.address())[1])
+                _sockets.check_port(_addresses.split(cluster.address())[1])
         raise
 
 
@@ -362,15 +362,8 @@ def _prove(connection: socket.socket, cluster: Cluster, task: Task, secret: byte
 
 
 def _read_line(connection: socket.socket) -> bytes:
-    """A line, or the beginning of what is none."""
-    line, until = b"", time.monotonic() + _PROBE_SECS
-    while not line.endswith(b"\n") and len(line) < _desk.LINE_BYTES and line[: len(_MAGIC)] == _MAGIC[: len(line)]:
-        connection.settimeout(max(0.01, until - time.monotonic()))
-        data = connection.recv(_desk.LINE_BYTES)
-        if not data or time.monotonic() > until:
-            break
-        line += data
-    return line
+    """A line, or the beginning of what is none of tfdist's."""
+    return _sockets.read_line(connection, _PROBE_SECS, _MAGIC)
 
 
 def _judge(answer: bytes, cluster: Cluster, task: Task) -> str | None:

@@ -16,15 +16,13 @@ from tfdist.launchers import reachability
 from tfdist.launchers.notices import GIVEN_UP, Notices
 from tfdist.launchers.processes import Process, Supervisor
 from tfdist.launchers.replacements import Replacements
-from tfdist.launchers.requests import HOPELESS_EXIT_CODES, PREEMPTED_EXIT_CODE, Request
+from tfdist.launchers.requests import CAUSE_SECS, HOPELESS_EXIT_CODES, PREEMPTED_EXIT_CODE, Request
 from tfdist.launchers.task_logs import TaskLogs
 
 _SHOWN_LINES = 8
 # A worker or ps that misses the chief may be seen to fail before the chief is seen to have ended.
 _VERDICT_SECS = 1.0
 _REPLACE_SECS = 0.5
-# One that has lost another says that it may be started again, often before the one that failed is through with failing.
-_CAUSE_SECS = 5.0
 # Until all that a worker had started is gone and its last words are read, its place is not free.
 _SWEPT_SECS = 0.05
 # Of ssh, when its connection broke or never was; a script may end with it as well.
@@ -156,7 +154,7 @@ class Attempt:
         self._pending.discard(ended.name)
         decides = ended.name in self._undecided
         if self._failed is None:
-            secs = _CAUSE_SECS if ended.returncode == PREEMPTED_EXIT_CODE else 0.0 if decides else _VERDICT_SECS
+            secs = CAUSE_SECS if ended.returncode == PREEMPTED_EXIT_CODE else 0.0 if decides else _VERDICT_SECS
             self._failed, self._deadline = ended, time.monotonic() + secs
         elif self._failed.returncode == PREEMPTED_EXIT_CODE != ended.returncode:
             self._failed, self._deadline = ended, 0.0
@@ -171,7 +169,7 @@ class Attempt:
         if ran_secs >= self._request.restarts.settled_secs:
             self._settled.add(ended.name)
         # Who has lost the chief ends with this code; then the chief's end is to decide, and it may be seen later.
-        least_secs = _CAUSE_SECS if ended.returncode == PREEMPTED_EXIT_CODE else _REPLACE_SECS
+        least_secs = CAUSE_SECS if ended.returncode == PREEMPTED_EXIT_CODE else _REPLACE_SECS
         failures, secs = self._replacements.failed(ended.name, ran_secs, least_secs)
         text = f"{ended.name} failed ({self._how(ended)}, failure {failures} in a row)"
         if secs is None:

@@ -28,14 +28,12 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import BinaryIO
 
-from tfdist import _desk
+from tfdist import _line_server, _sockets
 from tfdist.launchers import pod_wire as wire
 from tfdist.launchers.pod_rules import GIVEN_UP_EXIT_CODE, Counts, Rules, Verdict
-from tfdist.launchers.requests import PREEMPTED_EXIT_CODE
+from tfdist.launchers.requests import CAUSE_SECS, PREEMPTED_EXIT_CODE
 
 _LINGER_SECS = 5.0
-# A script that misses another may end with 75 before the one that failed is through with failing.
-_CAUSE_SECS = 5.0
 _MOST_STRANGERS = 64
 _NO_RESOURCES_SECS = 0.05
 
@@ -79,7 +77,7 @@ class Leader:
         self._unheard: set[str] = set()
         # Addresses of connections that have not proved that they are members, oldest first.
         self._strangers: dict[socket.socket, str] = {}
-        self._server = wire.listen(port)
+        self._server = _sockets.listen_everywhere(port)
         self.port = self._server.getsockname()[1]
         threading.Thread(target=self._accept, name="tfdist pod group", daemon=True).start()
 
@@ -108,7 +106,7 @@ class Leader:
             except OSError as error:
                 if error.errno == errno.ECONNABORTED:
                     continue
-                if error.errno not in _desk.NO_RESOURCES:
+                if error.errno not in _sockets.NO_RESOURCES:
                     return  # Closed.
                 with self._changed:
                     self._make_room()
@@ -123,7 +121,7 @@ class Leader:
     def _make_room(self) -> None:
         """Closes a connection that has proved nothing; a member whose turn it was tries again."""
         if self._strangers:
-            oldest = _desk.to_give_way(self._strangers, self._strangers.values())
+            oldest = _line_server.to_give_way(self._strangers, self._strangers.values())
             del self._strangers[oldest]
             with contextlib.suppress(OSError):
                 oldest.shutdown(socket.SHUT_RDWR)  # Its thread closes it.
@@ -223,7 +221,7 @@ class Leader:
     def _decide_later(self) -> None:
         """Decides for a preemption, unless another task turns out to have failed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_decided, _CAUSE_SECS)
+            self._changed.wait_for(lambda: self._is_decided, CAUSE_SECS)
             self._decide(self._preempted[0], PREEMPTED_EXIT_CODE)
 
     def _note_heard(self, task: str) -> None:

@@ -10,25 +10,17 @@ import json
 import socket
 from typing import Any, BinaryIO
 
+from tfdist import _sockets
+
 GREETING_SECS = 10.0
-_LINE = 4096
-
-
-def listen(port: int) -> socket.socket:
-    """Listens on all addresses of the pod, of both families where there are two."""
-    if socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):
-            return socket.create_server(("", port), family=socket.AF_INET6, backlog=128, dualstack_ipv6=True)
-    return socket.create_server(("", port), backlog=128)
 
 
 def keep_alive(connection: socket.socket) -> None:
     """Has the kernel find out within half a minute that a host is gone, as without power."""
     connection.settimeout(None)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 30000)):
-        if hasattr(socket, name):  # Linux has them all.
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    _sockets.keep_alive(connection, idle_secs=10, every_secs=5, probes=4)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30000)
 
 
 def proof(secret: str, *parts: object) -> str:
@@ -48,7 +40,7 @@ def read(lines: BinaryIO) -> dict[str, Any]:
       ValueError: it is no message.
       OSError: the connection broke.
     """
-    line = lines.readline(_LINE)
+    line = lines.readline(_sockets.LINE_BYTES)
     if not line:
         return {}
     try:

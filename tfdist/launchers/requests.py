@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 # A script that was preempted and has saved its work ends with this code (EX_TEMPFAIL of sysexits.h: "try again later").
 # Launchers start the job again and don't count it as a failure.
 PREEMPTED_EXIT_CODE = 75
+# A task that misses another one ends with 75, often before the task that failed has ended. The verdict waits so long.
+CAUSE_SECS = 5.0
 # Exit codes after which trying again is of no use: a command line that makes no sense, a program that can't be run.
 HOPELESS_EXIT_CODES = (2, 126, 127)
 _MAX_BACKOFF_DOUBLINGS = 6

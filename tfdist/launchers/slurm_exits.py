@@ -22,7 +22,7 @@ from collections.abc import Callable
 
 from tfdist.cluster import Task
 from tfdist.launchers import wrapping
-from tfdist.launchers.requests import PREEMPTED_EXIT_CODE
+from tfdist.launchers.requests import CAUSE_SECS, PREEMPTED_EXIT_CODE
 from tfdist.launchers.shape import Shape
 
 EXITS_VARIABLE = "TFDIST_SLURM_EXITS"
@@ -30,8 +30,6 @@ EXITS_VARIABLE = "TFDIST_SLURM_EXITS"
 REACHES_ALL_VARIABLE = "TFDIST_SLURM_REACHES_ALL"
 _SIGNAL_TIMEOUT_SECS = 20.0
 _POLL_SECS = 0.2
-# A task that has lost another one ends with 75, often before the other one has failed. SIGTERM to a job takes less.
-_CAUSE_SECS = 5.0
 _KILLED_EXIT_CODE = 137
 
 
@@ -88,7 +86,7 @@ class Exits:
             wrapping.say(f"{task} ended with exit code {code} after SIGTERM to all tasks; waiting for the others")
         else:
             if code == PREEMPTED_EXIT_CODE:
-                self._wait(lambda: self._read("first") is not None or self._all_ended(), _CAUSE_SECS)
+                self._wait(lambda: self._read("first") is not None or self._all_ended(), CAUSE_SECS)
             if self._write("first", f"{code} {task}\n", "x"):
                 wrapping.say(f"{task} ended with exit code {code}, as the first; ending the others")
                 if len(self._job.tasks) > 1:
@@ -123,7 +121,7 @@ class Exits:
         if self._term(task) != "1":
             return False
         heard = lambda: all(self._term(each) or self._code(each) for each in self._job.tasks)  # noqa: E731
-        return self._wait(heard, _CAUSE_SECS)
+        return self._wait(heard, CAUSE_SECS)  # SIGTERM to a job takes less.
 
     def _wait(self, is_due: Callable[[], bool], secs: float) -> bool:
         """Waits until it is due; False if it is not after so long."""

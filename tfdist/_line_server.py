@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import errno
 import ipaddress
 import selectors
 import socket
@@ -19,19 +18,16 @@ import time
 from collections.abc import Callable, Generator, Iterable
 from typing import TypeVar
 
-from tfdist import _addresses
+from tfdist import _addresses, _sockets
 
 T = TypeVar("T")
 # Sends what it yields, and is given the peer's next line; the peer closes first when it returns.
 Conversation = Generator[bytes, bytes, None]
 
-LINE_BYTES = 4096
 MOST_PEERS = 128
 # From the first byte to the last, however busily a peer drips: a task's conversation takes milliseconds.
 PEER_SECS = 10.0
-_BACKLOG = 128
 _JOIN_SECS = 5.0
-NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class _Peer:
@@ -44,7 +40,7 @@ class _Peer:
         self.is_done = False
 
 
-class Desk:
+class LineServer:
     """Holds a short conversation, line by line, with each peer that connects, until it is closed.
 
     Args:
@@ -72,9 +68,9 @@ class Desk:
             self._selector.register(each, selectors.EVENT_READ)
         self._stop = threading.Event()
         self._is_to_widen = False
-        self._thread = threading.Thread(target=self._run, name="tfdist-desk", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="tfdist-line-server", daemon=True)
 
-    def __enter__(self) -> Desk:
+    def __enter__(self) -> LineServer:
         self._thread.start()
         return self
 
@@ -127,7 +123,7 @@ class Desk:
             self._selector.unregister(each)
             each.close()
         try:
-            self._sockets = [_listen_everywhere(addresses[0][2])]
+            self._sockets = [_sockets.listen_everywhere(addresses[0][2])]
         except OSError:
             found = [_listen_at(*each) for each in addresses]
             self._sockets = [each for each in found if each]
@@ -139,7 +135,7 @@ class Desk:
         try:
             connection, address = listener.accept()
         except OSError as error:
-            if error.errno in NO_RESOURCES:
+            if error.errno in _sockets.NO_RESOURCES:
                 self._make_room()
                 self._stop.wait(0.01)  # Where no room was made, others of this program must close something first.
             return
@@ -157,7 +153,7 @@ class Desk:
 
     def _receive(self, peer: _Peer) -> None:
         try:
-            data = peer.socket.recv(LINE_BYTES)
+            data = peer.socket.recv(_sockets.LINE_BYTES)
         except BlockingIOError:
             return
         except OSError:
@@ -169,7 +165,7 @@ class Desk:
         while b"\n" in peer.buffer and not peer.is_done and peer in self._peers:
             line, _, peer.buffer = peer.buffer.partition(b"\n")
             self._send(peer, lambda line=line: peer.conversation.send(line))
-        if len(peer.buffer) > LINE_BYTES:
+        if len(peer.buffer) > _sockets.LINE_BYTES:
             self._drop(peer)
 
     def _send(self, peer: _Peer, answer: Callable[[], bytes]) -> None:
@@ -214,7 +210,7 @@ def listen(address: str, others: Iterable[str]) -> list[socket.socket]:
     All interfaces are listened on only where the own address can't be told: the host of `address` is none of this
     machine (behind an address translation), or a loopback address that other machines call otherwise (127.0.1.1 in
     /etc/hosts). A task that other machines reach at another of its own addresses is deaf at first: see
-    `Desk.listen_everywhere`.
+    `LineServer.listen_everywhere`.
 
     Args:
       address: "host:port" of the task.
@@ -224,7 +220,7 @@ def listen(address: str, others: Iterable[str]) -> list[socket.socket]:
       OSError: the port is in use, on whichever interface, or may not be used.
     """
     host, port = _addresses.split(address)
-    check_port(port)
+    _sockets.check_port(port)
     found: list[socket.socket] = []
     is_local = all(_is_loopback(each) for each in map(_host, others) if each != host)
     try:
@@ -232,7 +228,7 @@ def listen(address: str, others: Iterable[str]) -> list[socket.socket]:
             own = _listen_at(family, ip, port) if is_local or not _is_loopback(ip) else None
             found.extend([own] if own else [])
         if not found:
-            found.append(_listen_everywhere(port))
+            found.append(_sockets.listen_everywhere(port))
     except OSError:
         for each in found:
             each.close()
@@ -240,42 +236,13 @@ def listen(address: str, others: Iterable[str]) -> list[socket.socket]:
     return found
 
 
-def check_port(port: int) -> None:
-    """Raises OSError if a port can't be listened on on all interfaces, as TensorFlow's server does."""
-    _bind_everywhere(port).close()
-
-
 def _listen_at(family: int, ip: str, port: int) -> socket.socket | None:
     try:
-        return socket.create_server((ip, port), family=family, backlog=_BACKLOG)
+        return socket.create_server((ip, port), family=family, backlog=_sockets.BACKLOG)
     except OSError as error:
-        if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EINVAL):
-            return None  # No interface of this machine has the address.
+        if error.errno in _sockets.NO_SUCH_ADDRESS:
+            return None
         raise
-
-
-def _listen_everywhere(port: int) -> socket.socket:
-    bound = _bind_everywhere(port)
-    try:
-        bound.listen(_BACKLOG)
-    except OSError:
-        bound.close()
-        raise
-    return bound
-
-
-def _bind_everywhere(port: int) -> socket.socket:
-    is_dual = socket.has_dualstack_ipv6()
-    bound = socket.socket(socket.AF_INET6 if is_dual else socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if is_dual:
-            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        bound.bind(("", port))
-    except OSError:
-        bound.close()
-        raise
-    return bound
 
 
 def _resolve(host: str) -> list[tuple[int, str]]:

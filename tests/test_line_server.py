@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfdist import Cluster, Task, _desk, doctor_meeting
+from tfdist import Cluster, Task, _line_server, _sockets, doctor_meeting
 from tfdist.engines import rendezvous
 from tfdist.launchers.ports import PortReservation
 
@@ -24,17 +24,17 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 TWO = Cluster({"worker": {0: "127.0.0.1:1", 1: "127.0.0.1:2"}}, Task("worker", 0))
 
 
-def echo() -> _desk.Conversation:
+def echo() -> _line_server.Conversation:
     line = yield b"hello\n"
     while line != b"bye":
         line = yield line + b"\n"
 
 
 @contextlib.contextmanager
-def desk(**options) -> Iterator[tuple[str, int]]:
+def serving(**options) -> Iterator[tuple[str, int]]:
     with PortReservation(1) as reserved:
-        sockets = _desk.listen(f"127.0.0.1:{reserved.ports[0]}", [])
-        with _desk.Desk(sockets, echo, **options):
+        sockets = _line_server.listen(f"127.0.0.1:{reserved.ports[0]}", [])
+        with _line_server.LineServer(sockets, echo, **options):
             yield sockets[0].getsockname()
 
 
@@ -48,12 +48,12 @@ def talk(address: tuple[str, int], *words: bytes) -> list[bytes]:
 
 
 def test_lines_are_answered_one_by_one():
-    with desk() as address:
+    with serving() as address:
         assert talk(address, b"one\n", b"two\n") == [b"hello\n", b"one\n", b"two\n"]
 
 
 def test_many_talk_at_once():
-    with desk() as address, contextlib.ExitStack() as stack:
+    with serving() as address, contextlib.ExitStack() as stack:
         peers = [stack.enter_context(socket.create_connection(address, 30)) for _ in range(50)]
         for peer in reversed(peers):
             peer.sendall(b"line\n")
@@ -63,9 +63,9 @@ def test_many_talk_at_once():
                 heard += peer.recv(100)
 
 
-@pytest.mark.parametrize("words", [bytes(_desk.LINE_BYTES + 1), b"x" * 1_000_000])
+@pytest.mark.parametrize("words", [bytes(_sockets.LINE_BYTES + 1), b"x" * 1_000_000])
 def test_a_line_without_end_is_cut_off(words: bytes):
-    with desk() as address, socket.create_connection(address, 30) as peer:
+    with serving() as address, socket.create_connection(address, 30) as peer:
         with contextlib.suppress(ConnectionError):
             peer.sendall(words)
             while peer.recv(1000):
@@ -74,27 +74,27 @@ def test_a_line_without_end_is_cut_off(words: bytes):
 
 
 def test_who_reads_nothing_is_cut_off():
-    with desk() as address, socket.create_connection(address, 30) as peer:
+    with serving() as address, socket.create_connection(address, 30) as peer:
         with pytest.raises(ConnectionError):
             while True:
-                peer.sendall(b"x" * (_desk.LINE_BYTES - 1) + b"\n")
+                peer.sendall(b"x" * (_sockets.LINE_BYTES - 1) + b"\n")
         assert talk(address, b"one\n") == [b"hello\n", b"one\n"]
 
 
 def test_who_drips_is_cut_off_when_its_time_is_over():
     now = [0.0]
-    with desk(clock=lambda: now[0]) as address, socket.create_connection(address, 30) as dripping:
+    with serving(clock=lambda: now[0]) as address, socket.create_connection(address, 30) as dripping:
         assert dripping.recv(100) == b"hello\n"
         dripping.sendall(b"d")
-        now[0] = _desk.PEER_SECS + 1
+        now[0] = _line_server.PEER_SECS + 1
         assert talk(address, b"one\n") == [b"hello\n", b"one\n"]
         with contextlib.suppress(ConnectionError):
             assert dripping.recv(100) == b""
 
 
 def test_the_oldest_gives_way_when_there_are_too_many():
-    with desk() as address, contextlib.ExitStack() as stack:
-        peers = [stack.enter_context(socket.create_connection(address, 30)) for _ in range(_desk.MOST_PEERS + 1)]
+    with serving() as address, contextlib.ExitStack() as stack:
+        peers = [stack.enter_context(socket.create_connection(address, 30)) for _ in range(_line_server.MOST_PEERS + 1)]
         assert [peer.recv(100) for peer in peers] == [b"hello\n"] * len(peers)
         with contextlib.suppress(ConnectionError):
             assert peers[0].recv(100) == b""
@@ -104,9 +104,9 @@ def test_the_oldest_gives_way_when_there_are_too_many():
 
 _FEW_FILES = """
 import resource, sys
-from tfdist import _desk
-from tests import test_desk
-with test_desk.desk() as address:
+from tfdist import _line_server
+from tests import test_line_server
+with test_line_server.serving() as address:
     resource.setrlimit(resource.RLIMIT_NOFILE, (30, 30))
     print(address[1], flush=True)
     sys.stdin.readline()
@@ -185,9 +185,9 @@ def test_it_listens_at_each_address_of_its_name(monkeypatch: pytest.MonkeyPatch)
         (int(socket.AF_INET), "127.0.0.2"),
         (int(socket.AF_INET), "192.0.2.77"),
     ]
-    monkeypatch.setattr(_desk, "_resolve", lambda host: found)
+    monkeypatch.setattr(_line_server, "_resolve", lambda host: found)
     with PortReservation(1) as reserved, contextlib.ExitStack() as stack:
-        sockets = _desk.listen(f"name:{reserved.ports[0]}", [f"localhost:{reserved.ports[0]}", "127.0.0.9:1"])
+        sockets = _line_server.listen(f"name:{reserved.ports[0]}", [f"localhost:{reserved.ports[0]}", "127.0.0.9:1"])
         for each in sockets:
             stack.enter_context(each)
         assert [each.getsockname()[0] for each in sockets] == ["127.0.0.1", "127.0.0.2"]
@@ -197,7 +197,7 @@ def test_an_address_of_ipv6_is_listened_at_alone():
     if not socket.has_ipv6:
         pytest.skip("no IPv6 here")
     with PortReservation(1) as reserved:
-        (found,) = _desk.listen(f"[::1]:{reserved.ports[0]}", ["[::1]:1"])
+        (found,) = _line_server.listen(f"[::1]:{reserved.ports[0]}", ["[::1]:1"])
         with found:
             if found.getsockname()[0] == "::":
                 pytest.skip("no IPv6 here")
@@ -207,4 +207,4 @@ def test_an_address_of_ipv6_is_listened_at_alone():
 def test_a_port_in_use_on_another_interface_is_an_error():
     # TensorFlow's server is about to take it on all interfaces.
     with socket.create_server(("127.0.0.2", 0)) as used, pytest.raises(OSError, match="in use"):
-        _desk.listen(f"127.0.0.1:{used.getsockname()[1]}", [])
+        _line_server.listen(f"127.0.0.1:{used.getsockname()[1]}", [])
