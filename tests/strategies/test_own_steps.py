@@ -153,6 +153,19 @@ def test_update_in_a_conditional_is_refused_in_one_line(synchronous):
     assert "\n" not in str(raised.value)
 
 
+def by_hand(model, x, y):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean((model(x) - y) ** 2)
+    for weight, gradient in zip(model.trainable_variables, tape.gradient(loss, model.trainable_variables), strict=True):
+        weight.assign_sub(0.1 * gradient)
+    return {"loss": loss}
+
+
+def test_weights_that_a_step_assigns_are_those_of_one_device(strategy):
+    fit = {"batch_size": 8, "epochs": 1}
+    assert_like_one_device(strategy, lambda: OPTIMIZERS.SGD(0.1), model=stepping(by_hand), metrics=None, fit=fit)
+
+
 class Penalty(keras.layers.Layer):
     def call(self, x):
         self.add_loss(0.1 * keras.ops.mean(keras.ops.square(x)))

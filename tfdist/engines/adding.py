@@ -88,5 +88,8 @@ def times(gradient: Any, factor: Any) -> Any:
         return gradient
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(times(gradient.values, factor), gradient.indices, gradient.dense_shape)
+    if isinstance(factor, float) and factor:
+        # As below, but on several elements at once.
+        return gradient * tf.cast(factor, gradient.dtype)
     # Without examples a gradient may be NaN; no share of it is nothing.
     return tf.math.multiply_no_nan(gradient, tf.cast(factor, gradient.dtype))

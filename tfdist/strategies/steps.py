@@ -9,7 +9,8 @@ A step is a bound `train_step` or `test_step` of a Keras model; any other functi
   examples; a replica without examples contributes nothing;
 - the optimizer tap puts clipping, accumulation and loss scaling after the sum over replicas;
 - the logs become those of the whole global batch, in one reduction, whatever their number;
-- statistics kept by layers, such as BatchNormalization's, are averaged, so that every replica keeps the same.
+- statistics kept by layers, such as BatchNormalization's, and weights that the step assigns itself are averaged, so that
+  every replica keeps the same.
 """
 
 from __future__ import annotations
@@ -65,10 +66,11 @@ def run_step(strategy: Any, run: Callable[[], Any], step: Any, data: Any, sum_ov
         with _TRACING, as_one.counted_as_one(strategy, step) as has_own_loss:
             weights = loss_weights.LossWeights(model, shares, strategy.num_replicas_in_sync, has_own_loss)
             taps = tap.tapped(tap.optimizers_of(model), weights.transform) if training else contextlib.nullcontext()
-            told = _ToldByMetrics(model)
-            with taps, tap.attributes([*weights.of_losses(), *told.changes()]):
+            told, written = _ToldByMetrics(model), _WrittenWeights(model)
+            with taps, tap.attributes([*weights.of_losses(), *told.changes(), *written.changes()]):
                 logs = run()
-        return _Results(strategy, model, shares, sum_over_workers, told).merge(logs, training)
+        kept = [*_statistics(model), *written.found] if training else []
+        return _Results(strategy, shares, sum_over_workers, told).merge(logs, kept)
 
 
 def run_alone(strategy: Any, averaging: AveragingEngine, step: Any, data: Any) -> Any:
@@ -156,21 +158,46 @@ class _ToldByMetrics:
         return result
 
 
+class _WrittenWeights:
+    """Which trainable weights a step assigns itself: each replica would keep those that it computes of its examples."""
+
+    def __init__(self, model: keras.Model) -> None:
+        self._weights = [weight for weight in model.trainable_variables if hasattr(weight.value, "values")]
+        self._found: dict[int, Any] = {}
+
+    @property
+    def found(self) -> list[Any]:
+        """The Keras variables, once the step was traced."""
+        return list(self._found.values())
+
+    def changes(self) -> list[tuple[Any, str, Any]]:
+        """What notes them, for `tap.attributes`; optimizers write past it."""
+        return [(weight, "assign", self._noting(weight)) for weight in self._weights]
+
+    def _noting(self, weight: Any) -> Callable[[Any], Any]:
+        assign_to = weight.assign
+
+        def assign(value: Any) -> Any:
+            self._found[id(weight)] = weight
+            return assign_to(value)
+
+        return assign
+
+
 @dataclasses.dataclass(frozen=True)
 class _Results:
     """What a step leaves on the replicas, brought together."""
 
     strategy: Any
-    model: keras.Model
     shares: Shares | None
     sum_over_workers: Sum
     told: _ToldByMetrics
 
-    def merge(self, logs: Any, training: bool) -> Any:
-        """Averages the layers' statistics and returns the logs of the global batch, with one reduction for both."""
+    def merge(self, logs: Any, statistics: Sequence[Any]) -> Any:
+        """Averages these variables and returns the logs of the global batch, with one reduction for both."""
         first = [self.strategy.experimental_local_results(leaf)[0] for leaf in tf.nest.flatten(logs)]
         self.told.keep(first)
-        counters, statistics = self.told.counters, _statistics(self.model) if training else []
+        counters = self.told.counters
         others = [leaf for leaf, shown in zip(tf.nest.flatten(logs), first, strict=True) if not self.told.has(shown)]
         parts = [tf.add_n([tf.convert_to_tensor(copy) for copy in counter.value.values]) for counter in counters]
         parts += [self._mean_part(value) for value in [*others, *(variable.value for variable in statistics)]]
