@@ -9,8 +9,8 @@ A step is a bound `train_step` or `test_step` of a Keras model; any other functi
   examples; a replica without examples contributes nothing;
 - the optimizer tap puts clipping, accumulation and loss scaling after the sum over replicas;
 - the logs become those of the whole global batch, in one reduction, whatever their number;
-- statistics kept by layers, such as BatchNormalization's, and weights that the step assigns itself are averaged, so that
-  every replica keeps the same.
+- statistics kept by layers, such as BatchNormalization's, and weights that the step assigns itself are averaged, so
+  that every replica keeps the same.
 """
 
 from __future__ import annotations
