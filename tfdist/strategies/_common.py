@@ -79,7 +79,7 @@ class KerasSteps(tf.distribute.Strategy):
             # Keras wants the shapes of a batch, of which the last may be uneven: any replica's part shows them.
             batch = tf.nest.map_structure(lambda leaf: self.experimental_local_results(leaf)[0], value)
             build = sys._getframe(1).f_locals
-            generators.built_from(build["iterator"])
+            generators.built_from(build.get("iterator"))
             return self._built(build["self"], batch)
         return tf.nest.map_structure(lambda leaf: self._reduce_one(reduce_op, leaf, axis), value)
 
