@@ -43,3 +43,14 @@ def test_components_of_one_size_are_cut_alike() -> None:
     parts = cut({"table": tf.range(5.0), "x": tf.ones([5, 2])})
     assert parts["table"].numpy().tolist() == [2.0, 3.0, 4.0]
     assert parts["x"].shape == (3, 2)
+
+
+def test_components_of_different_sizes_are_named_in_one_line() -> None:
+    given = (batch(), tf.ragged.constant([[1]] * 6), tf.sparse.eye(6), None)
+    message = (
+        r"tf\.repeat.*Received examples: 3 in batch\[0\]\['table'\], 6 in batch\[0\]\['x'\], 6 in batch\[1\], 6 in"
+    )
+    with pytest.raises(ValueError, match=message) as raised:
+        sharing.check_examples(given, 2)
+    assert "\n" not in str(raised.value)
+    sharing.check_examples((given[0]["x"], *given[1:], tf.constant(2.0)), 2)

@@ -294,3 +294,26 @@ def test_evaluate_predict_and_single_batches(strategy: Any) -> None:
     model.train_on_batch(X[:8], Y[:8])
     assert int(model.optimizer.iterations.numpy()) == 2 * STEPS + 1
     assert any((one != other).any() for one, other in zip(before, model.get_weights(), strict=True))
+
+
+def weighted(batches: tf.data.Dataset) -> tf.data.Dataset:
+    return batches.map(lambda x, y: (x, y, tf.ones([3])))
+
+
+def generated() -> tf.data.Dataset:
+    specs = tf.TensorSpec((6,)), tf.TensorSpec((1,))
+    return tf.data.Dataset.from_generator(lambda: zip(X, Y, strict=True), output_signature=specs).batch(BATCH)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: weighted(dataset().shuffle(9)), lambda: weighted(generated())],
+    ids=["read by workers", "from Python"],
+)
+def test_batch_of_unknown_different_sizes_is_refused_in_one_line(strategy: Any, make: Callable[[], Any]) -> None:
+    model = compiled(strategy, layers, "sgd")
+    before = model.get_weights()
+    with pytest.raises(ValueError, match=r"16 in batch\[1\], 3 in batch\[2\]$") as raised:
+        model.fit(make(), verbose=0)
+    assert "\n" not in str(raised.value)
+    tf.nest.map_structure(np.testing.assert_array_equal, model.get_weights(), before)

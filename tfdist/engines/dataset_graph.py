@@ -23,6 +23,11 @@ _SEED_INPUTS = {
     "RandomDatasetV2": (0, 1),
     "SamplingDataset": (2, 3),
 }
+# How the names of data sets begin: those that make batches of single elements, those without which the first element
+# is there sooner, and those that pass elements on as they are.
+_BATCHING = ("BatchDataset", "PaddedBatchDataset", "ParallelBatchDataset")
+_NEEDLESS = ("Shuffle", "Cache", "Prefetch")
+_PASSING = (*_NEEDLESS, "Repeat", "Take", "Skip", "Options", "AssertCardinality", "Shard")
 
 
 class DatasetGraph:
@@ -52,6 +57,27 @@ class DatasetGraph:
     def caches(self) -> bool:
         """Whether it keeps what it has read for later passes."""
         return any(node.op.startswith("CacheDataset") for nodes in self._bodies() for node in nodes)
+
+    @property
+    def has_even_batches(self) -> bool:
+        """Whether all components of a batch surely have as many examples: they were put together by `batch`."""
+        nodes = {node.name: node for node in self._graph.node}
+        node = next(node for node in self._graph.node if node.op == "_Retval")
+        while node.op == "_Retval" or node.op.startswith(_PASSING):
+            node = nodes[node.input[0].split(":")[0]]
+        return node.op.startswith(_BATCHING)
+
+    def without_shuffles(self) -> tf.Tensor:
+        """The same as `serialize`, in an order that is found at once: no buffer has to be filled."""
+        graph = graph_pb2.GraphDef()
+        graph.CopyFrom(self._graph)
+        nodes = {node.name: node for node in graph.node}
+        for node in graph.node:
+            for position, name in enumerate(node.input):
+                while name.split(":")[0] in nodes and nodes[name.split(":")[0]].op.startswith(_NEEDLESS):
+                    name = nodes[name.split(":")[0]].input[0]
+                node.input[position] = name
+        return tf.constant(graph.SerializeToString())
 
     @property
     def num_bytes(self) -> int:

@@ -13,15 +13,16 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 _KERAS_SHUFFLED = tf.data.experimental.ExternalStatePolicy.IGNORE
 # Batches whose order changes between epochs when the composition of the batches can't.
 _SHUFFLE_BATCHES = 64
-_UNEVEN = (
-    "dataset: the components of a batch have different numbers of examples, and can't be divided among replicas; "
-    "repeat what is the same for all examples with tf.repeat, or keep it in the model. Received examples:"
-)
+_TENSORS = (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)
+_DIFFERENT_EXAMPLES = "the components of a batch have different numbers of examples"
+_REMEDY = "repeat what is the same for all examples with tf.repeat, or keep it in the model"
+_UNEVEN = f"dataset: {_DIFFERENT_EXAMPLES}, and can't be divided among replicas; {_REMEDY}. Received examples:"
 
 
 def deal(dataset: tf.data.Dataset, parts: Sequence[int | tf.Tensor], num_parts: int) -> tf.data.Dataset:
@@ -74,7 +75,7 @@ def static_size(batch: Any) -> int | None:
 
 def rows(batch: Any) -> tf.Tensor | None:
     """The number of examples in a batch, int64; None if nothing in it has a batch dimension."""
-    is_known = isinstance(_first(batch), tf.Tensor | tf.RaggedTensor | tf.SparseTensor)
+    is_known = isinstance(_first(batch), _TENSORS)
     return _rows(batch) if is_known else None
 
 
@@ -90,8 +91,22 @@ def check_batched(element_spec: Any, num_parts: int) -> None:
     if num_parts > 1 and len(sizes) > 1:
         raise ValueError(
             f"dataset: components of its elements have different batch sizes, and can't be divided among {num_parts} "
-            "replicas; repeat what is the same for all examples with tf.repeat, or keep it in the model. Received: "
-            f"batch sizes {sorted(sizes)}, element_spec={element_spec}"
+            f"replicas; {_REMEDY}. Received: batch sizes {sorted(sizes)}, element_spec={element_spec}"
+        )
+
+
+def check_examples(batch: Any, num_parts: int) -> None:
+    """Raises ValueError unless all components of an eager batch have as many examples."""
+    counts = {
+        "".join(f"[{key!r}]" for key in path): int(_rows(leaf))
+        for path, leaf in keras.tree.flatten_with_path(batch)
+        if isinstance(leaf, _TENSORS) and leaf.shape.rank != 0
+    }
+    if len(set(counts.values())) > 1:
+        received = ", ".join(f"{count} in batch{path}" for path, count in counts.items())
+        raise ValueError(
+            f"dataset: {_DIFFERENT_EXAMPLES}, and can't be divided among {num_parts} replicas; {_REMEDY}. "
+            f"Received examples: {received}"
         )
 
 
@@ -142,9 +157,7 @@ def cut(batch: Any, part: int | tf.Tensor, num_parts: int) -> Any:
 
 def _checked_rows(batch: Any) -> tf.Tensor | int:
     """The number of examples, once all components are known to have so many."""
-    tensors = [
-        leaf for leaf in tf.nest.flatten(batch) if isinstance(leaf, tf.Tensor | tf.RaggedTensor | tf.SparseTensor)
-    ]
+    tensors = [leaf for leaf in tf.nest.flatten(batch) if isinstance(leaf, _TENSORS)]
     known = {_static_rows(leaf) for leaf in tensors}
     if len(known) == 1 and None not in known:
         return known.pop()

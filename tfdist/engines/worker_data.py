@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from tfdist.compat.autograph_loops import LoopIterator
-from tfdist.engines import fitting, graph_data, worker_batch
+from tfdist.engines import fitting, graph_data, sharing, worker_batch
 from tfdist.engines.worker_batch import Batch, WorkerBatch
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ class WorkerIterator(LoopIterator):
         self._redeemed = 0
         self._feed: str | None = None
         self._local: Iterator[Any] | None = None
+        self._cut_into = 1
         self._reading = threading.RLock()
         self._waiting: collections.deque[Any] = collections.deque()
         # Steps begun ahead of the tickets for them (`predict`).
@@ -151,6 +152,8 @@ class WorkerIterator(LoopIterator):
     def _give(self) -> None:
         """Counts one more ticket."""
         self._engine.make_room()
+        if not self._tickets:
+            self._begin_fit()
         if self._tickets == self._cardinality or not self._has_next():
             if self._given_since_iter:
                 raise StopIteration
@@ -169,6 +172,12 @@ class WorkerIterator(LoopIterator):
                 "batch in the iteration that takes it"
             )
         return batch
+
+    def _begin_fit(self) -> None:
+        """Reads the first batch before the first step of `fit`, if it has to be cut and the chief is to read it."""
+        if fitting.fit_frame() is not None and self._dataset.num_parts > 1 and self._dataset.lives_in_python:
+            self._cut_into = self._dataset.num_parts
+            self.feed(by_chief=True)
 
     def read_for_chief(self) -> list[Any]:
         """The next batch, flat, for the chief to look at."""
@@ -309,7 +318,10 @@ class WorkerIterator(LoopIterator):
         if self._local is None:
             raise RuntimeError("next_local_batch() on data that the workers read.")
         try:
-            return tf.nest.flatten(next(self._local), expand_composites=True)
+            batch = next(self._local)
         except StopIteration:
             self.ended = True
             raise tf.errors.OutOfRangeError(None, None, "End of sequence") from None
+        if self._cut_into > 1:
+            sharing.check_examples(batch, self._cut_into)
+        return tf.nest.flatten(batch, expand_composites=True)

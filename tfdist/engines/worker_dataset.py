@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import secrets
@@ -104,6 +105,25 @@ class WorkerDataset(input_lib.DistributedDataset):
         rest.passes = self.passes + passes
         self.passes = rest.passes + (batches > 0)
         return rest
+
+    @property
+    def num_parts(self) -> int:
+        """Into how many parts each batch is cut."""
+        return self._engine.num_workers if self._sharding == "deal" else self._num_parts
+
+    def check_first_batch(self) -> None:
+        """Raises ValueError if the first batch can't be cut into parts.
+
+        The worker that cuts it would see that too, but what it raises comes late and in many words. Batches that are
+        made by `batch` and not changed any more can always be cut. Data of the chief's Python may come only once:
+        their iterator looks at them.
+        """
+        if self.num_parts == 1 or self.lives_in_python or self._graph().has_even_batches:
+            return
+        # An error may be this process', which need not be able to read the data.
+        with contextlib.suppress(tf.errors.OpError):
+            for batch in rebuild(self._graph().without_shuffles(), self.element_spec).take(1):
+                sharing.check_examples(batch, self.num_parts)
 
     def local_iterator(self) -> Iterator[Any]:
         """An iterator of the chief's own, over the whole."""

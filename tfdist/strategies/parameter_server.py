@@ -188,9 +188,13 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         if self._num_parts > 1:
             sharing.check_batched(dataset.element_spec, self._num_parts)
         if isinstance(self._aggregated, AsynchronousEngine):
-            return WorkerDataset(self._engine, dataset, self._data_sharding, self._num_parts)
-        is_dealt = self._aggregated is not None and self._data_sharding == "shard"
-        return WorkerDataset(self._engine, dataset, "deal" if is_dealt else self._data_sharding)
+            described = WorkerDataset(self._engine, dataset, self._data_sharding, self._num_parts)
+        else:
+            is_dealt = self._aggregated is not None and self._data_sharding == "shard"
+            described = WorkerDataset(self._engine, dataset, "deal" if is_dealt else self._data_sharding)
+        if fitting.fit_frame() is not None:
+            described.check_first_batch()
+        return described
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset], options: Any = None
