@@ -484,3 +484,14 @@ def test_a_strategy_that_nobody_needs_ends_its_threads(cpus):
     for thread in threads:
         thread.join(10)
         assert not thread.is_alive()
+
+
+def recurrent() -> keras.Model:
+    layers = [keras.layers.Reshape((3, 1)), keras.layers.LSTM(2), keras.layers.Dense(1)]
+    return keras.Sequential([keras.Input((3,)), *layers])
+
+
+def test_recurrent_model_is_built_from_a_batch_of_one_example(strategy):
+    assert_like_one_device(
+        strategy, lambda: OPTIMIZERS.SGD(0.1), model=recurrent, data=(X[:5], Y[:5]), fit={"batch_size": 1, "epochs": 1}
+    )

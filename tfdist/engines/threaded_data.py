@@ -292,8 +292,9 @@ class ReplicaIterator:
         return next(self)
 
     def example(self) -> Any:
-        """A replica's part of the batch that is taken next."""
-        return sharing.cut(self._waiting[0], 0, self._dataset.num_parts)
+        """A replica's part of the batch that is taken next: the last, which is not empty with one example."""
+        num_parts = self._dataset.num_parts
+        return sharing.cut(self._waiting[0], num_parts - 1, num_parts)
 
     def take(self) -> WholeBatch | OwnParts:
         """Redeems a ticket."""
