@@ -189,6 +189,26 @@ def test_penalties_count_as_on_one_device(strategy, reduction, rows):
     assert_like_one_device(strategy, lambda: OPTIMIZERS.SGD(0.01), model=penalized, loss=loss, data=data)
 
 
+class PenalizedOwn(stepping(mean_by_hand)):
+    def __init__(self):
+        super().__init__()
+        self.penalty = Penalty()
+
+    def call(self, x, training=False):
+        return self.second(self.penalty(self.first(x)))
+
+
+def test_evaluate_after_an_own_step_counts_no_empty_replica(strategy):
+    with strategy.scope():
+        model = PenalizedOwn()
+        model.build()
+        model.compile("sgd", "mse")
+    found = model.evaluate(X[:9], Y[:9], batch_size=8, verbose=0, return_dict=True)["loss"]
+    penalties = [0.1 * np.mean(np.square(model.first(X[rows]))) for rows in (slice(8), slice(8, 9))]
+    expected = np.mean((model.predict(X[:9], verbose=0) - Y[:9]) ** 2) + np.dot(penalties, [8 / 9, 1 / 9])
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
 def test_metric_variable_of_aggregation_mean_is_read(strategy):
     with strategy.scope():
         metric = keras.metrics.Metric(name="largest")

@@ -133,10 +133,11 @@ def _weighing_scalars(metric: Any, weight: Callable[[], Any]) -> Callable[..., A
     update_state = metric.update_state
 
     def update(values: Any, sample_weight: Any = None) -> Any:
-        is_scalar = sample_weight is None and getattr(values, "shape", (0,)) == ()
         # An integer is a count, which adds up over the replicas.
-        is_scalar = is_scalar and tf.as_dtype(getattr(values, "dtype", "int32")).is_floating
-        return _update_weighed(update_state, values, weight()) if is_scalar else update_state(values, sample_weight)
+        is_number = tf.as_dtype(getattr(values, "dtype", "int32")).is_floating
+        if getattr(values, "shape", (0,)) != () or not is_number:
+            return update_state(values, sample_weight)
+        return _update_weighed(update_state, values, weight() if sample_weight is None else sample_weight)
 
     return update
 
