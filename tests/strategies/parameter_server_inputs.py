@@ -282,3 +282,15 @@ def test_one_batch_at_a_time(strategy: Any) -> None:
     model.reset_metrics()
     assert model.test_on_batch(X, Y)[0] == pytest.approx(alone, rel=1e-4)
     assert model.predict_on_batch(X[:3]).shape == (3, 1)
+
+
+def test_a_data_set_maps_with_layers_of_the_scope(strategy: Any) -> None:
+    """Random augmentation counts in a seed generator, and a normalization has statistics: variables of the scope."""
+    with strategy.scope():
+        noise, scale = keras.layers.GaussianNoise(1.0, seed=3), keras.layers.Normalization(mean=1.0, variance=4.0)
+    data = dataset().map(lambda x, y: (scale(noise(x, training=True)), y)).prefetch(2)
+    first, second = (np.concatenate([x for x, _ in data.as_numpy_iterator()]) for _ in range(2))
+    assert not np.allclose(first, second)
+    model = dense(strategy)
+    assert np.isfinite(fit(model, data, epochs=2)["loss"]).all()
+    assert int(model.optimizer.iterations.numpy()) == 2 * STEPS

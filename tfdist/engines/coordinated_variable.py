@@ -29,6 +29,7 @@ from tensorflow.python.eager import record
 from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs as written_by
 from tensorflow.python.ops import resource_variable_ops
 
+from tfdist.compat import dataset_functions
 from tfdist.engines.bundles import is_small
 
 _SCATTERS = tuple(
@@ -51,6 +52,7 @@ class CoordinatedVariable(ps_values.CachingVariable):
         self._writes = 0
         self._reads: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         self._ahead: tf.Tensor | None = None
+        self._for_data: tf.Variable | None = None
 
     def read_ahead(self, value: tf.Tensor | None) -> None:
         """Has reads in the graph of `value` take it as what they read, until there is a write; None ends that."""
@@ -62,6 +64,8 @@ class CoordinatedVariable(ps_values.CachingVariable):
         if tf.executing_eagerly():
             self._barrier(writes=False)
             return read(*args, **kwargs)
+        if dataset_functions.is_traced():
+            return getattr(self._copy_for_data(), read.__name__)(*args, **kwargs)
         value = self._as_read_ahead() if is_whole else None
         if value is None:
             value = read(*args, **kwargs)
@@ -89,6 +93,18 @@ class CoordinatedVariable(ps_values.CachingVariable):
     def _dense_var_to_tensor(self, dtype: Any = None, name: str | None = None, as_ref: bool = False) -> tf.Tensor:
         is_whole = dtype in (None, self.dtype) and not as_ref
         return self._read(super()._dense_var_to_tensor, is_whole=is_whole, dtype=dtype, name=name, as_ref=as_ref)
+
+    def _copy_for_data(self) -> tf.Variable:
+        """A variable of the chief's own with the value that this one has when a data set first uses it.
+
+        A function of a data set can't reach a variable on another machine, and the chief reads ahead of the steps.
+        """
+        if self._for_data is None:
+            with tf.init_scope(), tf.device("/device:CPU:0"):
+                value = self.read_value()
+                handle = {"trainable": False, "name": self.name.split(":")[0].split("/")[-1]}
+                self._for_data = resource_variable_ops.ResourceVariable(tf.identity(value), **handle)
+        return self._for_data
 
     def _as_read_ahead(self) -> tf.Tensor | None:
         value = self._ahead
@@ -128,7 +144,8 @@ class CoordinatedVariable(ps_values.CachingVariable):
         self, value: Any, use_locking: bool | None = None, name: str | None = None, read_value: bool = True
     ) -> Any:
         """See `tf.Variable.assign`; adding to the variable itself becomes atomic."""
-        delta = None if tf.executing_eagerly() else self._match_addition(value)
+        is_apart = tf.executing_eagerly() or dataset_functions.is_traced()
+        delta = None if is_apart else self._match_addition(value)
         if delta is None:
             return self._write(super().assign, value, use_locking=use_locking, name=name, read_value=read_value)
         operation = self._v.assign_add if delta.sign > 0 else self._v.assign_sub
@@ -163,6 +180,8 @@ class CoordinatedVariable(ps_values.CachingVariable):
     def _write(self, write: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if tf.executing_eagerly():
             self._barrier(writes=True)
+        elif dataset_functions.is_traced():
+            return getattr(self._copy_for_data(), write.__name__)(*args, **kwargs)
         else:
             for watcher in getattr(_watchers, "writes", ()):
                 watcher(self)
