@@ -30,7 +30,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat import additional_losses
-from tfdist.engines import changes, recording, sharing, states, tap
+from tfdist.engines import changes, empty_parts, recording, sharing, states, tap
 from tfdist.engines.adding import Contribution, add_up, times, weigh
 from tfdist.engines.applying import Applied, apply_if, capture
 from tfdist.engines.model_losses import is_sum, losses
@@ -135,10 +135,13 @@ class TrainStep:
         with tap.attributes(changed), scope:
             self.model._clear_losses()  # Keras knows them by ids, which tensors of an earlier trace may have had.
             # An empty Optional is Keras' way to say None.
-            result = self._step(tf.nest.map_structure(_none_if_optional, batch))
+            given = empty_parts.filled(batch) if self._may_be_empty(batch) else batch
+            result = self._step(tf.nest.map_structure(_none_if_optional, given))
         writes = scope.writes()
         weight = self._weight(batch)
         counts, new_states, maxima = self._sort(writes, scope, begun_with, weight)
+        if self._may_be_empty(batch):
+            counts = [tf.where(sharing.rows(batch) > 0, count, tf.zeros_like(count)) for count in counts]
         return Contribution(
             [
                 gradient if self._is_sum else times(gradient, weight)
@@ -156,6 +159,10 @@ class TrainStep:
             tuple(times(each.flag.read_value(), weight) for each in layout.applied if each.flag is not None),
             tuple(maxima),
         )
+
+    def _may_be_empty(self, batch: Any) -> bool:
+        is_alone = self._total_num_replicas == 1
+        return not is_alone and empty_parts.may_occur([batch]) and empty_parts.are_refused(self.model)
 
     def _starts(self) -> tuple[list[tuple[Any, tf.Tensor]], dict[int, tf.Tensor]]:
         """What variables begin with: metrics' sums at zero; and what other states are then, by the variable's id."""

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat import decorated_methods, generators, symbolic_build
-from tfdist.engines import averaging_data, fitting, overlap, rehearsal
+from tfdist.engines import averaging_data, finding, fitting, keras_steps, overlap, rehearsal
 from tfdist.engines.averaging import AveragingEngine
 from tfdist.strategies import steps
 
@@ -54,8 +54,8 @@ class KerasSteps(tf.distribute.Strategy):
         The steps of a Keras model return logs that are equal on all replicas: those of the global batch.
         """
 
-        def stock() -> Any:
-            return super(KerasSteps, self).run(fn, args=args, kwargs=kwargs, options=options)
+        def stock(*given: Any) -> Any:
+            return super(KerasSteps, self).run(fn, args=given or args, kwargs=kwargs, options=options)
 
         fn = decorated_methods.undecorated(fn)
         if self._averaging is not None and averaging_data.is_alone(args):
@@ -63,6 +63,9 @@ class KerasSteps(tf.distribute.Strategy):
         if steps.model_of(fn) is None or len(args) != 1 or kwargs:
             if not tf.executing_eagerly():
                 rehearsal.before(self, fn, [self._of_first_replica(each) for each in (*args, *(kwargs or {}).values())])
+            if keras_steps.classify(fn) == "predict" and len(args) == 1:
+                models = [each for each in finding.used_by(fn) if isinstance(each, keras.Model)]
+                return steps.run_prediction(self, stock, models[0] if models else None, args[0])
             return stock()
         return steps.run_step(self, stock, fn, args[0], self._sum_over_workers)
 

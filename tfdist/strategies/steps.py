@@ -18,13 +18,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfdist.engines import as_one, tap, whole_step
+from tfdist.compat import values_of_replicas
+from tfdist.engines import as_one, empty_parts, sharing, tap, whole_step
 from tfdist.engines.averaging import AveragingEngine
 from tfdist.strategies import loss_weights
 from tfdist.strategies.shares import Shares, Sum
@@ -43,12 +44,12 @@ def model_of(function: Any) -> keras.Model | None:
     return model if is_step else None
 
 
-def run_step(strategy: Any, run: Callable[[], Any], step: Any, data: Any, sum_over_workers: Sum) -> Any:
+def run_step(strategy: Any, run: Callable[[Any], Any], step: Any, data: Any, sum_over_workers: Sum) -> Any:
     """Runs a Keras step on all replicas.
 
     Args:
       strategy: the strategy.
-      run: runs the step as the stock strategy does and returns its logs per replica.
+      run: runs the step on data as the stock strategy does and returns its logs per replica.
       step: a bound `train_step` or `test_step`.
       data: the step's argument: distributed values, or what every replica gets.
       sum_over_workers: sums tensors over all workers.
@@ -67,10 +68,60 @@ def run_step(strategy: Any, run: Callable[[], Any], step: Any, data: Any, sum_ov
             weights = loss_weights.LossWeights(model, shares, strategy.num_replicas_in_sync, has_own_loss)
             taps = tap.tapped(tap.optimizers_of(model), weights.transform) if training else contextlib.nullcontext()
             told, written = _ToldByMetrics(model), _WrittenWeights(model)
-            with taps, tap.attributes([*weights.of_losses(), *told.changes(), *written.changes()]):
-                logs = run()
+            with (
+                taps,
+                tap.attributes([*weights.of_losses(), *told.changes(), *written.changes()]),
+                _filled(strategy, step, data, parts) as given,
+            ):
+                logs = run(given)
         kept = [*_statistics(model), *written.found] if training else []
         return _Results(strategy, shares, sum_over_workers, told).merge(logs, kept)
+
+
+def run_prediction(strategy: Any, run: Callable[[Any], Any], model: keras.Model | None, data: Any) -> Any:
+    """Runs Keras' step of `predict` on all replicas, of which some may have no examples."""
+    parts = [*_local(strategy, data).values()]
+    is_divided = strategy.num_replicas_in_sync > 1 and _is_divided(data)
+    if not (is_divided and empty_parts.are_refused(model) and empty_parts.may_occur(parts)):
+        return run(data)
+    rows = [sharing.rows(part) for part in parts]
+    results = run(_distributed(data, [empty_parts.filled(part, parts[-1]) for part in parts]))
+    by_replica = [
+        empty_parts.only_with_examples(*each) for each in zip(rows, _local(strategy, results).values(), strict=True)
+    ]
+    return _distributed(results, by_replica)
+
+
+@contextlib.contextmanager
+def _filled(strategy: Any, step: Any, data: Any, parts: dict[str, Any]) -> Iterator[Any]:
+    """The data for the step that runs in this block, in which every replica has an example; those added don't count."""
+    model, values = step.__self__, [*parts.values()]
+    is_divided = strategy.num_replicas_in_sync > 1 and _is_divided(data)
+    if not (is_divided and empty_parts.are_refused(model) and empty_parts.may_occur(values)):
+        yield data
+        return
+    counted = [
+        variable.value.values for metric in model.metrics for variable in metric.variables if _is_mirrored(variable)
+    ]
+    kept = [empty_parts.Kept(copies[replica] for copies in counted) for replica in range(len(values))]
+    yield _distributed(data, [empty_parts.filled(part, values[-1] if len(values) > 1 else None) for part in values])
+    for before, part in zip(kept, values, strict=True):
+        before.restore_unless(sharing.rows(part))
+
+
+def _is_mirrored(variable: Any) -> bool:
+    return hasattr(variable.value, "values")
+
+
+def _is_divided(data: Any) -> bool:
+    return all(isinstance(leaf, tf.distribute.DistributedValues | tf.Tensor) for leaf in tf.nest.flatten(data))
+
+
+def _distributed(like: Any, parts: Sequence[Any]) -> Any:
+    """A structure like `like`, of what each replica of this process is given."""
+    flat: Any = zip(*(tf.nest.flatten(part) for part in parts), strict=True)
+    leaves = [values_of_replicas.of(values) if len(values) > 1 else values[0] for values in flat]
+    return tf.nest.pack_sequence_as(like, leaves)
 
 
 def run_alone(strategy: Any, averaging: AveragingEngine, step: Any, data: Any) -> Any:
