@@ -13,12 +13,14 @@ happens to the gradients.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 
-from tfdist.engines import model_losses
+from tfdist.compat import scratch_trace
+from tfdist.engines import finding, model_losses
 
 # An attribute of strategies, True while they say so.
 FLAG = "_counts_as_one"
@@ -36,6 +38,9 @@ def has_own_loss(step: Callable[..., Any]) -> bool:
     model: Any = getattr(step, "__self__", None)
     if not isinstance(model, keras.Model) or any(model_losses.is_sum(loss) for loss in model_losses.losses(model)):
         return False
+    if not model_losses.losses(model) or any(_adds_losses(type(layer)) for layer in scratch_trace.layers_of(model)):
+        # Keras divides those of `add_loss` once, and a Keras loss that a layer computes for it a second time.
+        return True
     names = (*_STEPS, "compute_loss")
     if any(getattr(type(model), name) is not getattr(keras.Model, name) for name in names):
         return True
@@ -57,6 +62,19 @@ def counted_as_one(strategy: Any, step: Callable[..., Any]) -> Iterator[bool]:
         yield applies
     finally:
         setattr(strategy, FLAG, before)
+
+
+@functools.cache
+def _adds_losses(kind: type) -> bool:
+    """Whether a class of a user's layers calls `add_loss`."""
+    if kind.__module__.split(".")[0] == "keras":
+        return False
+    functions = [value for base in kind.__mro__ for value in vars(base).values() if _is_of_a_user(base, value)]
+    return any("add_loss" in finding.names_used_by(function) for function in functions)
+
+
+def _is_of_a_user(base: type, value: Any) -> bool:
+    return base.__module__.split(".")[0] not in ("keras", "tensorflow", "builtins") and callable(value)
 
 
 def _calls_its_own(loss: Any) -> bool:

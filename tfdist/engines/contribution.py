@@ -140,8 +140,8 @@ class TrainStep:
         writes = scope.writes()
         weight = self._weight(batch)
         counts, new_states, maxima = self._sort(writes, scope, begun_with, weight)
-        if self._may_be_empty(batch):
-            counts = [tf.where(sharing.rows(batch) > 0, count, tf.zeros_like(count)) for count in counts]
+        if self._may_be_empty(batch) and (rows := sharing.rows(batch)) is not None:
+            counts = [tf.where(rows > 0, count, tf.zeros_like(count)) for count in counts]
         return Contribution(
             [
                 gradient if self._is_sum else times(gradient, weight)

@@ -119,7 +119,7 @@ def _is_divided(data: Any) -> bool:
 
 def _distributed(like: Any, parts: Sequence[Any]) -> Any:
     """A structure like `like`, of what each replica of this process is given."""
-    flat: Any = zip(*(tf.nest.flatten(part) for part in parts), strict=True)
+    flat = [list(values) for values in zip(*(tf.nest.flatten(part) for part in parts), strict=True)]
     leaves = [values_of_replicas.of(values) if len(values) > 1 else values[0] for values in flat]
     return tf.nest.pack_sequence_as(like, leaves)
 
