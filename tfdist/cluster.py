@@ -73,7 +73,7 @@ class Cluster:
       jobs: addresses ("host:port") by job name: a list, or for a sparse cluster a dict from index to address, as in
         `tf.train.ClusterSpec`. Kept as read-only dicts from index to address; empty jobs are left out, `master`
         becomes `chief`.
-      task: this process. An evaluator need not be listed in `jobs`.
+      task: this process. An evaluator need not be listed in `jobs`, nor the chief of parameter servers.
 
     Raises:
       ClusterError: the description can't be right.
@@ -144,6 +144,11 @@ class Cluster:
         return self.task == self.chief
 
     @property
+    def is_listed(self) -> bool:
+        """Whether this process has an address in the cluster."""
+        return self.task.index in self.jobs.get(self.task.type, {})
+
+    @property
     def num_workers(self) -> int:
         """Tasks of the job `worker`; a chief is not counted."""
         return len(self.jobs.get("worker", {}))
@@ -208,10 +213,10 @@ class Cluster:
             remedy = "leave the evaluator out of the job, or let its script evaluate checkpoints without this strategy"
             raise _wrong("task.type", problem, remedy, self.task.type)
         for job, role in (("ps", "to hold the variables"), ("worker", "to train"), ("chief", "to coordinate")):
-            if job not in self.jobs:
+            if job not in self.jobs and job != self.task.type:
                 problem = f'lists no job "{job}", and {strategy} needs at least one task {role}'
                 raise _wrong("cluster", problem, f'add "{job}": ["host:port"]', sorted(map(str, self.tasks)))
-        if self.is_chief:
+        if self.task.type == "chief":
             self._check_dense("worker", strategy)
             self._check_dense("ps", strategy)
 
@@ -288,7 +293,10 @@ def _from_config(config: Any) -> Cluster:
     for key, example in (("type", '"worker"'), ("index", "0")):
         if key not in task:
             raise _wrong("task", f"has no {key}", f'add "{key}": {example}', task)
-    return Cluster(config["cluster"], Task(task["type"], task["index"]))
+    cluster = Cluster(config["cluster"], Task(task["type"], task["index"]))
+    if not cluster.is_listed and cluster.task.type == "chief":
+        raise _not_a_job(cluster.task, cluster.jobs)
+    return cluster
 
 
 def _job_name(name: Any, where: str) -> str:
@@ -310,12 +318,18 @@ def _check_task(task: Any, jobs: Mapping[str, Mapping[int, str]]) -> None:
         raise _wrong("task", "is not a Task", 'pass Task("worker", 0)', task)
     if task.type == "evaluator" and "evaluator" not in jobs:
         return  # It takes no part in training, so several schedulers leave it out of the cluster.
+    if task.type == "chief" and task.index == 0 and "chief" not in jobs and "ps" in jobs:
+        return  # A program that coordinates the others has no address that they would have to know.
     if task.type not in jobs:
-        raise _wrong("task.type", "is not a job of this cluster", f"use one of {', '.join(jobs)}", task.type)
+        raise _not_a_job(task, jobs)
     if task.index not in jobs[task.type]:
         listed = _ranges(jobs[task.type])
         problem = f"is out of range: cluster.{task.type} has {listed}"
         raise _wrong("task.index", problem, f"use an index that exists, or add the address of {task}", task.index)
+
+
+def _not_a_job(task: Task, jobs: Mapping[str, Any]) -> ClusterError:
+    return _wrong("task.type", "is not a job of this cluster", f"use one of {', '.join(jobs)}", task.type)
 
 
 def _ranges(tasks: Mapping[int, str]) -> str:

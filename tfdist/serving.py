@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+from typing import Any
 
 import tensorflow as tf
 
@@ -49,7 +50,9 @@ class Attachment:
         chief = cluster.jobs.get("chief", {}).get(0, "127.0.0.1:0")
         self._data_service = DataService(chief.rpartition(":")[0], data_service)
         # Found now: the program may take the job's secret out of its environment.
-        self._marks = {task: done_mark(cluster, task) for task in cluster.tasks if task.type in ("worker", "ps")}
+        # Those who serve as tasks of a job know its chief; servers that the program has made itself look for no mark.
+        servers = [task for task in cluster.tasks if task.type in ("worker", "ps")] if cluster.is_listed else []
+        self._marks = {task: done_mark(cluster, task) for task in servers}
         # Whether this program ends before it is done, to be started again.
         self.is_abandoned = False
 
@@ -114,7 +117,7 @@ def attach(
         attachment.prepare_data_service()
     servers = [task for task in cluster.tasks if task.type in ("worker", "ps")]
     # The chief of an embedded cluster is no task of it: it has no address of its own.
-    waiting = {"check": embedded.check, "name": "chief"} if embedded else {}
+    waiting: dict[str, Any] = {"check": embedded.check, "name": "chief"} if embedded else {}
     rendezvous.reach(cluster, servers, start_timeout_secs, **waiting)
     if embedded is not None:
         embedded.keep_alive()

@@ -6,9 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from parameter_server_cluster import dataset, dense, layers
 
 COUNT = 26
 # Each example once.
@@ -202,3 +204,66 @@ def test_values_from_a_function(strategy: Any) -> None:
         lambda context: tf.constant(10 + context.replica_id_in_sync_group + context.num_replicas_in_sync)
     )
     assert int(strategy.run(lambda x: 2 * x, args=(values,))) == 22
+
+
+# Optimizers.
+
+
+@pytest.mark.parametrize("in_graph", [True, False])
+def test_an_optimizer_applied_first_outside_of_the_scope_keeps_its_slots_on_servers(
+    strategy: Any, in_graph: bool
+) -> None:
+    model, alone = dense(strategy, "sgd"), layers()
+    with strategy.scope():
+        optimizer = keras.optimizers.Adam(0.01)
+    alone.set_weights(model.get_weights())
+    _train(model, optimizer, in_graph)
+    _train(alone, keras.optimizers.Adam(0.01), in_graph)
+    assert all("ps" in variable.value.device for variable in optimizer.variables)
+    for one, other in zip(model.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def _train(model: keras.Model, optimizer: Any, in_graph: bool) -> None:
+    def step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x) - y) ** 2)
+        optimizer.apply_gradients(
+            zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables, strict=True)
+        )
+        return loss
+
+    once = tf.function(step) if in_graph else step
+    for x, y in dataset():
+        once(x, y)
+
+
+def test_gradients_of_gradients_and_two_optimizers_in_one_step(strategy: Any) -> None:
+    model, critic = dense(strategy, "sgd"), dense(strategy, "sgd")
+    with strategy.scope():
+        optimizers = [keras.optimizers.Adam(0.01), keras.optimizers.RMSprop(0.01)]
+
+    def step(batch: Any) -> Any:
+        x, y = batch
+        with tf.GradientTape(persistent=True) as tape:
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                score = critic(x)
+            slopes = tf.reduce_sum(inner.gradient(score, x) ** 2, axis=1)
+            penalty = tf.reduce_mean((tf.sqrt(slopes + 1e-6) - 1.0) ** 2)
+            loss = tf.reduce_mean((model(x) - y) ** 2)
+        for optimizer, net, value in zip(optimizers, (model, critic), (loss, penalty), strict=True):
+            pairs = zip(tape.gradient(value, net.trainable_variables), net.trainable_variables, strict=True)
+            optimizer.apply_gradients([(gradient, variable) for gradient, variable in pairs if gradient is not None])
+        return loss, penalty
+
+    @tf.function
+    def once(batch: Any) -> Any:
+        return strategy.run(step, args=(batch,))
+
+    found = np.array(
+        [once(batch) for _ in range(4) for batch in strategy.experimental_distribute_dataset(dataset())], np.float32
+    )
+    first, last = found[:13].mean(0), found[-13:].mean(0)
+    assert (last < first).all(), (first, last)
+    assert [int(optimizer.iterations) for optimizer in optimizers] == [52, 52]

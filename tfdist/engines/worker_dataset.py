@@ -74,6 +74,14 @@ class WorkerDataset(input_lib.DistributedDataset):
         """Whether it calls Python of this process, so that only the chief can read it."""
         return self._graph().lives_in_python
 
+    @property
+    def _original_dataset(self) -> tf.data.Dataset:
+        # `ClusterCoordinator.create_per_worker_dataset` asks a distributed data set for it.
+        raise TypeError(
+            "ClusterCoordinator.create_per_worker_dataset takes a tf.data.Dataset, or a function that returns one; "
+            "give it the data set itself. Received: what strategy.experimental_distribute_dataset returned"
+        )
+
     def _graph(self) -> DatasetGraph:
         if self._described is None:
             self._described = DatasetGraph(self._dataset)

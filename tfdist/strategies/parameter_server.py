@@ -22,6 +22,7 @@ from tfdist.cluster import Cluster
 from tfdist.compat import array_data, symbolic_build
 from tfdist.engines import (
     fitting,
+    in_scope,
     joining,
     keras_steps,
     overlap,
@@ -106,6 +107,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         # `run` and `reduce` of this class decide themselves what belongs on a worker; the stock check would only warn
         # about it.
         self.extended._allow_run_without_coordinator = True
+        self.extended.colocate_vars_with = in_scope.colocating(self, self._scope)
         self._engine = CoordinatedEngine(
             self,
             self._serving.num_workers,

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes a variable in a strategy's scope from anywhere: outside of the scope, and while a function is traced."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+# What `tf.Variable` takes of what a creator of variables is given.
+_ARGUMENTS = (
+    "initial_value",
+    "trainable",
+    "name",
+    "dtype",
+    "synchronization",
+    "aggregation",
+    "shape",
+    "caching_device",
+)
+
+
+def colocating(
+    strategy: tf.distribute.Strategy, scope: Callable[[], contextlib.AbstractContextManager]
+) -> Callable[[Any], contextlib.AbstractContextManager]:
+    """Returns a `colocate_vars_with` that works outside of the scope, where an optimizer may be applied first.
+
+    Args:
+      strategy: the strategy whose own one it replaces.
+      scope: enters the strategy's scope.
+    """
+    stock = strategy.extended.colocate_vars_with
+
+    @contextlib.contextmanager
+    def colocate_vars_with(variable: Any) -> Iterator[None]:
+        if tf.distribute.get_strategy() is strategy:
+            with stock(variable):
+                yield
+            return
+
+        def create(_: Any, **arguments: Any) -> Any:
+            return _in_thread(scope, lambda: stock(variable), arguments)
+
+        with tf.variable_creator_scope(create):
+            yield
+
+    return colocate_vars_with
+
+
+def _in_thread(*given: Any) -> Any:
+    # A thread starts outside of any graph and of any scope.
+    with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="tfdist variable") as thread:
+        return thread.submit(_make, *given).result()
+
+
+def _make(
+    scope: Callable[[], contextlib.AbstractContextManager],
+    colocate: Callable[[], contextlib.AbstractContextManager],
+    arguments: dict[str, Any],
+) -> Any:
+    with scope(), colocate():
+        return tf.Variable(**{name: value for name, value in arguments.items() if name in _ARGUMENTS})
