@@ -345,9 +345,16 @@ def test_rows_of_a_table_are_gathered_where_it_is(strategy: Any) -> None:
     ("options", "message"),
     [
         ({"jit_compile": True}, "jit_compile=True cannot hold"),
-        ({"optimizer": lambda: keras.optimizers.SGD(gradient_accumulation_steps=2)}, "gradient_accumulation_steps"),
+        (
+            {
+                "optimizer": lambda: keras.optimizers.LossScaleOptimizer(
+                    keras.optimizers.SGD(gradient_accumulation_steps=2)
+                )
+            },
+            "gradient_accumulation_steps",
+        ),
     ],
-    ids=["jit_compile", "gradient_accumulation_steps"],
+    ids=["jit_compile", "accumulation with loss scaling"],
 )
 def test_what_can_not_hold_is_refused_before_anything_is_trained(strategy: Any, options: Any, message: str) -> None:
     model = dense(strategy, **options)

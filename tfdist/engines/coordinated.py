@@ -40,6 +40,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.engines import closures, watch
+from tfdist.engines.accumulating import Sums
 from tfdist.engines.coordinated_step import Step, resolve
 from tfdist.engines.program import Program
 from tfdist.engines.worker_batch import Batch, WorkerBatch
@@ -301,12 +302,13 @@ class CoordinatedEngine:
             with self._changed:
                 step.queued = True
                 self._changed.notify_all()
-            closures.schedule(self.coordinator, self._execute, step, on_workers)
+            sums = step.program.accumulation.on_workers if step.program.accumulation else None
+            closures.schedule(self.coordinator, self._execute, step, on_workers, sums)
         except BaseException:
             self._forget_steps()
             raise
 
-    def _execute(self, step: Step, iterator_on_worker: Any) -> None:
+    def _execute(self, step: Step, iterator_on_worker: Any, sums: Sums | None) -> None:
         """Runs a step; in the thread of the worker that took it."""
         worker = closures.this_worker()
         with self._changed:
@@ -322,7 +324,7 @@ class CoordinatedEngine:
         with self._changed:
             self._running.add(worker)
         try:
-            self._run(step, worker, iterator_on_worker)
+            self._run(step, worker, iterator_on_worker, sums)
         except Exception as error:
             if closures.is_task_failure(error):
                 self._lose(step, worker)
@@ -341,19 +343,26 @@ class CoordinatedEngine:
             step.queued = True
             self._changed.notify_all()
 
-    def _run(self, step: Step, worker: int, iterator_on_worker: Any) -> None:
+    def _run(self, step: Step, worker: int, iterator_on_worker: Any, sums: Sums | None) -> None:
         batch = self._batch(step, iterator_on_worker)
         if batch is None:
             self._hand_back(step, worker)
             return
-        values, outputs = None, ()
+        program, given = step.program, [*batch, *step.tensors]
+        if sums is not None:
+            given += sums.handles
+            is_update = sums.count == program.accumulation.num_steps - 1
+            step.is_update, program = step.is_update and is_update, program if is_update else program.adding
+        values = None
         if step.wants_logs or step.result is not None:
-            outputs = step.program.run(*batch, *step.tensors)
-            values = step.program.fetch(outputs)
+            outputs = program.run(*given)
+            values = program.fetch(outputs)
         else:
-            outputs = step.program.run_silently(*batch, *step.tensors)
+            outputs = program.run_silently(*given)
         if step.batch is not None and iterator_on_worker is not None:
-            step.batch.on_worker = batch if not step.iterator.shares_known else step.program.batch_in(outputs)
+            step.batch.on_worker = batch if not step.iterator.shares_known else program.batch_in(outputs)
+        if sums is not None:
+            sums.count = (sums.count + 1) % program.accumulation.num_steps
         if iterator_on_worker is not None:
             step.iterator.took_batch(worker)
         self._finish(step, worker, values)

@@ -68,16 +68,21 @@ def check(fn: Callable[..., Any], asynchronous: bool) -> None:
     if kind != "train":
         return
     optimizer = model.optimizer
-    steps = getattr(getattr(optimizer, "inner_optimizer", optimizer), "gradient_accumulation_steps", None)
-    if steps and asynchronous:
+    inner = getattr(optimizer, "inner_optimizer", None)
+    if asynchronous and getattr(inner, "gradient_accumulation_steps", None):
         raise ValueError(
-            "gradient_accumulation_steps cannot hold under asynchronous ParameterServerStrategy: the workers would "
-            "add to one accumulator and each would apply what the others had begun. Use a larger batch, or "
-            "policies=[tfdist.BackupWorkers(spares=0)], which makes training synchronous. "
-            f"Received: gradient_accumulation_steps={steps}"
+            "gradient_accumulation_steps with loss scaling cannot hold under asynchronous ParameterServerStrategy: the "
+            "workers share one loss scale. Use mixed_bfloat16, or policies=[tfdist.BackupWorkers(spares=0)], which "
+            f"makes training synchronous. Received: gradient_accumulation_steps={inner.gradient_accumulation_steps}"
         )
     if optimizer is not None and not optimizer.built:
         optimizer.build(model.trainable_variables)
+
+
+def accumulates(fn: Callable[..., Any]) -> Any:
+    """The optimizer of a train step that accumulates gradients, or None."""
+    optimizer = getattr(model_of(fn), "optimizer", None) if classify(fn) == "train" else None
+    return optimizer if getattr(optimizer, "gradient_accumulation_steps", None) else None
 
 
 def _is_compiled(fn: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.engines import keras_steps, lookups, products, sharing, small_variables
+from tfdist.engines.accumulating import Accumulation
 from tfdist.engines.packing import Packing
 from tfdist.engines.worker_batch import WorkerBatch, flat_specs, tickets_in
 
@@ -32,7 +34,13 @@ class Program:
       kwargs: Its keyword arguments, likewise.
       worker_fed: Whether the batch is taken from an iterator on the worker.
       in_parts: Whether each part of a batch among the arguments is given by itself.
+      accumulation: Where the worker adds gradients up; then its sums come last among the arguments.
     """
+
+    # Whether gradients that are accumulated make an update.
+    _updates = True
+    # The same step, adding its gradients to the worker's sums instead of updating.
+    adding: Program | None = None
 
     def __init__(
         self,
@@ -42,6 +50,7 @@ class Program:
         kwargs: dict[str, Any],
         worker_fed: bool,
         in_parts: bool = False,
+        accumulation: Accumulation | None = None,
     ):
         self._strategy = strategy
         self._fn = _converted(fn)
@@ -54,8 +63,11 @@ class Program:
         # A batch that a custom loop has taken on a worker may be given to a second function.
         self._keeps_batch = self._worker_fed and keras_steps.classify(fn) == "other"
         self._packing = Packing()
+        self.accumulation = accumulation
         self._run = self._trace(self._on_worker)
         self._silent: Callable[..., list[tf.Tensor]] | None = None
+        if accumulation is not None:
+            self.adding = self._that_adds()
 
     @property
     def dtypes(self) -> list[tf.DType]:
@@ -89,6 +101,14 @@ class Program:
             and len(self._run.graph.get_operations()) <= _SMALL_STEP_OPERATIONS
         ):
             self._silent = self._trace(self._for_effects)
+        if self.adding is not None:
+            self.adding.prepare_silent()
+
+    def _that_adds(self) -> Program:
+        other = copy.copy(self)
+        other._packing, other._updates = Packing(), False
+        other._run = other._trace(other._on_worker)
+        return other
 
     def fetch(self, outputs: Sequence[tf.Tensor]) -> list[np.ndarray]:
         """Brings the outputs of `run` to the chief, in the order of the flat result."""
@@ -113,7 +133,8 @@ class Program:
         else:
             batch = flat_specs(self._batch_spec)
         tensors = [leaf for leaf in self._leaves if _is_tensor(leaf) and not isinstance(leaf, WorkerBatch)]
-        return batch + [tf.TensorSpec(t.shape, t.dtype) for t in tf.nest.flatten(tensors, expand_composites=True)]
+        given = [tf.TensorSpec(t.shape, t.dtype) for t in tf.nest.flatten(tensors, expand_composites=True)]
+        return batch + given + (self.accumulation.specs if self.accumulation else [])
 
     def _on_worker(self, *inputs: Any) -> list[tf.Tensor]:
         result, batch = self._result_of(*inputs)
@@ -130,7 +151,10 @@ class Program:
         supply, parts = iter(rest), iter(batch if self._in_parts else ())
         leaves = [self._fill(leaf, batch, parts, supply) for leaf in self._leaves]
         args, kwargs = tf.nest.pack_sequence_as(self._arguments, leaves)
-        return self._call(args, kwargs, batch), batch
+        if self.accumulation is None:
+            return self._call(args, kwargs, batch), batch
+        with self.accumulation.traced(list(supply), self._updates):
+            return self._call(args, kwargs, batch), batch
 
     def _take_batch(self, inputs: list[Any]) -> tuple[Any, list[Any]]:
         if self._batch_spec is None:

@@ -33,6 +33,7 @@ from tfdist.engines import (
     watch,
     worker_batch,
 )
+from tfdist.engines.accumulating import Accumulation
 from tfdist.engines.aggregated import AggregatedEngine
 from tfdist.engines.aggregated_step import AggregatedStep
 from tfdist.engines.asynchronous import AsynchronousEngine
@@ -115,7 +116,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             stall_timeout_secs=stall_timeout_secs,
             on_update=lambda update: self._recorder.record(update),
         )
-        self._programs: dict[Any, Program] = {}
+        self._programs: dict[Any, Any] = {}
         self._recorder = Recorder([f"worker:{index}" for index in range(self._serving.num_workers)])
         self._aggregated: AggregatedEngine | None = None
         self._num_parts = 1
@@ -259,8 +260,15 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         programs, key = self._traced_with(fn), (fn, worker_fed, in_parts, repr(specs))
         if key not in programs:
             self._rehearse(fn, args, kwargs)
-            programs[key] = Program(self, fn, args, kwargs, worker_fed, in_parts)
+            programs[key] = self._traced(fn, args, kwargs, worker_fed, in_parts)
         return programs[key]
+
+    def _traced(self, fn: Any, args: tuple, kwargs: dict[str, Any], worker_fed: bool, in_parts: bool) -> Program:
+        optimizer, accumulation = keras_steps.accumulates(fn), None
+        if optimizer is not None and self._aggregated is None:
+            kept, key = self._traced_with(fn), ("accumulation", optimizer)
+            accumulation = kept.get(key) or kept.setdefault(key, Accumulation(self._engine.coordinator, optimizer))
+        return Program(self, fn, args, kwargs, worker_fed, in_parts, accumulation)
 
     def _rehearse(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
         """Makes, before a step is traced for workers, the variables that its first call would make."""
@@ -281,7 +289,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 
         def program_for(worker_fed: bool, in_parts: bool) -> Program:
             if (worker_fed, in_parts) not in by_feed:
-                by_feed[worker_fed, in_parts] = Program(self, fn, args, kwargs, worker_fed, in_parts)
+                by_feed[worker_fed, in_parts] = self._traced(fn, args, kwargs, worker_fed, in_parts)
             return by_feed[worker_fed, in_parts]
 
         program = program_for(bool(tickets) and kind not in ("test", "predict"), False)

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradient accumulation by each worker, on one embedded cluster; run by `test_parameter_server.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from parameter_server_cluster import NUM_WORKERS, STEPS, Batches, X, Y, dataset, dense, fit, layers
+
+OPTIMIZERS = keras.optimizers
+# Each worker's whole updates, of shares of 4, 3, 3 and 3 batches.
+UPDATES = {1: 13, 2: 5, 3: 4}
+
+
+def updates(strategy: Any) -> int:
+    return sum(strategy.report().accepted.values())
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+def test_an_update_is_made_of_the_gradients_of_one_worker(strategy: Any, steps: int) -> None:
+    model = dense(
+        strategy, lambda: OPTIMIZERS.Adam(0.01, gradient_accumulation_steps=steps), metrics=lambda: [Batches()]
+    )
+    before = updates(strategy)
+    history = fit(model, dataset(), epochs=1)
+    assert history["batches"] == [STEPS]
+    assert int(model.optimizer.iterations) == updates(strategy) - before == UPDATES[steps]
+
+
+def test_gradients_left_over_count_in_the_next_pass(strategy: Any) -> None:
+    model = dense(strategy, lambda: OPTIMIZERS.SGD(0.05, gradient_accumulation_steps=2))
+    history = fit(model, dataset(), epochs=8)
+    # 32 batches of the first worker, 24 of each other.
+    assert int(model.optimizer.iterations) == 16 + 3 * 12
+    assert history["loss"][-1] < history["loss"][0]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda steps: OPTIMIZERS.SGD(0.05, momentum=0.9, clipnorm=0.5, gradient_accumulation_steps=steps),
+        lambda steps: OPTIMIZERS.AdamW(0.01, weight_decay=0.1, gradient_accumulation_steps=steps),
+        lambda steps: OPTIMIZERS.Adam(
+            OPTIMIZERS.schedules.ExponentialDecay(0.02, 4, 0.5), gradient_accumulation_steps=steps
+        ),
+    ],
+    ids=["clipping", "decay", "schedule"],
+)
+def test_one_worker_trains_as_one_device_does(strategy: Any, make: Any) -> None:
+    """The batches of the first worker alone, which is given all of them."""
+    some = dataset().take(12).repeat(2)
+
+    def given(context: Any) -> tf.data.Dataset:
+        return some if context.input_pipeline_id == 0 else some.take(0)
+
+    model, alone = dense(strategy, lambda: make(3)), layers()
+    alone.set_weights(model.get_weights())
+    alone.compile(make(3), "mse", metrics=["mae"])
+    expected = fit(alone, some)
+    found = fit(model, strategy.distribute_datasets_from_function(given))
+    assert int(model.optimizer.iterations) == int(alone.optimizer.iterations) == 8
+    for one, other in zip(model.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-5)
+
+
+def test_embeddings_accumulate(strategy: Any) -> None:
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Embedding(50, 4), keras.layers.Flatten(), keras.layers.Dense(1)])
+        model.compile(OPTIMIZERS.Adam(0.02, gradient_accumulation_steps=2), "mse")
+    ids = np.random.default_rng(0).integers(0, 50, (len(X), 3))
+    history = fit(model, ids, Y, epochs=6)
+    assert history["loss"][-1] < history["loss"][0]
+
+
+def test_batches_that_the_program_hands_in_accumulate(strategy: Any) -> None:
+    model = dense(strategy, lambda: OPTIMIZERS.SGD(0.05, gradient_accumulation_steps=2))
+    for _ in range(4 * NUM_WORKERS):
+        model.train_on_batch(X[:8], Y[:8])
+    made = int(model.optimizer.iterations)
+    assert 2 * NUM_WORKERS - NUM_WORKERS // 2 <= made <= 2 * NUM_WORKERS

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Has a Keras optimizer update with gradients that somebody else has accumulated.
+
+There is no public way: an optimizer that is made with `gradient_accumulation_steps` adds gradients up in variables of
+its own, and decides by a count of its own when it updates. Everything that is changed is restored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+_STEPS = "gradient_accumulation_steps"
+
+
+def trained_by(optimizer: Any) -> Sequence[Any]:
+    """The variables that a built optimizer updates, in its order."""
+    return optimizer._trainable_variables
+
+
+def index_of(optimizer: Any, variable: Any) -> int:
+    """The place of a variable in that order."""
+    return optimizer._get_variable_index(variable)
+
+
+@contextlib.contextmanager
+def replaced_apply(optimizer: Any, apply: Callable[..., None]) -> Iterator[None]:
+    """Within this block, the optimizer's `apply` is this one."""
+    with _attributes(optimizer, {"apply": apply}):
+        yield
+
+
+def apply_accumulated(
+    optimizer: Any, apply: Callable[..., None], gradients: Sequence[Any], variables: Sequence[Any]
+) -> None:
+    """Updates with gradients that are the means of as many steps as the optimizer accumulates.
+
+    Args:
+      optimizer: a Keras optimizer with `gradient_accumulation_steps`.
+      apply: its own `apply`.
+      gradients: the means.
+      variables: theirs.
+    """
+    count = int(getattr(optimizer, _STEPS))
+    # An update counts for as many gradients as it is made of, as on one device.
+    optimizer._iterations.assign_add(count - 1)
+    whole, update = optimizer._backend_apply_gradients, optimizer._backend_update_step
+
+    def whole_without(*args: Any) -> Any:
+        # Asked first: whether it accumulates.
+        object.__setattr__(optimizer, _STEPS, None)
+        return whole(*args)
+
+    def update_with(*args: Any) -> Any:
+        # Asked later, for its iterations: over how many steps.
+        object.__setattr__(optimizer, _STEPS, count)
+        return update(*args)
+
+    changes = {_STEPS: count, "_backend_apply_gradients": whole_without, "_backend_update_step": update_with}
+    with _attributes(optimizer, changes):
+        apply(gradients, variables)
+
+
+@contextlib.contextmanager
+def _attributes(target: Any, changes: dict[str, Any]) -> Iterator[None]:
+    # Past Keras' own __setattr__, which tracks values.
+    before = {name: vars(target)[name] for name in changes if name in vars(target)}
+    for name, value in changes.items():
+        object.__setattr__(target, name, value)
+    try:
+        yield
+    finally:
+        for name in changes:
+            object.__delattr__(target, name)
+        for name, value in before.items():
+            object.__setattr__(target, name, value)
