@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What counts as a "host:port" address, as TensorFlow's gRPC servers understand it. No TensorFlow import."""
+"""Parses and checks "host:port" addresses as TensorFlow's gRPC servers understand them. No TensorFlow import."""
 
 from __future__ import annotations
 

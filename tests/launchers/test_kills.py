@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whoever is killed, by whatever signal and whenever, replaced workers too: nobody is left behind."""
+"""Kills launchers and tasks at random: no process and no folder is left behind."""
 
 import contextlib
 import os

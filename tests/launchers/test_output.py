@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a task prints becomes whole lines, whatever its progress bars and its reads look like."""
+"""Output of tasks becomes whole lines, whatever its progress bars and its reads look like."""
 
 import io
 import os

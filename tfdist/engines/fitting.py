@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose Keras loop is running: `fit` tells neither strategies nor data sets that it is the one that asks.
+"""Finds the Keras loop that is running: `fit` tells neither strategies nor data sets that it calls them.
 
 This is the one module that knows the loops by the code of their frames.
 """

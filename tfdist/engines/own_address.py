@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""At which of this machine's addresses the other machines of a cluster reach it. No TensorFlow import.
+"""Finds the address of this machine at which the other machines of a cluster reach it. No TensorFlow import.
 
 Many systems give a machine's own name a loopback address (127.0.1.1 in /etc/hosts on Debian and Ubuntu), while the
 others' names for it lead to its network. Who listens at what its own name says is heard by nobody else.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a train step writes, kept back while the step is traced.
+"""Records the variable writes of a train step while it is traced, and holds them back.
 
 A write of a Keras variable becomes a tensor in the scope's mapping. That can't be where the write stands in a
 conditional, a loop or a function, nor for a variable of which a gradient is taken later, nor for what asks for more of

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Variables that an update assigns a value of their own, from those that the replicas give them."""
+"""Computes the values that an update assigns to non-trainable variables from the values on the replicas."""
 
 from __future__ import annotations
 

@@ -47,8 +47,8 @@ class _Job:
     batch: WholeBatch | OwnParts
 
 
-class _Desk:
-    """What the engine and its threads share."""
+class _Shared:
+    """State that the engine shares with its threads."""
 
     def __init__(self, rounds: Rounds) -> None:
         self.rounds = rounds
@@ -78,16 +78,16 @@ class ThreadedEngine:
     ) -> None:
         self._policy = policy
         self._on_update = on_update
-        self._desk = _Desk(Rounds(policy, names, stall_timeout_secs))
-        self._reporter = watch.StallReporter(self._desk.rounds.waited_for)
+        self._shared = _Shared(Rounds(policy, names, stall_timeout_secs))
+        self._reporter = watch.StallReporter(self._shared.rounds.waited_for)
         self._threads = [
-            threading.Thread(target=_serve, args=(self._desk, replica), name=f"tfdist {name}", daemon=True)
+            threading.Thread(target=_serve, args=(self._shared, replica), name=f"tfdist {name}", daemon=True)
             for replica, name in enumerate(names)
         ]
         self._is_started = False
         self._strategy = weakref.ref(strategy)
         # Also at the end of the process.
-        self.close = weakref.finalize(self, _close, self._desk, self._reporter, self._threads)
+        self.close = weakref.finalize(self, _close, self._shared, self._reporter, self._threads)
 
     def prepare(self, step: Callable[..., Any], ticket: ReplicaBatch) -> ThreadedStep:
         """Traces a model's `train_step` for batches like this one."""
@@ -106,17 +106,17 @@ class ThreadedEngine:
           TimeoutError: nothing was heard of the replicas for too long.
         """
         self._start()
-        desk = self._desk
+        shared = self._shared
         batch = iterator.take()
         with self._reporter.waiting("an update"):
-            desk.job = _Job(step, batch)
+            shared.job = _Job(step, batch)
             try:
-                with desk.rounds.wanted():
+                with shared.rounds.wanted():
                     # While the replicas compute.
                     iterator.read_ahead()
-                    contributions, update = desk.rounds.collect()
+                    contributions, update = shared.rounds.collect()
             finally:
-                desk.job = None
+                shared.job = None
             in_order = sorted(zip(update.contributors, contributions, strict=True), key=lambda pair: pair[0])
             logs = step.update([contribution for _, contribution in in_order])
         self._on_update(update, sum(batch.rows(replica) for replica in update.contributors))
@@ -130,23 +130,23 @@ class ThreadedEngine:
                 thread.start()
 
 
-def _serve(desk: _Desk, replica: int) -> None:
+def _serve(shared: _Shared, replica: int) -> None:
     """Contributes until the engine is closed; a replica's thread."""
     attempt = 0
     while True:
-        local_step = desk.rounds.start(replica, lambda: desk.is_closed)
+        local_step = shared.rounds.start(replica, lambda: shared.is_closed)
         if local_step is None:
             return
-        job = desk.job
+        job = shared.job
         try:
             if job is not None:
-                _contribute(desk.rounds, job, replica, local_step, attempt)
+                _contribute(shared.rounds, job, replica, local_step, attempt)
         except Exception as error:
             # Whatever the user's step raises belongs to the user.
-            desk.rounds.fail(replica, local_step, error, isinstance(error, tf.errors.OutOfRangeError))
+            shared.rounds.fail(replica, local_step, error, isinstance(error, tf.errors.OutOfRangeError))
         else:
             if job is None:
-                desk.rounds.give_up(replica)
+                shared.rounds.give_up(replica)
         attempt += 1
         del job
 
@@ -158,9 +158,9 @@ def _contribute(rounds: Rounds, job: _Job, replica: int, local_step: int, attemp
         rounds.deliver(replica, local_step, contribution)
 
 
-def _close(desk: _Desk, reporter: watch.StallReporter, threads: Sequence[threading.Thread]) -> None:
-    desk.is_closed = True
-    desk.rounds.wake()
+def _close(shared: _Shared, reporter: watch.StallReporter, threads: Sequence[threading.Thread]) -> None:
+    shared.is_closed = True
+    shared.rounds.wake()
     reporter.stop()
     # A thread that returns from TensorFlow to a Python that has ended would abort the process.
     deadline = time.monotonic() + _CLOSING_SECS

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which GPUs a process may use, and how they are shared out among several, without TensorFlow."""
+"""Finds the GPUs that a process may use, and divides them among several processes, without TensorFlow."""
 
 from __future__ import annotations
 

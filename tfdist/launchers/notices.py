@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lines that the launcher leaves for the tasks of an attempt, in a file of a private folder.
+"""Passes lines from the launcher to the tasks of an attempt, in a file of a private folder.
 
 The path is in the environment (`NOTICES_VARIABLE`). Where a task runs on another host, its connection carries the lines
 there. So far the only line is "given up TASK", which the chief of parameter servers reads (`tfdist.serving`).

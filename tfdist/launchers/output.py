@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tasks print, told apart: whole lines behind a prefix, progress bars included. No TensorFlow import."""
+"""Prints the output of tasks as whole lines behind a prefix, progress bars included. No TensorFlow import."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a launcher is asked for: processes, as text and numbers. The same for every platform."""
+"""Describes a job as processes, in text and numbers: the same for every platform."""
 
 from __future__ import annotations
 

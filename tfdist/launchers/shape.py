@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many tasks of which kind a job has: the same flags, order and roles on every platform."""
+"""Counts the tasks of a job by kind, with the same flags, order and roles on every platform."""
 
 from __future__ import annotations
 

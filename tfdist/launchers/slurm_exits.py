@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exit codes of the tasks of a Slurm step, in a directory that all hosts share, and the verdict on the step.
+"""Collects the exit codes of a Slurm step's tasks in a directory that all hosts share, and decides the step's own.
 
 srun itself would kill all tasks at once when one has failed, and report the largest of their codes. The directory has
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each task prints, in files of its own: DIRECTORY/RUN/attempt_0/worker_1/stdout.log.
+"""Writes the output of each task to files of its own: DIRECTORY/RUN/attempt_0/worker_1/stdout.log.
 
 A worker that is started again alone goes on in stdout.1.log, then stdout.2.log.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many chips and hosts a TPU slice has, from its type or topology.
+"""Computes the numbers of chips and hosts of a TPU slice from its type or topology.
 
 From Google's "TPU versions" and "Plan TPUs in GKE" pages. The number in a type counts TensorCores up to v4 and in v5p,
 two for each chip, and chips in v5e and v6e.

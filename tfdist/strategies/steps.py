@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the synchronous strategies add to a Keras step that is handed to `strategy.run`.
+"""Runs a Keras step on all replicas of a synchronous strategy.
 
 A step is a bound `train_step` or `test_step` of a Keras model; any other function passes through untouched. Around it:
 
-- nothing of it is made unless its data come;
+- no side effect runs before the input batch arrives;
 - optimizers are built before anything is traced, so that slots are not created inside a loop;
 - each replica's gradients count by its share of the global batch, so that they are those of the mean over all of its
   examples; a replica without examples contributes nothing;
@@ -67,7 +67,7 @@ def run_step(strategy: Any, run: Callable[[Any], Any], step: Any, data: Any, sum
         with _TRACING, as_one.counted_as_one(strategy, step) as has_own_loss:
             weights = loss_weights.LossWeights(model, shares, strategy.num_replicas_in_sync, has_own_loss)
             taps = tap.tapped(tap.optimizers_of(model), weights.transform) if training else contextlib.nullcontext()
-            told, written = _ToldByMetrics(model), _WrittenWeights(model)
+            told, written = _MetricResults(model), _WrittenWeights(model)
             with (
                 taps,
                 tap.attributes([*weights.of_losses(), *told.changes(), *written.changes()]),
@@ -164,8 +164,8 @@ def _local(strategy: Any, data: Any) -> dict[str, Any]:
     return {device: of_replica(replica) for replica, device in enumerate(strategy.extended.worker_devices)}
 
 
-class _ToldByMetrics:
-    """Which parts of a step's logs are results of metrics: these are told anew from what all replicas have counted."""
+class _MetricResults:
+    """Finds the results of metrics in a step's logs, and computes these anew from the counts of all replicas."""
 
     def __init__(self, model: keras.Model) -> None:
         self._metrics = [metric for metric in model.metrics if _is_counted(metric)]
@@ -242,7 +242,7 @@ class _Results:
     strategy: Any
     shares: Shares | None
     sum_over_workers: Sum
-    told: _ToldByMetrics
+    told: _MetricResults
 
     def merge(self, logs: Any, statistics: Sequence[Any]) -> Any:
         """Averages these variables and returns the logs of the global batch, with one reduction for both."""
