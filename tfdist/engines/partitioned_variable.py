@@ -38,8 +38,9 @@ class PartitionedVariable(CoordinatedVariable):
 
     @property
     def handle(self) -> tf.Tensor:
-        """What gradients are taken with respect to: the value that this step has read."""
-        return self._v.value()
+        """What gradients are taken with respect to: the value that this step has read first."""
+        value = self._v.value()
+        return value if tf.executing_eagerly() else self._v.first_read()
 
     @property
     def trainable(self) -> bool:
@@ -79,6 +80,7 @@ class _Whole:
         self._shards = shards
         self._sizes = [shard.shape.as_list()[0] for shard in shards.variables]
         self._read: tuple[weakref.ref, tf.Tensor] | None = None
+        self._first: tuple[weakref.ref, tf.Tensor] | None = None
         self.trainable = shards.variables[0].trainable
         self.device = shards.variables[0].device
         self.variables = list(shards.variables)
@@ -90,12 +92,33 @@ class _Whole:
         """The whole value, shape and dtype of the variable; within one graph read once between two writes."""
         if tf.executing_eagerly():
             return self._concatenated()
-        value = self._read_before()
+        value = _of_this_graph(self._read)
         if value is None:
             value = self._concatenated()
             self._read = (weakref.ref(value.graph), value)
-        tape.variable_accessed(_Watched(value, self.trainable))
-        return value
+        first = self.first_read()
+        if first is None:
+            self._first, first = self._read, value
+        tape.variable_accessed(_Watched(first, self.trainable))
+        # What is read after a write is another tensor, of the same variable to a tape.
+        return value if value is first else _read_again(first, value)
+
+    def first_read(self) -> tf.Tensor | None:
+        """The value that this graph, or one around it, has read first."""
+        return _of_this_graph(self._first)
+
+    def __getitem__(self, key: Any) -> tf.Tensor:
+        part = self.value()[key]
+        part.assign = lambda value, name=None: self._assign_part(key, value)
+        return part
+
+    def _assign_part(self, key: Any, value: Any) -> Any:
+        whole = self.value()
+        positions = tf.reshape(tf.range(tf.size(whole)), whole.shape)[key]
+        values = tf.broadcast_to(tf.convert_to_tensor(value, whole.dtype), tf.shape(positions))
+        flat = tf.reshape(whole, [-1])
+        flat = tf.tensor_scatter_nd_update(flat, tf.reshape(positions, [-1, 1]), tf.reshape(values, [-1]))
+        return self.assign(tf.reshape(flat, whole.shape))
 
     def read_value(self) -> tf.Tensor:
         return tf.identity(self.value())
@@ -128,6 +151,15 @@ class _Whole:
     def scatter_update(self, slices: tf.IndexedSlices, **kwargs: Any) -> Any:
         return self._scatter("scatter_update", slices, kwargs)
 
+    def scatter_nd_add(self, indices: Any, updates: Any, name: str | None = None) -> Any:
+        return self.assign(tf.tensor_scatter_nd_add(self.value(), indices, updates, name))
+
+    def scatter_nd_sub(self, indices: Any, updates: Any, name: str | None = None) -> Any:
+        return self.assign(tf.tensor_scatter_nd_sub(self.value(), indices, updates, name))
+
+    def scatter_nd_update(self, indices: Any, updates: Any, name: str | None = None) -> Any:
+        return self.assign(tf.tensor_scatter_nd_update(self.value(), indices, updates, name))
+
     def _write(self, method: str, value: Any, kwargs: dict[str, Any]) -> Any:
         self._read = None
         parts = tf.split(
@@ -146,15 +178,23 @@ class _Whole:
         with record.stop_recording():
             return tf.concat([shard.read_value() for shard in self.variables], axis=0)
 
-    def _read_before(self) -> tf.Tensor | None:
-        """What this graph, or one around it, has read since the last write."""
-        graph, value = (self._read[0](), self._read[1]) if self._read else (None, None)
-        current = tf.compat.v1.get_default_graph()
-        while graph is not None and current is not None:
-            if current is graph:
-                return value
-            current = getattr(current, "outer_graph", None)
-        return None
+
+def _of_this_graph(read: tuple[weakref.ref, tf.Tensor] | None) -> tf.Tensor | None:
+    """The value that was read, if it was in the graph that is traced or in one around it."""
+    graph, value = (read[0](), read[1]) if read else (None, None)
+    current = tf.compat.v1.get_default_graph()
+    while graph is not None and current is not None:
+        if current is graph:
+            return value
+        current = getattr(current, "outer_graph", None)
+    return None
+
+
+@tf.custom_gradient
+def _read_again(first: tf.Tensor, value: tf.Tensor) -> Any:
+    """`value`, of which gradients are those of `first`."""
+    del first
+    return tf.identity(value), lambda gradient: (gradient, None)
 
 
 class _Watched:
