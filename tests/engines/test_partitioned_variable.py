@@ -47,7 +47,25 @@ def of_rows(variable: Any) -> Any:
     return tf.identity(variable)
 
 
-@pytest.mark.parametrize("step", [twice_read, of_a_slice, of_rows], ids=lambda step: step.__name__)
+def in_a_loop(variable: Any) -> Any:
+    with tf.GradientTape() as tape:
+        loop = lambda i, total: (i + 1, total * tf.reduce_mean(tf.convert_to_tensor(variable)) + 1.0)  # noqa: E731
+        total = tf.while_loop(lambda i, total: i < 3, loop, [0, tf.constant(2.0, tf.float64)])[1]
+    return total, tape.gradient(total, variable.handle)
+
+
+def written_in_a_loop(variable: Any) -> Any:
+    def body(i: tf.Tensor) -> list[tf.Tensor]:
+        variable.assign(tf.convert_to_tensor(variable) * 1.5 + 1.0)
+        return [i + 1]
+
+    tf.while_loop(lambda i: i < 3, body, [0])
+    return tf.identity(variable)
+
+
+@pytest.mark.parametrize(
+    "step", [in_a_loop, written_in_a_loop, twice_read, of_a_slice, of_rows], ids=lambda step: step.__name__
+)
 def test_shards_compute_what_one_variable_does(step: Callable[[Any], Any]) -> None:
     many, one = made()
     found, expected = (tf.function(functools.partial(step, v), autograph=False)() for v in (many, one))

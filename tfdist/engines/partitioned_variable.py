@@ -98,10 +98,22 @@ class _Whole:
             self._read = (weakref.ref(value.graph), value)
         first = self.first_read()
         if first is None:
-            self._first, first = self._read, value
+            read = self._read_in_the_step()
+            first = value if read is None else read
+            self._first = weakref.ref(first.graph), first
         tape.variable_accessed(_Watched(first, self.trainable))
         # What is read after a write is another tensor, of the same variable to a tape.
         return value if value is first else _read_again(first, value)
+
+    def _read_in_the_step(self) -> tf.Tensor | None:
+        """Reads it outside of the loop, conditional or function that is traced, if one is."""
+        graph = current = tf.compat.v1.get_default_graph()
+        while isinstance(outer := getattr(graph, "outer_graph", None), tf.Graph) and outer.building_function:
+            graph = outer
+        if graph is current:
+            return None
+        with graph.as_default(), tf.control_dependencies(None):
+            return self._concatenated()
 
     def first_read(self) -> tf.Tensor | None:
         """The value that this graph, or one around it, has read first."""
