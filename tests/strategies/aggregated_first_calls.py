@@ -7,11 +7,12 @@ from typing import Any
 
 import first_call_models
 import pytest
-from first_call_models import Noisy, Pair, fitted, looped
+from first_call_models import Compiled, Noisy, Pair, fitted, looped
 
 
-def test_a_model_without_call_trains_as_on_one_device(strategy: Any) -> None:
-    first_call_models.assert_like_one_device(strategy, fitted, Pair, batch_size=8)
+@pytest.mark.parametrize("model", [Pair, Compiled])
+def test_a_model_without_call_trains_as_on_one_device(strategy: Any, model: type) -> None:
+    first_call_models.assert_like_one_device(strategy, fitted, model, batch_size=8)
 
 
 def test_a_seed_generator_made_in_the_first_call_is_made(strategy: Any) -> None:

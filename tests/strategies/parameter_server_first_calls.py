@@ -9,12 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 import first_call_models
+import keras
 import pytest
-from first_call_models import Noisy, Pair, fitted, looped
+from first_call_models import Compiled, Noisy, Pair, fitted, looped
 
 
-def test_a_model_without_call_trains_as_on_one_device(strategy: Any) -> None:
-    first_call_models.assert_like_one_device(strategy, fitted, Pair, batch_size=40)
+@pytest.mark.parametrize("model", [Pair, Compiled])
+def test_a_model_without_call_trains_as_on_one_device(strategy: Any, model: type) -> None:
+    first_call_models.assert_like_one_device(strategy, fitted, model, batch_size=40)
 
 
 def test_a_seed_generator_made_in_the_first_call_is_made(strategy: Any) -> None:
@@ -24,3 +26,15 @@ def test_a_seed_generator_made_in_the_first_call_is_made(strategy: Any) -> None:
 @pytest.mark.parametrize("is_built", [True, False])
 def test_a_custom_loop_makes_layers_and_slots(strategy: Any, is_built: bool) -> None:
     first_call_models.assert_like_one_device(strategy, looped, is_built, batch_size=40)
+
+
+def test_a_model_made_outside_of_the_scope_is_named(strategy: Any) -> None:
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, name="misplaced")])
+    with strategy.scope():
+        model.compile("adam", "mse", jit_compile=False)
+    with pytest.raises(ValueError, match="misplaced/kernel.*made outside"):
+        model.fit(first_call_models.X, first_call_models.Y, verbose=0)
+    with strategy.scope():
+        optimizer = keras.optimizers.Adam()
+    with pytest.raises(ValueError, match="made outside"):
+        optimizer.build(model.trainable_variables)

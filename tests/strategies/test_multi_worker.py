@@ -79,6 +79,26 @@ for name, (optimizer, options) in cases.items():
     report(name, largest(results(one_device, optimizer, **options), results(strategy, optimizer, **options)))
 """
 
+SHOWN = """
+class Total(keras.metrics.Metric):
+    def __init__(self):
+        super().__init__(name="total")
+        self.total = self.add_variable((), "zeros", name="total")
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.total.assign_add(keras.ops.sum(y_pred))
+    def result(self):
+        return self.total
+
+def shown_as_a_variable(scope):
+    with scope.scope():
+        model = dense(lambda: optimizers.SGD(0.1), scope)
+        model.compile("sgd", "mse", metrics=[Total()])
+    history = model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0).history
+    return [history, model.evaluate(x, y, batch_size=8, verbose=0)]
+
+report("a metric that shows its variable", largest(shown_as_a_variable(one_device), shown_as_a_variable(strategy)))
+"""
+
 DATA = """
 # Keras' unseeded shuffle of arrays, whose order must be the same on all workers.
 seen = []
@@ -185,6 +205,11 @@ def test_numbers_are_those_of_one_device(tmp_path: pathlib.Path):
     assert first["workers"] == 2
     for name in first.keys() - {"workers"}:
         assert max(first[name], second[name]) < 1e-5, name
+
+
+def test_a_metric_may_show_its_variable(tmp_path: pathlib.Path):
+    for found in process_cluster.run(PREPARED + SHOWN, tmp_path, timeout_secs=200):
+        assert found["a metric that shows its variable"] < 1e-4
 
 
 def test_every_example_is_used_once(tmp_path: pathlib.Path):

@@ -135,12 +135,12 @@ class TrainStep:
         with tap.attributes(changed), scope:
             self.model._clear_losses()  # Keras knows them by ids, which tensors of an earlier trace may have had.
             # An empty Optional is Keras' way to say None.
-            given = empty_parts.filled(batch) if self._may_be_empty(batch) else batch
-            result = self._step(tf.nest.map_structure(_none_if_optional, given))
+            batch_given = empty_parts.filled(batch) if self._may_be_empty(batch) else batch
+            result = self._step(tf.nest.map_structure(_none_if_optional, batch_given))
         writes = scope.writes()
-        weight = self._weight(batch)
+        weight, rows = self._weight(batch), sharing.rows(batch)
         counts, new_states, maxima = self._sort(writes, scope, begun_with, weight)
-        if self._may_be_empty(batch) and (rows := sharing.rows(batch)) is not None:
+        if rows is not None and self._may_be_empty(batch):
             counts = [tf.where(rows > 0, count, tf.zeros_like(count)) for count in counts]
         return Contribution(
             [
@@ -161,8 +161,7 @@ class TrainStep:
         )
 
     def _may_be_empty(self, batch: Any) -> bool:
-        is_alone = self._total_num_replicas == 1
-        return not is_alone and empty_parts.may_occur([batch]) and empty_parts.are_refused(self.model)
+        return self._total_num_replicas > 1 and empty_parts.may_occur([batch]) and empty_parts.are_refused(self.model)
 
     def _starts(self) -> tuple[list[tuple[Any, tf.Tensor]], dict[int, tf.Tensor]]:
         """What variables begin with: metrics' sums at zero; and what other states are then, by the variable's id."""

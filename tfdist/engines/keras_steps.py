@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfdist.engines.coordinated_variable import CoordinatedVariable
 
@@ -105,8 +106,30 @@ def check_scope(fn: Callable[..., Any]) -> None:
     model: Any = getattr(fn, "__self__", None)
     for variable in (*model.variables, *model.metrics_variables, *getattr(model.optimizer, "variables", ())):
         if not isinstance(getattr(variable, "_value", variable), CoordinatedVariable):
-            raise ValueError(
-                "The model, its optimizer and its metrics must be made in the scope of ParameterServerStrategy. Put "
-                "the lines that make them, and model.compile, under `with strategy.scope():`. "
-                f"Received: variable {variable.path!r}, made outside of it"
-            )
+            raise ValueError(_outside(variable.path))
+
+
+def check_colocation(extended: Any) -> None:
+    """Has an optimizer of the strategy refuse, before it makes a slot, a variable that was made outside of the scope.
+
+    Args:
+      extended: the strategy's `extended`.
+    """
+    colocate = extended.colocate_vars_with
+
+    def colocate_vars_with(variable: Any) -> Any:
+        # A partitioned one has parts of the strategy's.
+        is_whole = isinstance(variable, tf.Variable) and not hasattr(variable, "variables")
+        if is_whole and getattr(variable, "_distribute_strategy", None) is None:
+            raise ValueError(_outside(variable.name))
+        return colocate(variable)
+
+    extended.colocate_vars_with = colocate_vars_with
+
+
+def _outside(name: str) -> str:
+    return (
+        "The model, its optimizer and its metrics must be made in the scope of ParameterServerStrategy. Put "
+        "the lines that make them, and model.compile, under `with strategy.scope():`. "
+        f"Received: variable {name!r}, made outside of it"
+    )

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from tfdist.compat import scratch_trace, symbolic_build
 from tfdist.engines import finding, program, tap
+from tfdist.engines.worker_data import WorkerBatch
 
 # Each pass makes what the one before could not come to, such as gradients of weights that were not there yet.
 _MAX_PASSES = 6
@@ -77,6 +78,17 @@ def before(
     return rehearse(strategy, function, arguments, found)
 
 
+def before_workers(
+    strategy: tf.distribute.Strategy, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+) -> None:
+    """See `before`; for arguments among which are tickets for batches that live on workers."""
+
+    def of_replica(leaf: Any) -> Any:
+        return leaf.element_spec if isinstance(leaf, WorkerBatch) else leaf
+
+    before(strategy, function, [tf.nest.map_structure(of_replica, each) for each in (*args, *kwargs.values())])
+
+
 def rehearse(
     strategy: tf.distribute.Strategy, function: Callable[..., Any], arguments: Sequence[Any], found: Sequence[Any]
 ) -> Exception | None:
@@ -91,7 +103,7 @@ def rehearse(
     optimizers = [each for each in optimizers if id(each) not in inner]
     specs = tuple(tf.nest.map_structure(_spec, argument) for argument in arguments)
     for _ in range(_MAX_PASSES):
-        applied: list[tuple[Any, list[Any]]] = []
+        applied = list[tuple[Any, list[Any]]]()
 
         def on_replica(*given: Any) -> None:
             changes = [(each, "apply", _noting(each, applied)) for each in optimizers]  # noqa: B023

@@ -93,6 +93,8 @@ class KerasSteps(tf.distribute.Strategy):
         return batch
 
     def _reduce_one(self, reduce_op: Any, value: Any, axis: Any) -> Any:
+        if isinstance(value, keras.Variable):
+            value = value.value
         is_mean = str(getattr(reduce_op, "value", reduce_op)).upper() == "MEAN"
         # An unknown attribute of a variable that is averaged on read would be looked for on its mean: no end of it.
         if is_mean and isinstance(value, tf.Tensor) and getattr(value, steps.REDUCED, False):

@@ -109,6 +109,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         # about it.
         self.extended._allow_run_without_coordinator = True
         self.extended.colocate_vars_with = in_scope.colocating(self, self._scope)
+        keras_steps.check_colocation(self.extended)
         self._engine = CoordinatedEngine(
             self,
             self._serving.num_workers,
@@ -227,8 +228,9 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             lambda x: tf.convert_to_tensor(x) if isinstance(x, np.ndarray) else x, (args, kwargs or {})
         )
         kind = keras_steps.classify(fn)
-        keras_steps.check(fn, asynchronous=self._aggregated is None)
         keras_steps.check_scope(fn)
+        with tf.init_scope(), self.scope():  # `fit`, where optimizers are built, may be called outside of it.
+            keras_steps.check(fn, asynchronous=self._aggregated is None)
         return (self._run_eagerly if tf.executing_eagerly() else self._run_in_graph)(kind, fn, *given)
 
     def _on_worker(self) -> bool:
@@ -259,7 +261,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         specs = tf.nest.map_structure(lambda x: tf.type_spec_from_value(x) if tf.is_tensor(x) else x, (args, kwargs))
         programs, key = self._traced_with(fn), (fn, worker_fed, in_parts, repr(specs))
         if key not in programs:
-            self._rehearse(fn, args, kwargs)
+            rehearsal.before_workers(self, fn, args, kwargs)
             programs[key] = self._traced(fn, args, kwargs, worker_fed, in_parts)
         return programs[key]
 
@@ -270,20 +272,12 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             accumulation = kept.get(key) or kept.setdefault(key, Accumulation(self._engine.coordinator, optimizer))
         return Program(self, fn, args, kwargs, worker_fed, in_parts, accumulation)
 
-    def _rehearse(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
-        """Makes, before a step is traced for workers, the variables that its first call would make."""
-
-        def of_replica(leaf: Any) -> Any:
-            return leaf.element_spec if isinstance(leaf, WorkerBatch) else leaf
-
-        rehearsal.before(self, fn, [tf.nest.map_structure(of_replica, each) for each in (*args, *kwargs.values())])
-
     def _run_in_graph(self, kind: str, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Leaves an operation in the caller's graph that queues the step each time it runs."""
         tickets = worker_batch.tickets_in((args, kwargs))
         if self._is_aggregated(kind, tickets):
             return self._aggregate_in_graph(fn, tickets[0])
-        self._rehearse(fn, args, kwargs)
+        rehearsal.before_workers(self, fn, args, kwargs)
         # Not annotated: AutoGraph, which reads this under a user's tf.function, can't take that in a closure.
         by_feed = dict[tuple[bool, bool], Program]()
 
@@ -313,7 +307,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     def _aggregated_step(self, fn: Callable[..., Any], ticket: WorkerBatch) -> AggregatedStep:
         steps, key = self._traced_with(fn), (fn, "step", ticket.structure)
         if key not in steps:
-            self._rehearse(fn, (ticket,), {})
+            rehearsal.before_workers(self, fn, (ticket,), {})
             spec, count = ticket.element_spec, self._num_parts
             steps[key] = self._aggregated.prepare(fn, sharing.part_spec(spec, count) if count > 1 else spec)
         return steps[key]

@@ -194,7 +194,8 @@ class _MetricResults:
     def after(self, leaf: Any) -> Any:
         """What such a leaf is by the metrics' present counts."""
         _, metric, index = self._results[id(leaf)]
-        return tf.nest.flatten(metric.result())[index]
+        # The result may be a variable itself.
+        return tf.convert_to_tensor(tf.nest.flatten(metric.result())[index])
 
     def _remembering(self, metric: Any) -> Callable[[], Any]:
         result_of = metric.result
