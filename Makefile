@@ -13,7 +13,9 @@ PYTEST = $(BIN)/python -m pytest
 # Several files of tests at a time: most of them wait for processes that they have started. FLAGS="-n 0" for one.
 PARALLEL = -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo chaos fuzz test test-all test-fast test-kubernetes test-slurm test-ssh lint format bench venv venv-dev venv-bench python clean
+SRC =
+
+.PHONY: help demo chaos programs fuzz test test-all test-fast test-kubernetes test-slurm test-ssh lint format bench venv venv-dev venv-bench python clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null || grep '##' Makefile
@@ -56,6 +58,9 @@ fuzz: venv  ## train random models on one device and under each strategy; FLAGS=
 
 bench: venv-bench  ## measure against stock TensorFlow (about an hour); FLAGS="--rows=... --sizes=..."
 	$(BIN)/python benchmarks/run.py $(FLAGS)
+
+programs: venv  ## run tutorials and examples of others, in SRC, under each strategy (hours); FLAGS="--programs=... --kinds=..."
+	$(BIN)/python experiments/programs/run.py --src $(SRC) $(FLAGS)
 
 venv: python
 	@$(PYTHON) .ci/venv.py experiments,test

@@ -32,7 +32,7 @@ def test_a_model_made_outside_of_the_scope_is_named(strategy: Any) -> None:
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, name="misplaced")])
     with strategy.scope():
         model.compile("adam", "mse", jit_compile=False)
-    with pytest.raises(ValueError, match="misplaced/kernel.*made outside"):
+    with pytest.raises(ValueError, match=r"misplaced/kernel.*made outside"):
         model.fit(first_call_models.X, first_call_models.Y, verbose=0)
     with strategy.scope():
         optimizer = keras.optimizers.Adam()

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs programs that others wrote under each strategy and writes docs/programs.md: `make programs SRC=...`.
+
+SRC is a directory of checkouts: docs (tensorflow/docs), keras-io, keras (keras-team), models (tensorflow/models).
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import json
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+import convert
+import table
+
+HERE = pathlib.Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+KINDS = ("one", "stock", "mirrored", "multi", "ps", "backup")
+
+
+def main() -> None:
+    """Runs what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--src", required=True, type=pathlib.Path)
+    parser.add_argument("--programs", default="", help="names of programs, or parts of them, by commas; all by default")
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--results", type=pathlib.Path, default=HERE / "published.json")
+    parser.add_argument("--page", type=pathlib.Path, default=ROOT / "docs" / "programs.md")
+    parser.add_argument("--timeout_secs", type=float, default=420)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--logs", type=pathlib.Path, default=pathlib.Path(tempfile.gettempdir()) / "tfdist_programs")
+    flags = parser.parse_args()
+    wanted = [name for name in flags.programs.split(",") if name]
+    programs = [each for each in _programs() if not wanted or any(name in each for name in wanted)]
+    found = json.loads(flags.results.read_text()) if flags.results.exists() else {}
+
+    def run(job: tuple[str, str]) -> None:
+        program, kind = job
+        outcome = _run(flags.src, program, kind, flags.timeout_secs, flags.logs)
+        found.setdefault(program, {})[kind] = outcome
+        print(f"{program} {kind}: {outcome['status']} {outcome['secs']} s  {outcome['line']}", flush=True)
+        flags.results.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+
+    jobs = [(program, kind) for program in programs for kind in flags.kinds.split(",")]
+    with concurrent.futures.ThreadPoolExecutor(flags.jobs) as pool:
+        list(pool.map(run, jobs))
+    flags.page.write_text(table.page(found, list(_programs()), KINDS))
+
+
+def _programs() -> dict[str, bool]:
+    """The programs, and whether each gets as many examples as the true data set has."""
+    lines = [line.split() for line in (HERE / "programs.txt").read_text().splitlines()]
+    return {line[0]: line[1:] != ["few"] for line in lines if line and line[0] != "#"}
+
+
+def _run(src: pathlib.Path, program: str, kind: str, timeout_secs: float, logs: pathlib.Path) -> dict[str, Any]:
+    """Runs one program in an empty directory of its own, and everything that it started is ended with it."""
+    name = re.sub(r"\W+", "_", program)
+    directory = logs / f"{name}.{kind}"
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    if not (src / program).exists():
+        return {"status": "missing", "line": f"SRC has no {program}", "losses": [], "secs": 0}
+    try:
+        source, modules = convert.convert(src / program)
+    except SyntaxError as error:
+        return {"status": "fails", "line": f"not converted: {error}", "losses": [], "secs": 0}
+    path, result = directory / "program.py", directory / "losses.json"
+    for file, text in {path.name: source, **modules}.items():
+        (directory / file).write_text(text)
+    began, code = (
+        time.monotonic(),
+        _code(_command(kind, path, result), directory, src, timeout_secs, _programs()[program]),
+    )
+    losses = json.loads(result.read_text()) if result.exists() else []
+    line = "" if code == 0 else _last_line((directory / "log").read_text(errors="replace"))
+    status = "works" if code == 0 else "too slow" if code is None else "fails"
+    return {"status": status, "line": line, "losses": losses, "secs": round(time.monotonic() - began)}
+
+
+def _command(kind: str, path: pathlib.Path, result: pathlib.Path) -> list[str]:
+    child = [str(HERE / "child.py"), kind, str(path), str(result)]
+    if kind == "multi":
+        return [sys.executable, "-m", "tfdist.cli", "launch", "local", "--num_workers=2", *child]
+    return [sys.executable, *child]
+
+
+def _code(
+    command: list[str], directory: pathlib.Path, src: pathlib.Path, timeout_secs: float, is_full: bool
+) -> int | None:
+    """The exit code, or None if it took too long."""
+    paths = [str(HERE), str(src / "models"), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    environment.update(TFDIST_PROGRAMS_FULL="1" if is_full else "")
+    environment.update(TF_CPP_MIN_LOG_LEVEL="2", PYTHONUNBUFFERED="1", TMPDIR=str(directory))
+    with (directory / "log").open("wb") as log:
+        process = subprocess.Popen(
+            command,
+            cwd=directory,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            return process.wait(timeout_secs)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(15)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def _last_line(log: str) -> str:
+    """The last line of the last Python error, without the prefix of a worker."""
+    lines = [re.sub(r"^\[?\w+[: ]\d+\]?[|:]? ?", "", line) for line in log.splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"(\w+\.)*\w*(Error|Exception|Interrupt|Exit)\b", line)]
+    return (errors or lines or [""])[-1][:300]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page that shows what the runs of run.py gave."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+_HEADERS = {
+    "one": "one device",
+    "stock": "stock MirroredStrategy",
+    "mirrored": "MirroredStrategy",
+    "multi": "MultiWorkerMirroredStrategy",
+    "ps": "ParameterServerStrategy",
+    "backup": "BackupWorkers(spares=0)",
+}
+# Programs draw random numbers on each replica, and parameter servers are asynchronous.
+_TOLERANCE = 0.25
+_INTRODUCTION = """# Programs of others
+
+Tutorials, guides and examples of TensorFlow, Keras and keras.io, run as they are but for the name of the strategy. In
+programs without one, the lines that make models, optimizers and metrics, and those that compile, are under
+`with strategy.scope():`. Downloads are replaced by synthetic arrays, downloaded weights are random, and epochs are
+cut to 2 of at most 12 steps.
+
+Made by `make programs SRC=directory` ([experiments/programs](../experiments/programs/README.md)) from runs on two CPUs:
+two devices under the mirrored strategies of one process, two workers under the others. *works*: the program came to its
+end, and each loss that `fit` showed is at most 25% above the one on one device. *differs*: it came to its end with
+another loss, for which dropout, random batches and asynchronous updates are enough. *too slow*: it was ended after
+the time limit, on a machine that was busy with other work. *-*: not run.
+"""
+
+
+def page(found: dict[str, Any], programs: Sequence[str], kinds: Sequence[str]) -> str:
+    """The page in Markdown."""
+    rows = [_row(program, found.get(program, {}), kinds) for program in programs]
+    header = ["Program", *(_HEADERS[kind] for kind in kinds)]
+    lines = [
+        _INTRODUCTION,
+        _line(header),
+        _line(["---"] * len(header)),
+        *map(_line, rows),
+        "",
+        *_totals(found, programs, kinds),
+    ]
+    reasons = [
+        f"- `{program}`, {_HEADERS[kind]}: {_escaped(found[program][kind]['line'])}"
+        for program in programs
+        for kind in kinds
+        if found.get(program, {}).get(kind, {}).get("line")
+    ]
+    if reasons:
+        lines += ["", "## Last lines", "", *reasons]
+    return "\n".join(lines) + "\n"
+
+
+def _row(program: str, outcomes: dict[str, Any], kinds: Sequence[str]) -> list[str]:
+    reference = outcomes.get("one", {}).get("losses", [])
+    return [f"{program}", *(verdict(outcomes.get(kind), reference) for kind in kinds)]
+
+
+def verdict(outcome: dict[str, Any] | None, reference: Sequence[float]) -> str:
+    """One cell of the table."""
+    if outcome is None:
+        return "-"
+    if outcome["status"] != "works":
+        return outcome["status"]
+    shown = zip(outcome["losses"], reference, strict=False)
+    is_close = all(loss <= other + _TOLERANCE * abs(other) + 0.05 for loss, other in shown)
+    is_close = is_close and len(outcome["losses"]) == len(reference)
+    if is_close or not reference:
+        return "works"
+    return f"differs: {outcome['losses'][-1]:.3g} for {reference[-1]:.3g}" if outcome["losses"] else "differs: no loss"
+
+
+def _totals(found: dict[str, Any], programs: Sequence[str], kinds: Sequence[str]) -> list[str]:
+    counts = []
+    for kind in kinds:
+        outcomes = [found[program][kind] for program in programs if kind in found.get(program, {})]
+        ended = sum(outcome["status"] == "works" for outcome in outcomes)
+        counts.append(f"{_HEADERS[kind]} {ended} of {len(outcomes)}")
+    return [f"Came to their end: {'; '.join(counts)}."]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _escaped(text: str) -> str:
+    return "`" + text.replace("`", "'").replace("|", "/") + "`"
