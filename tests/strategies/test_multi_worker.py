@@ -212,6 +212,26 @@ def test_a_metric_may_show_its_variable(tmp_path: pathlib.Path):
         assert found["a metric that shows its variable"] < 1e-4
 
 
+CHECKPOINTS = """
+with strategy.scope():
+    model = dense(lambda: optimizers.Adam(0.01))
+manager = tf.train.CheckpointManager(tf.train.Checkpoint(model=model), str(shared / "checkpoints"), max_to_keep=2)
+for number in range(8):
+    model.fit(x[:8], y[:8], batch_size=8, verbose=0)
+    path = manager.save()
+    manager.checkpoint.restore(path).assert_existing_objects_matched()
+expected = model.get_weights()
+model.set_weights([weight * 0 for weight in expected])
+manager.restore_or_initialize()
+report("difference", largest(expected, model.get_weights()))
+"""
+
+
+def test_checkpoint_managers_share_a_directory(tmp_path: pathlib.Path):
+    for found in process_cluster.run(PREPARED + CHECKPOINTS, tmp_path, timeout_secs=200):
+        assert found["difference"] == 0
+
+
 def test_every_example_is_used_once(tmp_path: pathlib.Path):
     first, second = process_cluster.run(PREPARED + DATA, tmp_path, timeout_secs=200)
     for epoch in range(2):

@@ -20,7 +20,7 @@ from tensorflow.python.eager import context as tf_context
 
 from tfdist import _addresses
 from tfdist import cluster as clusters
-from tfdist.compat import array_data, device_pipelines, first_batch, initial_values
+from tfdist.compat import array_data, checkpoint_files, device_pipelines, first_batch, initial_values
 from tfdist.engines import (
     averaging_data,
     board,
@@ -133,6 +133,7 @@ class MultiWorkerMirroredStrategy(warming.WarmingSteps, tf.distribute.MultiWorke
         agreement = self._agreement = agreements.Agreement(cluster.task, cluster.training_tasks)
         agreements.share_random_state(agreement)
         chief_writes.install()
+        checkpoint_files.install(str(cluster.task))
         agreements.tell_others_of_errors(cluster.task)
         watch.InterruptEscape(agreement.waited_for, on_interrupt=agreements.end_soon_after_exit).install()
         agreement.reporter.start()
