@@ -78,8 +78,8 @@ class _Shortened(ast.NodeTransformer):
 
 
 def _shorter(value: ast.expr) -> ast.expr:
-    is_number = isinstance(value, ast.Constant) and isinstance(value.value, int)
-    return ast.Constant(min(value.value, _MAX_EPOCHS)) if is_number else value
+    number = getattr(value, "value", None)
+    return ast.Constant(min(number, _MAX_EPOCHS)) if isinstance(number, int) else value
 
 
 class _Scopes:
@@ -141,7 +141,7 @@ class _Scopes:
             parts.append(func.id)
         if parts and parts[-1] in self._own:
             return True
-        is_of_keras = "keras" in parts or (parts and parts[-1] in self._imported)
+        is_of_keras = "keras" in parts or (bool(parts) and parts[-1] in self._imported)
         return (bool(parts) and parts[0] in _MODELS) or (is_of_keras and not {*parts}.isdisjoint(_MAKERS))
 
 

@@ -129,7 +129,7 @@ def _code(
 def _last_line(log: str) -> str:
     """The last line of the last Python error, without the prefix of a worker."""
     lines = [re.sub(r"^\[?\w+[: ]\d+\]?[|:]? ?", "", line) for line in log.splitlines() if line.strip()]
-    errors = [line for line in lines if re.match(r"(\w+\.)*\w*(Error|Exception|Interrupt|Exit)\b", line)]
+    errors = [line for line in lines if re.match(r"(\w+\.)*\w*(Error|Exception|Interrupt|Exit): \S", line)]
     return (errors or lines or [""])[-1][:300]
 
 
