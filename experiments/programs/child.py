@@ -31,6 +31,11 @@ def main() -> None:
     """Runs the program that the command line names."""
     kind, program, result = sys.argv[1], pathlib.Path(sys.argv[2]), pathlib.Path(sys.argv[3])
     keras.config.set_max_steps_per_epoch(_MAX_STEPS)
+    if kind == "multi":
+        # Programs make directories and files of fixed names, as each worker does on a machine of its own.
+        own = pathlib.Path(f"worker_{tfdist.Cluster.from_environment().task.index}")
+        own.mkdir(exist_ok=True)
+        os.chdir(own)
     strategy = _strategy(kind)
     # Devices can't be changed any more; a program that makes two of its own finds two.
     tf.config.set_logical_device_configuration = lambda *args, **kwargs: None
