@@ -138,6 +138,8 @@ class PerWorker:
 class FakeProgram:
     """A step in plain Python: `function(*batch, *tensors)` gives the result, a number."""
 
+    accumulation = None
+
     dtypes = (tf.float32,)
 
     def __init__(self, cluster: FakeCluster, function: Callable[..., Any]) -> None:
