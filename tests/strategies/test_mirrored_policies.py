@@ -491,7 +491,12 @@ def recurrent() -> keras.Model:
     return keras.Sequential([keras.Input((3,)), *layers])
 
 
-def test_recurrent_model_is_built_from_a_batch_of_one_example(strategy):
+@pytest.mark.parametrize("has_policy", [True, False])
+def test_recurrent_model_is_built_from_a_batch_of_one_example(strategy, cpus, has_policy):
     assert_like_one_device(
-        strategy, lambda: OPTIMIZERS.SGD(0.1), model=recurrent, data=(X[:5], Y[:5]), fit={"batch_size": 1, "epochs": 1}
+        strategy if has_policy else without_policy(cpus),
+        lambda: OPTIMIZERS.SGD(0.1),
+        model=recurrent,
+        data=(X[:5], Y[:5]),
+        fit={"batch_size": 1, "epochs": 1},
     )

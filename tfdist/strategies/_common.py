@@ -80,7 +80,8 @@ class KerasSteps(tf.distribute.Strategy):
         """Reduces over replicas, as `tf.distribute.Strategy.reduce` does, and also structures of values."""
         if _asked_by_keras_build():
             # Keras wants the shapes of a batch, of which the last may be uneven: any replica's part shows them.
-            batch = tf.nest.map_structure(lambda leaf: self.experimental_local_results(leaf)[0], value)
+            local = tf.nest.map_structure(lambda leaf: self.experimental_local_results(leaf)[0], value)
+            batch = tf.nest.map_structure(_with_an_example, local)
             build = sys._getframe(1).f_locals
             generators.built_from(build.get("iterator"))
             return self._built(build["self"], batch)
@@ -109,6 +110,12 @@ class KerasSteps(tf.distribute.Strategy):
 
     def _sum_over_workers(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         return list(tensors)
+
+
+def _with_an_example(leaf: Any) -> Any:
+    """A replica's part as it is, or zeros for one example where it has none: Keras can't build all layers from none."""
+    is_empty = isinstance(leaf, tf.Tensor) and leaf.shape.rank and leaf.shape[0] == 0
+    return tf.zeros([1, *leaf.shape[1:]], leaf.dtype) if is_empty else leaf
 
 
 def check_timeouts(**secs: float) -> None:
