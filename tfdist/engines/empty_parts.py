@@ -15,13 +15,18 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat import scratch_trace
-from tfdist.engines import sharing
+from tfdist.engines import model_losses, sharing
 
 
 def are_refused(model: keras.Model | None) -> bool:
-    """Whether a model may fail on a batch of no examples; the other layers of Keras are known not to."""
+    """Whether a model may fail on a batch of no examples; the other layers of Keras are known not to.
+
+    Not so for one with a loss that is a sum over the examples: it would count the example that is filled in.
+    """
     if model is None:
         return True
+    if any(model_losses.is_sum(loss) for loss in model_losses.losses(model)):
+        return False
     return any(
         isinstance(layer, keras.layers.RNN | keras.layers.TimeDistributed | keras.layers.Bidirectional)
         or type(layer).__module__.split(".")[0] != "keras"
