@@ -35,8 +35,18 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# Files that take minutes, most of which they wait: begun first, they run beside all others.
-_LONGEST_FILES = ("test_parameter_server.py", "test_parameter_server_policies.py")
+# Files that take minutes: begun first, they run beside all others, and nobody waits for the last of them.
+_LONGEST_FILES = (
+    "test_parameter_server.py",
+    "test_parameter_server_policies.py",
+    "test_mirrored.py",
+    "test_serving.py",
+    "test_multi_worker.py",
+    "test_own_steps.py",
+    "test_multi_worker_failures.py",
+    "test_mirrored_policies.py",
+    "test_pod_group.py",
+)
 LOGICAL_CPUS = 4
 _GRACE_SECS = 5.0
 # Set by pytest itself, and by whichever test is the first to import TensorFlow, h5py or scikit-learn.
@@ -63,7 +73,8 @@ def cpus() -> list[str]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts the longest files first."""
-    items.sort(key=lambda item: item.path.name not in _LONGEST_FILES)
+    order = {name: index for index, name in enumerate(_LONGEST_FILES)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
