@@ -26,14 +26,15 @@ cut to 2 of at most 12 steps.
 Made by `make programs SRC=directory` ([experiments/programs](../experiments/programs/README.md)) from runs on two CPUs:
 two devices under the mirrored strategies of one process, two workers under the others. *works*: the program came to its
 end, and each loss that `fit` showed is at most 25% above the one on one device. *differs*: it came to its end with
-another loss, for which dropout, random batches and asynchronous updates are enough. *too slow*: it was ended after
-the time limit, on a machine that was busy with other work. *-*: not run.
+another loss, for which dropout, random batches and asynchronous updates are enough. *ends*: it came to its end, and
+shows no loss of `fit` that could be compared. *too slow*: it was ended after the time limit. *-*: not run.
 """
 
 
 def page(found: dict[str, Any], programs: Sequence[str], kinds: Sequence[str]) -> str:
     """The page in Markdown."""
-    rows = [_row(program, found.get(program, {}), kinds) for program in programs]
+    ran = [program for program in programs if program in found]
+    rows = [_row(program, found[program], kinds) for program in ran]
     header = ["Program", *(_HEADERS[kind] for kind in kinds)]
     lines = [
         _INTRODUCTION,
@@ -42,6 +43,8 @@ def page(found: dict[str, Any], programs: Sequence[str], kinds: Sequence[str]) -
         *map(_line, rows),
         "",
         *_totals(found, programs, kinds),
+        "",
+        f"{len(ran)} of the {len(programs)} programs that are listed in `experiments/programs/programs.txt` were run.",
     ]
     reasons = [
         f"- `{program}`, {_HEADERS[kind]}: {_escaped(found[program][kind]['line'])}"
@@ -65,10 +68,12 @@ def verdict(outcome: dict[str, Any] | None, reference: Sequence[float]) -> str:
         return "-"
     if outcome["status"] != "works":
         return outcome["status"]
+    if not reference:
+        return "ends"
     shown = zip(outcome["losses"], reference, strict=False)
     is_close = all(loss <= other + _TOLERANCE * abs(other) + 0.05 for loss, other in shown)
     is_close = is_close and len(outcome["losses"]) == len(reference)
-    if is_close or not reference:
+    if is_close:
         return "works"
     return f"differs: {outcome['losses'][-1]:.3g} for {reference[-1]:.3g}" if outcome["losses"] else "differs: no loss"
 

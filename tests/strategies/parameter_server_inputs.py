@@ -70,6 +70,13 @@ class Rows(keras.utils.PyDataset):
         return X[rows], IDS[rows]
 
 
+def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Without TensorFlow's tuning nobody reads ahead, not even to the end of the data."""
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return dataset.with_options(options)
+
+
 SOURCES = {
     "arrays": lambda: (X, IDS),
     "batches": lambda: (slices().batch(BATCH),),
@@ -77,6 +84,7 @@ SOURCES = {
     "shuffled batches": lambda: (slices().batch(BATCH).shuffle(COUNT),),
     "repeated": lambda: (slices().shuffle(COUNT).repeat(2).batch(BATCH),),
     "cached": lambda: (slices().shuffle(COUNT).cache().batch(BATCH),),
+    "cached, not tuned": lambda: (untuned(slices().shuffle(COUNT).cache().batch(BATCH)),),
     "unordered": lambda: (
         slices().map(lambda x, y: (x + 0.0, y), num_parallel_calls=4, deterministic=False).batch(BATCH),
     ),

@@ -226,22 +226,24 @@ class WorkerDataset(input_lib.DistributedDataset):
     def _build_share(self, share: Callable[[int], tf.data.Dataset]) -> tf.data.Dataset:
         worker = closures.this_worker()
         self._begun[worker] = 0
-        return share(worker)
+        dataset = share(worker)
+        if self._sharding in ("shard", "deal") and self._graph().caches:
+            # A pass ends with the worker's last batch, mostly before the end of the data: the cache would stay
+            # incomplete, and be filled anew in another order than that of the other workers.
+            _read(dataset)
+        return dataset
 
     def _catch_up(self, dataset: tf.data.Dataset, worker: int, number: int) -> None:
         """Brings a worker that has built its share anew to the order that pass `number` has for the others.
 
-        Each iterator draws a new order. What is cached is in the order of the first, which has to be read then.
+        Each iterator draws a new order.
         """
         self._begin_passes(dataset, number - 1 - self._begun[worker])
         self._begun[worker] = max(self._begun[worker], number)
 
     def _begin_passes(self, dataset: tf.data.Dataset, count: int) -> None:
         for _ in range(count):
-            if self._graph().caches:
-                dataset.reduce(tf.constant(0, tf.int64), lambda count, *_: count + 1)
-            else:
-                iter(dataset)
+            iter(dataset)
 
     def _shares(self) -> Callable[[int], tf.data.Dataset]:
         """A function that rebuilds a worker's share, to be called where the worker is the default device."""
@@ -326,3 +328,7 @@ class WorkerDatasetFromFunction(WorkerDataset):
 def _zeros(spec: tf.TensorSpec) -> tf.Tensor:
     shape = [1 if size is None else size for size in spec.shape]
     return tf.zeros(shape, spec.dtype) if spec.dtype != tf.string else tf.fill(shape, "")
+
+
+def _read(dataset: tf.data.Dataset) -> None:
+    dataset.reduce(tf.constant(0, tf.int64), lambda count, *_: count + 1)
