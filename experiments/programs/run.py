@@ -83,7 +83,7 @@ def _run(src: pathlib.Path, program: str, kind: str, timeout_secs: float, logs: 
         _code(_command(kind, path, result), directory, src, timeout_secs, _programs()[program]),
     )
     losses = json.loads(result.read_text()) if result.exists() else []
-    line = "" if code == 0 else _last_line((directory / "log").read_text(errors="replace"))
+    line = "" if code in (0, None) else _last_line((directory / "log").read_text(errors="replace"))
     status = "works" if code == 0 else "too slow" if code is None else "fails"
     return {"status": status, "line": line, "losses": losses, "secs": round(time.monotonic() - began)}
 
