@@ -263,6 +263,11 @@ def test_steps_per_epoch_of_endless_data(strategy: Any) -> None:
     assert history["batches"] == [7, 7, 7]
 
 
+def test_endless_data_are_not_read_to_fill_a_cache(strategy: Any) -> None:
+    history = fit(observed(strategy), slices().cache().repeat().batch(BATCH), epochs=2, steps_per_epoch=7)
+    assert history["batches"] == [7, 7]
+
+
 def test_steps_per_epoch_of_data_that_end_within(strategy: Any) -> None:
     model = observed(strategy)
     history = fit(model, slices().batch(BATCH), epochs=1, steps_per_epoch=STEPS - 3)

@@ -227,23 +227,27 @@ class WorkerDataset(input_lib.DistributedDataset):
         worker = closures.this_worker()
         self._begun[worker] = 0
         dataset = share(worker)
-        if self._sharding in ("shard", "deal") and self._graph().caches:
-            # A pass ends with the worker's last batch, mostly before the end of the data: the cache would stay
-            # incomplete, and be filled anew in another order than that of the other workers.
+        if self._sharding in ("shard", "deal") and self._cardinality >= 0 and self._graph().caches:
+            # A pass of known length ends with the worker's last batch, mostly before the end of the data: the cache
+            # would stay incomplete, and be filled anew in another order than that of the other workers. Data of unknown
+            # length are read to their end, and endless ones have none.
             _read(dataset)
         return dataset
 
     def _catch_up(self, dataset: tf.data.Dataset, worker: int, number: int) -> None:
         """Brings a worker that has built its share anew to the order that pass `number` has for the others.
 
-        Each iterator draws a new order.
+        Each iterator draws a new order. What is cached is in the order of the first, which has to be read then.
         """
         self._begin_passes(dataset, number - 1 - self._begun[worker])
         self._begun[worker] = max(self._begun[worker], number)
 
     def _begin_passes(self, dataset: tf.data.Dataset, count: int) -> None:
         for _ in range(count):
-            iter(dataset)
+            if self._graph().caches:
+                _read(dataset)
+            else:
+                iter(dataset)
 
     def _shares(self) -> Callable[[int], tf.data.Dataset]:
         """A function that rebuilds a worker's share, to be called where the worker is the default device."""
