@@ -175,6 +175,11 @@ class FakeDataset:
     lives_in_python = False
     passes = 1
 
+    @property
+    def batch_spec(self) -> Any:
+        """See `WorkerDataset`."""
+        return self.element_spec
+
     def __init__(self, cluster: FakeCluster, shares: Sequence[int], known: str = "total and shares") -> None:
         self._cluster = cluster
         self._shares = list(shares)

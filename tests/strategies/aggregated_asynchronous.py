@@ -87,13 +87,13 @@ def test_every_example_is_used_once_in_each_pass(
 ) -> None:
     strategy = with_policies(tfdist.SoftSync(updates), tfdist.StalenessScaling())
     model = counting(strategy)
-    history = model.fit(data(), epochs=3, verbose=0).history
-    assert history["examples"] == [float(COUNT)] * 3
-    assert history["sum"] == [float(LABELS.sum())] * 3
-    assert int(model.optimizer.iterations.numpy()) == 3 * STEPS
+    history = model.fit(data(), epochs=2, verbose=0).history
+    assert history["examples"] == [float(COUNT)] * 2
+    assert history["sum"] == [float(LABELS.sum())] * 2
+    assert int(model.optimizer.iterations.numpy()) == 2 * STEPS
     report = strategy.report()
-    assert report.updates == 3 * STEPS
-    assert sum(report.accepted.values()) == sum(report.staleness.values()) == 3 * STEPS * updates
+    assert report.updates == 2 * STEPS
+    assert sum(report.accepted.values()) == sum(report.staleness.values()) == 2 * STEPS * updates
     assert sum(report.dropped.values()) == 0
 
 
@@ -111,7 +111,7 @@ def test_a_killed_worker_leaves_nothing_out_and_nothing_twice(with_policies: Pol
     assert history["sum"] == [float(LABELS.sum())] * 2
 
 
-@pytest.mark.parametrize("bound", [1, 2, 4])
+@pytest.mark.parametrize("bound", [1, 4])
 def test_no_gradient_is_older_than_the_bound(with_policies: Policies, slow: None, bound: int) -> None:
     strategy = with_policies(tfdist.BoundedStaleness(bound))
     model = compiled(strategy)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 from typing import Any
 
@@ -74,6 +75,28 @@ class Noisy(keras.Model):
         return self.dense(x) + noise
 
 
+_TRAINER = next(base for base in keras.Model.__mro__ if base.__module__.startswith("keras.src.backend.tensorflow"))
+
+
+class Mixed(_TRAINER, keras.layers.Dense):
+    """A layer mixed with Keras' Trainer: it has `fit` and is no `keras.Model`."""
+
+    def __init__(self) -> None:
+        keras.layers.Dense.__init__(self, 1)
+        _TRAINER.__init__(self)
+
+
+class Unseeded(keras.Model):
+    """Draws from Keras' own seed generator, whose numbers are then left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, x):
+        return self.dense(x) + keras.random.normal((1,)) * 0
+
+
 def fitted(strategy: Any, model: Any, loss: str | None = None, batch_size: int = 10) -> tuple[Any, Any]:
     """(history, weights) after two epochs."""
     keras.utils.set_random_seed(3)
@@ -86,27 +109,52 @@ def fitted(strategy: Any, model: Any, loss: str | None = None, batch_size: int =
     return history, made.get_weights()[:4]
 
 
-def looped(strategy: Any, is_built: bool, batch_size: int = 10) -> list[Any]:
+def looped(strategy: Any, is_built: bool, batch_size: int = 10, by_name: bool = False) -> list[Any]:
     """Losses and weights after one pass of a loop in which a layer and an optimizer are called for the first time."""
     keras.utils.set_random_seed(3)
     with strategy.scope():
-        model = keras.Sequential([*([keras.Input((3,))] if is_built else []), keras.layers.Dense(1)])
+        model = keras.Sequential(
+            [*([keras.Input((3,))] if is_built else []), keras.layers.Dense(1, kernel_regularizer="l2")]
+        )
         optimizer = keras.optimizers.Adam(0.01)
 
-    def step(data):
-        x, y = data
+    def step(x, y):
         with tf.GradientTape() as tape:
             loss = tf.nn.compute_average_loss(tf.reduce_mean((model(x) - y) ** 2, -1))
+            loss += tf.nn.scale_regularization_loss(tf.add_n(model.losses))
         gradients = tape.gradient(loss, model.trainable_variables)
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
         return loss
 
     @tf.function
     def distributed(data):
-        return strategy.reduce("SUM", strategy.run(step, args=(data,)), axis=None)
+        if by_name:  # In another order than that of the parameters.
+            x, y = data
+            return strategy.reduce("SUM", strategy.run(step, kwargs={"y": y, "x": x}), axis=None)
+        return strategy.reduce("SUM", strategy.run(lambda batch: step(*batch), args=(data,)), axis=None)
 
     batches = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices((X, Y)).batch(batch_size))
     return [[float(distributed(batch)) for batch in batches], *model.get_weights()]
+
+
+def plainly_looped(strategy: Any, in_scope: bool, in_graph: bool) -> list[Any]:
+    """Losses and weights after one pass of a loop without `strategy.run`."""
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(1)])
+        optimizer, metric = keras.optimizers.AdamW(0.01), keras.metrics.MeanSquaredError()
+
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x) - y) ** 2)
+        optimizer.apply(tape.gradient(loss, model.trainable_weights), model.trainable_weights)
+        metric.update_state(y, model(x))
+        return loss
+
+    once = tf.function(step) if in_graph else step
+    with strategy.scope() if in_scope else contextlib.nullcontext():
+        losses = [float(once(x, y)) for x, y in tf.data.Dataset.from_tensor_slices((X, Y)).batch(10)]
+    return [losses, float(metric.result()), optimizer.iterations.numpy(), *model.get_weights()]
 
 
 def assert_like_one_device(strategy: Any, trained: Any, *arguments: Any, **options: Any) -> None:

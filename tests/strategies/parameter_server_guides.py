@@ -152,6 +152,21 @@ def test_a_captured_data_set_and_iter_within_a_function(strategy: Any) -> None:
     assert [int(epoch()) >= TOTAL for _ in range(2)] == [True, True]
 
 
+@pytest.mark.parametrize("change", [lambda i: (i, 2 * i), lambda i: {"once": i, "twice": 2 * i}, lambda i: 3 * i])
+def test_a_signature_of_the_data_set_takes_its_batches(strategy: Any, change: Any) -> None:
+    data = numbers(strategy, lambda data: data.map(change))
+
+    @tf.function(input_signature=[data.element_spec])
+    def once(batch: Any) -> Any:
+        result = strategy.run(
+            lambda batch: tf.add_n(tf.nest.map_structure(tf.reduce_sum, tf.nest.flatten(batch))), args=(batch,)
+        )
+        return strategy.reduce("SUM", result, axis=None)
+
+    assert sum(int(once(batch)) for batch in data) == 3 * TOTAL
+    assert [spec.dtype for spec in tf.nest.flatten(data.element_spec)] == [tf.int64] * len(tf.nest.flatten(change(1)))
+
+
 def test_an_iterator_as_an_argument_is_traced_once(strategy: Any) -> None:
     traced = []
 

@@ -6,8 +6,11 @@ from __future__ import annotations
 from typing import Any
 
 import first_call_models
+import keras
+import numpy as np
 import pytest
-from first_call_models import Compiled, Noisy, Pair, fitted, looped
+import tensorflow as tf
+from first_call_models import Compiled, Mixed, Noisy, Pair, Unseeded, fitted, looped, plainly_looped
 
 import tfdist
 
@@ -29,6 +32,42 @@ def test_a_seed_generator_made_in_the_first_call_is_made(strategy: Any) -> None:
     first_call_models.assert_like_one_device(strategy, fitted, Noisy, "mse")
 
 
+def test_layer_mixed_with_trainer_trains_as_on_one_device(strategy: Any) -> None:
+    first_call_models.assert_like_one_device(strategy, fitted, Mixed, "mse", batch_size=9)
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_keras_own_seed_generator_is_known_to_replicas(cpus: list[str], is_early: bool) -> None:
+    keras.utils.clear_session()
+    many = tfdist.MirroredStrategy(cpus[:2])
+    if is_early:  # outside of the scope
+        keras.random.normal((1,))
+    trained = [fitted(each, Unseeded, "mse") for each in (many, tf.distribute.get_strategy())]
+    tf.nest.map_structure(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), *trained)
+
+
+def test_a_decorated_step_runs_beside_keras_own_seed_generator(cpus: list[str]) -> None:
+    keras.utils.clear_session()
+    keras.random.normal((1,))
+    many = tfdist.MirroredStrategy(cpus[:2])
+    with many.scope():
+        weight, optimizer = keras.Variable(1.0), keras.optimizers.SGD(0.5)
+        optimizer.build([weight])
+    step = tf.function(lambda: optimizer.apply([tf.ones([])], [weight]))
+    many.run(step)
+    assert float(weight.value.values[1]) == float(weight.value.values[0]) == 0.0
+
+
+@pytest.mark.parametrize("in_scope", [True, False])
+@pytest.mark.parametrize("in_graph", [True, False])
+def test_a_loop_without_run_trains_as_on_one_device(strategy: Any, in_scope: bool, in_graph: bool) -> None:
+    first_call_models.assert_like_one_device(strategy, plainly_looped, in_scope, in_graph)
+
+
 @pytest.mark.parametrize("is_built", [True, False])
 def test_a_custom_loop_makes_layers_and_slots(strategy: Any, is_built: bool) -> None:
     first_call_models.assert_like_one_device(strategy, looped, is_built)
+
+
+def test_arguments_may_be_given_by_name(cpus: list[str]) -> None:
+    first_call_models.assert_like_one_device(tfdist.MirroredStrategy(cpus[:2]), looped, False, by_name=True)

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MultiWorkerMirroredStrategy on two real processes: the numbers of one device, and the chief's files."""
+"""MultiWorkerMirroredStrategy on two real processes: the numbers of one device, and the chief's files.
+
+All parts of the script run in the same two processes, and report under their own names.
+"""
 
 from __future__ import annotations
 
 import pathlib
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +17,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import process_cluster
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
+# The first test waits for all parts.
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
 # 45 examples in batches of 8: the last batch has 5, which two workers can't share evenly.
 PREPARED = """
@@ -30,6 +35,11 @@ def dense(optimizer, scope=strategy, layers=(), **options):
         model.compile(optimizer(), **{"loss": "mse", "metrics": ["mae"], **options})
     return model
 
+whole_report = report
+
+def reporting(part):
+    return lambda key, value: whole_report(f"{part}/{key}", value)
+
 def largest(a, b):
     pairs = zip(tf.nest.flatten(a), tf.nest.flatten(b), strict=True)
     return max(float(np.abs(np.asarray(u) - np.asarray(v)).max()) for u, v in pairs)
@@ -42,9 +52,11 @@ class Logs(callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         self.batches.append(dict(logs))
 
-def results(scope, optimizer, **options):
+def results(scope, optimizer, is_used, **options):
     model, logs = dense(optimizer, scope, **options), Logs()
-    history = model.fit(x, y, batch_size=8, epochs=4, shuffle=False, verbose=0, callbacks=[logs]).history
+    history = model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0, callbacks=[logs]).history
+    if not is_used:
+        return [model.get_weights(), history, logs.batches]
     evaluated = model.evaluate(x, y, batch_size=8, verbose=0)
     return [model.get_weights(), history, logs.batches, evaluated, model.predict(x, batch_size=8, verbose=0)]
 
@@ -65,18 +77,28 @@ class Rows(keras.layers.Layer):
     def call(self, x):
         return keras.ops.take(self.table, keras.ops.cast(x * 5, "int32"), axis=0)
 
-def table(scope):
+def table(scope, optimizer):
     keras.utils.set_random_seed(3)
     with scope.scope():
         model = keras.Sequential([keras.Input((3,)), Rows(), keras.layers.Flatten(), keras.layers.Dense(1)])
-        model.compile(optimizers.SGD(0.1), "mse", steps_per_execution=4)
+        model.compile(optimizer(), "mse", steps_per_execution=4)
     model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
     return model.get_weights()
 
-report("workers", strategy.extended._num_workers)
-report("rows of a table, several steps per execution", largest(table(one_device), table(strategy)))
+def compare(name, train):
+    found = train(strategy)
+    report(name, [np.asarray(part).tolist() for part in tf.nest.flatten(found)])
+    # One device gives all workers the same numbers: the chief finds them.
+    if index == 0:
+        report("difference, " + name, largest(train(one_device), found))
+
+report = reporting("numbers")
+for name, optimizer in {"sgd": lambda: optimizers.SGD(0.1), "adam": lambda: optimizers.Adam(0.01)}.items():
+    compare(f"rows of a table, several steps per execution, {name}", lambda scope: table(scope, optimizer))
 for name, (optimizer, options) in cases.items():
-    report(name, largest(results(one_device, optimizer, **options), results(strategy, optimizer, **options)))
+    is_used = name in ("adam", "steps_per_execution", "sum, eagerly")  # the others are about updates
+    compare(name, lambda scope: results(scope, optimizer, is_used, **options))
+report("workers", strategy.extended._num_workers)
 """
 
 SHOWN = """
@@ -96,10 +118,28 @@ def shown_as_a_variable(scope):
     history = model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0).history
     return [history, model.evaluate(x, y, batch_size=8, verbose=0)]
 
+report = reporting("shown")
 report("a metric that shows its variable", largest(shown_as_a_variable(one_device), shown_as_a_variable(strategy)))
 """
 
+PROGRESS = """
+report = reporting("progress")
+import contextlib, io
+
+def shown_by(verbose):
+    model = dense(lambda: optimizers.SGD(0.1))
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        model.fit(x, y, epochs=2, **verbose)
+        model.evaluate(x, y, **verbose)
+        model.predict(x, **verbose)
+    return bool(shown.getvalue())
+
+report("progress bars", [shown_by(options) for options in ({}, {"verbose": "auto"}, {"verbose": 1}, {"verbose": 0})])
+"""
+
+# Before any part that sets a seed.
 DATA = """
+report = reporting("data")
 # Keras' unseeded shuffle of arrays, whose order must be the same on all workers.
 seen = []
 class Seeing(keras.Model):
@@ -157,8 +197,12 @@ def global_step(batch):
     return strategy.reduce("SUM", strategy.run(step, args=batch), axis=None)
 batches = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices((x, y)).batch(8))
 report("custom", [float(global_step(batch)["loss"]) for batch in batches])
+"""
 
-# Different data sets would wait for each other for ever.
+# Different data sets would wait for each other for ever. Last of all: it is an error.
+DIFFERENT = """
+report = reporting("data")
+model = dense(lambda: optimizers.Adam(0.01))
 try:
     model.fit(x[: 8 * (index + 1)], y[: 8 * (index + 1)], batch_size=8, verbose=0)
 except ValueError as error:
@@ -166,6 +210,7 @@ except ValueError as error:
 """
 
 FILES = """
+report = reporting("files")
 out = shared / "out"
 model = dense(lambda: optimizers.Adam(0.01), layers=[keras.layers.BatchNormalization()])
 history = model.fit(x, y, batch_size=8, epochs=3, verbose=0, validation_split=0.2, callbacks=[
@@ -199,20 +244,8 @@ report("weights on own disks", [weight.tolist() for weight in again.get_weights(
 report("own disk", sorted(path.name for path in own.glob("*")))
 """
 
-
-def test_numbers_are_those_of_one_device(tmp_path: pathlib.Path):
-    first, second = process_cluster.run(PREPARED + NUMBERS, tmp_path, timeout_secs=200)
-    assert first["workers"] == 2
-    for name in first.keys() - {"workers"}:
-        assert max(first[name], second[name]) < 1e-5, name
-
-
-def test_a_metric_may_show_its_variable(tmp_path: pathlib.Path):
-    for found in process_cluster.run(PREPARED + SHOWN, tmp_path, timeout_secs=200):
-        assert found["a metric that shows its variable"] < 1e-4
-
-
 CHECKPOINTS = """
+report = reporting("checkpoints")
 with strategy.scope():
     model = dense(lambda: optimizers.Adam(0.01))
 manager = tf.train.CheckpointManager(tf.train.Checkpoint(model=model), str(shared / "checkpoints"), max_to_keep=2)
@@ -226,14 +259,53 @@ manager.restore_or_initialize()
 report("difference", largest(expected, model.get_weights()))
 """
 
+SCRIPT = PREPARED + DATA + NUMBERS + SHOWN + PROGRESS + CHECKPOINTS + FILES + DIFFERENT
 
-def test_checkpoint_managers_share_a_directory(tmp_path: pathlib.Path):
-    for found in process_cluster.run(PREPARED + CHECKPOINTS, tmp_path, timeout_secs=200):
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return tmp_path_factory.mktemp("workers")
+
+
+@pytest.fixture(scope="module")
+def outcomes(shared: pathlib.Path) -> list[dict[str, Any]]:
+    return process_cluster.run(SCRIPT, shared, timeout_secs=560)
+
+
+def of(part: str, outcomes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The reports of one part of the script, of each worker."""
+    prefix = f"{part}/"
+    return [{key.removeprefix(prefix): found[key] for key in found if key.startswith(prefix)} for found in outcomes]
+
+
+def test_numbers_are_those_of_one_device(outcomes: list[dict[str, Any]]):
+    first, second = of("numbers", outcomes)
+    assert first.pop("workers") == second.pop("workers") == 2
+    assert len(second) == 8
+    for name in second:
+        assert first[f"difference, {name}"] < 1e-5, name
+        for one, other in zip(first[name], second[name], strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-6, err_msg=name)
+
+
+def test_a_metric_may_show_its_variable(outcomes: list[dict[str, Any]]):
+    for found in of("shown", outcomes):
+        assert found["a metric that shows its variable"] < 1e-4
+
+
+def test_the_chief_alone_shows_progress_unless_asked(outcomes: list[dict[str, Any]]):
+    first, second = of("progress", outcomes)
+    assert first["progress bars"] == [True, True, True, False]
+    assert second["progress bars"] == [False, False, True, False]
+
+
+def test_checkpoint_managers_share_a_directory(outcomes: list[dict[str, Any]]):
+    for found in of("checkpoints", outcomes):
         assert found["difference"] == 0
 
 
-def test_every_example_is_used_once(tmp_path: pathlib.Path):
-    first, second = process_cluster.run(PREPARED + DATA, tmp_path, timeout_secs=200)
+def test_every_example_is_used_once(outcomes: list[dict[str, Any]]):
+    first, second = of("data", outcomes)
     for epoch in range(2):
         steps = slice(3 * epoch, 3 * epoch + 3)
         used = [number for part in first["shares"][steps] + second["shares"][steps] for number in part]
@@ -251,8 +323,8 @@ def test_every_example_is_used_once(tmp_path: pathlib.Path):
     assert first["custom"] == second["custom"]
 
 
-def test_the_chief_writes_and_everybody_reads(tmp_path: pathlib.Path):
-    first, second = process_cluster.run(PREPARED + FILES, tmp_path, timeout_secs=200)
+def test_the_chief_writes_and_everybody_reads(outcomes: list[dict[str, Any]], shared: pathlib.Path):
+    first, second = of("files", outcomes)
     for found in (first, second):
         assert found["loaded"] == 0
         assert (found["epochs left"], found["epochs left on own disks"], found["iterations"]) == (2, 1, 18)
@@ -260,7 +332,7 @@ def test_the_chief_writes_and_everybody_reads(tmp_path: pathlib.Path):
         assert found["own disk"] == []
     assert first["weights"] == second["weights"]
     assert first["weights on own disks"] == second["weights on own disks"]
-    out = tmp_path / "out"
+    out = shared / "out"
     files = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
     events = {name for name in files if "events" in name}
     assert sorted(pathlib.Path(name).parent.name for name in events) == ["train", "validation"]
@@ -268,4 +340,4 @@ def test_the_chief_writes_and_everybody_reads(tmp_path: pathlib.Path):
     checkpoints = {f"checkpoints/{epoch}.keras" for epoch in (1, 2, 3)}
     assert files - events - exported == checkpoints | {"best.weights.h5", "log.csv", "model.keras"}
     assert len((out / "log.csv").read_text().splitlines()) == 4
-    assert not (tmp_path / "disk-1").exists()
+    assert not (shared / "disk-1").exists()

@@ -65,25 +65,28 @@ def test_a_worker_that_never_comes_is_named(tmp_path: pathlib.Path):
     assert "Received: start_timeout_secs=3" in error
 
 
-@pytest.mark.parametrize("listed", [True, False])
-def test_an_evaluator_works_alone_whether_it_is_listed_or_not(tmp_path: pathlib.Path, listed: bool):
+def test_an_evaluator_works_alone_whether_it_is_listed_or_not(tmp_path: pathlib.Path):
     """No other task of its cluster is running."""
     script = """
-    strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout_secs=3)
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-    x = np.ones((8, 3), np.float32)
-    model.fit(x, x[:, :1], verbose=0)
-    report("loss", model.evaluate(x, x[:, :1], verbose=0))
-    model.save(shared / "model.keras")
+    for name in ("listed", "unlisted"):
+        os.environ["TF_CONFIG"] = os.environ[name]
+        strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout_secs=3)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        x = np.ones((8, 3), np.float32)
+        model.fit(x, x[:, :1], verbose=0)
+        report(name, model.evaluate(x, x[:, :1], verbose=0))
+        model.save(shared / f"{name}.keras")
     """
-    jobs = {"worker": {0: "127.0.0.1:1", 1: "127.0.0.1:2"}, **({"evaluator": {0: "127.0.0.1:3"}} if listed else {})}
-    env = {"TF_CONFIG": Cluster(jobs, Task("evaluator", 0)).to_tf_config()}
+    workers = {"worker": {0: "127.0.0.1:1", 1: "127.0.0.1:2"}}
+    clusters = {"listed": {**workers, "evaluator": {0: "127.0.0.1:3"}}, "unlisted": workers}
+    env = {name: Cluster(jobs, Task("evaluator", 0)).to_tf_config() for name, jobs in clusters.items()}
+    env["TF_CONFIG"] = env["listed"]
     with process_cluster.workers(script, tmp_path, started=1, env=env) as (evaluator,):
         assert evaluator.wait() == 0, evaluator.output
-        assert evaluator.found["loss"] >= 0
-    assert (tmp_path / "model.keras").exists()
+        assert evaluator.found["listed"] >= 0 and evaluator.found["unlisted"] >= 0
+    assert all((tmp_path / f"{name}.keras").exists() for name in clusters)
 
 
 def test_ctrl_c_ends_the_wait_for_a_worker(tmp_path: pathlib.Path):

@@ -88,7 +88,7 @@ def average_by_tensorflow(model, x, y):
 )
 @pytest.mark.parametrize("batch_size", [8, 1], ids=["one over", "fewer examples than replicas"])
 def test_own_loss_is_a_mean_over_the_global_batch(strategy, step, batch_size):
-    options = {"metrics": None, "fit": {"batch_size": batch_size, "epochs": 1}}
+    options = {"metrics": None, "fit": {"batch_size": batch_size, "epochs": 1}, "calls": ()}
     if step is average_by_tensorflow and batch_size == 8:
         # It divides by the size of the batch that a replica has, times their number.
         options["data"] = (X[:40], Y[:40])
@@ -97,8 +97,8 @@ def test_own_loss_is_a_mean_over_the_global_batch(strategy, step, batch_size):
 
 @pytest.mark.parametrize("batch_size", [8, 1], ids=["one over", "fewer examples than replicas"])
 def test_metric_of_an_own_loss_is_that_of_one_device(synchronous, batch_size):
-    fit = {"batch_size": batch_size, "epochs": 1}
-    assert_like_one_device(synchronous, lambda: OPTIMIZERS.SGD(0.1), model=stepping(tracked), metrics=None, fit=fit)
+    options = {"metrics": None, "fit": {"batch_size": batch_size, "epochs": 1}, "calls": ()}
+    assert_like_one_device(synchronous, lambda: OPTIMIZERS.SGD(0.1), model=stepping(tracked), **options)
 
 
 class Decorated(stepping(mean_by_hand)):
@@ -106,8 +106,8 @@ class Decorated(stepping(mean_by_hand)):
 
 
 def test_step_decorated_with_tf_function_counts_once(strategy):
-    fit = {"batch_size": 8, "epochs": 1}
-    assert_like_one_device(strategy, lambda: OPTIMIZERS.SGD(0.1), model=Decorated, metrics=None, fit=fit)
+    options = {"metrics": None, "fit": {"epochs": 1}, "calls": ()}
+    assert_like_one_device(strategy, lambda: OPTIMIZERS.SGD(0.1), model=Decorated, **options)
 
 
 class OwnLoss(Own):
@@ -116,7 +116,7 @@ class OwnLoss(Own):
 
 
 def test_own_compute_loss_is_a_mean_over_the_global_batch(strategy):
-    assert_like_one_device(strategy, lambda: OPTIMIZERS.Adam(0.01), model=OwnLoss)
+    assert_like_one_device(strategy, lambda: OPTIMIZERS.Adam(0.01), calls=["evaluate"], model=OwnLoss)
 
 
 @pytest.mark.parametrize("size", [8, None], ids=["known sizes", "unknown sizes"])
@@ -162,8 +162,8 @@ def by_hand(model, x, y):
 
 
 def test_weights_that_a_step_assigns_are_those_of_one_device(strategy):
-    fit = {"batch_size": 8, "epochs": 1}
-    assert_like_one_device(strategy, lambda: OPTIMIZERS.SGD(0.1), model=stepping(by_hand), metrics=None, fit=fit)
+    options = {"metrics": None, "fit": {"epochs": 1}, "calls": ()}
+    assert_like_one_device(strategy, lambda: OPTIMIZERS.SGD(0.1), model=stepping(by_hand), **options)
 
 
 class Penalty(keras.layers.Layer):
@@ -185,8 +185,8 @@ def penalized() -> keras.Model:
 @pytest.mark.parametrize("rows", [45, 41], ids=["uneven", "one example left"])
 def test_penalties_count_as_on_one_device(strategy, reduction, rows):
     loss = keras.losses.MeanSquaredError(reduction=reduction)
-    data = (X[:rows], Y[:rows])
-    assert_like_one_device(strategy, lambda: OPTIMIZERS.SGD(0.01), model=penalized, loss=loss, data=data)
+    options = {"model": penalized, "loss": loss, "data": (X[:rows], Y[:rows]), "fit": {"epochs": 1}}
+    assert_like_one_device(strategy, lambda: OPTIMIZERS.SGD(0.01), calls=["evaluate"], **options)
 
 
 class PenalizedOwn(stepping(mean_by_hand)):

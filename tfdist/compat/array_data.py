@@ -30,6 +30,11 @@ def untuned(dataset: tf.data.Dataset, epoch_iterator: Any) -> tf.data.Dataset:
     """
     if not _is_of_arrays(epoch_iterator) or not isinstance(dataset, tf.data.Dataset):
         return dataset
+    return without_tuning(dataset)
+
+
+def without_tuning(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """The same data set, which TensorFlow does not tune."""
     options = tf.data.Options()
     options.autotune.enabled = False
     return dataset.with_options(options)

@@ -7,14 +7,14 @@ checkpoint meet in a private class; there is no public one that `tf.train.Checkp
 
 from __future__ import annotations
 
-import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.checkpoint import checkpoint
 
-_MARK = "_tfdist_original"
+from tfdist.compat import replacing
 
 
 def install(task: str) -> None:
@@ -25,11 +25,10 @@ def install(task: str) -> None:
     Args:
       task: tells the workers apart, such as "worker:1".
     """
-    original = checkpoint.TrackableSaver.save
-    if hasattr(original, _MARK):
-        return
+    replacing.once(checkpoint.TrackableSaver, "save", lambda original: _staging(original, task))
 
-    @functools.wraps(original)
+
+def _staging(original: Callable[..., Any], task: str) -> Callable[..., Any]:
     def save(self: Any, file_prefix: Any, *args: Any, **kwargs: Any) -> Any:
         if not tf.executing_eagerly() or not isinstance(file_prefix, str | os.PathLike):
             return original(self, file_prefix, *args, **kwargs)
@@ -43,8 +42,7 @@ def install(task: str) -> None:
             tf.io.gfile.rename(path, prefix + path[len(staged) :], overwrite=True)
         return tf.constant(prefix + added)
 
-    setattr(save, _MARK, original)
-    checkpoint.TrackableSaver.save = save
+    return save
 
 
 def _text(path: Any) -> str:

@@ -6,20 +6,11 @@ There is no public way: TensorFlow's public graphs don't say which construct the
 
 from __future__ import annotations
 
-from typing import Any
-
-import tensorflow as tf
+from tfdist.compat import enclosing_graphs
 
 _PREFIX = "Dataset_"
 
 
 def is_traced() -> bool:
     """Whether the operations traced now run for each element of a data set."""
-    if tf.executing_eagerly():
-        return False
-    graph: Any = tf.compat.v1.get_default_graph()
-    while graph is not None:
-        if getattr(graph, "name", "").startswith(_PREFIX):
-            return True
-        graph = getattr(graph, "outer_graph", None)
-    return False
+    return any(getattr(graph, "name", "").startswith(_PREFIX) for graph in enclosing_graphs.enclosing())

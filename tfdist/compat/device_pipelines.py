@@ -9,26 +9,21 @@ who iterates later, and in which thread, is not known here.
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
-import tensorflow as tf
 from tensorflow.python.data.ops import multi_device_iterator_ops
 
-_NAME = "_create_device_dataset"
+from tfdist.compat import array_data, replacing
 
 
 def leave_untuned() -> None:
     """Has the pipelines of devices made without autotuning from now on. Does nothing if it was called before."""
-    made = getattr(multi_device_iterator_ops, _NAME)
-    if hasattr(made, "_tfdist_untuned"):
-        return
+    replacing.once(multi_device_iterator_ops, "_create_device_dataset", _untuned)
 
-    @functools.wraps(made)
+
+def _untuned(made: Callable[..., Any]) -> Callable[..., Any]:
     def untuned(*args: Any, **kwargs: Any) -> Any:
-        options = tf.data.Options()
-        options.autotune.enabled = False
-        return made(*args, **kwargs).with_options(options)
+        return array_data.without_tuning(made(*args, **kwargs))
 
-    vars(untuned)["_tfdist_untuned"] = True
-    setattr(multi_device_iterator_ops, _NAME, untuned)
+    return untuned

@@ -6,19 +6,13 @@ There is no public way: TensorFlow's public graphs don't say which construct the
 
 from __future__ import annotations
 
-from typing import Any
-
-import tensorflow as tf
 from tensorflow.python.ops import control_flow_v2_func_graphs
+
+from tfdist.compat import enclosing_graphs
+
+_KINDS = (control_flow_v2_func_graphs.WhileBodyFuncGraph, control_flow_v2_func_graphs.WhileCondFuncGraph)
 
 
 def in_loop() -> bool:
     """Whether the operations traced now run once for each iteration of a `tf.while_loop`."""
-    if tf.executing_eagerly():
-        return False
-    graph: Any = tf.compat.v1.get_default_graph()
-    while graph is not None:
-        if isinstance(graph, control_flow_v2_func_graphs.WhileBodyFuncGraph):
-            return True
-        graph = getattr(graph, "outer_graph", None)
-    return False
+    return any(isinstance(graph, _KINDS) for graph in enclosing_graphs.enclosing())

@@ -16,17 +16,9 @@ import tensorflow as tf
 from keras.src.backend.common import global_state, variables
 from keras.src.random import seed_generator
 
+from tfdist.compat import symbolic_build
+
 _DEFERRED = "uninitialized_variables"
-
-
-class _Unwritten(keras.StatelessScope):
-    """A scope in which variables keep their values, and new ones are deferred."""
-
-    def __init__(self) -> None:
-        super().__init__(collect_losses=True, initialize_variables=False)
-
-    def add_update(self, update: tuple[Any, Any]) -> None:
-        """See `keras.StatelessScope`."""
 
 
 def trace(make: Callable[[], contextlib.AbstractContextManager], function: Callable[..., Any], specs: Any) -> Any:
@@ -53,7 +45,7 @@ def trace(make: Callable[[], contextlib.AbstractContextManager], function: Calla
         with (
             tf.__internal__.FuncGraph("tfdist_scratch").as_default(),
             tf.variable_creator_scope(lifted),
-            _Unwritten(),
+            symbolic_build.Unwritten(collect_losses=True, initialize_variables=False),
         ):
             function(*tf.nest.map_structure(_placeholder, specs))
     except Exception as raised:

@@ -67,7 +67,16 @@ def is_callable(layer: keras.Layer) -> bool:
     return type(layer).call not in (keras.Layer.call, keras.Model.call)
 
 
-class _Unwritten(keras.StatelessScope):
+class Reading(keras.StatelessScope):
+    """A scope in which a variable that was not written has its value: Keras' regularizers take no None for it."""
+
+    def get_current_value(self, variable: Any) -> Any:
+        """See `keras.StatelessScope`."""
+        value = super().get_current_value(variable)
+        return variable._value if value is None else value
+
+
+class Unwritten(Reading):
     """A scope in which variables keep their values."""
 
     def add_update(self, update: tuple[Any, Any]) -> None:
@@ -76,7 +85,7 @@ class _Unwritten(keras.StatelessScope):
 
 def _without_writes(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        with _Unwritten():
+        with Unwritten():
             return function(*args, **kwargs)
 
     return call

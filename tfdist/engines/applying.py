@@ -9,8 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.compat import loops
 from tfdist.compat.local_variable import LocalVariable
-from tfdist.engines import recording
 from tfdist.engines.recording import Recording
 
 
@@ -58,7 +58,7 @@ def capture(optimizer: Any, calls: list[Applied], scope: Recording) -> Callable[
 
 def _keep(applied: Applied, gradients: Sequence[tuple[Any, Any]], scope: Recording) -> None:
     """Takes the gradients of an `apply` out of the conditional, or the function, that it is in."""
-    if recording.is_in_loop():
+    if loops.in_loop():
         raise ValueError(
             "policies: a train_step must not call optimizer.apply inside of a loop, because an update is made once per "
             "step; sum the gradients in the loop and call it afterwards. Received: optimizer "

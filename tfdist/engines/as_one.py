@@ -19,7 +19,7 @@ from typing import Any
 
 import keras
 
-from tfdist.compat import scratch_trace
+from tfdist.compat import scratch_trace, trainers
 from tfdist.engines import finding, model_losses
 
 # An attribute of strategies, True while they say so.
@@ -36,7 +36,7 @@ def has_own_loss(step: Callable[..., Any]) -> bool:
       step: a bound `train_step` or `test_step`, or Keras' wrapper around it.
     """
     model: Any = getattr(step, "__self__", None)
-    if not isinstance(model, keras.Model) or any(model_losses.is_sum(loss) for loss in model_losses.losses(model)):
+    if not trainers.is_trainer(model) or any(model_losses.is_sum(loss) for loss in model_losses.losses(model)):
         return False
     if not model_losses.losses(model) or any(_adds_losses(type(layer)) for layer in scratch_trace.layers_of(model)):
         # Keras divides those of `add_loss` once, and a Keras loss that a layer computes for it a second time.
@@ -67,7 +67,7 @@ def counted_as_one(strategy: Any, step: Callable[..., Any]) -> Iterator[bool]:
 @functools.cache
 def _adds_losses(kind: type) -> bool:
     """Whether a class of a user's layers calls `add_loss`."""
-    if kind.__module__.split(".")[0] == "keras":
+    if finding.is_of_keras(kind):
         return False
     functions = [value for base in kind.__mro__ for value in vars(base).values() if _is_of_a_user(base, value)]
     return any("add_loss" in finding.names_used_by(function) for function in functions)

@@ -128,6 +128,7 @@ class TrainStep:
           TraceAgain: the step has to be traced anew; see `settled`.
         """
         layout = self._layout = _Layout()
+        is_filled = self._may_be_empty(batch)
         starts, begun_with = self._starts()
         scope = Recording(starts, self._findings)
         changed = [(o, "apply", capture(o, layout.applied, scope)) for o in tap.optimizers_of(self.model)]
@@ -135,12 +136,12 @@ class TrainStep:
         with tap.attributes(changed), scope:
             self.model._clear_losses()  # Keras knows them by ids, which tensors of an earlier trace may have had.
             # An empty Optional is Keras' way to say None.
-            batch_given = empty_parts.filled(batch) if self._may_be_empty(batch) else batch
+            batch_given = empty_parts.filled(batch) if is_filled else batch
             result = self._step(tf.nest.map_structure(_none_if_optional, batch_given))
         writes = scope.writes()
         weight, rows = self._weight(batch), sharing.rows(batch)
         counts, new_states, maxima = self._sort(writes, scope, begun_with, weight)
-        if rows is not None and self._may_be_empty(batch):
+        if rows is not None and is_filled:
             counts = [tf.where(rows > 0, count, tf.zeros_like(count)) for count in counts]
         return Contribution(
             [

@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat import scratch_trace
-from tfdist.engines import model_losses, sharing
+from tfdist.engines import finding, model_losses, sharing
 
 
 def are_refused(model: keras.Model | None) -> bool:
@@ -29,7 +29,7 @@ def are_refused(model: keras.Model | None) -> bool:
         return False
     return any(
         isinstance(layer, keras.layers.RNN | keras.layers.TimeDistributed | keras.layers.Bidirectional)
-        or type(layer).__module__.split(".")[0] != "keras"
+        or not finding.is_of_keras(type(layer))
         for layer in scratch_trace.layers_of(model)
     )
 
@@ -70,7 +70,7 @@ def _first(source: tf.Tensor, leaf: tf.Tensor, is_copied: bool) -> tf.Tensor:
     if is_copied:
         return source[:1]
     shape = tf.concat([[1], tf.shape(leaf)[1:]], 0)
-    return tf.fill(shape, "") if leaf.dtype == tf.string else tf.zeros(shape, leaf.dtype)
+    return tf.zeros(shape, leaf.dtype)
 
 
 def only_with_examples(rows: tf.Tensor, result: Any) -> Any:

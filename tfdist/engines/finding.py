@@ -63,7 +63,12 @@ def is_built(found: Any) -> bool:
 def is_of_a_user(found: Any) -> bool:
     """Whether a layer or a part of it is of a class that Keras does not have."""
     layers = scratch_trace.layers_of(found) if isinstance(found, keras.Layer) else ()
-    return any(type(layer).__module__.split(".")[0] != "keras" for layer in layers)
+    return not all(is_of_keras(type(layer)) for layer in layers)
+
+
+def is_of_keras(kind: type) -> bool:
+    """Whether Keras has this class."""
+    return kind.__module__.split(".")[0] == "keras"
 
 
 def _within(each: Any) -> Iterator[Any]:

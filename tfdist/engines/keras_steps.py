@@ -14,6 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.compat import trainers
 from tfdist.engines.coordinated_variable import CoordinatedVariable
 
 
@@ -28,7 +29,7 @@ def classify(fn: Callable[..., Any]) -> str:
 def model_of(fn: Callable[..., Any]) -> keras.Model | None:
     """The model that `fn` is a method of."""
     owner = getattr(getattr(fn, "__wrapped__", fn), "__self__", None)
-    return owner if isinstance(owner, keras.Model) else None
+    return owner if trainers.is_trainer(owner) else None
 
 
 def traced_with(fn: Callable[..., Any]) -> dict[Any, Any] | None:

@@ -20,6 +20,7 @@ import tensorflow as tf
 from tensorflow.python.distribute import sharded_variable
 from tensorflow.python.eager import record, tape
 
+from tfdist.compat import enclosing_graphs
 from tfdist.engines.coordinated_variable import CoordinatedVariable
 
 VARIABLE_VALUE = "VARIABLE_VALUE"
@@ -194,12 +195,7 @@ class _Whole:
 def _of_this_graph(read: tuple[weakref.ref, tf.Tensor] | None) -> tf.Tensor | None:
     """The value that was read, if it was in the graph that is traced or in one around it."""
     graph, value = (read[0](), read[1]) if read else (None, None)
-    current = tf.compat.v1.get_default_graph()
-    while graph is not None and current is not None:
-        if current is graph:
-            return value
-        current = getattr(current, "outer_graph", None)
-    return None
+    return value if any(each is graph for each in enclosing_graphs.enclosing()) else None
 
 
 @tf.custom_gradient

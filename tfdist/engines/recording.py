@@ -13,9 +13,9 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import keras
 import tensorflow as tf
 
+from tfdist.compat import symbolic_build
 from tfdist.compat.local_variable import LocalVariable
 from tfdist.engines import late_reads, watch
 
@@ -94,7 +94,7 @@ class Write(NamedTuple):
     position: int
 
 
-class Recording(keras.StatelessScope):
+class Recording(symbolic_build.Reading):
     """A scope that keeps writes back, and remembers them.
 
     Args:
@@ -136,12 +136,6 @@ class Recording(keras.StatelessScope):
             stand_in.assign(tf.cast(value, stand_in.dtype), read_value=False)
         else:
             super().add_update(update)
-
-    def get_current_value(self, variable: Any) -> Any:
-        """See `keras.StatelessScope`."""
-        # Keras asks this of any variable with a regularizer.
-        value = super().get_current_value(variable)
-        return variable._value if value is None else value
 
     def is_at_the_top(self) -> bool:
         """Whether what is traced now is outside of conditionals, loops and functions of the step."""
@@ -198,16 +192,6 @@ class Recording(keras.StatelessScope):
     def start_of(self, variable: Any) -> tf.Tensor | None:
         """The tensor that a variable of `starts` began with."""
         return self._unwritten.get(id(variable))
-
-
-def is_in_loop() -> bool:
-    """Whether what is traced now is the body of a loop, or within it."""
-    graph = tf.compat.v1.get_default_graph()
-    while graph is not None:
-        if "While" in type(graph).__name__:
-            return True
-        graph = getattr(graph, "outer_graph", None)
-    return False
 
 
 AGAIN = "policies: the step is traced anew, with a stand-in for a variable that it writes"

@@ -8,7 +8,7 @@ once for its variables alone, by one replica, into a graph that is thrown away (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -51,7 +51,10 @@ def before_keras(strategy: tf.distribute.Strategy, model: keras.Model, step: str
 
 
 def before(
-    strategy: tf.distribute.Strategy, function: Callable[..., Any], arguments: Sequence[Any]
+    strategy: tf.distribute.Strategy,
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    named: Mapping[str, Any] | None = None,
 ) -> Exception | None:
     """Makes the variables that the first call of `function` would make, unless there is nothing to be made.
 
@@ -59,11 +62,13 @@ def before(
       strategy: the strategy to whose replicas `function` will be given.
       function: a step.
       arguments: its arguments: tensors, arrays or `tf.TypeSpec`s of one replica, and anything else.
+      named: those that are given by keyword.
 
     Returns:
       The error at which a rehearsal ended; most often the step itself would raise it too.
     """
-    found = finding.used_by(function, *arguments)
+    named = named or {}
+    found = finding.used_by(function, *arguments, *named.values())
     unbuilt = [each for each in found if not finding.is_built(each)]
     needs_seeds = "random" in finding.names_used_by(function) and not scratch_trace.has_global_seed_generator()
     if not (unbuilt or needs_seeds or any(finding.is_of_a_user(each) for each in found)):
@@ -75,7 +80,7 @@ def before(
     if key in rehearsed:
         return None
     rehearsed.add(key)
-    return rehearse(strategy, function, arguments, found)
+    return rehearse(strategy, function, arguments, named, found)
 
 
 def before_workers(
@@ -86,11 +91,15 @@ def before_workers(
     def of_replica(leaf: Any) -> Any:
         return leaf.element_spec if isinstance(leaf, WorkerBatch) else leaf
 
-    before(strategy, function, [tf.nest.map_structure(of_replica, each) for each in (*args, *kwargs.values())])
+    before(strategy, function, *tf.nest.map_structure(of_replica, (list(args), dict(kwargs))))
 
 
 def rehearse(
-    strategy: tf.distribute.Strategy, function: Callable[..., Any], arguments: Sequence[Any], found: Sequence[Any]
+    strategy: tf.distribute.Strategy,
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    named: Mapping[str, Any],
+    found: Sequence[Any],
 ) -> Exception | None:
     """Makes the variables that a call of `function` would make; see `before`.
 
@@ -101,7 +110,8 @@ def rehearse(
     # One that is wrapped for loss scaling is built by the one around it.
     inner = {id(getattr(each, "inner_optimizer", None)) for each in optimizers}
     optimizers = [each for each in optimizers if id(each) not in inner]
-    specs = tuple(tf.nest.map_structure(_spec, argument) for argument in arguments)
+    # What is traced takes no arguments by keyword.
+    specs = tuple(tf.nest.map_structure(_spec, argument) for argument in (*arguments, *named.values()))
     for _ in range(_MAX_PASSES):
         applied = list[tuple[Any, list[Any]]]()
 
@@ -109,7 +119,7 @@ def rehearse(
             changes = [(each, "apply", _noting(each, applied)) for each in optimizers]  # noqa: B023
             replica = program.replica_on(strategy, strategy.extended.worker_devices[0])
             with strategy.scope(), replica, tap.attributes(changes):
-                function(*given)
+                function(*given[: len(arguments)], **dict(zip(named, given[len(arguments) :], strict=True)))
 
         made, error = scratch_trace.trace(strategy.scope, on_replica, specs)
         built = [_build(strategy, *each) for each in applied]

@@ -17,7 +17,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat import loops
+from tfdist.compat import instance_keys, loops
 
 Gradients = Sequence[Any]
 Transform = Callable[[Gradients], Gradients]
@@ -69,8 +69,8 @@ def sum_over_replicas(gradients: Gradients) -> list[Any]:
 def _sum_varying(values: Gradients) -> Sequence[Any]:
     context = tf.distribute.get_replica_context()
     if context.strategy.extended._in_multi_worker_mode():
-        # Dense gradients have one shape in all iterations.
-        return _all_reduce([tf.convert_to_tensor(value) for value in values])
+        with instance_keys.counted(context.strategy):
+            return _all_reduce(values)
     _check_can_meet(context)
     return context.merge_call(_concatenate, args=tuple(values))
 
@@ -112,7 +112,7 @@ def _concatenate(strategy: tf.distribute.Strategy, *values: Any) -> Sequence[Any
 def _varies(gradient: Any) -> bool:
     """Whether the shape of a sparse gradient may differ in each iteration of a loop.
 
-    TensorFlow's collectives fail then: within a step they keep the shape of the first iteration.
+    TensorFlow's collectives fail then, unless each iteration has keys of its own.
     """
     is_sparse = isinstance(gradient, tf.IndexedSlices)
     return is_sparse and not gradient.indices.shape.is_fully_defined() and loops.in_loop()

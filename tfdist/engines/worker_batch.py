@@ -255,9 +255,14 @@ def describe(whole: Any, part: Any, first: int = 0) -> str:
     return text
 
 
+def handle(number: int, structure: str) -> WorkerBatch:
+    """A handle of the batch that this int64 stands for."""
+    return WorkerBatch(handle=tf.constant(number, tf.int64), structure=structure)
+
+
 def given_for(batch: Batch, structure: str) -> WorkerBatch:
     """A handle that keeps the state of its batch."""
-    return _keeping(WorkerBatch(handle=tf.constant(batch.handle, tf.int64), structure=structure), batch)
+    return _keeping(handle(batch.handle, structure), batch)
 
 
 def _keeping(ticket: WorkerBatch, batch: Batch | None) -> WorkerBatch:

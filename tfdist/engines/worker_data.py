@@ -71,7 +71,7 @@ class WorkerIterator(LoopIterator):
         self.ended = False
         self._number = 0
         self.id = next(_iterator_ids)
-        self._structure = worker_batch.describe(dataset.element_spec, dataset.element_spec)
+        self._structure = worker_batch.describe(dataset.batch_spec, dataset.batch_spec)
         # The state of the batches that a loop of the user's has handles of, by number.
         self._batches: weakref.WeakValueDictionary[int, Batch] = weakref.WeakValueDictionary()
         self._kept_for_graphs: collections.deque[Batch] = collections.deque(maxlen=_KEPT_FOR_GRAPHS)
@@ -84,7 +84,7 @@ class WorkerIterator(LoopIterator):
     @property
     def element_spec(self) -> Any:
         """The structure of `tf.TypeSpec`s of a batch."""
-        return self._dataset.element_spec
+        return self._dataset.batch_spec
 
     def placeholder(self) -> Any:
         """See `WorkerDataset.placeholder`."""
@@ -110,7 +110,11 @@ class WorkerIterator(LoopIterator):
     def __next__(self) -> WorkerBatch:
         if not tf.executing_eagerly():
             return self._in_graph().get_next()
-        if fitting.call_frame(sys._getframe(1)) is not None:
+        call = fitting.call_frame(sys._getframe(1))
+        if call is not None:
+            if not self.counted and call.f_code.co_name == "predict":
+                # Keras takes the batches of `steps_per_execution` steps before it makes the first of them.
+                self.feed(by_chief=True)
             self._give()
             return self._ticket
         return worker_batch.given_for(self._give_batch(), self._structure)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 from tensorflow.python.distribute import input_lib
 
-from tfdist.engines import closures, graph_data, sharing, worker_batch
+from tfdist.engines import batch_signature, closures, graph_data, sharing, worker_batch
 from tfdist.engines.dataset_graph import DatasetGraph, rebuild
 from tfdist.engines.worker_data import WorkerIterator
 
@@ -61,6 +61,11 @@ class WorkerDataset(input_lib.DistributedDataset):
 
     @property
     def element_spec(self) -> Any:
+        """The structure of `tf.TypeSpec`s of a batch; as the signature of a `tf.function`, that of a handle."""
+        return batch_signature.of(self.batch_spec, tf.type_spec_from_value(worker_batch.handle(0, self._structure)))
+
+    @property
+    def batch_spec(self) -> Any:
         """The structure of `tf.TypeSpec`s of a batch."""
         return self._dataset.element_spec
 
@@ -130,7 +135,7 @@ class WorkerDataset(input_lib.DistributedDataset):
             return
         # An error may be this process', which need not be able to read the data.
         with contextlib.suppress(tf.errors.OpError):
-            for batch in rebuild(self._graph().without_shuffles(), self.element_spec).take(1):
+            for batch in rebuild(self._graph().without_shuffles(), self.batch_spec).take(1):
                 sharing.check_examples(batch, self.num_parts)
 
     def local_iterator(self) -> Iterator[Any]:
@@ -139,11 +144,11 @@ class WorkerDataset(input_lib.DistributedDataset):
 
     def placeholder(self) -> Any:
         """One batch of zeros, for building a model; a real one where the shape or the kind of a component is open."""
-        specs = tf.nest.flatten(self.element_spec)
+        specs = tf.nest.flatten(self.batch_spec)
         if all(
             isinstance(s, tf.TensorSpec) and s.shape.rank is not None and s.shape[1:].is_fully_defined() for s in specs
         ):
-            return tf.nest.map_structure(_zeros, self.element_spec)
+            return tf.nest.map_structure(_zeros, self.batch_spec)
         return next(self.local_iterator())
 
     def share(self, worker: int) -> int | None:
@@ -265,7 +270,7 @@ class WorkerDataset(input_lib.DistributedDataset):
                 f"The data set holds {graph.num_bytes / 2**30:.1f} GiB in memory, more than the 2 GiB that a worker "
                 "can be sent; read it from files with tf.data instead of passing arrays."
             )
-        text, spec = graph.serialize(), self.element_spec
+        text, spec = graph.serialize(), self.batch_spec
 
         @tf.function(autograph=False)
         def build(shard: tf.Tensor) -> tf.data.Dataset:
@@ -287,7 +292,7 @@ class WorkerDataset(input_lib.DistributedDataset):
     def _join_service(self) -> Callable[[], tf.data.Dataset]:
         """A function that makes the worker a consumer of a new pass of the tf.data service."""
         endless = self.cardinality == tf.data.INFINITE_CARDINALITY
-        service, spec = tf.data.experimental.service, self.element_spec
+        service, spec = tf.data.experimental.service, self.batch_spec
         address = self._engine.data_service_address(endless)
         # Endless data may have several producers, which divide the sources among them; data that end have one.
         policy = service.ShardingPolicy.DYNAMIC if endless else service.ShardingPolicy.OFF

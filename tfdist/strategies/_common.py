@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
@@ -12,7 +12,17 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import decorated_methods, generators, symbolic_build
+from tfdist.compat import (
+    cross_replica_updates,
+    decorated_methods,
+    generators,
+    global_seeds,
+    instance_keys,
+    single_batches,
+    symbolic_build,
+    trainers,
+    variable_numbers,
+)
 from tfdist.engines import averaging_data, finding, fitting, keras_steps, overlap, rehearsal
 from tfdist.engines.averaging import AveragingEngine
 from tfdist.strategies import steps
@@ -55,16 +65,17 @@ class KerasSteps(tf.distribute.Strategy):
         """
 
         def stock(*given: Any) -> Any:
-            return super(KerasSteps, self).run(fn, args=given or args, kwargs=kwargs, options=options)
+            carried = global_seeds.carried(self, fn)
+            return super(KerasSteps, self).run(carried, args=given or args, kwargs=kwargs, options=options)
 
         fn = decorated_methods.undecorated(fn)
         if self._averaging is not None and averaging_data.is_alone(args):
             return steps.run_alone(self, self._averaging, fn, args[0])
         if steps.model_of(fn) is None or len(args) != 1 or kwargs:
             if not tf.executing_eagerly():
-                rehearsal.before(self, fn, [self._of_first_replica(each) for each in (*args, *(kwargs or {}).values())])
+                rehearsal.before(self, fn, *self._of_first_replica((list(args), dict(kwargs or {}))))
             if keras_steps.classify(fn) == "predict" and len(args) == 1:
-                models = [each for each in finding.used_by(fn) if isinstance(each, keras.Model)]
+                models = [each for each in finding.used_by(fn) if trainers.is_trainer(each)]
                 return steps.run_prediction(self, stock, models[0] if models else None, args[0])
             return stock()
         return steps.run_step(self, stock, fn, args[0], self._sum_over_workers)
@@ -118,42 +129,19 @@ def _with_an_example(leaf: Any) -> Any:
     return tf.zeros([1, *leaf.shape[1:]], leaf.dtype) if is_empty else leaf
 
 
+def mend_keras(strategy: tf.distribute.Strategy) -> None:
+    """Mends what Keras and TensorFlow do differently for variables, batches and collectives of several replicas."""
+    instance_keys.install(strategy)
+    single_batches.predict_once(strategy)
+    cross_replica_updates.allow()
+    variable_numbers.define()
+
+
 def check_timeouts(**secs: float) -> None:
     """Raises ValueError unless each of these arguments, given by name, is a positive number of seconds."""
     for name, value in secs.items():
         if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
             raise ValueError(f"{name} must be a positive number of seconds. Received: {name}={value!r}")
-
-
-def allow_functions_in_control_flow(strategy: tf.distribute.Strategy) -> None:
-    """Lets a `tf.function` that uses collectives be called inside a conditional, as Keras' steps_per_execution does.
-
-    TensorFlow gives each collective a new key whenever the function is called; the key of one that is called inside
-    a conditional never arrives. Such a collective gets a key when it is traced instead.
-    """
-    for name in ("_cross_device_ops", "_host_cross_device_ops", "_collective_ops"):
-        for launcher in getattr(getattr(strategy.extended, name, None), "_launchers", ()):
-            launcher._next_instance_key = _instance_key(launcher, launcher._next_instance_key)
-
-
-def _instance_key(launcher: Any, original: Callable[[], Any]) -> Callable[[], Any]:
-    def next_instance_key() -> Any:
-        if _in_function_in_control_flow():
-            return launcher._collective_keys.get_instance_key(launcher._group_key, launcher._device)
-        return original()
-
-    return next_instance_key
-
-
-def _in_function_in_control_flow() -> bool:
-    graph, in_function = tf.compat.v1.get_default_graph(), False
-    while graph is not None:
-        is_control_flow = getattr(graph, "is_control_flow_graph", False)
-        if is_control_flow and in_function:
-            return True
-        in_function = in_function or not is_control_flow
-        graph = getattr(graph, "outer_graph", None)
-    return False
 
 
 def replay_generator(strategy: tf.distribute.Strategy, caller: FrameType) -> None:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files are written by the chief alone, while every worker runs the same script and the same callbacks.
+"""Files and progress are written by the chief alone, while every worker runs the same script and the same callbacks.
 
 Keras 3 has no notion of a chief: all workers would write the same files at once. Reading a model's variables may need
 all workers, so all of them go through the same saving; the others do it in a directory of their own that is removed.
-When a save returns, on any worker, the chief's file is complete.
+When a save returns, on any worker, the chief's file is complete. A progress bar that nobody asked for
+(`verbose="auto"`, Keras' default) is the chief's too: all workers have the same logs.
 
 This is the one module that reaches into Keras for it: it wraps the functions and methods in `_WRAPPED`, for models of a
 `MultiWorkerMirroredStrategy` on several workers; any other model is saved by Keras as ever. `check` says whether Keras
@@ -28,9 +29,9 @@ from keras.src.legacy.saving import legacy_h5_format
 from keras.src.saving import saving_lib
 from keras.src.utils import file_utils
 
+from tfdist.compat import replacing, saved_attributes
 from tfdist.strategies.agreement import Agreement
 
-_MARK = "_tfdist_original"
 _BACKUP_PATHS = (
     "backup_dir",
     "_weights_path",
@@ -53,11 +54,7 @@ def install() -> None:
             f"Received: keras {keras.__version__}: {'; '.join(problems)}"
         )
     for owner, name, wrap, _ in _WRAPPED:
-        original = getattr(owner, name)
-        if not hasattr(original, _MARK):
-            wrapper = functools.wraps(original)(wrap(original))
-            setattr(wrapper, _MARK, original)
-            setattr(owner, name, wrapper)
+        replacing.once(owner, name, wrap)
 
 
 def check() -> list[str]:
@@ -180,6 +177,7 @@ def _wrap_backup_begin(original: Callable[..., Any]) -> Callable[..., Any]:
         has_backup = agreement.from_chief(lambda: file_utils.exists(callback._weights_path), what)
         if has_backup and model.optimizer is not None and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
+        saved_attributes.find_out()
         # The chief alone reads, so that all go on from the same state, whoever sees which files.
         epoch = agreement.from_chief(lambda: (original(callback, logs), model._initial_epoch)[1], what)
         model._initial_epoch = epoch
@@ -211,6 +209,18 @@ def _wrap_csv(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(callback, logs)
 
     return on_train_begin
+
+
+# The terminal: logs are the same on all workers.
+
+
+def _wrap_progress(original: Callable[..., Any]) -> Callable[..., Any]:
+    def set_params(callback: Any, params: Any) -> Any:
+        agreement = _agreement(callback.model)
+        is_silent = agreement is not None and not agreement.is_chief and params["verbose"] == "auto"
+        return original(callback, {**params, "verbose": 0} if is_silent else params)
+
+    return set_params
 
 
 @contextlib.contextmanager
@@ -245,5 +255,6 @@ _WRAPPED: tuple[tuple[Any, str, Callable[..., Any], tuple[str, ...]], ...] = (
     (keras.callbacks.BackupAndRestore, "on_train_begin", _wrap_backup_begin, ("self", "logs")),
     (keras.callbacks.BackupAndRestore, "on_train_end", _wrap_backup_end, ("self", "logs")),
     (keras.callbacks.TensorBoard, "set_model", _wrap_tensorboard, ("self", "model")),
+    (keras.callbacks.ProgbarLogger, "set_params", _wrap_progress, ("self", "params")),
     (keras.callbacks.CSVLogger, "on_train_begin", _wrap_csv, ("self", "logs")),
 )

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import array_data, decorated_methods, device_pipelines, first_batch
+from tfdist.compat import array_data, decorated_methods, device_pipelines, first_batch, plain_loops
 from tfdist.engines import averaging_data, cpus, heap, keras_steps, overlap, progress, python_operation, sharing
 from tfdist.engines.averaging import AveragingEngine
 from tfdist.engines.threaded import ThreadedEngine
@@ -69,7 +69,8 @@ class MirroredStrategy(warming.WarmingSteps, tf.distribute.MirroredStrategy):
         super().__init__(devices, cross_device_ops)
         composed = composition.compose(policies, "MirroredStrategy", self.num_replicas_in_sync)
         policy = self._aggregation = composed.aggregation
-        _common.allow_functions_in_control_flow(self)
+        _common.mend_keras(self)
+        plain_loops.allow(self)
         names = [f"worker:{replica}" for replica in range(self.num_replicas_in_sync)]
         self._recorder = Recorder(names)
         self._engine = (

@@ -20,7 +20,13 @@ from tensorflow.python.eager import context as tf_context
 
 from tfdist import _addresses
 from tfdist import cluster as clusters
-from tfdist.compat import array_data, checkpoint_files, device_pipelines, first_batch, initial_values
+from tfdist.compat import (
+    array_data,
+    checkpoint_files,
+    device_pipelines,
+    first_batch,
+    initial_values,
+)
 from tfdist.engines import (
     averaging_data,
     board,
@@ -107,7 +113,7 @@ class MultiWorkerMirroredStrategy(warming.WarmingSteps, tf.distribute.MultiWorke
             super().__init__(resolver, communication_options)
             self._is_cluster_of_one = cluster is not None and is_training
             self._policies_to_save = saving.PoliciesToSave(policies if is_training else ())
-            _common.allow_functions_in_control_flow(self)
+            _common.mend_keras(self)
             return
         _before_context()
         rendezvous.meet(cluster, start_timeout_secs, secret=os.environ.get(_SECRET, ""))
@@ -115,7 +121,7 @@ class MultiWorkerMirroredStrategy(warming.WarmingSteps, tf.distribute.MultiWorke
         with _interruptible():
             super().__init__(cluster_resolver, communication_options)
         initial_values.take_all_dtypes(self)
-        _common.allow_functions_in_control_flow(self)
+        _common.mend_keras(self)
         if policy or composed.warmup:
             self._check_devices(policy or composed.warmup)
         self._join(cluster)

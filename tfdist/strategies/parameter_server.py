@@ -13,13 +13,12 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
 from tfdist import serving
 from tfdist.cluster import Cluster
-from tfdist.compat import array_data, symbolic_build
+from tfdist.compat import array_data, plain_loops, symbolic_build, trainers
 from tfdist.engines import (
     fitting,
     in_scope,
@@ -110,6 +109,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         self.extended._allow_run_without_coordinator = True
         self.extended.colocate_vars_with = in_scope.colocating(self, self._scope)
         keras_steps.check_colocation(self.extended)
+        plain_loops.allow(self)
         self._engine = CoordinatedEngine(
             self,
             self._serving.num_workers,
@@ -365,7 +365,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:
         """Reduces over `axis`; there is nothing to reduce over replicas, because one of them makes each step."""
         caller = sys._getframe(1).f_locals.get("self")
-        if isinstance(value, WorkerBatch) and isinstance(caller, keras.Model):
+        if isinstance(value, WorkerBatch) and trainers.is_trainer(caller):
             batch = find_iterator(int(value.handle)).placeholder()
             with self.scope():
                 symbolic_build.build(caller, batch)

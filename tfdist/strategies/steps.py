@@ -24,7 +24,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat import values_of_replicas
+from tfdist.compat import trainers, values_of_replicas
 from tfdist.engines import as_one, empty_parts, sharing, tap, whole_step
 from tfdist.engines.averaging import AveragingEngine
 from tfdist.strategies import loss_weights
@@ -40,7 +40,7 @@ REDUCED = "_tfdist_reduced"
 def model_of(function: Any) -> keras.Model | None:
     """The model whose step this is, or None if it is no Keras step."""
     model = getattr(function, "__self__", None)
-    is_step = isinstance(model, keras.Model) and getattr(function, "__name__", "") in (TRAIN, TEST)
+    is_step = trainers.is_trainer(model) and getattr(function, "__name__", "") in (TRAIN, TEST)
     return model if is_step else None
 
 
@@ -81,8 +81,7 @@ def run_step(strategy: Any, run: Callable[[Any], Any], step: Any, data: Any, sum
 def run_prediction(strategy: Any, run: Callable[[Any], Any], model: keras.Model | None, data: Any) -> Any:
     """Runs Keras' step of `predict` on all replicas, of which some may have no examples."""
     parts = [*_local(strategy, data).values()]
-    is_divided = strategy.num_replicas_in_sync > 1 and _is_divided(data)
-    if not (is_divided and empty_parts.are_refused(model) and empty_parts.may_occur(parts)):
+    if not _is_to_be_filled(strategy, model, data, parts):
         return run(data)
     rows = [sharing.rows(part) for part in parts]
     results = run(_distributed(data, [empty_parts.filled(part, parts[-1]) for part in parts]))
@@ -92,12 +91,17 @@ def run_prediction(strategy: Any, run: Callable[[Any], Any], model: keras.Model 
     return _distributed(results, by_replica)
 
 
+def _is_to_be_filled(strategy: Any, model: keras.Model | None, data: Any, parts: Sequence[Any]) -> bool:
+    """Whether a replica may have no examples, on which the model may fail."""
+    is_divided = strategy.num_replicas_in_sync > 1 and _is_divided(data)
+    return is_divided and empty_parts.are_refused(model) and empty_parts.may_occur(parts)
+
+
 @contextlib.contextmanager
 def _filled(strategy: Any, step: Any, data: Any, parts: dict[str, Any]) -> Iterator[Any]:
     """The data for the step that runs in this block, in which every replica has an example; those added don't count."""
     model, values = step.__self__, [*parts.values()]
-    is_divided = strategy.num_replicas_in_sync > 1 and _is_divided(data)
-    if not (is_divided and empty_parts.are_refused(model) and empty_parts.may_occur(values)):
+    if not _is_to_be_filled(strategy, model, data, values):
         yield data
         return
     counted = [
