@@ -28,6 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tfdist.launchers.output import Console, LineReader
+from tfdist.launchers.startup_noise import StartupNoise
 
 _GUARD = str(pathlib.Path(__file__).resolve().with_name("_guard.py"))
 _TAIL_LINES = 20
@@ -247,7 +248,7 @@ class Supervisor:
         keeps_colours = self._console.keeps_colours if self._console else lambda error: False
         same = [number for number, process in enumerate(self._processes) if process.name == name]
         number = same[0] if same else len(self._processes)
-        process = Process(name, command, env, self._printer(number), self._exits.put, keeps_colours, len(same))
+        process = Process(name, command, env, self._printer(number, env), self._exits.put, keeps_colours, len(same))
         self._processes.append(process)
         return process
 
@@ -293,12 +294,14 @@ class Supervisor:
         deadline = time.monotonic() + timeout_secs
         return all(_through(process, deadline) for process in self._processes)
 
-    def _printer(self, number: int) -> Callable[[Process, list[str], bool], None]:
+    def _printer(self, number: int, env: Mapping[str, str] | None) -> Callable[[Process, list[str], bool], None]:
+        noise = {error: StartupNoise(env) for error in (False, True)}
+
         def show(process: Process, lines: list[str], error: bool) -> None:
             if self._on_lines:
                 self._on_lines(process, lines, error)
             if self._console:
-                self._console.write(f"[{process.name}] ", lines, error, number)
+                self._console.write(f"[{process.name}] ", noise[error].without(lines), error, number)
 
         return show
 

@@ -19,6 +19,8 @@ PREEMPTED_EXIT_CODE = 75
 CAUSE_SECS = 5.0
 # Exit codes after which trying again is of no use: a command line that makes no sense, a program that can't be run.
 HOPELESS_EXIT_CODES = (2, 126, 127)
+# A task's variables on another host travel in the environment of what connects to it, their names after this prefix.
+SENT_PREFIX = "TFDIST_SEND_"
 _MAX_BACKOFF_DOUBLINGS = 6
 
 

@@ -21,9 +21,8 @@ from tfdist.cluster import DATA_SERVICE_VARIABLE, Task
 from tfdist.launchers import command_line, hostfile, local, shape, ssh_client, ssh_preflight, tools
 from tfdist.launchers.gpus import VISIBLE
 from tfdist.launchers.hostfile import Host
-from tfdist.launchers.requests import LaunchError, Request, Restarts, TaskRequest
+from tfdist.launchers.requests import SENT_PREFIX, LaunchError, Request, Restarts, TaskRequest
 from tfdist.launchers.shape import Shape
-from tfdist.launchers.ssh_client import PREFIX
 from tfdist.launchers.ssh_task import ORPHAN_SECS
 
 _USAGE = """\
@@ -131,7 +130,7 @@ def plan(job: Job, dropped: Collection[str] = ()) -> Request:
         login = places[whole[task]][0].login
         client = (sys.executable, "-P", "-m", "tfdist.launchers.ssh_client", login, job.python, job.directory)
         command = (*client, *job.ssh_options, "--", *job.command)
-        sent = {PREFIX + name: value for name, value in env.items()}
+        sent = {SENT_PREFIX + name: value for name, value in env.items()}
         probe = tuple(ssh_client.probe(login, job.ssh_options))
         tasks.append(TaskRequest(str(task), sent, command, login, probe))
     request = left.request(tasks, job.grace_secs, job.restarts)

@@ -23,9 +23,9 @@ from collections.abc import Mapping, Sequence
 
 from tfdist.cluster import NOTICES_VARIABLE
 from tfdist.launchers.notices import Reader
+from tfdist.launchers.requests import SENT_PREFIX
 from tfdist.launchers.ssh_task import HEARTBEAT_SECS, NOTICE
 
-PREFIX = "TFDIST_SEND_"
 _ALSO_SENT = ("TFDIST_ATTEMPT", "TFDIST_TASK_RESTART", "TFDIST_JOB_SECRET")
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _SSH_FAILED = 255
@@ -48,7 +48,7 @@ def probe(login: str, options: Sequence[str]) -> list[str]:
 
 def payload(script: Sequence[str], directory: str, env: Mapping[str, str]) -> bytes:
     """The line that tells the far side what to run."""
-    sent = {name.removeprefix(PREFIX): value for name, value in env.items() if name.startswith(PREFIX)}
+    sent = {name.removeprefix(SENT_PREFIX): value for name, value in env.items() if name.startswith(SENT_PREFIX)}
     sent |= {name: env[name] for name in _ALSO_SENT if name in env}
     return json.dumps({"script": list(script), "directory": directory, "env": sent}).encode() + b"\n"
 

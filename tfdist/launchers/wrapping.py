@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 
 from tfdist.launchers.output import Console, LineReader
+from tfdist.launchers.startup_noise import StartupNoise
 
 _FORWARDED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGCONT")
 _NOT_FOUND_EXIT_CODE = 127
@@ -139,10 +140,10 @@ def _print_lines(child: subprocess.Popen[bytes], prefix: str) -> list[threading.
     console = Console()
 
     def copy(stream: IO[bytes], error: bool) -> None:
-        lines = LineReader()
+        lines, noise = LineReader(), StartupNoise()
         while data := os.read(stream.fileno(), 1 << 16):
-            console.write(prefix, lines.feed(data), error)
-        console.write(prefix, lines.close(), error)
+            console.write(prefix, noise.without(lines.feed(data)), error)
+        console.write(prefix, noise.without(lines.close()), error)
 
     streams = [(stream, error) for stream, error in ((child.stdout, False), (child.stderr, True)) if stream]
     threads = [threading.Thread(target=copy, args=each, name="tfdist output", daemon=True) for each in streams]

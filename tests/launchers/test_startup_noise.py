@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What TensorFlow says at every start is not shown for each task; all that a user needs is."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from tfdist.launchers.startup_noise import StartupNoise
+
+NOISE = """\
+WARNING: All log messages before absl::InitializeLog() is called are written to STDERR
+I0000 00:00:1795390331.153472   28695 port.cc:153] oneDNN custom operations are on. You may see slightly different
+I0000 00:00:1795390331.446121   28695 cpu_feature_guard.cc:227] This TensorFlow binary is optimized
+To enable the following instructions: AVX2 FMA, in other operations, rebuild TensorFlow with the appropriate flags.
+E0000 00:00:1795390352.686604   28695 cuda_platform.cc:52] failed call to cuInit: INTERNAL: UNKNOWN ERROR (303)
+I0000 00:00:1795390353.158255   29993 coordination_service.h:529] /job:worker/replica:0/task:1 has connected
+I0000 00:00:1795390353.158340   29993 coordination_service.cc:505] Example stragglers:
+/job:worker/replica:0/task:0
+I0000 00:00:1795397457.867261   26921 eager_service_impl.cc:355] SessionOptions: goo.gle/debugonly
+device_count {
+  key: "CPU"
+}
+allow_soft_placement: true
+
+""".splitlines()
+SHOWN = """\
+W0000 00:00:1795390331.153472   28695 auto_shard.cc:1] a warning
+E0000 00:00:1795390331.153472   28695 cuda_platform.cc:52] failed call to cuInit: CUDA_ERROR_NO_DEVICE (100)
+I1122 23:31:00.153472 28695 train.py:10] a line of the program's own logging
+/job:worker/replica:0/task:0
+}
+loss: 0.5
+To enable the following instructions: read the manual
+WARNING:tensorflow:5 out of the last 5 calls triggered retracing
+Epoch 1/3
+""".splitlines()
+
+
+@pytest.mark.parametrize("size", [1, 2, 100])
+def test_noise_goes_and_all_else_stays_in_whatever_pieces_it_comes(size: int):
+    noise, lines = StartupNoise({}), [*NOISE, *SHOWN]
+    parts = [noise.without(lines[start : start + size]) for start in range(0, len(lines), size)]
+    assert [line for part in parts for line in part] == SHOWN
+
+
+@pytest.mark.parametrize("name", ["TF_CPP_MIN_LOG_LEVEL", "TFDIST_SEND_TF_CPP_MIN_LOG_LEVEL"])
+def test_who_sets_a_level_sees_everything(name: str):
+    assert StartupNoise({name: "0"}).without(NOISE) == NOISE
+
+
+def test_who_has_gpus_sees_what_becomes_of_them():
+    created = "I0000 00:00:1795390331.153472   28695 gpu_device.cc:2020] Created device /device:GPU:0"
+    assert StartupNoise({}).without([created]) == [created]
+    assert StartupNoise({"CUDA_VISIBLE_DEVICES": "0"}).without(NOISE) == [NOISE[4]]
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(120)
+def test_tasks_that_import_tensorflow_show_what_they_print(tmp_path: pathlib.Path):
+    script = tmp_path / "train.py"
+    script.write_text("import tensorflow as tf; tf.config.list_logical_devices(); print('here')")
+    env = {name: value for name, value in os.environ.items() if name != "TF_CPP_MIN_LOG_LEVEL"}
+    command = [sys.executable, "-m", "tfdist.cli", "launch", "local", "--num_workers=2", str(script)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    assert sorted(done.stdout.splitlines()) == ["[worker:0] here", "[worker:1] here"]
+    assert done.stderr == ""
