@@ -15,7 +15,7 @@ PARALLEL = -n 4 --dist loadfile --no-loadscope-reorder
 
 SRC =
 
-.PHONY: help demo chaos programs fuzz test test-all test-fast test-kubernetes test-slurm test-ssh lint format bench venv venv-dev venv-bench python clean
+.PHONY: help demo chaos programs fuzz test test-all test-fast test-keras test-kubernetes test-slurm test-ssh lint format bench venv venv-dev venv-bench python clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null || grep '##' Makefile
@@ -40,6 +40,9 @@ test-ssh: venv  ## run jobs on hosts with a real sshd, and cut their links (root
 
 test-fast: venv  ## run the tests that start no process and need no device (seconds)
 	$(PYTEST) -m "not processes and not devices and not slow and not slurm" $(FLAGS)
+
+test-keras: venv  ## run Keras' own tests under each strategy (half an hour); SRC=checkout of Keras, else the installed one's
+	$(BIN)/python experiments/keras_tests/run.py --src=$(SRC) $(FLAGS)
 
 test-kubernetes: venv  ## run the launcher against a real API server and Job controller (minutes); KUBE_BIN=directory of the binaries
 	TFDIST_KUBE_BIN=$(KUBE_BIN) $(PYTEST) -n 0 -m "slow or not slow" tests/launchers/test_kubernetes_control_plane.py $(FLAGS)

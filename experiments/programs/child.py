@@ -1,14 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs one converted program under one strategy, and writes the losses that it showed: child.py KIND PROGRAM RESULT."""
+"""Runs one converted program under one strategy: child.py KIND PROGRAM RESULT.
+
+Writes the losses that the program showed, and the seconds, of the clock and of CPUs, from its first call of `fit`
+to the end of the first step.
+"""
 
 from __future__ import annotations
 
 import builtins
+import contextlib
+import functools
+import itertools
 import json
 import os
 import pathlib
 import random
 import sys
+import time
 from typing import Any
 
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
@@ -21,7 +29,6 @@ import tensorflow as tf
 
 import tfdist
 
-KINDS = ("one", "stock", "mirrored", "multi", "ps", "backup")
 _DEVICES = {"stock": 2, "mirrored": 2}
 _MAX_STEPS = 12
 _SEED = 1
@@ -31,33 +38,45 @@ def main() -> None:
     """Runs the program that the command line names."""
     kind, program, result = sys.argv[1], pathlib.Path(sys.argv[2]), pathlib.Path(sys.argv[3])
     keras.config.set_max_steps_per_epoch(_MAX_STEPS)
+    worker = tfdist.Cluster.from_environment().task.index if kind == "multi" else 0
     if kind == "multi":
         # Programs make directories and files of fixed names, as each worker does on a machine of its own.
-        own = pathlib.Path(f"worker_{tfdist.Cluster.from_environment().task.index}")
+        own = pathlib.Path(f"worker_{worker}")
         own.mkdir(exist_ok=True)
         os.chdir(own)
-    strategy = _strategy(kind)
+    text = program.read_text()
+    is_own_cluster = kind in ("ps", "backup") and "__strategy__(cluster_resolver" in text
+    strategy = None if is_own_cluster else _strategy(kind)
     # Devices can't be changed any more; a program that makes two of its own finds two.
     tf.config.set_logical_device_configuration = lambda *args, **kwargs: None
-    builtins.__strategy__ = lambda: strategy
+    builtins.__strategy__ = functools.partial(_strategy, kind) if is_own_cluster else lambda *args, **kwargs: strategy
+    builtins.__some__ = _some
     random.seed(_SEED)
     keras.utils.set_random_seed(_SEED)
     stand_ins.install()
-    losses = _recorded()
-    text = program.read_text()
+    shown: dict[str, Any] = {"losses": [], "first_step_secs": None, "first_step_cpu_secs": None}
+    _record_losses(shown["losses"])
+    _record_first_step(shown)
+    # Programs for several workers look at it.
+    alone = {"cluster": {"worker": ["localhost:1"]}, "task": {"type": "worker", "index": 0}}
+    os.environ.setdefault("TF_CONFIG", json.dumps(alone))
     if "captcha_images" in text:
         stand_ins.captchas(pathlib.Path("captcha_images_v2"))
+    if "creditcard.csv" in text:
+        stand_ins.credit_cards()
     sys.path.insert(0, str(program.parent))
     sys.argv = [str(program)]
     code = compile(text, str(program), "exec")
+    is_in_scope = strategy is not None and os.environ.get("TFDIST_PROGRAMS_SCOPE")
     try:
-        exec(code, {"__name__": "__main__", "__file__": str(program)})
+        with strategy.scope() if is_in_scope else contextlib.nullcontext():
+            exec(code, {"__name__": "__main__", "__file__": str(program)})
     finally:
-        if kind != "multi" or tfdist.Cluster.from_environment().task.index == 0:
-            result.write_text(json.dumps(losses))
+        if worker == 0:
+            result.write_text(json.dumps(shown))
 
 
-def _strategy(kind: str) -> Any:
+def _strategy(kind: str, *args: Any, **kwargs: Any) -> Any:
     if kind in _DEVICES:
         devices = [tf.config.LogicalDeviceConfiguration()] * _DEVICES[kind]
         tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], devices)
@@ -66,15 +85,19 @@ def _strategy(kind: str) -> Any:
     if kind == "multi":
         return tfdist.MultiWorkerMirroredStrategy()
     if kind == "ps":
-        return tfdist.ParameterServerStrategy()
+        return tfdist.ParameterServerStrategy(*args, **kwargs)
     if kind == "backup":
-        return tfdist.ParameterServerStrategy(policies=[tfdist.BackupWorkers(spares=0)])
+        return tfdist.ParameterServerStrategy(*args, policies=[tfdist.BackupWorkers(spares=0)], **kwargs)
     return tf.distribute.get_strategy()
 
 
-def _recorded() -> list[float]:
-    """The losses of all epochs of all calls of `fit`, as they are shown, in a list that grows."""
-    losses: list[float] = []
+def _some(data: Any) -> Any:
+    """The first steps of a data set, or anything else as it is."""
+    return itertools.islice(data, _MAX_STEPS) if hasattr(data, "element_spec") else data
+
+
+def _record_losses(losses: list[float]) -> None:
+    """Adds the losses of all epochs of all calls of `fit`, as they are shown."""
     on_epoch_end = keras.callbacks.History.on_epoch_end
 
     def record(self: Any, epoch: int, logs: Any = None) -> None:
@@ -84,7 +107,25 @@ def _recorded() -> list[float]:
             losses.append(float(np.mean(values[0])))
 
     keras.callbacks.History.on_epoch_end = record
-    return losses
+
+
+def _record_first_step(shown: dict[str, Any]) -> None:
+    """Measures the time from the first call of `fit` to the end of its first step."""
+    fit, on_train_batch_end, began = keras.Model.fit, keras.callbacks.CallbackList.on_train_batch_end, list[float]()
+
+    def timed_fit(self: Any, *args: Any, **kwargs: Any) -> Any:
+        began.extend([time.monotonic(), time.process_time()])
+        return fit(self, *args, **kwargs)
+
+    def timed_end(self: Any, batch: int, logs: Any = None) -> None:
+        if shown["first_step_secs"] is None and began:
+            # A step may still be running: its logs are there when it is done.
+            tf.nest.map_structure(np.asarray, logs)
+            shown["first_step_secs"] = round(time.monotonic() - began[0], 2)
+            shown["first_step_cpu_secs"] = round(time.process_time() - began[1], 2)
+        on_train_batch_end(self, batch, logs)
+
+    keras.Model.fit, keras.callbacks.CallbackList.on_train_batch_end = timed_fit, timed_end
 
 
 if __name__ == "__main__":

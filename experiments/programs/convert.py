@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts a notebook or script that somebody else wrote into a program that trains under a given strategy.
 
-Three changes are made, all on the syntax tree: strategies that the program builds become `__strategy__()`, epochs and
-downloaded weights are cut, and in a program without a strategy the lines that make models, optimizers and metrics
-and those that compile are put under `with __strategy__().scope():`. Nothing else is changed.
+Three changes are made, all on the syntax tree: strategies that the program builds become `__strategy__(...)`, epochs,
+private paths and downloaded weights are cut, and in a program without a strategy the lines that make models, optimizers
+and metrics and those that compile are put under `with __strategy__().scope():`. Nothing else is changed.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ import ast
 import json
 import pathlib
 import re
+from collections.abc import Mapping
+
+import options
 
 _STRATEGIES = ("MirroredStrategy", "MultiWorkerMirroredStrategy", "ParameterServerStrategy", "CentralStorageStrategy")
 # Attributes of `keras` under which everything may make variables, and what makes them wherever it is found.
@@ -21,18 +24,21 @@ _LOOPS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "pred
 _MAX_EPOCHS = 2
 
 
-def convert(path: pathlib.Path) -> tuple[str, dict[str, str]]:
+def convert(path: pathlib.Path, given: options.Options) -> tuple[str, dict[str, str]]:
     """Returns the program's source, and the modules that its notebook writes, by file name."""
     text, modules = path.read_text(), {}
     if path.suffix == ".ipynb":
         text, modules = _code_of(text)
-    return _converted(text), {name: _converted(source, scoped=False) for name, source in modules.items()}
+    if given.main:
+        text = modules.pop(given.main)
+    converted = {name: _converted(source, given.values, scoped=False) for name, source in modules.items()}
+    return _converted(text, given.values, scoped=not given.in_scope), converted
 
 
-def _converted(text: str, scoped: bool = True) -> str:
+def _converted(text: str, values: Mapping[str, int], scoped: bool = True) -> str:
     tree = ast.parse(text)
     has_strategy = any(isinstance(node, ast.Attribute) and node.attr in _STRATEGIES for node in ast.walk(tree))
-    tree = _Shortened().visit(tree)
+    tree = _ShorterLoops().visit(_Shortened(values).visit(tree))
     if scoped and not has_strategy:
         tree.body = _Scopes(tree).under_scope(tree.body)
     return ast.unparse(ast.fix_missing_locations(tree))
@@ -54,16 +60,30 @@ def _code_of(notebook: str) -> tuple[str, dict[str, str]]:
 
 
 class _Shortened(ast.NodeTransformer):
-    """Replaces strategies, and cuts epochs and downloads."""
+    """Replaces strategies and names of Keras 2, and cuts epochs and downloads."""
+
+    def __init__(self, values: Mapping[str, int]) -> None:
+        self._values = values
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        self.generic_visit(node)
+        is_legacy = isinstance(node.value, ast.Attribute) and node.value.attr == "legacy"
+        return ast.copy_location(ast.Attribute(node.value.value, node.attr, node.ctx), node) if is_legacy else node
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         if isinstance(node.func, ast.Attribute) and node.func.attr == "reset_states":
             node.func.attr = "reset_state"  # Keras 3's name
         if isinstance(node.func, ast.Attribute) and node.func.attr in _STRATEGIES:
-            return ast.copy_location(ast.parse("__strategy__()", mode="eval").body, node)
+            node.func = ast.copy_location(ast.Name("__strategy__", ast.Load()), node.func)
+            return node
+        is_of_weights = any(keyword.arg == "save_weights_only" for keyword in node.keywords)
         for keyword in node.keywords:
-            if keyword.arg == "epochs":
+            if _name(node.func) == "ModelCheckpoint" and keyword.arg == "filepath" and not is_of_weights:
+                keyword.value = _with_suffix(keyword.value)
+            elif keyword.arg in self._values:
+                keyword.value = ast.Constant(self._values[keyword.arg])
+            elif keyword.arg == "epochs":
                 keyword.value = _shorter(keyword.value)
             elif keyword.arg == "weights" and getattr(keyword.value, "value", None) == "imagenet":
                 keyword.value = ast.Constant(None)
@@ -72,9 +92,54 @@ class _Shortened(ast.NodeTransformer):
     def visit_Assign(self, node: ast.Assign) -> ast.AST:
         self.generic_visit(node)
         names = [target.id for target in node.targets if isinstance(target, ast.Name)]
-        if any(re.search(r"(^|_)epochs$", name, re.IGNORECASE) for name in names):
+        cut = [self._values[name] for name in names if name in self._values]
+        if cut:
+            node.value = ast.Constant(cut[0])
+        elif any(re.search(r"(^|_)epochs$", name, re.IGNORECASE) for name in names):
             node.value = _shorter(node.value)
         return node
+
+    def visit_Constant(self, node: ast.Constant) -> ast.AST:
+        # A file in the directory of the program's author.
+        is_private = isinstance(node.value, str) and re.fullmatch(r"/Users/\S+", node.value)
+        value = node.value.rsplit("/", 1)[1] if is_private else self._values.get(repr(node.value), node.value)
+        return ast.copy_location(ast.Constant(value), node)
+
+    def visit_arguments(self, node: ast.arguments) -> ast.AST:
+        self.generic_visit(node)
+        for argument, index in zip(reversed(node.args), reversed(range(len(node.defaults))), strict=False):
+            if argument.arg in self._values:
+                node.defaults[index] = ast.Constant(self._values[argument.arg])
+        return node
+
+
+class _ShorterLoops(ast.NodeTransformer):
+    """Has loops over data sets outside of functions end early."""
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        return node
+
+    def visit_For(self, node: ast.For) -> ast.AST:
+        self.generic_visit(node)
+        if isinstance(node.iter, ast.Call) and _name(node.iter.func) == "enumerate":
+            node.iter.args[0] = _some(node.iter.args[0])
+        else:
+            node.iter = _some(node.iter)
+        return node
+
+
+def _some(data: ast.expr) -> ast.expr:
+    return ast.Call(ast.Name("__some__", ast.Load()), [data], [])
+
+
+def _name(func: ast.expr) -> str:
+    return getattr(func, "attr", getattr(func, "id", ""))
+
+
+def _with_suffix(path: ast.expr) -> ast.expr:
+    """The path that Keras 3 asks for."""
+    source = ast.unparse(path)
+    return ast.parse(f"({source}).removesuffix('.keras') + '.keras'", mode="eval").body
 
 
 def _shorter(value: ast.expr) -> ast.expr:

@@ -9,11 +9,9 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import json
-import os
 import pathlib
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -21,11 +19,13 @@ import time
 from typing import Any
 
 import convert
+import options
+import session
 import table
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-KINDS = ("one", "stock", "mirrored", "multi", "ps", "backup")
+KINDS = options.KINDS
 
 
 def main() -> None:
@@ -41,29 +41,26 @@ def main() -> None:
     parser.add_argument("--logs", type=pathlib.Path, default=pathlib.Path(tempfile.gettempdir()) / "tfdist_programs")
     flags = parser.parse_args()
     wanted = [name for name in flags.programs.split(",") if name]
-    programs = [each for each in _programs() if not wanted or any(name in each for name in wanted)]
+    listed = options.read(HERE / "programs.txt")
+    programs = [each for each in listed if not wanted or any(name in each for name in wanted)]
     found = json.loads(flags.results.read_text()) if flags.results.exists() else {}
 
     def run(job: tuple[str, str]) -> None:
         program, kind = job
-        outcome = _run(flags.src, program, kind, flags.timeout_secs, flags.logs)
+        outcome = _run(flags.src, program, listed[program], kind, flags.timeout_secs, flags.logs)
         found.setdefault(program, {})[kind] = outcome
         print(f"{program} {kind}: {outcome['status']} {outcome['secs']} s  {outcome['line']}", flush=True)
         flags.results.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
 
-    jobs = [(program, kind) for program in programs for kind in flags.kinds.split(",")]
+    jobs = [(each, kind) for each in programs for kind in flags.kinds.split(",") if kind in listed[each].kinds]
     with concurrent.futures.ThreadPoolExecutor(flags.jobs) as pool:
         list(pool.map(run, jobs))
-    flags.page.write_text(table.page(found, list(_programs()), KINDS))
+    flags.page.write_text(table.page(found, list(listed), KINDS))
 
 
-def _programs() -> dict[str, bool]:
-    """The programs, and whether each gets as many examples as the true data set has."""
-    lines = [line.split() for line in (HERE / "programs.txt").read_text().splitlines()]
-    return {line[0]: line[1:] != ["few"] for line in lines if line and line[0] != "#"}
-
-
-def _run(src: pathlib.Path, program: str, kind: str, timeout_secs: float, logs: pathlib.Path) -> dict[str, Any]:
+def _run(
+    src: pathlib.Path, program: str, given: options.Options, kind: str, timeout_secs: float, logs: pathlib.Path
+) -> dict[str, Any]:
     """Runs one program in an empty directory of its own, and everything that it started is ended with it."""
     name = re.sub(r"\W+", "_", program)
     directory = logs / f"{name}.{kind}"
@@ -72,20 +69,18 @@ def _run(src: pathlib.Path, program: str, kind: str, timeout_secs: float, logs: 
     if not (src / program).exists():
         return {"status": "missing", "line": f"SRC has no {program}", "losses": [], "secs": 0}
     try:
-        source, modules = convert.convert(src / program)
+        source, modules = convert.convert(src / program, given)
     except SyntaxError as error:
         return {"status": "fails", "line": f"not converted: {error}", "losses": [], "secs": 0}
     path, result = directory / "program.py", directory / "losses.json"
     for file, text in {path.name: source, **modules}.items():
         (directory / file).write_text(text)
-    began, code = (
-        time.monotonic(),
-        _code(_command(kind, path, result), directory, src, timeout_secs, _programs()[program]),
-    )
-    losses = json.loads(result.read_text()) if result.exists() else []
+    began = time.monotonic()
+    code = _code(_command(kind, path, result), directory, src, timeout_secs, given)
+    shown = json.loads(result.read_text()) if result.exists() else {"losses": []}
     line = "" if code in (0, None) else _last_line((directory / "log").read_text(errors="replace"))
     status = "works" if code == 0 else "too slow" if code is None else "fails"
-    return {"status": status, "line": line, "losses": losses, "secs": round(time.monotonic() - began)}
+    return {"status": status, "line": line, **shown, "secs": round(time.monotonic() - began)}
 
 
 def _command(kind: str, path: pathlib.Path, result: pathlib.Path) -> list[str]:
@@ -96,34 +91,15 @@ def _command(kind: str, path: pathlib.Path, result: pathlib.Path) -> list[str]:
 
 
 def _code(
-    command: list[str], directory: pathlib.Path, src: pathlib.Path, timeout_secs: float, is_full: bool
+    command: list[str], directory: pathlib.Path, src: pathlib.Path, timeout_secs: float, given: options.Options
 ) -> int | None:
     """The exit code, or None if it took too long."""
-    paths = [str(HERE), str(src / "models"), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
-    environment.update(TFDIST_PROGRAMS_FULL="1" if is_full else "")
-    environment.update(TF_CPP_MIN_LOG_LEVEL="2", PYTHONUNBUFFERED="1", TMPDIR=str(directory))
-    with (directory / "log").open("wb") as log:
-        process = subprocess.Popen(
-            command,
-            cwd=directory,
-            env=environment,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    environment = {"TFDIST_PROGRAMS_EXAMPLES": str(given.examples), "TFDIST_PROGRAMS_SCOPE": "1" * given.in_scope}
+    with session.running(command, directory, directory / "log", [HERE, src / "models"], environment) as process:
         try:
             return process.wait(timeout_secs)
         except subprocess.TimeoutExpired:
             return None
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGTERM)
-            try:
-                process.wait(15)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
 
 
 def _last_line(log: str) -> str:

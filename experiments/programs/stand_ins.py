@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 # Programs that index examples by the numbers of the true data set get as many.
-_FULL = bool(os.environ.get("TFDIST_PROGRAMS_FULL"))
-_TRAIN, _TEST = (60000, 10000) if _FULL else (512, 128)
+_TRAIN = int(os.environ.get("TFDIST_PROGRAMS_EXAMPLES", "512"))
+_TEST = 10000 if _TRAIN >= 10000 else 128
 _SHAPES = {"mnist": (28, 28), "fashion_mnist": (28, 28), "cifar10": (32, 32, 3), "cifar100": (32, 32, 3)}
 _WORDS = ["the", "a", "cat", "dog", "runs", "sleeps", "under", "over", "house", "tree", "good", "bad", "tea", "book"]
 # Plotting and downloading, of which no program needs a result.
@@ -34,9 +34,11 @@ _MOCKED = ("imageio", "tensorflow_docs", "seaborn", "pydot", "tensorflow_hub")
 def install() -> None:
     """Replaces downloads in Keras and modules that are not installed."""
     import keras
+    import tensorflow as tf
 
     for name in _SHAPES:
-        getattr(keras.datasets, name).load_data = lambda name=name, **_: (_images(name, _TRAIN), _images(name, _TEST))
+        for datasets in (keras.datasets, tf.keras.datasets):
+            getattr(datasets, name).load_data = lambda name=name, **_: (_images(name, _TRAIN), _images(name, _TEST))
     keras.datasets.imdb.load_data = _imdb
     keras.utils.get_file = _get_file
     if not hasattr(keras.backend, "shape"):
@@ -45,15 +47,34 @@ def install() -> None:
     keras.utils.text_dataset_from_directory = _text_dataset
     keras.utils.plot_model = keras.utils.model_to_dot = unittest.mock.MagicMock()
     _mock_missing_modules()
-    datasets: Any = types.ModuleType("tensorflow_datasets")
-    datasets.load, datasets.disable_progress_bar = _tfds_load, lambda: None
-    datasets.__spec__ = importlib.machinery.ModuleSpec("tensorflow_datasets", None)
-    sys.modules["tensorflow_datasets"] = datasets
+    tfds: Any = types.ModuleType("tensorflow_datasets")
+    tfds.load, tfds.disable_progress_bar = _tfds_load, lambda: None
+    tfds.__spec__ = importlib.machinery.ModuleSpec("tensorflow_datasets", None)
+    sys.modules["tensorflow_datasets"] = tfds
+    if importlib.util.find_spec("pandas") is not None:
+        _read_tables()
+
+
+def _read_tables() -> None:
+    """Has pandas read a made table where it is given an address."""
+    import pandas
+
+    read_csv = pandas.read_csv
+
+    def read(path: Any, *args: Any, **kwargs: Any) -> Any:
+        is_address = str(path).startswith("http")
+        return read_csv(_get_file(origin=str(path)) if is_address else path, *args, **kwargs)
+
+    pandas.read_csv = read
 
 
 def _loader(arrays: Any, batch_size: int = 1, **_: Any) -> Any:
     import tensorflow as tf
 
+    if not isinstance(arrays, tuple):
+        # Examples of which the program keeps the arrays.
+        columns = zip(*(arrays[index] for index in range(min(len(arrays), 512))), strict=True)
+        arrays = tuple(np.stack(column) for column in columns)
     return tf.data.Dataset.from_tensor_slices(arrays).batch(batch_size)
 
 
@@ -61,7 +82,7 @@ def _torch() -> types.ModuleType:
     torch: Any = types.ModuleType("torch")
     torch.from_numpy = lambda array: array
     torch.utils = types.SimpleNamespace(
-        data=types.SimpleNamespace(TensorDataset=lambda *arrays: arrays, DataLoader=_loader)
+        data=types.SimpleNamespace(TensorDataset=lambda *arrays: arrays, DataLoader=_loader, Dataset=object)
     )
     return torch
 
@@ -115,6 +136,10 @@ def _tfds_load(name: str, split: Any = None, as_supervised: bool = False, with_i
             random = np.random.default_rng(0)
             features = random.random((150, 4)).astype("float32")
             return tf.data.Dataset.from_tensor_slices({"features": features, "label": features.argmax(1) % 3})
+        if name == "omniglot":
+            labels = np.repeat(np.arange(10), 22)
+            images = np.random.default_rng(0).integers(0, 255, (220, 105, 105, 3), np.uint8)
+            return tf.data.Dataset.from_tensor_slices((images, labels))
         known = name if name in _SHAPES else "cifar10"
         images, labels = _images(known, count)
         images = images[..., None] if images.ndim == 3 else images
@@ -232,6 +257,26 @@ def _cora(directory: pathlib.Path, name: str) -> pathlib.Path:
     return path
 
 
+def _reviews(directory: pathlib.Path, name: str) -> pathlib.Path:
+    random, path = np.random.default_rng(0), directory / name
+    for part in ("train", "test"):
+        for kind, word in (("pos", "good"), ("neg", "bad"), ("unsup", "so")):
+            (directory / "aclImdb" / part / kind).mkdir(parents=True)
+            for index in range(64):
+                review = " ".join([*random.choice(_WORDS, 40), word])
+                (directory / "aclImdb" / part / kind / f"{index}_7.txt").write_text(review)
+    with tarfile.open(path, "w:gz") as archive:
+        archive.add(directory / "aclImdb", "aclImdb")
+    return path
+
+
+def _person(random: Any, index: int) -> list[Any]:
+    words = [f" {column}{random.integers(0, 3)}" for column in range(14)]
+    for column in (0, 2, 4, 10, 11, 12):
+        words[column] = random.integers(1, 90)
+    return [*words, " >50K" if index % 4 == 0 else " <=50K"]
+
+
 def _table(
     columns: list[str], of_row: Callable[[Any, int], list[Any]], count: int = 400
 ) -> Callable[..., pathlib.Path]:
@@ -253,8 +298,15 @@ _FILES: dict[str, Callable[[pathlib.Path, str], pathlib.Path]] = {
     "ml-latest": _movielens,
     "jena_climate": _climate,
     "cora": _cora,
+    "aclImdb": _reviews,
+    "/adult/": _table([], _person),
     "creditcard": _table(_CARD_FRAUD, lambda random, index: [*random.random(30).round(4), (index % 7 == 0 and 1) or 0]),
 }
+
+
+def credit_cards() -> None:
+    """Writes the table that a program reads from its author's directory."""
+    pathlib.Path("creditcard.csv").write_text(pathlib.Path(_get_file("creditcard.csv")).read_text())
 
 
 def captchas(directory: pathlib.Path, count: int = 48) -> None:

@@ -23,11 +23,13 @@ programs without one, the lines that make models, optimizers and metrics, and th
 `with strategy.scope():`. Downloads are replaced by synthetic arrays, downloaded weights are random, and epochs are
 cut to 2 of at most 12 steps.
 
-Made by `make programs SRC=directory` ([experiments/programs](../experiments/programs/README.md)) from runs on two CPUs:
-two devices under the mirrored strategies of one process, two workers under the others. *works*: the program came to its
-end, and each loss that `fit` showed is at most 25% above the one on one device. *differs*: it came to its end with
-another loss, for which dropout, random batches and asynchronous updates are enough. *ends*: it came to its end, and
-shows no loss of `fit` that could be compared. *too slow*: it was ended after the time limit. *-*: not run.
+Made by `make programs SRC=directory` ([experiments/programs](../experiments/programs/README.md)), in one or several
+runs, on two CPUs: two devices under the mirrored strategies of one process, two workers under the others. *works*:
+the program came to its end, and each loss that `fit` showed is at most 25% above the one on one device. *differs*: it
+came to its end with another loss, for which dropout, random batches and asynchronous updates are enough. *ends*: it
+came to its end, and shows no loss of `fit` that could be compared. *too slow*: it was ended after the time limit.
+*-*: not run. *First step*: seconds of CPU time from the first call of `fit` to the end of its first step, under
+`MirroredStrategy` and under the stock one.
 """
 
 
@@ -35,7 +37,7 @@ def page(found: dict[str, Any], programs: Sequence[str], kinds: Sequence[str]) -
     """The page in Markdown."""
     ran = [program for program in programs if program in found]
     rows = [_row(program, found[program], kinds) for program in ran]
-    header = ["Program", *(_HEADERS[kind] for kind in kinds)]
+    header = ["Program", *(_HEADERS[kind] for kind in kinds), "First step"]
     lines = [
         _INTRODUCTION,
         _line(header),
@@ -43,6 +45,7 @@ def page(found: dict[str, Any], programs: Sequence[str], kinds: Sequence[str]) -
         *map(_line, rows),
         "",
         *_totals(found, programs, kinds),
+        *_ratios(found, programs),
         "",
         f"{len(ran)} of the {len(programs)} programs that are listed in `experiments/programs/programs.txt` were run.",
     ]
@@ -59,7 +62,13 @@ def page(found: dict[str, Any], programs: Sequence[str], kinds: Sequence[str]) -
 
 def _row(program: str, outcomes: dict[str, Any], kinds: Sequence[str]) -> list[str]:
     reference = outcomes.get("one", {}).get("losses", [])
-    return [f"{program}", *(verdict(outcomes.get(kind), reference) for kind in kinds)]
+    return [f"{program}", *(verdict(outcomes.get(kind), reference) for kind in kinds), _first_steps(outcomes)]
+
+
+def _first_steps(outcomes: dict[str, Any]) -> str:
+    """The times of ours and of the stock strategy, as far as there are any."""
+    ours, stock = (outcomes.get(kind, {}).get("first_step_cpu_secs") for kind in ("mirrored", "stock"))
+    return " / ".join("-" if secs is None else f"{secs:.1f}" for secs in (ours, stock)) if ours or stock else "-"
 
 
 def verdict(outcome: dict[str, Any] | None, reference: Sequence[float]) -> str:
@@ -85,6 +94,20 @@ def _totals(found: dict[str, Any], programs: Sequence[str], kinds: Sequence[str]
         ended = sum(outcome["status"] == "works" for outcome in outcomes)
         counts.append(f"{_HEADERS[kind]} {ended} of {len(outcomes)}")
     return [f"Came to their end: {'; '.join(counts)}."]
+
+
+def _ratios(found: dict[str, Any], programs: Sequence[str]) -> list[str]:
+    """A line about the times to the first step, if there are any to be compared."""
+    pairs = [
+        [found.get(each, {}).get(kind, {}).get("first_step_cpu_secs") for kind in ("mirrored", "stock")]
+        for each in programs
+    ]
+    ratios = sorted(ours / stock for ours, stock in pairs if ours and stock)
+    if not ratios:
+        return []
+    median, most = ratios[len(ratios) // 2], ratios[-1]
+    shown = f"{median:.2f} times that of the stock strategy in the median of {len(ratios)} programs, {most:.2f} at most"
+    return ["", f"CPU time to the first step under `MirroredStrategy`: {shown}."]
 
 
 def _line(cells: Sequence[str]) -> str:
