@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tfdist.compat import creation_lines
 from tfdist.engines import keras_steps
 from tfdist.engines.coordinated_variable import CoordinatedVariable
 
@@ -169,10 +170,14 @@ def test_other_functions_pass() -> None:
 
 
 def test_variables_made_outside_of_the_scope_are_named() -> None:
+    creation_lines.remember()
+    made = model()
     with pytest.raises(ValueError, match="must be made in the scope of ParameterServerStrategy") as raised:
-        keras_steps.check_scope(model().train_step)
+        keras_steps.check_scope(made.train_step)
     assert "kernel" in str(raised.value)
     assert "\n" not in str(raised.value)
+    # `model` makes it.
+    assert str(raised.value).endswith(f"at test_keras_steps.py:{model.__code__.co_firstlineno + 1}")
 
 
 @pytest.mark.parametrize("outside", ["optimizer", "metric", "nothing"])

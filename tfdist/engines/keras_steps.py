@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat import trainers
+from tfdist.compat import creation_lines, trainers
 from tfdist.engines.coordinated_variable import CoordinatedVariable
 
 
@@ -107,7 +107,7 @@ def check_scope(fn: Callable[..., Any]) -> None:
     model: Any = getattr(fn, "__self__", None)
     for variable in (*model.variables, *model.metrics_variables, *getattr(model.optimizer, "variables", ())):
         if not isinstance(getattr(variable, "_value", variable), CoordinatedVariable):
-            raise ValueError(_outside(variable.path))
+            raise ValueError(_outside(variable.path, variable))
 
 
 def check_colocation(extended: Any) -> None:
@@ -122,15 +122,16 @@ def check_colocation(extended: Any) -> None:
         # A partitioned one has parts of the strategy's.
         is_whole = isinstance(variable, tf.Variable) and not hasattr(variable, "variables")
         if is_whole and getattr(variable, "_distribute_strategy", None) is None:
-            raise ValueError(_outside(variable.name))
+            raise ValueError(_outside(variable.name, variable))
         return colocate(variable)
 
     extended.colocate_vars_with = colocate_vars_with
 
 
-def _outside(name: str) -> str:
+def _outside(name: str, variable: Any) -> str:
+    line = creation_lines.of(variable)
     return (
         "The model, its optimizer and its metrics must be made in the scope of ParameterServerStrategy. Put "
         "the lines that make them, and model.compile, under `with strategy.scope():`. "
-        f"Received: variable {name!r}, made outside of it"
+        f"Received: variable {name!r}, made outside of it{f' at {line}' if line else ''}"
     )

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfdist import serving
 from tfdist.cluster import Cluster
-from tfdist.compat import array_data, plain_loops, symbolic_build, trainers
+from tfdist.compat import array_data, creation_lines, plain_loops, symbolic_build, trainers
 from tfdist.engines import (
     fitting,
     in_scope,
@@ -99,6 +99,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         if cluster is None:
             serving.check_sizes(num_workers, num_ps)
         composed = composition.compose(policies, "ParameterServerStrategy", _num_workers(cluster, num_workers))
+        creation_lines.remember()
         order.join_cluster()
         self._data_sharding = data_sharding
         self._serving = serving.attach(cluster, num_workers, num_ps, start_timeout_secs, data_sharding == "dynamic")

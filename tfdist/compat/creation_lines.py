@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Remembers at which line of the user's program a variable was made, for the messages that ask to move that line.
+
+TensorFlow keeps a stack for operations of a graph only, and Keras keeps none. Variables that were made before the first
+strategy have no line.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+import sysconfig
+from types import FrameType
+from typing import Any
+
+import keras
+import tensorflow as tf
+from tensorflow.python.ops import resource_variable_ops
+
+from tfdist.compat import replacing
+
+_ATTRIBUTE = "_tfdist_creation_line"
+# Directories of files that are not the user's: the standard library, and what is installed.
+_LIBRARIES = tuple(
+    f"{path}{os.sep}"
+    for path in (
+        *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+        *(pathlib.Path(module.__file__ or "").parent for module in (tf, keras)),
+        pathlib.Path(__file__).parents[1],
+    )
+)
+# Python's own loaders, and the code that AutoGraph writes.
+_GENERATED = ("<frozen", "__autograph_generated_file")
+
+
+def remember() -> None:
+    """Has variables that are made from now on remember their line."""
+    replacing.once(resource_variable_ops.ResourceVariable, "__init__", _remembering)
+
+
+def of(variable: Any) -> str:
+    """Where a variable was made, such as "train.py:12"; "" if that is not known.
+
+    Args:
+      variable: of TensorFlow or of Keras.
+    """
+    return getattr(getattr(variable, "_value", variable), _ATTRIBUTE, "")
+
+
+def _remembering(make: Any) -> Any:
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        setattr(self, _ATTRIBUTE, _caller(sys._getframe(1)))
+
+    return init
+
+
+def _caller(frame: FrameType | None) -> str:
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith(_LIBRARIES):
+            name = pathlib.PurePath(path).name
+            if not name.startswith(_GENERATED):
+                return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
