@@ -23,6 +23,15 @@ _ARGUMENTS = (
 )
 
 
+def redirected(strategy: tf.distribute.Strategy) -> contextlib.AbstractContextManager:
+    """Returns a context in which variables are made in the strategy's scope, outside of any graph."""
+
+    def create(_: Any, **arguments: Any) -> Any:
+        return _in_thread(strategy.scope, contextlib.nullcontext, arguments)
+
+    return tf.variable_creator_scope(create)
+
+
 def colocating(
     strategy: tf.distribute.Strategy, scope: Callable[[], contextlib.AbstractContextManager]
 ) -> Callable[[Any], contextlib.AbstractContextManager]:

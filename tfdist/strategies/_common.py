@@ -18,12 +18,13 @@ from tfdist.compat import (
     generators,
     global_seeds,
     instance_keys,
+    late_builds,
     single_batches,
     symbolic_build,
     trainers,
     variable_numbers,
 )
-from tfdist.engines import averaging_data, finding, fitting, keras_steps, overlap, rehearsal
+from tfdist.engines import averaging_data, finding, fitting, in_scope, keras_steps, overlap, rehearsal
 from tfdist.engines.averaging import AveragingEngine
 from tfdist.strategies import steps
 
@@ -132,6 +133,7 @@ def _with_an_example(leaf: Any) -> Any:
 def mend_keras(strategy: tf.distribute.Strategy) -> None:
     """Mends what Keras and TensorFlow do differently for variables, batches and collectives of several replicas."""
     instance_keys.install(strategy)
+    late_builds.allow(strategy, in_scope.redirected)
     single_batches.predict_once(strategy)
     cross_replica_updates.allow()
     variable_numbers.define()

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfdist import serving
 from tfdist.cluster import Cluster
-from tfdist.compat import array_data, creation_lines, plain_loops, symbolic_build, trainers
+from tfdist.compat import array_data, creation_lines, late_builds, plain_loops, symbolic_build, trainers
 from tfdist.engines import (
     fitting,
     in_scope,
@@ -111,6 +111,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         self.extended.colocate_vars_with = in_scope.colocating(self, self._scope)
         keras_steps.check_colocation(self.extended)
         plain_loops.allow(self)
+        late_builds.allow(self, in_scope.redirected)
         self._engine = CoordinatedEngine(
             self,
             self._serving.num_workers,
