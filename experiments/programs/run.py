@@ -94,7 +94,11 @@ def _code(
     command: list[str], directory: pathlib.Path, src: pathlib.Path, timeout_secs: float, given: options.Options
 ) -> int | None:
     """The exit code, or None if it took too long."""
-    environment = {"TFDIST_PROGRAMS_EXAMPLES": str(given.examples), "TFDIST_PROGRAMS_SCOPE": "1" * given.in_scope}
+    environment = {
+        "TFDIST_PROGRAMS_EXAMPLES": str(given.examples),
+        "TFDIST_PROGRAMS_SCOPE": "1" * given.in_scope,
+        "TFDIST_PROGRAMS_SHARED": "1" * given.in_one_directory,
+    }
     with session.running(command, directory, directory / "log", [HERE, src / "models"], environment) as process:
         try:
             return process.wait(timeout_secs)
