@@ -24,11 +24,26 @@ _LOOPS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "pred
 _MAX_EPOCHS = 2
 
 
-def convert(path: pathlib.Path, given: options.Options) -> tuple[str, dict[str, str]]:
-    """Returns the program's source, and the modules that its notebook writes, by file name."""
+def convert(
+    path: pathlib.Path, given: options.Options, changes: Mapping[str, str] | None = None
+) -> tuple[str, dict[str, str]]:
+    """Returns the program's source, and the modules that its notebook writes, by file name.
+
+    Args:
+      path: the notebook or script.
+      given: its options.
+      changes: new texts by the old ones, see keras3.toml.
+
+    Raises:
+      SyntaxError: The program is none, or has nothing of an old text.
+    """
     text, modules = path.read_text(), {}
     if path.suffix == ".ipynb":
         text, modules = _code_of(text)
+    for old, new in (changes or {}).items():
+        if old not in text:
+            raise SyntaxError(f"{path.name} has no {old!r}, which keras3.toml replaces")
+        text = text.replace(old, new)
     if given.main:
         text = modules.pop(given.main)
     converted = {name: _converted(source, given.values, scoped=False) for name, source in modules.items()}

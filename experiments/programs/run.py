@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from typing import Any
 
 import convert
@@ -69,7 +70,8 @@ def _run(
     if not (src / program).exists():
         return {"status": "missing", "line": f"SRC has no {program}", "losses": [], "secs": 0}
     try:
-        source, modules = convert.convert(src / program, given)
+        changes = tomllib.loads((HERE / "keras3.toml").read_text()).get(program)
+        source, modules = convert.convert(src / program, given, changes)
     except SyntaxError as error:
         return {"status": "fails", "line": f"not converted: {error}", "losses": [], "secs": 0}
     path, result = directory / "program.py", directory / "losses.json"

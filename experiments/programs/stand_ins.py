@@ -28,7 +28,15 @@ _TEST = 10000 if _TRAIN >= 10000 else 128
 _SHAPES = {"mnist": (28, 28), "fashion_mnist": (28, 28), "cifar10": (32, 32, 3), "cifar100": (32, 32, 3)}
 _WORDS = ["the", "a", "cat", "dog", "runs", "sleeps", "under", "over", "house", "tree", "good", "bad", "tea", "book"]
 # Plotting and downloading, of which no program needs a result.
-_MOCKED = ("imageio", "tensorflow_docs", "seaborn", "pydot", "tensorflow_hub")
+_MOCKED = (
+    "imageio",
+    "tensorflow_docs",
+    "tensorflow_docs.vis",
+    "tensorflow_docs.vis.embed",
+    "seaborn",
+    "pydot",
+    "tensorflow_hub",
+)
 
 
 def install() -> None:
@@ -91,7 +99,7 @@ def _mock_missing_modules() -> None:
     for name in _MOCKED:
         if importlib.util.find_spec(name) is None:
             mocked = unittest.mock.MagicMock()
-            mocked.__spec__ = importlib.machinery.ModuleSpec(name, None)
+            mocked.__spec__, mocked.__path__ = importlib.machinery.ModuleSpec(name, None), []
             sys.modules[name] = mocked
     display = types.ModuleType("IPython.display")
     display.__dict__.update(dict.fromkeys(("display", "Image", "HTML", "Audio", "clear_output"), lambda *_, **__: None))

@@ -20,8 +20,8 @@ _INTRODUCTION = """# Programs of others
 
 Tutorials, guides and examples of TensorFlow, Keras and keras.io, run as they are but for the name of the strategy. In
 programs without one, the lines that make models, optimizers and metrics, and those that compile, are under
-`with strategy.scope():`. Downloads are replaced by synthetic arrays, downloaded weights are random, and epochs are
-cut to 2 of at most 6 steps.
+`with strategy.scope():`. Downloads are replaced by synthetic arrays, downloaded weights are random, epochs are cut to 2
+of at most 6 steps, and names of Keras 2 are replaced by those of Keras 3.
 
 Made by `make programs SRC=directory` ([experiments/programs](../experiments/programs/README.md)), in one or several
 runs, on two CPUs: two devices under the mirrored strategies of one process, two workers under the others. *works*:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import tensorflow as tf
 from aggregated_asynchronous import counting
 from aggregated_cluster import BATCH, COUNT, STEPS, X, Y, compiled
 from overlapping import during_fit
@@ -48,6 +49,28 @@ def test_callbacks_of_a_fit_may_evaluate_and_predict(with_policies: Policies, ma
         assert not meanwhile.error
         assert meanwhile.result is not None
     assert int(model.optimizer.iterations) == 3 * STEPS
+
+
+@pytest.mark.parametrize("make", [lambda: tfdist.SoftSync(1), lambda: tfdist.BackupWorkers(spares=0)])
+def test_programs_own_closures_run_before_during_and_after_a_fit(
+    with_policies: Policies, make: Callable[[], Any]
+) -> None:
+    strategy = with_policies(make())
+    model, coordinator = compiled(strategy), tf.distribute.coordinator.ClusterCoordinator(strategy)
+    doubled = tf.function(lambda x: 2 * x)
+
+    def on_a_worker() -> int:
+        remote = coordinator.schedule(doubled, (tf.constant(21),))
+        coordinator.join()
+        return int(remote.fetch()) * int(coordinator.done())
+
+    assert on_a_worker() == 42
+    for in_thread in (False, True):
+        meanwhile = during_fit(_fit(model), on_a_worker, in_thread=in_thread)
+        assert (meanwhile.error, meanwhile.result) == ("", 42)
+    assert on_a_worker() == 42
+    coordinator.join()
+    assert int(model.optimizer.iterations) == 2 * STEPS
 
 
 def test_fit_within_a_fit_is_refused_under_soft_sync(with_policies: Policies) -> None:

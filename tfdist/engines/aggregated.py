@@ -92,6 +92,7 @@ class AggregatedEngine:
         self._reporter = watch.StallReporter(self._rounds.waited_for)
         self._reporter.start()
         engine.before_queueing = self._leave
+        closures.before_use(engine.coordinator, self._leave)
 
     @property
     def replicas_to_aggregate(self) -> int:
@@ -122,7 +123,7 @@ class AggregatedEngine:
             with self._phase(step):
                 self._reside(step, iterator, parts)
                 with self._rounds.wanted():
-                    contributions, update = self._rounds.collect(self._check)
+                    contributions, update = self._collect(step, iterator, parts)
                 logs = step.update(contributions)
                 self._updates += 1
         self._on_update(update)
@@ -149,6 +150,14 @@ class AggregatedEngine:
         """Gives the workers' threads back, and ends this engine's own."""
         self._leave()
         self._reporter.stop()
+
+    def _collect(self, step: AggregatedStep, iterator: WorkerIterator, parts: list[list[tf.Tensor]] | None) -> Any:
+        def check() -> None:
+            self._check()
+            # Another thread of the program may have scheduled something meanwhile.
+            self._reside(step, iterator, parts)
+
+        return self._rounds.collect(check)
 
     def _check(self) -> None:
         if closures.has_failed(self._engine.coordinator):

@@ -69,7 +69,7 @@ class AsynchronousEngine(aggregated.AggregatedEngine):
                 self._reside(step, iterator, None)
                 with self._rounds.wanted():
                     try:
-                        made = self._update(step)
+                        made = self._update(step, iterator)
                     except BaseException:
                         # Before what was given is discarded: nobody starts anew on what has just failed.
                         self._leave()
@@ -81,9 +81,9 @@ class AsynchronousEngine(aggregated.AggregatedEngine):
         self._on_update(update)
         return self._logs
 
-    def _update(self, step: AggregatedStep) -> tuple[Update, list[np.ndarray]] | None:
+    def _update(self, step: AggregatedStep, iterator: WorkerIterator) -> tuple[Update, list[np.ndarray]] | None:
         """Makes an update, and returns it with the logs after it; None if nothing is left to make one from."""
-        collected = self._rounds.collect(self._check)
+        collected = self._collect(step, iterator, None)
         if collected is None:
             return None
         contributions, update = collected

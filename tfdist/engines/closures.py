@@ -9,6 +9,7 @@ TensorFlow changes any of it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +40,24 @@ def schedule(
     runs on.
     """
     coordinator._cluster.schedule(function, args, {})
+
+
+def before_use(coordinator: tf.distribute.coordinator.ClusterCoordinator, function: Callable[[], None]) -> None:
+    """Calls `function` whenever a program that has the coordinator too schedules on it or waits for what it scheduled.
+
+    A closure that resides in a worker's thread would else keep that program's own closures waiting for ever.
+    """
+    for name in ("schedule", "join", "done"):
+        setattr(coordinator, name, _preceded(function, getattr(type(coordinator), name), coordinator))
+
+
+def _preceded(function: Callable[[], None], method: Callable[..., Any], coordinator: Any) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        function()
+        return method(coordinator, *args, **kwargs)
+
+    return call
 
 
 def create_on_workers(
@@ -89,4 +108,4 @@ def has_failed(coordinator: tf.distribute.coordinator.ClusterCoordinator) -> boo
 
 def raise_failure(coordinator: tf.distribute.coordinator.ClusterCoordinator) -> None:
     """Raises the error that the coordinator could not mend, if there is one. It waits for closures in flight to end."""
-    coordinator.done()
+    coordinator._cluster.closure_queue.done()
