@@ -75,13 +75,15 @@ def _code_of(notebook: str) -> tuple[str, dict[str, str]]:
 
 
 class _Shortened(ast.NodeTransformer):
-    """Replaces strategies and names of Keras 2, and cuts epochs and downloads."""
+    """Replaces strategies and names of Keras 2 and NumPy 1, and cuts epochs and downloads."""
 
     def __init__(self, values: Mapping[str, int]) -> None:
         self._values = values
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         self.generic_visit(node)
+        if node.attr == "Inf":
+            node.attr = "inf"  # NumPy 2's name
         is_legacy = isinstance(node.value, ast.Attribute) and node.value.attr == "legacy"
         return ast.copy_location(ast.Attribute(node.value.value, node.attr, node.ctx), node) if is_legacy else node
 
