@@ -57,11 +57,30 @@ os.execve("/bin/sh", ["sh", "-c", command], env)
 """
 
 
+def hold(port):
+    """Keeps a port from others who ask for any; a task that is told it can listen on it."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        held.bind(("", port))
+    except OSError:
+        held.close()
+        raise
+    return held
+
+
 @pytest.fixture
 def port():
-    """A port that is free, and stays so for others who ask for any."""
-    with PortReservation(1) as reservation:
-        yield reservation.ports[0]
+    """A port that is free with those that follow it, for as many tasks as one host gets here."""
+    for _ in range(100):
+        with contextlib.ExitStack() as stack:
+            port = stack.enter_context(PortReservation(1)).ports[0]
+            with contextlib.suppress(OSError, OverflowError):
+                for following in range(port + 1, port + 8):
+                    stack.enter_context(hold(following))
+                yield port
+                return
+    raise AssertionError("no 8 ports in a row are free")
 
 
 @pytest.fixture
