@@ -40,8 +40,7 @@ def main() -> None:
     kind, program, result = sys.argv[1], pathlib.Path(sys.argv[2]), pathlib.Path(sys.argv[3])
     keras.config.set_max_steps_per_epoch(_MAX_STEPS)
     worker = tfdist.Cluster.from_environment().task.index if kind == "multi" else 0
-    if kind == "multi" and not os.environ.get("TFDIST_PROGRAMS_SHARED"):
-        # Programs make directories and files of fixed names, as each worker does on a machine of its own.
+    if kind == "multi" and os.environ.get("TFDIST_PROGRAMS_OWN"):
         own = pathlib.Path(f"worker_{worker}")
         own.mkdir(exist_ok=True)
         os.chdir(own)

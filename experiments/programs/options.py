@@ -18,8 +18,8 @@ class Options:
       examples: how many examples data sets of images and reviews have; "few" is 512. Some programs index by the numbers
         of the true data set.
       in_scope: runs all of the program under the strategy's scope.
-      in_one_directory: runs the workers in one directory, for a program in which all read the files of the first; else
-        each has its own, as on a machine of its own.
+      in_own_directories: runs each worker in a directory of its own, for a program that makes files of fixed names in
+        each; in most the workers read the files that the first has written.
       main: the module that the notebook writes and starts, in place of the notebook itself; or "".
       kinds: the strategies under which the program makes sense.
       values: numbers to put in place of those that the program gives to variables and arguments of these names, or in
@@ -28,7 +28,7 @@ class Options:
 
     examples: int = 11000
     in_scope: bool = False
-    in_one_directory: bool = False
+    in_own_directories: bool = False
     main: str = ""
     kinds: tuple[str, ...] = KINDS
     values: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -47,7 +47,7 @@ def _options(words: list[str]) -> Options:
     return Options(
         examples=examples,
         in_scope="scope" in words,
-        in_one_directory="shared" in words,
+        in_own_directories="own" in words,
         main=main,
         kinds=tuple(kinds.split(",")),
         values={name: int(value) for name, value in named.items()},

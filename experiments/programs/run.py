@@ -101,7 +101,7 @@ def _code(
     environment = {
         "TFDIST_PROGRAMS_EXAMPLES": str(given.examples),
         "TFDIST_PROGRAMS_SCOPE": "1" * given.in_scope,
-        "TFDIST_PROGRAMS_SHARED": "1" * given.in_one_directory,
+        "TFDIST_PROGRAMS_OWN": "1" * given.in_own_directories,
     }
     with session.running(command, directory, directory / "log", [HERE, src / "models"], environment) as process:
         try:
