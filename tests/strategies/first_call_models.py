@@ -97,6 +97,33 @@ class Unseeded(keras.Model):
         return self.dense(x) + keras.random.normal((1,)) * 0
 
 
+OUTSIDE = types.SimpleNamespace()
+
+
+class Seeded(keras.Model):
+    """Draws from seed generators that were made outside of any scope, of which it holds one and a layer holds one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.noise, self.seeds = keras.layers.Dense(1), OUTSIDE.noise, OUTSIDE.held
+
+    def call(self, x, training=False):
+        if not training:
+            return self.dense(x)
+        drawn = [keras.random.uniform((3,), seed=seeds) for seeds in (self.seeds, OUTSIDE.seeds)]
+        return self.dense(self.noise(x, training=True) * drawn[0] + drawn[1])
+
+
+def fitted_with_seeds_from_outside(strategy: Any) -> Any:
+    """History, weights and states of seed generators that were made outside of the scope."""
+    keras.utils.clear_session()
+    OUTSIDE.seeds, OUTSIDE.held = keras.random.SeedGenerator(5), keras.random.SeedGenerator(6)
+    OUTSIDE.noise = keras.layers.GaussianNoise(1e-9, seed=7)
+    trained = fitted(strategy, Seeded, "mse")
+    states = [seeds.state.numpy() for seeds in (OUTSIDE.seeds, OUTSIDE.held, OUTSIDE.noise.seed_generator)]
+    return trained, states
+
+
 def fitted(strategy: Any, model: Any, loss: str | None = None, batch_size: int = 10) -> tuple[Any, Any]:
     """(history, weights) after two epochs."""
     keras.utils.set_random_seed(3)
@@ -137,24 +164,29 @@ def looped(strategy: Any, is_built: bool, batch_size: int = 10, by_name: bool = 
     return [[float(distributed(batch)) for batch in batches], *model.get_weights()]
 
 
-def plainly_looped(strategy: Any, in_scope: bool, in_graph: bool) -> list[Any]:
+def plainly_looped(strategy: Any, in_scope: bool, in_graph: bool, is_scaled: bool = False) -> list[Any]:
     """Losses and weights after one pass of a loop without `strategy.run`."""
     keras.utils.set_random_seed(3)
     with strategy.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(1)])
         optimizer, metric = keras.optimizers.AdamW(0.01), keras.metrics.MeanSquaredError()
+        if is_scaled:  # By so much that the first gradients are not finite.
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer, 2.0**126, 2)
 
     def step(x, y):
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean((model(x) - y) ** 2)
-        optimizer.apply(tape.gradient(loss, model.trainable_weights), model.trainable_weights)
+            scaled = optimizer.scale_loss(loss * 8)
+        gradients = [gradient / 8 for gradient in tape.gradient(scaled, model.trainable_weights)]
+        optimizer.apply(gradients, model.trainable_weights)
         metric.update_state(y, model(x))
         return loss
 
     once = tf.function(step) if in_graph else step
     with strategy.scope() if in_scope else contextlib.nullcontext():
         losses = [float(once(x, y)) for x, y in tf.data.Dataset.from_tensor_slices((X, Y)).batch(10)]
-    return [losses, float(metric.result()), optimizer.iterations.numpy(), *model.get_weights()]
+    scale = np.log2(float(optimizer.dynamic_scale)) if is_scaled else 0.0
+    return [losses, float(metric.result()), optimizer.iterations.numpy(), scale, *model.get_weights()]
 
 
 def assert_like_one_device(strategy: Any, trained: Any, *arguments: Any, **options: Any) -> None:

@@ -51,5 +51,8 @@ def test_a_model_made_outside_of_the_scope_is_named(strategy: Any) -> None:
 
 @pytest.mark.parametrize("in_scope", [True, False])
 @pytest.mark.parametrize("in_graph", [True, False])
-def test_a_loop_without_run_trains_as_on_one_device(strategy: Any, in_scope: bool, in_graph: bool) -> None:
-    first_call_models.assert_like_one_device(strategy, plainly_looped, in_scope, in_graph)
+@pytest.mark.parametrize("is_scaled", [False, True], ids=["", "loss scaling"])
+def test_a_loop_without_run_trains_as_on_one_device(
+    strategy: Any, in_scope: bool, in_graph: bool, is_scaled: bool
+) -> None:
+    first_call_models.assert_like_one_device(strategy, plainly_looped, in_scope, in_graph, is_scaled)

@@ -32,6 +32,20 @@ def test_a_seed_generator_made_in_the_first_call_is_made(strategy: Any) -> None:
     first_call_models.assert_like_one_device(strategy, fitted, Noisy, "mse")
 
 
+def test_seed_generators_made_outside_of_the_scope_serve_replicas(strategy: Any) -> None:
+    first_call_models.assert_like_one_device(strategy, first_call_models.fitted_with_seeds_from_outside)
+
+
+def test_weights_made_outside_of_the_scope_are_named(strategy: Any) -> None:
+    dense = keras.layers.Dense(1, name="outside")
+    dense.build((None, 3))
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), dense])
+        model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match=r"under .with strategy\.scope.*variable 'outside/kernel', made outside of it"):
+        model.fit(first_call_models.X, first_call_models.Y, verbose=0)
+
+
 def test_layer_mixed_with_trainer_trains_as_on_one_device(strategy: Any) -> None:
     first_call_models.assert_like_one_device(strategy, fitted, Mixed, "mse", batch_size=9)
 
@@ -60,8 +74,11 @@ def test_a_decorated_step_runs_beside_keras_own_seed_generator(cpus: list[str]) 
 
 @pytest.mark.parametrize("in_scope", [True, False])
 @pytest.mark.parametrize("in_graph", [True, False])
-def test_a_loop_without_run_trains_as_on_one_device(strategy: Any, in_scope: bool, in_graph: bool) -> None:
-    first_call_models.assert_like_one_device(strategy, plainly_looped, in_scope, in_graph)
+@pytest.mark.parametrize("is_scaled", [False, True], ids=["", "loss scaling"])
+def test_a_loop_without_run_trains_as_on_one_device(
+    strategy: Any, in_scope: bool, in_graph: bool, is_scaled: bool
+) -> None:
+    first_call_models.assert_like_one_device(strategy, plainly_looped, in_scope, in_graph, is_scaled)
 
 
 @pytest.mark.parametrize("is_built", [True, False])
@@ -71,3 +88,19 @@ def test_a_custom_loop_makes_layers_and_slots(strategy: Any, is_built: bool) -> 
 
 def test_arguments_may_be_given_by_name(cpus: list[str]) -> None:
     first_call_models.assert_like_one_device(tfdist.MirroredStrategy(cpus[:2]), looped, False, by_name=True)
+
+
+@pytest.mark.parametrize("in_scope", [True, False])
+def test_a_loop_without_run_trains_on_one_worker(in_scope: bool) -> None:
+    first_call_models.assert_like_one_device(tfdist.MultiWorkerMirroredStrategy(), plainly_looped, in_scope, True)
+
+
+def test_gradients_of_replicas_are_refused_outside_of_run(cpus: list[str]) -> None:
+    many = tfdist.MirroredStrategy(cpus[:2])
+    with many.scope():
+        weight, optimizer = keras.Variable(1.0), keras.optimizers.SGD(0.5)
+    gradient = many.run(lambda: tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.float32))
+    with pytest.raises(RuntimeError, match=r"would let the copies of the model drift apart\. Call it in a step"):
+        optimizer.apply([gradient], [weight])
+    optimizer.apply([many.reduce("SUM", gradient, axis=None)], [weight])
+    assert [float(copy) for copy in weight.value.values] == [0.5, 0.5]

@@ -2,8 +2,7 @@
 """Lets Keras' optimizers update variables in the scope of a strategy, outside of `strategy.run`.
 
 Keras does so by `tf.__internal__.distribute.interim.maybe_merge_call`, which looks for a replica's context where there
-is none and fails with an AttributeError. All replicas of one process are given the same update there, so nothing has to
-be merged. Several workers are refused in one line: each would update its own copies with a gradient of its own.
+is none and fails with an AttributeError. All replicas are given the same update there, so nothing has to be merged.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from tfdist.compat import replacing
 
 
 def allow() -> None:
-    """Makes `optimizer.apply` in cross-replica context update each replica's copy, where one process has them all."""
+    """Makes `optimizer.apply` in cross-replica context update each replica's copy; see `plain_loops` for its checks."""
     replacing.once(tf.__internal__.distribute.interim, "maybe_merge_call", _merging)
 
 
@@ -25,11 +24,6 @@ def _merging(plain: Callable[..., Any]) -> Callable[..., Any]:
     def maybe_merge_call(fn: Callable[..., Any], strategy: Any, *args: Any, **kwargs: Any) -> Any:
         if not tf.distribute.in_cross_replica_context():
             return plain(fn, strategy, *args, **kwargs)
-        if strategy.extended._in_multi_worker_mode():
-            raise RuntimeError(
-                "optimizer.apply, called outside of strategy.run, would update each worker's copies with the worker's "
-                "own gradients. Call it in a step that strategy.run is given"
-            )
         return fn(strategy, *args, **kwargs)
 
     return maybe_merge_call

@@ -2,18 +2,27 @@
 """Lets a loop without `strategy.run` train a model of a strategy, in its scope and outside, as on one device.
 
 Guides on custom loops have no strategy: they call the model, a gradient tape and `optimizer.apply` directly. Each step
-is then that of one device, with the first replica's copies of the variables, and its update is made on all copies.
-TensorFlow and Keras refuse three parts of it, none of which has a public seam:
+is then that of one device, with the first replica's copies of the variables, and its update is made on all copies of
+the process. TensorFlow and Keras refuse four parts of it, none of which has a public seam:
 
 - `optimizer.apply` outside of the scope: Keras updates in the context of the caller, not in that of its strategy;
 - `optimizer.apply` in the scope: see `cross_replica_updates`;
+- a `LossScaleOptimizer`: Keras has all replicas apply together, where there are none; and the scale that its first call
+  is traced with would be a constant, if the call does not make the optimizer's variables in its graph;
 - the gradient tape in the scope: a mirrored variable has no `handle` there, though it is read from the first replica.
 
 Each is replaced for good where it would have raised, and for the strategies that ask for it.
+
+Several workers would each update their own copies with gradients of their own, which neither TensorFlow nor Keras
+notices outside of the scope. There `optimizer.apply` takes only gradients that are the same on all workers: what the
+strategy has reduced, and what a graph computes of that and of variables.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -26,33 +35,180 @@ from tfdist.compat import cross_replica_updates, replacing
 
 # An attribute of the strategies that ask for it.
 _MARK = "_tfdist_trains_in_plain_loops"
+# An attribute of tensors that are the same on all workers.
+_COMMON = "_tfdist_is_common"
+# Operations whose results are so, whatever their inputs are; and those that a program may mix with them.
+_REDUCTIONS = frozenset({"CollectiveReduceV2", "CollectiveGatherV2"})
+_NEUTRAL = frozenset({"Const", "ReadVariableOp", "ResourceGather", "ResourceGatherNd"})
+# Set in a thread while an `apply` that was checked calls another one, as for loss scaling.
+_checked = threading.local()
 
 
 def allow(strategy: tf.distribute.Strategy) -> None:
     """Has loops without `run` train this strategy's models."""
     vars(strategy)[_MARK] = True
     cross_replica_updates.allow()
-    replacing.once(BaseOptimizer, "apply", _applying)
+    for owner in (BaseOptimizer, keras.optimizers.LossScaleOptimizer):
+        replacing.once(owner, "apply", _applying)
+    replacing.once(keras.optimizers.LossScaleOptimizer, "_tf_apply", _applying_if_finite)
+    replacing.once(keras.optimizers.LossScaleOptimizer, "scale_loss", _scaling)
+    replacing.once(keras.optimizers.LossScaleOptimizer, "build", _building)
     replacing.once(backprop, "_handle_or_self", _handle_or_self)
+
+
+def mark_common(value: Any) -> Any:
+    """Notes that tensors are the same on all workers, such as what `strategy.reduce` returns; returns them."""
+    for leaf in tf.nest.flatten(value, expand_composites=True):
+        if isinstance(leaf, tf.Tensor):
+            setattr(leaf, _COMMON, True)
+    return value
 
 
 def _is_allowed(strategy: Any) -> bool:
     return getattr(strategy, _MARK, False) is True
 
 
+# optimizer.apply
+
+
 def _applying(original: Any) -> Any:
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
-        strategy = getattr(self, "_distribution_strategy", None)
-        if not _is_allowed(strategy) or tf.distribute.get_strategy() is strategy:
-            return original(self, grads, trainable_variables)
-        if not self.built and trainable_variables is not None:
-            trainable_variables = list(trainable_variables)
-            with tf.init_scope(), strategy.scope():
-                self.build(trainable_variables)
-        with strategy.scope():
-            return original(self, grads, trainable_variables)
+        variables = trainable_variables if trainable_variables is None else list(trainable_variables)
+        owners = [getattr(self, "_distribution_strategy", None), *map(_strategy_of, variables or ())]
+        strategy = next(filter(_is_allowed, owners), None)
+        if strategy is None or _is_on_replica_of(strategy) or getattr(_checked, "by", None) is strategy:
+            return original(self, grads, variables)
+        grads = list(grads)
+        _check(self, strategy, grads)
+        with _in_scope(strategy):
+            if not self.built and variables is not None:
+                with tf.init_scope(), strategy.scope():
+                    self.build(variables)
+            return original(self, grads, variables)
 
     return apply
+
+
+@contextlib.contextmanager
+def _in_scope(strategy: Any) -> Iterator[None]:
+    _checked.by = strategy
+    is_current = tf.distribute.get_strategy() is strategy
+    try:
+        with contextlib.nullcontext() if is_current else strategy.scope():
+            yield
+    finally:
+        _checked.by = None
+
+
+def _strategy_of(variable: Any) -> Any:
+    return getattr(getattr(variable, "_value", variable), "_distribute_strategy", None)
+
+
+def _is_on_replica_of(strategy: Any) -> bool:
+    return tf.distribute.get_strategy() is strategy and not tf.distribute.in_cross_replica_context()
+
+
+def _check(optimizer: Any, strategy: Any, grads: Sequence[Any]) -> None:
+    """Raises where the copies of a variable would be given different updates."""
+    is_of_replicas = any(isinstance(grad, values.PerReplica) for grad in grads)
+    is_several = strategy.extended._in_multi_worker_mode()
+    if not is_of_replicas and (not is_several or all(map(_is_common, grads))):
+        return
+    gradients = "the gradients of each replica" if is_of_replicas else "each worker's own gradients"
+    raise RuntimeError(
+        f"optimizer.apply, called outside of strategy.run with {gradients}, would let the copies of the model drift "
+        "apart. Call it in a step that strategy.run is given, or with gradients that strategy.reduce has returned. "
+        f"Received: optimizer {optimizer.name!r}, {strategy.num_replicas_in_sync} replicas"
+    )
+
+
+def _is_common(gradient: Any) -> bool:
+    """Whether it was reduced over the workers, or computed in a graph of reduced values, variables and constants."""
+    if gradient is None or isinstance(gradient, values.Mirrored):
+        return True
+    seen, waiting, reduced = set[Any](), tf.nest.flatten(gradient, expand_composites=True), False
+    while waiting:
+        each = waiting.pop()
+        outer = _captured_as(each)
+        if outer is not None:
+            waiting.append(outer)
+        elif hasattr(each, _COMMON):
+            reduced = True
+        elif not tf.is_symbolic_tensor(each):
+            return False
+        elif each.op.type in _REDUCTIONS:
+            reduced = True
+        elif each.op.type not in _NEUTRAL and each.op not in seen:
+            if each.op.op_def.is_stateful or not each.op.inputs:
+                return False
+            seen.add(each.op)
+            waiting.extend(each.op.inputs)
+    # A graph of constants alone may have a worker's own data among them.
+    return reduced
+
+
+def _captured_as(tensor: Any) -> Any:
+    """The tensor of an outer graph that this one stands for; None if it stands for itself."""
+    is_captured = tf.is_symbolic_tensor(tensor) and tensor.op.type == "Placeholder"
+    captures = getattr(tensor.graph, "captures", ()) if is_captured else ()
+    return next((outer for outer, inner in captures if inner is tensor), None)
+
+
+# Loss scaling
+
+
+def _applying_if_finite(original: Any) -> Any:
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        if tf.distribute.in_cross_replica_context() and _is_allowed(tf.distribute.get_strategy()):
+            return self._common_apply(grads, trainable_variables)
+        return original(self, grads, trainable_variables)
+
+    return apply
+
+
+# An attribute of an optimizer: its own variables, made before those that need the model's.
+_EARLY = "_tfdist_early_variables"
+
+
+def _scaling(original: Any) -> Any:
+    def scale_loss(self: Any, loss: Any) -> Any:
+        strategy = getattr(self, "_distribution_strategy", None)
+        if self.built or tf.executing_eagerly() or not _is_allowed(strategy) or _is_on_replica_of(strategy):
+            return original(self, loss)
+        return loss * tf.cast(_early_variables(self, strategy)["dynamic_scale"], loss.dtype)
+
+    return scale_loss
+
+
+def _early_variables(optimizer: Any, strategy: Any) -> dict[str, Any]:
+    """The optimizer's own variables, of which `build` makes no others."""
+    if _EARLY not in vars(optimizer):
+        initializers = {"step_counter": "zeros", "dynamic_scale": keras.initializers.Constant(optimizer.initial_scale)}
+        dtypes = {"step_counter": "int", "dynamic_scale": "float32"}
+        with tf.init_scope(), strategy.scope():
+            made = {
+                name: optimizer.add_variable((), initializer, dtypes[name], aggregation="none", name=name)
+                for name, initializer in initializers.items()
+            }
+        object.__setattr__(optimizer, _EARLY, made)
+    return vars(optimizer)[_EARLY]
+
+
+def _building(original: Any) -> Any:
+    def build(self: Any, var_list: Any) -> Any:
+        made = vars(self).get(_EARLY)
+        if self.built or not made:
+            return original(self, var_list)
+        object.__setattr__(self, "add_variable", lambda *args, name, **options: made[name])
+        try:
+            return original(self, var_list)
+        finally:
+            object.__delattr__(self, "add_variable")
+
+    return build
+
+
+# The gradient tape
 
 
 def _handle_or_self(original: Any) -> Any:

@@ -98,7 +98,7 @@ def _of_function(function: types.FunctionType) -> Iterator[Any]:
         # A cell is empty where what it names is not made yet.
         yield from [cell.cell_contents] if cell != types.CellType() else []
     yield from function.__defaults__ or ()
-    names = {name for code in _codes(function.__code__) for name in code.co_names}
+    names = dict.fromkeys(name for code in _codes(function.__code__) for name in code.co_names)
     yield from (function.__globals__[name] for name in names if name in function.__globals__)
 
 

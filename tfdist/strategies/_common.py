@@ -13,12 +13,16 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat import (
-    cross_replica_updates,
     decorated_methods,
     generators,
     global_seeds,
     instance_keys,
+<<<<<<< HEAD
     late_builds,
+=======
+    plain_loops,
+    seed_generators,
+>>>>>>> 9f72f0e (Refuse updates with a worker's own gradients outside of strategy.run; seeds and loss scaling as on one device)
     single_batches,
     symbolic_build,
     trainers,
@@ -97,7 +101,12 @@ class KerasSteps(tf.distribute.Strategy):
             build = sys._getframe(1).f_locals
             generators.built_from(build.get("iterator"))
             return self._built(build["self"], batch)
-        return tf.nest.map_structure(lambda leaf: self._reduce_one(reduce_op, leaf, axis), value)
+        reduced = tf.nest.map_structure(lambda leaf: self._reduce_one(reduce_op, leaf, axis), value)
+        return plain_loops.mark_common(reduced)
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """See the stock `gather`."""
+        return plain_loops.mark_common(super().gather(value, axis))
 
     def _built(self, model: keras.Model, batch: Any) -> Any:
         """Builds a model where Keras' own way fails; returns the batch."""
@@ -135,7 +144,9 @@ def mend_keras(strategy: tf.distribute.Strategy) -> None:
     instance_keys.install(strategy)
     late_builds.allow(strategy, in_scope.redirected)
     single_batches.predict_once(strategy)
-    cross_replica_updates.allow()
+    strategy.extended.colocate_vars_with = in_scope.colocating(strategy, strategy.scope)
+    plain_loops.allow(strategy)
+    seed_generators.adopt(strategy)
     variable_numbers.define()
 
 

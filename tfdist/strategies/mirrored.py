@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import array_data, decorated_methods, device_pipelines, first_batch, plain_loops
+from tfdist.compat import array_data, decorated_methods, device_pipelines, first_batch
 from tfdist.engines import averaging_data, cpus, heap, keras_steps, overlap, progress, python_operation, sharing
 from tfdist.engines.averaging import AveragingEngine
 from tfdist.engines.threaded import ThreadedEngine
@@ -70,7 +70,6 @@ class MirroredStrategy(warming.WarmingSteps, tf.distribute.MirroredStrategy):
         composed = composition.compose(policies, "MirroredStrategy", self.num_replicas_in_sync)
         policy = self._aggregation = composed.aggregation
         _common.mend_keras(self)
-        plain_loops.allow(self)
         names = [f"worker:{replica}" for replica in range(self.num_replicas_in_sync)]
         self._recorder = Recorder(names)
         self._engine = (
@@ -104,7 +103,7 @@ class MirroredStrategy(warming.WarmingSteps, tf.distribute.MirroredStrategy):
         if tf.executing_eagerly():
             step = self._step_outside_of_a_graph(fn, ticket)
             return step.rebuild(engine.step(step, find_iterator(int(ticket.iterator_id))))
-        steps._build_optimizers(self, model)
+        steps.prepare(self, model)
         step = engine.prepare(fn, ticket)
         # TensorFlow keeps the Python of operations for ever: it must not keep the model, which its graph does instead.
         graph: Any = tf.compat.v1.get_default_graph()
@@ -124,7 +123,7 @@ class MirroredStrategy(warming.WarmingSteps, tf.distribute.MirroredStrategy):
             for other in kept.keys() - {key}:
                 del kept[other]
         if key not in kept:
-            steps._build_optimizers(self, fn.__self__)
+            steps.prepare(self, fn.__self__)
             kept[key] = self._engine.prepare(fn, ticket)
         return kept[key]
 

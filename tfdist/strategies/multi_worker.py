@@ -184,7 +184,7 @@ class MultiWorkerMirroredStrategy(warming.WarmingSteps, tf.distribute.MultiWorke
 
     def _prepare(self, model: keras.Model) -> None:
         steps._check_xla(self, model)
-        steps._build_optimizers(self, model)
+        steps.prepare(self, model)
 
     def _record(self, update: Update, examples: int) -> None:
         # The board alone has the policy that decides, and all hear what it was.

@@ -60,7 +60,7 @@ def run_step(strategy: Any, run: Callable[[Any], Any], step: Any, data: Any, sum
     model, training = step.__self__, step.__name__ == TRAIN
     _check_xla(strategy, model)
     if training:
-        _build_optimizers(strategy, model)
+        prepare(strategy, model)
     parts = _local(strategy, data)
     with whole_step.or_none(parts):
         shares = Shares.of(strategy, data, [*parts.values()], sum_over_workers)
@@ -131,7 +131,7 @@ def _distributed(like: Any, parts: Sequence[Any]) -> Any:
 def run_alone(strategy: Any, averaging: AveragingEngine, step: Any, data: Any) -> Any:
     """Runs a Keras train step on each replica alone; see `run_step`, and for `data` `averaging_data.is_alone`."""
     _check_xla(strategy, step.__self__)
-    _build_optimizers(strategy, step.__self__)
+    prepare(strategy, step.__self__)
     with whole_step.or_none(_local(strategy, data)):
         return tf.nest.map_structure(_mark, averaging.step(step, data))
 
@@ -146,13 +146,31 @@ def _check_xla(strategy: Any, model: keras.Model) -> None:
         )
 
 
-def _build_optimizers(strategy: Any, model: keras.Model) -> None:
+def prepare(strategy: Any, model: keras.Model) -> None:
+    """Builds a model's optimizer before its train step is traced.
+
+    Raises:
+      ValueError: a weight that Keras' step trains was made outside of the scope.
+    """
+    if type(model).train_step is keras.Model.train_step:
+        for variable in model.trainable_variables:
+            _check_scope(strategy, variable)
     # A model of its own train_step may use its own optimizers on parts of itself: only Keras' one is known to take all.
     optimizer = model.optimizer
     if optimizer is None or optimizer.built or not model.trainable_variables:
         return
     with tf.init_scope(), strategy.scope():
         optimizer.build(model.trainable_variables)
+
+
+def _check_scope(strategy: Any, variable: Any) -> None:
+    made_in = getattr(variable._value, "_distribute_strategy", None)
+    if strategy.num_replicas_in_sync > 1 and made_in is not strategy:
+        raise ValueError(
+            f"The weights of a model must be made in the scope of {type(strategy).__name__}. Put the lines that make "
+            "its layers, and call `build`, under `with strategy.scope():`. "
+            f"Received: variable {variable.path!r}, made outside of it"
+        )
 
 
 def _local(strategy: Any, data: Any) -> dict[str, Any]:

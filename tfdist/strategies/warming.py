@@ -75,7 +75,7 @@ def on_workers(
 
 def _prepare(strategy: Any, model: keras.Model) -> None:
     steps._check_xla(strategy, model)
-    steps._build_optimizers(strategy, model)
+    steps.prepare(strategy, model)
 
 
 def with_batches(phase: warming.Warming | None, whole: Any, dataset: Any, options: Any) -> Any:
