@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 from tensorflow.python.distribute import input_lib
 
-from tfdist.engines import batch_signature, closures, graph_data, sharing, worker_batch
+from tfdist.compat import batch_signature
+from tfdist.engines import closures, graph_data, sharing, worker_batch
 from tfdist.engines.dataset_graph import DatasetGraph, rebuild
 from tfdist.engines.worker_data import WorkerIterator
 
