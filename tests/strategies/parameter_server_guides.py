@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
+import guide_loops
 import keras
 import numpy as np
 import pytest
@@ -13,8 +15,21 @@ import tensorflow as tf
 from parameter_server_cluster import dataset, dense, layers
 
 COUNT = 26
+SYNCHRONOUS = [
+    "gradients_clipped_after_their_sum",
+    "loss_scaling",
+    "metrics_and_evaluation_within_the_loop",
+    "seed_generators_made_outside_of_the_scope",
+    "weights_set_within_the_loop",
+]
 # Each example once.
 TOTAL = sum(range(COUNT))
+
+
+class OneDevice:
+    """Leaves data sets as they are."""
+
+    experimental_distribute_dataset = staticmethod(lambda data: data)
 
 
 def numbers(strategy: Any, change: Callable[[tf.data.Dataset], tf.data.Dataset] = lambda data: data) -> Any:
@@ -167,6 +182,26 @@ def test_a_signature_of_the_data_set_takes_its_batches(strategy: Any, change: An
     assert [spec.dtype for spec in tf.nest.flatten(data.element_spec)] == [tf.int64] * len(tf.nest.flatten(change(1)))
 
 
+def test_a_function_traced_for_the_specs_of_a_data_set_takes_its_batches(strategy: Any) -> None:
+    data = numbers(strategy, lambda data: data.map(lambda i: (i, {"twice": 2 * i})))
+    spec = data.element_spec
+    once = tf.function(lambda scale, batch: scale * total(strategy, batch[0], batch[1]["twice"]))
+    once = once.get_concrete_function(tf.TensorSpec([], tf.int64), (spec[0], data.element_spec[1]))
+    assert sum(int(once(tf.constant(2, tf.int64), batch)) for batch in data) == 6 * TOTAL
+
+
+@pytest.mark.parametrize(
+    "change", [lambda i: (i, 2 * i), lambda i: {"once": i, "twice": (i, 2 * i)}, lambda i: (i, tf.ragged.stack([i]))]
+)
+def test_the_specs_of_a_data_set_are_a_plain_structure(strategy: Any, change: Any) -> None:
+    spec, plain = (numbers(each, lambda data: data.map(change)).element_spec for each in (strategy, OneDevice))
+    assert spec == plain
+    for tree in (keras.tree, tf.nest):
+        tree.assert_same_structure(spec, plain)
+        assert tree.flatten(spec) == tree.flatten(plain)
+        assert tree.map_structure(lambda each: each.dtype, spec) == tree.map_structure(lambda each: each.dtype, plain)
+
+
 def test_an_iterator_as_an_argument_is_traced_once(strategy: Any) -> None:
     traced = []
 
@@ -219,6 +254,18 @@ def test_values_from_a_function(strategy: Any) -> None:
         lambda context: tf.constant(10 + context.replica_id_in_sync_group + context.num_replicas_in_sync)
     )
     assert int(strategy.run(lambda x: 2 * x, args=(values,))) == 22
+
+
+# Loops that other strategies run, too, on batches of which each worker has the same.
+
+
+@pytest.mark.parametrize("name", [*guide_loops.SAVING, *SYNCHRONOUS])
+def test_a_loop_of_synchronous_steps_is_that_of_one_device(
+    strategy: Any, name: str, tmp_path: pathlib.Path, monkeypatch: Any
+) -> None:
+    guide_loops.same_batches(monkeypatch)
+    found, expected = (guide_loops.run(name, each, tmp_path) for each in (strategy, tf.distribute.get_strategy()))
+    np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 # Optimizers.

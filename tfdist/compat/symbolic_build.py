@@ -20,13 +20,11 @@ from keras.src.trainers.data_adapters import data_adapter_utils
 
 def build(model: keras.Model, batch: Any) -> None:
     """Builds what is not built yet, if the batch has ragged or sparse parts or metrics are to be built."""
-    is_dense = not any(isinstance(leaf, tf.RaggedTensor | tf.SparseTensor) for leaf in tf.nest.flatten(batch))
-    metrics, loss = model._compile_metrics, model._compile_loss
-    has_metrics = metrics is not None and not metrics.built
-    if is_dense and not has_metrics:
+    loss, has_metrics, has_dense = model._compile_loss, has_unbuilt_metrics(model), is_dense(batch)
+    if has_dense and not has_metrics:
         return
     x, y, weight = data_adapter_utils.unpack_x_y_sample_weight(batch)
-    if is_dense:
+    if has_dense:
         try:
             predicted = backend.compute_output_spec(model, tf.nest.map_structure(_symbolic, x), training=False)
         except Exception:
@@ -42,6 +40,17 @@ def build(model: keras.Model, batch: Any) -> None:
         backend.compute_output_spec(compute, x, y, predicted, sample_weight=weight)
     if loss is not None and not loss.built:
         backend.compute_output_spec(model._compute_loss, x, y, predicted, sample_weight=weight, training=False)
+
+
+def has_unbuilt_metrics(model: keras.Model) -> bool:
+    """Whether metrics that were given to `compile` have not made their variables."""
+    metrics = model._compile_metrics
+    return metrics is not None and not metrics.built
+
+
+def is_dense(batch: Any) -> bool:
+    """Whether there is no ragged and no sparse tensor in a batch."""
+    return not any(isinstance(leaf, tf.RaggedTensor | tf.SparseTensor) for leaf in tf.nest.flatten(batch))
 
 
 def instead(model: keras.Model, build_instead: Callable[[Callable[..., Any], Any], None]) -> None:

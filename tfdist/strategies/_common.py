@@ -83,7 +83,20 @@ class KerasSteps(tf.distribute.Strategy):
                 models = [each for each in finding.used_by(fn) if trainers.is_trainer(each)]
                 return steps.run_prediction(self, stock, models[0] if models else None, args[0])
             return stock()
+        if not tf.executing_eagerly():
+            self._build_for(fn, args[0])
         return steps.run_step(self, stock, fn, args[0], self._sum_over_workers)
+
+    def _build_for(self, fn: Any, data: Any) -> None:
+        """Makes the variables of a Keras step that `fit` does not build: in a loop of the user's own."""
+        model = steps.model_of(fn)
+        if finding.is_built(model) and not symbolic_build.has_unbuilt_metrics(model):
+            return
+        batch = self._of_first_replica(data)
+        rehearsal.before(self, fn, [batch])
+        if symbolic_build.has_unbuilt_metrics(model) and symbolic_build.is_dense(batch):
+            with tf.init_scope():
+                self._built(model, batch)
 
     def _of_first_replica(self, given: Any) -> Any:
         def pick(leaf: Any) -> Any:

@@ -59,8 +59,15 @@ def _are_surely_even(strategy: Any, data: Any, batches: list[Any]) -> bool:
     if not _is_distributed(data) or (tf.executing_eagerly() and not is_alone):
         # What this worker sees says nothing about the others: outside a graph every size is known.
         return False
+    if not is_alone and any(map(_is_argument, tf.nest.flatten(batches, expand_composites=True))):
+        # The same: a function is traced for the size of the batch that this worker gives it.
+        return False
     sizes = {sharing.static_size(batch) for batch in batches}
     return len(sizes) == 1 and None not in sizes
+
+
+def _is_argument(leaf: Any) -> bool:
+    return tf.is_symbolic_tensor(leaf) and leaf.op.type == "Placeholder"
 
 
 def _is_distributed(data: Any) -> bool:
