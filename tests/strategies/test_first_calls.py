@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import traceback
 from typing import Any
 
 import first_call_models
@@ -44,6 +45,55 @@ def test_weights_made_outside_of_the_scope_are_named(strategy: Any) -> None:
         model.compile("sgd", "mse")
     with pytest.raises(ValueError, match=r"under .with strategy\.scope.*variable 'outside/kernel', made outside of it"):
         model.fit(first_call_models.X, first_call_models.Y, verbose=0)
+
+
+def test_second_model_of_a_class_has_its_variables_made(strategy: Any) -> None:
+    for _ in range(2):
+        assert np.isfinite(fitted(strategy, Noisy, "mse")[0]["loss"]).all()
+
+
+class Counting(keras.Model):
+    """Notes each time that its `call` is traced, and whether that was outside of replicas, to build it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.traced = keras.layers.Dense(1), []
+
+    def call(self, x):
+        self.traced.append(tf.distribute.in_cross_replica_context())
+        return self.dense(x)
+
+
+@pytest.mark.parametrize("metrics", [None, ["mae"]])
+def test_a_built_model_is_traced_once_for_each_replica(cpus: list[str], metrics: Any) -> None:
+    strategy = tfdist.MirroredStrategy(cpus[:2])
+    with strategy.scope():
+        model = Counting()
+        model.compile("adam", "mse", metrics=metrics, jit_compile=False)
+    model.fit(first_call_models.X, first_call_models.Y, batch_size=9, verbose=0)
+    assert model.traced.count(False) == 2
+
+
+def test_autograph_converts_a_step_and_not_the_library(cpus: list[str]) -> None:
+    strategy, found = tfdist.MirroredStrategy(cpus[:2]), set()
+    with strategy.scope():
+        layer = keras.layers.Dense(1)
+
+    def step(x):
+        found.update(frame.name for frame in traceback.extract_stack())
+        if tf.reduce_sum(layer(x)) > 1e9:  # of no use but to be converted
+            x = 0 * x
+        return tf.reduce_sum(x)
+
+    @tf.function
+    def total(batch):
+        return strategy.reduce("SUM", strategy.run(step, args=(batch,)), axis=None)
+
+    batches = tf.data.Dataset.from_tensor_slices(first_call_models.X).batch(9)
+    totals = [float(total(batch)) for batch in strategy.experimental_distribute_dataset(batches)]
+    assert sum(totals) == pytest.approx(first_call_models.X.sum(), rel=1e-5)
+    assert "tf__step" in found
+    assert "tf__run" not in found
 
 
 def test_layer_mixed_with_trainer_trains_as_on_one_device(strategy: Any) -> None:

@@ -51,5 +51,10 @@ def sized(dataset: tf.data.Dataset, epoch_iterator: Any) -> tf.data.Dataset:
     return dataset.apply(tf.data.experimental.assert_cardinality(epoch_iterator.data_adapter.num_batches))
 
 
+def is_in_order(epoch_iterator: Any) -> bool:
+    """Whether Keras makes data of arrays, and doesn't shuffle them; for the argument see `untuned`."""
+    return _is_of_arrays(epoch_iterator) and not epoch_iterator.data_adapter._shuffle
+
+
 def _is_of_arrays(epoch_iterator: Any) -> bool:
     return isinstance(getattr(epoch_iterator, "data_adapter", None), ArrayDataAdapter)

@@ -16,6 +16,8 @@ import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.random import seed_generator
 
+from tfdist.compat import autograph_rules
+
 _NAME = seed_generator.GLOBAL_SEED_GENERATOR
 # An attribute of a strategy: (a generator made outside of its scope, a copy of it in the scope).
 _COPY = "_tfdist_global_seeds"
@@ -29,7 +31,7 @@ def carried(strategy: tf.distribute.Strategy, function: Callable[..., Any]) -> C
     is_traced_apart = isinstance(function, tf.types.experimental.PolymorphicFunction)
     if generator is None or strategy.extended._in_multi_worker_mode() or is_traced_apart:
         return function
-    generator = _of_strategy(strategy, generator)
+    generator, function = _of_strategy(strategy, generator), autograph_rules.converted(function)
 
     def on_replica(*args: Any, **kwargs: Any) -> Any:
         _adopt(generator)

@@ -9,6 +9,7 @@ it alone.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,9 @@ import keras
 import tensorflow as tf
 from keras.src import backend
 from keras.src.trainers.data_adapters import data_adapter_utils
+
+# Models that `build` has called, and that Keras is about to build.
+_called: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def build(model: keras.Model, batch: Any) -> None:
@@ -40,6 +44,7 @@ def build(model: keras.Model, batch: Any) -> None:
         backend.compute_output_spec(compute, x, y, predicted, sample_weight=weight)
     if loss is not None and not loss.built:
         backend.compute_output_spec(model._compute_loss, x, y, predicted, sample_weight=weight, training=False)
+    _called.add(model)
 
 
 def has_unbuilt_metrics(model: keras.Model) -> bool:
@@ -69,6 +74,20 @@ def instead(model: keras.Model, build_instead: Callable[[Callable[..., Any], Any
 
     # Past Keras' own __setattr__, which tracks values and refuses changes to a locked object.
     object.__setattr__(model, "_symbolic_build", build_once)
+
+
+def calls(model: keras.Model) -> bool:
+    """Whether Keras calls a model that it is about to build, or `build` has done so for it."""
+    if model in _called:
+        _called.discard(model)
+        return True
+    parts = [*model._flatten_layers(), model._compile_metrics, model._compile_loss]
+    return not all(part.built for part in parts if part is not None)
+
+
+def takes_training(layer: keras.Layer) -> bool:
+    """Whether a layer is told if it is called in training."""
+    return layer._call_has_training_arg
 
 
 def is_callable(layer: keras.Layer) -> bool:

@@ -60,6 +60,23 @@ def is_built(found: Any) -> bool:
     return not isinstance(found, keras.optimizers.Optimizer) or found.built
 
 
+def may_make_more(model: keras.Model, step: str) -> bool:
+    """Whether a step may make variables that Keras, which calls a model and its loss to build them, has not made.
+
+    Args:
+      model: a model that Keras has just built.
+      step: the name of its method.
+    """
+    for name in (step, "compute_loss", "compute_metrics"):
+        if getattr(type(model), name) is not getattr(keras.Model, name) or name in vars(model):
+            return True
+    # Keras calls it as for inference.
+    return step == "train_step" and any(
+        symbolic_build.takes_training(layer) and not is_of_keras(type(layer))
+        for layer in scratch_trace.layers_of(model)
+    )
+
+
 def is_of_a_user(found: Any) -> bool:
     """Whether a layer or a part of it is of a class that Keras does not have."""
     layers = scratch_trace.layers_of(found) if isinstance(found, keras.Layer) else ()

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist.compat import autograph_rules
 from tfdist.engines import keras_steps, lookups, products, sharing, small_variables
 from tfdist.engines.accumulating import Accumulation
 from tfdist.engines.packing import Packing
@@ -229,8 +230,7 @@ def _converted(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Lets a user's function use Python's control flow on tensors, as it might where it is run eagerly."""
     if keras_steps.classify(fn) != "other":
         return fn
-    autograph = tf.__internal__.autograph
-    return autograph.tf_convert(fn, autograph.control_status_ctx(), convert_by_default=True)
+    return autograph_rules.converted(fn, by_default=True)
 
 
 def _is_tensor(leaf: Any) -> bool:

@@ -8,6 +8,7 @@ once for its variables alone, by one replica, into a graph that is thrown away (
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,8 +16,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import scratch_trace, symbolic_build
-from tfdist.engines import finding, program, tap
+from tfdist.compat import autograph_rules, scratch_trace, symbolic_build
+from tfdist.engines import finding, keras_steps, program, tap
 from tfdist.engines.worker_data import WorkerBatch
 
 # Each pass makes what the one before could not come to, such as gradients of weights that were not there yet.
@@ -38,11 +39,14 @@ def before_keras(strategy: tf.distribute.Strategy, model: keras.Model, step: str
 
     def build(by_keras: Callable[..., None], batch: Any) -> None:
         refused: Exception | None = None
+        is_called = symbolic_build.is_callable(model) and symbolic_build.calls(model)
         if symbolic_build.is_callable(model):
             try:
                 by_keras(data_batch=batch)
             except Exception as error:
                 refused = error
+        if refused is None and is_called and not finding.may_make_more(model, step):
+            return
         failed = before(strategy, getattr(model, step), [batch])
         if refused is not None and failed is not None:
             raise refused
@@ -74,13 +78,20 @@ def before(
     if not (unbuilt or needs_seeds or any(finding.is_of_a_user(each) for each in found)):
         return None
     # One that makes nothing is not tried for ever.
-    rehearsed = vars(strategy).setdefault(_KEPT, set())
+    rehearsed = _rehearsed(strategy, found)
     code = getattr(finding.inner(function), "__code__", None)
     key = code, frozenset(map(id, unbuilt)), len(found)
     if key in rehearsed:
         return None
     rehearsed.add(key)
     return rehearse(strategy, function, arguments, named, found)
+
+
+def _rehearsed(strategy: tf.distribute.Strategy, found: Sequence[Any]) -> set[Any]:
+    """What was rehearsed with a layer among `found`, or without any: another model may be of the same classes."""
+    by_layer = vars(strategy).setdefault(_KEPT, weakref.WeakKeyDictionary())
+    owner = next((each for each in found if isinstance(each, keras.Layer)), strategy)
+    return by_layer.setdefault(owner, set())
 
 
 def before_workers(
@@ -112,6 +123,8 @@ def rehearse(
     optimizers = [each for each in optimizers if id(each) not in inner]
     # What is traced takes no arguments by keyword.
     specs = tuple(tf.nest.map_structure(_spec, argument) for argument in (*arguments, *named.values()))
+    if keras_steps.classify(function) == "other":
+        function = autograph_rules.converted(function, by_default=True)
     for _ in range(_MAX_PASSES):
         applied = list[tuple[Any, list[Any]]]()
 
@@ -123,7 +136,8 @@ def rehearse(
 
         made, error = scratch_trace.trace(strategy.scope, on_replica, specs)
         built = [_build(strategy, *each) for each in applied]
-        if error is None or not (made or any(built)):
+        # Gradients of weights that were not there yet were None, on which a step may branch.
+        if not (made or (error is not None and any(built))):
             return error
     return error
 

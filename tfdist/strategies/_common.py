@@ -13,16 +13,11 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat import (
+    autograph_rules,
     decorated_methods,
     generators,
     global_seeds,
     instance_keys,
-<<<<<<< HEAD
-    late_builds,
-=======
-    plain_loops,
-    seed_generators,
->>>>>>> 9f72f0e (Refuse updates with a worker's own gradients outside of strategy.run; seeds and loss scaling as on one device)
     single_batches,
     symbolic_build,
     trainers,
@@ -154,6 +149,7 @@ def _with_an_example(leaf: Any) -> Any:
 
 def mend_keras(strategy: tf.distribute.Strategy) -> None:
     """Mends what Keras and TensorFlow do differently for variables, batches and collectives of several replicas."""
+    autograph_rules.leave_library()
     instance_keys.install(strategy)
     late_builds.allow(strategy, in_scope.redirected)
     single_batches.predict_once(strategy)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import array_data, decorated_methods, device_pipelines, first_batch
+from tfdist.compat import array_data, decorated_methods, device_pipelines, first_batch, unread_iterators
 from tfdist.engines import averaging_data, cpus, heap, keras_steps, overlap, progress, python_operation, sharing
 from tfdist.engines.averaging import AveragingEngine
 from tfdist.engines.threaded import ThreadedEngine
@@ -135,8 +135,9 @@ class MirroredStrategy(warming.WarmingSteps, tf.distribute.MirroredStrategy):
         overlap.begin(self, self._is_exclusive)
         caller = sys._getframe(1)
         _common.replay_generator(self, caller)
-        dataset = array_data.untuned(dataset, caller.f_locals.get("self"))
-        distributed = self._distributed(dataset, options)
+        epoch_iterator = caller.f_locals.get("self")
+        dataset = array_data.untuned(dataset, epoch_iterator)
+        distributed = unread_iterators.left_out(self._distributed(dataset, options), epoch_iterator)
         return distributed if options is not None else progress.remember(distributed, dataset, self._distributed)
 
     def _distributed(self, dataset: Any, options: Any = None) -> Any:
@@ -165,6 +166,8 @@ class MirroredStrategy(warming.WarmingSteps, tf.distribute.MirroredStrategy):
             return super().experimental_distribute_dataset(dataset, options)
         dealt = sharing.deal(dataset, range(replicas), replicas).prefetch(replicas)
         distributed = super().distribute_datasets_from_function(lambda context: dealt)
+        # Each batch has a part for every replica: no need to ask, for each, whether there is one.
+        distributed._enable_get_next_as_optional = False
         return first_batch.explained(distributed, sharing.explain)
 
     def distribute_datasets_from_function(

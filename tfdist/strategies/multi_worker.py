@@ -26,6 +26,7 @@ from tfdist.compat import (
     device_pipelines,
     first_batch,
     initial_values,
+    unread_iterators,
 )
 from tfdist.engines import (
     averaging_data,
@@ -211,7 +212,11 @@ class MultiWorkerMirroredStrategy(warming.WarmingSteps, tf.distribute.MultiWorke
         overlap.begin(self, self._is_exclusive)
         caller = sys._getframe(1)
         _common.replay_generator(self, caller)
-        dataset = array_data.untuned(dataset, caller.f_locals.get("self"))
+        epoch_iterator = caller.f_locals.get("self")
+        dataset = array_data.untuned(dataset, epoch_iterator)
+        return unread_iterators.left_out(self._divided(dataset, options), epoch_iterator)
+
+    def _divided(self, dataset: Any, options: Any) -> Any:
         replicas = self.num_replicas_in_sync
         if options is not None or replicas == 1 or not _is_shared_by_data(dataset):
             self._check_policy_allows(dataset, options)

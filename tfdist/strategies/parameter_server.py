@@ -18,7 +18,15 @@ import tensorflow as tf
 
 from tfdist import serving
 from tfdist.cluster import Cluster
-from tfdist.compat import array_data, creation_lines, late_builds, plain_loops, symbolic_build, trainers
+from tfdist.compat import (
+    array_data,
+    autograph_rules,
+    creation_lines,
+    late_builds,
+    plain_loops,
+    symbolic_build,
+    trainers,
+)
 from tfdist.engines import (
     fitting,
     in_scope,
@@ -112,6 +120,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         keras_steps.check_colocation(self.extended)
         plain_loops.allow(self)
         late_builds.allow(self, in_scope.redirected)
+        autograph_rules.leave_library()
         self._engine = CoordinatedEngine(
             self,
             self._serving.num_workers,
@@ -280,8 +289,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         if self._is_aggregated(kind, tickets):
             return self._aggregate_in_graph(fn, tickets[0])
         rehearsal.before_workers(self, fn, args, kwargs)
-        # Not annotated: AutoGraph, which reads this under a user's tf.function, can't take that in a closure.
-        by_feed = dict[tuple[bool, bool], Program]()
+        by_feed: dict[tuple[bool, bool], Program] = {}
 
         def program_for(worker_fed: bool, in_parts: bool) -> Program:
             if (worker_fed, in_parts) not in by_feed:

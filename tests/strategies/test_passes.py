@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pass over data costs no more than it must: nothing is traced or made for it a second time, or for nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow.python.data.ops import multi_device_iterator_ops
+from tensorflow.python.distribute import input_lib
+
+import tfdist
+
+pytestmark = pytest.mark.devices
+
+X = np.arange(44, dtype=np.float32)[:, None]
+
+
+def _model(strategy: Any) -> keras.Model:
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="ones")])
+        model.compile("sgd", "mse")
+    return model
+
+
+def _counting(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Any]:
+    calls, original = [], getattr(owner, name)
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, counted)
+    return calls
+
+
+def test_a_second_pass_traces_nothing_for_the_devices(cpus: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = tfdist.MirroredStrategy(cpus[:2])
+    batches = tf.data.Dataset.from_tensor_slices((X, {"ragged": tf.ragged.range(tf.range(44))})).batch(10)
+    data = strategy.experimental_distribute_dataset(batches)
+    iter(data)
+    traced = _counting(monkeypatch, multi_device_iterator_ops.def_function, "function")
+    # Both at a time: what one captures is not the other's.
+    first, second = iter(data), iter(data)
+    next(first)
+    for iterator, expected in ((first, X[10:]), (second, X)):
+        parts = [strategy.experimental_local_results(batch[0]) for batch in iterator]
+        np.testing.assert_array_equal(np.concatenate([part for each in parts for part in each]), expected)
+    assert not traced
+    # Other shapes are another matter.
+    other = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices(X[:, 0]).batch(10))
+    assert float(tf.concat(strategy.experimental_local_results(next(iter(other))), 0)[9]) == 9
+    assert traced
+
+
+@pytest.mark.parametrize("rows", [44, 40, 1])
+def test_predict_makes_the_iterator_that_it_reads(cpus: list[str], monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    model = _model(tfdist.MirroredStrategy(cpus[:2]))
+    made = _counting(monkeypatch, input_lib, "_create_iterators_per_worker")
+    for _ in range(2):
+        np.testing.assert_array_equal(model.predict(X[:rows], batch_size=10, verbose=0), X[:rows])
+    assert len(made) == 2
+
+
+def test_validation_makes_no_iterator_that_is_not_read(cpus: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _model(tfdist.MirroredStrategy(cpus[:2]))
+    model.fit(X, X, batch_size=10, epochs=1, validation_data=(X, X), verbose=0)
+    made = _counting(monkeypatch, input_lib, "_create_iterators_per_worker")
+    model.fit(X, X, batch_size=10, epochs=3, verbose=0)
+    without = len(made)
+    model.fit(X, X, batch_size=10, epochs=3, validation_data=(X, X), validation_batch_size=10, verbose=0)
+    # Keras makes one to read, and one to see whether the model is built.
+    assert len(made) - without == without + 3 * 2
