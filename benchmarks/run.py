@@ -23,6 +23,7 @@ from typing import Any
 import arena
 import asynchrony
 import deaths
+import first_step
 import startup
 import telemetry
 import traffic
@@ -37,10 +38,12 @@ HERE = pathlib.Path(__file__).resolve().parent
 ROWS = tuple(dict.fromkeys(measurement.row for stage in STAGES for measurement in stage.measurements))
 STRATEGIES = tuple(dict.fromkeys(stage.strategy for stage in STAGES))
 SIZES = ("tiny", "1M", "25M", "deep")
-_EVERYTHING = (*ROWS, *asynchrony.ROWS, warmup.ROW, "startup", "deaths", "telemetry", "traffic")
+_EVERYTHING = (*ROWS, *asynchrony.ROWS, warmup.ROW, "startup", "deaths", "telemetry", "traffic", "first_step")
 
 flags.DEFINE_list(
-    "rows", [*ROWS, *asynchrony.ROWS, warmup.ROW, "startup"], "What to measure; also: deaths, telemetry, traffic."
+    "rows",
+    [*ROWS, *asynchrony.ROWS, warmup.ROW, "startup"],
+    "What to measure; also: deaths, telemetry, traffic, first_step.",
 )
 flags.DEFINE_list("sizes", list(SIZES), "Models to measure with.")
 flags.DEFINE_list("strategies", list(STRATEGIES), "The strategies to measure them with.")
@@ -67,6 +70,7 @@ def main(argv: list[str]) -> None:
         "deaths": {},
         "telemetry": {},
         "traffic": {},
+        "first_step": {},
     }
     failures: list[str] = []
     load, cores = report["environment"]["load_average_before"], report["environment"]["cores"]
@@ -104,6 +108,10 @@ def main(argv: list[str]) -> None:
         report["traffic"] = traffic.measure(_say)
         _say("")
         print(f"\n{traffic.summary(report['traffic'])}", flush=True)
+    if "first_step" in FLAGS.rows:
+        report["first_step"] = first_step.measure(FLAGS.rounds or 5, _say)
+        _say("")
+        print(f"\n{first_step.summary(report['first_step'])}", flush=True)
     _write(report)
     print(f"\n{time.monotonic() - started:.0f} s; all samples are in {FLAGS.output}")
     for failure in failures:

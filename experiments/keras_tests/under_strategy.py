@@ -11,15 +11,18 @@ import contextlib
 import functools
 import importlib.machinery
 import importlib.util
+import itertools
 import json
 import os
 import pathlib
 import random
 import shutil
 import sys
+import tempfile
 import time
 import types
 import unittest
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -54,6 +57,7 @@ class _Session:
         self._log = (self._results / f"{self._task}.jsonl").open("a", buffering=1)
         self._problems: dict[str, str] = {}
         self._began = time.monotonic()
+        self._test, self._meetings = "", itertools.count()
         self._strategy = _strategy(kind)
         _use(self._strategy)
         self._scope: Callable[[], Any] | None = None
@@ -62,6 +66,7 @@ class _Session:
             trainer.Trainer.jit_compile = property(lambda self: False, lambda self, value: None)
         if kind == "multi":
             self._share_temporary_directories()
+            self._remove_files_together()
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self) -> None:
@@ -84,6 +89,7 @@ class _Session:
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         self._began, self._problems = time.monotonic(), {}
+        self._test, self._meetings = item.nodeid, itertools.count()
         self._write(id=item.nodeid, outcome="begun")
         self._forget_seeds()
         yield
@@ -152,7 +158,39 @@ class _Session:
             if self._results / "shared" != pathlib.Path(path).parent:  # others may not have finished with that
                 rmtree(path, *args, **kwargs)
 
-        testing.TestCase.get_temp_dir, shutil.rmtree = make, remove
+        class Shared(tempfile.TemporaryDirectory):
+            """The directory of all workers where a test makes one."""
+
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                super().__init__(*args, **kwargs)
+                if _is_called_by_test():
+                    self.cleanup()
+                    self.name = make()
+
+        testing.TestCase.get_temp_dir, shutil.rmtree, tempfile.TemporaryDirectory = make, remove, Shared
+
+    def _remove_files_together(self) -> None:
+        """Lets no worker's test remove a file of all workers before the others have seen it, nor more than once."""
+        remove = os.remove
+
+        def remove_once(path: Any, **kwargs: Any) -> None:
+            if not _is_called_by_test() or self._results / "shared" not in pathlib.Path(path).parents:
+                remove(path, **kwargs)
+                return
+            self._meet()
+            if self._task == 0:
+                remove(path, **kwargs)
+            self._meet()
+
+        os.remove = remove_once
+
+    def _meet(self) -> None:
+        """Waits for all workers, as often as each calls this in a test."""
+        name = f"meeting.{zlib.crc32(self._test.encode())}.{next(self._meetings)}"
+        paths = [self._results / f"{name}.{worker}" for worker in range(self._workers)]
+        paths[self._task].touch()
+        while not all(path.exists() for path in paths):
+            time.sleep(0.02)
 
 
 class _StandIn(types.ModuleType):
@@ -186,6 +224,11 @@ def _use(strategy: Any) -> None:
         context._reset_context = lambda: None
         tf.config.set_logical_device_configuration = lambda *_, **__: None
         tf.distribute.MirroredStrategy = lambda *_, **__: strategy
+
+
+def _is_called_by_test() -> bool:
+    """Whether the caller of the function that calls this is a test file of Keras'."""
+    return sys._getframe(2).f_code.co_filename.endswith("_test.py")
 
 
 def _line(report: Any) -> str:

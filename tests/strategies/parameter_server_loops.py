@@ -16,6 +16,7 @@ import pytest
 import tensorflow as tf
 from parameter_server_cluster import (
     BATCH,
+    COUNT,
     NUM_WORKERS,
     STEPS,
     Batches,
@@ -352,3 +353,20 @@ def test_closures_run_in_the_thread_of_their_worker(strategy: Any) -> None:
     assert {worker for _, worker, _ in seen} <= set(range(NUM_WORKERS))
     assert closures.current_worker() is None
     assert not closures.has_failed(coordinator)
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_step_of_a_loop_outside_of_a_graph_is_traced_once(strategy: Any, is_new: bool) -> None:
+    traced = []
+
+    def step(x: Any, y: Any) -> Any:
+        traced.append(x)
+        return tf.reduce_sum(y)
+
+    batches = strategy.experimental_distribute_dataset(dataset(drop_remainder=True))
+    if is_new:
+        total = sum(float(strategy.run(lambda batch: step(*batch), args=(batch,))) for batch in batches)
+    else:
+        total = sum(float(strategy.run(step, args=(x, y))) for x, y in batches)
+    assert total == pytest.approx(float(Y[: COUNT // BATCH * BATCH].sum()), rel=1e-5)
+    assert len(traced) == 1

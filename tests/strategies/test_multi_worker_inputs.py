@@ -53,6 +53,10 @@ for rows in (ragged, ragged.to_sparse()):
 with strategy.scope():
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
+gathered = [strategy.gather(tf.range(index + step, dtype=tf.float32), axis=0).numpy().tolist() for step in (1, 2, 3)]
+traced = [function.experimental_get_tracing_count() for function in strategy._gathers.values()]
+report("gathered", [gathered, traced, strategy.gather(tf.fill([2, index + 1], index), axis=1).numpy().tolist()])
+
 scales = tf.ones([3])
 try:
     model.fit(tf.data.Dataset.from_tensor_slices((x, y)).batch(4).map(lambda x, y: ((scales, x), y)), verbose=0)
@@ -68,6 +72,8 @@ def test_dtypes_and_inputs_of_every_kind(tmp_path: pathlib.Path):
         assert found["dtypes"] == [[dtype, 1, 1] for dtype in dtypes]
         assert found["RaggedTensor"] < 1e-5
         assert found["SparseTensor"] < 1e-5
+        expected = [[*range(step), *range(step + 1)] for step in (1, 2, 3)]
+        assert found["gathered"] == [expected, [1], [[0, 1, 1]] * 2]
         assert "different numbers of examples" in found["uneven"]
         assert found["uneven"].endswith("Received examples: [3, 4, 4]")
     assert first["half"] == second["half"]

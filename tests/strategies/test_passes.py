@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from tensorflow.python.data.ops import multi_device_iterator_ops
-from tensorflow.python.distribute import input_lib
+from tensorflow.python.distribute import cross_device_ops, input_lib
 
 import tfdist
 
@@ -74,3 +74,16 @@ def test_validation_makes_no_iterator_that_is_not_read(cpus: list[str], monkeypa
     model.fit(X, X, batch_size=10, epochs=3, validation_data=(X, X), validation_batch_size=10, verbose=0)
     # Keras makes one to read, and one to see whether the model is built.
     assert len(made) - without == without + 3 * 2
+
+
+def test_gather_outside_of_a_graph_traces_nothing(cpus: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = tfdist.MirroredStrategy(cpus[:2])
+    data = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices(X).batch(11))
+    traced = _counting(monkeypatch, cross_device_ops.def_function, "function")
+    batches = [strategy.run(lambda x: 2 * x, args=(batch,)) for batch in data]
+    made = len(traced)
+    gathered = [strategy.gather(batch, axis=0) for batch in batches]
+    np.testing.assert_array_equal(np.concatenate(gathered), 2 * X)
+    assert len(traced) == made
+    in_graph = tf.function(lambda batch: strategy.gather(batch, axis=0))
+    np.testing.assert_array_equal(in_graph(batches[0]), 2 * X[:11])

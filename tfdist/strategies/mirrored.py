@@ -192,6 +192,21 @@ class MirroredStrategy(warming.WarmingSteps, tf.distribute.MirroredStrategy):
             return (find_iterator(int(value.iterator_id)).example(),)
         return super().experimental_local_results(value)
 
+    def gather(self, value: Any, axis: int) -> Any:
+        """Puts the values of all replicas together along `axis`, as `tf.distribute.Strategy.gather` does."""
+        # The stock method traces a function of collectives at each call.
+        return tf.nest.map_structure(lambda leaf: self._gather_one(leaf, axis), value)
+
+    def _gather_one(self, value: Any, axis: int) -> Any:
+        parts = self.experimental_local_results(value)
+        context = tf.distribute.get_replica_context()
+        is_on_replica = context is not None and context.strategy is self
+        is_plain = all(isinstance(part, tf.Tensor) and part.shape.rank != 0 for part in parts)
+        if is_on_replica or not is_plain or len(parts) != self.num_replicas_in_sync:
+            return super().gather(value, axis)
+        with tf.device(self.extended.worker_devices[0]):
+            return tf.concat(parts, axis)
+
     def report(self) -> Report:
         """What was counted since the strategy was built; nothing without a policy."""
         report = self._recorder.report()

@@ -107,6 +107,7 @@ class MultiWorkerMirroredStrategy(warming.WarmingSteps, tf.distribute.MultiWorke
         num_workers = 1 if cluster is None else len(cluster.training_tasks)
         composed = composition.compose(policies if is_training else (), "MultiWorkerMirroredStrategy", num_workers)
         policy = self._aggregation = composed.aggregation
+        self._gathers: dict[Any, Any] = {}
         self._recorder = Recorder([f"worker:{index}" for index in range(num_workers)])
         if cluster is None or not is_training or num_workers == 1:
             # An evaluator would be looked for among the workers.
@@ -191,6 +192,18 @@ class MultiWorkerMirroredStrategy(warming.WarmingSteps, tf.distribute.MultiWorke
         # The board alone has the policy that decides, and all hear what it was.
         self._num_contributed = len(update.contributors)
         self._recorder.record(update, examples)
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Puts the values of all replicas together along `axis`, as `tf.distribute.Strategy.gather` does."""
+        is_plain = isinstance(value, tf.Tensor) and value.shape.rank
+        if not is_plain or not tf.executing_eagerly() or not self.extended._in_multi_worker_mode():
+            return super().gather(value, axis)
+        # The stock method traces a function at each call. For any shape: all workers trace the same, at the same time.
+        key = axis, value.dtype, value.shape.rank
+        if key not in self._gathers:
+            stock, spec = super().gather, tf.TensorSpec([None] * value.shape.rank, value.dtype)
+            self._gathers[key] = tf.function(lambda given: stock(given, axis), input_signature=[spec], autograph=False)
+        return self._gathers[key](value)
 
     def report(self) -> Report:
         """What was counted since the strategy was built, the same on all workers; nothing without a policy."""

@@ -29,6 +29,7 @@ from tfdist.compat import (
 )
 from tfdist.engines import (
     fitting,
+    function_keys,
     in_scope,
     joining,
     keras_steps,
@@ -129,6 +130,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             on_update=lambda update: self._recorder.record(update),
         )
         self._programs: dict[Any, Any] = {}
+        self._functions = function_keys.Traced()
         self._recorder = Recorder([f"worker:{index}" for index in range(self._serving.num_workers)])
         self._aggregated: AggregatedEngine | None = None
         self._num_parts = 1
@@ -269,11 +271,12 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         in_parts: bool,
     ) -> Program:
         worker_fed = iterator is not None and _takes_batches_itself(kind, iterator)
-        specs = tf.nest.map_structure(lambda x: tf.type_spec_from_value(x) if tf.is_tensor(x) else x, (args, kwargs))
-        programs, key = self._traced_with(fn), (fn, worker_fed, in_parts, repr(specs))
+        specs = tf.nest.map_structure(_spec, (args, kwargs))
+        programs, key = self._traced_with(fn), (function_keys.key_of(fn), worker_fed, in_parts, repr(specs))
         if key not in programs:
             rehearsal.before_workers(self, fn, args, kwargs)
             programs[key] = self._traced(fn, args, kwargs, worker_fed, in_parts)
+            self._functions.note(fn, programs, key)
         return programs[key]
 
     def _traced(self, fn: Any, args: tuple, kwargs: dict[str, Any], worker_fed: bool, in_parts: bool) -> Program:
@@ -400,6 +403,13 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     def experimental_distribute_values_from_function(self, value_fn: Callable[..., Any]) -> Any:
         """Returns what `value_fn` gives for the one replica that makes a step."""
         return value_fn(tf.distribute.experimental.ValueContext(0, 1))
+
+
+def _spec(leaf: Any) -> Any:
+    """What a step is traced for: of a batch its structure, and not which batch it is."""
+    if isinstance(leaf, WorkerBatch):
+        return leaf.structure
+    return tf.type_spec_from_value(leaf) if tf.is_tensor(leaf) else leaf
 
 
 def _takes_batches_itself(kind: str, iterator: WorkerIterator) -> bool:
