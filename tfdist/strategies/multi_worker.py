@@ -26,6 +26,7 @@ from tfdist.compat import (
     device_pipelines,
     first_batch,
     initial_values,
+    plain_loops,
     unread_iterators,
 )
 from tfdist.engines import (
@@ -203,7 +204,7 @@ class MultiWorkerMirroredStrategy(warming.WarmingSteps, tf.distribute.MultiWorke
         if key not in self._gathers:
             stock, spec = super().gather, tf.TensorSpec([None] * value.shape.rank, value.dtype)
             self._gathers[key] = tf.function(lambda given: stock(given, axis), input_signature=[spec], autograph=False)
-        return self._gathers[key](value)
+        return plain_loops.mark_common(self._gathers[key](value))
 
     def report(self) -> Report:
         """What was counted since the strategy was built, the same on all workers; nothing without a policy."""
