@@ -74,12 +74,15 @@ def _is_allowed(strategy: Any) -> bool:
 def _applying(original: Any) -> Any:
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
         variables = trainable_variables if trainable_variables is None else list(trainable_variables)
-        owners = [getattr(self, "_distribution_strategy", None), *map(_strategy_of, variables or ())]
-        strategy = next(filter(_is_allowed, owners), None)
+        own = getattr(self, "_distribution_strategy", None)
+        # An optimizer that was made outside of the scope updates the variables of a strategy, too.
+        strategy = next(filter(_is_allowed, [own, *map(_strategy_of, variables or ())]), None)
         if strategy is None or _is_on_replica_of(strategy) or getattr(_checked, "by", None) is strategy:
             return original(self, grads, variables)
         grads = list(grads)
         _check(self, strategy, grads)
+        if strategy is not own:
+            return original(self, grads, variables)
         with _in_scope(strategy):
             if not self.built and variables is not None:
                 with tf.init_scope(), strategy.scope():
@@ -101,7 +104,9 @@ def _in_scope(strategy: Any) -> Iterator[None]:
 
 
 def _strategy_of(variable: Any) -> Any:
-    return getattr(getattr(variable, "_value", variable), "_distribute_strategy", None)
+    value = getattr(variable, "_value", variable)
+    # A single copy, which a replica may train alone, has the attribute too.
+    return value._distribute_strategy if isinstance(value, values.DistributedVariable) else None
 
 
 def _is_on_replica_of(strategy: Any) -> bool:
