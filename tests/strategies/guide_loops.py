@@ -419,6 +419,20 @@ def seed_generators_made_outside_of_the_scope(strategy):
 
 
 @loop
+def optimizers_made_outside_of_the_scope(strategy):
+    net, losses = Net(strategy), []
+    for in_graph in (True, False):
+        # The rate depends on how often replicas count.
+        rate = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
+        inner = keras.optimizers.Adam(rate)
+        net.optimizer = keras.optimizers.LossScaleOptimizer(inner, 8.0) if in_graph else inner
+        step = tf.function(net.run) if in_graph else net.run
+        losses += [float(step(batch)) for batch in distributed(strategy, 16 if in_graph else 8)]
+        losses += [int(inner.iterations), *(float(tf.reduce_sum(v)) for v in inner.variables)]
+    return net.result(losses)
+
+
+@loop
 def weights_set_within_the_loop(strategy):
     net = Net(strategy)
     step = tf.function(net.run)

@@ -19,6 +19,7 @@ SYNCHRONOUS = [
     "gradients_clipped_after_their_sum",
     "loss_scaling",
     "metrics_and_evaluation_within_the_loop",
+    "optimizers_made_outside_of_the_scope",
     "seed_generators_made_outside_of_the_scope",
     "weights_set_within_the_loop",
 ]

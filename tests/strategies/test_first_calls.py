@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 from typing import Any
 
@@ -143,6 +144,20 @@ def test_arguments_may_be_given_by_name(cpus: list[str]) -> None:
 @pytest.mark.parametrize("in_scope", [True, False])
 def test_a_loop_without_run_trains_on_one_worker(in_scope: bool) -> None:
     first_call_models.assert_like_one_device(tfdist.MultiWorkerMirroredStrategy(), plainly_looped, in_scope, True)
+
+
+@pytest.mark.parametrize("in_scope", [True, False])
+def test_an_optimizer_made_outside_serves_a_loop_without_run(cpus: list[str], in_scope: bool) -> None:
+    many = tfdist.MirroredStrategy(cpus[:2])
+    with many.scope():
+        weight = keras.Variable([1.0, 2.0])
+    optimizer = keras.optimizers.Adam(0.5)
+    with many.scope() if in_scope else contextlib.nullcontext():
+        for _ in range(2):
+            optimizer.apply([tf.constant([1.0, -1.0])], [weight])
+    assert int(optimizer.iterations) == 2
+    for copy in weight.value.values:
+        np.testing.assert_allclose(copy, [0.0, 3.0], atol=1e-5)
 
 
 def test_gradients_of_replicas_are_refused_outside_of_run(cpus: list[str]) -> None:

@@ -31,7 +31,7 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from tensorflow.python.distribute import distribute_lib, values
 from tensorflow.python.eager import backprop
 
-from tfdist.compat import cross_replica_updates, replacing
+from tfdist.compat import cross_replica_updates, moved_variables, replacing
 
 # An attribute of the strategies that ask for it.
 _MARK = "_tfdist_trains_in_plain_loops"
@@ -64,6 +64,21 @@ def mark_common(value: Any) -> Any:
     return value
 
 
+def take_over(strategy: Any, optimizer: Any) -> None:
+    """Makes an optimizer that was made outside of the scope one of the strategy, unless it has slots already.
+
+    Replicas would each count its iterations, and slots can't be made for variables of another strategy.
+    """
+    if optimizer.built or optimizer._distribution_strategy is not distribute_lib._get_default_strategy():
+        return
+    for each in (optimizer, getattr(optimizer, "inner_optimizer", None)):
+        if each is not None:
+            for variable in each._variables:
+                moved_variables.move(strategy, variable)
+            # Past Keras' own __setattr__, which tracks values.
+            object.__setattr__(each, "_distribution_strategy", strategy)
+
+
 def _is_allowed(strategy: Any) -> bool:
     return getattr(strategy, _MARK, False) is True
 
@@ -77,11 +92,15 @@ def _applying(original: Any) -> Any:
         own = getattr(self, "_distribution_strategy", None)
         # An optimizer that was made outside of the scope updates the variables of a strategy, too.
         strategy = next(filter(_is_allowed, [own, *map(_strategy_of, variables or ())]), None)
-        if strategy is None or _is_on_replica_of(strategy) or getattr(_checked, "by", None) is strategy:
+        if strategy is None or getattr(_checked, "by", None) is strategy:
+            return original(self, grads, variables)
+        if _is_on_replica_of(strategy):
+            take_over(strategy, self)
             return original(self, grads, variables)
         grads = list(grads)
         _check(self, strategy, grads)
-        if strategy is not own:
+        take_over(strategy, self)
+        if self._distribution_strategy is not strategy:
             return original(self, grads, variables)
         with _in_scope(strategy):
             if not self.built and variables is not None:

@@ -16,7 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import autograph_rules, scratch_trace, symbolic_build
+from tfdist.compat import autograph_rules, plain_loops, scratch_trace, symbolic_build
 from tfdist.engines import finding, keras_steps, program, tap
 from tfdist.engines.worker_data import WorkerBatch
 
@@ -155,6 +155,7 @@ def _build(strategy: tf.distribute.Strategy, optimizer: Any, variables: list[Any
     """Builds the optimizer for the variables that it updates; whether there was something to be done."""
     if optimizer.built or any(variable._value is None for variable in variables if hasattr(variable, "_value")):
         return False
+    plain_loops.take_over(strategy, optimizer)
     with tf.init_scope(), strategy.scope():
         optimizer.build(variables)
     return True

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes a Keras variable that was made outside of a strategy's scope one of the strategy.
+
+Keras has no public way to replace the TensorFlow variable behind one of its own.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+from typing import Any
+
+import tensorflow as tf
+
+# Former variables are kept: functions that were traced with one read it as long as they live.
+_FORMER = "_tfdist_former_values"
+_MOVING = threading.Lock()
+
+
+@tf.autograph.experimental.do_not_convert
+def move(strategy: Any, variable: Any) -> None:
+    """Gives a Keras variable a TensorFlow variable of the strategy, with the value that it has; from anywhere.
+
+    Args:
+      strategy: on several workers, all of them call this alike.
+      variable: one of the strategy stays as it is.
+    """
+    with _MOVING:
+        value = variable._value
+        if value is None or getattr(value, "_distribute_strategy", None) is strategy:
+            return
+        # A thread starts outside of any graph and of any replica, where variables can't be made.
+        with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="tfdist variable") as thread:
+            thread.submit(_make, strategy, variable, value).result()
+
+
+def _make(strategy: Any, variable: Any, value: Any) -> None:
+    with strategy.scope():
+        variable._initialize(value.numpy())
+    object.__setattr__(variable, _FORMER, [*getattr(variable, _FORMER, ()), value])
