@@ -19,6 +19,8 @@ from absl import app, flags
 
 MODELS = ("embeddings", "dense", "cnn", "lstm", "vae", "steps_per_execution")
 CONTENDERS = ("tfdist", "stock", "one_device")
+# Fails under the stock strategy of TensorFlow 2.21 and Keras 3.15, and is shown beside one device.
+WITHOUT_STOCK = ("steps_per_execution",)
 MOST_RATIO = 1.5
 _DEVICES = 2
 # The last batch of 64 is a part of one, as in most data.
@@ -38,6 +40,8 @@ def measure(rounds: int, progress: Callable[[str], None]) -> dict[str, dict[str,
     for number in range(rounds):
         for model in MODELS:
             for contender in CONTENDERS:
+                if contender == "stock" and model in WITHOUT_STOCK:
+                    continue
                 progress(f"first step: {model}, {contender}, {number + 1} of {rounds}")
                 arguments = [f"--model={model}", f"--contender={contender}"]
                 found[model][contender].append(child.result(__file__, arguments, _LIMIT_SECS))
@@ -48,9 +52,11 @@ def summary(report: dict[str, dict[str, list[float]]]) -> str:
     """A line for each model."""
     lines = [f"{'first step, CPU s':20}  " + "  ".join(f"{name:>10}" for name in CONTENDERS) + "  ratio  target"]
     for model, secs in report.items():
-        ratio = statistics.median(ours / theirs for ours, theirs in zip(secs["tfdist"], secs["stock"], strict=True))
-        shown = "  ".join(f"{statistics.median(secs[name]):10.2f}" for name in CONTENDERS)
-        lines.append(f"{model:20}  {shown}  {ratio:5.2f}  <= {MOST_RATIO}{'  MISSED' if ratio > MOST_RATIO else ''}")
+        shown = "  ".join(f"{statistics.median(secs[name]) if secs[name] else '':10.4}" for name in CONTENDERS)
+        ratios = [ours / theirs for ours, theirs in zip(secs["tfdist"], secs["stock"], strict=False)]
+        ratio = statistics.median(ratios) if ratios else None
+        judged = f"{ratio:5.2f}  <= {MOST_RATIO}{'  MISSED' if ratio > MOST_RATIO else ''}" if ratio else ""
+        lines.append(f"{model:20}  {shown}  {judged}".rstrip())
     return "\n".join(lines)
 
 

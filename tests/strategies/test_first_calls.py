@@ -75,7 +75,11 @@ def test_a_built_model_is_traced_once_for_each_replica(cpus: list[str], metrics:
     assert model.traced.count(False) == 2
 
 
-def test_autograph_converts_a_step_and_not_the_library(cpus: list[str]) -> None:
+@pytest.mark.parametrize("has_seeds", [True, False])
+def test_autograph_converts_a_step_and_not_the_library(cpus: list[str], has_seeds: bool) -> None:
+    keras.utils.clear_session()
+    if has_seeds:  # of Keras' own, which the step is then given
+        keras.random.normal((1,))
     strategy, found = tfdist.MirroredStrategy(cpus[:2]), set()
     with strategy.scope():
         layer = keras.layers.Dense(1)
