@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import types
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 X = np.random.default_rng(0).random((40, 3), np.float32)
@@ -162,6 +164,17 @@ def looped(strategy: Any, is_built: bool, batch_size: int = 10, by_name: bool = 
 
     batches = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices((X, Y)).batch(batch_size))
     return [[float(distributed(batch)) for batch in batches], *model.get_weights()]
+
+
+def plain_loops(test: Callable[..., None]) -> Callable[..., None]:
+    """Gives a test all kinds of `plainly_looped`, as arguments of the same names."""
+    for name, kinds, ids in (
+        ("is_scaled", [False, True], ["", "loss scaling"]),
+        ("in_graph", [True, False], None),
+        ("in_scope", [True, False], None),
+    ):
+        test = pytest.mark.parametrize(name, kinds, ids=ids)(test)
+    return test
 
 
 def plainly_looped(strategy: Any, in_scope: bool, in_graph: bool, is_scaled: bool = False) -> list[Any]:

@@ -11,7 +11,7 @@ from typing import Any
 import first_call_models
 import keras
 import pytest
-from first_call_models import Compiled, Mixed, Noisy, Pair, fitted, looped, plainly_looped
+from first_call_models import Compiled, Mixed, Noisy, Pair, fitted, looped, plain_loops, plainly_looped
 
 
 @pytest.mark.parametrize("model", [Pair, Compiled])
@@ -49,9 +49,7 @@ def test_a_model_made_outside_of_the_scope_is_named(strategy: Any) -> None:
         optimizer.build(model.trainable_variables)
 
 
-@pytest.mark.parametrize("in_scope", [True, False])
-@pytest.mark.parametrize("in_graph", [True, False])
-@pytest.mark.parametrize("is_scaled", [False, True], ids=["", "loss scaling"])
+@plain_loops
 def test_a_loop_without_run_trains_as_on_one_device(
     strategy: Any, in_scope: bool, in_graph: bool, is_scaled: bool
 ) -> None:

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from first_call_models import Compiled, Mixed, Noisy, Pair, Unseeded, fitted, looped, plainly_looped
+from first_call_models import Compiled, Mixed, Noisy, Pair, Unseeded, fitted, looped, plain_loops, plainly_looped
 
 import tfdist
 
@@ -127,9 +127,7 @@ def test_a_decorated_step_runs_beside_keras_own_seed_generator(cpus: list[str]) 
     assert float(weight.value.values[1]) == float(weight.value.values[0]) == 0.0
 
 
-@pytest.mark.parametrize("in_scope", [True, False])
-@pytest.mark.parametrize("in_graph", [True, False])
-@pytest.mark.parametrize("is_scaled", [False, True], ids=["", "loss scaling"])
+@plain_loops
 def test_a_loop_without_run_trains_as_on_one_device(
     strategy: Any, in_scope: bool, in_graph: bool, is_scaled: bool
 ) -> None:

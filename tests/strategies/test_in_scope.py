@@ -32,9 +32,9 @@ def updated(strategy: Any, **options: Any) -> list[np.ndarray]:
 class Net(keras.Model):
     """Makes its weights when it is called for the first time."""
 
-    def __init__(self, width: int = 6, **options: Any) -> None:
-        super().__init__(**options)
-        self.hidden = keras.layers.Dense(width, activation="relu")
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = keras.layers.Dense(6, activation="relu")
         self.dropout = keras.layers.Dropout(0.2)
         self.last = keras.layers.Dense(3)
 

@@ -6,11 +6,12 @@ Keras has no public way to replace the TensorFlow variable behind one of its own
 
 from __future__ import annotations
 
-import concurrent.futures
 import threading
 from typing import Any
 
 import tensorflow as tf
+
+from tfdist.compat import fresh_threads
 
 # Former variables are kept: functions that were traced with one read it as long as they live.
 _FORMER = "_tfdist_former_values"
@@ -29,9 +30,8 @@ def move(strategy: Any, variable: Any) -> None:
         value = variable._value
         if value is None or getattr(value, "_distribute_strategy", None) is strategy:
             return
-        # A thread starts outside of any graph and of any replica, where variables can't be made.
-        with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="tfdist variable") as thread:
-            thread.submit(_make, strategy, variable, value).result()
+        # In a graph, and on a replica, variables can't be made.
+        fresh_threads.call(_make, strategy, variable, value)
 
 
 def _make(strategy: Any, variable: Any, value: Any) -> None:

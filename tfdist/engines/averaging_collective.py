@@ -10,9 +10,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.compat import fresh_threads
 from tfdist.engines import averaging_slots, tap
 from tfdist.engines.averaging_outer import Outer
-from tfdist.engines.averaging_slots import outside
 from tfdist.engines.averaging_step import copies_of
 from tfdist.policies.parameter_averaging import ParameterAveraging
 
@@ -75,7 +75,7 @@ class Average:
         self._num_workers = num_workers
         self._optimizers = tap.optimizers_of(model)
         self._state = averaging_slots.state(model, policy.optimizer_state)
-        self.count = outside(lambda: Count(_counter(), _counter(), _counter()))
+        self.count = fresh_threads.call(lambda: Count(_counter(), _counter(), _counter()))
         self._outer = None
         if policy.outer != "mean":
             self._outer = Outer(strategy, policy.make_outer, self._state.parameters)
@@ -230,7 +230,9 @@ class Average:
         if [(variable.shape, variable.dtype) for variable in self._shown] == likes and len(self._last) == len(last):
             return
         shapes = [(tensor.shape, tensor.dtype) for tensor in last]
-        self._shown, self._last = outside(lambda: [[_zeros(*like) for like in each] for each in (likes, shapes)])
+        self._shown, self._last = fresh_threads.call(
+            lambda: [[_zeros(*like) for like in each] for each in (likes, shapes)]
+        )
         self._settle = None
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.compat import fresh_threads
 from tfdist.engines import averaging_step, tap
-from tfdist.engines.averaging_slots import outside
 from tfdist.engines.averaging_step import copies_of
 
 
@@ -31,7 +31,7 @@ class Outer:
         self._strategy = strategy
         self._parameters = parameters
         self._device = strategy.extended.worker_devices[0]
-        self._optimizer, self._last = outside(lambda: self._made(make))
+        self._optimizer, self._last = fresh_threads.call(self._made, make)
 
     def _made(self, make: Callable[[], Any]) -> tuple[Any, list[Any]]:
         with tf.device(self._device):

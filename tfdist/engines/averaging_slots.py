@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfdist.compat import fresh_threads
 from tfdist.engines import averaging_step, tap
 
 
@@ -81,7 +81,7 @@ def _reset(optimizers: Sequence[Any], slots: Sequence[Any]) -> list[tuple[Any, f
     wanted = _identities(slots)
     pairs: list[tuple[Any, float]] = []
     for optimizer in optimizers:
-        values = outside(lambda optimizer=optimizer: _initial(optimizer))
+        values = fresh_threads.call(_initial, optimizer)
         if len(values) != len(optimizer.variables):
             raise ValueError(
                 "ParameterAveraging(optimizer_state='reset'): what this optimizer begins with can't be found out; use "
@@ -101,12 +101,6 @@ def _initial(optimizer: Any) -> list[float]:
     ]
     new.build(variables)
     return [float(tf.reshape(tf.convert_to_tensor(variable), [-1])[0]) for variable in new.variables]
-
-
-def outside(make: Callable[[], Any]) -> Any:
-    """What `make` returns, called outside of any graph and of the strategy, where plain variables can be made."""
-    with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="tfdist variables") as thread:
-        return thread.submit(make).result()
 
 
 def _identities(variables: Iterable[Any]) -> set[int]:

@@ -51,6 +51,7 @@ _UNCHANGING = (
 # So many functions of the same code are kept, and then it is said that each is traced.
 _MOST_KEPT = 8
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
+_COMPARED = (*_SCALARS, *_UNCHANGING)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -74,12 +75,13 @@ def key_of(function: Callable[..., Any]) -> Hashable:
         cells = [cell.cell_contents for cell in function.__closure__ or ()]
     except ValueError:  # it names what is not there yet
         return function
-    known = vars(builtins) | function.__globals__
-    if not known.keys() >= set(function.__code__.co_names):
+    known, names = function.__globals__, function.__code__.co_names
+    if not all(name in known or hasattr(builtins, name) for name in names):
         return function
-    named = [known[name] for name in function.__code__.co_names]
+    # Looked up one by one: a merged dictionary would be made in every step.
+    named = [known[name] if name in known else getattr(builtins, name) for name in names]
     read = [*cells, *named, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    if not all(isinstance(each, (*_SCALARS, *_UNCHANGING)) for each in read):
+    if not all(isinstance(each, _COMPARED) for each in read):
         return function
     return function.__code__, *map(_value, read)
 

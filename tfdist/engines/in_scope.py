@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
+
+from tfdist.compat import fresh_threads
 
 # What `tf.Variable` takes of what a creator of variables is given.
 _ARGUMENTS = (
@@ -25,11 +26,7 @@ _ARGUMENTS = (
 
 def redirected(strategy: tf.distribute.Strategy) -> contextlib.AbstractContextManager:
     """Returns a context in which variables are made in the strategy's scope, outside of any graph."""
-
-    def create(_: Any, **arguments: Any) -> Any:
-        return _in_thread(strategy.scope, contextlib.nullcontext, arguments)
-
-    return tf.variable_creator_scope(create)
+    return _redirected(strategy.scope, contextlib.nullcontext)
 
 
 def colocating(
@@ -50,19 +47,19 @@ def colocating(
                 yield
             return
 
-        def create(_: Any, **arguments: Any) -> Any:
-            return _in_thread(scope, lambda: stock(variable), arguments)
-
-        with tf.variable_creator_scope(create):
+        with _redirected(scope, lambda: stock(variable)):
             yield
 
     return colocate_vars_with
 
 
-def _in_thread(*given: Any) -> Any:
-    # A thread starts outside of any graph and of any scope.
-    with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="tfdist variable") as thread:
-        return thread.submit(_make, *given).result()
+def _redirected(
+    scope: Callable[[], contextlib.AbstractContextManager], colocate: Callable[[], contextlib.AbstractContextManager]
+) -> contextlib.AbstractContextManager:
+    def create(_: Any, **arguments: Any) -> Any:
+        return fresh_threads.call(_make, scope, colocate, arguments)
+
+    return tf.variable_creator_scope(create)
 
 
 def _make(

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import autograph_rules
+from tfdist.compat import autograph_rules, fresh_threads
 from tfdist.engines import keras_steps, lookups, products, sharing, small_variables
 from tfdist.engines.accumulating import Accumulation
 from tfdist.engines.packing import Packing
@@ -196,10 +195,8 @@ def trace(strategy: tf.distribute.Strategy, function: Callable[..., Any], specs:
         with strategy.scope():
             return traced.get_concrete_function(*specs)
 
-    # The caller may be tracing a function of its own. A thread starts outside of it; `tf.init_scope` would lead out
-    # too, but it also stops gradient tapes.
-    with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="tfdist trace") as thread:
-        return thread.submit(in_scope).result()
+    # The caller may be tracing a function of its own.
+    return fresh_threads.call(in_scope)
 
 
 @contextlib.contextmanager

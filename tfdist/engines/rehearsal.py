@@ -39,8 +39,9 @@ def before_keras(strategy: tf.distribute.Strategy, model: keras.Model, step: str
 
     def build(by_keras: Callable[..., None], batch: Any) -> None:
         refused: Exception | None = None
-        is_called = symbolic_build.is_callable(model) and symbolic_build.calls(model)
-        if symbolic_build.is_callable(model):
+        is_callable = symbolic_build.is_callable(model)
+        is_called = is_callable and symbolic_build.calls(model)
+        if is_callable:
             try:
                 by_keras(data_batch=batch)
             except Exception as error:
