@@ -19,6 +19,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.data.ops import multi_device_iterator_ops
 from tensorflow.python.eager import context
+from tensorflow.python.eager.polymorphic_function import atomic_function
 from tensorflow.python.ops import gen_dataset_ops
 
 from tfdist.compat import array_data, replacing
@@ -72,19 +73,30 @@ def _traced_once(original: Callable[..., None]) -> Callable[..., None]:
     return initialize
 
 
+def _without_graph(function: atomic_function.AtomicFunction) -> atomic_function.AtomicFunction:
+    """The same function of the runtime, which keeps neither the graph that it was traced in nor what that captures."""
+    children = [_without_graph(child) for child in function._children]
+    return atomic_function.AtomicFunction(function.name, function._bound_context, function.function_type, children)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Function:
     """What an operation takes for a function, and what it captures in this pass."""
 
-    name: bytes
+    traced: atomic_function.AtomicFunction
     captured_inputs: list[Any]
+
+    @property
+    def name(self) -> bytes:
+        """Under which the runtime has it, as long as this lives."""
+        return self.traced.name
 
 
 @dataclasses.dataclass(frozen=True)
 class _Functions:
     """The functions of one pipeline, by name, with the parts that what they capture plays in it."""
 
-    traced: dict[str, tuple[Any, list[str]]]
+    traced: dict[str, tuple[atomic_function.AtomicFunction, list[str]]]
 
     @classmethod
     def of(cls, pipeline: Any, own: dict[str, Any]) -> _Functions:
@@ -94,10 +106,11 @@ class _Functions:
             # None of the arguments: the handle that TensorFlow makes of the resource.
             return next((name for name, each in own.items() if each is captured), "handle")
 
+        traced = {name: getattr(pipeline, f"_{name}_func")._inference_function for name in _NAMES}
         return cls(
             {
-                name: (getattr(pipeline, f"_{name}_func"), [part(each) for each in vars(pipeline)[_captured(name)]])
-                for name in _NAMES
+                name: (_without_graph(function), [part(each) for each in vars(pipeline)[_captured(name)]])
+                for name, function in traced.items()
             }
         )
 
@@ -107,7 +120,7 @@ class _Functions:
         for name, (traced, parts) in self.traced.items():
             captured = [own[part] for part in parts]
             # The resource is kept alive by what is captured, but is no argument of the function.
-            function = _Function(traced.name, [each for each in captured if each is not own["resource"]])
+            function = _Function(traced, [each for each in captured if each is not own["resource"]])
             vars(pipeline).update({f"_{name}_func": function, _captured(name): captured})
             arguments.append(captured)
             functions[f"{name}_func"] = function
