@@ -139,8 +139,16 @@ def _mirrored(strategy_class: Callable[[Any], Any], num_devices: int = 2, late: 
     return _fit_loop(keras, model, models.dataset(size, replicas=num_devices), late)
 
 
-def _mirrored_tfdist() -> Loop:
+def _tfdist(few_arenas: bool = True) -> ModuleType:
+    """The package, set up for a process that does nothing but train, as a program that trains large models does."""
     import tfdist
+
+    tfdist.keep_freed_memory(few_arenas)
+    return tfdist
+
+
+def _mirrored_tfdist() -> Loop:
+    tfdist = _tfdist(few_arenas=False)
 
     return _mirrored(tfdist.MirroredStrategy)
 
@@ -152,7 +160,7 @@ def _mirrored_stock() -> Loop:
 
 
 def _mirrored_spares(spares: int) -> Loop:
-    import tfdist
+    tfdist = _tfdist(few_arenas=False)
 
     return _mirrored(
         lambda devices: tfdist.MirroredStrategy(devices, policies=[tfdist.BackupWorkers(spares=spares)]), num_devices=4
@@ -160,7 +168,7 @@ def _mirrored_spares(spares: int) -> Loop:
 
 
 def _mirrored_no_policy() -> Loop:
-    import tfdist
+    tfdist = _tfdist(few_arenas=False)
 
     return _mirrored(tfdist.MirroredStrategy, num_devices=4, late=range(4))
 
@@ -178,7 +186,7 @@ def _multi_worker(keras: ModuleType, strategy: Any, late: Sequence[int] = (), co
 def _multi_worker_tfdist() -> Loop:
     import keras
 
-    import tfdist
+    tfdist = _tfdist()
 
     return _multi_worker(keras, tfdist.MultiWorkerMirroredStrategy())
 
@@ -187,7 +195,7 @@ def _multi_worker_warmup() -> Loop:
     """The phase lasts for as long as the arena wants."""
     import keras
 
-    import tfdist
+    tfdist = _tfdist()
 
     strategy = tfdist.MultiWorkerMirroredStrategy(policies=[tfdist.Warmup(steps=10**9)])
     return _multi_worker(keras, strategy, counts_end_of_epoch=False)
@@ -204,7 +212,7 @@ def _one_device() -> Loop:
 def _multi_worker_spares(spares: int) -> Loop:
     import keras
 
-    import tfdist
+    tfdist = _tfdist()
 
     return _multi_worker(keras, tfdist.MultiWorkerMirroredStrategy(policies=[tfdist.BackupWorkers(spares=spares)]))
 
@@ -212,7 +220,7 @@ def _multi_worker_spares(spares: int) -> Loop:
 def _multi_worker_no_policy() -> Loop:
     import keras
 
-    import tfdist
+    tfdist = _tfdist()
 
     strategy = tfdist.MultiWorkerMirroredStrategy()
     return _multi_worker(keras, strategy, late=[strategy.cluster_resolver.task_id])

@@ -42,7 +42,7 @@ _LONGEST_FILES = (
     "test_parameter_server.py",
     "test_parameter_server_policies.py",
     "test_mirrored.py",
-    "test_serving.py",
+    "test_embedded.py",
     "test_multi_worker.py",
     "test_own_steps.py",
     "test_multi_worker_failures.py",

@@ -86,7 +86,7 @@ def running(
 @contextlib.contextmanager
 def serving(env: Mapping[str, str], directory: pathlib.Path, name: str = "serving") -> Iterator[Program]:
     """Starts the task that TF_CONFIG in `env` names, as a process that only serves."""
-    with _started([sys.executable, "-m", "tfdist.serving_task"], directory, env, name) as program:
+    with _started([sys.executable, "-m", "tfdist.serving.task"], directory, env, name) as program:
         yield program
 
 

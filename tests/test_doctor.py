@@ -178,7 +178,7 @@ def test_tasks_that_meet_compare_versions_and_clocks(monkeypatch):
 
 
 def test_a_task_meets_at_another_address_than_its_own_name_means(monkeypatch):
-    monkeypatch.setattr(doctor_meeting, "_DEAF_SECS", 0.2)
+    monkeypatch.setattr(doctor_meeting, "_CALL_BACK_SECS", 0.2)
     with PortReservation(2) as reservation, ThreadPoolExecutor(2) as pool:
         first, second = reservation.ports
         views = [
@@ -206,7 +206,7 @@ def test_a_task_that_does_not_come_is_named():
 def visitors(ports):
     """A task that answers; its address and who asks."""
     with contextlib.ExitStack() as stack:
-        asked = doctor_meeting._Visitors(cluster(*ports), {"tfdist": "1"})
+        asked = doctor_meeting._Callers(cluster(*ports), {"tfdist": "1"})
         sockets = _line_server.listen(f"127.0.0.1:{ports[0]}", ["127.0.0.1:1"])
         stack.enter_context(_line_server.LineServer(sockets, asked.converse))
         yield sockets[0].getsockname(), asked

@@ -6,45 +6,59 @@ from __future__ import annotations
 import ast
 import functools
 import pathlib
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
+import private_names
 import pytest
 
 import tfdist
+from tfdist.compat import versions
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FOLDERS = ("tfdist", "launch", "experiments", "benchmarks", "tests", ".ci")
 MODULES = sorted((ROOT / "tfdist").rglob("*.py"))
 
-# Which parts of tfdist each part may import. A new part gets a line here, and the arrow must point one way.
+# Which parts of tfdist each part may import. A new part gets a line here, and the arrow must point one way. Lower parts
+# come first. An import for type checkers counts: an arrow is an arrow.
+_SOCKETS = {"_addresses", "_line_server", "_sockets"}
+_STEPS = {"compat", "data", "policies", "runtime", "step"}
 ARROWS: dict[str, set[str]] = {
-    "__init__": {"cluster", "flags", "strategies"},
     "_addresses": set(),
-    "_line_server": {"_addresses", "_sockets"},
     "_sockets": set(),
-    "callbacks": {"learning_rate", "resume", "telemetry"},
-    "cli": {"__init__", "cluster", "doctor", "launchers"},
+    "_line_server": {"_addresses", "_sockets"},
     "cluster": {"_addresses"},
-    "compat": set(),
-    "compression": set(),
-    "engines": {"_addresses", "_line_server", "_sockets", "cluster", "compat", "compression", "policies"},
-    "doctor": {"__init__", "_addresses", "cluster", "doctor_meeting", "firewall", "launchers"},
-    "firewall": {"_addresses", "cluster"},
-    "doctor_meeting": {"_addresses", "_line_server", "_sockets", "cluster"},
-    "flags": {"__init__", "callbacks", "cluster", "policies", "strategies"},
-    "launchers": {"__init__", "_addresses", "_line_server", "_sockets", "cluster"},
-    "learning_rate": set(),
     "policies": set(),
-    "resume": {"engines", "launchers", "policies"},
-    "schedules": set(),
-    "serving": {"cluster", "engines", "launchers", "serving_task"},
-    "data_worker": {"cluster", "engines", "launchers"},
-    "serving_task": {"cluster", "data_worker", "engines"},
-    "strategies": {"_addresses", "cluster", "compat", "compression", "engines", "policies", "serving", "telemetry"},
+    "compression": set(),
+    "runtime": {*_SOCKETS, "cluster", "policies"},
+    "compat": {"runtime"},
+    "data": {"compat", "runtime"},
+    "step": {"compat", "data", "runtime"},
+    # Engines don't import each other.
+    "engines": set(),
+    "engines.mirrored": _STEPS,
+    "engines.multi_worker": {*_STEPS, "cluster"},
+    "engines.averaging": _STEPS,
+    "engines.warmup": _STEPS,
+    "engines.parameter_server": _STEPS,
     "telemetry": {"cluster", "policies"},
-    "testing": {"__init__", "cluster", "engines", "launchers", "policies", "serving", "strategies", "telemetry"},
+    "launchers": {"__init__", *_SOCKETS, "cluster"},
+    "serving": {"_addresses", "cluster", "compat", "data", "launchers", "runtime"},
+    "strategies": {"_addresses", "cluster", "engines", *_STEPS, "compression", "serving", "telemetry"},
+    "resume": {*_STEPS, "launchers"},
+    "learning_rate": set(),
+    "schedules": set(),
+    "callbacks": {"learning_rate", "resume", "telemetry"},
+    "flags": {"__init__", "callbacks", "cluster", "policies", "strategies"},
+    "testing": {"__init__", "cluster", "launchers", "policies", "runtime", "serving", "strategies", "telemetry"},
+    "firewall": {"_addresses", "cluster"},
+    "doctor_meeting": {*_SOCKETS, "cluster"},
+    "doctor": {"__init__", "_addresses", "cluster", "doctor_meeting", "firewall", "launchers"},
+    "cli": {"__init__", "cluster", "doctor", "launchers"},
+    # Its names are resolved on first use, so importing it imports none of its parts.
+    "__init__": {"callbacks", "cluster", "flags", "policies", "runtime", "schedules", "strategies", "testing"},
 }
 LIGHT_FILES = (
     "__init__",
@@ -57,12 +71,12 @@ LIGHT_FILES = (
     "doctor_meeting",
     "firewall",
 )
-WITHOUT_TENSORFLOW = (*LIGHT_FILES, "launchers", "policies")
+WITHOUT_TENSORFLOW = (*LIGHT_FILES, "launchers", "policies", "runtime")
 HEAVY = ("tensorflow", "keras", "numpy")
 
 
 def _part(path: pathlib.Path) -> str:
-    return path.relative_to(ROOT / "tfdist").parts[0].removesuffix(".py")
+    return _part_of(_module(path))
 
 
 def _module(path: pathlib.Path) -> str:
@@ -83,15 +97,12 @@ def _only_for_types(node: ast.AST) -> bool:
 
 
 def _imported(path: pathlib.Path) -> Iterator[str]:
-    """Modules that `path` imports when it runs, those imported inside functions too; never those imported for types."""
-    nodes: list[ast.AST] = [_tree(path)]
-    while nodes:
-        node = nodes.pop()
+    """Modules that `path` imports: those imported inside functions and for type checkers too."""
+    for node in ast.walk(_tree(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield from _from(path, node)
-        nodes.extend([] if _only_for_types(node) else ast.iter_child_nodes(node))
 
 
 def _from(path: pathlib.Path, node: ast.ImportFrom) -> Iterator[str]:
@@ -102,22 +113,24 @@ def _from(path: pathlib.Path, node: ast.ImportFrom) -> Iterator[str]:
     yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
-def _imported_part(module: str) -> str:
-    """The part of tfdist that an import means; `tfdist.MirroredStrategy` means the package itself."""
-    part = module.split(".")[1] if "." in module else "__init__"
-    return part if part in ARROWS else "__init__"
+def _part_of(module: str) -> str:
+    """The part of tfdist that a module belongs to; `tfdist.MirroredStrategy` means the package itself."""
+    names = module.split(".")[1:3]
+    parts = (".".join(names), *names[:1])
+    return next((part for part in parts if part in ARROWS), "__init__")
 
 
 @pytest.mark.parametrize("path", MODULES, ids=_name)
 def test_imports_follow_the_arrows(path: pathlib.Path):
     part = _part(path)
-    assert part in ARROWS, f"tfdist/{part} has no line in ARROWS"
-    imported = {_imported_part(module) for module in _imported(path) if module.split(".")[0] == "tfdist"}
-    assert imported - {part} <= ARROWS[part]
+    assert part != "__init__" or path.parent.name == "tfdist", f"{path.name} has no line in ARROWS"
+    imported = {_part_of(module) for module in _imported(path) if module.split(".")[0] == "tfdist"}
+    allowed = {part, *ARROWS[part]}
+    # Who may import "engines" may import each of them.
+    assert {each for each in imported if not {each, each.split(".")[0]} & allowed} == set()
 
 
 def test_the_arrows_have_no_circle():
-    # The package's own names are resolved on first use, so importing it imports none of its parts.
     arrows = {part: needs - {"__init__"} for part, needs in ARROWS.items() if part != "__init__"}
     while arrows:
         lowest = {part for part, needs in arrows.items() if not needs & arrows.keys()}
@@ -147,6 +160,92 @@ def test_light_modules_import_without_tensorflow():
 def test_files_start_with_the_licence_and_say_what_they_are_for(path: pathlib.Path):
     assert path.read_text(encoding="utf-8").startswith("# SPDX-License-Identifier: Apache-2.0\n")
     assert ast.get_docstring(_tree(path))
+
+
+# What is below the public surface of TensorFlow and Keras is reached in compat/ only. Modules that name neither can't.
+BEHIND_THE_WALL = [path for path in MODULES if _part(path) not in ("compat", *WITHOUT_TENSORFLOW)]
+
+
+@functools.cache
+def _own_names() -> set[str]:
+    return private_names.defined(_tree(path) for path in MODULES if _part(path) != "compat")
+
+
+@functools.cache
+def _foreign_names() -> set[str]:
+    """The private attributes that compat/ needs, such as `_value` of "keras:Variable._value"."""
+    needs = [need for each in versions.all_needs().values() for need in each]
+    names = {re.split("[:.]", need.partition("(")[0])[-1] for need in needs}
+    return {name for name in names if name.startswith("_") and not name.startswith("__")}
+
+
+@pytest.mark.parametrize("path", BEHIND_THE_WALL, ids=_name)
+def test_private_names_are_reached_in_compat_only(path: pathlib.Path):
+    assert list(private_names.find(_tree(path), _own_names(), _foreign_names())) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from tensorflow.python.eager import context",
+        "from tensorflow.python import tf2",
+        "import keras.src.backend",
+        "from keras import src\nsrc.backend",
+        "import tf_keras",
+        "def f():\n    from tensorflow.core.protobuf import config_pb2",
+        "frame = sys._getframe(1)",
+        "frame = inspect.currentframe()",
+        "caller = frame.f_back",
+        "model = frame.f_locals['self']",
+        "optimizer._trainable_variables",
+        "self.model._loss_tracker",
+        "self._theirs",
+        "getattr(optimizer, '_learning_rate', None)",
+        "hasattr(strategy.extended, '_num_workers')",
+        "variable._value",
+        "operation._add_control_input(other)",
+        "setattr(model, name, 1)",
+        "object.__setattr__(model, '_own', 1)",
+        "object.__delattr__(model, '_own')",
+        "vars(model)['train_step'] = step",
+        "del vars(model)['train_step']",
+        "vars(function).setdefault('_own', {})",
+        "model.__dict__['train_step'] = step",
+        "strategy.extended.colocate_vars_with = colocate",
+    ],
+)
+def test_the_finder_finds_what_reaches_past_the_surface(source: str):
+    assert list(private_names.find(ast.parse(source), own={"_own"}, foreign={"_value"}))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import tensorflow as tf\nimport keras\nfrom keras import layers",
+        "from tensorflow.distribute import Strategy",
+        "self._own = other._own",
+        "engine._own()",
+        "self._value = 1\nprint(self._value)",
+        "super()._value",
+        "__version__, module.__file__",
+        "os._exit(1)\nsys._current_frames()",
+        "getattr(engine, '_own')",
+        "getattr(model, 'stop_training')",
+        "object.__setattr__(self, 'type', 1)",
+        "setattr(self, name, 1)\nself.__dict__['x'] = 1\nvars(self)['x'] = 1",
+        "class Own: ...\nsetattr(Own, 'name', 1)",
+        "name in vars(model)\nvars(model).get('name')\nvars(model)['name']",
+        "model.stop_training = True",
+        "call = strategy.extended.colocate_vars_with",
+    ],
+)
+def test_the_finder_leaves_public_names_and_own_ones(source: str):
+    assert list(private_names.find(ast.parse(source), own={"_own", "_value"}, foreign={"_value"})) == []
+
+
+def test_the_finder_knows_what_modules_define():
+    source = "class _A:\n    _b: int\n    def _c(self): self._d = 1; self.e = 1; other._f = 1\n_g = 1\n_h: int = 1"
+    assert private_names.defined([ast.parse(source)]) == {"_A", "_b", "_c", "_d", "_g", "_h"}
 
 
 def _defined(path: pathlib.Path) -> set[str]:
@@ -201,3 +300,23 @@ def test_all_lists_what_the_module_makes_public(path: pathlib.Path):
 def test_an_unknown_public_name_says_which():
     with pytest.raises(AttributeError, match="no attribute 'NoSuchName'"):
         tfdist.NoSuchName  # noqa: B018
+
+
+# Folders whose modules don't import each other in a circle.
+WITHOUT_CIRCLES = ("tfdist.engines.parameter_server",)
+
+
+@pytest.mark.parametrize("package", WITHOUT_CIRCLES)
+def test_the_modules_of_a_folder_have_no_circle(package: str):
+    paths = {_module(path): path for path in MODULES if _module(path).startswith(f"{package}.")}
+    needs = {module: _modules_imported(path, paths.keys()) - {module} for module, path in paths.items()}
+    while needs:
+        lowest = {module for module, imported in needs.items() if not imported & needs.keys()}
+        assert lowest, f"these import each other: {sorted(needs)}"
+        needs = {module: imported for module, imported in needs.items() if module not in lowest}
+
+
+def _modules_imported(path: pathlib.Path, known: Collection[str]) -> set[str]:
+    """Of the known modules those that `path` imports, itself or a name of theirs."""
+    imported = set(_imported(path))
+    return (imported | {name.rpartition(".")[0] for name in imported}) & set(known)

@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tfdist import Cluster, Task, _line_server, _sockets, doctor_meeting
-from tfdist.engines import rendezvous
 from tfdist.launchers.ports import PortReservation
+from tfdist.runtime import rendezvous
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TWO = Cluster({"worker": {0: "127.0.0.1:1", 1: "127.0.0.1:2"}}, Task("worker", 0))
@@ -159,7 +159,7 @@ def test_no_lines_of_a_stranger_end_a_conversation_badly(lines: list[bytes]):
     met: list[str] = []
     answering = rendezvous._Answering.__new__(rendezvous._Answering)
     answering._cluster, answering._secret, answering._on_met = TWO, b"a secret", met.append
-    visitors = doctor_meeting._Visitors(TWO, {})
+    visitors = doctor_meeting._Callers(TWO, {})
     for conversation in (answering._converse(), visitors.converse()):
         next(conversation)
         with contextlib.suppress(StopIteration):

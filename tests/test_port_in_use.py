@@ -14,10 +14,10 @@ import pytest
 from tfdist import Cluster, Task
 
 PROGRAM = {
-    "worker": "import sys; from tfdist import serving_task; sys.exit(serving_task.main())",
+    "worker": "import sys; from tfdist.serving import task; sys.exit(task.main())",
     # The other tasks are met before the chief takes its own port.
     "chief": """
-from tfdist.engines import rendezvous
+from tfdist.runtime import rendezvous
 rendezvous.reach = lambda *args, **kwargs: None
 import tfdist
 tfdist.ParameterServerStrategy(start_timeout_secs=5)

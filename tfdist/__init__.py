@@ -2,7 +2,7 @@
 """tfdist: the distribution toolkit for TensorFlow and Keras 3.
 
 Importing this package starts nothing and imports no TensorFlow: the public names below are resolved on first use (PEP
-562), so that `tfdist launch --help` and `tfdist.cluster` answer at once.
+562), so that `tfdist launch --help` and `tfdist.cluster` load fast.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tfdist.policies.parameter_averaging import ParameterAveraging
     from tfdist.policies.staleness import BoundedStaleness, DropStale, SoftSync, StalenessScaling
     from tfdist.policies.warmup import Warmup
+    from tfdist.runtime.allocator import keep_freed_memory
     from tfdist.strategies.mirrored import MirroredStrategy
     from tfdist.strategies.multi_worker import MultiWorkerMirroredStrategy
     from tfdist.strategies.parameter_server import ParameterServerStrategy
@@ -42,10 +43,11 @@ __all__ = [
     "Task",
     "Warmup",
     "__version__",
+    "keep_freed_memory",
     "strategy_from_flags",
 ]
 
-# Where each public name lives. `tests/test_layers.py` holds it against `__all__` and the modules themselves.
+# Module of each public name. `tests/test_layers.py` compares it with `__all__` and the modules themselves.
 _HOME = {
     "BackupWorkers": "tfdist.policies.backup_workers",
     "BoundedStaleness": "tfdist.policies.staleness",
@@ -60,6 +62,7 @@ _HOME = {
     "MirroredStrategy": "tfdist.strategies.mirrored",
     "MultiWorkerMirroredStrategy": "tfdist.strategies.multi_worker",
     "ParameterServerStrategy": "tfdist.strategies.parameter_server",
+    "keep_freed_memory": "tfdist.runtime.allocator",
     "strategy_from_flags": "tfdist.flags",
 }
 

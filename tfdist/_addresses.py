@@ -15,34 +15,34 @@ _EXAMPLE_6 = 'write "[host]:port", such as "[fe80::1]:2222"'
 
 
 def split(address: str) -> tuple[str, int]:
-    """Host (an IPv6 one without its brackets) and port of a valid address."""
+    """Returns the host (an IPv6 address without brackets) and the port of a valid address."""
     host, _, port = address.rpartition(":")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def normal(address: str) -> str:
-    """A valid address without the dot that ends an absolute host name.
+    """Returns a valid address without the trailing dot of an absolute host name.
 
-    Everything but DNS takes the name with the dot for another one: /etc/hosts, certificates, whoever compares.
+    Only DNS treats the names with and without the dot alike; /etc/hosts, certificates and comparisons don't.
     """
     host, colon, port = address.rpartition(":")
     return f"{host.removesuffix('.')}{colon}{port}"
 
 
 def key(address: str) -> tuple[str, int]:
-    """Equal for two valid addresses at which one machine can't serve twice."""
+    """Returns a key that is equal for two valid addresses that can't both be served on one machine."""
     host, port = split(address)
     host = host.lower().removesuffix(".")
     try:
         ip = ipaddress.ip_address(host)
     except ValueError:
-        # A server listens on every interface, so the names of the loopback interface are all the same place.
+        # A server listens on all interfaces, so all names of the loopback interface count as one host.
         return ("loopback" if host == "localhost" else host), port
     return ("loopback" if ip.is_loopback else str(ip)), port
 
 
 def problem(address: Any) -> tuple[str, str] | None:
-    """What is wrong with an address and how to mend it, or None."""
+    """Returns the problem of an invalid address and its remedy, or None for a valid one."""
     if not isinstance(address, str):
         return "is not a string", _EXAMPLE
     if "://" in address:
@@ -63,7 +63,7 @@ def problem(address: Any) -> tuple[str, str] | None:
 
 def _ipv6_problem(host: str) -> tuple[str, str] | None:
     if not host.endswith("]"):
-        # "[::1]" and "[::1" both end up here: the last colon is one of the host's own.
+        # Reached for "[::1]" and "[::1", because their last colon is part of the host.
         return "has no port after its bracketed host", _EXAMPLE_6
     try:
         ipaddress.IPv6Address(host[1:-1])

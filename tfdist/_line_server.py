@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers peers at a task's own address, from one thread, whatever strangers do there. No TensorFlow import.
+"""Server of short line-based conversations at a task's own address, in one thread. No TensorFlow import.
 
-The port of a task is open to everybody who reaches its machine. A peer that says nothing, sends garbage, never ends a
-line or comes back a thousand times must neither delay a task of the job nor fill the memory. So no peer is waited for,
-a line has a longest length, a conversation has an end, and connections give way to newer ones when there are too many.
+The port of a task is open to every host that reaches its machine. A peer that stays silent, sends garbage, never ends a
+line or connects a thousand times must neither delay a task of the job nor fill the memory. So the server waits for no
+single peer, limits the length of a line and the time of a conversation, and closes the oldest connections when there
+are too many.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from typing import TypeVar
 from tfdist import _addresses, _sockets
 
 T = TypeVar("T")
-# Sends what it yields, and is given the peer's next line; the peer closes first when it returns.
+# Yields each line to send, and receives the peer's next line. When it returns, the peer closes the connection first.
 Conversation = Generator[bytes, bytes, None]
 
 MOST_PEERS = 128
-# From the first byte to the last, however busily a peer drips: a task's conversation takes milliseconds.
+# Longest time of a conversation from the first byte to the last; a task's conversation takes milliseconds.
 PEER_SECS = 10.0
 _JOIN_SECS = 5.0
 
@@ -44,9 +45,9 @@ class LineServer:
     """Holds a short conversation, line by line, with each peer that connects, until it is closed.
 
     Args:
-      sockets: where it listens; closed with it.
-      conversation: begins one.
-      clock: seconds, monotonic.
+      sockets: listening sockets, which the server closes at its end.
+      conversation: starts a conversation with a new peer.
+      clock: returns seconds, monotonic.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class LineServer:
         return self
 
     def listen_everywhere(self) -> None:
-        """From now on, listens at the same port on all interfaces; may be called again."""
+        """Listens at the same port on all interfaces from now on; may be called again."""
         self._is_to_widen = True
         self._wake_up()
 
@@ -93,7 +94,7 @@ class LineServer:
     def _run(self) -> None:
         try:
             while not self._stop.is_set():
-                for key, _ in self._selector.select(self._patience()):
+                for key, _ in self._selector.select(self._next_timeout_secs()):
                     if isinstance(key.data, _Peer):
                         if key.data in self._peers:
                             self._receive(key.data)
@@ -111,14 +112,14 @@ class LineServer:
                 self._drop(peer)
             self._selector.close()
 
-    def _patience(self) -> float | None:
+    def _next_timeout_secs(self) -> float | None:
         oldest = next(iter(self._peers), None)
         return None if oldest is None else max(0.0, oldest.until - self._clock())
 
     def _widen(self) -> None:
         self._is_to_widen = False
         addresses = [(each.family, *each.getsockname()[:2]) for each in self._sockets]
-        # The system binds a port on all interfaces only once nothing listens there. Who connects meanwhile tries again.
+        # The kernel binds a port on all interfaces only if no socket listens there. Peers that fail meanwhile retry.
         for each in self._sockets:
             self._selector.unregister(each)
             each.close()
@@ -137,7 +138,7 @@ class LineServer:
         except OSError as error:
             if error.errno in _sockets.NO_RESOURCES:
                 self._make_room()
-                self._stop.wait(0.01)  # Where no room was made, others of this program must close something first.
+                self._stop.wait(0.01)  # If no peer could be closed, other parts of the program must free descriptors.
             return
         if len(self._peers) >= MOST_PEERS:
             self._make_room()
@@ -172,9 +173,9 @@ class LineServer:
         try:
             data = answer()
             if peer.socket.send(data) < len(data):
-                self._drop(peer)  # It has not read what it was sent before.
+                self._drop(peer)  # The peer has not read earlier lines.
         except StopIteration:
-            # The peer closes first, so that this port is left in no state that a server could not bind.
+            # The peer closes first, so that the TIME_WAIT state is on its side and a server can bind this port.
             peer.is_done = True
         except OSError:
             self._drop(peer)
@@ -187,14 +188,14 @@ class LineServer:
 
 
 def to_give_way(peers: Iterable[T], hosts: Iterable[str]) -> T:
-    """The connection that is closed for a newer one: the oldest from the address that has most of them.
+    """Returns the connection to close for a newer one: the oldest one from the host with the most connections.
 
-    So a flood from one machine takes no connection from another machine, and what a task says within the time of
-    `MOST_PEERS` new connections is heard, wherever the flood comes from.
+    So a flood from one host closes no connection of another host. A task on the flooding host is still served if it
+    completes its conversation before `MOST_PEERS` newer connections.
 
     Args:
-      peers: at least one, oldest first.
-      hosts: the address of each.
+      peers: at least one connection, the oldest first.
+      hosts: the host of each connection.
     """
     first: dict[str, T] = {}
     count: collections.Counter[str] = collections.Counter()
@@ -205,19 +206,18 @@ def to_give_way(peers: Iterable[T], hosts: Iterable[str]) -> T:
 
 
 def listen(address: str, others: Iterable[str]) -> list[socket.socket]:
-    """Listens at the machine's own addresses of a task, and on no other interface.
+    """Listens at the addresses of a task's host name, and on no other interface.
 
-    All interfaces are listened on only where the own address can't be told: the host of `address` is none of this
-    machine (behind an address translation), or a loopback address that other machines call otherwise (127.0.1.1 in
-    /etc/hosts). A task that other machines reach at another of its own addresses is deaf at first: see
-    `LineServer.listen_everywhere`.
+    Listens on all interfaces only if the own address is unknown. That is so if the host of `address` is not on this
+    machine (behind NAT), or is a loopback address while other tasks are on other machines (127.0.1.1 in /etc/hosts). A
+    task that other machines reach at yet another address can't be reached at first; see `LineServer.listen_everywhere`.
 
     Args:
       address: "host:port" of the task.
-      others: those of the other tasks.
+      others: addresses of the other tasks.
 
     Raises:
-      OSError: the port is in use, on whichever interface, or may not be used.
+      OSError: the port is in use, on any interface, or may not be used.
     """
     host, port = _addresses.split(address)
     _sockets.check_port(port)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opens and reads TCP sockets in the ways that several modules share. No TensorFlow import."""
+"""Helpers for TCP sockets that several modules share. No TensorFlow import."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import time
 
 LINE_BYTES = 4096
 BACKLOG = 128
-# Of a process, or of the system: another connection can't be opened before one is closed.
+# Error codes of a process, or a system, without free descriptors or buffers for another connection.
 NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-# No interface of this machine has the address.
+# Error codes of an address that no interface of this machine has.
 NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EINVAL)
 
 
@@ -31,7 +31,7 @@ def listen_everywhere(port: int) -> socket.socket:
 
 
 def check_port(port: int) -> None:
-    """Raises OSError if a port can't be listened on on all interfaces, as TensorFlow's server does."""
+    """Raises OSError if this process can't listen at a port on all interfaces, as TensorFlow's server does."""
     _bind_everywhere(port).close()
 
 
@@ -40,7 +40,7 @@ def _bind_everywhere(port: int) -> socket.socket:
         try:
             return _bind(socket.AF_INET6, port)
         except OSError as error:
-            if error.errno not in NO_SUCH_ADDRESS:  # IPv6 is known here, and switched off.
+            if error.errno not in NO_SUCH_ADDRESS:  # These mean that IPv6 is switched off.
                 raise
     return _bind(socket.AF_INET, port)
 
@@ -59,7 +59,7 @@ def _bind(family: socket.AddressFamily, port: int) -> socket.socket:
 
 
 def keep_alive(connection: socket.socket, idle_secs: int, every_secs: int, probes: int) -> None:
-    """Has the kernel probe a connection that is idle, and end it when the peer's kernel does not answer (tcp(7))."""
+    """Turns on TCP keepalive: the kernel probes an idle connection, and ends it without an answer (tcp(7))."""
     for name, value in (("TCP_KEEPIDLE", idle_secs), ("TCP_KEEPINTVL", every_secs), ("TCP_KEEPCNT", probes)):
         if hasattr(socket, name):  # Linux has them all.
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
@@ -67,14 +67,14 @@ def keep_alive(connection: socket.socket, idle_secs: int, every_secs: int, probe
 
 
 def read_line(connection: socket.socket, timeout_secs: float, prefix: bytes = b"") -> bytes:
-    """Reads a line, or the beginning of what is none: it is too long, or does not begin with `prefix`.
+    """Reads a line; stops early if the data are too long, or don't begin with `prefix`.
 
     Raises:
-      OSError: the connection broke, or there was no whole line for so long (TimeoutError).
+      OSError: the connection broke, or no complete line arrived in time (TimeoutError).
     """
     line, until = b"", time.monotonic() + timeout_secs
     while not line.endswith(b"\n") and len(line) < LINE_BYTES and line[: len(prefix)] == prefix[: len(line)]:
-        # For the whole line, not for each byte of it.
+        # The timeout is for the whole line, not for each byte.
         left_secs = until - time.monotonic()
         if left_secs <= 0:
             raise TimeoutError("timed out")

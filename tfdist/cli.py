@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The console command `tfdist`. It imports no TensorFlow, so that it answers at once."""
+"""Console command `tfdist`. It imports no TensorFlow, so that it starts fast."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Starts the same script as every task of a cluster, each with its own TF_CONFIG.
 
 platforms (tfdist launch PLATFORM --help lists the flags of one):
 """
-# Each is a module of tfdist.launchers with `main(arguments)`; imported only when asked for.
+# Each is a module of tfdist.launchers with `main(arguments)`, imported only when it is used.
 _PLATFORMS = {
     "local": "processes on this machine",
     "ssh": "machines reached by ssh",
@@ -42,17 +42,17 @@ _PLATFORMS = {
 
 
 class _UsageError(ValueError):
-    """What was typed makes no sense. The message is one line."""
+    """Invalid command line. The message is one line."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command.
 
     Args:
-      argv: what follows the command's name; this process' own arguments by default.
+      argv: arguments after the command's name; this process' own arguments by default.
 
     Returns:
-      The exit code: 2 if the command line makes no sense, 1 if a tool such as kubectl has refused the job.
+      The exit code: 2 for an invalid command line, 1 if a tool such as kubectl has refused the job.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:

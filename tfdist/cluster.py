@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tasks there are and which one this process is: TF_CONFIG in and out, validated, without TensorFlow.
+"""Cluster description: the tasks, their addresses and this process' task. Reads and writes TF_CONFIG. No TensorFlow.
 
     cluster = Cluster.from_environment()          # None when TF_CONFIG is not set
     cluster.check_multi_worker()
     if cluster.is_chief: ...
 
-Whatever is wrong with a description is reported as one `ClusterError` line that names the place, the value and the
-remedy, before TensorFlow sees it: TensorFlow itself would hang, train alone, or truncate an index of 1.7 to 1.
+Any error in a description is raised as a `ClusterError` of one line, which names the place, the value and the remedy.
+TensorFlow itself would hang, train alone, or truncate an index of 1.7 to 1.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Any
 
 from tfdist import _addresses
 
-# In the order in which they are listed and started. `master` is the old name of `chief`.
+# Jobs in the order in which they are listed and started. `master` is the old name of `chief`.
 JOBS = ("chief", "worker", "ps", "evaluator")
 # The environment variable in which the workers find the dispatcher of the tf.data service, "host:port" on the chief.
 DATA_SERVICE_VARIABLE = "TFDIST_DATA_SERVICE"
-# The environment variable with a random text that a launcher hands to all tasks of a job, and to nobody else.
+# The environment variable with the job's secret: a random text that a launcher passes to all tasks of a job.
 JOB_SECRET_VARIABLE = "TFDIST_JOB_SECRET"
-# A file to which the launcher adds lines for this task (`tfdist.launchers.notices`).
+# The environment variable with the path of the launcher's notices for this task (`tfdist.launchers.notices`).
 NOTICES_VARIABLE = "TFDIST_NOTICES"
 _OLD_NAMES = {"master": "chief"}
 _MAX_INDEX = 2**31 - 1
@@ -34,10 +34,10 @@ _UNSET = "unset TF_CONFIG to train on this machine alone"
 
 
 def data_service_address() -> str | None:
-    """The value of `DATA_SERVICE_VARIABLE`, or None where that is not set.
+    """Returns the value of `DATA_SERVICE_VARIABLE`, or None if it is not set.
 
     Raises:
-      ClusterError: it is no address.
+      ClusterError: the value is no address.
     """
     address = os.environ.get(DATA_SERVICE_VARIABLE)
     problem = _addresses.problem(address) if address else None
@@ -47,7 +47,7 @@ def data_service_address() -> str | None:
 
 
 class ClusterError(ValueError):
-    """A cluster description, or TF_CONFIG, that can't be right. The message is one line."""
+    """Invalid cluster description or TF_CONFIG. The message is one line."""
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -76,7 +76,7 @@ class Cluster:
       task: this process. An evaluator need not be listed in `jobs`, nor the chief of parameter servers.
 
     Raises:
-      ClusterError: the description can't be right.
+      ClusterError: the description is invalid.
     """
 
     jobs: Mapping[str, Mapping[int, str]]
@@ -101,7 +101,7 @@ class Cluster:
             `rpc_layer` and `environment`, are ignored.
 
         Raises:
-          ClusterError: the text is not a TF_CONFIG that makes sense.
+          ClusterError: the text is no valid TF_CONFIG.
         """
         text = os.environ.get("TF_CONFIG") if text is None else text
         if text is None:
@@ -113,21 +113,21 @@ class Cluster:
 
     @classmethod
     def from_environment(cls) -> Cluster | None:
-        """The cluster in the environment variable TF_CONFIG, or None if that is not set."""
+        """Returns the cluster in the environment variable TF_CONFIG, or None if it is not set."""
         return cls.from_tf_config() if "TF_CONFIG" in os.environ else None
 
     def to_tf_config(self) -> str:
-        """The TF_CONFIG of this task: one line of JSON, dense jobs as lists and sparse ones as dicts."""
+        """Returns the TF_CONFIG of this task: one line of JSON, dense jobs as lists and sparse ones as dicts."""
         jobs = {job: self._job_for_json(job) for job in self.jobs}
         return json.dumps({"cluster": jobs, "task": {"type": self.task.type, "index": self.task.index}})
 
     def with_task(self, task: Task) -> Cluster:
-        """The same cluster seen by another of its tasks."""
+        """Returns the same cluster for another of its tasks."""
         return dataclasses.replace(self, task=task)
 
     @property
     def tasks(self) -> tuple[Task, ...]:
-        """Every listed task: chief, workers, parameter servers, evaluators, each job in the order of its indices."""
+        """All listed tasks: chief, workers, parameter servers, evaluators, each job in the order of its indices."""
         return tuple(Task(job, index) for job, addresses in self.jobs.items() for index in addresses)
 
     @property
@@ -140,22 +140,22 @@ class Cluster:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process leads: the chief, or worker 0 where there is no chief."""
+        """True if this process leads: the chief, or worker 0 where there is no chief."""
         return self.task == self.chief
 
     @property
     def is_listed(self) -> bool:
-        """Whether this process has an address in the cluster."""
+        """True if this process has an address in the cluster."""
         return self.task.index in self.jobs.get(self.task.type, {})
 
     @property
     def num_workers(self) -> int:
-        """Tasks of the job `worker`; a chief is not counted."""
+        """Number of tasks of the job `worker`, without the chief."""
         return len(self.jobs.get("worker", {}))
 
     @property
     def num_ps(self) -> int:
-        """Tasks of the job `ps`."""
+        """Number of tasks of the job `ps`."""
         return len(self.jobs.get("ps", {}))
 
     @property
@@ -164,7 +164,7 @@ class Cluster:
         return tuple(task for task in self.tasks if task.type in ("chief", "worker"))
 
     def address(self, task: Task | None = None) -> str:
-        """The "host:port" of a task, of this one by default.
+        """Returns the "host:port" of a task; of this process' task by default.
 
         Raises:
           ClusterError: the cluster lists no such task.
@@ -181,7 +181,7 @@ class Cluster:
         """Checks that MultiWorkerMirroredStrategy can run here.
 
         Raises:
-          ClusterError: there is a parameter server, nobody who trains, or a gap in the indices.
+          ClusterError: the cluster has a parameter server, no worker that trains, or a gap in the indices.
         """
         strategy = "MultiWorkerMirroredStrategy"
         if self.num_ps:
@@ -204,8 +204,8 @@ class Cluster:
         """Checks that ParameterServerStrategy can run here.
 
         Raises:
-          ClusterError: there is no chief, no worker or no parameter server, or the chief sees a gap in the indices, or
-            this is an evaluator.
+          ClusterError: there is no chief, no worker or no parameter server, or this process is the chief and there is a
+            gap in the indices, or this process is an evaluator.
         """
         strategy = "ParameterServerStrategy"
         if self.task.type == "evaluator":
@@ -242,11 +242,11 @@ def _wrong(where: str, problem: str, remedy: str, value: Any) -> ClusterError:
 
 
 def _shown(value: Any) -> str:
-    """A value as its author wrote it in JSON, on one line and of bounded length."""
+    """Returns a value as JSON text, on one line and of limited length."""
     try:
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError):
-        # Not repr of the whole: it may be endless, or fail in its own way.
+        # Not repr(value), which may be very long or raise an error of its own.
         text = f"a {type(value).__name__}"
     return text if len(text) <= 120 else f"{text[:117]}..."
 
@@ -317,9 +317,9 @@ def _check_task(task: Any, jobs: Mapping[str, Mapping[int, str]]) -> None:
     if not isinstance(task, Task):
         raise _wrong("task", "is not a Task", 'pass Task("worker", 0)', task)
     if task.type == "evaluator" and "evaluator" not in jobs:
-        return  # It takes no part in training, so several schedulers leave it out of the cluster.
+        return  # An evaluator takes no part in training, so several schedulers leave it out of the cluster.
     if task.type == "chief" and task.index == 0 and "chief" not in jobs and "ps" in jobs:
-        return  # A program that coordinates the others has no address that they would have to know.
+        return  # The other tasks need no address of the coordinating program.
     if task.type not in jobs:
         raise _not_a_job(task, jobs)
     if task.index not in jobs[task.type]:
@@ -375,7 +375,7 @@ def _normal_tasks(job: str, tasks: Any) -> Mapping[int, str]:
 
 
 def _sparse_index(where: str, key: Any) -> int:
-    """The index behind a key of a sparse job: in JSON every key is a string."""
+    """Returns the index of a key of a sparse job, which is a string in JSON."""
     if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10 and str(int(key)) == key:
         key = int(key)
     if type(key) is not int or not 0 <= key <= _MAX_INDEX:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks at this machine, and at the cluster in TF_CONFIG, for what would fail late or hang: `tfdist doctor`.
+"""Command `tfdist doctor`: checks this machine, and the cluster in TF_CONFIG, for causes of late failures and hangs.
 
-It imports no TensorFlow. Started as all tasks of a cluster at once (`tfdist launch ... -m tfdist.doctor
---meet_secs=60`), the tasks ask each other, and compare versions and clocks too.
+It imports no TensorFlow. If it runs as all tasks of a cluster at once (`tfdist launch ... -m tfdist.doctor
+--meet_secs=60`), the tasks connect to each other, and compare versions and clocks, too.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ the other tasks can be reached, clocks. Returns 0 if nothing is wrong, else 1.
 flags:
 """
 OK, WARNING, WRONG = "ok", "warning", "wrong"
-# What setup.py asks for, as lower and upper bounds.
+# Requirements of setup.py, as lower and upper bounds.
 _NEEDED = {
     "tensorflow": ((2, 20), (2, 22)),
     "keras": ((3, 12), None),
@@ -53,7 +53,7 @@ _TIME_ERROR = 5
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at: its state (`OK`, `WARNING` or `WRONG`), and what it is and what to do in a line."""
+    """Result of one check: its state (`OK`, `WARNING` or `WRONG`), and one line with the finding and the remedy."""
 
     state: str
     text: str
@@ -63,17 +63,17 @@ class Finding:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`tfdist doctor`.
+    """Runs `tfdist doctor`.
 
     Args:
-      arguments: what follows on the command line.
+      arguments: the command line after the command's name.
 
     Returns:
       0 if nothing is wrong (there may be warnings), else 1.
 
     Raises:
       absl.flags.Error: a flag is unknown or its value can't be parsed.
-      LaunchError: there is more on the command line than flags.
+      LaunchError: the command line has an argument that is no flag.
     """
     values, rest = command_line.parse(_define_flags, arguments)
     if values.help:
@@ -143,11 +143,11 @@ def _define_flags(values: flags.FlagValues) -> None:
 
 
 def examine(timeout_secs: float, meet_secs: float = 0.0, env: Mapping[str, str] = os.environ) -> list[Finding]:
-    """All findings.
+    """Runs all checks.
 
     Args:
       timeout_secs: how long another task may take to answer.
-      meet_secs: how long to wait for the other tasks to run this too; 0 only looks whether they can be reached.
+      meet_secs: how long to wait for the other tasks to run this, too; 0 only checks that they can be reached.
       env: the environment.
     """
     found = [*versions(_installed), *keras_backend(env), *gpu_findings(env, _installed), *clock()]
@@ -176,10 +176,10 @@ def _installed(name: str) -> str | None:
 
 
 def versions(installed: Callable[[str], str | None]) -> list[Finding]:
-    """Python and the packages that tfdist needs.
+    """Checks the versions of Python and of the packages that tfdist needs.
 
     Args:
-      installed: the version of a package, or None.
+      installed: returns the version of a package, or None.
     """
     python = tuple(sys.version_info[:2])
     known = _PYTHON[0] <= python < _PYTHON[1]
@@ -219,7 +219,7 @@ def _dotted(version: Sequence[int]) -> str:
 
 
 def keras_backend(env: Mapping[str, str]) -> list[Finding]:
-    """Which backend Keras will choose."""
+    """Checks that Keras will choose the TensorFlow backend."""
     where, backend = "KERAS_BACKEND", env.get("KERAS_BACKEND")
     if not backend:
         home = pathlib.Path(env.get("KERAS_HOME") or pathlib.Path(env.get("HOME", "~")).expanduser() / ".keras")
@@ -234,7 +234,7 @@ def keras_backend(env: Mapping[str, str]) -> list[Finding]:
 
 
 def gpu_findings(env: Mapping[str, str], installed: Callable[[str], str | None]) -> list[Finding]:
-    """The GPUs that TensorFlow may use, and whether it has what it needs for that."""
+    """Checks that TensorFlow may use this machine's GPUs, and that CUDA libraries are installed."""
     try:
         there, usable = gpus.present({}), gpus.present(env)
     except LaunchError as error:
@@ -253,11 +253,11 @@ def gpu_findings(env: Mapping[str, str], installed: Callable[[str], str | None])
 
 
 def clock() -> list[Finding]:
-    """Whether the kernel holds this machine's clock for synchronised."""
+    """Checks that this machine's clock is synchronised, by the kernel's status."""
     if not sys.platform.startswith("linux"):
         return []
     try:
-        # With `modes` 0, which is its first field, it only reads; struct timex is smaller than this everywhere.
+        # `modes`, the first field of struct timex, is 0, so the call only reads; the buffer is larger than the struct.
         state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.create_string_buffer(512))
     except (OSError, AttributeError):
         return []
@@ -275,7 +275,7 @@ def clock() -> list[Finding]:
 
 
 def strategy(cluster: Cluster) -> list[Finding]:
-    """Whether the strategy that suits this cluster would take it."""
+    """Checks that the matching strategy accepts this cluster."""
     try:
         if cluster.num_ps:
             cluster.check_parameter_server()
@@ -288,7 +288,7 @@ def strategy(cluster: Cluster) -> list[Finding]:
 
 
 def names(cluster: Cluster, timeout_secs: float) -> list[Finding]:
-    """Whether the name of each task's host can be resolved here."""
+    """Checks that this machine can resolve the name of each task's host."""
     hosts: dict[str, list[Task]] = {}
     for task in cluster.tasks:
         hosts.setdefault(_addresses.split(cluster.address(task))[0], []).append(task)
@@ -309,7 +309,7 @@ def names(cluster: Cluster, timeout_secs: float) -> list[Finding]:
 
 
 def own_port(cluster: Cluster) -> list[Finding]:
-    """Whether this task can listen at its own address."""
+    """Checks that this task can listen at its own address."""
     if cluster.task not in cluster.tasks:
         return []
     host, port = _addresses.split(cluster.address())
@@ -320,10 +320,10 @@ def own_port(cluster: Cluster) -> list[Finding]:
             probe.bind(address)
             probe.listen(1)
     except socket.gaierror:
-        return []  # Said above.
+        return []  # Reported by `names`.
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:
-            # Behind an address translation that is right: TensorFlow listens on all interfaces.
+            # Only a warning: behind NAT this is normal, because TensorFlow listens on all interfaces.
             text = f"{host}, the address of {cluster.task}, is none of this machine; is this the right task?"
             return [Finding(WARNING, text)]
         return [
@@ -336,12 +336,12 @@ def own_port(cluster: Cluster) -> list[Finding]:
 
 
 def reachable(cluster: Cluster, timeout_secs: float) -> list[Finding]:
-    """Whether the machines of the other tasks answer. That nothing listens there yet is fine."""
+    """Checks that the machines of the other tasks answer. Their servers need not be running yet."""
     others = [task for task in cluster.tasks if task != cluster.task]
     if not others:
         return []
     with concurrent.futures.ThreadPoolExecutor(min(32, len(others)), "tfdist reach") as pool:
-        answers = list(pool.map(lambda task: _knock(cluster.address(task), timeout_secs), others))
+        answers = list(pool.map(lambda task: _connect(cluster.address(task), timeout_secs), others))
     found = []
     for task, answer in zip(others, answers, strict=True):
         state = OK if answer in (_LISTENS, _REFUSES) else WRONG
@@ -353,7 +353,7 @@ def reachable(cluster: Cluster, timeout_secs: float) -> list[Finding]:
 _LISTENS, _REFUSES = "something listens", "the machine answers, nothing listens yet"
 
 
-def _knock(address: str, timeout_secs: float) -> str:
+def _connect(address: str, timeout_secs: float) -> str:
     try:
         socket.create_connection(_addresses.split(address), timeout_secs).close()
     except ConnectionRefusedError:

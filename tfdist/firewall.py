@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules for Linux' firewall that let only a job's hosts and its user reach its ports. No TensorFlow import.
+"""Rules for Linux' firewall (nftables) that admit only a job's hosts and its user to its ports. No TensorFlow import.
 
-TensorFlow's servers listen on all interfaces and ask no peer for a password, so this is all that keeps others out
-where the job's hosts share a network with them. Pure: what it returns is text for `nft -f`, to be loaded by root.
+TensorFlow's servers listen on all interfaces and authenticate no peer. So on a shared network only a firewall keeps
+other hosts out. `rules` is pure: it returns text for `nft -f`, to be loaded by root.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ _Ip = ipaddress.IPv4Address | ipaddress.IPv6Address
 def rules(
     cluster: Cluster, also: Iterable[str], user: int, system_ports: str, resolve: Callable[[str], Sequence[str]]
 ) -> str:
-    """The rules for the machine of `cluster.task`.
+    """Returns the rules for the machine of `cluster.task`.
 
     Args:
       cluster: all tasks of the job.
       also: more addresses, "host:port", at which the job listens.
-      user: number of the user that runs the tasks.
-      system_ports: those that this machine gives to programs that ask for any, such as "32768-60999".
-      resolve: the IP addresses of a host's name.
+      user: id of the user that runs the tasks.
+      system_ports: this machine's range of ephemeral ports, such as "32768-60999".
+      resolve: returns the IP addresses of a host's name.
 
     Returns:
-      A script for `nft -f`, which replaces what it loaded before for the same ports.
+      A script for `nft -f`. Loading it again replaces its earlier rules for the same ports.
 
     Raises:
       ValueError: a host's name can't be resolved.
@@ -65,10 +65,9 @@ def _sources(hosts: Sequence[_Ip], version: int) -> str:
     return f"{'ip' if version == 4 else 'ip6'} saddr {{ {', '.join(of_version)} }}" if of_version else ""
 
 
-# The first packet of a connection. Others may be answers to a program that has such a port by chance.
+# Matches the first packet of a connection; later packets may be answers to a program that uses such a port by chance.
 _OPENING = "tcp flags & (syn | ack) == syn"
-# To delete a table that is not there is an error, so it is made first. What this table accepts, others may still
-# refuse: a packet has to pass all.
+# Deleting an absent table is an error, so the script creates it first. A packet must pass the rules of all tables.
 _SCRIPT = """\
 # Only the hosts of this job, and on this machine only user {user} and root, reach the ports of its tasks here.
 # For the machine of {task}. Load it as root with nft -f FILE; remove it with: nft delete table inet {table}

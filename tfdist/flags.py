@@ -13,7 +13,7 @@
 
     app.run(main)
 
-Importing this module defines nothing. All flags start with `tfdist_`.
+Importing this module defines no flags; `define_flags` does. All flags start with `tfdist_`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def define_flags(flag_values: flags.FlagValues = flags.FLAGS) -> None:
     """Defines the flags; does nothing the second time.
 
     Args:
-      flag_values: where; absl's global flags by default.
+      flag_values: the set of flags to extend; absl's global flags by default.
     """
     if "tfdist_strategy" in flag_values:
         return
@@ -55,6 +55,7 @@ def define_flags(flag_values: flags.FlagValues = flags.FLAGS) -> None:
     number("tfdist_num_workers", 2, "workers of the cluster on this machine, if there is no other", lower_bound=1)
     number("tfdist_num_ps", 1, "parameter servers of it", lower_bound=1)
     text("tfdist_data_sharding", "shard", "parameter_server: shard, replicate or dynamic")
+    text("tfdist_transfer", "auto", "parameter_server: auto or plain")
     flags.DEFINE_list("tfdist_devices", None, "mirrored: devices, such as GPU:0,GPU:1", flag_values=flag_values)
     text("tfdist_tpu", None, "tpu: name; by default the variable TPU_NAME, else local")
     flags.DEFINE_float("tfdist_start_timeout_secs", 300.0, "how long to wait for other tasks", flag_values=flag_values)
@@ -63,18 +64,19 @@ def define_flags(flag_values: flags.FlagValues = flags.FLAGS) -> None:
 
 
 def strategy_from_flags(flag_values: flags.FlagValues = flags.FLAGS) -> Any:
-    """Builds the strategy that the flags describe. In a task that serves, it serves and then ends the process.
+    """Builds the strategy that the flags describe. In a server task (worker or ps), serves and then ends the process.
 
-    With --tfdist_cluster and --tfdist_task the environment variable TF_CONFIG is set, for TensorFlow reads it too.
+    With --tfdist_cluster and --tfdist_task it sets the environment variable TF_CONFIG, which TensorFlow reads, too.
 
     Args:
-      flag_values: where `define_flags` has defined the flags.
+      flag_values: the set of flags that `define_flags` has extended.
 
     Returns:
       A tfdist strategy, or a tf.distribute.TPUStrategy.
 
     Raises:
-      ValueError: a value makes no sense, or policies don't go with the strategy or each other. ClusterError is one.
+      ValueError: a value is invalid, or a policy is not compatible with the strategy or another policy.
+      ClusterError: the cluster is invalid.
     """
     _check_ready(flag_values)
     policies = policies_from_flags(flag_values)
@@ -85,17 +87,17 @@ def strategy_from_flags(flag_values: flags.FlagValues = flags.FLAGS) -> Any:
 
 
 def policies_from_flags(flag_values: flags.FlagValues = flags.FLAGS) -> list[Any]:
-    """The policies alone, in the order of the flags.
+    """Returns the policies alone, in the order of the flags.
 
     Raises:
-      ValueError: one of them is not known, or makes no sense.
+      ValueError: a policy is unknown, or has invalid arguments.
     """
     _check_ready(flag_values)
     return [parse_policy(text) for text in flag_values.tfdist_policies]
 
 
 def callbacks_from_flags(flag_values: flags.FlagValues = flags.FLAGS) -> list[Any]:
-    """The callbacks for `fit`: `tfdist.callbacks.Telemetry` with --tfdist_telemetry_dir, else none."""
+    """Returns the callbacks for `fit`: `tfdist.callbacks.Telemetry` with --tfdist_telemetry_dir, else []."""
     _check_ready(flag_values)
     if not flag_values.tfdist_telemetry_dir:
         return []
@@ -115,10 +117,10 @@ def _check_ready(flag_values: flags.FlagValues) -> None:
 
 
 def parse_policy(text: str) -> Any:
-    """Makes a policy from text such as "BackupWorkers(spares=1)". Its arguments are plain values; nothing is evaluated.
+    """Builds a policy from text such as "BackupWorkers(spares=1)". Arguments are literals; no code is evaluated.
 
     Raises:
-      ValueError: it is no such text, or the policy refuses the arguments.
+      ValueError: the text is invalid, or the policy refuses the arguments.
     """
     name, arguments, keywords = _parse_call(text)
     known = _policies()
@@ -136,7 +138,7 @@ def parse_policy(text: str) -> Any:
 
 
 def _policies() -> dict[str, Callable[[], Callable[..., Any]]]:
-    """How to get at each public policy, by its name."""
+    """Returns a function for each public policy, by name, that imports the policy's class."""
     homes = {name: home for name, home in tfdist._HOME.items() if home.startswith("tfdist.policies.")}
     return {name: functools.partial(_attribute, home, name) for name, home in homes.items()}
 
@@ -146,7 +148,7 @@ def _attribute(home: str, name: str) -> Any:
 
 
 def _parse_call(text: str) -> tuple[str, list[Any], dict[str, Any]]:
-    """Name, arguments and keyword arguments of "Name(1, key=2)", or of "Name"."""
+    """Parses "Name(1, key=2)", or "Name", into the name, the arguments and the keyword arguments."""
     try:
         if len(text) > _MAX_TEXT:
             raise ValueError("too long")
@@ -171,7 +173,7 @@ def _parse_call(text: str) -> tuple[str, list[Any], dict[str, Any]]:
 
 
 def _cluster_from_flags(flag_values: flags.FlagValues) -> Cluster | None:
-    """The cluster in the flags, which TF_CONFIG is set to, or else the one in TF_CONFIG."""
+    """Returns the cluster in the flags, and sets TF_CONFIG to it; without these flags the cluster in TF_CONFIG."""
     given, task = flag_values.tfdist_cluster, flag_values.tfdist_task
     if given is None and task is None:
         return Cluster.from_environment()
@@ -186,16 +188,16 @@ def _cluster_from_flags(flag_values: flags.FlagValues) -> Cluster | None:
 
 
 def parse_cluster(text: str, task: str) -> Cluster:
-    """The cluster of --tfdist_cluster and --tfdist_task.
+    """Parses the values of --tfdist_cluster and --tfdist_task.
 
     Raises:
-      ClusterError: they make no sense.
+      ClusterError: a value is invalid.
     """
     job, colon, index = task.rpartition(":")
     if not (colon and index.isascii() and index.isdigit() and len(index) < 10):
         raise ClusterError(f"--tfdist_task is no task; write worker:1. Received: {task!r}")
     try:
-        # Through TF_CONFIG, for that is what finds a key twice, and whatever else JSON lets pass.
+        # Parsed as a TF_CONFIG, which also detects duplicate keys and other errors that JSON accepts.
         checked = Cluster.from_tf_config(
             f'{{"cluster": {text}, "task": {json.dumps({"type": job, "index": int(index)})}}}'
         )
@@ -206,7 +208,7 @@ def parse_cluster(text: str, task: str) -> Cluster:
 
 
 def _suitable(cluster: Cluster | None) -> str:
-    """The strategy for a cluster."""
+    """Returns the name of the strategy for a cluster."""
     if cluster is None:
         return "mirrored"
     return "parameter_server" if cluster.num_ps else "multi_worker"
@@ -230,6 +232,7 @@ def _parameter_server(values: flags.FlagValues, policies: list[Any]) -> Any:
         num_workers=values.tfdist_num_workers,
         num_ps=values.tfdist_num_ps,
         start_timeout_secs=values.tfdist_start_timeout_secs,
+        transfer=values.tfdist_transfer,
     )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Keras callback that scales the learning rate to the replicas that really take part."""
+"""Keras callback that scales the learning rate by the number of replicas that take part in an update."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import numpy as np
 
 
 class ScaleLearningRate(keras.callbacks.Callback):
-    """Multiplies the learning rate by the number of replicas whose gradients an update is made of.
+    """Multiplies the learning rate by the number of gradients in an update.
 
-    It follows `strategy.replicas_to_aggregate`: 1 while a `Warmup` phase lasts, n - b with `BackupWorkers(spares=b)` of
-    n replicas, and so on. Where the number rises, the factor follows linearly within `warmup_steps`; where it falls, at
-    once. What another callback, such as ReduceLROnPlateau, sets the rate to is taken for a scaled one. At the end of
-    `fit` the optimizer has the unscaled rate again.
+    The factor follows `strategy.replicas_to_aggregate`: 1 during a `Warmup` phase, n - b with
+    `BackupWorkers(spares=b)` of n replicas, and so on. When the number rises, the factor rises linearly within
+    `warmup_steps`. When it falls, the factor falls at once. A rate that another callback sets, such as
+    ReduceLROnPlateau, counts as already scaled. At the end of `fit` the optimizer has the unscaled rate again.
 
     Source: Goyal et al. 2017, arXiv 1706.02677, sections 2.1 and 2.2.
 
     Args:
-      warmup_steps: in how many updates the factor reaches a higher number; 0 or more. Goyal et al.: those of 5 epochs.
-      strategy: a tfdist strategy; the one that the model was made in by default.
-      base_rate: what is right for a batch of one replica's size; the optimizer's rate when `fit` begins by default.
+      warmup_steps: number of updates in which the factor reaches a higher number; 0 or more. Goyal et al. use 5 epochs.
+      strategy: a tfdist strategy; by default the one in whose scope the model was built.
+      base_rate: learning rate for the batch of one replica; by default the optimizer's rate when `fit` begins.
 
     Raises:
-      ValueError: there is no such number or strategy, or the optimizer has a schedule.
+      ValueError: an argument is invalid, or the optimizer has a schedule.
     """
 
     def __init__(self, warmup_steps: int, *, strategy: Any = None, base_rate: float | None = None) -> None:
@@ -46,11 +46,11 @@ class ScaleLearningRate(keras.callbacks.Callback):
         # The factor goes from `_from`, at step `_since`, to `_target`.
         self._from = self._factor = 1.0
         self._target, self._since = 1, 0
-        # The unscaled rate, and what was set last.
+        # The unscaled rate, and the rate that was set last.
         self._base = self._rate = 0.0
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """See `keras.callbacks.Callback`."""
+        """Reads the unscaled rate, and sets the scaled one."""
         optimizer = self.model.optimizer
         self._strategy = self._strategy or self.model.distribute_strategy
         if not hasattr(self._strategy, "replicas_to_aggregate"):
@@ -63,12 +63,12 @@ class ScaleLearningRate(keras.callbacks.Callback):
             self._set(self._factor)
         except TypeError:
             raise ValueError(
-                "ScaleLearningRate: the optimizer has a learning-rate schedule, which nobody can change; give it a "
-                "number, or tfdist.schedules.LinearScaling(schedule, ...) instead of this callback."
+                "ScaleLearningRate: the optimizer has a learning-rate schedule, which can't be scaled from outside; "
+                "give it a number, or tfdist.schedules.LinearScaling(schedule, ...) instead of this callback."
             ) from None
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """See `keras.callbacks.Callback`."""
+        """Sets the rate, if the factor has changed."""
         number = self._strategy.replicas_to_aggregate
         if number != self._target:
             self._from, self._target, self._since = self._factor, number, self._step
@@ -81,12 +81,12 @@ class ScaleLearningRate(keras.callbacks.Callback):
         self._step += self.model.steps_per_execution
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """See `keras.callbacks.Callback`."""
+        """Adds the rate to the logs."""
         if logs is not None:
             logs["learning_rate"] = self._read()
 
     def on_train_end(self, logs: Any = None) -> None:
-        """See `keras.callbacks.Callback`."""
+        """Restores the unscaled rate."""
         rate = self._read()
         unscaled = self._base if np.isclose(rate, self._rate, rtol=1e-6, atol=0.0) else rate / self._factor
         self.model.optimizer.learning_rate = unscaled

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learning-rate schedules for training on several replicas: Keras schedules, for any optimizer."""
+"""Keras learning-rate schedules for training on several replicas."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ __all__ = ["LinearScaling"]
 
 @keras.saving.register_keras_serializable("tfdist")
 class LinearScaling(keras.optimizers.schedules.LearningRateSchedule):
-    """The rate of one replica times the number of replicas, reached gradually.
+    """Linear scaling rule with gradual warmup: the rate for one replica times the number of replicas.
 
         rate(step) = base_rate(step) * (1 + (replicas - 1) * p)
         p = (step - alone_steps) / warmup_steps, but 0 before and 1 after
 
-    Source: Goyal et al. 2017, Accurate, Large Minibatch SGD, arXiv 1706.02677, sections 2.1 (when the batch is k times
-    as large, multiply the rate by k) and 2.2 (begin at the rate of one, and reach k times as much in about 5 epochs).
+    Source: Goyal et al. 2017, Accurate, Large Minibatch SGD, arXiv 1706.02677, sections 2.1 (multiply the rate by k
+    when the batch is k times as large) and 2.2 (start at the rate of one replica, and reach k times as much in about 5
+    epochs).
 
     Args:
-      base_rate: what is right for a batch of one replica's size: a number, or a schedule that decays.
-      replicas: k, how many replicas' gradients an update is made of; with `BackupWorkers(spares=b)` of n, n - b.
-      warmup_steps: over how many updates the factor goes from 1 to k; 0 or more.
-      alone_steps: for how many updates before one replica trains alone, and the factor is 1: `Warmup(steps=...)`.
-      name: of the schedule.
+      base_rate: learning rate for the batch of one replica: a number, or a schedule.
+      replicas: k, the number of gradients in an update; n - b with `BackupWorkers(spares=b)` of n replicas.
+      warmup_steps: number of updates in which the factor rises from 1 to k; 0 or more.
+      alone_steps: number of updates before, in which one replica trains alone and the factor is 1: the `steps` of
+        `Warmup`.
+      name: name of the schedule.
 
     Raises:
-      ValueError: there is no such rate or number.
+      ValueError: an argument is invalid.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class LinearScaling(keras.optimizers.schedules.LearningRateSchedule):
         self.name = name
 
     def __call__(self, step: Any) -> Any:
-        """The rate of update number `step`, from 0: a float32 scalar."""
+        """Returns the rate of update number `step`, counted from 0, as a float32 scalar."""
         base = self.base_rate(step) if callable(self.base_rate) else keras.ops.cast(self.base_rate, "float32")
         since = keras.ops.cast(step, "float32") - self.alone_steps
         if self.warmup_steps:
@@ -68,7 +70,7 @@ class LinearScaling(keras.optimizers.schedules.LearningRateSchedule):
         return base * (1.0 + (self.replicas - 1) * progress)
 
     def get_config(self) -> dict[str, Any]:
-        """What `from_config` makes the same schedule of."""
+        """Returns the arguments from which `from_config` builds the same schedule."""
         rate = self.base_rate
         return {
             "base_rate": keras.saving.serialize_keras_object(rate) if callable(rate) else rate,
@@ -80,7 +82,7 @@ class LinearScaling(keras.optimizers.schedules.LearningRateSchedule):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> LinearScaling:
-        """The schedule that `get_config` described."""
+        """Builds the schedule that `get_config` described."""
         rate = config["base_rate"]
         rate = keras.saving.deserialize_keras_object(rate) if isinstance(rate, dict) else rate
         return cls(**{**config, "base_rate": rate})

@@ -279,7 +279,7 @@ def _reviews(directory: pathlib.Path, name: str) -> pathlib.Path:
 
 
 def _person(random: Any, index: int) -> list[Any]:
-    words = [f" {column}{random.integers(0, 3)}" for column in range(14)]
+    words = [f" c{column}{random.integers(0, 3)}" for column in range(14)]
     for column in (0, 2, 4, 10, 11, 12):
         words[column] = random.integers(1, 90)
     return [*words, " >50K" if index % 4 == 0 else " <=50K"]

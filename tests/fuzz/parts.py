@@ -176,6 +176,12 @@ _STEPS: dict[str, type[keras.Model]] = {
     "clips after": ClipsAfter,
     "counts in conditional": CountsInConditional,
 }
+_LOSSES: dict[str, Any] = {
+    "mse": "mse",
+    "mae": "mae",
+    "huber": "huber",
+    "one number": lambda y, predicted: tf.reduce_mean((tf.cast(y, predicted.dtype) - predicted) ** 2),
+}
 _METRICS = ("mae", "cosine_similarity", "root_mean_squared_error", "r2_score")
 _DATA = ("arrays", "batches", "whole batches", "interleave", "map", "repeat", "weighted")
 
@@ -196,7 +202,8 @@ class Program:
         self._layers = [(pick(choice), int(random.integers(2, 9))) for _ in range(random.integers(1, 5))]
         self._optimizer, self._metric, self._data = pick(_OPTIMIZERS), pick(_METRICS), pick(_DATA)
         self._step = pick(["stock", "stock", *_STEPS])
-        self._loss = pick(["mse", "mae", "huber"])
+        # One number can't be weighed by examples.
+        self._loss = pick([each for each in _LOSSES if each != "one number" or self._data != "weighted"])
         self._batch, self._per_execution = int(random.integers(1, 9)), int(random.choice([1, 1, 1, 3]))
         self._rows = self._batch * int(random.integers(2, 5)) + int(random.integers(0, self._batch))
         shape = {"vectors": (6,), "sequences": (4, 6), "tokens": (4,)}[self._inputs]
@@ -221,7 +228,7 @@ class Program:
         # An own step updates no metrics, which Keras refuses to show then.
         metrics: Any = [self._metric] if self._step == "stock" else None
         optimizer = _OPTIMIZERS[self._optimizer]()
-        model.compile(optimizer, self._loss, metrics=metrics, steps_per_execution=self._per_execution)
+        model.compile(optimizer, _LOSSES[self._loss], metrics=metrics, steps_per_execution=self._per_execution)
         return model
 
     def data(self) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -73,7 +73,7 @@ def attempt(monkeypatch, unreachable, **codes):
     return outcome, tasks.lines, asked
 
 
-@pytest.mark.parametrize("code", [1, requests.PREEMPTED_EXIT_CODE])
+@pytest.mark.parametrize("code", [1, requests.TRY_AGAIN_EXIT_CODE])
 def test_a_lost_host_is_the_cause_not_its_survivor(monkeypatch, code):
     outcome, lines, asked = attempt(monkeypatch, {"beta": AWAY}, worker_0=code)
     assert list(asked[0]) == ["beta"]
@@ -86,7 +86,7 @@ def test_a_lost_host_is_the_cause_not_its_survivor(monkeypatch, code):
     assert outcome.orphan_secs == ssh_task.ORPHAN_SECS
 
 
-@pytest.mark.parametrize("code", [1, requests.PREEMPTED_EXIT_CODE])
+@pytest.mark.parametrize("code", [1, requests.TRY_AGAIN_EXIT_CODE])
 def test_without_a_lost_host_the_first_failure_decides(monkeypatch, code):
     outcome, lines, _ = attempt(monkeypatch, {}, worker_0=code)
     assert (outcome.code, outcome.failed.name, outcome.orphan_secs) == (code, "worker:0", 0.0)

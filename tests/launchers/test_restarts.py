@@ -179,7 +179,7 @@ def test_logs_keep_no_colours_and_say_once_that_the_disk_refuses(tmp_path):
         (lambda: requests.Restarts(backoff_secs=float("inf")), "--restart_backoff_secs is not a duration"),
         (lambda: task_logs.LogSettings(tee=False), "--notee would lose all output"),
         (lambda: task_logs.LogSettings("logs", "../x"), "--run is no name for a folder"),
-        (lambda: local.Job(("a.py",), num_ps=1, chief=False), "--nochief leaves nobody to coordinate"),
+        (lambda: local.Job(("a.py",), num_ps=1, chief=False), "--nochief leaves no task to coordinate"),
         (
             lambda: local.Job(("a.py",), gpus_per_worker=-1),
             "--gpus_per_worker is too small; use 0 or more. Received: -1",

@@ -158,7 +158,7 @@ def test_hosts_without_workers_ask_for_no_gpus():
         ({"SLURM_TASKS_PER_NODE": "5", "SLURM_JOB_NODELIST": "n$1"}, "cluster.chief[0] has a host that is neither"),
         (
             {"SLURM_TASKS_PER_NODE": "4,1", "SLURM_JOB_NODELIST": "a,b", "CUDA_VISIBLE_DEVICES": "0,1"},
-            "3 workers can't share out fewer GPUs than they are; use --gpus_per_node=3 or more, or fewer --tasks",
+            "3 workers need a GPU each, and there are fewer; use --gpus_per_node=3 or more, or fewer --tasks",
         ),
     ],
 )

@@ -64,9 +64,9 @@ def test_topologies(accelerator, topology, each, chips, hosts):
         (lambda: tpu_shapes.from_topology("tpu", "2x2"), "--accelerator is not known; use one of tpu-v4-podslice"),
         (
             lambda: tpu_shapes.from_topology("tpu-v4-podslice", "2x2"),
-            "--topology is none of tpu-v4-podslice, which has 3",
+            "--topology is invalid for tpu-v4-podslice, which has 3",
         ),
-        (lambda: tpu_shapes.from_topology("tpu-v6e-slice", "2*2"), "--topology is none of tpu-v6e-slice"),
+        (lambda: tpu_shapes.from_topology("tpu-v6e-slice", "2*2"), "--topology is invalid for tpu-v6e-slice"),
         (lambda: tpu_shapes.from_topology("tpu-v6e-slice", "3x3"), "--topology=3x3 makes no whole hosts of 4 chips"),
         (lambda: tpu_shapes.from_topology("tpu-v6e-slice", "4x4", 8), "--topology=4x4 makes no whole hosts of 8 chips"),
         (lambda: tpu_shapes.from_topology("tpu-v6e-slice", "999x999"), "--topology=999x999 makes no whole hosts"),

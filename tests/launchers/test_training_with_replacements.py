@@ -80,7 +80,7 @@ def read_until(stream, text):
 
 GIVEN_UP = """
 import queue, sys
-from tfdist import serving
+from tfdist.serving import embedded as serving
 from tfdist.launchers.requests import Restarts
 
 said = queue.SimpleQueue()

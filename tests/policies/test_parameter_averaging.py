@@ -43,7 +43,7 @@ def test_it_shows_what_it_was_given(arguments: dict[str, Any], shown: str):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"every_steps": 0}, "Give a whole number from 1 on. Received: every_steps=0"),
+        ({"every_steps": 0}, "must be an integer of at least 1. Received: every_steps=0"),
         ({"every_steps": -3}, "Received: every_steps=-3"),
         ({"every_steps": 2.0}, "Received: every_steps=2.0"),
         ({"every_steps": True}, "Received: every_steps=True"),

@@ -79,5 +79,5 @@ def test_a_policy_that_stalls_is_an_error():
         def may_start(self, replica: int) -> bool:
             return False
 
-    with pytest.raises(RuntimeError, match="lets nobody start in step 0"):
+    with pytest.raises(RuntimeError, match="lets no replica start in step 0"):
         simulate(Nobody(spares=0), _one_slow, 1, 2)

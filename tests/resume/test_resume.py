@@ -17,7 +17,6 @@ import tensorflow as tf
 from cutting_off import CutOff, CutOffError
 
 import tfdist
-from tfdist.resume import position
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -319,10 +318,6 @@ def test_it_wants_a_fit_that_is_running(tmp_path: pathlib.Path):
     resume.set_model(_model())
     with pytest.raises(RuntimeError, match="needs a running fit"):
         resume.on_train_begin()
-
-
-def test_keras_still_has_what_is_used_of_it():
-    assert position.check() == []
 
 
 class TwoParts(keras.Model):

@@ -14,7 +14,8 @@ import tensorflow as tf
 from aggregated_cluster import BATCH, COUNT, IDS, NUM_WORKERS, STEPS, X, Y, compiled, layers
 
 import tfdist
-from tfdist.engines import closures, injection
+from tfdist.compat import closures
+from tfdist.runtime import delay_hook
 
 Policies = Callable[..., tfdist.ParameterServerStrategy]
 
@@ -35,10 +36,10 @@ def slow() -> Iterator[None]:
         if replica == NUM_WORKERS - 1:
             time.sleep(0.05)
 
-    injection.uninstall(injection._hook)
-    injection.install(delay)
+    delay_hook.uninstall(delay_hook._hook)
+    delay_hook.install(delay)
     yield
-    injection.uninstall(delay)
+    delay_hook.uninstall(delay)
 
 
 class Examples(keras.metrics.Metric):

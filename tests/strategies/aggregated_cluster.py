@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import tfdist
-from tfdist.engines import injection
 from tfdist.policies import composition
+from tfdist.runtime import delay_hook
 from tfdist.telemetry.report import Recorder
 
 NUM_WORKERS = 4
@@ -88,11 +88,11 @@ class Straggler:
 def straggler() -> Iterator[Straggler]:
     """The last worker."""
     made = Straggler(NUM_WORKERS - 1)
-    injection.uninstall(injection._hook)
-    injection.install(made)
+    delay_hook.uninstall(delay_hook._hook)
+    delay_hook.install(made)
     yield made
     made.release()
-    injection.uninstall(made)
+    delay_hook.uninstall(made)
 
 
 class Logs(keras.callbacks.Callback):

@@ -15,7 +15,9 @@ import tensorflow as tf
 from aggregated_cluster import BATCH, COUNT, NUM_WORKERS, STEPS, Logs, Straggler, X, Y, compiled
 
 import tfdist
-from tfdist.engines import aggregated_step, closures, injection, rounds
+from tfdist.compat import closures
+from tfdist.engines.parameter_server import aggregated_step
+from tfdist.runtime import delay_hook, round_runner
 
 LAST = NUM_WORKERS - 1
 
@@ -101,7 +103,7 @@ def test_the_number_of_spares_follows_the_delays(
 ) -> None:
     strategy = with_policies(tfdist.BackupWorkers(spares="auto"))
     model = compiled(strategy)
-    injection.uninstall(injection._hook)
+    delay_hook.uninstall(delay_hook._hook)
     with tfdist.testing.Delays({f"worker:{LAST}": tfdist.testing.constant(0.3)}):
         fit(model, epochs=2)
     assert "tfdist: spares 0 -> 1 of 4 replicas" in capfd.readouterr().err
@@ -173,7 +175,7 @@ def test_a_gradient_that_is_not_delivered_is_given_up(
     fit(model)
     gc.collect()
     gc.disable()
-    monkeypatch.setattr(rounds, "_DELIVERY_SECS", 0.5)
+    monkeypatch.setattr(round_runner, "_DELIVERY_SECS", 0.5)
     push, victims = aggregated_step.AggregatedStep.push, [LAST]
 
     def push_and_stop(self: Any, contribution: Any) -> Any:

@@ -28,7 +28,7 @@ from parameter_server_cluster import (
     fit,
 )
 
-from tfdist.engines import closures
+from tfdist.compat import closures
 
 # Callbacks and files.
 

@@ -28,7 +28,8 @@ from parameter_server_cluster import (
     mean_square,
 )
 
-from tfdist.engines.program import Program
+from tfdist.engines.parameter_server.program import Program
+from tfdist.engines.parameter_server.transfer import plan
 
 # What the numbers are worth.
 
@@ -208,11 +209,39 @@ def test_several_steps_per_execution(strategy: Any) -> None:
     assert history["batches"] == [STEPS] * 3
 
 
-def test_run_eagerly(strategy: Any) -> None:
-    model = dense(strategy, run_eagerly=True)
-    history = fit(model, X, Y, epochs=2, validation_data=(X, Y))
-    assert int(model.optimizer.iterations) == 2 * STEPS
-    assert history["val_loss"][1] == pytest.approx(mean_square(model), rel=1e-4)
+class Looking(keras.Sequential):
+    """Looks at values in its step, as one does to find a mistake."""
+
+    def __init__(self) -> None:
+        super().__init__([keras.Input((X.shape[1],)), keras.layers.Dense(4, "relu"), keras.layers.Dense(1)])
+        self.seen: list[float] = []
+
+    def train_step(self, data: Any) -> Any:
+        self.seen.append(float(data[1].numpy().sum()))
+        logs = super().train_step(data)
+        assert float(logs["loss"]) > 0
+        return logs
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 3])
+def test_run_eagerly_is_one_device_and_steps_see_values(strategy: Any, steps_per_execution: int) -> None:
+    def made() -> Looking:
+        model = Looking()
+        model.compile(keras.optimizers.Adam(0.01), "mse", run_eagerly=True, steps_per_execution=steps_per_execution)
+        return model
+
+    with strategy.scope():
+        many = made()
+    alone = made()
+    alone.set_weights(many.get_weights())
+    found = fit(many, X, Y, epochs=2, validation_data=(X, Y), shuffle=False)
+    expected = fit(alone, X, Y, epochs=2, validation_data=(X, Y), shuffle=False)
+    assert many.seen == pytest.approx(alone.seen)
+    assert int(many.optimizer.iterations) == int(alone.optimizer.iterations) == 2 * STEPS
+    for name, values in expected.items():
+        assert found[name] == pytest.approx(values, rel=1e-4)
+    for one, other in zip(many.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
 
 
 # How many tensors travel.
@@ -251,7 +280,10 @@ def test_as_many_tensors_travel_however_many_small_layers_there_are(strategy: An
     models = [_deep(strategy, num_layers) for num_layers in (3, 12)]
     for kind in ("train", "test"):
         steps = [getattr(model, f"{kind}_step") for model in models]
-        programs = [Program(strategy, step, ((tf.constant(X), tf.constant(Y)),), {}, False) for step in steps]
+        programs = [
+            Program(strategy, step, ((tf.constant(X), tf.constant(Y)),), {}, False, transfer=plan.fixed(64))
+            for step in steps
+        ]
         few, many = (_travelling(program._run.graph) for program in programs)
         assert few
         assert len(few) == len(many)
@@ -282,7 +314,7 @@ def test_the_gradient_of_a_wide_layer_is_multiplied_where_its_kernel_is(
         model = _wide(keras.optimizers.SGD(0.01))
     model.optimizer.build(model.trainable_variables)
     batch = next(iter(strategy.experimental_distribute_dataset(_wide_data(rows, drop_remainder=True))))
-    graph = Program(strategy, model.train_step, (batch,), {}, worker_fed=True)._run.graph
+    graph = Program(strategy, model.train_step, (batch,), {}, worker_fed=True, transfer=plan.fixed(64))._run.graph
     products = [
         operation
         for operation in graph.get_operations()
@@ -301,7 +333,9 @@ def test_the_kernel_of_a_wide_layer_stays_where_it_is(
         model = _wide(keras.optimizers.SGD(0.01))
     model.optimizer.build(model.trainable_variables)
     batch = next(iter(strategy.experimental_distribute_dataset(_wide_data(rows, drop_remainder=True))))
-    graph = Program(strategy, getattr(model, f"{kind}_step"), (batch,), {}, worker_fed=True)._run.graph
+    graph = Program(
+        strategy, getattr(model, f"{kind}_step"), (batch,), {}, worker_fed=True, transfer=plan.fixed(64)
+    )._run.graph
     kernels = [shape for shape in _travelling_shapes(graph).values() if shape in ((300, 400), (400, 350))]
     assert len(kernels) == num_travelling[kind]
 
@@ -337,8 +371,11 @@ def test_rows_of_a_table_are_gathered_where_it_is(strategy: Any) -> None:
     with strategy.scope():
         model = _with_table(5000)
     alone = _with_table(5000)
-    program = Program(strategy, model.train_step, ((tf.constant(ids), tf.constant(Y)),), {}, worker_fed=False)
-    assert all(shape.num_elements() < 5000 for shape in _travelling_shapes(program._run.graph).values())
+    for transfer, is_gathered in ((plan.fixed(64), True), (plan.plain(), False)):
+        data = tf.constant(ids), tf.constant(Y)
+        program = Program(strategy, model.train_step, (data,), {}, worker_fed=False, transfer=transfer)
+        shapes = _travelling_shapes(program._run.graph).values()
+        assert all(shape.num_elements() < 5000 for shape in shapes) == is_gathered
     for each in (model, alone):
         each.fit(ids, Y, batch_size=COUNT, epochs=3, shuffle=False, verbose=0)
     for found, expected in zip(model.get_weights(), alone.get_weights(), strict=True):

@@ -112,7 +112,7 @@ def test_the_chief_goes_on_when_the_launcher_gives_a_worker_up(tmp_path: pathlib
         root = str(programs.ROOT)
         for name, text in configs.items():
             env = {**os.environ, "TF_CONFIG": text, "PYTHONPATH": root}
-            supervisor.start(name, [sys.executable, "-m", "tfdist.serving_task"], env)
+            supervisor.start(name, [sys.executable, "-m", "tfdist.serving.task"], env)
         env = {"TF_CONFIG": config(Task("chief", 0)), NOTICES_VARIABLE: str(notices), "PYTHONPATH": root}
         with programs.running(CHIEF, tmp_path, env) as program:
             program.wait_for_output("epoch 2")

@@ -27,7 +27,7 @@ from test_mirrored import (
 )
 
 import tfdist
-from tfdist.engines import injection
+from tfdist.runtime import delay_hook
 
 pytestmark = pytest.mark.devices
 
@@ -80,9 +80,9 @@ class Gate:
 @pytest.fixture
 def gate() -> Iterator[Gate]:
     gate = Gate()
-    injection.install(gate)
+    delay_hook.install(gate)
     yield gate
-    injection.uninstall(gate)
+    delay_hook.uninstall(gate)
     gate.open()
 
 

@@ -40,8 +40,8 @@ def dense(optimizer, scope, layers=lambda: (), **options):
 """
 
 NUMBERS = """
-from tfdist.engines import quorum_step
-quorum_step._PACKED_BYTES = 64  # so that some tensors are large here
+from tfdist.step import copies
+copies.BUCKET_BYTES = 64  # so that some tensors are large here
 strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout_secs=60, policies=[tfdist.BackupWorkers(spares=0)])
 one_device = tf.distribute.get_strategy()
 

@@ -166,6 +166,44 @@ def test_weights_that_a_step_assigns_are_those_of_one_device(strategy):
     assert_like_one_device(strategy, lambda: OPTIMIZERS.SGD(0.1), model=stepping(by_hand), **options)
 
 
+def one_number(y, predicted):
+    return tf.reduce_mean((y - predicted) ** 2)
+
+
+def one_per_example(y, predicted):
+    return tf.reduce_mean(tf.abs(y - predicted), -1)
+
+
+class OneNumber(keras.losses.Loss):
+    def call(self, y_true, y_pred):
+        return tf.reduce_mean((y_true - y_pred) ** 2)
+
+
+@pytest.mark.parametrize("loss", [one_number, tf.function(one_number), one_per_example, OneNumber()])
+@pytest.mark.parametrize("batch_size", [8, 1], ids=["one over", "fewer examples than replicas"])
+def test_loss_of_users_code_that_returns_one_number_counts_as_on_one_device(strategy, loss, batch_size):
+    options = {"loss": loss, "fit": {"batch_size": batch_size, "epochs": 1}}
+    assert_like_one_device(strategy, lambda: OPTIMIZERS.SGD(0.1), calls=["evaluate"], **options)
+
+
+def two_outputs() -> keras.Model:
+    inputs = keras.Input((3,))
+    return keras.Model(inputs, [keras.layers.Dense(1, name="one")(inputs), keras.layers.Dense(1, name="other")(inputs)])
+
+
+def test_loss_of_users_code_beside_one_of_keras_counts_as_on_one_device(strategy):
+    data = tf.data.Dataset.from_tensor_slices((X, (Y, 2 * Y))).batch(8)
+    found = []
+    for each in (tf.distribute.get_strategy(), strategy):
+        keras.utils.set_random_seed(0)
+        with each.scope():
+            model = two_outputs()
+            model.compile(OPTIMIZERS.SGD(0.1), [one_number, "mae"], loss_weights=[1.0, 0.5])
+        history = model.fit(data, epochs=2, verbose=0).history
+        found.append([history, model.get_weights(), model.evaluate(data, verbose=0)])
+    tf.nest.map_structure(lambda one, many: np.testing.assert_allclose(many, one, atol=1e-5), *found)
+
+
 class Penalty(keras.layers.Layer):
     def call(self, x):
         self.add_loss(0.1 * keras.ops.mean(keras.ops.square(x)))

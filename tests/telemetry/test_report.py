@@ -116,3 +116,8 @@ def test_a_report_of_nothing_can_be_read_too() -> None:
 def test_bytes_are_shown_where_they_are_counted() -> None:
     report = Report(1, {"worker:0": 1}, {"worker:0": 0}, {0: 1}, 0.0, {"worker:0": 12345})
     assert str(report).splitlines()[-1] == "bytes sent: worker:0: 12,345"
+
+
+def test_the_transfer_is_shown_where_there_is_one() -> None:
+    report = Report(0, {}, {}, {}, 0.0, {}, transfer="each variable and gradient sent whole")
+    assert str(report).splitlines()[-1] == "transfer: each variable and gradient sent whole"

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfdist.engines import injection
+from tfdist.runtime import delay_hook
 from tfdist.testing import Delays, constant, delay_injection, delays, laws, lognormal, stalls
 
 FOR_EVER_SECS = 1e6
@@ -21,8 +21,8 @@ FOR_EVER_SECS = 1e6
 @pytest.fixture(autouse=True)
 def as_at_the_start(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a process that has made no contribution yet."""
-    monkeypatch.delenv(injection.VARIABLE, raising=False)
-    monkeypatch.setattr(injection, "_hook", injection._first)
+    monkeypatch.delenv(delay_hook.VARIABLE, raising=False)
+    monkeypatch.setattr(delay_hook, "_hook", delay_hook._read_environment)
     yield
 
 
@@ -47,7 +47,7 @@ def slept(monkeypatch: pytest.MonkeyPatch) -> Slept:
 
 
 def test_without_delays_nothing_happens(slept: Slept) -> None:
-    injection.before_contribution(0, 0)
+    delay_hook.before_contribution(0, 0)
     assert slept.secs == []
 
 
@@ -55,15 +55,15 @@ def test_delays_meet_the_replicas_named(slept: Slept) -> None:
     with Delays({"worker:1": constant(0.25), "worker:2": stalls(9.0, 2)}):
         for attempt in range(2):
             for replica in range(4):
-                injection.before_contribution(replica, attempt)
-    injection.before_contribution(1, 2)
+                delay_hook.before_contribution(replica, attempt)
+    delay_hook.before_contribution(1, 2)
     assert slept.secs == [0.25, 0.25, 9.0]
 
 
 def test_a_star_means_all_that_are_not_named(slept: Slept) -> None:
     with Delays({"worker:1": constant(0.25), "*": constant(0.5)}):
         for replica in range(3):
-            injection.before_contribution(replica, 0)
+            delay_hook.before_contribution(replica, 0)
     assert slept.secs == [0.5, 0.25, 0.5]
 
 
@@ -71,7 +71,7 @@ def test_one_law_meets_all_with_its_own_draws(slept: Slept) -> None:
     law = lognormal(0.2, 1.0)
     with Delays(law, seed=3) as injected:
         for replica in range(3):
-            injection.before_contribution(replica, 5)
+            delay_hook.before_contribution(replica, 5)
     assert slept.secs == [law.draw(3, replica, 5) for replica in range(3)]
     assert slept.secs == [injected.secs(replica, 5) for replica in range(3)]
 
@@ -86,7 +86,7 @@ def test_who_sleeps_is_woken_when_the_delays_are_stopped() -> None:
 
     injected = delays(constant(0.0))
     injected.laws["*"] = Law()  # type: ignore[assignment]
-    sleeper = threading.Thread(target=injection.before_contribution, args=(0, 0), daemon=True)
+    sleeper = threading.Thread(target=delay_hook.before_contribution, args=(0, 0), daemon=True)
     sleeper.start()
     assert asleep.wait(30)
     injected.stop()
@@ -99,8 +99,8 @@ def test_delays_can_be_started_again(slept: Slept) -> None:
     injected = Delays(constant(1.0))
     for _ in range(2):
         with injected:
-            injection.before_contribution(0, 0)
-        injection.before_contribution(0, 0)
+            delay_hook.before_contribution(0, 0)
+        delay_hook.before_contribution(0, 0)
     assert slept.secs == [1.0, 1.0]
 
 
@@ -114,29 +114,29 @@ def test_delays_are_not_laid_over_each_other() -> None:
 
 
 def test_the_environment_gives_delays(monkeypatch: pytest.MonkeyPatch, slept: Slept) -> None:
-    monkeypatch.setenv(injection.VARIABLE, '{"worker:1": {"law": "lognormal", "mean": 0.2, "s": 1.0}, "seed": 4}')
+    monkeypatch.setenv(delay_hook.VARIABLE, '{"worker:1": {"law": "lognormal", "mean": 0.2, "s": 1.0}, "seed": 4}')
     for replica in range(3):
-        injection.before_contribution(replica, 7)
+        delay_hook.before_contribution(replica, 7)
     assert slept.secs == [lognormal(0.2, 1.0).draw(4, 1, 7)]
 
 
 def test_the_program_s_own_delays_come_before_those_of_the_environment(
     monkeypatch: pytest.MonkeyPatch, slept: Slept
 ) -> None:
-    monkeypatch.setenv(injection.VARIABLE, '{"*": {"law": "constant", "secs": 2}}')
+    monkeypatch.setenv(delay_hook.VARIABLE, '{"*": {"law": "constant", "secs": 2}}')
     with Delays(constant(1.0)):
-        injection.before_contribution(0, 0)
-    injection.before_contribution(0, 1)
+        delay_hook.before_contribution(0, 0)
+    delay_hook.before_contribution(0, 1)
     assert slept.secs == [1.0]
 
 
 def test_the_first_contributions_may_come_all_at_once(monkeypatch: pytest.MonkeyPatch, slept: Slept) -> None:
-    monkeypatch.setenv(injection.VARIABLE, '{"*": {"law": "constant", "secs": 2}}')
+    monkeypatch.setenv(delay_hook.VARIABLE, '{"*": {"law": "constant", "secs": 2}}')
     barrier = threading.Barrier(8)
 
     def contribute(replica: int) -> None:
         barrier.wait()
-        injection.before_contribution(replica, 0)
+        delay_hook.before_contribution(replica, 0)
 
     threads = [threading.Thread(target=contribute, args=(replica,), daemon=True) for replica in range(8)]
     for thread in threads:
@@ -161,10 +161,10 @@ def test_the_first_contributions_may_come_all_at_once(monkeypatch: pytest.Monkey
 def test_an_environment_that_makes_no_sense_is_one_line_each_time(
     monkeypatch: pytest.MonkeyPatch, text: str, named: str
 ) -> None:
-    monkeypatch.setenv(injection.VARIABLE, text)
+    monkeypatch.setenv(delay_hook.VARIABLE, text)
     for _ in range(2):
         with pytest.raises(ValueError, match="TFDIST_TEST_DELAYS") as raised:
-            injection.before_contribution(0, 0)
+            delay_hook.before_contribution(0, 0)
         assert named in str(raised.value)
         assert "\n" not in str(raised.value)
 

@@ -11,23 +11,22 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from tfdist.compat import optimizer_patches
+
+NEEDS = (
+    "keras.src.backend.tensorflow.optimizer:TFOptimizer._backend_update_step",
+    "keras.src.optimizers.base_optimizer:BaseOptimizer._backend_apply_gradients",
+    "keras.src.optimizers.base_optimizer:BaseOptimizer._iterations",
+    "keras.src.optimizers.base_optimizer:BaseOptimizer.gradient_accumulation_steps",
+)
+
 _STEPS = "gradient_accumulation_steps"
-
-
-def trained_by(optimizer: Any) -> Sequence[Any]:
-    """The variables that a built optimizer updates, in its order."""
-    return optimizer._trainable_variables
-
-
-def index_of(optimizer: Any, variable: Any) -> int:
-    """The place of a variable in that order."""
-    return optimizer._get_variable_index(variable)
 
 
 @contextlib.contextmanager
 def replaced_apply(optimizer: Any, apply: Callable[..., None]) -> Iterator[None]:
     """Within this block, the optimizer's `apply` is this one."""
-    with _attributes(optimizer, {"apply": apply}):
+    with optimizer_patches.attributes([(optimizer, "apply", apply)]):
         yield
 
 
@@ -57,21 +56,10 @@ def apply_accumulated(
         object.__setattr__(optimizer, _STEPS, count)
         return update(*args)
 
-    changes = {_STEPS: count, "_backend_apply_gradients": whole_without, "_backend_update_step": update_with}
-    with _attributes(optimizer, changes):
+    changes = [
+        (optimizer, _STEPS, count),
+        (optimizer, "_backend_apply_gradients", whole_without),
+        (optimizer, "_backend_update_step", update_with),
+    ]
+    with optimizer_patches.attributes(changes):
         apply(gradients, variables)
-
-
-@contextlib.contextmanager
-def _attributes(target: Any, changes: dict[str, Any]) -> Iterator[None]:
-    # Past Keras' own __setattr__, which tracks values.
-    before = {name: vars(target)[name] for name in changes if name in vars(target)}
-    for name, value in changes.items():
-        object.__setattr__(target, name, value)
-    try:
-        yield
-    finally:
-        for name in changes:
-            object.__delattr__(target, name)
-        for name, value in before.items():
-            object.__setattr__(target, name, value)

@@ -12,6 +12,8 @@ from typing import Any
 
 import tensorflow as tf
 
+NEEDS = ("keras.src.backend.tensorflow.trainer:TensorFlowTrainer._aggregate_additional_loss(loss)",)
+
 
 def multiplied(model: Any, factor: Callable[[], Any]) -> tuple[Any, str, Any]:
     """An attribute that has each of these losses multiplied, as (object, name, value).

@@ -17,6 +17,12 @@ from typing import Any
 import tensorflow as tf
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
+NEEDS = (
+    "keras.src.trainers.data_adapters.array_data_adapter:ArrayDataAdapter._shuffle",
+    "keras.src.trainers.data_adapters.array_data_adapter:ArrayDataAdapter.num_batches",
+    "keras.src.trainers.epoch_iterator:EpochIterator.data_adapter",
+)
+
 
 def untuned(dataset: tf.data.Dataset, epoch_iterator: Any) -> tf.data.Dataset:
     """Switches tf.data's autotuning off if Keras has made `dataset` of arrays.

@@ -10,5 +10,10 @@ from __future__ import annotations
 
 from tensorflow.python.types import distribute
 
+NEEDS = (
+    "tensorflow.python.types.distribute:Iterable",
+    "tensorflow.python.types.distribute:Iterator",
+)
+
 LoopIterator = distribute.Iterator
 LoopIterable = distribute.Iterable

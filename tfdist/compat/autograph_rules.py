@@ -15,6 +15,11 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.autograph.core import config
 
+NEEDS = (
+    "tensorflow.python.autograph.core.config:CONVERSION_RULES",
+    "tensorflow.python.autograph.core.config:DoNotConvert",
+)
+
 _RULE = config.DoNotConvert("tfdist")
 
 

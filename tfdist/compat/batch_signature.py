@@ -19,6 +19,11 @@ from tensorflow.python.eager.polymorphic_function import function_type_utils, po
 
 from tfdist.compat import replacing
 
+NEEDS = (
+    "tensorflow.python.eager.polymorphic_function.function_type_utils:make_function_type(input_signature)",
+    "tensorflow.python.eager.polymorphic_function.polymorphic_function:Function.get_concrete_function",
+)
+
 # An attribute of a spec: (type of the handle, structure of the batch, index among its specs).
 _PART = "_tfdist_part_of_batch"
 

@@ -18,7 +18,9 @@ import keras
 import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 
-from tfdist.compat import replacing
+from tfdist.compat import keras_variables, replacing
+
+NEEDS = ("tensorflow.python.ops.resource_variable_ops:ResourceVariable.__init__",)
 
 _ATTRIBUTE = "_tfdist_creation_line"
 # Directories of files that are not the user's: the standard library, and what is installed.
@@ -45,7 +47,7 @@ def of(variable: Any) -> str:
     Args:
       variable: of TensorFlow or of Keras.
     """
-    return getattr(getattr(variable, "_value", variable), _ATTRIBUTE, "")
+    return getattr(keras_variables.tf_variable(variable), _ATTRIBUTE, "")
 
 
 def _remembering(make: Any) -> Any:

@@ -24,6 +24,25 @@ from tensorflow.python.ops import gen_dataset_ops
 
 from tfdist.compat import array_data, replacing
 
+NEEDS = (
+    "tensorflow.python.data.ops.multi_device_iterator_ops:_PerDeviceGenerator.__init__(incarnation_id, source_device)",
+    "tensorflow.python.data.ops.multi_device_iterator_ops:_PerDeviceGenerator._finalize_captured_args",
+    "tensorflow.python.data.ops.multi_device_iterator_ops:_PerDeviceGenerator._finalize_func",
+    "tensorflow.python.data.ops.multi_device_iterator_ops:_PerDeviceGenerator._flat_structure",
+    "tensorflow.python.data.ops.multi_device_iterator_ops:_PerDeviceGenerator._incarnation_id_index",
+    "tensorflow.python.data.ops.multi_device_iterator_ops:_PerDeviceGenerator._init_captured_args",
+    "tensorflow.python.data.ops.multi_device_iterator_ops:_PerDeviceGenerator._init_func",
+    "tensorflow.python.data.ops.multi_device_iterator_ops:_PerDeviceGenerator._next_captured_args",
+    "tensorflow.python.data.ops.multi_device_iterator_ops:_PerDeviceGenerator._next_func",
+    "tensorflow.python.data.ops.multi_device_iterator_ops:_create_device_dataset",
+    "tensorflow.python.eager.context:context",
+    "tensorflow.python.eager.polymorphic_function.atomic_function:AtomicFunction._bound_context",
+    "tensorflow.python.eager.polymorphic_function.atomic_function:AtomicFunction._children",
+    "tensorflow.python.eager.polymorphic_function.concrete_function:ConcreteFunction._inference_function",
+    "tensorflow.python.ops.gen_dataset_ops:generator_dataset",
+    "tensorflow.python.ops.gen_dataset_ops:multi_device_iterator_to_string_handle",
+)
+
 # An attribute of TensorFlow's context, in which functions live: what was traced, by what it was traced for.
 _TRACED = "_tfdist_device_pipelines"
 _MOST_TRACED = 200

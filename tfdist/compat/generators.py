@@ -15,6 +15,11 @@ from typing import Any
 
 from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
 
+NEEDS = (
+    "keras.src.trainers.data_adapters.generator_data_adapter:GeneratorDataAdapter.generator",
+    "keras.src.trainers.epoch_iterator:EpochIterator.data_adapter",
+)
+
 _END = object()
 # A pass to build a model from reads a batch, and a few ahead. A pass that reads more trains, and nothing of it is kept.
 _MOST_KEPT = 256

@@ -16,7 +16,13 @@ import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.random import seed_generator
 
-from tfdist.compat import autograph_rules
+from tfdist.compat import autograph_rules, keras_variables, replicas
+
+NEEDS = (
+    "keras.src.backend.common.global_state:get_global_attribute",
+    "keras.src.backend.common.global_state:set_global_attribute",
+    "keras.src.random.seed_generator:GLOBAL_SEED_GENERATOR",
+)
 
 _NAME = seed_generator.GLOBAL_SEED_GENERATOR
 # An attribute of a strategy: (a generator made outside of its scope, a copy of it in the scope).
@@ -29,7 +35,7 @@ def carried(strategy: tf.distribute.Strategy, function: Callable[..., Any]) -> C
     # A worker may have drawn alone, and making a variable takes all workers. And TensorFlow knows a `tf.function` by
     # its type.
     is_traced_apart = isinstance(function, tf.types.experimental.PolymorphicFunction)
-    if generator is None or strategy.extended._in_multi_worker_mode() or is_traced_apart:
+    if generator is None or replicas.has_other_workers(strategy) or is_traced_apart:
         return function
     generator, function = _of_strategy(strategy, generator), autograph_rules.converted(function)
 
@@ -48,8 +54,8 @@ def _adopt(generator: keras.random.SeedGenerator) -> None:
 
 def _of_strategy(strategy: Any, generator: Any) -> Any:
     """The generator itself, or a copy of it in the scope if it was made outside: replicas would share its variable."""
-    state = getattr(generator.state, "_value", None)
-    if strategy.num_replicas_in_sync == 1 or getattr(state, "_distribute_strategy", None) is strategy:
+    state = keras_variables.tf_variable(generator.state)
+    if strategy.num_replicas_in_sync == 1 or keras_variables.strategy_of(state) is strategy:
         return generator
     original, copy = vars(strategy).get(_COPY, (None, None))
     if original is not generator:

@@ -13,6 +13,10 @@ from typing import Any
 
 import tensorflow as tf
 
+NEEDS = (
+    "tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended._get_variable_creator_initial_value",
+)
+
 _TAKEN = frozenset({tf.bool, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64})
 
 

@@ -18,6 +18,19 @@ from tensorflow.python.ops import resource_variable_ops
 
 from tfdist.compat import enclosing_graphs
 
+NEEDS = (
+    "tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended._cross_device_ops",
+    "tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended._host_cross_device_ops",
+    "tensorflow.python.distribute.cross_device_ops:CollectiveAllReduce._launchers",
+    "tensorflow.python.distribute.cross_device_utils:CollectiveKeys.get_instance_key",
+    "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher._collective_keys",
+    "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher._device",
+    "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher._group_key",
+    "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher._next_instance_key",
+    "tensorflow.python.distribute.mirrored_strategy:MirroredExtended._collective_ops",
+    "tensorflow.python.ops.resource_variable_ops:ResourceVariable",
+)
+
 # Far above what TensorFlow, which counts from 1, draws in any run.
 _FIRST_COUNTED_KEY = 1 << 30
 

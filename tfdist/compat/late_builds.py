@@ -19,6 +19,8 @@ import tensorflow as tf
 
 from tfdist.compat import replacing
 
+NEEDS = ("keras.src.layers.layer:Layer._open_name_scope",)
+
 _redirecting: weakref.WeakKeyDictionary[tf.distribute.Strategy, Any] = weakref.WeakKeyDictionary()
 _made_in: weakref.WeakKeyDictionary[keras.Layer, Any] = weakref.WeakKeyDictionary()
 

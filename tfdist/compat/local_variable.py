@@ -12,6 +12,11 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 
+NEEDS = (
+    "tensorflow.python.ops.resource_variable_ops:BaseResourceVariable._handle",
+    "tensorflow.python.ops.resource_variable_ops:_variable_handle_from_shape_and_dtype",
+)
+
 
 class LocalVariable(resource_variable_ops.BaseResourceVariable):
     """Is made on the default device of the graph that is traced, and has its value anew each time that runs.

@@ -10,6 +10,11 @@ from tensorflow.python.ops import control_flow_v2_func_graphs
 
 from tfdist.compat import enclosing_graphs
 
+NEEDS = (
+    "tensorflow.python.ops.control_flow_v2_func_graphs:WhileBodyFuncGraph",
+    "tensorflow.python.ops.control_flow_v2_func_graphs:WhileCondFuncGraph",
+)
+
 _KINDS = (control_flow_v2_func_graphs.WhileBodyFuncGraph, control_flow_v2_func_graphs.WhileCondFuncGraph)
 
 

@@ -11,7 +11,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.compat import fresh_threads
+from tfdist.compat import fresh_threads, keras_variables, own_attributes
+
+NEEDS = ("keras:Variable._initialize",)
 
 # Former variables are kept: functions that were traced with one read it as long as they live.
 _FORMER = "_tfdist_former_values"
@@ -27,8 +29,8 @@ def move(strategy: Any, variable: Any) -> None:
       variable: one of the strategy stays as it is.
     """
     with _MOVING:
-        value = variable._value
-        if value is None or getattr(value, "_distribute_strategy", None) is strategy:
+        value = keras_variables.tf_variable(variable)
+        if value is None or keras_variables.strategy_of(value) is strategy:
             return
         # In a graph, and on a replica, variables can't be made.
         fresh_threads.call(_make, strategy, variable, value)
@@ -37,4 +39,4 @@ def move(strategy: Any, variable: Any) -> None:
 def _make(strategy: Any, variable: Any, value: Any) -> None:
     with strategy.scope():
         variable._initialize(value.numpy())
-    object.__setattr__(variable, _FORMER, [*getattr(variable, _FORMER, ()), value])
+    own_attributes.setdefault(variable, _FORMER, list).append(value)

@@ -14,27 +14,41 @@ the process. TensorFlow and Keras refuse four parts of it, none of which has a p
 Each is replaced for good where it would have raised, and for the strategies that ask for it.
 
 Several workers would each update their own copies with gradients of their own, which neither TensorFlow nor Keras
-notices outside of the scope. There `optimizer.apply` takes only gradients that are the same on all workers: what the
-strategy has reduced, and what a graph computes of that and of variables.
+notices outside of the scope. There `optimizer.apply` updates by the mean of the workers' gradients, as it does in
+Horovod. What the strategy has reduced, and what a graph computes of that and of variables, is the same on all workers
+and is taken as it is.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 from keras.src.optimizers.base_optimizer import BaseOptimizer
-from tensorflow.python.distribute import distribute_lib, values
+from tensorflow.python.distribute import values
 from tensorflow.python.eager import backprop
 
-from tfdist.compat import cross_replica_updates, moved_variables, replacing
+from tfdist.compat import cross_replica_updates, keras_variables, moved_variables, replacing, replicas
+
+NEEDS = (
+    "keras.src.backend.tensorflow.optimizer:TFOptimizer._distribution_strategy",
+    "keras.src.optimizers.base_optimizer:BaseOptimizer._variables",
+    "keras.src.optimizers.base_optimizer:BaseOptimizer.apply",
+    "keras:optimizers.LossScaleOptimizer._common_apply",
+    "keras:optimizers.LossScaleOptimizer._tf_apply",
+    "tensorflow.python.distribute.values:DistributedVariable._get_on_device_or_primary",
+    "tensorflow.python.distribute.values:Mirrored",
+    "tensorflow.python.distribute.values:PerReplica",
+    "tensorflow.python.eager.backprop:_handle_or_self",
+)
 
 # An attribute of the strategies that ask for it.
 _MARK = "_tfdist_trains_in_plain_loops"
+_SUM = "_tfdist_sums_in_plain_loops"
 # An attribute of tensors that are the same on all workers.
 _COMMON = "_tfdist_is_common"
 # Operations whose results are so, whatever their inputs are; and those that a program may mix with them.
@@ -44,9 +58,18 @@ _NEUTRAL = frozenset({"Const", "ReadVariableOp", "ResourceGather", "ResourceGath
 _checked = threading.local()
 
 
-def allow(strategy: tf.distribute.Strategy) -> None:
-    """Has loops without `run` train this strategy's models."""
+def allow(
+    strategy: tf.distribute.Strategy,
+    sum_over_workers: Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]] | None = None,
+) -> None:
+    """Has loops without `run` train this strategy's models.
+
+    Args:
+      strategy: the strategy.
+      sum_over_workers: adds up tensors of all workers, each of which calls it; None if there are no others.
+    """
     vars(strategy)[_MARK] = True
+    vars(strategy)[_SUM] = sum_over_workers
     cross_replica_updates.allow()
     for owner in (BaseOptimizer, keras.optimizers.LossScaleOptimizer):
         replacing.once(owner, "apply", _applying)
@@ -69,7 +92,7 @@ def take_over(strategy: Any, optimizer: Any) -> None:
 
     Replicas would each count its iterations, and slots can't be made for variables of another strategy.
     """
-    if optimizer.built or optimizer._distribution_strategy is not distribute_lib._get_default_strategy():
+    if optimizer.built or optimizer._distribution_strategy is not replicas.default_strategy():
         return
     for each in (optimizer, getattr(optimizer, "inner_optimizer", None)):
         if each is not None:
@@ -97,8 +120,7 @@ def _applying(original: Any) -> Any:
         if _is_on_replica_of(strategy):
             take_over(strategy, self)
             return original(self, grads, variables)
-        grads = list(grads)
-        _check(self, strategy, grads)
+        grads = _same_on_all(self, strategy, list(grads))
         take_over(strategy, self)
         if self._distribution_strategy is not strategy:
             return original(self, grads, variables)
@@ -123,27 +145,37 @@ def _in_scope(strategy: Any) -> Iterator[None]:
 
 
 def _strategy_of(variable: Any) -> Any:
-    value = getattr(variable, "_value", variable)
+    value = keras_variables.tf_variable(variable)
     # A single copy, which a replica may train alone, has the attribute too.
-    return value._distribute_strategy if isinstance(value, values.DistributedVariable) else None
+    return keras_variables.strategy_of(value) if isinstance(value, values.DistributedVariable) else None
 
 
 def _is_on_replica_of(strategy: Any) -> bool:
     return tf.distribute.get_strategy() is strategy and not tf.distribute.in_cross_replica_context()
 
 
-def _check(optimizer: Any, strategy: Any, grads: Sequence[Any]) -> None:
-    """Raises where the copies of a variable would be given different updates."""
-    is_of_replicas = any(isinstance(grad, values.PerReplica) for grad in grads)
-    is_several = strategy.extended._in_multi_worker_mode()
-    if not is_of_replicas and (not is_several or all(map(_is_common, grads))):
-        return
-    gradients = "the gradients of each replica" if is_of_replicas else "each worker's own gradients"
-    raise RuntimeError(
-        f"optimizer.apply, called outside of strategy.run with {gradients}, would let the copies of the model drift "
-        "apart. Call it in a step that strategy.run is given, or with gradients that strategy.reduce has returned. "
-        f"Received: optimizer {optimizer.name!r}, {strategy.num_replicas_in_sync} replicas"
-    )
+def _same_on_all(optimizer: Any, strategy: Any, grads: list[Any]) -> list[Any]:
+    """The gradients, with the mean over the workers in place of each that a worker has computed for itself.
+
+    Raises:
+      RuntimeError: They are those of each replica, by which each copy of a variable would be updated otherwise.
+    """
+    if any(isinstance(grad, values.PerReplica) for grad in grads):
+        raise RuntimeError(
+            "optimizer.apply, called outside of strategy.run with the gradients of each replica, would let the copies "
+            "of the model drift apart. Call it in a step that strategy.run is given, or with gradients that "
+            "strategy.reduce has returned. "
+            f"Received: optimizer {optimizer.name!r}, {strategy.num_replicas_in_sync} replicas"
+        )
+    own = [index for index, grad in enumerate(grads) if not _is_common(grad)]
+    sum_over_workers = vars(strategy)[_SUM]
+    if not own or sum_over_workers is None or not replicas.has_other_workers(strategy):
+        return grads
+    # Rows that a worker's batch does not touch are zeros to the others.
+    sums = sum_over_workers([tf.convert_to_tensor(grads[index]) for index in own])
+    for index, total in zip(own, sums, strict=True):
+        grads[index] = mark_common(total / tf.cast(replicas.worker_count(strategy), total.dtype))
+    return grads
 
 
 def _is_common(gradient: Any) -> bool:
@@ -237,12 +269,12 @@ def _building(original: Any) -> Any:
 
 def _handle_or_self(original: Any) -> Any:
     def handle_or_self(x: Any) -> Any:
-        variable = getattr(x, "_value", x) if isinstance(x, keras.Variable) else x
+        variable = keras_variables.tf_variable(x) if isinstance(x, keras.Variable) else x
         # Within `extended.update` there is a replica, though no replica context.
-        is_updated = distribute_lib.get_update_replica_id() is not None
+        is_updated = replicas.is_updating()
         is_outside = tf.distribute.in_cross_replica_context() and not is_updated
         is_variable = isinstance(variable, values.DistributedVariable)
-        if is_variable and is_outside and _is_allowed(variable._distribute_strategy):
+        if is_variable and is_outside and _is_allowed(keras_variables.strategy_of(variable)):
             return variable._get_on_device_or_primary().handle
         return original(x)
 

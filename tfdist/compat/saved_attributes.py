@@ -13,6 +13,11 @@ import contextlib
 from keras.src.backend.common import global_state
 from keras.src.saving import saving_lib
 
+NEEDS = (
+    "keras.src.backend.common.global_state:set_global_attribute",
+    "keras.src.saving.saving_lib:get_attr_skipset",
+)
+
 _KINDS = ("Layer", "Functional", "Sequential", "Metric", "Optimizer", "Loss", "Cross", "Feature")
 
 

@@ -8,15 +8,20 @@ made in it for itself, and Keras makes the variables that it deferred in a `kera
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state, variables
 from keras.src.random import seed_generator
 
 from tfdist.compat import symbolic_build
+
+NEEDS = (
+    "keras.src.backend.common.global_state:get_global_attribute",
+    "keras.src.backend.common.variables:initialize_all_variables",
+    "keras.src.random.seed_generator:GLOBAL_SEED_GENERATOR",
+)
 
 _DEFERRED = "uninitialized_variables"
 
@@ -59,11 +64,6 @@ def trace(make: Callable[[], contextlib.AbstractContextManager], function: Calla
 def has_global_seed_generator() -> bool:
     """Whether Keras has made the seed generator that `keras.random` uses where it is given none."""
     return global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR) is not None
-
-
-def layers_of(layer: keras.Layer) -> Iterator[keras.Layer]:
-    """The layer itself and all layers that are parts of it."""
-    yield from layer._flatten_layers()
 
 
 def _num_deferred() -> int:

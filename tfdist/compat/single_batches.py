@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat import replacing
+from tfdist.compat import replacing, replicas
 
 _strategies: weakref.WeakSet[tf.distribute.Strategy] = weakref.WeakSet()
 
@@ -44,7 +44,7 @@ def _own(outputs: Any, x: Any, strategy: Any) -> Any:
         return outputs
     count = int(rows.pop())
     # Workers may have been given different examples: Keras orders the parts by replica, which is one for each worker.
-    begin = count * getattr(strategy.extended, "_id_in_cluster", 0)
+    begin = count * (replicas.worker_index(strategy) if replicas.has_other_workers(strategy) else 0)
     return keras.tree.map_structure(
         lambda output: output[begin : begin + count] if output.shape[0] == copies * count else output, outputs
     )

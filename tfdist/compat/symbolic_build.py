@@ -18,6 +18,19 @@ import tensorflow as tf
 from keras.src import backend
 from keras.src.trainers.data_adapters import data_adapter_utils
 
+from tfdist.compat import flat_layers, own_attributes
+
+NEEDS = (
+    "keras.src.backend:compute_output_spec",
+    "keras.src.backend:standardize_dtype",
+    "keras.src.layers.layer:Layer._call_has_training_arg",
+    "keras.src.trainers.data_adapters.data_adapter_utils:unpack_x_y_sample_weight",
+    "keras.src.trainers.trainer:Trainer._compile_loss",
+    "keras.src.trainers.trainer:Trainer._compile_metrics",
+    "keras.src.trainers.trainer:Trainer._compute_loss",
+    "keras.src.trainers.trainer:Trainer._symbolic_build(data_batch)",
+)
+
 # Models that `build` has called, and that Keras is about to build.
 _called: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -58,6 +71,11 @@ def is_dense(batch: Any) -> bool:
     return not any(isinstance(leaf, tf.RaggedTensor | tf.SparseTensor) for leaf in tf.nest.flatten(batch))
 
 
+def by_keras(model: keras.Model, batch: Any) -> None:
+    """Builds what is not built yet as Keras does, from the specs of a batch or a batch."""
+    model._symbolic_build(data_batch=batch)
+
+
 def instead(model: keras.Model, build_instead: Callable[[Callable[..., Any], Any], None]) -> None:
     """Has Keras call `build_instead` the next time that it builds this model from a batch.
 
@@ -69,11 +87,10 @@ def instead(model: keras.Model, build_instead: Callable[[Callable[..., Any], Any
 
     def build_once(iterator: Any = None, data_batch: Any = None) -> None:
         del iterator
-        object.__delattr__(model, "_symbolic_build")
+        own_attributes.remove(model, "_symbolic_build")
         build_instead(original, data_batch)
 
-    # Past Keras' own __setattr__, which tracks values and refuses changes to a locked object.
-    object.__setattr__(model, "_symbolic_build", build_once)
+    own_attributes.put(model, "_symbolic_build", build_once)
 
 
 def calls(model: keras.Model) -> bool:
@@ -81,7 +98,7 @@ def calls(model: keras.Model) -> bool:
     if model in _called:
         _called.discard(model)
         return True
-    parts = [*model._flatten_layers(), model._compile_metrics, model._compile_loss]
+    parts = [*flat_layers.layers_of(model), model._compile_metrics, model._compile_loss]
     return not all(part.built for part in parts if part is not None)
 
 

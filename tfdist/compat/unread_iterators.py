@@ -20,6 +20,13 @@ from keras.src.trainers.epoch_iterator import EpochIterator
 
 from tfdist.compat import array_data
 
+NEEDS = (
+    "keras.src.trainers.epoch_iterator:EpochIterator._enumerate_iterator(self, step)",
+    "keras.src.trainers.epoch_iterator:EpochIterator._num_batches",
+    "keras.src.trainers.epoch_iterator:EpochIterator._steps_seen",
+    "keras.src.trainers.epoch_iterator:EpochIterator.steps_per_epoch",
+)
+
 _ENUMERATE = EpochIterator._enumerate_iterator.__code__
 
 

@@ -12,7 +12,14 @@ from typing import Any
 
 from tensorflow.python.distribute import distribute_utils
 
+NEEDS = ("tensorflow.python.distribute.distribute_utils:regroup",)
 
-def of(values: Sequence[Any]) -> Any:
-    """One distributed value, of what the first, second, ... replica of this process has."""
-    return distribute_utils.regroup(tuple(values), always_wrap=True)
+
+def of(values: Sequence[Any], always_wrap: bool = True) -> Any:
+    """One distributed value, or a structure of these, of what the first, second, ... replica of this process has.
+
+    Args:
+      values: a value, or a structure of values, for each replica.
+      always_wrap: whether one object that all replicas have becomes a distributed value too.
+    """
+    return distribute_utils.regroup(tuple(values), always_wrap=always_wrap)

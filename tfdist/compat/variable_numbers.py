@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from tensorflow.python.distribute import values
 
+NEEDS = ("tensorflow.python.distribute.values:DistributedVariable",)
+
 _KINDS = {"__int__": int, "__float__": float, "__complex__": complex}
 
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start the same script on many tasks: plan (pure) and submit. No TensorFlow import."""
+"""Launchers: each starts the same script as many tasks, with a pure `plan` and a `submit`. No TensorFlow import."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # pathlib and contextlib would double what it costs to start a task:
 # ruff: noqa: PTH112, PTH123, PTH208, SIM105
-"""Runs one task and ends everything it started when it is over or when the process that asked for it is gone.
+"""Guard process of one task: ends all processes of the task when the task or the parent process has ended.
 
 Run by path, `python -I -S _guard.py PARENT_PID COMMAND...`, never imported; it imports as little as possible because it
 starts once per task. Standard input is a socket to the parent (see `processes.Process`):
@@ -9,11 +9,11 @@ starts once per task. Standard input is a socket to the parent (see `processes.P
     parent -> guard   one byte per signal to send to the task's process group; end of file means the parent is gone
     guard -> parent   "pid N", then "exit CODE" (negative for a signal) as soon as the task itself ends, then "done"
 
-Three things hold together, none of which is enough alone. The guard watches its parent with a pidfd as well as with
-the socket, because a child that the parent forks keeps the socket open. The task gets PR_SET_PDEATHSIG, so that it goes
-when the guard is killed: that signal follows the *thread* that forked, hence it is set from here, where there is only
-one. The guard is the "child subreaper" of all it started, so that daemons and processes in sessions of their own come
-back to it.
+Three mechanisms are needed together. The guard watches its parent with a pidfd as well as with the socket, because a
+child that the parent forks keeps the socket open. The task gets PR_SET_PDEATHSIG, so that it ends when the guard is
+killed. This signal depends on the *thread* that forked, so it is set here, where there is only one thread. The guard is
+the "child subreaper" of its descendants, so that it becomes the parent of orphaned daemons and of processes in other
+sessions.
 """
 
 import os
@@ -24,7 +24,7 @@ import time
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-# Given to the task between SIGTERM and SIGKILL when its parent is gone: nobody is left who could wait for longer.
+# Time for the task between SIGTERM and SIGKILL when its parent has died, and no process waits for it.
 _ORPHAN_GRACE_SECS = 1.0
 _SWEEP_SECS = 5.0
 _POLL_PARENT_SECS = 0.5
@@ -35,7 +35,7 @@ _RESET = ("SIGINT", "SIGTERM", "SIGHUP", "SIGCHLD", "SIGPIPE", "SIGXFSZ", "SIGQU
 
 
 def main(argv: list[str]) -> int:
-    """Runs `argv[2:]` for the process `argv[1]` and returns once nothing of it is left."""
+    """Runs the command `argv[2:]` for the parent process `argv[1]`, until all of its descendants have ended."""
     parent, command = int(argv[1]), argv[2:]
     control = os.dup(0)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
     subreaper = prctl(_PR_SET_CHILD_SUBREAPER, 1) == 0
     parent_fd = _pidfd(parent)
     if os.getppid() != parent:
-        return 1  # It died before it could be watched.
+        return 1  # The parent died before it could be watched.
     wake = _wake_on_signals()
     task = _start(command, prctl)
     _tell(control, f"pid {task}")
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
 
 
 def _prctl():
-    """The system call prctl(option, value), or where there is none a function that fails."""
+    """Returns the system call prctl(option, value), or outside of Linux a function that fails."""
     if not sys.platform.startswith("linux"):
         return lambda option, value: -1
     import ctypes
@@ -77,7 +77,7 @@ def _pidfd(pid: int) -> int:
 
 
 def _wake_on_signals() -> int:
-    """A descriptor on which the numbers of SIGCHLD and SIGTERM arrive."""
+    """Returns a descriptor from which the numbers of SIGCHLD and SIGTERM can be read."""
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # The thread that started us may have had them blocked.
     wake, sender = os.pipe()
     os.set_blocking(wake, False)
@@ -91,7 +91,7 @@ def _wake_on_signals() -> int:
 
 
 def _start(command: list[str], prctl) -> int:
-    """Starts the task in a session of its own and returns its process id once it has one."""
+    """Starts the task in a session of its own; returns its process id once the session exists."""
     ready, sender = os.pipe()
     guard = os.getpid()
     task = os.fork()
@@ -106,7 +106,7 @@ def _start(command: list[str], prctl) -> int:
 
 
 def _become(command: list[str], prctl, guard: int) -> None:
-    """In the forked child: turns into the command. Never returns."""
+    """Executes the command in the forked child. Never returns."""
     try:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != guard:
@@ -122,7 +122,7 @@ def _become(command: list[str], prctl, guard: int) -> None:
 
 
 def _supervise(task: int, parent: int, control: int, parent_fd: int, wake: int) -> int:
-    """Passes signals on until the task ends; returns its exit code, negative for a signal."""
+    """Forwards signals until the task ends; returns its exit code, negative for a signal."""
     poller = select.poll()
     for descriptor in (control, wake, parent_fd):
         if descriptor >= 0:
@@ -131,7 +131,7 @@ def _supervise(task: int, parent: int, control: int, parent_fd: int, wake: int) 
     while True:
         code = _reap(task)
         if code is not None:
-            # Its parent never signals the guard: somebody else ended the task, whatever that made of it.
+            # The parent never signals the guard, so another program has ended the task; its own code doesn't count.
             return -signal.SIGTERM if asked else code
         if orphaned and kill_at is None:
             _kill_group(task, signal.SIGTERM)
@@ -140,7 +140,7 @@ def _supervise(task: int, parent: int, control: int, parent_fd: int, wake: int) 
             _kill_group(task, signal.SIGKILL)
         readable = {fd for fd, _ in poller.poll(_timeout_ms(orphaned, parent_fd))}
         if wake in readable and signal.SIGTERM in os.read(wake, 4096):
-            orphaned = asked = True  # Somebody wants the guard itself to go.
+            orphaned = asked = True  # Another program ends the guard itself.
         if parent_fd in readable or os.getppid() != parent:
             orphaned = True
         if control in readable and not _pass_on(control, task):
@@ -157,7 +157,7 @@ def _timeout_ms(orphaned: bool, parent_fd: int) -> int | None:
 
 
 def _pass_on(control: int, task: int) -> bool:
-    """Sends the signals that were asked for; False at end of file."""
+    """Sends the signals that the parent has requested; returns False at end of file."""
     try:
         asked = os.read(control, 4096)
     except OSError:
@@ -170,13 +170,13 @@ def _pass_on(control: int, task: int) -> bool:
 def _kill_group(task: int, signum: int) -> None:
     try:
         os.killpg(task, signum)
-        os.killpg(task, signal.SIGCONT)  # A stopped process acts on SIGTERM only once it goes on.
+        os.killpg(task, signal.SIGCONT)  # A stopped process handles SIGTERM only once it is continued.
     except (ProcessLookupError, PermissionError):
         pass
 
 
 def _reap(task: int) -> int | None:
-    """Collects every child that ended; the task's exit code if it is among them."""
+    """Reaps all ended children; returns the task's exit code if it is among them."""
     code = None
     while True:
         try:
@@ -190,7 +190,7 @@ def _reap(task: int) -> int | None:
 
 
 def _sweep(deadline: float) -> None:
-    """Kills what the task left behind: each that dies hands its own children over, until there are none."""
+    """Kills the task's remaining descendants; the children of each killed one become children of the guard."""
     while time.monotonic() < deadline:
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
@@ -206,7 +206,7 @@ def _sweep(deadline: float) -> None:
 
 
 def _remove_notices(parent: int) -> None:
-    """Removes the notices that a killed parent could not remove; never those of another program that are inherited."""
+    """Removes the notices of a killed parent, but no notices that the parent has inherited from another launcher."""
     path = os.environ.get(_NOTICES_VARIABLE, "")
     folder = os.path.dirname(path)  # noqa: PTH120
     if os.path.basename(folder).startswith(_NOTICES_FOLDER.format(parent)):  # noqa: PTH119
@@ -218,7 +218,7 @@ def _remove_notices(parent: int) -> None:
 
 
 def _children() -> list[int]:
-    """Direct children; a scan, because /proc/self/task/*/children is a build option of the kernel."""
+    """Returns the direct children. Scans /proc, because /proc/self/task/*/children is a build option of the kernel."""
     me, found = str(os.getpid()), []
     for entry in os.listdir("/proc") if os.path.isdir("/proc/self") else []:
         if entry.isdigit():
@@ -237,7 +237,7 @@ def _tell(control: int, message: str) -> None:
     try:
         os.write(control, f"{message}\n".encode())
     except OSError:
-        pass  # The parent is gone; there is nobody to tell.
+        pass  # The parent has died.
 
 
 if __name__ == "__main__":

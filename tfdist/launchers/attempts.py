@@ -16,31 +16,31 @@ from tfdist.launchers import reachability
 from tfdist.launchers.notices import GIVEN_UP, Notices
 from tfdist.launchers.processes import Process, Supervisor
 from tfdist.launchers.replacements import Replacements
-from tfdist.launchers.requests import CAUSE_SECS, HOPELESS_EXIT_CODES, PREEMPTED_EXIT_CODE, Request
+from tfdist.launchers.requests import CAUSE_SECS, HOPELESS_EXIT_CODES, TRY_AGAIN_EXIT_CODE, Request
 from tfdist.launchers.task_logs import TaskLogs
 
 _SHOWN_LINES = 8
-# A worker or ps that misses the chief may be seen to fail before the chief is seen to have ended.
+# A worker or ps that has lost the chief may fail before the launcher sees the end of the chief.
 _VERDICT_SECS = 1.0
 _REPLACE_SECS = 0.5
-# Until all that a worker had started is gone and its last words are read, its place is not free.
+# Interval of the checks that all processes of a failed worker have ended and its output is read.
 _SWEPT_SECS = 0.05
-# Of ssh, when its connection broke or never was; a script may end with it as well.
+# Exit code of ssh when the connection failed or broke; a script may end with it, too.
 _NO_CONNECTION = 255
-# ssh is given 15 s to connect; what ends by then may never have had a task on the other side.
+# ssh has 15 s to connect; a process that ends within this time may never have started a remote task.
 _CONNECT_SECS = 20.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How an attempt ended.
+    """Result of an attempt.
 
     Attributes:
-      code: the exit code that goes with it.
-      failed: the task that failed first, if that is what decided.
-      given_up: names of workers that could not be brought back.
-      goes_on: whether enough workers are left without these. All have to be started again, for they wait for them.
-      orphan_secs: after which tasks that could not be reached any more have ended by themselves.
+      code: exit code of the job.
+      failed: the task that failed first; None if no failure decided the result.
+      given_up: names of workers that failed too often.
+      goes_on: True if enough workers are left without these. All tasks must start again, because they wait for them.
+      orphan_secs: time after which unreachable tasks have ended by themselves.
     """
 
     code: int
@@ -51,15 +51,15 @@ class Outcome:
 
 
 class Attempt:
-    """Runs the tasks of a request once.
+    """One run of all tasks of a request.
 
     Args:
-      request: what to run.
+      request: the tasks to run.
       supervisor: starts and ends the tasks.
-      received: grows with each signal to this process, from its signal handler.
-      number: of this attempt, from 0.
-      min_workers: with how many of its workers the attempt goes on.
-      logs: the files of this attempt.
+      received: signals to this process; the signal handler appends to it.
+      number: number of this attempt, from 0.
+      min_workers: least number of workers with which the attempt continues.
+      logs: the log files of this attempt.
     """
 
     def __init__(
@@ -81,24 +81,25 @@ class Attempt:
         self._replaced = frozenset(request.computing if request.replaces_workers else ())
         self._replacements = Replacements(request.restarts)
         self._latest: dict[str, Process] = {}
-        # Said as a worker is started again: by then it did not fail only because the chief had ended.
-        self._unsaid: dict[str, str] = {}
-        # Workers that had come up, as far as time can tell.
+        # Lines by worker, written when the worker is started again: a worker that fails because the chief has ended
+        # is not reported.
+        self._restart_lines: dict[str, str] = {}
+        # Workers that ran long enough to have met the chief.
         self._settled: set[str] = set()
         self._given_up: set[str] = set()
         self._goes_on = False
         self._undecided = set(request.deciding)
-        # Those that have not ended for good.
+        # Tasks that run, or will be started again.
         self._pending = set(self._tasks)
         self._failed: Process | None = None
         self._deadline = math.inf
-        # Reasons by host, and those hosts where tasks may be left.
+        # Reasons by unreachable host; hosts where tasks may still run.
         self._unreachable: dict[str, str] = {}
         self._orphaned: list[str] = []
         self._notices = Notices() if request.replaces_workers else None
 
     def run(self) -> Outcome:
-        """Returns when all tasks have ended."""
+        """Runs all tasks to their end."""
         with contextlib.closing(self._notices) if self._notices else contextlib.nullcontext():
             return self._run()
 
@@ -119,7 +120,8 @@ class Attempt:
         self._end([signal.SIGTERM])
         if not self._undecided or self._failed is None:
             return Outcome(0)
-        self._say(*self._obituary(self._failed), *([f"its output is below {self._logs.folder}"] if self._logs else []))
+        where = [f"its output is below {self._logs.folder}"] if self._logs else []
+        self._say(*self._failure_lines(self._failed), *where)
         given_up = frozenset(self._given_up)
         return Outcome(self._code(self._failed), self._failed, given_up, self._goes_on, self._orphan_secs())
 
@@ -131,7 +133,7 @@ class Attempt:
         self._latest[name] = self._supervisor.start(name, task.command, {**os.environ, **task.env, **more})
 
     def _follow(self) -> None:
-        """Waits until the job is decided: nobody is undecided, or `_failed` is the task that failed first."""
+        """Waits until the result is decided: all deciding tasks have succeeded, or `_failed` is the first failure."""
         while self._undecided and self._pending and not self._received and time.monotonic() < self._deadline:
             ended = self._supervisor.wait_first_exit(self._wait_secs())
             if ended is None:
@@ -150,26 +152,26 @@ class Attempt:
         return self._replacements.wait_secs()
 
     def _fail(self, ended: Process) -> None:
-        """Takes note of a failure, and of how long the others may show that something else was the cause."""
+        """Notes a failure, and sets the deadline until which another task may turn out to be the cause."""
         self._pending.discard(ended.name)
         decides = ended.name in self._undecided
         if self._failed is None:
-            secs = CAUSE_SECS if ended.returncode == PREEMPTED_EXIT_CODE else 0.0 if decides else _VERDICT_SECS
+            secs = CAUSE_SECS if ended.returncode == TRY_AGAIN_EXIT_CODE else 0.0 if decides else _VERDICT_SECS
             self._failed, self._deadline = ended, time.monotonic() + secs
-        elif self._failed.returncode == PREEMPTED_EXIT_CODE != ended.returncode:
+        elif self._failed.returncode == TRY_AGAIN_EXIT_CODE != ended.returncode:
             self._failed, self._deadline = ended, 0.0
-        elif decides and self._failed.returncode != PREEMPTED_EXIT_CODE:
-            # Those who were preempted end one after the other, the one that saves last.
+        elif decides and self._failed.returncode != TRY_AGAIN_EXIT_CODE:
+            # Not after a preemption: preempted tasks end one after the other, the one that saves last.
             self._deadline = 0.0
 
     def _replace(self, ended: Process, ran_secs: float) -> None:
-        """Has a worker started again, or gives it up."""
+        """Schedules the restart of a worker, or gives it up."""
         if self._failed is not None:
-            return  # Only the verdict is awaited.
+            return  # The attempt is about to end.
         if ran_secs >= self._request.restarts.settled_secs:
             self._settled.add(ended.name)
-        # Who has lost the chief ends with this code; then the chief's end is to decide, and it may be seen later.
-        least_secs = CAUSE_SECS if ended.returncode == PREEMPTED_EXIT_CODE else _REPLACE_SECS
+        # A worker that has lost the chief ends with this code. Then the chief's end decides, which may be seen later.
+        least_secs = CAUSE_SECS if ended.returncode == TRY_AGAIN_EXIT_CODE else _REPLACE_SECS
         failures, secs = self._replacements.failed(ended.name, ran_secs, least_secs)
         text = f"{ended.name} failed ({self._how(ended)}, failure {failures} in a row)"
         if secs is None:
@@ -177,7 +179,7 @@ class Attempt:
         elif secs > least_secs:
             self._say(f"{text}; starting it again in {secs:g} s")
         else:
-            self._unsaid[ended.name] = f"{text}; starting it again"
+            self._restart_lines[ended.name] = f"{text}; starting it again"
 
     def _start_due(self) -> None:
         if self._failed is not None or self._received:
@@ -187,7 +189,7 @@ class Attempt:
             if ended.wait(0) is None:
                 self._replacements.postpone(name, _SWEPT_SECS)
                 continue
-            if text := self._unsaid.pop(name, ""):
+            if text := self._restart_lines.pop(name, ""):
                 self._say(text)
             if self._logs:
                 self._logs.close_task(name)
@@ -202,9 +204,9 @@ class Attempt:
         left, all_of_them = len(self._replaced) - len(self._given_up), len(self._replaced)
         text = f"{ended.name} is given up ({self._how(ended)}, failure {failures} in a row)"
         if left >= self._min_workers and ended.name in self._settled:
-            # The chief has met it, and does without.
+            # The chief has met this worker, and can continue without it.
             self._pending.discard(ended.name)
-            ended.wait(_VERDICT_SECS)  # Its last words may still be coming in.
+            ended.wait(_VERDICT_SECS)  # Its last output may still arrive.
             self._say(*_last_lines(ended), f"{text}; going on with {left} of {all_of_them} workers")
             if self._notices:
                 self._notices.add(GIVEN_UP + ended.name)
@@ -216,9 +218,10 @@ class Attempt:
     # Hosts that are lost.
 
     def _look_for_lost_hosts(self, failed: Process) -> None:
-        """Has the lost host be the cause, instead of a task that failed because it misses the tasks there.
+        """Finds a lost host, and makes its task the first failure instead of a task that has lost this peer.
 
-        A survivor notices that at once, and the launcher, whose connection is only silent, half a minute later.
+        The peer fails at once. The launcher's own connection to the lost host is only silent, and breaks half a minute
+        later.
         """
         probes = {}
         for name, task in self._tasks.items():
@@ -226,7 +229,7 @@ class Attempt:
                 probes[task.host] = task.probe
         self._unreachable = reachability.unreachable(probes, lambda: bool(self._received))
         lost = [name for name in self._tasks if self._host(name) in self._unreachable]
-        # Those that have ended so soon never had a connection.
+        # A process that ended sooner never had a connection.
         left = [
             name for name in lost if self._latest[name].poll() is None or self._latest[name].ran_secs > _CONNECT_SECS
         ]
@@ -251,8 +254,8 @@ class Attempt:
         host = self._host(ended.name)
         return f"{_how(ended)}, host {host}" if host and ended.returncode == _NO_CONNECTION else _how(ended)
 
-    def _obituary(self, failed: Process) -> list[str]:
-        """Its last lines, then who failed first and how: what to read first stands at the bottom of the screen."""
+    def _failure_lines(self, failed: Process) -> list[str]:
+        """Returns the failed task's last lines, then the cause, which is the last line on the screen."""
         host, how, ended = self._host(failed.name), self._how(failed), "all tasks have ended"
         if reason := self._unreachable.get(host):
             how = f"its host {host} can't be reached: {reason}"
@@ -263,9 +266,9 @@ class Attempt:
         return [*_last_lines(failed), f"{failed.name} failed first ({how}); {ended}"]
 
     def _let_others_end(self) -> None:
-        """They know from the chief that it is over; what they do from now on decides nothing."""
+        """Waits for the other tasks after success. The chief has notified them; their exit codes don't count."""
         settled_secs = self._request.restarts.settled_secs
-        # These may not have met the chief before it ended, and would wait for it.
+        # Restarted tasks may not have met the chief before it ended, and would wait for it.
         late = [each for each in self._supervisor.running if each.restart and each.ran_secs < settled_secs]
         for process in late:
             process.send_signal(signal.SIGTERM)
@@ -278,13 +281,13 @@ class Attempt:
     def _end_interrupted(self, signum: int) -> int:
         if signum != signal.SIGPIPE:
             self._say(f"{_signal_name(signum)}: ending all tasks")
-        # What Ctrl-C in a terminal would have sent comes first: a script may catch KeyboardInterrupt and save its work.
-        # Only the first signal is answered by that: a second one may have come while the line was written.
+        # SIGINT comes first, as from Ctrl-C in a terminal: a script may catch KeyboardInterrupt and save its work.
+        # Only the first signal is handled so: a second one may have arrived while the line was written.
         self._end([signal.SIGINT, signal.SIGTERM] if signum == signal.SIGINT else [signal.SIGTERM], answered=1)
         return 128 + signum
 
     def _end(self, signals: Sequence[int], answered: int = 0) -> None:
-        """Ends all tasks, at once if more signals than `answered` show that the user has no patience left."""
+        """Ends all tasks; kills them at once if more signals than `answered` have arrived."""
         stopping = threading.Thread(
             target=self._supervisor.stop, args=(signals, self._request.grace_secs), name="tfdist stop", daemon=True
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A launcher's own flags, told apart from those of the script that it starts."""
+"""Parser of a launcher's own flags, which end where the script and its arguments begin."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ def run(
     arguments: Sequence[str],
     launch: Callable[[flags.FlagValues, list[str]], int],
 ) -> int:
-    """A launcher's command: shows its help, or launches.
+    """Runs a launcher's command: shows its help, or launches the script.
 
     Args:
-      usage: what the help begins with.
+      usage: beginning of the help.
       define: defines the flags.
-      arguments: what follows the platform's name.
-      launch: given the flags and the script with its arguments, launches it and returns the exit code.
+      arguments: arguments after the platform's name.
+      launch: launches the script; takes the flags, and the script with its arguments; returns the exit code.
 
     Returns:
       The exit code.
 
     Raises:
-      LaunchError: the job makes no sense, or what was asked to start it refuses it.
+      LaunchError: the job is invalid, or the platform's tool refuses it.
       absl.flags.Error: a flag is unknown or its value can't be parsed.
     """
     values, command = parse(define, arguments)
@@ -49,8 +49,8 @@ def parse(define: Callable[[flags.FlagValues], None], arguments: Sequence[str]) 
     """Parses the launcher's flags, which end where the script, or "-m MODULE", begins.
 
     Args:
-      define: defines the flags. The program's global flags are left alone: those are the script's.
-      arguments: what follows the platform's name.
+      define: defines the flags, apart from the program's global flags, which belong to the script.
+      arguments: arguments after the platform's name.
 
     Returns:
       The flags, and the script (or "-m" and a module) with its arguments.
@@ -61,7 +61,7 @@ def parse(define: Callable[[flags.FlagValues], None], arguments: Sequence[str]) 
     if "-m" in arguments:
         before = list(arguments[: arguments.index("-m")])
         values, script = _parse(define, before)
-        # A script in front of it, or "--", makes this "-m" the script's own.
+        # After a script, or "--", this "-m" belongs to the script.
         if not script and "--" not in before:
             return values, list(arguments[len(before) :])
     return _parse(define, arguments)
@@ -69,14 +69,14 @@ def parse(define: Callable[[flags.FlagValues], None], arguments: Sequence[str]) 
 
 def _parse(define: Callable[[flags.FlagValues], None], arguments: Sequence[str]) -> tuple[flags.FlagValues, list[str]]:
     values = flags.FlagValues()
-    values.set_gnu_getopt(False)  # By default, absl would go on behind the script's name.
+    values.set_gnu_getopt(False)  # By default, absl also parses the arguments after the script's name.
     flags.DEFINE_boolean("help", False, "print this help", short_name="h", flag_values=values)
     define(values)
     return values, values(["tfdist", *arguments])[1:]
 
 
 def describe(values: flags.FlagValues) -> str:
-    """The flags with their defaults, a line each."""
+    """Returns the flags with their defaults and help, one line each."""
     names = [name for name in values if len(name) > 1]
     shown = {name: f"--{name}" if values[name].boolean else f"--{name}={values[name].default}" for name in names}
     width = max(map(len, shown.values()))

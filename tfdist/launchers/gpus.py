@@ -15,17 +15,17 @@ _LIST_TIMEOUT_SECS = 20.0
 
 
 def present(env: Mapping[str, str] = os.environ) -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them: an inherited choice is respected.
+    """Returns the GPUs that this process may use, named as in CUDA_VISIBLE_DEVICES, whose inherited value is respected.
 
     Raises:
-      LaunchError: the driver's own tool fails or hangs.
+      LaunchError: nvidia-smi fails or hangs.
     """
     installed = _installed()
     if VISIBLE not in env:
         return [index for index, _ in installed]
     chosen: list[str] = []
     for name in filter(None, map(str.strip, env[VISIBLE].split(","))):
-        # CUDA ends the list at the first device that it does not know, and takes the start of a UUID for it.
+        # CUDA ends the list at the first unknown device, and accepts the beginning of a UUID.
         known = any(name == index or (uuid.startswith(name) and len(name) > 4) for index, uuid in installed)
         if not (known or name.startswith("MIG-")):
             break
@@ -34,7 +34,7 @@ def present(env: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def _installed() -> list[tuple[str, str]]:
-    """Index and UUID of each GPU of this machine."""
+    """Returns index and UUID of each GPU of this machine."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
@@ -48,7 +48,7 @@ def _installed() -> list[tuple[str, str]]:
             f"nvidia-smi does not list the GPUs; mend the driver, or use --gpus_per_worker=0. Received: {error}"
         ) from None
     if done.returncode:
-        return []  # The tool is there and no GPU is: what it says at that is not for the user of a CPU.
+        return []  # The tool is installed, but there is no GPU; its message is of no use on a CPU.
     rows = [line.split(",") for line in done.stdout.splitlines() if line.count(",") == 1]
     return [(index.strip(), uuid.strip()) for index, uuid in rows]
 
@@ -56,24 +56,24 @@ def _installed() -> list[tuple[str, str]]:
 def share(
     devices: Sequence[str], tasks: int, each: int | None, place: str = "this machine", remedy: str = ""
 ) -> list[tuple[str, ...]]:
-    """Which devices each of several tasks gets.
+    """Divides devices among tasks; returns the devices of each task.
 
     Args:
-      devices: those that there are.
-      tasks: how many tasks need some.
-      each: devices for each task; None shares all of them out evenly.
-      place: where the devices are, for the message.
-      remedy: what to do where they are fewer than the tasks, for the message.
+      devices: the available devices.
+      tasks: number of tasks that need devices.
+      each: number of devices for each task; None divides all of them evenly.
+      place: location of the devices, for the error message.
+      remedy: remedy for fewer devices than tasks, for the error message.
 
     Raises:
-      LaunchError: there are not enough.
+      LaunchError: there are too few devices.
     """
     if each is None:
         each = len(devices) // tasks if tasks else 0
         if devices and not each:
             usual = f"use --num_workers={len(devices)}, or --gpus_per_worker=0 to train on the CPU"
             raise LaunchError(
-                f"{tasks} workers can't share out fewer GPUs than they are; {remedy or usual}. Received: "
+                f"{tasks} workers need a GPU each, and there are fewer; {remedy or usual}. Received: "
                 f"{len(devices)} GPUs on {place}"
             )
     if each * tasks > len(devices):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hosts to start tasks on: from a file with a line each, or from the command line."""
+"""Parser of the list of hosts: from a file with one line per host, or from the command line."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _EXAMPLE = 'write "host", "user@host slots=2" or "host slots=2 address=10.0.0.2"
 
 @dataclasses.dataclass(frozen=True)
 class Host:
-    """A machine.
+    """A machine that runs tasks.
 
     Args:
-      login: what ssh is given, such as "user@host".
-      slots: how many tasks it takes.
-      address: where the other tasks reach it; the host of `login` by default.
+      login: destination for ssh, such as "user@host".
+      slots: most tasks on this host.
+      address: name or address at which the other tasks reach it; the host of `login` by default.
     """
 
     login: str
@@ -35,10 +35,10 @@ class Host:
 
 
 def read(path: str) -> list[Host]:
-    """The hosts in a file: a line each, "host slots=N"; what follows a # is a comment.
+    """Reads the hosts in a file: one line each, "host slots=N"; a # begins a comment.
 
     Raises:
-      LaunchError: a line makes no sense (the message has its number), there is none, or the file can't be read.
+      LaunchError: a line is invalid (the message has its number), the file has no host, or it can't be read.
     """
     try:
         text = pathlib.Path(path).read_text(encoding="utf-8")
@@ -50,7 +50,7 @@ def read(path: str) -> list[Host]:
 
 
 def parse(text: str, name: str = "hostfile") -> list[Host]:
-    """The hosts in the text of a file. See `read`."""
+    """Parses the text of a file. See `read`."""
     found: dict[str, int] = {}
     hosts = []
     for number, line in enumerate(text.split("\n"), 1):
@@ -69,10 +69,10 @@ def parse(text: str, name: str = "hostfile") -> list[Host]:
 
 
 def from_flag(text: str) -> list[Host]:
-    """The hosts of "a,user@b:2": names, each with its slots if they are more than one.
+    """Parses "a,user@b:2": names, each with its number of slots if it has more than one.
 
     Raises:
-      LaunchError: it makes no sense.
+      LaunchError: an entry is invalid.
     """
     lines = []
     for item in text.split(","):
@@ -86,12 +86,12 @@ def from_flag(text: str) -> list[Host]:
 def _host(words: list[str], where: str) -> Host:
     login, *options = words
     if not _LOGIN.fullmatch(login):
-        raise LaunchError(f"{where}: no name for a host; {_EXAMPLE}. Received: {login!r}")
+        raise LaunchError(f"{where}: the name of the host is invalid; {_EXAMPLE}. Received: {login!r}")
     found: dict[str, str] = {}
     for option in options:
         key, equals, value = option.partition("=")
         if key not in ("slots", "address") or not equals or not value or key in found:
-            raise LaunchError(f"{where}: no option of a host; {_EXAMPLE}. Received: {option!r}")
+            raise LaunchError(f"{where}: the option of the host is invalid; {_EXAMPLE}. Received: {option!r}")
         found[key] = value
     slots = found.get("slots", "1")
     if not (slots.isascii() and slots.isdigit() and len(slots) < 6 and 1 <= int(slots) <= _MAX_SLOTS):

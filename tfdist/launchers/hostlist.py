@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slurm's way of writing many host names in few characters, and back: "rack[0-1]n[08-11]-ib,login"."""
+"""Parser of Slurm's compressed host lists, such as "rack[0-1]n[08-11]-ib,login"."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 
 from tfdist.launchers.requests import LaunchError
 
-# Slurm's own limit for one expression; a job does not come near it, while a mistyped range does.
+# Slurm's own limit for one expression. Jobs are far smaller; a mistyped range may exceed it.
 MAX_HOSTS = 1 << 16
 _PART = re.compile(r"\[([^\[\]]*)\]|([^\[\],\s]+)", re.ASCII)
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", re.ASCII)
@@ -16,18 +16,18 @@ _EXAMPLE = 'write it as Slurm does, such as "n[01-04,7],login"'
 
 
 class HostlistError(LaunchError):
-    """A host list that can't be read. The message is one line."""
+    """Invalid host list. The message is one line."""
 
 
 def expand(text: str) -> list[str]:
-    """The host names of a list, in its order, repeated if it repeats them.
+    """Expands a host list into names, in its order, with repetitions.
 
     Args:
       text: names with ranges in brackets, separated by commas. A range is padded with zeros to the width of its first
         number; several brackets in one name count like digits, the last one fastest.
 
     Raises:
-      HostlistError: it can't be read, or names more than 65536 hosts.
+      HostlistError: the text is invalid, or names more than 65536 hosts.
     """
     hosts: list[str] = []
     for expression in _split(text):
@@ -38,10 +38,10 @@ def expand(text: str) -> list[str]:
 
 
 def expand_counts(text: str) -> list[int]:
-    """Slurm's way of writing how many tasks each host has: "2(x3),1" is [2, 2, 2, 1].
+    """Expands Slurm's numbers of tasks per host: "2(x3),1" is [2, 2, 2, 1].
 
     Raises:
-      HostlistError: it can't be read, or is for more than 65536 hosts.
+      HostlistError: the text is invalid, or is for more than 65536 hosts.
     """
     counts: list[int] = []
     for item in text.split(","):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts a script as every task of a cluster on Kubernetes, with nothing installed there but Kubernetes itself.
+"""Starts a script as every task of a job on Kubernetes, which needs no additional software there.
 
-`plan` renders the manifests, `submit` hands them to `kubectl`; a dry run prints them. In each pod,
-`tfdist.launchers.kubernetes_task` finds out which task it is.
+`plan` renders the manifests, `submit` passes them to `kubectl`; a dry run prints them. In each pod,
+`tfdist.launchers.kubernetes_task` determines the pod's task.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _LABEL = 63
 
 @dataclasses.dataclass(frozen=True)
 class KubernetesRequest:
-    """The objects to create, and whose they are."""
+    """The Kubernetes objects to create, and the description of their job."""
 
     objects: tuple[Mapping[str, Any], ...]
     pods: Pods
@@ -49,30 +49,30 @@ class KubernetesRequest:
 
 
 def plan(pods: Pods, form: str = "job") -> KubernetesRequest:
-    """What `submit` would create, the secret apart.
+    """Renders the objects that `submit` would create, without the Secret.
 
     Args:
-      pods: what to run.
+      pods: the job.
       form: "job" for Indexed Jobs, "jobset" for a JobSet, "tfjob" for a TFJob.
 
     Raises:
-      LaunchError: something is out of range, or no name for an object or host.
+      LaunchError: a value is out of range, or is an invalid name of an object or host.
     """
     check(pods)
     if form == "tfjob":
         return KubernetesRequest((manifests.network_policy(pods), manifests.tfjob(pods)), pods)
     if form == "jobset":
-        # Its controller makes the service by itself.
+        # The JobSet controller creates the Service.
         return KubernetesRequest((manifests.network_policy(pods), manifests.jobset(pods)), pods)
     jobs = [manifests.indexed_job(pods, role) for role in pods.roles]
     return KubernetesRequest((manifests.service(pods), manifests.network_policy(pods), *jobs), pods)
 
 
 def check(pods: Pods) -> None:
-    """Checks what the schemas can't.
+    """Checks the rules that Kubernetes' schemas don't check.
 
     Raises:
-      LaunchError: something is out of range, or no name for an object or host.
+      LaunchError: a value is out of range, or is an invalid name of an object or host.
     """
     if not pods.command:
         raise LaunchError("there is no script to run; name one after the flags. Received: nothing")
@@ -106,18 +106,18 @@ def check(pods: Pods) -> None:
 
 
 def submit(request: KubernetesRequest, start_timeout_secs: float = 20.0) -> int:
-    """Creates the objects, all or none, and looks whether their pods can be created.
+    """Creates all objects or none, and checks that their pods can be created.
 
     Args:
-      request: what to create.
-      start_timeout_secs: how long to look for pods; 0 for not at all.
+      request: the objects to create.
+      start_timeout_secs: how long to wait for the pods; 0 for no wait.
 
     Returns:
-      0: the objects exist; 1: they do, and the cluster refuses to create their pods.
+      0 if the objects were created; 1 if they were, but the cluster refuses to create their pods.
 
     Raises:
-      LaunchError: there is no kubectl here, or the cluster refuses the objects, as when a job of this name is there
-        already. Nothing is created then.
+      LaunchError: kubectl is not installed, or the cluster refuses an object, for example because a job of this name
+        exists. No object is created then.
     """
     kubectl = tools.find("kubectl", "install it, or look at the manifests with --dry_run")
     pods = request.pods
@@ -146,7 +146,7 @@ def define_flags(values: flags.FlagValues) -> None:
 
 
 def define_pod_flags(values: flags.FlagValues) -> None:
-    """Defines the flags that say what every pod is like."""
+    """Defines the flags for the properties of every pod."""
     texts = {
         "image": ("", "image of the container, with the script and tfdist in it"),
         "name": ("tfdist", "name of the job"),
@@ -178,10 +178,10 @@ def define_pod_flags(values: flags.FlagValues) -> None:
 
 
 def pods_from_flags(values: flags.FlagValues, command: Sequence[str], job: Shape, **more: Any) -> Pods:
-    """The pods that the command line describes.
+    """Returns the job that the command line describes.
 
     Raises:
-      LaunchError: a flag makes no sense.
+      LaunchError: a flag is invalid.
     """
     shape.check_duration("start_timeout_secs", values.start_timeout_secs)
     same = ("image", "name", "namespace", "python", "working_dir", "cpu", "memory", "port", "max_restarts")
@@ -209,7 +209,7 @@ def _pairs(flag: str, settings: Sequence[str]) -> dict[str, str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`tfdist launch kubernetes`: see `command_line.run`."""
+    """Runs `tfdist launch kubernetes`. See `command_line.run`."""
     return command_line.run(_USAGE, define_flags, arguments, _launch)
 
 

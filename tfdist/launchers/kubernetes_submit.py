@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Creates a job's objects through kubectl, all of them or none, and looks whether pods come of them."""
+"""Creates a job's objects through kubectl, all of them or none, and checks that their pods are created."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tfdist.launchers.requests import ToolError
 
 _TIMEOUT_SECS = 120.0
 _POLL_SECS = 0.5
-# A controller that fails once, as before a service account is there, tries again within seconds.
+# A controller that fails once, for example because a service account doesn't exist yet, retries within seconds.
 _SETTLED_SECS = 5.0
 _TAKEN = re.compile(r'([a-z0-9.-]+) "([^"]+)" already exists')
 _WARNING = "Warning:"
@@ -25,14 +25,14 @@ _REFUSED = ("FailedCreate", "FailedCreatePod")
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """The objects of a job, and how they are found.
+    """The objects of a job, and the flags that select them.
 
     Args:
-      name: of the job.
+      name: name of the job.
       text: the manifests.
-      kinds: of the objects, as kubectl writes them.
-      selector: the flags that choose the job's objects.
-      num_pods: that are created for the job.
+      kinds: kinds of the objects, as kubectl writes them.
+      selector: the flags of kubectl that select the job's objects.
+      num_pods: number of the job's pods.
     """
 
     name: str
@@ -58,12 +58,12 @@ def create(kubectl: str, job: Job) -> None:
     """Creates all objects of a job, or none.
 
     Raises:
-      ToolError: the cluster refuses one of them, as where its name is taken.
+      ToolError: the cluster refuses an object, for example because its name is taken.
     """
     shown: set[str] = set()
     rehearsal = _run([kubectl, "create", "--dry-run=server", "--output=name", "--filename=-"], job.text)
     _show_warnings(rehearsal, shown)
-    # Some clusters have webhooks that refuse a dry run. What fails in earnest is taken back.
+    # Some clusters have webhooks that refuse a dry run. Then a failed creation is rolled back.
     if rehearsal.code != 0 and "dry run" not in rehearsal.err.lower():
         raise ToolError(f"{_problem(rehearsal, job)}; nothing was created")
     answer = _run([kubectl, "create", "--output=name", "--filename=-"], job.text)
@@ -80,10 +80,10 @@ def create(kubectl: str, job: Job) -> None:
 
 
 def look(kubectl: str, job: Job, timeout_secs: float) -> int:
-    """Waits until all pods are created, which does not mean that they run.
+    """Waits until all pods are created; they need not run yet.
 
     Returns:
-      0: they are, or nothing says that they can't be; 1: the cluster refuses them.
+      1 if the cluster refuses to create pods; 0 if all are created, or no refusal is known.
     """
     start = time.monotonic()
     refused_secs: float | None = None
@@ -114,10 +114,10 @@ def look(kubectl: str, job: Job, timeout_secs: float) -> int:
 
 
 def _refusal(kubectl: str, job: Job, found: Sequence[Mapping[str, Any]]) -> str | None:
-    """The newest reason for which a controller could not create a pod of this job."""
+    """Returns the newest reason for which a controller could not create a pod of this job, or None."""
     where = [flag for flag in job.selector if flag.startswith("--namespace")]
     events = _get(kubectl, ["events", "--field-selector=type=Warning", *where]) or []
-    # Those of an earlier job of the same name stay for an hour.
+    # Filtered by uid, because events of an earlier job of the same name stay for an hour.
     uids = {each["metadata"]["uid"] for each in found}
     known = [kind for kind in job.kinds if kind in ("jobset", "tfjob")]
     for kind in known:
@@ -141,7 +141,7 @@ def _get(kubectl: str, arguments: Sequence[str]) -> list[dict[str, Any]] | None:
 
 
 def _problem(answer: _Answer, job: Job) -> str:
-    """The reason for which kubectl failed, on one line."""
+    """Returns the reason for which kubectl failed, on one line."""
     taken = [f"{kind} {name}" for kind, name in _TAKEN.findall(answer.err)]
     if taken:
         return (
@@ -156,7 +156,7 @@ def _problem(answer: _Answer, job: Job) -> str:
 
 
 def _take_back(kubectl: str, job: Job, created: Sequence[str]) -> str:
-    """Removes what this call has created; returns the command for what could not be removed."""
+    """Deletes the created objects; returns "", or the command that deletes them if that failed."""
     if not created:
         return ""
     where = [flag for flag in job.selector if flag.startswith("--namespace")]
@@ -165,7 +165,7 @@ def _take_back(kubectl: str, job: Job, created: Sequence[str]) -> str:
 
 
 def _show_warnings(answer: _Answer, shown: set[str]) -> None:
-    """Passes on what the API server warns of: each warning once."""
+    """Writes each warning of the API server once."""
     for line in answer.err.splitlines():
         if line.startswith(_WARNING) and line not in shown:
             shown.add(line)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs as the container of a pod: finds out from JOB_COMPLETION_INDEX which task this is, and runs the script as it.
+"""Wrapper in a pod's container: determines the pod's task from JOB_COMPLETION_INDEX, and runs the script as this task.
 
-It stays the container's first process: as such it passes signals on, which the kernel would keep from a script that
-has no handler for them. The tasks of an all-reduce end together, see `pod_leader`.
+It stays the container's first process and forwards signals, because the kernel delivers no signal without a handler to
+the first process. The tasks of an all-reduce job end together; see `pod_leader`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from tfdist.launchers import command_line, shape, wrapping
 from tfdist.launchers.pod_leader import Leader
 from tfdist.launchers.pod_member import Member
 from tfdist.launchers.pod_rules import GIVEN_UP_EXIT_CODE, Counts, Rules
-from tfdist.launchers.requests import PREEMPTED_EXIT_CODE, LaunchError
+from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE, LaunchError
 from tfdist.launchers.shape import Shape
 
 INDEX_VARIABLE = "JOB_COMPLETION_INDEX"
-# How often Kubernetes has replaced this pod, from annotations that its controllers keep.
+# Variables with the number of replacements of this pod, from annotations of Kubernetes' controllers.
 FAILURES_VARIABLE = "TFDIST_POD_FAILURES"
 IGNORED_VARIABLE = "TFDIST_POD_IGNORED_FAILURES"
 RESTARTS_VARIABLE = "TFDIST_POD_RESTARTS"
@@ -35,18 +35,18 @@ _ENDING = (signal.SIGTERM, signal.SIGINT)
 def task_environment(
     job: Shape, role: str, host_format: str, port: int, env: Mapping[str, str]
 ) -> tuple[Task, dict[str, str]]:
-    """Which task a pod is, and what it finds in its environment.
+    """Returns the task of a pod, and the variables that are added to its environment.
 
     Args:
-      job: which tasks there are.
+      job: the tasks of the job.
       role: the job name of this pod's tasks, such as "worker".
       host_format: the name of a task's host, with {type} and {index}.
-      port: on which each task listens. A tf.data service gets the next.
-      env: the environment that Kubernetes gave to the container.
+      port: port at which each task listens. A tf.data service has the next one.
+      env: the container's environment.
 
     Raises:
       LaunchError: there is no index, or no such task.
-      ClusterError: the hosts' names make no addresses.
+      ClusterError: the hosts' names are invalid.
     """
     text = env.get(INDEX_VARIABLE, "")
     if not (text.isascii() and text.isdigit() and len(text) <= 9):
@@ -83,8 +83,8 @@ def define_flags(values: flags.FlagValues) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the script as the task that this pod is; returns its exit code."""
-    # From the beginning to the end, so that no signal is lost while there is no script.
+    """Runs the script as this pod's task; returns its exit code."""
+    # Installed from the beginning to the end, so that no signal is lost while the script doesn't run.
     with _signals() as received:
         return _run(arguments, received)
 
@@ -99,7 +99,7 @@ def _run(arguments: Sequence[str], received: Sequence[int]) -> int:
         return 2
     command = wrapping.script_command(script)
     if received:
-        return PREEMPTED_EXIT_CODE
+        return TRY_AGAIN_EXIT_CODE
     if not job.num_ps and task in job.members and len(job.members) > 1:
         return _run_together(values, job, task, command, env, received)
     if _is_preempted_too_often(values, task, pod_counts(values.form, os.environ)):
@@ -109,7 +109,7 @@ def _run(arguments: Sequence[str], received: Sequence[int]) -> int:
 
 
 def pod_counts(form: str, env: Mapping[str, str]) -> Counts:
-    """How often the pods of this task have failed before; zeros where Kubernetes does not say it."""
+    """Returns the numbers of earlier failures of this task's pods; zeros if Kubernetes doesn't provide them."""
     if form == "jobset":
         return Counts(0, _number(env, RESTARTS_VARIABLE))
     return Counts(_number(env, FAILURES_VARIABLE), _number(env, IGNORED_VARIABLE))
@@ -121,17 +121,17 @@ def _number(env: Mapping[str, str], name: str) -> int:
 
 
 def group_rules(values: flags.FlagValues, job: Shape) -> Rules:
-    """The rules by which the tasks of an all-reduce end."""
+    """Returns the rules for the exit codes of an all-reduce job's tasks."""
     if values.form == "jobset":
-        # A JobSet counts restarts of all tasks by itself, and does not tell its pods which of them were preemptions.
-        # A code that it ignores, from a peer, could hide the failure.
+        # A JobSet counts restarts of all tasks by itself, and doesn't tell its pods which restarts were preemptions.
+        # A peer's ignored exit code could hide the failure.
         return Rules(values.max_restarts, values.max_preemptions + values.max_restarts, peer_exit_code=1)
     kinds = len({member.type for member in job.members})
     return Rules(values.max_restarts, values.max_preemptions, kinds=kinds)
 
 
 def _is_preempted_too_often(values: flags.FlagValues, task: Task, counts: Counts) -> bool:
-    # Who has lost the chief is ignored too.
+    # Failures of a task that has lost the chief are ignored, too.
     is_alone = values.form != "jobset" and task.type == "chief"
     return counts.ignored > values.max_preemptions + (0 if is_alone else values.max_restarts)
 
@@ -144,7 +144,7 @@ def _run_together(
     env: Mapping[str, str],
     received: Sequence[int],
 ) -> int:
-    """Runs the script of a task that ends and starts again together with all others."""
+    """Runs the script of a task that ends and restarts together with all others."""
     first, rules = job.members[0], group_rules(values, job)
     secret = os.environ.get(_SECRET_VARIABLE, "")
     with contextlib.ExitStack() as stack:
@@ -163,14 +163,14 @@ def _run_together(
         stack.callback(member.close)
         member.join(lambda: bool(received))
         if received:
-            return PREEMPTED_EXIT_CODE
+            return TRY_AGAIN_EXIT_CODE
         code = wrapping.run(command, env, is_over=member.is_over, early=received)
         return member.finish(code, lambda: bool(received))
 
 
 @contextlib.contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Notes signals that end a pod. Without a handler, the first process of a container never hears of them."""
+    """Notes signals that end a pod. The first process of a container receives no signal without a handler."""
     received: list[int] = []
     before = {number: signal.signal(number, lambda n, _: received.append(n)) for number in _ENDING}
     try:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts a script as every task of a cluster on this machine.
 
-`plan` turns a job into a request, which is text and numbers only; `submit` carries it out. A dry run prints it.
+`plan` turns a job into a request of text and numbers; `submit` runs it; a dry run prints it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tfdist.cluster import DATA_SERVICE_VARIABLE, Task
 from tfdist.launchers import command_line, gpus, private_network, shape
 from tfdist.launchers.ports import PortReservation
 from tfdist.launchers.requests import (
-    PREEMPTED_EXIT_CODE,
+    TRY_AGAIN_EXIT_CODE,
     LaunchError,
     Request,
     Restarts,
@@ -47,17 +47,17 @@ flags (also from a file, with --flagfile=FILE):
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What to run.
+    """A job on this machine.
 
     Args:
       command: the script and its arguments, or "-m", a module and its arguments.
-      num_workers: tasks of the job `worker`.
-      num_ps: parameter servers. With any, there is a chief beside the workers.
-      grace_secs: given to tasks to end by themselves, and from the first signal to SIGKILL.
-      chief: whether there is a chief beside the workers; None means that there is one if there is a parameter server.
+      num_workers: number of workers.
+      num_ps: number of parameter servers. With any, there is a chief beside the workers.
+      grace_secs: time for tasks to end by themselves, and from the first signal to SIGKILL.
+      chief: whether there is a chief beside the workers; None for a chief only with parameter servers.
       evaluator: whether there is an evaluator beside the cluster.
-      gpus_per_worker: GPUs for each worker; None shares all of them out evenly.
-      restarts: how often tasks are started again.
+      gpus_per_worker: number of GPUs for each worker; None divides all GPUs evenly.
+      restarts: limits of restarts.
 
     Raises:
       LaunchError: a number is out of range, or there is no script.
@@ -82,12 +82,12 @@ class Job:
 
     @property
     def shape(self) -> Shape:
-        """Which tasks there are."""
+        """The tasks of the job."""
         return Shape(self.num_workers, self.num_ps, self.chief, self.evaluator)
 
     @property
     def num_ports(self) -> int:
-        """How many ports are needed: one per member, and one for a tf.data service where there are servers."""
+        """Number of ports: one per member of the cluster, and one for a tf.data service with parameter servers."""
         return len(self.shape.members) + (self.num_ps > 0)
 
 
@@ -98,17 +98,17 @@ def plan(
     devices: Sequence[str] = (),
     dropped: Collection[str] = (),
 ) -> Request:
-    """What `submit` would start.
+    """Returns the processes that `submit` would start.
 
     Args:
-      job: what to run.
-      ports: free ports, `job.num_ports` of them.
+      job: the job.
+      ports: `job.num_ports` free ports.
       python: the interpreter.
-      devices: the GPUs that there are, to be shared out among the workers.
-      dropped: names of workers to leave out. The others are numbered anew, and keep their ports and GPUs.
+      devices: the available GPUs, which are divided among the workers.
+      dropped: names of workers to leave out. The others are renumbered, and keep their ports and GPUs.
 
     Raises:
-      LaunchError: there are fewer GPUs than asked for, or no worker is left.
+      LaunchError: there are too few GPUs, or no worker is left.
     """
     free = iter(ports)
     addresses = {member: f"127.0.0.1:{next(free)}" for member in job.shape.members}
@@ -125,7 +125,7 @@ def plan(
 
 
 def _visible_devices(job: Job, devices: Sequence[str]) -> dict[Task, dict[str, str]]:
-    """CUDA_VISIBLE_DEVICES of each task; of none where there is no GPU and none was asked for."""
+    """Returns CUDA_VISIBLE_DEVICES of each task; {} if there is no GPU and none was requested."""
     if not devices and not job.gpus_per_worker:
         return {}
     computing = job.shape.computing
@@ -144,14 +144,14 @@ def define_flags(values: flags.FlagValues) -> None:
 
 
 def define_run_flags(values: flags.FlagValues, grace_period_secs: float) -> None:
-    """Defines the flags of every launcher that stays until the job is over."""
+    """Defines the flags of every launcher that runs until the job has ended."""
     grace_help = "seconds that tasks have to end before SIGKILL"
     flags.DEFINE_float("grace_period_secs", grace_period_secs, grace_help, flag_values=values)
     flags.DEFINE_integer("max_restarts", 0, "how often all tasks start again after a failure", flag_values=values)
     flags.DEFINE_float(
         "restart_backoff_secs", 1.0, "seconds before the first restart; doubles each time", flag_values=values
     )
-    preemption_help = f"how often all tasks start again after one ended with code {PREEMPTED_EXIT_CODE}"
+    preemption_help = f"how often all tasks start again after one ended with code {TRY_AGAIN_EXIT_CODE}"
     flags.DEFINE_integer("max_preemptions", 100, preemption_help, flag_values=values)
     worker_help = "how often a worker that fails again and again is started again, before it is given up"
     flags.DEFINE_integer("max_worker_restarts", 3, worker_help, flag_values=values)
@@ -164,7 +164,7 @@ def define_run_flags(values: flags.FlagValues, grace_period_secs: float) -> None
 
 
 def restarts_from_flags(values: flags.FlagValues) -> Restarts:
-    """Reads what `define_run_flags` has defined."""
+    """Reads the restart limits of `define_run_flags`."""
     return Restarts(
         values.max_restarts,
         values.restart_backoff_secs,
@@ -175,10 +175,10 @@ def restarts_from_flags(values: flags.FlagValues) -> Restarts:
 
 
 def logs_from_flags(values: flags.FlagValues) -> LogSettings:
-    """Reads what `define_run_flags` has defined.
+    """Reads the log settings of `define_run_flags`.
 
     Raises:
-      LaunchError: the run is there already, or has no proper name.
+      LaunchError: the run's folder exists, or its name is invalid.
     """
     logs = LogSettings(values.task_logs, values.run, values.tee)
     if logs.directory and logs.run and pathlib.Path(logs.directory, logs.run).exists():
@@ -187,7 +187,7 @@ def logs_from_flags(values: flags.FlagValues) -> LogSettings:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`tfdist launch local`: see `command_line.run`."""
+    """Runs `tfdist launch local`. See `command_line.run`."""
     return command_line.run(_USAGE, define_flags, arguments, _launch)
 
 
@@ -206,18 +206,18 @@ def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
     logs = logs_from_flags(values)
     devices = [] if values.gpus_per_worker == 0 else gpus.present()
     if values.private_network and not values.dry_run:
-        private_network.enter()  # Before anything is bound, or any thread is there.
+        private_network.enter()  # Before the first socket and the first thread.
     with PortReservation(job.num_ports) as reservation:
         planned = functools.partial(plan, job, reservation.ports, devices=devices)
         return command_line.submit_or_show(values, planned(), lambda: submit_with_secret(planned, logs))
 
 
 def submit_with_secret(planned: Callable[..., Request], logs: LogSettings) -> int:
-    """Submits a request whose tasks know what only members of this job know; a dry run does not show it.
+    """Submits a request, with a new job secret in the environment of its tasks; a dry run doesn't show the secret.
 
     Args:
-      planned: gives the request, without those workers that are named as `dropped`.
-      logs: where output goes.
+      planned: returns the request without the workers named as `dropped`.
+      logs: log settings.
     """
     secret = {"TFDIST_JOB_SECRET": secrets.token_hex(32)}
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The objects that a job is on Kubernetes, as plain data.
+"""Kubernetes objects of a job, as plain data.
 
 One Indexed Job for each kind of task, so that parameter servers need not have the workers' GPUs; a headless Service
-that gives each pod a name; a NetworkPolicy that lets only the job's own pods in.
+that gives each pod a name; a NetworkPolicy that admits only the job's own pods.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 
 from tfdist.launchers import kubernetes_task
 from tfdist.launchers.pod_rules import GIVEN_UP_EXIT_CODE, HOPELESS_EXIT_CODES
-from tfdist.launchers.requests import PREEMPTED_EXIT_CODE
+from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE
 from tfdist.launchers.shape import Shape
 
-# The annotations in which controllers count, by the variable that shows one to the wrapper.
+# Annotations in which controllers count replacements, by the variable that passes the count to the wrapper.
 _JOB_COUNTS = {
     kubernetes_task.FAILURES_VARIABLE: "batch.kubernetes.io/job-index-failure-count",
     kubernetes_task.IGNORED_VARIABLE: "batch.kubernetes.io/job-index-ignored-failure-count",
@@ -27,25 +27,25 @@ _MANAGER = {"app.kubernetes.io/managed-by": "tfdist"}
 
 @dataclasses.dataclass(frozen=True)
 class Pods:
-    """What all pods of a job have in common.
+    """A job on Kubernetes: its tasks, and the common properties of its pods.
 
     Args:
-      name: of the job.
-      shape: which tasks there are.
+      name: name of the job.
+      shape: the tasks of the job.
       command: the script and its arguments, or "-m", a module and its arguments.
-      image: of the container.
+      image: image of the container.
       python: the interpreter in the image.
-      namespace: "" for the one that kubectl is set to.
-      port: on which each task listens.
-      cpu, memory: what each pod asks for, as Kubernetes writes it; "" for nothing.
-      accelerators: what each pod that computes asks for, such as {"nvidia.com/gpu": 4}.
-      node_selector: labels of the nodes on which the pods that compute may run.
-      claims: directory by the name of the volume claim that is mounted there.
-      env: added to the environment.
-      max_restarts: how many failures the job may have, each kind of task with parameter servers.
-      max_preemptions: how many preemptions it may have.
-      grace_secs: given to a pod to end by itself.
-      working_dir: where the script runs; "" for the image's own.
+      namespace: the namespace; "" for the current one of kubectl.
+      port: port at which each task listens.
+      cpu, memory: resource requests of each pod, as Kubernetes quantities; "" for none.
+      accelerators: resource requests of each pod that computes, such as {"nvidia.com/gpu": 4}.
+      node_selector: labels of the nodes for pods that compute.
+      claims: mount directory by the name of the volume claim.
+      env: variables added to the environment.
+      max_restarts: number of failures that are allowed; with parameter servers, of each kind of task.
+      max_preemptions: number of preemptions that are allowed.
+      grace_secs: time for a pod to end by itself.
+      working_dir: working directory of the script; "" for the image's own.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Pods:
 
     @property
     def roles(self) -> dict[str, int]:
-        """How many tasks there are of each kind."""
+        """Number of tasks of each kind."""
         sizes: dict[str, int] = {}
         for task in self.shape.tasks:
             sizes[task.type] = sizes.get(task.type, 0) + 1
@@ -76,23 +76,23 @@ class Pods:
 
     @property
     def labels(self) -> dict[str, str]:
-        """What the objects of this job are found by."""
+        """Labels that select the objects of this job."""
         return {**_MANAGER, "app.kubernetes.io/instance": self.name}
 
 
 def literal(text: str) -> str:
-    """Text that Kubernetes hands over unchanged: it would put the values of variables in place of $(NAME)."""
+    """Escapes text, in which Kubernetes would otherwise replace $(NAME) by the value of the variable."""
     return text.replace("$", "$$")
 
 
 def metadata(pods: Pods, name: str) -> dict[str, Any]:
-    """Name, namespace and labels of an object."""
+    """Returns name, namespace and labels of an object."""
     namespace = {"namespace": pods.namespace} if pods.namespace else {}
     return {"name": name, **namespace, "labels": pods.labels}
 
 
 def secret(pods: Pods, value: str) -> dict[str, Any]:
-    """What only the members of this job know."""
+    """Returns the Secret with the job's secret."""
     return {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -103,7 +103,7 @@ def secret(pods: Pods, value: str) -> dict[str, Any]:
 
 
 def service(pods: Pods) -> dict[str, Any]:
-    """The headless Service that gives pods names, before they are ready too: they wait for each other."""
+    """Returns the headless Service that names the pods, also before they are ready: they wait for each other."""
     ports = [{"name": "tasks", "port": pods.port}, {"name": "data", "port": pods.port + 1}]
     return {
         "apiVersion": "v1",
@@ -114,7 +114,7 @@ def service(pods: Pods) -> dict[str, Any]:
 
 
 def network_policy(pods: Pods) -> dict[str, Any]:
-    """Lets only the job's own pods in: TensorFlow's servers ask nobody who they are."""
+    """Returns the NetworkPolicy that admits only the job's own pods: TensorFlow's servers authenticate no peer."""
     own = {"matchLabels": pods.labels}
     return {
         "apiVersion": "networking.k8s.io/v1",
@@ -125,7 +125,7 @@ def network_policy(pods: Pods) -> dict[str, Any]:
 
 
 def indexed_job(pods: Pods, role: str) -> dict[str, Any]:
-    """The Job for the tasks of one kind, whose pods are replaced one by one."""
+    """Returns the Job for the tasks of one kind, whose pods are replaced one by one."""
     host = f"{pods.name}-{{type}}-{{index}}.{pods.name}"
     job = plain_job(pods, role, pods.roles[role], _wrapped(pods, role, host, "job"), [GIVEN_UP_EXIT_CODE])
     # With a limit for each index, Kubernetes shows pods how often they were replaced, and waits by index: 10 s after
@@ -138,10 +138,10 @@ def indexed_job(pods: Pods, role: str) -> dict[str, Any]:
 def plain_job(
     pods: Pods, role: str, size: int, command: tuple[str, ...], hopeless: Sequence[int] = ()
 ) -> dict[str, Any]:
-    """An Indexed Job in which what was preempted is replaced without counting as a failure."""
+    """Returns an Indexed Job that replaces a preempted pod without counting a failure."""
     rules = [
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-        {"action": "Ignore", "onExitCodes": _codes([PREEMPTED_EXIT_CODE])},
+        {"action": "Ignore", "onExitCodes": _codes([TRY_AGAIN_EXIT_CODE])},
         {"action": "FailJob", "onExitCodes": _codes([*HOPELESS_EXIT_CODES, *hopeless])},
     ]
     spec = _job_spec(size, pods.max_restarts, rules, _template(pods, role, "task", command))
@@ -150,11 +150,11 @@ def plain_job(
 
 
 def jobset(pods: Pods) -> dict[str, Any]:
-    """A JobSet: when one task fails, all start again together."""
-    # A Job that fails by its policy was preempted, and JobSet need not count that.
+    """Returns a JobSet: when one task fails, all tasks start again together."""
+    # A Job that fails by its pod failure policy was preempted, which the JobSet must not count.
     rules = [
         {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-        {"action": "FailJob", "onExitCodes": _codes([PREEMPTED_EXIT_CODE])},
+        {"action": "FailJob", "onExitCodes": _codes([TRY_AGAIN_EXIT_CODE])},
     ]
     host = f"{pods.name}-{{type}}-0-{{index}}.{pods.name}"
     jobs = []
@@ -183,7 +183,7 @@ def jobset(pods: Pods) -> dict[str, Any]:
 
 
 def tfjob(pods: Pods) -> dict[str, Any]:
-    """A TFJob of Kubeflow's training operator v1, which makes TF_CONFIG itself."""
+    """Returns a TFJob for Kubeflow's training operator v1, which sets TF_CONFIG itself."""
     names = {"chief": "Chief", "worker": "Worker", "ps": "PS", "evaluator": "Evaluator"}
     replicas = {}
     for role, size in pods.roles.items():
@@ -201,20 +201,20 @@ def tfjob(pods: Pods) -> dict[str, Any]:
 
 
 def _tfjob_backoff(pods: Pods) -> int:
-    """The limit of the operator, which adds up the restarts of all containers, and fails the job when they reach it.
+    """Returns the TFJob's limit of restarts, with which the operator compares the sum over all containers.
 
-    All members restart after each failure: where one has failed, all others miss it.
+    All members restart after each failure, because each member has lost a peer.
     """
     return pods.max_restarts * len(pods.shape.members) + 1 if pods.max_restarts else 0
 
 
 def _codes(values: list[int]) -> dict[str, Any]:
-    # The API server takes them in order only.
+    # The API server accepts only sorted exit codes.
     return {"containerName": "task", "operator": "In", "values": sorted(values)}
 
 
 def _wrapped(pods: Pods, role: str, host_format: str, form: str) -> tuple[str, ...]:
-    """The script behind the wrapper that finds out which task it is."""
+    """Returns the command of the wrapper that determines the pod's task, followed by the script."""
     wrapper = (pods.python, "-P", "-m", "tfdist.launchers.kubernetes_task", *pods.shape.arguments(), f"--role={role}")
     numbers = {"port": pods.port, "max_restarts": pods.max_restarts, "max_preemptions": pods.max_preemptions}
     numbers["grace_period_secs"] = pods.grace_secs
@@ -223,7 +223,7 @@ def _wrapped(pods: Pods, role: str, host_format: str, form: str) -> tuple[str, .
 
 
 def _show_counts(template: dict[str, Any], annotations: Mapping[str, str]) -> None:
-    """Adds variables with how often the pod was replaced; they are empty where Kubernetes is older."""
+    """Adds variables with the number of the pod's replacements; older versions of Kubernetes leave them empty."""
     for name, annotation in annotations.items():
         field = {"fieldPath": f"metadata.annotations['{annotation}']"}
         template["spec"]["containers"][0]["env"].append({"name": name, "valueFrom": {"fieldRef": field}})
@@ -247,7 +247,7 @@ def _template(pods: Pods, role: str, container_name: str, command: tuple[str, ..
     volumes = [{"name": f"claim-{i}", "persistentVolumeClaim": {"claimName": c}} for i, c in enumerate(pods.claims)]
     mounts = [{"name": f"claim-{i}", "mountPath": path} for i, path in enumerate(pods.claims.values())]
     if accelerators:
-        # The usual 64 MB of /dev/shm are too few for NCCL.
+        # NCCL needs more than the usual 64 MB of /dev/shm.
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
         mounts.append({"name": "shm", "mountPath": "/dev/shm"})
     container: dict[str, Any] = {
@@ -278,7 +278,7 @@ def _template(pods: Pods, role: str, container_name: str, command: tuple[str, ..
 def _environment(pods: Pods, computes: bool) -> list[dict[str, Any]]:
     env: list[dict[str, Any]] = [{"name": name, "value": literal(value)} for name, value in pods.env.items()]
     if pods.accelerators and not computes:
-        # Some images and runtimes show every GPU of the node to containers that have asked for none.
+        # Some images and runtimes show all GPUs of the node to containers that requested none.
         env.append({"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"})
     reference = {"name": pods.name, "key": "job-secret", "optional": True}
     env.append({"name": "TFDIST_JOB_SECRET", "valueFrom": {"secretKeyRef": reference}})

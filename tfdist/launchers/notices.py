@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Passes lines from the launcher to the tasks of an attempt, in a file of a private folder.
+"""Notices: lines from the launcher to the tasks of an attempt, in a file of a private folder.
 
-The path is in the environment (`NOTICES_VARIABLE`). Where a task runs on another host, its connection carries the lines
-there. So far the only line is "given up TASK", which the chief of parameter servers reads (`tfdist.serving`).
+The path is in the environment (`NOTICES_VARIABLE`). A task on another host gets the lines through its connection. The
+only line so far is "given up TASK", which the chief of parameter servers reads (`tfdist.serving.embedded`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ GIVEN_UP = "given up "
 
 
 class Notices:
-    """The file, and what writes to it. Once this process was killed, the guards of its tasks remove it (`_guard.py`).
+    """Writer of the notices. If this process is killed, the guards of its tasks remove the file (`_guard.py`).
 
     Attributes:
-      env: where it is, for the environment of a task; nothing if this machine has no place for it. A job does without.
+      env: variable with the path, for the environment of a task; {} if the file can't be created. A job runs without.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Notices:
         self.env = {NOTICES_VARIABLE: str(self._path)} if self._path else {}
 
     def add(self, line: str) -> None:
-        """Appends a line. A full disk loses it: the tasks find out by themselves later."""
+        """Appends a line. On a full disk the line is lost, and the tasks detect the fact later by themselves."""
         if self._path:
             with contextlib.suppress(OSError), self._path.open("a", encoding="utf-8") as file:
                 file.write(line + "\n")
@@ -45,10 +45,10 @@ class Notices:
 
 
 class Reader:
-    """Reads whole lines as they are added.
+    """Reader of complete lines as they are added.
 
     Args:
-      path: of the file; None for none.
+      path: path of the file; None for no notices.
     """
 
     def __init__(self, path: str | None) -> None:
@@ -56,7 +56,7 @@ class Reader:
         self._position = 0
 
     def new_lines(self) -> list[str]:
-        """The lines since the last call."""
+        """Returns the lines since the last call."""
         if self._path is None:
             return []
         try:

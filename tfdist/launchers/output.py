@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints the output of tasks as whole lines behind a prefix, progress bars included. No TensorFlow import."""
+"""Prints the output of tasks as complete lines with a prefix, progress bars included. No TensorFlow import."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _PREFIX_COLOURS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
 
 
 class LineReader:
-    """Turns the bytes of one stream into the lines that a terminal would show in the end.
+    """Converts the bytes of one stream into the lines that a terminal would finally show.
 
-    A progress bar rewrites its line with carriage returns or backspaces (Keras does so even into a pipe): of each such
-    line the last state counts, and while it is being rewritten its state is shown at most every few seconds.
+    A progress bar rewrites its line with carriage returns or backspaces (Keras does so even into a pipe). The reader
+    returns the last state of such a line, and intermediate states at most every few seconds.
 
     Args:
-      keep_colours: whether colour codes stay; all other escape sequences are removed in any case.
-      progress_every_secs: least time between two states shown of a line that is still being rewritten.
-      clock: the time in seconds.
+      keep_colours: True to keep colour codes; all other escape sequences are removed in any case.
+      progress_every_secs: least time between two returned states of a line that is being rewritten.
+      clock: returns the time in seconds.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class LineReader:
         self._shown: str | None = None
 
     def feed(self, data: bytes, final: bool = False) -> list[str]:
-        """The lines completed by `data`."""
+        """Returns the lines completed by `data`."""
         *ended, self._pending = (self._pending + self._decoder.decode(data, final)).split("\n")
         lines = [line for raw in ended for line in self._end_line(raw)]
         if len(self._pending) > _MAX_LINE:
@@ -64,7 +64,7 @@ class LineReader:
         return lines + self._progress()
 
     def close(self) -> list[str]:
-        """The last line, if it was not terminated."""
+        """Returns the last line, if it was not terminated."""
         lines = self.feed(b"", final=True)
         return lines + (self._end_line(self._pending) if self._pending else [])
 
@@ -100,12 +100,12 @@ class LineReader:
 
 
 def _last_writing(raw: str) -> str:
-    """What follows the last carriage return: whoever returns writes the whole line again."""
+    """Returns the text after the last carriage return, because programs rewrite the whole line after it."""
     return raw[raw.rfind("\r", 0, len(raw) - 1) + 1 :] if "\r" in raw else raw
 
 
 def _unwritten(raw: str) -> str:
-    """A shorter text with the same effect as `raw`, the position of the cursor included."""
+    """Returns a shorter text with the same effect on the terminal as `raw`, including the position of the cursor."""
     raw = _last_writing(raw)
     if "\b" not in raw:
         return raw
@@ -114,7 +114,7 @@ def _unwritten(raw: str) -> str:
 
 
 def _typed(raw: str, keep_colours: bool) -> tuple[list[str], int]:
-    """Types `raw` on an empty line: its cells, each with the colour codes before it, and the position of the cursor."""
+    """Returns the cells of an empty line after writing `raw`, with their colour codes, and the cursor's position."""
     cells: list[str] = []
     cursor, colours = 0, ""
     for match in _TOKEN.finditer(raw):
@@ -132,10 +132,10 @@ def _typed(raw: str, keep_colours: bool) -> tuple[list[str], int]:
 
 
 class Console:
-    """Writes whole lines to this program's own standard output and standard error, from any thread.
+    """Writer of complete lines to this program's standard output and standard error, for any thread.
 
     Args:
-      on_broken_pipe: called once when nobody reads the output any more.
+      on_broken_pipe: called once when the output's reader has closed the pipe.
     """
 
     def __init__(self, on_broken_pipe: Callable[[], None] | None = None) -> None:
@@ -144,12 +144,12 @@ class Console:
         self.broken = False
 
     def keeps_colours(self, error: bool) -> bool:
-        """Whether the stream is a terminal whose user wants colours (https://no-color.org)."""
+        """Returns True if the stream is a terminal, and the user has not disabled colours (https://no-color.org)."""
         stream = sys.stderr if error else sys.stdout
         return bool(stream and stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb")
 
     def write(self, prefix: str, lines: Iterable[str], error: bool = False, number: int | None = None) -> None:
-        """Writes lines behind a prefix such as "[worker:1] ", in the colour of task `number` on a terminal."""
+        """Writes lines with a prefix such as "[worker:1] ", on a terminal in the colour of task `number`."""
         if number is not None and self.keeps_colours(error):
             colour = _PREFIX_COLOURS[number % len(_PREFIX_COLOURS)]
             prefix = f"\x1b[{colour}m{prefix}{_RESET}"
@@ -166,11 +166,11 @@ class Console:
                 self._on_broken_pipe()
             self.broken = True
         except (OSError, ValueError):
-            pass  # The terminal was closed, or the disk is full: the training is worth more than its output.
+            pass  # The terminal was closed, or the disk is full. Training continues without the output.
 
 
 def _write_fully(stream: Any, text: str) -> None:
-    """Writes past the stream's buffer: a thread that is stuck in that can't be abandoned when the program ends."""
+    """Writes without the stream's buffer: a thread blocked in the buffer would block the end of the program."""
     try:
         descriptor = stream.fileno()
     except (AttributeError, OSError, ValueError):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends the pods of an all-reduce job together, so that one failure counts once, and all start again at once.
+"""Ends the pods of an all-reduce job together, so that Kubernetes counts one failure, and all pods restart at once.
 
-When one worker fails, TensorFlow fails on all others too, each with an error of its own. Kubernetes would count every
-one. So the wrappers of the tasks talk to the wrapper of the first task, the leader, which decides:
+When one worker fails, TensorFlow fails on all other workers, too, each with its own error. Kubernetes would count each
+of them as a failure. So the wrappers of the tasks connect to the wrapper of the first task, the leader, which decides:
 
     worker:1                          the leader                         worker:2
       joins                    --->                               <---     joins
@@ -12,8 +12,8 @@ one. So the wrappers of the tasks talk to the wrapper of the first task, the lea
                                       "end with 75"               --->     ends its script, and ends with 75
     Kubernetes counts this one                                           ... and ignores this one
 
-A member whose connection breaks is lost: all others end then. A script that ends well waits for the others, because an
-all-reduce job that starts again needs all of its workers. The members prove that they know the job's secret.
+A member whose connection breaks is lost, and all others end. A successful script waits for the other tasks, because an
+all-reduce job that restarts needs all of its workers. The members prove that they know the job's secret.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import BinaryIO
 from tfdist import _line_server, _sockets
 from tfdist.launchers import pod_wire as wire
 from tfdist.launchers.pod_rules import GIVEN_UP_EXIT_CODE, Counts, Rules, Verdict
-from tfdist.launchers.requests import CAUSE_SECS, PREEMPTED_EXIT_CODE
+from tfdist.launchers.requests import CAUSE_SECS, TRY_AGAIN_EXIT_CODE
 
 _LINGER_SECS = 5.0
 _MOST_STRANGERS = 64
@@ -39,18 +39,18 @@ _NO_RESOURCES_SECS = 0.05
 
 
 class Leader:
-    """Decides for all tasks of the job; runs beside the first task.
+    """Server beside the first task, which decides the end of all tasks of the job.
 
     Args:
       tasks: names of all members, such as "worker:0".
       rules: decide the exit codes.
-      port: to listen on.
-      secret: known to the members only.
-      hold_secs: given to scripts that save their work after a preemption.
-      say: takes a line for the log.
+      port: port to listen at.
+      secret: shared secret of the job.
+      hold_secs: time for scripts to save their work after a preemption.
+      say: writes a line to the log.
 
     Raises:
-      OSError: the port can't be listened on.
+      OSError: the leader can't listen at the port.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Leader:
         self._is_decided = False
         self._late: Verdict | None = None
         self._unheard: set[str] = set()
-        # Addresses of connections that have not proved that they are members, oldest first.
+        # Connections without a complete handshake, with their addresses, the oldest first.
         self._strangers: dict[socket.socket, str] = {}
         self._server = _sockets.listen_everywhere(port)
         self.port = self._server.getsockname()[1]
@@ -88,7 +88,7 @@ class Leader:
             return frozenset(self._counts)
 
     def close(self) -> None:
-        """Ends listening, once the members have heard the verdict."""
+        """Closes the server, once the members have acknowledged the verdict."""
         with self._changed:
             self._changed.wait_for(lambda: not self._unheard, _LINGER_SECS)
             self._is_decided = True
@@ -119,7 +119,7 @@ class Leader:
             threading.Thread(target=self._serve, args=(connection,), name="tfdist pod member", daemon=True).start()
 
     def _make_room(self) -> None:
-        """Closes a connection that has proved nothing; a member whose turn it was tries again."""
+        """Closes a connection without a complete handshake; a member that is closed so retries."""
         if self._strangers:
             oldest = _line_server.to_give_way(self._strangers, self._strangers.values())
             del self._strangers[oldest]
@@ -135,7 +135,7 @@ class Leader:
             try:
                 task, is_member = self._greet(connection, lines)
             finally:
-                self._is_no_stranger(connection)
+                self._remove_stranger(connection)
             if not is_member:
                 return
             try:
@@ -147,13 +147,13 @@ class Leader:
             finally:
                 self._leave(task, connection)
 
-    def _is_no_stranger(self, connection: socket.socket) -> bool:
-        """Takes a connection off the strangers; False if it had given way."""
+    def _remove_stranger(self, connection: socket.socket) -> bool:
+        """Removes a connection from `_strangers`; returns False if it was closed for a newer one."""
         with self._changed:
             return self._strangers.pop(connection, None) is not None
 
     def _greet(self, connection: socket.socket, lines: BinaryIO) -> tuple[str, bool]:
-        """Lets a member prove that it knows the secret; returns its name, and whether it takes part from now on."""
+        """Runs the handshake; returns the member's name, and True if it has joined this attempt."""
         connection.settimeout(wire.GREETING_SECS)
         own = secrets.token_hex(16)
         wire.send(connection, {"nonce": own})
@@ -166,25 +166,25 @@ class Leader:
         return task, self._join(task, counts, connection, wire.proof(self._secret, "leader", nonce, own))
 
     def _join(self, task: str, counts: Counts, connection: socket.socket, proof: str) -> bool:
-        """Sends the leader's proof, unless the pod is of the next attempt; False if it takes no part.
+        """Sends the leader's proof, unless the pod is of the next attempt; returns False if the pod has not joined.
 
-        A member that has this proof follows this leader to the end, and ends with 75 when it is left without a verdict.
-        One without it tries again until the next leader is there, which costs no preemption.
+        A member with this proof follows this leader to the end, and ends with 75 if it gets no verdict. A member
+        without it retries until the next leader runs, which costs no preemption.
         """
         with self._changed:
-            if not self._is_no_stranger(connection):
-                raise ConnectionAbortedError  # It gave way to newer connections.
+            if not self._remove_stranger(connection):
+                raise ConnectionAbortedError  # It was closed for a newer connection.
             if task in self._members:
-                # Its pod was replaced before its connection broke, as where a node is lost without a word.
+                # The pod was replaced before its old connection broke, for example because its node lost power.
                 self._decide(task, None)
             if self._is_decided:
                 if self._late and task not in self._counts:
-                    # It is of this attempt, and was slower than the failure.
+                    # The pod is of this attempt, and joined after the failure.
                     self._counts[task] = counts
                     wire.send(connection, {"proof": proof})
                     wire.send(connection, dataclasses.asdict(self._late))
                 return False
-            # Under the lock, so that no verdict is sent before it.
+            # Under the lock, so that no verdict is sent before the proof.
             wire.send(connection, {"proof": proof})
             self._members[task] = connection
             self._counts[task] = counts
@@ -193,7 +193,7 @@ class Leader:
             return True
 
     def _begin(self) -> None:
-        """Ends all tasks at once if there were too many preemptions."""
+        """Ends all tasks at once if the job was preempted too often."""
         if self._rules.are_preemptions_used_up(list(self._counts.values())):
             why = f"the job is not started again: --max_preemptions={self._rules.max_preemptions} is used up"
             self._announce({name: Verdict(GIVEN_UP_EXIT_CODE, why) for name in self._members})
@@ -204,7 +204,7 @@ class Leader:
         with self._changed:
             if self._is_decided:
                 return
-            if code == PREEMPTED_EXIT_CODE:
+            if code == TRY_AGAIN_EXIT_CODE:
                 self._preempted.append(task)
                 if set(self._preempted) == self._tasks:
                     self._decide(self._preempted[0], code)
@@ -219,10 +219,10 @@ class Leader:
                 self._announce({name: Verdict(0) for name in self._members})
 
     def _decide_later(self) -> None:
-        """Decides for a preemption, unless another task turns out to have failed."""
+        """Decides for a preemption, unless another task fails within `CAUSE_SECS`."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_decided, CAUSE_SECS)
-            self._decide(self._preempted[0], PREEMPTED_EXIT_CODE)
+            self._decide(self._preempted[0], TRY_AGAIN_EXIT_CODE)
 
     def _note_heard(self, task: str) -> None:
         with self._changed:
@@ -246,7 +246,7 @@ class Leader:
         )
         if own == GIVEN_UP_EXIT_CODE:
             why += f", and --max_restarts={self._rules.max_restarts} is used up"
-        hold_secs = self._hold_secs if code == PREEMPTED_EXIT_CODE else 0.0
+        hold_secs = self._hold_secs if code == TRY_AGAIN_EXIT_CODE else 0.0
         self._late = Verdict(others, why, hold_secs)
         verdicts = dict.fromkeys(self._members, self._late)
         self._announce({**verdicts, first: Verdict(own, why)})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follows the leader of an all-reduce job's pods from the wrapper of one task; see `pod_leader`."""
+"""Connection of one task's wrapper to the leader of an all-reduce job's pods. See `pod_leader`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any, BinaryIO
 
 from tfdist.launchers import pod_wire as wire
 from tfdist.launchers.pod_rules import Counts, Verdict
-from tfdist.launchers.requests import HOPELESS_EXIT_CODES, PREEMPTED_EXIT_CODE
+from tfdist.launchers.requests import HOPELESS_EXIT_CODES, TRY_AGAIN_EXIT_CODE
 
 _RETRY_SECS = 0.5
-# How long a member looks for the leader before its script starts, and after the script has succeeded.
+# How long a member tries to reach the leader: before its script starts, and after the script has ended.
 _JOIN_SECS = 30.0
 _MEET_SECS = 60.0
 _HOPELESS_MEET_SECS = 5.0
@@ -25,15 +25,15 @@ _VERDICT_SECS = 30.0
 
 
 class Member:
-    """Follows the leader from the wrapper of one task.
+    """Connection of one task's wrapper to the leader.
 
     Args:
-      task: its name.
+      task: name of the task.
       address: host and port of the leader.
-      secret: known to the members only.
-      counts: how often this task's pods have failed before.
-      lost_exit_code: ends this task where the leader is lost.
-      say: takes a line for the log.
+      secret: shared secret of the job.
+      counts: numbers of earlier failures of this task's pods.
+      lost_exit_code: exit code of this task if the leader is lost.
+      say: writes a line to the log.
     """
 
     def __init__(
@@ -62,46 +62,46 @@ class Member:
         threading.Thread(target=self._follow, name="tfdist pod group", daemon=True).start()
 
     def join(self, is_interrupted: Callable[[], bool] = lambda: False) -> None:
-        """Waits for the leader, for some time: a script that failed before would be counted in the next attempt."""
+        """Waits up to `_JOIN_SECS` for the leader; a script that failed before would count in the next attempt."""
         deadline = time.monotonic() + _JOIN_SECS
         with self._changed:
             while self._connection is None and time.monotonic() < deadline and not is_interrupted():
                 self._changed.wait(_RETRY_SECS)
 
     def is_over(self) -> bool:
-        """Whether the script has to end, because another task has failed."""
+        """Returns True if the script must end, because another task has failed."""
         with self._changed:
             verdict, since = self._verdict, time.monotonic() - self._verdict_time
         return verdict is not None and since >= verdict.hold_secs
 
     def finish(self, code: int, is_interrupted: Callable[[], bool] = lambda: False) -> int:
-        """The exit code of this task, once the leader has decided; its script has ended with `code`.
+        """Reports the end of the script, waits for the leader's verdict, and returns the exit code of this task.
 
         Args:
           code: exit code of the script.
-          is_interrupted: whether a signal has come that ends the wait for the others.
+          is_interrupted: returns True if a signal ends the wait for the other tasks.
         """
         with self._changed:
             self._code = code
             self._tell_end()
         verdict = self._await_verdict(code, is_interrupted)
         if verdict is None:
-            return PREEMPTED_EXIT_CODE
+            return TRY_AGAIN_EXIT_CODE
         result = code if verdict.exit_code is None else verdict.exit_code
         if result != code:
             self._say(f"{verdict.why}; this task ends with exit code {result}")
         return result
 
     def close(self) -> None:
-        """Leaves."""
+        """Closes the connection."""
         self._is_closed.set()
         with self._changed:
             if self._connection:
                 wire.close(self._connection)
 
     def _await_verdict(self, code: int, is_interrupted: Callable[[], bool]) -> Verdict | None:
-        """The verdict; None if a signal came first."""
-        # What succeeds or fails for good does so without a leader too. Any other failure without one misses a peer.
+        """Waits for the verdict; returns None if a signal arrived first."""
+        # Success and a permanent failure need no leader. Any other failure without a leader comes from a lost peer.
         alone = code == 0 or code in HOPELESS_EXIT_CODES
         meeting_secs = _MEET_SECS if code == 0 else _HOPELESS_MEET_SECS if alone else 0.0
         start = time.monotonic()
@@ -119,7 +119,7 @@ class Member:
 
     def _tell_end(self) -> None:
         if self._connection is not None and self._code is not None:
-            with contextlib.suppress(OSError):  # The reading thread sees it as well.
+            with contextlib.suppress(OSError):  # The reading thread detects the error, too.
                 wire.send(self._connection, {"ended": self._code})
 
     def _follow(self) -> None:
@@ -133,7 +133,7 @@ class Member:
             self._is_closed.wait(_RETRY_SECS)
 
     def _talk(self, connection: socket.socket) -> None:
-        """Follows one leader to its verdict; raises only before this one has joined."""
+        """Joins a leader and reads its verdict; raises only before it has joined."""
         with connection.makefile("rb") as lines:
             self._greet(connection, lines)
             with self._changed:

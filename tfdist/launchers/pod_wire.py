@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carries messages between the wrappers of a job's pods: lines of JSON, between those who know the job's secret."""
+"""Messages between the wrappers of a job's pods: lines of JSON, authenticated with the job's secret."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GREETING_SECS = 10.0
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Has the kernel find out within half a minute that a host is gone, as without power."""
+    """Makes the kernel detect within half a minute that a host is lost, for example without power."""
     connection.settimeout(None)
     _sockets.keep_alive(connection, idle_secs=10, every_secs=5, probes=4)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
@@ -24,7 +24,7 @@ def keep_alive(connection: socket.socket) -> None:
 
 
 def proof(secret: str, *parts: object) -> str:
-    """The keyed hash by which one who knows the secret is recognized."""
+    """Returns the HMAC-SHA256 of `parts`, which proves that the sender knows the secret."""
     return hmac.new(secret.encode(), json.dumps(parts).encode(), hashlib.sha256).hexdigest()
 
 
@@ -34,10 +34,10 @@ def send(connection: socket.socket, message: dict[str, Any]) -> None:
 
 
 def read(lines: BinaryIO) -> dict[str, Any]:
-    """The next message; {} at the end.
+    """Reads the next message; returns {} at the end.
 
     Raises:
-      ValueError: it is no message.
+      ValueError: the line is no message.
       OSError: the connection broke.
     """
     line = lines.readline(_sockets.LINE_BYTES)
@@ -53,7 +53,7 @@ def read(lines: BinaryIO) -> dict[str, Any]:
 
 
 def close(connection: socket.socket) -> None:
-    """Closes a connection, also under a thread that reads from it."""
+    """Closes a connection, even if another thread is reading from it."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Free TCP ports of this machine, kept free until the task that was given one listens on it. No TensorFlow import."""
+"""Reservation of free TCP ports of this machine until the tasks listen at them. No TensorFlow import."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import sys
 
 
 class PortReservation:
-    """Free ports, kept away from other programs that ask for one.
+    """Free ports, reserved against other programs.
 
-    Each port is held by a socket that is bound and does not listen. On Linux a gRPC server of TensorFlow can bind such
-    a port all the same (both sides set SO_REUSEADDR), while the kernel gives it to nobody who asks for *any* port, be
-    it to listen or to connect. So the holder needs not let go before its tasks start, and two launchers never collide.
+    Each port is held by a socket that is bound but doesn't listen. On Linux a gRPC server of TensorFlow can still bind
+    such a port (both sides set SO_REUSEADDR), while the kernel assigns it to no program that asks for *any* port, to
+    listen or to connect. So the reservation can stay while the tasks start, and two launchers never use the same port.
 
     Args:
-      count: how many ports.
+      count: number of ports.
 
     Raises:
       OSError: the machine has no free port left.
@@ -31,10 +31,10 @@ class PortReservation:
             self.release()
             raise
         if not sys.platform.startswith("linux"):
-            self.release()  # Elsewhere a bound port can't be bound again, so the gap until the task starts remains.
+            self.release()  # Other systems can't bind a bound port again, so the port is free until the task starts.
 
     def release(self) -> None:
-        """Lets go of the ports; may be called again."""
+        """Releases the ports; may be called again."""
         while self._sockets:
             self._sockets.pop().close()
 
@@ -49,7 +49,7 @@ def _bound_socket() -> socket.socket:
     held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # On every interface, as TensorFlow's server will be: a port in use on one of them would be no good.
+        # On all interfaces, as TensorFlow's server: a port in use on one of them can't be used.
         held.bind(("", 0))
     except OSError:
         held.close()

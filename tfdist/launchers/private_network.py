@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives a job on one machine a network of its own, with nothing but a loopback interface. No TensorFlow import.
+"""Private network namespace for a job on one machine, with only a loopback interface. No TensorFlow import.
 
-TensorFlow's servers listen on all interfaces and ask no peer for a password; no option changes that. In a network
-namespace of their own nobody else can reach them: no other machine, and no other user of this one but root. The price
-is that the job reaches nobody either.
+TensorFlow's servers listen on all interfaces and authenticate no peer; no option changes that. In a network namespace
+of its own, no other machine and no other user except root can reach the job. In return, the job can't reach any other
+machine.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _REMEDY = "leave out --private_network, or run as root. Received: --private_netw
 
 
 def enter() -> None:
-    """Moves this process into a new network namespace, and with it all processes that it starts from now on.
+    """Moves this process, and all processes that it starts from now on, into a new network namespace.
 
-    Without root's rights it takes a user namespace, too, in which the user stays who it is.
+    Without root's rights it also creates a user namespace, in which the user keeps its id.
 
     Raises:
-      LaunchError: the system has no such namespaces, or does not let this user make one.
+      LaunchError: the system has no network namespaces, or doesn't let this user create one.
     """
     if not sys.platform.startswith("linux"):
         raise LaunchError(f"network namespaces are Linux's, and this is {sys.platform}; {_REMEDY}")
@@ -61,7 +61,7 @@ def _unshare(flags: int) -> int:
 
 
 def _keep_user(user: int, group: int) -> None:
-    """Maps the user and group to themselves: files belong to the same ones, and tasks have no rights of root."""
+    """Maps the user and group to themselves, so that files keep their owners and tasks get no rights of root."""
     own = pathlib.Path("/proc/self")
     (own / "setgroups").write_text("deny")
     (own / "uid_map").write_text(f"{user} {user} 1")

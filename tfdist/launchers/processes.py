@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Child processes that never outlive this one, with their output in whole, prefixed lines. No TensorFlow import.
+"""Child processes that never outlive this process, with their output in complete, prefixed lines. No TensorFlow import.
 
     with Supervisor() as supervisor:
         supervisor.start("worker:0", [sys.executable, "train.py"], env)
         supervisor.start("worker:1", [sys.executable, "train.py"], env)
         first = supervisor.wait_first_exit()
 
-Every task runs under a guard (`_guard.py`) in a session of its own. Whatever ends this process, SIGKILL included, ends
-the tasks and everything that they started, also what put itself into another process group or session.
+Every task runs under a guard process (`_guard.py`) in a session of its own. When this process ends, also by SIGKILL,
+the guard ends the task and all of its descendants, including those in other process groups or sessions.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from tfdist.launchers.startup_noise import StartupNoise
 
 _GUARD = str(pathlib.Path(__file__).resolve().with_name("_guard.py"))
 _TAIL_LINES = 20
-# How long the last words of a task are read after its guard is gone: longer only if something survived that.
+# How long output is read after the guard has ended; it ends earlier, unless a descendant of the task has survived.
 _DRAIN_SECS = 2.0
 _KILL_WAIT_SECS = 6.0
 
 
 class Process:
-    """One running task. Made by `Supervisor.start`.
+    """One running task, built by `Supervisor.start`.
 
     Attributes:
-      name: what it is called in messages, such as "worker:1".
+      name: name in messages, such as "worker:1".
       command: program and arguments.
-      restart: how many of this name the supervisor had started before.
-      returncode: None while it runs; then its exit code, or -N if signal N ended it.
+      restart: number of tasks of this name that the supervisor had started before.
+      returncode: None while the task runs; then its exit code, or -N if signal N ended it.
     """
 
     def __init__(
@@ -79,30 +79,30 @@ class Process:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the task itself, which is also its process group; None if it never started."""
+        """Process id of the task, which is also its process group; None if it never started."""
         self._started.wait()
         return self._pid
 
     @property
     def tail(self) -> list[str]:
-        """The last lines that it printed."""
+        """Last lines of the task's output."""
         return list(self._tail)
 
     @property
     def ran_secs(self) -> float:
-        """For how long it has run."""
+        """Run time of the task so far, or until its end."""
         return (self._ended_at or time.monotonic()) - self._started_at
 
     def poll(self) -> int | None:
-        """The return code, or None while it runs."""
+        """Returns the return code, or None while the task runs."""
         return self.returncode
 
     def wait(self, timeout_secs: float | None = None) -> int | None:
-        """Waits until the task, all that it started and its output are through; None if that takes too long."""
+        """Waits until the task and its descendants have ended and their output is read; returns None on timeout."""
         return self.returncode if self._over.wait(timeout_secs) else None
 
     def send_signal(self, signum: int) -> None:
-        """Signals the task's whole process group, if it still runs."""
+        """Sends a signal to the task's process group, if it still runs."""
         if os.getpid() != self._owner:
             return  # A forked copy of this program must not end the tasks of the original.
         with self._lock:
@@ -111,7 +111,7 @@ class Process:
                     self._control.send(bytes([signum]))
 
     def _follow(self) -> None:
-        """Reads what the task prints and what its guard reports, until both are through."""
+        """Reads the task's output and the guard's reports, until both have ended."""
         with selectors.DefaultSelector() as selector:
             for source, error in zip(self._sources(), (False, True, None), strict=True):
                 selector.register(source, selectors.EVENT_READ, error)
@@ -157,7 +157,7 @@ class Process:
             self._on_exit(self)
 
     def _guard_is_gone(self) -> None:
-        """If somebody killed the guard, the kernel killed the task; the rest of its group is left to us."""
+        """Kills the rest of the task's process group if the guard was killed; the kernel has killed the task itself."""
         if self._swept or self._pid is None:
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -167,7 +167,7 @@ class Process:
         for error, reader in self._readers.items():
             self._print(error, reader.close())
         code = self._guard.wait()
-        # Before `_over`: who waits for that reads the return code at once.
+        # Before `_over`, because a thread that waits for `_over` then reads the return code.
         self._exited(code if code < 0 else -signal.SIGKILL)
         with self._lock:
             self._over.set()
@@ -207,12 +207,12 @@ def _read(descriptor: int) -> bytes:
 
 
 class Supervisor:
-    """Starts tasks, prints what they print, says who ended first, and ends the others.
+    """Starts tasks, prints their output, reports their ends in order, and ends all of them.
 
     Args:
-      console: where output goes, each line behind "[name] "; None keeps it off the screen (the end of it is in
-        `Process.tail`).
-      on_lines: called with a task, lines that it printed and whether to standard error, from any thread.
+      console: prints the output, each line with the prefix "[name] "; None to print nothing (`Process.tail` has the
+        last lines).
+      on_lines: called from any thread with a task, lines of its output, and True for standard error.
     """
 
     def __init__(
@@ -226,21 +226,21 @@ class Supervisor:
 
     @property
     def processes(self) -> tuple[Process, ...]:
-        """Everything started here, in order."""
+        """All tasks that were started, in order."""
         return tuple(self._processes)
 
     @property
     def running(self) -> tuple[Process, ...]:
-        """What has not ended yet."""
+        """Tasks that have not ended yet."""
         return tuple(process for process in self._processes if process.poll() is None)
 
     def start(self, name: str, command: Sequence[str], env: Mapping[str, str] | None = None) -> Process:
         """Starts one task.
 
         Args:
-          name: what it is called, such as "worker:1". One of this name may have been started before.
+          name: name of the task, such as "worker:1". A task of this name may have been started before.
           command: program and arguments.
-          env: its whole environment; this process' own by default.
+          env: the task's whole environment; this process' own by default.
 
         Raises:
           OSError: the system refuses to start a process.
@@ -253,9 +253,9 @@ class Supervisor:
         return process
 
     def wait_first_exit(self, timeout_secs: float | None = None) -> Process | None:
-        """The next task that ended, each one once, in the order in which they ended; None on timeout or `wake`.
+        """Returns the next task that has ended, in the order of their ends, each once; None on timeout or `wake`.
 
-        Its output may still be coming in: `Process.wait` waits for that.
+        More of its output may still arrive; `Process.wait` waits for all of it.
         """
         try:
             return self._exits.get(timeout=timeout_secs)
@@ -272,14 +272,14 @@ class Supervisor:
             self._console.write("tfdist: ", lines, error=True)
 
     def stop(self, signals: Sequence[int] = (signal.SIGTERM,), grace_secs: float = 3.0) -> bool:
-        """Ends every task and what it started; does nothing the second time, nor in a forked copy of this program.
+        """Ends all tasks and their descendants. Does nothing when called again, or in a forked copy of this program.
 
         Args:
-          signals: sent one after the other, sharing the time evenly, until all have ended.
+          signals: sent one after the other, in equal intervals, until all tasks have ended.
           grace_secs: time until SIGKILL.
 
         Returns:
-          Whether nothing is left. Only a process stuck inside the kernel survives SIGKILL.
+          True if all processes have ended. Only a process blocked inside the kernel survives SIGKILL.
         """
         if os.getpid() != self._owner:
             return True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the hosts of a job that can't be reached: a silent host may be the cause of a failure."""
+"""Finds the unreachable hosts of a job, because a lost host may be the cause of another task's failure."""
 
 from __future__ import annotations
 
@@ -13,45 +13,45 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
-# As long as the connection that a task is started through may take.
+# Equals ssh's ConnectTimeout for starting a task.
 _ANSWER_SECS = 15.0
 _LOOK_SECS = 0.05
 
 
 def unreachable(probes: Mapping[str, Sequence[str]], is_interrupted: Callable[[], bool]) -> dict[str, str]:
-    """Tries all hosts at once, and those that do not answer a second time.
+    """Probes all hosts at once, and hosts without an answer a second time.
 
-    One that is slow to log in once, as where its directory service is slow, is not lost.
+    The second attempt is for hosts with a slow login, for example because of a slow directory service.
 
     Args:
-      probes: a command for each host that succeeds if it can be reached, such as `ssh HOST true`.
-      is_interrupted: ends the wait for answers.
+      probes: for each host a command that succeeds if the host can be reached, such as `ssh HOST true`.
+      is_interrupted: returns True to end the wait for answers.
 
     Returns:
-      Why not, for each host that can't be reached; nothing if interrupted.
+      The reason for each unreachable host; {} if interrupted.
     """
     reasons = _reasons(probes, is_interrupted)
     return _reasons({host: probes[host] for host in reasons}, is_interrupted)
 
 
 def _reasons(probes: Mapping[str, Sequence[str]], is_interrupted: Callable[[], bool]) -> dict[str, str]:
-    asking = {host: _Question(command) for host, command in probes.items()}
+    running = {host: _Probe(command) for host, command in probes.items()}
     deadline = time.monotonic() + _ANSWER_SECS
-    while any(question.is_open for question in asking.values()) and time.monotonic() < deadline:
+    while any(probe.is_running for probe in running.values()) and time.monotonic() < deadline:
         if is_interrupted():
             break
         time.sleep(_LOOK_SECS)
-    reasons = {host: reason for host, question in asking.items() if (reason := question.close())}
+    reasons = {host: reason for host, probe in running.items() if (reason := probe.close())}
     return {} if is_interrupted() else reasons
 
 
-class _Question:
-    """One host that is asked."""
+class _Probe:
+    """Running probe command of one host."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._errors: IO[bytes] = io.BytesIO()
         try:
-            # A pipe could be kept open by what the command leaves behind.
+            # No pipe, which a background process of the command could keep open.
             self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
             self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
                 command,
@@ -61,19 +61,19 @@ class _Question:
                 start_new_session=True,
             )
         except OSError:
-            self._process = None  # That says nothing about the host.
+            self._process = None  # A local error, which doesn't depend on the host.
 
     @property
-    def is_open(self) -> bool:
-        """Whether there is no answer yet."""
+    def is_running(self) -> bool:
+        """True until the command has ended."""
         return self._process is not None and self._process.poll() is None
 
     def close(self) -> str:
-        """Why the host can't be reached; "" if it can."""
+        """Ends the probe; returns the reason why the host can't be reached, or "" if it can."""
         with self._errors:
             if self._process is None:
                 return ""
-            if self.is_open:
+            if self.is_running:
                 with contextlib.suppress(OSError):
                     os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a task that has failed is started again alone, and when it is given up. No processes here, and no waiting."""
+"""Schedule of the restarts of single failed tasks, and the limit of their failures. Starts no process, never waits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tfdist.launchers.requests import Restarts
 class FailureRows:
     """Counts the failures in a row of each task.
 
-    A failure of a task that had run for less than `settled_secs` belongs to its row; any other begins a new one.
+    A failure after a run of at least `settled_secs` begins a new row.
 
     Args:
       settled_secs: see `Restarts`.
@@ -23,21 +23,21 @@ class FailureRows:
         self._failures: dict[str, int] = {}
 
     def add(self, task: str, ran_secs: float) -> int:
-        """Notes a failure of a task that had run for so long; returns the number of failures in its row."""
+        """Counts a failure of a task that ran for `ran_secs`; returns the number of its failures in a row."""
         before = self._failures.get(task, 0) if ran_secs < self._settled_secs else 0
         self._failures[task] = before + 1
         return before + 1
 
 
 class Replacements:
-    """Which tasks are to be started again alone, and when.
+    """Schedule of tasks that are started again alone.
 
-    The first time at once, then after `Restarts.pause_secs`; a task that has failed in a row more often than
-    `max_worker_restarts` is given up.
+    A task restarts at once after its first failure, and after `Restarts.pause_secs` from the second on. After more than
+    `max_worker_restarts` failures in a row it is given up.
 
     Args:
-      restarts: the rule.
-      clock: the time in seconds.
+      restarts: limits of restarts.
+      clock: returns the time in seconds.
     """
 
     def __init__(self, restarts: Restarts, clock: Callable[[], float] = time.monotonic) -> None:
@@ -47,15 +47,15 @@ class Replacements:
         self._due: dict[str, float] = {}
 
     def failed(self, task: str, ran_secs: float, least_secs: float = 0.0) -> tuple[int, float | None]:
-        """Notes a failure.
+        """Counts a failure, and schedules the restart.
 
         Args:
-          task: its name.
-          ran_secs: how long it had run.
-          least_secs: time that has to pass before it is started again.
+          task: name of the task.
+          ran_secs: run time of the task.
+          least_secs: least time until its restart.
 
         Returns:
-          How many failures in a row there are, and the seconds after which the task is due; None if it is given up.
+          The number of failures in a row, and the seconds until the restart; None if the task is given up.
         """
         failures = self._rows.add(task, ran_secs)
         if failures > self._restarts.max_worker_restarts:
@@ -65,11 +65,11 @@ class Replacements:
         return failures, max(pause_secs, least_secs)
 
     def postpone(self, task: str, secs: float) -> None:
-        """Makes a task due after so many seconds from now."""
+        """Schedules the restart of a task in `secs` seconds from now."""
         self._due[task] = self._clock() + secs
 
     def due(self) -> list[str]:
-        """The tasks to start now, each once."""
+        """Returns the tasks to start now, each once."""
         now = self._clock()
         names = [task for task, when in self._due.items() if when <= now]
         for name in names:
@@ -77,5 +77,5 @@ class Replacements:
         return names
 
     def wait_secs(self) -> float | None:
-        """The time until the next task is due; None if there is none."""
+        """Returns the time until the next restart; None if none is scheduled."""
         return max(0.0, min(self._due.values()) - self._clock()) if self._due else None

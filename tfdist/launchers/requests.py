@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describes a job as processes, in text and numbers: the same for every platform."""
+"""Description of a job as processes, in text and numbers, for all platforms."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 
-# A script that was preempted and has saved its work ends with this code (EX_TEMPFAIL of sysexits.h: "try again later").
-# Launchers start the job again and don't count it as a failure.
-PREEMPTED_EXIT_CODE = 75
-# A task that misses another one ends with 75, often before the task that failed has ended. The verdict waits so long.
+# Exit code of a script that was preempted and has saved its work, and of a task that has lost its chief or peers
+# (EX_TEMPFAIL of sysexits.h: "try again later"). Launchers start the job again and don't count it as a failure.
+TRY_AGAIN_EXIT_CODE = 75
+# A task that has lost a peer ends with 75, often before the failed peer has ended. Launchers wait so long for the peer.
 CAUSE_SECS = 5.0
-# Exit codes after which trying again is of no use: a command line that makes no sense, a program that can't be run.
+# Exit codes after which a restart is of no use: an invalid command line, a program that can't be run.
 HOPELESS_EXIT_CODES = (2, 126, 127)
-# A task's variables on another host travel in the environment of what connects to it, their names after this prefix.
+# Prefix of a remote task's variables in the environment of the local process that connects to its host.
 SENT_PREFIX = "TFDIST_SEND_"
 _MAX_BACKOFF_DOUBLINGS = 6
 
 
 class LaunchError(ValueError):
-    """A job that can't be started. The message is one line."""
+    """The job can't be started. The message is one line."""
 
 
 class ToolError(LaunchError):
-    """A tool such as sbatch or kubectl has refused it."""
+    """A tool such as sbatch or kubectl has refused the job."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TaskRequest:
-    """One process.
+    """One process of a job.
 
     Attributes:
-      name: such as "worker:1".
-      env: what is added to the environment.
+      name: name of the task, such as "worker:1".
+      env: variables added to the environment.
       command: program and arguments.
-      host: the other machine on which the task itself runs; "" for this one.
-      probe: a command that succeeds if that host can be reached.
+      host: the remote machine on which the task itself runs; "" for this machine.
+      probe: a command that succeeds if the remote machine can be reached.
     """
 
     name: str
@@ -57,15 +57,15 @@ class TaskRequest:
 
 @dataclasses.dataclass(frozen=True)
 class Restarts:
-    """How often tasks are started again: all of them, or a worker alone.
+    """Limits of restarts: of all tasks together, or of a single worker.
 
     Args:
-      max_restarts: of all tasks, after a failure.
-      backoff_secs: time before the first of these; it doubles each time, up to 64-fold.
-      max_preemptions: of all tasks, after one has ended with `PREEMPTED_EXIT_CODE`, which is no failure.
-      max_worker_restarts: how often a worker that fails again and again is started again, before it is given up.
-      min_workers: with how many workers the job goes on where some are given up; all by default.
-      settled_secs: a worker that has run for so long had come back: its next failure is the first in a row.
+      max_restarts: number of restarts of all tasks after failures.
+      backoff_secs: time before the first of these restarts; doubles each time, up to 64-fold.
+      max_preemptions: number of restarts of all tasks after one has ended with `TRY_AGAIN_EXIT_CODE`.
+      max_worker_restarts: number of restarts of a worker that fails in a row, before it is given up.
+      min_workers: least number of workers with which the job continues when workers are given up; all by default.
+      settled_secs: run time after which the next failure of a worker is the first in a row.
 
     Raises:
       LaunchError: a number is out of range.
@@ -87,22 +87,22 @@ class Restarts:
             raise LaunchError(f"--restart_backoff_secs is not a duration; use 0 or more. Received: {self.backoff_secs}")
 
     def pause_secs(self, failures: int) -> float:
-        """How long to wait after so many failures, at least one."""
+        """Returns the pause before the restart after so many failures (at least 1)."""
         return self.backoff_secs * 2 ** min(failures - 1, _MAX_BACKOFF_DOUBLINGS)
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """All processes of a job. As text, which is what a dry run shows, a shell command for each.
+    """All processes of a job. `str` returns a shell command for each, as in a dry run.
 
     Attributes:
-      tasks: what to start, in this order.
-      deciding: the names of the tasks that make it a success when all of them have succeeded.
-      grace_secs: given to tasks to end by themselves.
-      restarts: how often tasks are started again.
-      computing: the names of the workers, without some of which the job may go on, in order.
-      replaces_workers: whether a worker that fails is started again alone. Otherwise all tasks are, together.
-      orphan_secs: after which tasks on hosts that can't be reached any more have ended by themselves.
+      tasks: the processes, in the order in which they are started.
+      deciding: names of the tasks that must succeed for the job to succeed.
+      grace_secs: time for tasks to end by themselves.
+      restarts: limits of restarts.
+      computing: names of the workers, in order; the job may continue without some of them.
+      replaces_workers: True if a failed worker is started again alone; False if all tasks restart together.
+      orphan_secs: time after which tasks on unreachable hosts have ended by themselves.
     """
 
     tasks: tuple[TaskRequest, ...]
@@ -118,10 +118,10 @@ class Request:
 
 
 def check_command(command: Sequence[str]) -> None:
-    """Checks that the script, or the module after "-m", is there.
+    """Checks that the script, or the module after "-m", exists.
 
     Raises:
-      LaunchError: it is not, or can't be read.
+      LaunchError: it doesn't exist, or can't be read.
     """
     script, *arguments = command
     if script == "-m":
@@ -146,7 +146,7 @@ def _script_problem(path: pathlib.Path) -> str | None:
 
 
 def _check_module(name: str) -> None:
-    """Looks for the outermost package only: looking further would import it."""
+    """Checks that a module exists, but only its outermost package: finding a submodule would import the package."""
     sys.path.insert(0, "")  # `python -m` looks in the working directory first.
     try:
         found = importlib.util.find_spec(name.partition(".")[0])

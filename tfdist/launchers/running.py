@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the processes of a request to their end: attempt after attempt, with fewer workers if it must be."""
+"""Runs the processes of a request to their end: in several attempts, and with fewer workers if some are given up."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tfdist.launchers.attempts import Attempt, Outcome
 from tfdist.launchers.output import Console
 from tfdist.launchers.processes import Supervisor
 from tfdist.launchers.replacements import FailureRows
-from tfdist.launchers.requests import PREEMPTED_EXIT_CODE, Request
+from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE, Request
 from tfdist.launchers.task_logs import LogSettings, TaskLogs, new_run_name
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-# The request for the same job without some workers, named as in the whole job.
+# Returns the request for the same job without some workers, by their names in the whole job.
 Replan = Callable[[frozenset[str]], Request]
 
 
@@ -29,13 +29,13 @@ def submit(
     logs: LogSettings = LogSettings(),  # noqa: B008 - frozen
     replan: Replan | None = None,
 ) -> int:
-    """Starts the tasks, prints what they print, ends those that are left over, and starts them again as it may.
+    """Runs the tasks to their end and prints their output; after a failure, ends all tasks and restarts them.
 
     Args:
-      request: what to run.
-      logs: where output goes.
-      replan: gives the request for the same job without some workers, by their names in `request`. Without it a job
-        that would have to start again with fewer workers fails.
+      request: the tasks to run.
+      logs: log settings.
+      replan: returns the request for the same job without some workers, by their names in `request`. None if the job
+        can't run with fewer workers.
 
     Returns:
       0 if all deciding tasks succeeded; else the code of the task that failed first in the last attempt (128+N if
@@ -44,7 +44,7 @@ def submit(
     Raises:
       OSError: the directory for the logs can't be made.
     """
-    submission = _Submission(request, logs, _Crew(request, replan))
+    submission = _Submission(request, logs, _RemainingWorkers(request, replan))
     with _handling(submission.notify):
         return submission.run()
 
@@ -52,9 +52,9 @@ def submit(
 class _Submission:
     """All attempts of a request."""
 
-    def __init__(self, request: Request, logs: LogSettings, crew: _Crew) -> None:
+    def __init__(self, request: Request, logs: LogSettings, workers: _RemainingWorkers) -> None:
         self._restarts = request.restarts
-        self._crew = crew
+        self._workers = workers
         self._logs = logs
         self._folder = pathlib.Path(logs.directory, logs.run or new_run_name()) if logs.directory else None
         self._console = Console(on_broken_pipe=lambda: self.notify(signal.SIGPIPE))
@@ -62,13 +62,13 @@ class _Submission:
         self._supervisor: Supervisor | None = None
 
     def notify(self, signum: int) -> None:
-        """May be called from a signal handler."""
+        """Notes a signal to this process. May be called from a signal handler."""
         self._received.append(signum)
         if self._supervisor:
             self._supervisor.wake()
 
     def run(self) -> int:
-        """Returns the exit code."""
+        """Runs attempts until the job has ended; returns the exit code."""
         failures = preemptions = attempt = 0
         restarts = self._restarts
         while True:
@@ -78,11 +78,11 @@ class _Submission:
                 return outcome.code
             if self._received:
                 return 128 + self._received[0]
-            if self._crew.shrinks_after(outcome):
-                self._say(f"going on with {self._crew}: starting all tasks again")
+            if self._workers.drop_failed(outcome):
+                self._say(f"going on with {self._workers}: starting all tasks again")
                 failures = 0
                 continue
-            if outcome.code == PREEMPTED_EXIT_CODE:
+            if outcome.code == TRY_AGAIN_EXIT_CODE:
                 preemptions += 1
                 if preemptions > restarts.max_preemptions:
                     return self._gives_up(outcome, "--max_preemptions", restarts.max_preemptions)
@@ -99,7 +99,7 @@ class _Submission:
                 return 128 + self._received[0]
 
     def _gives_up(self, outcome: Outcome, flag: str, most: int) -> int:
-        if most:  # Without any, nobody expects one.
+        if most:  # With a limit of 0 the user expects no restart.
             self._say(f"not starting again: {flag}={most} is used up")
         return outcome.code
 
@@ -110,14 +110,14 @@ class _Submission:
         try:
             with Supervisor(console, on_lines) as supervisor:
                 self._supervisor = supervisor
-                crew = self._crew
-                return Attempt(crew.request, supervisor, self._received, number, crew.min_workers, logs).run()
+                workers = self._workers
+                return Attempt(workers.request, supervisor, self._received, number, workers.min_workers, logs).run()
         finally:
             if logs:
                 logs.close()
 
     def _pause(self, secs: float) -> bool:
-        """Waits; False once a signal has come. The supervisor has ended, and only wakes us."""
+        """Waits for `secs`; returns False once a signal has arrived, which wakes the supervisor."""
         deadline = time.monotonic() + secs
         while self._supervisor and not self._received and time.monotonic() < deadline:
             self._supervisor.wait_first_exit(max(0.0, deadline - time.monotonic()))
@@ -127,16 +127,16 @@ class _Submission:
         self._console.write("tfdist: ", lines, error=True)
 
 
-class _Crew:
-    """The workers that are left of a job. As text, how many of how many, and without whom.
+class _RemainingWorkers:
+    """The remaining workers of a job. `str` returns their number, and the names of the dropped ones.
 
     Args:
-      request: for the whole job.
+      request: request for the whole job.
       replan: see `submit`.
 
     Attributes:
-      request: for those who are left.
-      min_workers: how many there have to be.
+      request: request with the remaining workers.
+      min_workers: least number of workers.
     """
 
     def __init__(self, request: Request, replan: Replan | None) -> None:
@@ -148,14 +148,14 @@ class _Crew:
         self._dropped: frozenset[str] = frozenset()
         self._rows = FailureRows(self._restarts.settled_secs)
 
-    def shrinks_after(self, outcome: Outcome) -> bool:
-        """Whether the next attempt is made at once without those who failed again and again. Changes `request`."""
+    def drop_failed(self, outcome: Outcome) -> bool:
+        """Removes workers that failed too often from `request`; returns True if the next attempt starts at once."""
         given_up = self._given_up(outcome)
         if not given_up or not self._replan or len(self._left) - len(given_up) < self.min_workers:
             return False
         self._dropped |= given_up
         self.request = self._replan(self._dropped)
-        # A parameter server's job whose chief has failed is started again as usual, without them.
+        # A job with parameter servers whose chief has failed restarts as usual, without these workers.
         return outcome.goes_on or not self.request.replaces_workers
 
     @property
@@ -163,17 +163,17 @@ class _Crew:
         return [name for name in self._all if name not in self._dropped]
 
     def _given_up(self, outcome: Outcome) -> set[str]:
-        """By their names in the whole job."""
+        """Returns the workers that failed too often, by their names in the whole job."""
         names = dict(zip(self.request.computing, self._left, strict=True))
         failed = outcome.failed
         if failed is None or self.request.replaces_workers:
             return {names[name] for name in outcome.given_up}
         if failed.ran_secs >= self._restarts.settled_secs:
-            self._rows = FailureRows(self._restarts.settled_secs)  # By then, all of them had come up.
-        if failed.name not in names or outcome.code == PREEMPTED_EXIT_CODE:
+            self._rows = FailureRows(self._restarts.settled_secs)  # All tasks had started by then.
+        if failed.name not in names or outcome.code == TRY_AGAIN_EXIT_CODE:
             return set()
         failures = self._rows.add(names[failed.name], failed.ran_secs)
-        # With few restarts of all tasks, the last of them is the one that shows it.
+        # With fewer restarts of all tasks than of one worker, the last of them decides.
         most = min(self._restarts.max_worker_restarts, self._restarts.max_restarts)
         return {names[failed.name]} if failures > most else set()
 
@@ -183,7 +183,7 @@ class _Crew:
 
 
 class _Quiet(Console):
-    """Shows only what the launcher says itself."""
+    """Console that prints only the launcher's own lines."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ class _Quiet(Console):
 
 @contextlib.contextmanager
 def _handling(notify: Callable[[int], None]) -> Iterator[None]:
-    """Hands signals to `notify`, those apart that this process was told to ignore (nohup)."""
+    """Passes signals to `notify` within this block, except those that this process ignores (nohup)."""
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         for signum in _SIGNALS:

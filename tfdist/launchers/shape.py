@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts the tasks of a job by kind, with the same flags, order and roles on every platform."""
+"""Number of tasks of a job by kind, with the same flags, order and roles on all platforms."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Shape:
     """The tasks of a job.
 
     Args:
-      num_workers: tasks of the job `worker`.
-      num_ps: parameter servers.
-      chief: whether there is a chief beside the workers; None means that there is one if there is a parameter server.
+      num_workers: number of workers.
+      num_ps: number of parameter servers.
+      chief: whether there is a chief beside the workers; None for a chief only with parameter servers.
       evaluator: whether there is an evaluator beside the cluster.
 
     Raises:
@@ -41,7 +41,7 @@ class Shape:
             object.__setattr__(self, "chief", self.num_ps > 0)
         if self.num_ps and not self.chief:
             raise LaunchError(
-                f"--nochief leaves nobody to coordinate the parameter servers; remove it, or use --num_ps=0. Received: "
+                f"--nochief leaves no task to coordinate the workers; remove it, or use --num_ps=0. Received: "
                 f"--nochief with --num_ps={self.num_ps}"
             )
 
@@ -58,13 +58,13 @@ class Shape:
 
     @property
     def placed(self) -> tuple[Task, ...]:
-        """The same in the order in which hosts are filled: workers, which have the accelerators, come first."""
+        """All processes in the order in which hosts are filled: workers, which have the accelerators, come first."""
         order = ("worker", "ps", "chief", "evaluator")
         return tuple(sorted(self.tasks, key=lambda task: (order.index(task.type), task.index)))
 
     @property
     def deciding(self) -> tuple[Task, ...]:
-        """The tasks that make the job a success when all have succeeded: the chief of parameter servers, else all."""
+        """Tasks that must succeed for the job to succeed: the chief with parameter servers, else chief and workers."""
         roles = ("chief",) if self.num_ps else ("chief", "worker")
         return tuple(task for task in self.members if task.type in roles)
 
@@ -76,13 +76,13 @@ class Shape:
         )
 
     def without(self, dropped: Collection[str]) -> tuple[Shape, dict[Task, Task]]:
-        """The same job without some workers, and which one of this job's tasks each of its tasks is.
+        """Returns the same job without some workers, and a dict from each of its tasks to this job's task.
 
-        They are numbered anew, without gaps. Where the chief of an all-reduce is left out, the first worker leads;
-        where nobody but the chief is left, it is a worker.
+        Tasks are renumbered without gaps. If the chief of an all-reduce job is dropped, the first worker leads. If only
+        the chief is left, it becomes a worker.
 
         Args:
-          dropped: names of tasks, such as "worker:1", some of `computing`.
+          dropped: names of tasks in `computing`, such as "worker:1".
 
         Raises:
           LaunchError: no worker is left.
@@ -96,7 +96,7 @@ class Shape:
         return smaller, dict(zip(smaller.tasks, left, strict=True))
 
     def check_restarts(self, restarts: Restarts) -> None:
-        """Checks what is asked for against how many workers there are.
+        """Checks that the limits of restarts fit the number of workers.
 
         Raises:
           LaunchError: --min_workers is out of range, or could never have an effect.
@@ -115,14 +115,14 @@ class Shape:
             )
 
     def cluster(self, addresses: Sequence[str], task: Task) -> Cluster:
-        """The cluster as one of its tasks sees it.
+        """Builds the cluster for one of its tasks.
 
         Args:
           addresses: "host:port" of each of `members`.
           task: one of `tasks`.
 
         Raises:
-          ClusterError: an address is none, or is there twice.
+          ClusterError: an address is invalid, or occurs twice.
         """
         jobs: dict[str, dict[int, str]] = {}
         for member, address in zip(self.members, addresses, strict=True):
@@ -130,24 +130,24 @@ class Shape:
         return Cluster(jobs, task)
 
     def request(self, tasks: Sequence[TaskRequest], grace_secs: float, restarts: Restarts) -> Request:
-        """The request for these tasks, in which they have the roles that they have here."""
+        """Builds the request for these tasks, with their roles in this job."""
         deciding, computing = (tuple(map(str, group)) for group in (self.deciding, self.computing))
         return Request(tuple(tasks), frozenset(deciding), grace_secs, restarts, computing, self.num_ps > 0)
 
     def arguments(self) -> tuple[str, ...]:
-        """The flags that `from_flags` reads back, for a wrapper that runs elsewhere."""
+        """Returns the flags from which `from_flags` builds this shape, for a wrapper on another machine."""
         shown = [f"--num_workers={self.num_workers}", f"--num_ps={self.num_ps}"]
         shown.append("--chief" if self.chief else "--nochief")
         return (*shown, *(["--evaluator"] if self.evaluator else []))
 
     @staticmethod
     def from_flags(values: flags.FlagValues) -> Shape:
-        """Reads what `define_flags` has defined."""
+        """Builds the shape from the flags of `define_flags`."""
         return Shape(values.num_workers, values.num_ps, values.chief, values.evaluator)
 
 
 def define_flags(values: flags.FlagValues) -> None:
-    """Defines the flags that say how many tasks there are."""
+    """Defines the flags for the number of tasks."""
     flags.DEFINE_integer("num_workers", 2, "workers to start", flag_values=values)
     flags.DEFINE_integer("num_ps", 0, "parameter servers to start; with any, also a chief", flag_values=values)
     flags.DEFINE_boolean(
@@ -157,10 +157,10 @@ def define_flags(values: flags.FlagValues) -> None:
 
 
 def check_count(flag: str, value: int, least: int = 0) -> None:
-    """Checks a whole number from the command line.
+    """Checks an integer from the command line.
 
     Raises:
-      LaunchError: it is too small.
+      LaunchError: the value is less than `least`.
     """
     if value < least:
         raise LaunchError(f"--{flag} is too small; use {least} or more. Received: {value}")
@@ -170,7 +170,7 @@ def check_duration(flag: str, value: float) -> None:
     """Checks a number of seconds from the command line.
 
     Raises:
-      LaunchError: it is negative, endless, or no number.
+      LaunchError: the value is negative, infinite, or NaN.
     """
     if not 0 <= value < math.inf:
         raise LaunchError(f"--{flag} is not a duration; use 0 or more. Received: {value}")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts a script as every task of a cluster in a Slurm job.
 
-`plan` renders the batch script, `submit` hands it to `sbatch`; a dry run prints it. Inside of the job, each task finds
-out who it is from SLURM_* (`tfdist.launchers.slurm_task`).
+`plan` renders the batch script, `submit` passes it to `sbatch`; a dry run prints it. Inside of the job,
+`tfdist.launchers.slurm_task` determines each process' task from SLURM_*.
 """
 
 from __future__ import annotations
@@ -38,36 +38,36 @@ flags (also from a file, with --flagfile=FILE):
 """
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 _PLAIN = re.compile(r"[A-Za-z0-9@%+=:,./_\[\]-]+", re.ASCII)
-# Options for hosts that have GPUs.
+# Beginnings of sbatch options that only hosts with GPUs get.
 _GPU_OPTIONS = ("--gpu", "--gres", "--tres")
-# What #SBATCH lines are made of, in this order: our flag, and Slurm's option.
+# Flags of the launcher that are options of sbatch under the same name, in the order of the #SBATCH lines.
 _OPTIONS = ("partition", "account", "qos", "time", "mem", "constraint", "output")
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What to run.
+    """A Slurm job.
 
     Args:
       command: the script and its arguments, or "-m", a module and its arguments.
-      shape: which tasks there are.
-      name: of the job.
-      directory: where it runs; all hosts share it.
+      shape: the tasks of the job.
+      name: name of the job.
+      directory: working directory, shared by all hosts.
       python: the interpreter on the hosts.
-      tasks_per_node: tasks on each host.
-      cpus_per_task: cores for each task.
-      gpus_per_node: GPUs of each host, shared out among the workers there; 0 asks for none.
-      max_restarts: how often a job that fails is put into the queue again.
-      max_preemptions: how often a job that was preempted is put into the queue again, which is no failure.
-      pre_kill_secs: how long before the time limit the tasks get SIGTERM, to save their work.
-      grace_secs: given to the other tasks after one has failed.
-      port: the first port of each host; 0 derives it from the job's number.
-      env: added to the environment.
-      options: what Slurm is told besides, by the names of its own options; empty ones are left out.
+      tasks_per_node: number of tasks on each host.
+      cpus_per_task: number of cores for each task.
+      gpus_per_node: number of GPUs of each host, which are divided among the workers there; 0 for none.
+      max_restarts: number of requeues after failures.
+      max_preemptions: number of requeues after preemptions, which are no failures.
+      pre_kill_secs: time before the time limit at which the tasks get SIGTERM, to save their work.
+      grace_secs: time for the other tasks to end after one has failed.
+      port: first port of each host; 0 to derive it from the job's id.
+      env: variables added to the environment.
+      options: values of sbatch options by name; empty values are left out.
       extra: further options of sbatch, such as "--exclusive".
 
     Raises:
-      LaunchError: something is out of range or can't be written into a batch script.
+      LaunchError: a value is out of range, or can't be written into a batch script.
     """
 
     command: tuple[str, ...]
@@ -133,7 +133,7 @@ class Job:
 
     @property
     def num_nodes(self) -> int:
-        """How many hosts the tasks need."""
+        """Number of hosts."""
         return math.ceil(len(self.shape.tasks) / self.tasks_per_node)
 
 
@@ -148,13 +148,13 @@ class SlurmRequest:
 
 
 def plan(job: Job) -> SlurmRequest:
-    """What `submit` would hand to sbatch."""
+    """Returns the batch script that `submit` would pass to sbatch."""
     return SlurmRequest("\n".join(["#!/bin/bash", *_directives(job), "", _body(job)]))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Component:
-    """Hosts of one kind: a job whose hosts differ has several components, a heterogeneous job of Slurm."""
+    """Hosts of one kind: one component of a heterogeneous Slurm job."""
 
     nodes: int
     ntasks: int
@@ -162,7 +162,7 @@ class _Component:
 
 
 def _components(job: Job) -> list[_Component]:
-    """The hosts with workers, which come first, and those without any: GPUs would be idle there."""
+    """Returns the component of hosts with workers, then that of hosts without workers, on which GPUs would be idle."""
     ntasks, computing_nodes = len(job.shape.tasks), math.ceil(len(job.shape.computing) / job.tasks_per_node)
     if not job.gpus_per_node or computing_nodes == job.num_nodes:
         return [_Component(job.num_nodes, ntasks, job.gpus_per_node)]
@@ -222,16 +222,16 @@ exec {lines}
 
 
 def submit(request: SlurmRequest) -> int:
-    """Hands the script to sbatch and says the job's number.
+    """Passes the script to sbatch and prints the job's id.
 
     Args:
-      request: what `plan` gave.
+      request: result of `plan`.
 
     Returns:
-      0: it is in the queue. With sbatch's option --wait the exit code of the job, once it has ended.
+      0 once the job is in the queue. With sbatch's option --wait the exit code of the job, once it has ended.
 
     Raises:
-      LaunchError: there is no sbatch here, or it refuses the job.
+      LaunchError: sbatch is not installed, or refuses the job.
     """
     sbatch = tools.find("sbatch", "call this on a login host of the cluster, or look at it with --dry_run")
     number = ""
@@ -288,10 +288,10 @@ def define_flags(values: flags.FlagValues) -> None:
 
 
 def job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> Job:
-    """The job that the command line describes.
+    """Returns the job that the command line describes.
 
     Raises:
-      LaunchError: it makes no sense.
+      LaunchError: the job is invalid.
     """
     same = ("name", "python", "tasks_per_node", "cpus_per_task", "gpus_per_node", "max_restarts", "pre_kill_secs")
     limits = ("max_preemptions", "port")
@@ -308,7 +308,7 @@ def job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> Job:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`tfdist launch slurm`: see `command_line.run`."""
+    """Runs `tfdist launch slurm`. See `command_line.run`."""
     return command_line.run(_USAGE, define_flags, arguments, _launch)
 
 

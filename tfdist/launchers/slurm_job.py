@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a Slurm job from its batch script: starts the step, and queues the job again after a preemption or a failure.
+"""Runs a Slurm job from its batch script: starts the step, and requeues the job after a preemption or a failure.
 
     python3 -m tfdist.launchers.slurm_job --num_workers=4 --max_restarts=3 -- srun ... slurm_task ... train.py
 
-The number of failures is kept in the job's comment, which goes with the job: nothing of it stays on the file system.
+The number of failures is stored in the job's comment, so that no file of a finished job is left on the file system.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 from absl import flags
 
 from tfdist.launchers import command_line, shape, slurm_time, tools
-from tfdist.launchers.requests import PREEMPTED_EXIT_CODE, LaunchError
+from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE, LaunchError
 from tfdist.launchers.shape import Shape
 from tfdist.launchers.slurm_exits import EXITS_VARIABLE, REACHES_ALL_VARIABLE, Exits, Verdict
 from tfdist.launchers.wrapping import say
@@ -38,12 +38,12 @@ _TERMINATED = 128 + signal.SIGTERM
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """How often a job is queued again.
+    """Limits of a job's requeues.
 
     Args:
-      max_restarts: after a failure.
-      max_preemptions: after a preemption; those by Slurm itself count.
-      pre_kill_secs: how long before the time limit the tasks get SIGTERM.
+      max_restarts: number of requeues after failures.
+      max_preemptions: number of requeues after preemptions, those by Slurm itself included.
+      pre_kill_secs: time before the time limit at which the tasks get SIGTERM.
     """
 
     max_restarts: int
@@ -55,17 +55,17 @@ class Job:
     """One run of a job.
 
     Args:
-      number: of the job.
-      attempt: how often it was queued again before.
-      tasks: which tasks it has.
-      limits: how often it is queued again.
+      number: id of the job.
+      attempt: number of requeues before this run.
+      tasks: the tasks of the job.
+      limits: limits of requeues.
     """
 
     def __init__(self, number: str, attempt: int, tasks: Shape, limits: Limits) -> None:
         self._number = number
         self._attempt = attempt
         self._limits = limits
-        # None while Slurm does not say it.
+        # None while Slurm doesn't answer.
         self._failures = _failures_before(number) if attempt else 0
         self._directory = pathlib.Path.cwd() / f".tfdist-{number}-{attempt}"
         self._exits = Exits(self._directory, tasks)
@@ -73,18 +73,18 @@ class Job:
 
     @property
     def _preemptions(self) -> int:
-        """Number of preemptions before this run; the least number that there can be, where failures are not known."""
-        # A requeue of another kind, such as that of an administrator, is taken for a preemption.
+        """Number of preemptions before this run; its lower bound if the number of failures is unknown."""
+        # A requeue for another reason, such as by an administrator, counts as a preemption.
         failures = self._limits.max_restarts if self._failures is None else self._failures
         return max(0, self._attempt - failures)
 
     def run(self, srun: Sequence[str]) -> int:
         """Runs the step; returns the exit code of the job."""
         for leftover in pathlib.Path.cwd().glob(f".tfdist-{self._number}-[0-9]*"):
-            # Slurm may kill a run before it can clean up.
+            # Left by an earlier run that Slurm killed.
             shutil.rmtree(leftover, ignore_errors=True)
         if self._preemptions > self._limits.max_preemptions:
-            return self._give_up(PREEMPTED_EXIT_CODE, "--max_preemptions", self._limits.max_preemptions)
+            return self._give_up(TRY_AGAIN_EXIT_CODE, "--max_preemptions", self._limits.max_preemptions)
         signal.signal(signal.SIGTERM, self._end)
         try:
             self._directory.mkdir()
@@ -99,13 +99,13 @@ class Job:
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def _end(self, *_: object) -> None:
-        """Slurm ends the whole job, by scancel or to queue it again: there may be no other time to clean up."""
+        """Handles SIGTERM: Slurm ends the whole job (scancel or requeue), and may kill this process soon."""
         self._is_ending = True
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _environment(self) -> dict[str, str]:
         return {
-            # Known to the tasks of this run only.
+            # A new secret for each run.
             "TFDIST_JOB_SECRET": secrets.token_hex(32),
             "TFDIST_ATTEMPT": str(self._attempt),
             EXITS_VARIABLE: str(self._directory),
@@ -121,15 +121,13 @@ class Job:
             say(f"{verdict.task} failed first (exit code {verdict.code})")
         fields = _fields(self._number)
         if fields.get("JobState", "RUNNING") != "RUNNING":
-            return verdict.code  # It was cancelled: queued again, it would come back.
+            return verdict.code  # The job was cancelled; a requeue would start it again.
         if self._failures is None:
             self._failures = _failures_before(self._number)
         if verdict.is_preempted:
             return self._after_preemption(verdict, fields)
         if self._failures is None:
-            say(
-                "not queued again: squeue does not say how many failures there were before, so that none can be counted"
-            )
+            say("not queued again: squeue does not say how many failures there were before")
             return verdict.code
         if self._failures >= self._limits.max_restarts:
             return self._give_up(verdict.code, "--max_restarts", self._limits.max_restarts)
@@ -162,19 +160,19 @@ class Job:
 
     def _requeue(self, code: int, why: str) -> int:
         say(f"queuing the job again ({why})")
-        # Slurm ends this process as soon as it has done so: nothing may be left by then.
+        # Removed before, because Slurm ends this process as soon as the job is requeued.
         shutil.rmtree(self._directory, ignore_errors=True)
         _ask("scontrol", "requeue", self._number)
         return code
 
     def _give_up(self, code: int, flag: str, most: int) -> int:
-        if most or flag == "--max_preemptions":  # Without any restarts, one is not expected.
+        if most or flag == "--max_preemptions":  # With --max_restarts=0 the user expects no restart.
             say(f"not queued again: {flag}={most} is used up")
         return code
 
 
 def _ask(*command: str) -> str | None:
-    """The output of a command of Slurm; None if it failed, which is said."""
+    """Returns the output of a Slurm command; writes a line and returns None if it failed."""
     try:
         return tools.run([tools.find(command[0], "call this in a job"), *command[1:]])
     except LaunchError as error:
@@ -183,14 +181,14 @@ def _ask(*command: str) -> str | None:
 
 
 def _fields(number: str) -> dict[str, str]:
-    """The fields of a job; empty if Slurm does not answer."""
+    """Returns the fields of a job; {} if Slurm doesn't answer."""
     lines = (_ask("scontrol", "--oneliner", "show", "job", number) or "").splitlines()
     # The first component of a heterogeneous job comes first.
     return dict(word.split("=", 1) for word in (lines[0].split() if lines else []) if "=" in word)
 
 
 def _comment(number: str) -> str | None:
-    """The comment of a job; None if Slurm does not answer."""
+    """Returns the comment of a job; None if Slurm doesn't answer."""
     text = _ask("squeue", "--noheader", f"--jobs={number}", "--format=%k")
     if text is None:
         return None
@@ -199,7 +197,7 @@ def _comment(number: str) -> str | None:
 
 
 def _failures_before(number: str) -> int | None:
-    """The number of failures in a job's comment; None if Slurm does not answer."""
+    """Returns the number of failures in a job's comment; None if Slurm doesn't answer."""
     comment = _comment(number)
     if comment is None:
         return None
@@ -208,7 +206,7 @@ def _failures_before(number: str) -> int | None:
 
 
 def _note_failures(number: str, failures: int) -> bool:
-    """Writes the number of failures into the job's comment, and keeps the rest; False if that is not possible."""
+    """Writes the number of failures into the job's comment, and keeps its other text; returns False on an error."""
     before = _comment(number)
     if before is None:
         say("not queued again: squeue does not say the job's comment, where failures are counted")
@@ -219,7 +217,7 @@ def _note_failures(number: str, failures: int) -> bool:
 
 
 def _signals_reach_all() -> bool:
-    """Whether Slurm signals all descendants of a task, the script as well as its wrapper."""
+    """Returns True if Slurm signals all descendants of a task, so that the script gets signals without the wrapper."""
     return bool(
         re.search(r"(?m)^ProctrackType\s*=\s*proctrack/linuxproc\s*$", _ask("scontrol", "show", "config") or "")
     )

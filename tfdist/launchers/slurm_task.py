@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs inside a Slurm step, once per task: finds out from SLURM_* which task this is, and runs the script as it.
+"""Wrapper of one process in a Slurm step: determines its task from SLURM_*, and runs the script as this task.
 
     srun ... python3 -P -m tfdist.launchers.slurm_task --num_workers=4 -- train.py --epochs=5
 
@@ -24,20 +24,20 @@ from tfdist.launchers.requests import LaunchError
 from tfdist.launchers.shape import Shape
 from tfdist.launchers.slurm_exits import EXITS_VARIABLE, REACHES_ALL_VARIABLE, Exits
 
-# Below the ephemeral ports of every usual system. Jobs that share a host have numbers close to each other.
+# Below the ephemeral ports of all common systems. Jobs that share a host have ids close to each other.
 _FIRST_PORT, _PORTS_PER_JOB, _JOBS = 12000, 16, 1000
-# How many tasks of a job a host may have without a port that is given; one port stays free.
+# Most tasks of a job on one host without --port; one port is for the tf.data service.
 MOST_WITHOUT_PORT = _PORTS_PER_JOB - 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """Where the processes of a Slurm step run.
+    """A process of a Slurm step, and the hosts of all processes.
 
     Args:
-      job_id: number of the job.
-      hosts: the host of each process, by its number in the step.
-      number: this process.
+      job_id: id of the job.
+      hosts: the host of each process, by its rank in the step.
+      number: rank of this process (SLURM_PROCID).
     """
 
     job_id: int
@@ -49,7 +49,7 @@ class Step:
         """Reads SLURM_*.
 
         Raises:
-          LaunchError: a variable is missing or makes no sense.
+          LaunchError: a variable is missing or invalid.
         """
         hosts = hostlist.expand(_text(env, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"))
         counts = hostlist.expand_counts(_text(env, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
@@ -79,17 +79,17 @@ def _number(env: Mapping[str, str], *names: str) -> int:
 
 
 def task_environment(step: Step, job: Shape, port: int, env: Mapping[str, str]) -> tuple[Task, dict[str, str]]:
-    """Which task a process of a step is, and what it finds in its environment.
+    """Returns the task of a process of a step, and the variables that are added to its environment.
 
     Args:
-      step: where the processes run.
-      job: which tasks there are.
-      port: the first port of each host; 0 derives it from the job's number.
-      env: the environment that Slurm gave to the process.
+      step: this process, and the hosts of all processes.
+      job: the tasks of the job.
+      port: first port of each host; 0 to derive it from the job's id.
+      env: the process' environment.
 
     Raises:
-      LaunchError: the step has another number of processes, or too few ports or GPUs.
-      ClusterError: Slurm names a host that is not one.
+      LaunchError: the step has another number of processes than the job, or too few ports or GPUs.
+      ClusterError: a host name of Slurm is invalid.
     """
     tasks = job.placed
     if len(tasks) != len(step.hosts):
@@ -107,7 +107,7 @@ def task_environment(step: Step, job: Shape, port: int, env: Mapping[str, str]) 
 
 
 def _ports(step: Step, port: int) -> list[int]:
-    """The port of each process: those of one host count up from its first."""
+    """Returns the port of each process; the processes of one host have consecutive ports."""
     first = port or _FIRST_PORT + step.job_id % _JOBS * _PORTS_PER_JOB
     used: dict[str, int] = {}
     ports = []
@@ -125,7 +125,7 @@ def _ports(step: Step, port: int) -> list[int]:
 
 
 def _gpus(step: Step, tasks: Sequence[Task], job: Shape, env: Mapping[str, str]) -> dict[str, str]:
-    """Each of the tasks on this host that compute gets its part of the GPUs that Slurm gave to the step here."""
+    """Returns CUDA_VISIBLE_DEVICES of this task: its share of the step's GPUs on this host; {} to leave it."""
     if gpus.VISIBLE not in env:
         return {}
     if tasks[step.number] not in job.computing:
@@ -133,7 +133,7 @@ def _gpus(step: Step, tasks: Sequence[Task], job: Shape, env: Mapping[str, str])
     host = step.hosts[step.number]
     here = [task for task, other in zip(tasks, step.hosts, strict=True) if other == host and task in job.computing]
     devices = [name for name in env[gpus.VISIBLE].split(",") if name]
-    # Slurm may have bound one part to each task already (--gpus-per-task, --gpu-bind), where each sees its own only.
+    # Slurm may have bound GPUs to each task already (--gpus-per-task, --gpu-bind); then each task sees only its own.
     on_host = env.get("SLURM_GPUS_ON_NODE", "")
     is_bound = "SLURM_GPUS_PER_TASK" in env or (on_host.isdecimal() and 0 < len(devices) < int(on_host))
     if len(here) == 1 or is_bound:
@@ -151,7 +151,7 @@ def define_flags(values: flags.FlagValues) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the script as the task that this process is; returns its exit code."""
+    """Runs the script as this process' task; returns its exit code."""
     try:
         values, script = command_line.parse(define_flags, arguments)
         job = Shape.from_flags(values)

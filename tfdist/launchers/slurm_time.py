@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time limits as Slurm writes them."""
+"""Parser of Slurm's time limits."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _DAYS = re.compile(r"(\d+)-(\d+)(?::(\d+))?(?::(\d+))?", re.ASCII)
 _CLOCK = re.compile(r"(?:(\d+):)?(\d+):(\d+)", re.ASCII)
 _MINUTES = re.compile(r"\d+", re.ASCII)
 _OPTION = re.compile(r"(?:--time[= ]|-t ?)(.*)")
-# Environment of sbatch, which goes before the #SBATCH lines of a batch script.
+# Environment variable of sbatch, which takes precedence over the #SBATCH lines of a batch script.
 LIMIT_VARIABLE = "SBATCH_TIMELIMIT"
 
 
 def limit_secs(text: str) -> int | None:
-    """The seconds of a time limit; None for no limit, and for text that Slurm does not take either.
+    """Returns a time limit in seconds; None for no limit, and for text that Slurm refuses, too.
 
     Args:
       text: "minutes", "minutes:seconds", "hours:minutes:seconds", "days-hours", "days-hours:minutes" or
@@ -39,11 +39,11 @@ def limit_secs(text: str) -> int | None:
 
 
 def effective_limit(time: str, extra: Sequence[str], env: Mapping[str, str]) -> tuple[str, str]:
-    """Which time limit sbatch takes, and the text that gives it.
+    """Returns the time limit that sbatch uses, and the flag or variable that sets it.
 
     Args:
       time: value of --time.
-      extra: values of --sbatch, which come later in the batch script.
+      extra: values of --sbatch, which are later in the batch script.
       env: the environment of sbatch.
     """
     found = (time, f"--time={time}")
@@ -56,10 +56,10 @@ def effective_limit(time: str, extra: Sequence[str], env: Mapping[str, str]) -> 
 
 
 def check_limit(time: str, extra: Sequence[str], env: Mapping[str, str], pre_kill_secs: int) -> None:
-    """Checks that tasks run for some time before they get SIGTERM.
+    """Checks that the time limit is longer than `pre_kill_secs`.
 
     Raises:
-      LaunchError: they would get it as soon as they start, in each run anew.
+      LaunchError: each run would get SIGTERM as soon as it starts.
     """
     limit, text = effective_limit(time, extra, env)
     secs = limit_secs(limit)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts a script as every task of a cluster on machines that are reached by ssh.
+"""Starts a script as every task of a cluster on remote machines, by ssh.
 
-Each task has a local process that keeps its connection (`tfdist.launchers.ssh_client`); on the other side
-`tfdist.launchers.ssh_task` runs it. `plan` says which runs where; `submit` carries it out; a dry run prints it.
+Each task has a local process that holds its connection (`tfdist.launchers.ssh_client`); on the remote machine
+`tfdist.launchers.ssh_task` runs the task. `plan` assigns tasks to hosts; `submit` runs them; a dry run prints the plan.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ flags (also from a file, with --flagfile=FILE):
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What to run.
+    """A job on remote machines.
 
     Args:
       command: the script and its arguments, or "-m", a module and its arguments.
-      hosts: where; their slots are filled in this order, workers first, then parameter servers, chief and evaluator.
-      shape: which tasks there are.
-      directory: where the script runs on each host.
+      hosts: the machines; their slots are filled in this order: workers, parameter servers, chief, evaluator.
+      shape: the tasks of the job.
+      directory: working directory of the script on each host.
       python: the interpreter on the hosts.
-      port: the first port of each host, whose tasks count up from there.
-      gpus_per_worker: GPUs for each worker; None leaves what the host shows.
-      env: added to the environment of the tasks.
-      ssh_options: of ssh, such as "-p2222".
-      grace_secs: given to tasks to end by themselves, and from the first signal to SIGKILL.
-      restarts: how often tasks are started again.
+      port: first port of each host, whose tasks have consecutive ports.
+      gpus_per_worker: number of GPUs for each worker; None to leave the host's CUDA_VISIBLE_DEVICES.
+      env: variables added to the environment of the tasks.
+      ssh_options: options of ssh, such as "-p2222".
+      grace_secs: time for tasks to end by themselves, and from the first signal to SIGKILL.
+      restarts: limits of restarts.
 
     Raises:
-      LaunchError: something is out of range, or there are too few slots.
+      LaunchError: a value is out of range, or there are too few slots.
     """
 
     command: tuple[str, ...]
@@ -94,23 +94,23 @@ class Job:
 
     @property
     def places(self) -> dict[Task, tuple[Host, int]]:
-        """The host of each task, and which of the host's tasks it is."""
+        """Host of each task, and the index of its slot there."""
         free = [(host, slot) for host in self.hosts for slot in range(host.slots)]
         return dict(zip(self.shape.placed, free, strict=False))
 
     @property
     def data_service_port(self) -> int:
-        """On the chief's host, after the ports of its tasks."""
+        """Port of the tf.data service: on the chief's host, after the ports of its tasks."""
         host, _ = self.places[Task("chief", 0)]
         return self.port + sum(other == host for other, _ in self.places.values())
 
 
 def plan(job: Job, dropped: Collection[str] = ()) -> Request:
-    """What `submit` would start: the local process of each task.
+    """Returns the local process of each task that `submit` would start.
 
     Args:
-      job: what to run.
-      dropped: names of workers to leave out. The others are numbered anew, and keep their places.
+      job: the job.
+      dropped: names of workers to leave out. The others are renumbered, and keep their hosts and ports.
 
     Raises:
       LaunchError: no worker is left.
@@ -151,7 +151,7 @@ def _visible_devices(job: Job) -> dict[Task, dict[str, str]]:
 
 
 def preflight(job: Job, timeout_secs: float = 30.0) -> list[str]:
-    """Looks at every host; returns warnings.
+    """Checks every host before any task starts; returns warnings.
 
     Raises:
       LaunchError: a host can't be used.
@@ -171,7 +171,7 @@ def preflight(job: Job, timeout_secs: float = 30.0) -> list[str]:
         try:
             here[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            continue  # A laptop that only launches need not have it.
+            continue  # A machine that only launches need not have the package.
     return ssh_preflight.check(asked, job.python, job.ssh_options, here, timeout_secs)
 
 
@@ -192,10 +192,10 @@ def define_flags(values: flags.FlagValues) -> None:
 
 
 def job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> Job:
-    """The job that the command line describes.
+    """Returns the job that the command line describes.
 
     Raises:
-      LaunchError: it makes no sense.
+      LaunchError: the job is invalid.
     """
     if bool(values.hosts) == bool(values.hostfile):
         received = "both" if values.hosts else "neither"
@@ -217,7 +217,7 @@ def job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> Job:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`tfdist launch ssh`: see `command_line.run`."""
+    """Runs `tfdist launch ssh`. See `command_line.run`."""
     return command_line.run(_USAGE, define_flags, arguments, _launch)
 
 

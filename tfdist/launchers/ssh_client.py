@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The near side of one task of `tfdist launch ssh`: keeps the connection, and passes signals on.
+"""Local process of one remote task of `tfdist launch ssh`: holds the connection, and forwards signals.
 
-It runs as a local process in place of the task, under the same guard as a local task would: whatever ends the launcher
-ends it, the connection with it, and thereby the task on the other side.
+It runs under the same guard as a local task. When the launcher ends for any reason, this process ends, and with it the
+connection and the remote task.
 
     python -m tfdist.launchers.ssh_client LOGIN REMOTE_PYTHON DIRECTORY [SSH_OPTIONS...] -- SCRIPT [ARGUMENTS...]
 
-Variables whose name starts with TFDIST_SEND_ are those of the task, without that.
+Variables with the prefix TFDIST_SEND_ are sent to the task, without the prefix.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ _SSH_FAILED = 255
 
 
 def command(login: str, python: str, options: Sequence[str], *arguments: str) -> list[str]:
-    """What runs the far side on a host: never asks for a password, and notices a dead connection."""
+    """Returns the ssh command that runs `ssh_task` on a host, without password prompts, and with keepalive messages."""
     far = shlex.join([python, "-P", "-m", "tfdist.launchers.ssh_task", *arguments])
     settings = ("BatchMode=yes", "ConnectTimeout=15", "ServerAliveInterval=10", "ServerAliveCountMax=3")
-    # The first value of an option counts, so the user's come first.
+    # ssh uses the first value of an option, so the user's options come first.
     return ["ssh", "-T", *options, *(f"-o{setting}" for setting in settings), "--", login, f"exec {far}"]
 
 
 def probe(login: str, options: Sequence[str]) -> list[str]:
-    """What succeeds if a host takes a login."""
-    # A connection that is kept for several sessions (ControlMaster) may be a dead one.
+    """Returns an ssh command that succeeds if a host accepts a login."""
+    # Without a shared connection (ControlMaster), which may be dead.
     settings = ("BatchMode=yes", "ConnectTimeout=5", "ControlPath=none")
     return ["ssh", "-T", *(f"-o{setting}" for setting in settings), *options, "--", login, "true"]
 
 
 def payload(script: Sequence[str], directory: str, env: Mapping[str, str]) -> bytes:
-    """The line that tells the far side what to run."""
+    """Returns the line with the script, directory and environment of the task for `ssh_task`."""
     sent = {name.removeprefix(SENT_PREFIX): value for name, value in env.items() if name.startswith(SENT_PREFIX)}
     sent |= {name: env[name] for name in _ALSO_SENT if name in env}
     return json.dumps({"script": list(script), "directory": directory, "env": sent}).encode() + b"\n"
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
     line = payload(arguments[split + 1 :], directory, os.environ)
     wake = _wake_on_signals()
     notices = Reader(os.environ.get(NOTICES_VARIABLE))
-    # A session of its own: what is sent to this process' group is not for ssh, whose end would be that of the task.
+    # A session of its own, so that signals to this process' group don't end ssh, and with it the task.
     ssh = subprocess.Popen(command(login, python, options), stdin=subprocess.PIPE, start_new_session=True)
     try:
         _send(ssh, line)
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _wake_on_signals() -> int:
-    """A descriptor on which the numbers of signals arrive, that of SIGCHLD too."""
+    """Returns a descriptor from which the numbers of signals can be read, including SIGCHLD."""
     wake, sender = os.pipe()
     os.set_blocking(sender, False)
     signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
@@ -89,7 +89,7 @@ def _wake_on_signals() -> int:
 
 
 def _send(ssh: subprocess.Popen[bytes], data: bytes) -> None:
-    """Writes to the far side; that ssh has ended shows elsewhere."""
+    """Writes to the remote side; ignores errors, because `main` detects the end of ssh."""
     with contextlib.suppress(OSError):
         while data and ssh.stdin:
             data = data[os.write(ssh.stdin.fileno(), data) :]

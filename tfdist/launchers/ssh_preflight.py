@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks at every host before anything starts on one: what would fail late, or hang, is said at once and by name."""
+"""Checks all hosts before any task starts, so that causes of late failures and hangs are reported at once."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def check(
     """Checks all hosts at once.
 
     Args:
-      asked: for each host, as ssh is told it: `directory`, `files` in it, `ports` that must be free, `gpus` needed.
-      python: the interpreter there.
-      options: of ssh.
-      here: the versions that the hosts must have, by name; a name that a host lacks is wrong too.
-      timeout_secs: for each host.
+      asked: for each ssh destination: `directory`, `files` in it, `ports` that must be free, number of `gpus`.
+      python: the interpreter on the hosts.
+      options: options of ssh.
+      here: the versions that the hosts must have, by package name.
+      timeout_secs: timeout for each host.
 
     Returns:
-      Warnings, a line each.
+      Warnings, one line each.
 
     Raises:
-      LaunchError: a host can't be used; all that is wrong with any of them, in one line.
+      LaunchError: a host can't be used. The message has all problems of all hosts, in one line.
     """
     with concurrent.futures.ThreadPoolExecutor(min(32, len(asked)), "tfdist preflight") as pool:
         futures = {
@@ -69,7 +69,7 @@ def check(
 
 
 def _probe(login: str, command: Sequence[str], asked: Mapping[str, Any], timeout_secs: float) -> dict[str, Any] | str:
-    """What a host answers, or what is wrong with it."""
+    """Runs the preflight on a host; returns its answer, or the problem as the end of a sentence."""
     started = time.time()
     try:
         done = subprocess.run(
@@ -89,7 +89,7 @@ def _probe(login: str, command: Sequence[str], asked: Mapping[str, Any], timeout
             return f"has no tfdist for that interpreter ({said}); install it there, or name another with --python"
         return f"did not answer as expected ({said}); is another version of tfdist installed there?"
     answer["skew"] = answer["time"] - (started + time.time()) / 2
-    # What the answer took may have passed on one of the two ways alone.
+    # A difference within half of the round trip may come from unequal times of the two ways.
     answer["skew"] *= abs(answer["skew"]) > (time.time() - started) / 2
     return answer
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The far side of `tfdist launch ssh`: runs one task, and ends it when the launcher says so or is gone.
+"""Remote side of `tfdist launch ssh`: runs one task, and ends it when the launcher requests it or is lost.
 
-Standard input carries a line of JSON, then a byte for each signal, and a zero every few seconds. So nothing has to be
-quoted for a shell, nothing secret is on a command line, and a launcher that was killed, or whose machine has vanished,
-is noticed.
+Standard input has a line of JSON, then one byte for each signal, and a zero byte every few seconds. So no text must be
+quoted for a shell, no secret is on a command line, and the loss of the launcher or its machine is detected.
 """
 
 from __future__ import annotations
@@ -31,21 +30,21 @@ from tfdist.launchers.requests import LaunchError
 
 # The launcher sends a byte at least every `HEARTBEAT_SECS`.
 HEARTBEAT_SECS = 5.0
-# With the grace, less than the 30 s after which ssh gives up a silent host: by then the tasks there have ended.
+# Together with `_GRACE_SECS` less than the 30 s after which ssh gives up a silent host, so that the task ends before.
 _LOST_SECS = 25.0
 _GRACE_SECS = 3.0
-# For the launcher, and with a margin: by then a task whose launcher can't be reached has ended.
+# Time after which a task without a connection to its launcher has ended, with a margin.
 ORPHAN_SECS = _LOST_SECS + _GRACE_SECS + 2.0
-# Among the numbers of signals: a line for the task follows.
+# Byte in the stream of signals after which a line for the task follows.
 NOTICE = 255
 _MAX_LINE = 1 << 24
 _PORT_PROBLEMS = {errno.EADDRINUSE: "in use", errno.EACCES: "privileged"}
-# As ssh itself ends when it fails. It is no preemption.
+# The same exit code as of ssh itself when it fails. It is no preemption.
 LOST_EXIT_CODE = 255
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the task, or with "--probe" answers what the preflight asks; returns the exit code."""
+    """Runs the task, or with "--probe" answers the preflight; returns the exit code."""
     line = _read_line(0)
     try:
         asked = json.loads(line)
@@ -64,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def probe(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """What the preflight compares: versions, the time, what is missing, which ports are taken."""
+    """Returns the answer to the preflight: versions, the time, missing files, ports in use, number of GPUs."""
     versions = {}
     for name in ("tensorflow", "keras"):
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -86,7 +85,7 @@ def probe(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _port_problem(port: int) -> str:
-    """The reason why no task can listen on a port; "" if one can."""
+    """Returns the reason why no task can listen at a port; "" if the port is free."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe_socket:
         probe_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -97,7 +96,7 @@ def _port_problem(port: int) -> str:
 
 
 def _read_line(descriptor: int) -> bytes:
-    """Byte by byte: what follows the line is for somebody else."""
+    """Reads a line byte by byte, so that the bytes after it stay in the stream."""
     line = bytearray()
     while not line.endswith(b"\n") and len(line) < _MAX_LINE:
         byte = os.read(descriptor, 1)
@@ -109,14 +108,14 @@ def _read_line(descriptor: int) -> bytes:
 
 def _run(command: Sequence[str], env: Mapping[str, str]) -> int:
     for signum in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGPIPE):
-        signal.signal(signum, signal.SIG_IGN)  # The launcher decides; its connection tells.
+        signal.signal(signum, signal.SIG_IGN)  # Signals come from the launcher, through the connection.
     lost = threading.Event()
     with contextlib.closing(Notices()) as notices, Supervisor(on_lines=_show) as supervisor:
         task = supervisor.start("task", command, {**env, **notices.env})
 
         def listen() -> None:
             try:
-                # A connection that breaks with output unread is an error of reading, not an end.
+                # A connection that breaks while output is unread raises an error instead of end of file.
                 with contextlib.suppress(OSError):
                     for received in _received(0):
                         if isinstance(received, str):
@@ -138,7 +137,7 @@ def _run(command: Sequence[str], env: Mapping[str, str]) -> int:
 
 
 def _received(descriptor: int) -> Iterator[int | str]:
-    """The signals and notices that the launcher sends, until it is gone."""
+    """Yields the signals and notices from the launcher, until it is lost."""
     notice: bytearray | None = None
     while True:
         readable, _, _ = select.select([descriptor], [], [], _LOST_SECS)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leaves out what TensorFlow's C++ code says at every start, once for each task. No TensorFlow import.
+"""Filter for the informational lines that TensorFlow's C++ code writes at every start of a task. No TensorFlow import.
 
-TF_CPP_MIN_LOG_LEVEL does not reach all of these lines: they are written before TensorFlow's logger is set up. Warnings
-and errors stay, and so does Python's own logging, whose lines carry a date. A user who sets TF_CPP_MIN_LOG_LEVEL, to 0
-for instance, sees everything; log files of tasks have it in any case. What is said of GPUs that are there stays.
+TF_CPP_MIN_LOG_LEVEL doesn't suppress all of these lines, because some are written before TensorFlow's logger is set up.
+Warnings, errors and lines about present GPUs stay, and so does Python's own logging, whose lines have a date. All lines
+are shown if TF_CPP_MIN_LOG_LEVEL is set, for example to 0. Log files of tasks have all lines in any case.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from tfdist.launchers import gpus
 from tfdist.launchers.requests import SENT_PREFIX
 
 _LEVEL = "TF_CPP_MIN_LOG_LEVEL"
-# The date 00/00 is that of a logger that is not set up.
+# A logger that is not set up writes the date 00/00.
 _INFORMATION = re.compile(r"I0000 00:00:\d+\.\d+ +\d+ (?!gpu_|cuda_dnn)\S+\.(?:cc|h):\d+\] ")
 _OF_INFORMATION = re.compile(r"To enable the following instructions: |/job:\w+/(?:replica:\d+/)?task:\d+$")
-# What TensorFlow puts before a printed protocol buffer, and its lines; the last one may be empty.
+# The line before a printed protocol buffer, and the lines of the buffer; the last one may be empty.
 _BUFFER_FOLLOWS = "goo.gle/debug"
 _OF_BUFFER = re.compile(r"\s*(?:\w+ \{|\w+: .*|\})?$")
 _NO_LOGGER = "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR"
@@ -28,10 +28,10 @@ _NO_DRIVER = re.compile(r"E0000 00:00:\d+\.\d+ +\d+ cuda_platform\.cc:\d+\] fail
 
 
 class StartupNoise:
-    """Removes such lines from one stream; a line that belongs to the one before it goes with it.
+    """Filter for the lines of one stream; it also removes the continuation lines of a removed line.
 
     Args:
-      env: the environment of the task; with TF_CPP_MIN_LOG_LEVEL in it, every line stays.
+      env: the environment of the task; with TF_CPP_MIN_LOG_LEVEL in it, all lines stay.
     """
 
     def __init__(self, env: Mapping[str, str] | None = None) -> None:
@@ -43,7 +43,7 @@ class StartupNoise:
         self._is_in_buffer = False
 
     def without(self, lines: Sequence[str]) -> list[str]:
-        """Those of the next lines that are shown."""
+        """Returns the next lines without startup noise."""
         return [line for line in lines if self._is_wanted or not self._is_noise(line)]
 
     def _is_noise(self, line: str) -> bool:

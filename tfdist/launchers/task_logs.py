@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the output of each task to files of its own: DIRECTORY/RUN/attempt_0/worker_1/stdout.log.
+"""Log files with the output of each task: DIRECTORY/RUN/attempt_0/worker_1/stdout.log.
 
-A worker that is started again alone goes on in stdout.1.log, then stdout.2.log.
+A worker that is restarted alone continues in stdout.1.log, then stdout.2.log.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
 
 @dataclasses.dataclass(frozen=True)
 class LogSettings:
-    """Where output goes.
+    """Destination of the tasks' output.
 
     Args:
-      directory: for the files; None writes none.
-      run: the name of this run, a folder below `directory`.
-      tee: whether output goes to the screen too.
+      directory: directory for the log files; None for no files.
+      run: name of this run: a folder in `directory`.
+      tee: whether the output is also printed.
 
     Raises:
-      LaunchError: the run's name is none, or all output would be lost.
+      LaunchError: the run's name is invalid, or all output would be lost.
     """
 
     directory: str | None = None
@@ -50,7 +50,7 @@ class LogSettings:
 
 
 def new_run_name() -> str:
-    """A name that sorts by time and that two launchers on one machine don't share."""
+    """Returns a name that sorts by time, and is unique among the launchers on this machine."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
 
@@ -59,11 +59,11 @@ class TaskLogs:
 
     Args:
       folder: DIRECTORY/RUN.
-      attempt: counts from 0.
-      say: tells the user, in a line, that a file can't be written; the training is worth more than its output.
+      attempt: number of the attempt, from 0.
+      say: writes a line to the log if a file can't be written; the job continues.
 
     Raises:
-      OSError: the folder can't be made.
+      OSError: the folder can't be created.
     """
 
     def __init__(self, folder: pathlib.Path, attempt: int, say: Callable[[str], None]) -> None:
@@ -74,7 +74,7 @@ class TaskLogs:
         self._files: dict[tuple[str, bool, int], IO[str] | None] = {}
 
     def write(self, task: str, lines: Sequence[str], error: bool, restart: int = 0) -> None:
-        """Appends lines of a task's standard output or standard error, after it was started again so many times."""
+        """Appends lines to the log of a task's standard output or standard error; `restart` counts its restarts."""
         key = task, error, restart
         with self._lock:
             try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command-line tools of the platforms: found, run with a time limit, and their complaints on one line."""
+"""Runs command-line tools of the platforms, with a timeout, and with their errors on one line."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 
 def find(name: str, remedy: str) -> str:
-    """The path of a tool.
+    """Returns the path of a tool.
 
     Raises:
-      LaunchError: it is not installed.
+      LaunchError: the tool is not installed.
     """
     path = shutil.which(name)
     if path is None:
@@ -32,11 +32,11 @@ def find(name: str, remedy: str) -> str:
 
 
 def run(command: Sequence[str], stdin: str = "", timeout_secs: float | None = 120.0) -> str:
-    """Runs a tool to its end and returns what it printed to standard output.
+    """Runs a tool to its end, and returns its standard output.
 
     Raises:
-      ToolError: it failed, with the end of what it said.
-      LaunchError: it took too long.
+      ToolError: the tool failed. The message has the end of its error output.
+      LaunchError: the tool took too long.
     """
     name = os.path.basename(command[0])  # noqa: PTH119 - a name, not a file
     try:
@@ -56,22 +56,22 @@ def run(command: Sequence[str], stdin: str = "", timeout_secs: float | None = 12
 def run_until_line(
     command: Sequence[str], stdin: str, on_line: Callable[[str], object], timeout_secs: float = 120.0
 ) -> int:
-    """Runs a tool that prints one line when it has done its work, and may wait for something afterwards.
+    """Runs a tool that prints one line when its work is done, and may continue to run (such as `sbatch --wait`).
 
-    Its warnings, on standard error, are passed on: with the line, and at the end.
+    Warnings on its standard error are printed with the line, and at the end.
 
     Args:
       command: the tool and its arguments.
-      stdin: what it reads.
-      on_line: given the line as soon as it is there.
-      timeout_secs: until the line; the tool may take any time after it.
+      stdin: standard input of the tool.
+      on_line: called with the line as soon as it is printed.
+      timeout_secs: timeout for the line; the tool may run for any time afterwards.
 
     Returns:
-      The exit code of the tool, which printed its line.
+      The exit code of the tool, after it has printed its line.
 
     Raises:
-      ToolError: it failed before it printed a line, with the end of what it said.
-      LaunchError: it printed no line for so long.
+      ToolError: the tool failed before it printed a line. The message has the end of its error output.
+      LaunchError: the tool printed no line in time.
     """
     name = os.path.basename(command[0])  # noqa: PTH119 - a name, not a file
     with tempfile.TemporaryFile() as text, tempfile.TemporaryFile() as errors:
@@ -100,7 +100,7 @@ def run_until_line(
 
 
 def _pass_on(name: str, descriptor: int, start: int) -> int:
-    """Writes what is in a file to standard error, behind the name of a tool; returns where to go on."""
+    """Writes a file's lines from `start` to standard error, with the tool's name; returns the new position."""
     data = _contents(descriptor, start)
     for line in data.decode("utf-8", "replace").splitlines():
         if line.strip():
@@ -109,18 +109,18 @@ def _pass_on(name: str, descriptor: int, start: int) -> int:
 
 
 def _contents(descriptor: int, start: int) -> bytes:
-    # Without a seek: the tool writes at the same position.
+    # pread instead of seek, because the tool shares the file position.
     return os.pread(descriptor, os.fstat(descriptor).st_size - start, start)
 
 
 def _first_line(process: subprocess.Popen[bytes], timeout_secs: float) -> str | None:
-    """The first line of output, empty if there is none; None if it takes too long."""
+    """Returns the first line of output; "" if there is none, None after the timeout."""
     deadline, line, descriptor = time.monotonic() + timeout_secs, b"", process.stdout.fileno()
     while not line.endswith(b"\n"):
         readable, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
         if not readable:
             return None
-        data = os.read(descriptor, 1)  # Byte by byte: it is short.
+        data = os.read(descriptor, 1)  # Byte by byte, because the line is short.
         if not data:
             break
         line += data
@@ -128,10 +128,10 @@ def _first_line(process: subprocess.Popen[bytes], timeout_secs: float) -> str | 
 
 
 def parse_environment(flag: str, settings: Sequence[str]) -> dict[str, str]:
-    """Reads NAME=VALUE pairs; a NAME alone takes the value that it has here.
+    """Parses NAME=VALUE pairs; a NAME alone has its value in this process' environment.
 
     Raises:
-      LaunchError: a pair has no proper name, or the name alone is not set.
+      LaunchError: a name is invalid, or a name without a value is not set.
     """
     found: dict[str, str] = {}
     for setting in settings:
@@ -149,5 +149,5 @@ def parse_environment(flag: str, settings: Sequence[str]) -> dict[str, str]:
 
 
 def shell_exports(extra: Mapping[str, str]) -> str:
-    """How a variable is set in a shell script, one line each."""
+    """Returns shell commands that export the variables, one line each."""
     return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in extra.items())

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts a script on TPUs: on a TPU VM by `gcloud`, or in a GKE node pool by `kubectl`.
 
-TPUs have a strategy of their own, tf.distribute.TPUStrategy, and need no TF_CONFIG: one program, on the first host,
-drives all chips.
+TPUs are used through tf.distribute.TPUStrategy and need no TF_CONFIG: one program on the first host controls all chips.
 """
 
 from __future__ import annotations
@@ -44,27 +43,27 @@ _CREATE_TIMEOUT_SECS = 3600.0
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What to run on a TPU VM.
+    """A job on a TPU VM.
 
     Args:
       command: the script and its arguments, or "-m", a module and its arguments.
-      accelerator_type: such as v4-8.
-      zone: of the TPU.
-      name: of the TPU.
-      version: the runtime, such as tpu-ubuntu2204-base; for TensorFlow on several hosts one that serves it.
-      project: "" for the one that gcloud is set to.
-      create: whether the TPU is made first.
-      delete: whether it is deleted at the end, whatever happens.
-      spot: whether it may be taken away at any time.
-      copy: a local directory that is copied to `directory` on all hosts; "" for none.
-      directory: where the script runs, below the home directory if relative.
-      setup: a shell command that is run on all hosts first, such as "pip install -r requirements.txt"; "" for none.
+      accelerator_type: type of the TPU, such as v4-8.
+      zone: zone of the TPU.
+      name: name of the TPU.
+      version: the runtime, such as tpu-ubuntu2204-base; for several hosts, one with TensorFlow's TPU server.
+      project: the project; "" for the current one of gcloud.
+      create: whether to create the TPU first.
+      delete: whether to delete the TPU at the end, also after an error.
+      spot: whether to use a spot TPU, which may be preempted at any time.
+      copy: a local directory to copy to `directory` on all hosts; "" for none.
+      directory: working directory of the script; relative to the home directory.
+      setup: a shell command to run on all hosts first, such as "pip install -r requirements.txt"; "" for none.
       python: the interpreter.
-      env: added to the environment.
-      restarts: how often the script is started again.
+      env: variables added to the environment.
+      restarts: limits of restarts.
 
     Raises:
-      LaunchError: something is out of range.
+      LaunchError: a value is out of range.
     """
 
     command: tuple[str, ...]
@@ -99,13 +98,13 @@ class Job:
 
     @property
     def slice(self) -> Slice:
-        """The chips and hosts."""
+        """Number of chips and hosts of the TPU."""
         return tpu_shapes.from_type(self.accelerator_type)
 
 
 @dataclasses.dataclass(frozen=True)
 class TpuRequest:
-    """The commands, in their order: before the script, the script, and after it whatever happened."""
+    """The commands of a job in their order: before the script, the script, and after it (also after an error)."""
 
     before: tuple[tuple[str, ...], ...]
     script: tuple[str, ...]
@@ -117,7 +116,7 @@ class TpuRequest:
 
 
 def plan(job: Job) -> TpuRequest:
-    """The commands of gcloud that `submit` would run."""
+    """Returns the gcloud commands that `submit` would run."""
     where = (f"--zone={job.zone}", *([f"--project={job.project}"] if job.project else []))
     before: list[tuple[str, ...]] = []
     if job.create:
@@ -127,32 +126,32 @@ def plan(job: Job) -> TpuRequest:
         before.append((*_GCLOUD, "scp", "--recurse", job.copy, f"{job.name}:{job.directory}", *where, "--worker=all"))
     if job.setup:
         before.append((*_GCLOUD, "ssh", job.name, *where, "--worker=all", f"--command={job.setup}"))
-    # A terminal, so that the script gets SIGHUP when the connection ends.
+    # With a terminal, so that the script gets SIGHUP when the connection ends.
     script = (*_GCLOUD, "ssh", job.name, *where, "--worker=0", "--ssh-flag=-tt", f"--command={_remote(job)}")
     after = ((*_GCLOUD, "delete", job.name, *where, "--quiet"),) if job.delete else ()
     return TpuRequest(tuple(before), script, after, job.restarts)
 
 
 def _remote(job: Job) -> str:
-    """The shell command on the first host."""
+    """Returns the shell command for the first host."""
     env = {"PYTHONUNBUFFERED": "1", "TFDIST_LAUNCHER": "tpu", **job.env}
-    # On several hosts the runtime of each holds its chips, and TensorFlow finds them by the TPU's name.
+    # With several hosts the runtime of each host owns its chips, and TensorFlow finds them by the TPU's name.
     env |= {"TPU_NAME": job.name, "TPU_LOAD_LIBRARY": "0"} if job.slice.hosts > 1 else {"TPU_NAME": "local"}
     settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in env.items())
     return f"cd {shlex.quote(job.directory)} && env {settings} {shlex.join([job.python, *job.command])}"
 
 
 def submit(request: TpuRequest, logs: LogSettings) -> int:
-    """Runs the commands; what comes after the script is run whatever happened.
+    """Runs the commands; those after the script also run after an error.
 
     Returns:
       The exit code of the script.
 
     Raises:
-      LaunchError: gcloud is missing, or fails before the script.
+      LaunchError: gcloud is not installed, or fails before the script.
     """
     tools.find("gcloud", "install the Google Cloud CLI, or look at the commands with --dry_run")
-    # As Ctrl-C does: the TPU is still deleted.
+    # SIGTERM raises KeyboardInterrupt like Ctrl-C, so that the TPU is still deleted.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         for command in request.before:
@@ -170,16 +169,16 @@ def submit(request: TpuRequest, logs: LogSettings) -> int:
 
 
 def plan_gke(pods: Pods, accelerator: str, topology: str, chips_per_host: int = 0) -> KubernetesRequest:
-    """The Job that runs the script in a GKE node pool.
+    """Returns the Job that runs the script in a GKE node pool.
 
     Args:
-      pods: what to run; accelerators and selectors are added here.
+      pods: the job; accelerators and node selectors are added here.
       accelerator: the label cloud.google.com/gke-tpu-accelerator.
       topology: the label cloud.google.com/gke-tpu-topology.
-      chips_per_host: of the machine type; 0 for the usual.
+      chips_per_host: number of chips of the machine type; 0 for the usual number.
 
     Raises:
-      LaunchError: the topology is none, or has several hosts.
+      LaunchError: the topology is invalid, or has several hosts.
     """
     tpus = tpu_shapes.from_topology(accelerator, topology, chips_per_host)
     if tpus.hosts > 1:
@@ -223,7 +222,7 @@ def define_flags(values: flags.FlagValues) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`tfdist launch tpu`: see `command_line.run`."""
+    """Runs `tfdist launch tpu`. See `command_line.run`."""
     return command_line.run(_USAGE, define_flags, arguments, _launch)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes the numbers of chips and hosts of a TPU slice from its type or topology.
 
-From Google's "TPU versions" and "Plan TPUs in GKE" pages. The number in a type counts TensorCores up to v4 and in v5p,
-two for each chip, and chips in v5e and v6e.
+Source: Google's pages "TPU versions" and "Plan TPUs in GKE". The number in a type counts TensorCores (two per chip) up
+to v4 and for v5p, and chips for v5e and v6e.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from tfdist.launchers.requests import LaunchError
 
 @dataclasses.dataclass(frozen=True)
 class _Generation:
-    """What one generation of chips is like.
+    """Properties of one generation of TPU chips.
 
     Attributes:
-      cores_per_unit: what the number in a type counts: cores for each chip, or 1 where it counts chips.
-      dimensions: of its topologies.
-      chips_per_host: in a slice of several hosts.
-      single: chips of the slices that have one host.
+      cores_per_unit: cores per chip if the number in a type counts cores; 1 if it counts chips.
+      dimensions: number of dimensions of a topology.
+      chips_per_host: number of chips per host in a slice of several hosts.
+      single: numbers of chips of the slices with one host.
     """
 
     cores_per_unit: int
@@ -41,7 +41,7 @@ _TYPES = {
     "v5litepod": _LITE,
     "v6e": _LITE,
 }
-# What GKE calls them, in the label cloud.google.com/gke-tpu-accelerator of a node pool.
+# Generations by GKE's names, in the label cloud.google.com/gke-tpu-accelerator of a node pool.
 _ACCELERATORS = {
     "tpu-v4-podslice": _V4,
     "tpu-v5p-slice": _V4,
@@ -54,19 +54,19 @@ _TOPOLOGY = re.compile(r"[1-9][0-9]{0,3}(x[1-9][0-9]{0,3}){1,2}", re.ASCII)
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """Chips that work together, and the machines that hold them."""
+    """A TPU slice: number of its chips, and number of its hosts."""
 
     chips: int
     hosts: int
 
     @property
     def chips_per_host(self) -> int:
-        """How many chips each machine has."""
+        """Number of chips of each host."""
         return self.chips // self.hosts
 
 
 def from_type(text: str) -> Slice:
-    """The slice that a type of Cloud TPU means, such as v4-32 or v5litepod-16.
+    """Returns the slice of a Cloud TPU type, such as v4-32 or v5litepod-16.
 
     Raises:
       LaunchError: there is no such type.
@@ -83,12 +83,12 @@ def from_type(text: str) -> Slice:
 
 
 def from_topology(accelerator: str, topology: str, chips_per_host: int = 0) -> Slice:
-    """The slice that a GKE node pool of this topology is.
+    """Returns the slice of a GKE node pool with this topology.
 
     Args:
       accelerator: the label cloud.google.com/gke-tpu-accelerator.
       topology: the label cloud.google.com/gke-tpu-topology, such as 2x2x2.
-      chips_per_host: of the machine type; 0 for the usual.
+      chips_per_host: number of chips of the machine type; 0 for the usual number.
 
     Raises:
       LaunchError: there is no such accelerator or topology.
@@ -102,7 +102,7 @@ def from_topology(accelerator: str, topology: str, chips_per_host: int = 0) -> S
     if not _TOPOLOGY.fullmatch(topology) or len(parts) != generation.dimensions:
         example = "x".join("224"[: generation.dimensions])
         raise LaunchError(
-            f"--topology is none of {accelerator}, which has {generation.dimensions} dimensions; write {example}. "
+            f"--topology is invalid for {accelerator}, which has {generation.dimensions} dimensions; write {example}. "
             f"Received: {topology!r}"
         )
     return _slice(generation, math.prod(map(int, parts)), f"--topology={topology}", chips_per_host)

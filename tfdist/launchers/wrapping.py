@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a script as the child of a wrapper on the compute side: signals reach it, its exit code comes back."""
+"""Runs a script as the child of a task's wrapper, which forwards signals to it and returns its exit code."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tfdist.launchers.startup_noise import StartupNoise
 _FORWARDED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGCONT")
 _NOT_FOUND_EXIT_CODE = 127
 _POLL_SECS = 1.0
-# For a task that is not needed any more: to end by itself, and then again after SIGTERM.
+# Time for a task that is no longer needed: to end by itself, and again to end after SIGTERM.
 _OVER_SECS = 10.0
 _DRAIN_SECS = 2.0
 _PR_SET_PDEATHSIG = 1
 
 
 def script_command(script: Sequence[str]) -> list[str]:
-    """What runs a script, or "-m" and a module, with the interpreter of this process."""
+    """Returns the command that runs a script, or "-m" and a module, with the interpreter of this process."""
     return [sys.executable, *script]
 
 
@@ -47,19 +47,19 @@ def run(
 ) -> int:
     """Runs a command to its end.
 
-    Schedulers differ in which processes they signal: the wrapper, its process group, or all processes. The command gets
-    a group of its own, so that the wrapper forwards each signal once. It is killed when the wrapper is.
+    Some schedulers signal only the wrapper, others its process group or all processes. The command has a process group
+    of its own, so that the wrapper forwards each signal once. The command is killed when the wrapper is killed.
 
     Args:
       command: program and arguments.
-      env: added to the environment.
-      on_exit: called with the exit code while signals are still held off.
-      is_over: asked every second; once it says yes, the command is given some time to end, then ended, and that is no
-        failure.
-      name: printed before each line of output, such as "worker:1", where several tasks share a file; progress bars are
-        made readable then.
-      on_signal: called with each signal; says whether to forward it. The scheduler may have sent it to the command too.
-      early: signals that came before; forwarded once the command has started.
+      env: variables added to the environment.
+      on_exit: called with the exit code while the wrapper still handles signals.
+      is_over: called every second. Once it returns True, the command has some time to end by itself, is ended then, and
+        counts as successful.
+      name: prefix of each line of output, such as "worker:1", for several tasks that share a file; progress bars are
+        then printed as lines.
+      on_signal: called with each signal; returns True to forward it, False if the scheduler has sent it to the command.
+      early: earlier signals, which are forwarded once the command has started.
 
     Returns:
       The exit code; 128+N if signal N ended the command.
@@ -70,7 +70,7 @@ def run(
     def forward(signum: int, _: object) -> None:
         is_wanted = on_signal(signum) if on_signal else True
         if not child:
-            pending.append(signum)  # It has not started yet.
+            pending.append(signum)  # The command has not started yet.
         elif is_wanted:
             _kill(child[0], signum)
 
@@ -90,7 +90,7 @@ def run(
             _kill(started, signum)
         code = _wait(started, is_over)
         for reader in readers:
-            # What it started in the background may go on writing for ever.
+            # With a timeout, because background processes of the command may keep writing.
             reader.join(_DRAIN_SECS)
         if on_exit:
             on_exit(code)
@@ -107,11 +107,11 @@ def _forwarded() -> list[signal.Signals]:
 
 
 def _start(command: Sequence[str], env: Mapping[str, str], output: int | None) -> subprocess.Popen[bytes]:
-    """Starts the command. No signal is lost meanwhile: each waits until the command has its own handlers."""
+    """Starts the command. Signals are blocked until its handlers are reset, so that none is lost."""
     wrapper, prctl = os.getpid(), _prctl()
 
     def become_task() -> None:
-        # The kernel sends this when the thread that forked ends: the main thread, or one that waits for the command.
+        # The kernel sends SIGKILL when the forking thread ends, which is the main thread or waits for the command.
         prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
         if os.getppid() != wrapper:
             os._exit(1)
@@ -127,7 +127,7 @@ def _start(command: Sequence[str], env: Mapping[str, str], output: int | None) -
 
 
 def _prctl() -> Callable[..., Any]:
-    """The system call of Linux; elsewhere a function that does nothing."""
+    """Returns the system call prctl, or outside of Linux a function that does nothing."""
     if not sys.platform.startswith("linux"):
         return lambda *_: None
     call = ctypes.CDLL(None).prctl
@@ -136,7 +136,7 @@ def _prctl() -> Callable[..., Any]:
 
 
 def _print_lines(child: subprocess.Popen[bytes], prefix: str) -> list[threading.Thread]:
-    """Prints both streams line by line, from threads that end with them."""
+    """Starts threads that print both streams line by line, until the streams end."""
     console = Console()
 
     def copy(stream: IO[bytes], error: bool) -> None:

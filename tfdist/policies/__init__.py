@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who contributes to an update, what counts, and when it is due: pure Python, without TensorFlow.
+"""Policies: which gradients are accepted, with which weights, and when an update is due. Pure Python, no TensorFlow.
 
-What users list in `policies=[...]` is a `Policy`; composition.py says which go together, and makes of them one
-`Aggregation`, the one that decides. It is told what happens, in this order, and answers; base.py says what each call
-means:
+Users list `Policy` objects in `policies=[...]`. composition.py checks that they are compatible, and combines them into
+one `Aggregation`. The engine calls its methods in this order (base.py documents each):
 
-    begin                     the strategy is built: how many replicas there are
+    begin                     the strategy is built with a number of replicas
     opened                    Keras asks for an update
-      may_start, started      a replica begins a gradient, of the step that is current then
-      arrived                 it is there: does it count, with which weight?
+      may_start, started      a replica starts a gradient of the current step
+      arrived                 the gradient has arrived: accepted or dropped, with which weight?
       lost, back              a replica dies or returns, at any time
-      update_due              are there enough?
-      contributors            whose gradients to make the update from
-    updated                   it was made: what it was made of, and what changed; the next step is current
+      update_due              were enough gradients accepted?
+      contributors            the replicas whose gradients form the update
+    updated                   the update was made; returns its statistics, and the next step begins
 
-It has no clock: the caller says when. Two of three replicas are enough here, so replica 0 is late, and starts anew:
+A policy has no clock: the caller passes the time. Here two of three gradients are enough, so the gradient of replica 0
+is dropped, and the replica starts again:
 
     >>> policy = BackupWorkers(spares=1)
     >>> policy.begin(total_num_replicas=3, strategy="MirroredStrategy")

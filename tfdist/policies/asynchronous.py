@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asynchronous updates: what SoftSync, StalenessScaling, DropStale and BoundedStaleness come to together."""
+"""Asynchronous aggregation: SoftSync, StalenessScaling, DropStale and BoundedStaleness combined in one policy."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ class _Pending:
 
 
 class Asynchronous(base.Aggregation):
-    """Makes each update from any S gradients, the oldest first; a worker goes on at once when it has given one.
+    """Makes each update from any S gradients, the oldest first. A worker continues as soon as it delivered a gradient.
 
-    A worker doesn't start one while S gradients wait: their update comes first, and makes what it will read newer.
+    A worker starts no gradient while S gradients wait: their update is made first, so that the worker reads newer
+    variables.
 
-    With a bound, a gradient of local step L can be applied up to step L + s at the latest, which is its deadline. It
-    can be kept for all that are under way if and only if no more than (d - step + 1) * S of them have a deadline of at
-    most d, for each d, because each update takes S of them and the oldest first (earliest deadline first is optimal).
-    So a worker may start, and an update may be made, if this holds afterwards. It can't block: once all that are under
-    way have arrived, the oldest S may always be applied.
+    With a bound s, a gradient of local step L must be applied at step L + s at the latest: its deadline. All gradients
+    in flight (computing or waiting) can meet their deadlines if and only if, for each d, no more than
+    (d - step + 1) * S of them have a deadline of at most d. That follows because each update takes the S oldest
+    gradients, and earliest deadline first is optimal. A worker may start, and an update may be made, only if the
+    condition still holds afterwards. This can't deadlock: once all gradients in flight have arrived, the S oldest may
+    always be applied.
 
     Args:
-      soft_sync: says S; 1 without.
-      scaling: says what a gradient is multiplied by; 1.0 without.
-      drop: says which gradients are too old to be used; none without.
-      bounded: says how old a gradient may become; there is no limit without.
+      soft_sync: sets S; 1 if None.
+      scaling: sets the weight of a gradient; 1.0 if None.
+      drop: sets the staleness above which gradients are dropped; no gradient is dropped if None.
+      bounded: sets s; no bound if None.
     """
 
     def __init__(
@@ -59,53 +61,53 @@ class Asynchronous(base.Aggregation):
 
     @property
     def is_synchronous(self) -> bool:
-        """Whether replicas start only when Keras asks for an update: no, they go on."""
+        """False: replicas start their next gradient without waiting for Keras."""
         return False
 
     @property
     def is_weighted(self) -> bool:
-        """Whether gradients may have other weights than 1."""
+        """True if a `StalenessScaling` sets the weights."""
         return self._scaling is not None
 
     @property
     def replicas_to_aggregate(self) -> int:
-        """S, how many gradients an update is made of."""
+        """S, the number of gradients in an update."""
         return self._updates
 
     @property
     def update_due(self) -> bool:
-        """Whether S gradients wait, and their update would make none that is under way too old."""
+        """True if S gradients wait, and all other gradients in flight could still meet the bound after their update."""
         return self._total > 0 and len(self._pending) >= self._updates and self._leaves_time(self._next(self._updates))
 
     @property
     def contributors(self) -> tuple[int, ...]:
-        """Whose gradients wait, the oldest first; a replica may come several times."""
+        """Replicas of the waiting gradients, the oldest gradient first. A replica may appear several times."""
         return tuple(pending.replica for pending in self._next(len(self._pending)))
 
     @property
     def waiting(self) -> tuple[int, ...]:
-        """The numbers of the gradients that wait, the oldest first."""
+        """`Arrival.number` of each waiting gradient, the oldest first."""
         return tuple(pending.number for pending in self._next(len(self._pending)))
 
     def is_busy(self, replica: int) -> bool:
-        """Whether a gradient of `replica` is under way."""
+        """Returns True if `replica` computes a gradient."""
         return replica in self._computing
 
     def may_start(self, replica: int) -> bool:
-        """Whether `replica` is alive, takes part, is not computing, and its gradient could be applied in time."""
+        """Returns True if `replica` takes part, is idle, and a new gradient could be applied within the bound."""
         if not super().may_start(replica) or len(self._pending) >= self._updates:
             return False
         under_way = len(self._computing) + len(self._pending)
         return self._bound is None or under_way < (self._bound + 1) * self._updates
 
     def is_wanted(self, replica: int, local_step: int) -> bool:
-        """Whether a gradient that was computed may still count; else it need not be sent."""
+        """Returns False if a computed gradient would be dropped, so that it need not be sent."""
         return self.is_computing(replica, local_step) and not self._is_too_old(local_step)
 
     def arrived(self, replica: int, local_step: int, time: float) -> base.Arrival:
-        """The gradient of `replica` is there; it waits for its update, unless it is too old already.
+        """Queues the gradient of `replica` for an update, or drops it if it is too old already.
 
-        What counts is the staleness when it is applied; the answer tells what it is now.
+        The answer has the staleness at arrival. The weight depends on the staleness when the gradient is applied.
         """
         staleness = self._end_computing(replica, local_step, time)
         if staleness is None or self._is_too_old(local_step):
@@ -119,15 +121,15 @@ class Asynchronous(base.Aggregation):
         return base.Arrival(True, staleness, 1.0, self._number - 1)
 
     def updated(self, time: float, *, with_fewer: bool = False) -> base.Update:
-        """The update that was due has been made: the global step is one higher.
+        """Notes that the update that was due has been made, and increments the global step.
 
         Args:
-          time: when.
-          with_fewer: whether it was made of what there was, because no more will come.
+          time: time of the update.
+          with_fewer: True if the update was made of fewer than S gradients, because the data have ended.
 
         Raises:
-          RuntimeError: none was due.
-          ValueError: the user's rule gave no weight.
+          RuntimeError: no update was due.
+          ValueError: the user's rule returned an invalid weight.
         """
         chosen = self._next(self._updates)
         if not chosen or not (self.update_due or with_fewer):
@@ -148,11 +150,11 @@ class Asynchronous(base.Aggregation):
         return update
 
     def missing(self) -> tuple[int, ...]:
-        """The lost replicas, if nobody is alive; else nobody."""
+        """Returns the lost replicas if no replica is alive, else ()."""
         return () if self._alive() else tuple(sorted(self._lost))
 
     def discard(self) -> None:
-        """What waits counts no more."""
+        """Drops all waiting gradients."""
         self._dropped += [pending.replica for pending in self._pending]
         self._pending = []
 
@@ -162,7 +164,7 @@ class Asynchronous(base.Aggregation):
         self._pending = [pending for pending in self._pending if pending not in too_old]
 
     def _withdraw(self, replica: int) -> None:
-        # What it has delivered is where the update can use it, whatever becomes of the replica.
+        # Delivered gradients stay: the parameter servers hold them, so that the loss of a worker doesn't matter.
         self._computing.pop(replica, None)
         self._idle_since.pop(replica, None)
 
@@ -173,7 +175,7 @@ class Asynchronous(base.Aggregation):
         return self._max_staleness is not None and self._step - local_step > self._max_staleness
 
     def _leaves_time(self, chosen: list[_Pending]) -> bool:
-        """Whether all others under way can still be applied in time after an update from those."""
+        """Returns True if all other gradients in flight can still meet the bound after an update from `chosen`."""
         if self._bound is None:
             return True
         local_steps = [local_step for local_step, _ in self._computing.values()]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the number of spares from how long gradients have been taking."""
+"""Chooses the number of backup workers (spares) from measured gradient durations."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from tfdist.policies import order_statistics
 WINDOW = 32
 _MIN_SAMPLES = 8
 _EVERY_UPDATES = WINDOW // 4
-# A choice that is no better than this is not worth a change.
+# Minimum gain in the rate of gradients for a change.
 _HYSTERESIS = 1.05
 
 
 class AutoSpares:
-    """Maximises the rate at which gradients enter updates, N / E[X(N:n)], by what each replica took of late.
+    """Maximises the rate of aggregated gradients, N / E[X(N:n)], from the recent durations of each replica.
 
-    Each replica is taken to draw from its own last `WINDOW` durations, late gradients included. If updates were made of
-    N gradients, and the number of updates needed grew as 1/N, this would be the quickest training (Chen et al. 2016,
-    arXiv 1604.00981, section 3.2).
+    The model assumes that each replica draws its next duration from its own last `WINDOW` durations, late gradients
+    included. This N trains fastest if the number of updates that training needs is proportional to 1/N (Chen et al.
+    2016, arXiv 1604.00981, section 3.2).
 
     Args:
-      total_num_replicas: n.
-      max_spares: the cap.
+      total_num_replicas: n, the number of replicas.
+      max_spares: the most spares to choose.
     """
 
     def __init__(self, total_num_replicas: int, max_spares: int) -> None:
@@ -36,22 +36,22 @@ class AutoSpares:
         self._updates = 0
 
     def measured(self, replica: int, secs: float) -> None:
-        """A gradient of `replica` took so long from start to arrival."""
+        """Records the duration of a gradient of `replica`, from start to arrival."""
         self._durations[replica].append(secs)
 
     def forget(self, replica: int) -> None:
-        """`replica` is another than before."""
+        """Forgets the durations of `replica`, which was replaced."""
         self._durations[replica].clear()
 
     def updated(self, spares: int, alive: Iterable[int]) -> tuple[int, str]:
-        """An update was made: reconsiders the number of spares, if it is time to.
+        """Chooses the number of spares again after an update, once in `_EVERY_UPDATES` updates.
 
         Args:
-          spares: the number so far; at least n - N of the replicas are alive.
-          alive: the replicas that are.
+          spares: the current number; at least n - `spares` replicas are alive.
+          alive: the living replicas.
 
         Returns:
-          The number from now on, and the reason in words if it is another one.
+          The new number, and the reason for a change in words ("" without a change).
         """
         self._updates += 1
         windows = [list(self._durations[replica]) for replica in alive]
@@ -62,10 +62,10 @@ class AutoSpares:
         return self._choose(spares, {self._total - count: secs[count - 1] for count in range(1, len(windows) + 1)})
 
     def _choose(self, spares: int, secs: dict[int, float]) -> tuple[int, str]:
-        """Compares the choices, given the expected seconds per update for each number of spares."""
+        """Chooses among numbers of spares; `secs` has the expected seconds per update of each."""
 
         def rate(choice: int) -> float:
-            # No time at all, on a clock that is too coarse, is nothing to choose by.
+            # A coarse clock may measure 0 s, from which no rate follows.
             return (self._total - choice) / secs[choice] if secs[choice] > 0.0 else 0.0
 
         best = max(sorted(choice for choice in secs if choice <= self._max_spares), key=rate)
@@ -77,7 +77,7 @@ class AutoSpares:
         )
 
     def lost(self, spares: int, lost: Iterable[int]) -> tuple[int, str]:
-        """A replica was lost: more spares if no update could be made otherwise, and the cap allows it.
+        """Raises the number of spares after a loss, if no update is possible otherwise and `max_spares` allows it.
 
         Returns:
           As for `updated`.

@@ -9,35 +9,34 @@ from tfdist.policies import auto_spares, base
 
 
 class BackupWorkers(base.Aggregation):
-    """Makes each update from the first N of n = N + b gradients of its step, and drops those that come later.
+    """Makes each update from the first N of n = N + b gradients of its step, and drops later ones.
 
     Training stays synchronous: every gradient of an update was computed from the variables of that update's step, and
-    each replica gives one at most. A replica that comes too late goes on with the step that is current then. The
-    aggregate is the mean over the N gradients.
+    each replica contributes at most one. A late replica continues with the step that is current then. The aggregate is
+    the mean of the N gradients.
 
-    With `spares="auto"`, b starts at 0 and follows what is measured, to maximise N / E[time of the N-th arrival]: every
-    8 updates, once 8 durations of each living replica are known, of which the last 32 count, and only for a gain of
-    more than 5 %. It changes between updates only, except that it rises at once when so many replicas are lost that no
-    update could be made.
+    With `spares="auto"`, b starts at 0 and is chosen every 8 updates, to maximise N / E[time of the N-th arrival].
+    The choice uses the last 32 durations of each living replica, needs at least 8 of each, and changes b only for a
+    gain of more than 5 %. b changes between updates only, with one exception: it rises at once when so many replicas
+    are lost that no update would be possible.
 
     Source: Chen, Pan, Monga, Bengio and Jozefowicz 2016, Revisiting Distributed Synchronous SGD, arXiv 1604.00981,
     algorithms 3 and 4. In the words of TensorFlow's sync_replicas_optimizer, N is `replicas_to_aggregate` and n is
     `total_num_replicas`.
 
     Args:
-      spares: b, how many of the n replicas no update waits for, from 0 to n - 1; or "auto".
+      spares: b, the number of replicas that no update waits for, from 0 to n - 1; or "auto".
       max_spares: the most that "auto" may choose, from 1 to n - 1; (n - 1) // 2 if not given.
 
     Raises:
-      ValueError: there are no such numbers.
+      ValueError: an argument is out of its range.
     """
 
     def __init__(self, spares: int | Literal["auto"], *, max_spares: int | None = None) -> None:
         super().__init__()
         if spares != "auto" and not base.is_count(spares, at_least=0):
             raise ValueError(
-                'BackupWorkers(spares=...): how many replicas does no update wait for? Give 0 or more, or "auto". '
-                f"Received: spares={spares!r}"
+                f'BackupWorkers(spares=...) must be an integer of at least 0, or "auto". Received: spares={spares!r}'
             )
         if max_spares is not None and spares != "auto":
             raise ValueError(
@@ -46,8 +45,7 @@ class BackupWorkers(base.Aggregation):
             )
         if max_spares is not None and not base.is_count(max_spares, at_least=1):
             raise ValueError(
-                "BackupWorkers(max_spares=...): give the most spares to choose, 1 or more. "
-                f"Received: max_spares={max_spares!r}"
+                f"BackupWorkers(max_spares=...) must be an integer of at least 1. Received: max_spares={max_spares!r}"
             )
         self._asked: int | Literal["auto"] = spares
         self._max_spares = max_spares
@@ -59,7 +57,7 @@ class BackupWorkers(base.Aggregation):
         return f"BackupWorkers(spares={self._asked!r}{most})"
 
     def begin(self, total_num_replicas: int, strategy: str) -> None:
-        """Called once, by the constructor of the strategy that this policy is for: see `Policy.begin`."""
+        """See `Policy.begin`."""
         super().begin(total_num_replicas, strategy)
         if self._asked == "auto":
             most = (total_num_replicas - 1) // 2 if self._max_spares is None else self._max_spares
@@ -67,17 +65,17 @@ class BackupWorkers(base.Aggregation):
 
     @property
     def replicas_to_aggregate(self) -> int:
-        """N, how many gradients the update that is being collected is made of."""
+        """N, the number of gradients that the current step's update needs."""
         taking_part = self._total if self._limit is None else min(self._limit, self._total)
         return max(1, taking_part - self._spares)
 
     @property
     def spares(self) -> int:
-        """b, how many replicas the update that is being collected does not wait for."""
+        """b, the number of replicas that the current step's update does not wait for."""
         return self._spares
 
     def state(self) -> dict[str, Any]:
-        """See `Policy.state`: what "auto" has chosen. What it has measured may be another matter after a restart."""
+        """See `Policy.state`: the number of spares. Measured durations are left out; a restart may change them."""
         return {"spares": self._spares}
 
     def take(self, state: dict[str, Any]) -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every policy has, and those that decide what an update is made of: the questions that an engine asks, the
-answers, and who is doing what.
+"""Base classes of policies: `Policy`, and `Aggregation`, which decides which gradients form an update.
 
-A policy touches no tensor, no clock, no log and no thread: it is told what happened and when, and answers with values.
-So one object drives the engines, the simulator and the tests.
+A policy touches no tensor, no clock, no log and no thread. The engine passes each event and its time to a method of the
+policy, and the method returns a value (see `tfdist.policies.answers`). So one policy object drives the engines, the
+simulator and the tests.
 """
 
 from __future__ import annotations
@@ -11,65 +11,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-
-@dataclasses.dataclass(frozen=True)
-class Arrival:
-    """Answer to `Policy.arrived`.
-
-    Attributes:
-      accepted: whether the gradient enters the update.
-      staleness: global step - local step.
-      weight: what to multiply it by, as far as that is known yet; 0.0 if not accepted.
-      number: of this gradient among those that were accepted; -1 if it was not.
-    """
-
-    accepted: bool
-    staleness: int
-    weight: float
-    number: int = -1
-
-
-@dataclasses.dataclass(frozen=True)
-class Change:
-    """Something that a person should be told, such as another number of spares, in one line of text."""
-
-    text: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Update:
-    """Answer to `Policy.updated`: what the update was made of.
-
-    Attributes:
-      step: the global step after this update.
-      contributors: replicas, in the order in which their gradients arrived.
-      dropped: replicas whose gradient was dropped since the update before, in order; one may come twice.
-      staleness: of the contributors' gradients, in the same order.
-      wait_secs: from the opening of this step to the event after which enough gradients were there (0 if they were
-        there when Keras asked). A step opens when Keras asks for it, or at the update before if it was not said.
-      spread_secs: from the first to the last gradient of this update.
-      changes: what changed since the update before.
-      weights: what the contributors' gradients are multiplied by, in the same order.
-      numbers: of the contributors' gradients, see `Arrival`, in the same order.
-      held_secs: how long each replica that had given a gradient was kept from starting another one, by replica, since
-        the update before.
-    """
-
-    step: int
-    contributors: tuple[int, ...]
-    dropped: tuple[int, ...]
-    staleness: tuple[int, ...]
-    wait_secs: float
-    spread_secs: float
-    changes: tuple[Change, ...]
-    weights: tuple[float, ...] = ()
-    numbers: tuple[int, ...] = ()
-    held_secs: tuple[float, ...] = ()
-
-    @staticmethod
-    def of_one(step: int, replica: int, staleness: int) -> Update:
-        """An update that one replica made as soon as it had a gradient, with no policy to ask."""
-        return Update(step, (replica,), (), (staleness,), 0.0, 0.0, (), (1.0,))
+from tfdist.policies.answers import Arrival, Change, Update
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,14 +24,14 @@ class _Accepted:
 
 
 class Policy:
-    """What a strategy takes in `policies=[...]`; one object belongs to one strategy."""
+    """Base class of the objects in a strategy's `policies=[...]`. One object belongs to one strategy."""
 
     def __init__(self) -> None:
         self._strategy = ""
         self._total = 0
 
     def begin(self, total_num_replicas: int, strategy: str) -> None:
-        """Called once, by the constructor of the strategy that this policy is for.
+        """Binds this policy to a strategy. Called once, by the constructor of the strategy.
 
         Args:
           total_num_replicas: how many replicas compute gradients.
@@ -112,34 +54,34 @@ class Policy:
 
     @property
     def total_num_replicas(self) -> int:
-        """How many replicas there are, dead or alive; 0 before `begin`."""
+        """Number of replicas, dead or alive; 0 before `begin`."""
         return self._total
 
     def state(self) -> dict[str, Any]:
-        """What a new policy has to be told to go on from here, as JSON data; nothing, unless a policy says more."""
+        """Returns the policy's state for a checkpoint, as JSON data; {} unless a subclass has state."""
         return {}
 
     def take(self, state: dict[str, Any]) -> None:
-        """Goes on from what `state` has returned; called between two updates."""
+        """Restores what `state` has returned. Called between two updates."""
 
     def _check_replicas(self, total_num_replicas: int, strategy: str) -> None:
         """Raises ValueError if the policy makes no sense with so many replicas."""
 
 
 def is_count(value: object, *, at_least: int) -> bool:
-    """Whether `value` is a whole number, and not too small."""
+    """Returns True if `value` is an int of at least `at_least`, and no bool."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
 
 
 class Aggregation(Policy):
-    """Decides which gradients an update is made of.
+    """Decides which gradients form an update.
 
     Replicas are the integers 0 to total_num_replicas - 1, and times are seconds on one monotonic clock. The caller
-    holds a lock around each call, and one from the moment it sees `update_due` to `updated`: a loss in between
-    withdraws a gradient.
+    holds a lock around each call. It keeps the lock from reading `update_due` until `updated` has returned, because a
+    replica lost in between withdraws its gradient.
 
-    For those who write one: say `replicas_to_aggregate` and `_accepts`; the other methods that start with an underscore
-    and do nothing here are told what happened, after the books were brought up to date.
+    A subclass implements `replicas_to_aggregate` and `_accepts`. It may override the hooks at the end of the class
+    (`_measured`, `_stepped`, `_shrunk`, `_returned`), which are called after the state of this class was updated.
     """
 
     def __init__(self) -> None:
@@ -148,96 +90,98 @@ class Aggregation(Policy):
         self._lost: set[int] = set()
         # Replica -> (local step, time at which it started).
         self._computing: dict[int, tuple[int, float]] = {}
-        # Who has started ever, in the order of the last starts.
+        # Replicas that have started at least once, ordered by their last start.
         self._started: dict[int, None] = {}
-        # What this step's update has so far, in the order of arrival.
+        # Gradients accepted for this step's update, in the order of arrival.
         self._accepted: dict[int, _Accepted] = {}
-        # Replicas whose gradient was of this step, but not needed.
+        # Replicas whose gradient was of this step, but was not needed.
         self._surplus: set[int] = set()
         self._opened_at = 0.0
         self._due_at = 0.0
         self._dropped: list[int] = []
         self._changes: list[Change] = []
         self._number = 0
-        # How many replicas take part, if not all, and which.
+        # Number of replicas that take part, None for all; their indices.
         self._limit: int | None = None
         self._taking_part: set[int] = set()
-        # Replica -> when its last gradient arrived, if it has not started since; what that came to since the update.
+        # Replica -> arrival time of its last gradient, while the replica is idle.
         self._idle_since: dict[int, float] = {}
+        # Replica -> idle seconds since the last update.
         self._held: dict[int, float] = {}
 
     @property
     def replicas_to_aggregate(self) -> int:
-        """How many gradients the update that is being collected is made of."""
+        """Number of gradients that the current step's update needs."""
         raise NotImplementedError
 
     @property
     def is_synchronous(self) -> bool:
-        """Whether replicas start only when Keras asks for an update."""
+        """True if replicas start a gradient only when Keras asks for an update."""
         return True
 
     @property
     def is_weighted(self) -> bool:
-        """Whether gradients may have other weights than 1."""
+        """True if gradients may have weights other than 1."""
         return False
 
     @property
     def step(self) -> int:
-        """The global step: how many updates were made."""
+        """Global step: the number of updates so far."""
         return self._step
 
     @property
     def update_due(self) -> bool:
-        """Whether enough gradients were accepted."""
+        """True if enough gradients were accepted for the current step's update."""
         return self._total > 0 and len(self._accepted) >= self.replicas_to_aggregate
 
     @property
     def contributors(self) -> tuple[int, ...]:
-        """Whose gradients this step's update has so far, in the order of arrival."""
+        """Replicas whose gradients were accepted for the current step's update, in the order of arrival."""
         return tuple(self._accepted)
 
     def opened(self, time: float) -> None:
-        """Keras asked for the update of this step: `Update.wait_secs` counts from here.
+        """Notes that Keras asked for the update of this step; `Update.wait_secs` counts from this time.
 
-        Replicas may start before, right after the update of the step before; an engine that must not compute ahead
-        asks `may_start` only once Keras has asked.
+        Replicas may start before, as soon as the previous update was made. An engine that must not compute ahead
+        calls `may_start` only after Keras has asked.
         """
         self._opened_at = time
-        # What passed since the update before is not the policy's doing: nobody wanted an update.
+        # Idle time before this call doesn't count as held back by the policy: no update was wanted.
         self._idle_since = dict.fromkeys(self._idle_since, time)
 
     def limit(self, count: int) -> None:
-        """From now on only so many of the replicas that are alive take part: those who do already, and the next ones.
+        """Lets only `count` of the living replicas take part from now on.
 
-        Another one stands in for one that is lost, and goes on when that is back.
+        Replicas that take part already stay; the lowest free indices fill the rest. If one is lost, another replica
+        takes its place, and keeps it when the lost one returns.
         """
         self._limit = count
         self._fill()
 
     def takes_part(self, replica: int) -> bool:
-        """Whether `replica` is alive, and one of those that take part."""
+        """Returns True if `replica` is alive and within the limit set by `limit`."""
         self._check(replica)
         return replica not in self._lost and (self._limit is None or replica in self._taking_part)
 
     def may_start(self, replica: int) -> bool:
-        """Whether `replica` is alive, takes part, is not computing, and has not been heard in this step."""
+        """Returns True if `replica` takes part, computes no gradient, and has delivered none for this step."""
         heard = replica in self._accepted or replica in self._surplus or replica in self._computing
         return self.takes_part(replica) and not heard
 
     @property
     def turns(self) -> tuple[int, ...]:
-        """All replicas, in the order in which they are to start where not all may: whose last start is longest ago."""
+        """All replicas by priority for the next start: the one whose last start is longest ago is first."""
         new = (replica for replica in range(self._total) if replica not in self._started)
         return *new, *self._started
 
     def started(self, replica: int, time: float) -> int:
-        """`replica` starts to compute a gradient.
+        """Notes that `replica` starts to compute a gradient.
 
         Returns:
-          The local step that the gradient belongs to: the global step whose variables it is computed from.
+          The local step of the gradient: the global step whose variables it is computed from.
 
         Raises:
-          RuntimeError: it may not start.
+          RuntimeError: the replica may not start.
         """
         if not self.may_start(replica):
             raise RuntimeError(f"replica {replica} may not start in step {self._step}: it {self._doing(replica)}")
@@ -249,9 +193,9 @@ class Aggregation(Policy):
         return self._step
 
     def arrived(self, replica: int, local_step: int, time: float) -> Arrival:
-        """The gradient of `replica` is there, computed from the variables of `local_step`.
+        """Accepts or drops the gradient of `replica`, which was computed from the variables of `local_step`.
 
-        A gradient that nobody is known to compute (its replica was lost meanwhile) is dropped.
+        A gradient whose start is unknown is dropped: its replica was lost in the meantime.
         """
         staleness = self._end_computing(replica, local_step, time)
         if staleness is None or not self._accepts(replica, local_step):
@@ -266,10 +210,10 @@ class Aggregation(Policy):
         return Arrival(True, staleness, 1.0, self._number - 1)
 
     def updated(self, time: float) -> Update:
-        """The update that was due has been made: the global step is one higher.
+        """Notes that the update that was due has been made, and increments the global step.
 
         Raises:
-          RuntimeError: none was due.
+          RuntimeError: no update was due.
         """
         if not self.update_due:
             raise RuntimeError(
@@ -287,9 +231,9 @@ class Aggregation(Policy):
         )
 
     def lost(self, replica: int, time: float) -> None:
-        """`replica` died. What it computes is gone; so is its gradient in this step's update.
+        """Notes that `replica` died, and withdraws its gradient from this step's update.
 
-        The gradient is withdrawn because it may have died while pushing it.
+        The gradient is withdrawn because the replica may have died while pushing it.
         """
         self._check(replica)
         was_due = self.update_due
@@ -302,39 +246,39 @@ class Aggregation(Policy):
             self._due_at = time
 
     def back(self, replica: int, time: float) -> None:
-        """`replica` is there again and takes part from now on, as if new."""
-        del time  # Part of the event; those who need it override this.
+        """Notes that `replica` was restarted. It begins like a new replica."""
+        del time  # Part of the event, for subclasses.
         self._check(replica)
-        # It may have died and returned before anybody saw it die.
+        # The replica may have died and returned before its loss was detected.
         self._withdraw(replica)
         self._lost.discard(replica)
         self._fill()
         self._returned(replica)
 
     def is_computing(self, replica: int, local_step: int) -> bool:
-        """Whether a gradient of `replica` for `local_step` is awaited: it has started, and was not withdrawn."""
+        """Returns True if `replica` has started a gradient for `local_step` that was not withdrawn."""
         self._check(replica)
         computing = self._computing.get(replica)
         return computing is not None and computing[0] == local_step
 
     def withdraw(self, replica: int) -> None:
-        """What `replica` computes, or has given to this step's update, counts no more; it may start again."""
+        """Withdraws the gradient that `replica` computes or has delivered for this step; it may start again."""
         self._check(replica)
         self._withdraw(replica)
 
     def missing(self) -> tuple[int, ...]:
-        """The lost replicas, if too few are alive for an update; else nobody."""
+        """Returns the lost replicas if too few are alive for an update, else ()."""
         enough = self._total - len(self._lost) >= self.replicas_to_aggregate
         return () if enough else tuple(sorted(self._lost))
 
     def _hold(self, replica: int, time: float) -> None:
-        """Counts how long a replica was kept from starting, up to now."""
+        """Adds the replica's idle time up to now to `_held`."""
         since = self._idle_since.get(replica, time)
         self._idle_since[replica] = time
         self._held[replica] = self._held.get(replica, 0.0) + time - since
 
     def _end_computing(self, replica: int, local_step: int, time: float) -> int | None:
-        """Notes that a gradient was computed; returns its staleness, or None if nobody is known to compute it."""
+        """Notes that a gradient was computed; returns its staleness, or None if its start is unknown."""
         self._check(replica)
         if local_step > self._step:
             raise ValueError(
@@ -359,7 +303,7 @@ class Aggregation(Policy):
         weights: tuple[float, ...],
         numbers: list[int],
     ) -> Update:
-        """Brings the books to the next step, after an update from the gradients of these replicas."""
+        """Increments the global step and resets the counts of the step; returns the `Update` of these gradients."""
         self._step += 1
         dropped, self._dropped = self._dropped, []
         self._surplus.clear()
@@ -394,7 +338,7 @@ class Aggregation(Policy):
     def _withdraw(self, replica: int) -> None:
         self._computing.pop(replica, None)
         self._idle_since.pop(replica, None)
-        # Those that were not needed are needed now: nobody else could take its place.
+        # Replicas whose gradient was surplus may start again: one of them must replace the withdrawn gradient.
         if self._accepted.pop(replica, None):
             self._surplus.clear()
 
@@ -414,17 +358,17 @@ class Aggregation(Policy):
             )
 
     def _accepts(self, replica: int, local_step: int) -> bool:
-        """Whether this gradient, which has just arrived from a replica that is alive, enters the update."""
+        """Returns True if the gradient that has just arrived from a living replica enters the update."""
         raise NotImplementedError
 
     def _measured(self, replica: int, secs: float) -> None:
-        """Told how long a gradient took from start to arrival, whether or not it will be accepted."""
+        """Hook after each gradient, accepted or not: `secs` is the time from its start to its arrival."""
 
     def _stepped(self) -> None:
-        """Told that an update was made; may add to `_changes`."""
+        """Hook after each update; may append to `_changes`."""
 
     def _shrunk(self) -> None:
-        """Told that a replica was lost; may add to `_changes`."""
+        """Hook after the loss of a replica; may append to `_changes`."""
 
     def _returned(self, replica: int) -> None:
-        """Told that a replica is back, as if new."""
+        """Hook after the return of a lost replica."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which policies go with which strategy, and with each other: the one place that says so.
+"""Compatibility rules of policies with strategies and with each other.
 
-`docs/policies.md` shows the same as a table, and a test holds one against the other.
+`docs/policies.md` shows the same rules as a table, and a test compares the two.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tfdist.policies.warmup import Warmup
 _STALENESS = (SoftSync, StalenessScaling, DropStale, BoundedStaleness)
 PARAMETER_SERVER = "ParameterServerStrategy"
 
-# What can't be had under a strategy: why, and what to use instead.
+# Reasons why a strategy refuses a policy, each with the alternative.
 _WITHOUT_STALENESS = (
     "all replicas update at once there, so that no gradient is ever stale; against stragglers use "
     "tfdist.BackupWorkers(spares=...), or tfdist.ParameterServerStrategy"
@@ -29,22 +29,22 @@ _WITHOUT_AVERAGING = (
     "its workers have no variables of their own, which could be averaged; use tfdist.SoftSync(updates=...), or "
     "tfdist.MultiWorkerMirroredStrategy"
 )
-# What can't be had together.
+# Reasons why two policies exclude each other.
 _ONE_OF_A_KIND = "there can be only one of a kind; leave one away"
 _IN_STEP = "the first one keeps all gradients of an update in step, so that none is ever stale; use one or the other"
 _ALONE = "with the first one the replicas send no gradients that an update could be made of; use one or the other"
-# Whom "the first one" means in a reason.
+# The policy that "the first one" means in each reason.
 _FIRST = {_IN_STEP: BackupWorkers, _ALONE: ParameterAveraging, _ONE_OF_A_KIND: Policy}
 
 
 @dataclasses.dataclass(frozen=True)
 class Composition:
-    """What a list of policies comes to, for one strategy.
+    """The policies of one strategy, by role.
 
     Attributes:
-      aggregation: decides what each update is made of; None leaves that to the strategy.
-      warmup: who takes part at first; None for all.
-      averaging: when parameters are averaged; None for never.
+      aggregation: decides which gradients form each update; None leaves that to the strategy.
+      warmup: limits the replicas at the start of training; None if all replicas train from the start.
+      averaging: sets when parameters are averaged; None for never.
     """
 
     aggregation: Aggregation | None = None
@@ -56,11 +56,11 @@ def check(policies: Sequence[Any], strategy: str) -> None:
     """Checks a list of policies before any work starts.
 
     Args:
-      policies: what the user gave.
+      policies: the user's argument.
       strategy: the strategy's name, such as "MirroredStrategy".
 
     Raises:
-      ValueError: they are no policies, or don't go with the strategy or with each other.
+      ValueError: an element is no policy, or is not compatible with the strategy or with another policy.
     """
     if isinstance(policies, (Policy, str)) or not all(isinstance(policy, Policy) for policy in policies):
         raise ValueError(
@@ -79,7 +79,7 @@ def check(policies: Sequence[Any], strategy: str) -> None:
 
 
 def refusal(policy: type[Policy], strategy: str) -> str | None:
-    """Why a strategy can't have a policy, and what to use instead; None if it can."""
+    """Returns the reason why a strategy refuses a policy, with the alternative; None if it accepts the policy."""
     if issubclass(policy, _STALENESS) and strategy != PARAMETER_SERVER:
         return _WITHOUT_STALENESS
     if issubclass(policy, ParameterAveraging) and strategy == PARAMETER_SERVER:
@@ -88,7 +88,7 @@ def refusal(policy: type[Policy], strategy: str) -> str | None:
 
 
 def clash(first: type[Policy], second: type[Policy]) -> str | None:
-    """Why two policies can't be had together, and what to do; None if they can."""
+    """Returns the reason why two policies exclude each other, with the remedy; None if they are compatible."""
     if first is second:
         return _ONE_OF_A_KIND
     kinds = {first, second}
@@ -100,10 +100,10 @@ def clash(first: type[Policy], second: type[Policy]) -> str | None:
 
 
 def compose(policies: Sequence[Policy], strategy: str, total_num_replicas: int) -> Composition:
-    """Makes of policies that were checked what the engines ask.
+    """Assigns checked policies to a strategy, and combines the asynchronous ones into one `Aggregation`.
 
     Args:
-      policies: what the user gave.
+      policies: the user's argument, which `check` has accepted.
       strategy: the strategy's name.
       total_num_replicas: how many replicas compute gradients.
 

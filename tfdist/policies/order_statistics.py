@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long until the k-th of n replicas arrives, from measured durations: exact, and in plain Python."""
+"""Expected arrival time of the k-th of n replicas, computed exactly from measured durations in plain Python."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from collections.abc import Sequence
 
 
 def expected_arrivals(samples: Sequence[Sequence[float]]) -> list[float]:
-    """Expected time of the k-th arrival if each replica draws its duration from its own samples.
+    """Returns the expected time of the k-th arrival if each replica draws its duration from its own samples.
 
     With F_i the empirical distribution function of replica i and S(x) the number of replicas that need no longer than x
     (Poisson-binomial, of probabilities F_i(x)),
 
         E[X(k:n)] = integral over x >= 0 of P(S(x) < k).
 
-    If all have the same m samples x_(1) <= x_(2) ..., that is sum of x_(i) [I_(i/m)(k, n-k+1) - I_((i-1)/m)(k, n-k+1)],
-    with I the incomplete beta function. Nothing is drawn at random here.
+    If all replicas have the same m samples x_(1) <= x_(2) ..., this equals the sum of
+    x_(i) [I_(i/m)(k, n-k+1) - I_((i-1)/m)(k, n-k+1)], with I the incomplete beta function. No random numbers are drawn.
 
     The distribution of S is found through its characteristic function, the product over i of (1 - F_i + F_i w) at the
     roots of unity w (Hong 2013, On computing the distribution function for the Poisson binomial distribution, equation
@@ -26,17 +26,17 @@ def expected_arrivals(samples: Sequence[Sequence[float]]) -> list[float]:
     sample.
 
     Args:
-      samples: for each of the n replicas, durations >= 0, at least one. All in the same unit.
+      samples: for each of the n replicas, at least one duration >= 0, all in the same unit.
 
     Returns:
-      E[X(1:n)] to E[X(n:n)], in that unit; off by at most about 1e-10 of the longest duration.
+      E[X(1:n)] to E[X(n:n)], in the unit of the samples; the error is at most about 1e-10 of the longest duration.
 
     Raises:
-      ValueError: there is no replica, or one without samples.
+      ValueError: there is no replica, or a replica has no samples.
     """
     if not samples or not all(samples):
         raise ValueError(f"expected_arrivals(samples=...): each replica needs a sample. Received: {samples!r}")
-    # In the order of time: whose distribution function steps from j/m to (j+1)/m, as a number for (m, j).
+    # Steps of the distribution functions in the order of time: from j/m to (j+1)/m, encoded as one number for (m, j).
     sizes = sorted({len(own) for own in samples})
     codes = dict(zip(sizes, itertools.accumulate(sizes, initial=0), strict=False))
     ends = sorted((secs, codes[len(own)] + j) for own in samples for j, secs in enumerate(sorted(own)))
@@ -51,12 +51,12 @@ def expected_arrivals(samples: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _half(roots: int) -> range:
-    """The roots of unity whose conjugates are the others, except 1."""
+    """Returns the indices of one root of unity from each pair of conjugates; the root 1 is left out."""
     return range(1, roots // 2 + 1)
 
 
 def _integral(gaps: list[float], steps: list[int], sizes: list[int], w: complex) -> complex:
-    """Integral over x of the characteristic function of S(x) at w."""
+    """Integrates the characteristic function of S(x) at w over x."""
     # In logarithms: with hundreds of replicas the product is smaller than a float can be, and grows again later.
     increments: list[complex] = []
     for size in sizes:
@@ -67,6 +67,6 @@ def _integral(gaps: list[float], steps: list[int], sizes: list[int], w: complex)
 
 
 def _inverse(transform: list[complex], count: int, total: float, roots: int) -> float:
-    """Integral over x of P(S(x) = count); `total` is the transform at 1."""
+    """Returns the integral over x of P(S(x) = count); `total` is the transform at 1."""
     turned = (value * cmath.exp(-2j * cmath.pi * root * count / roots) for root, value in enumerate(transform, 1))
     return (total + 2 * sum(value.real for value in turned)) / roots

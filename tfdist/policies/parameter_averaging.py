@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameter averaging (local SGD): replicas train alone and meet every H steps."""
+"""Parameter averaging (local SGD): replicas train independently and average their parameters every H steps."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _STATES = ("average", "local", "reset")
 
 
 class ParameterAveraging(base.Policy):
-    """Lets each replica train alone, without traffic, and averages the parameters every H steps.
+    """Lets each replica train alone, without communication, and averages the parameters every H steps.
 
-    What is evaluated, saved or checkpointed is the average, and so is the end of a period that was not finished.
+    Evaluation, saving and checkpoints use the average. At the end of `fit` an unfinished period is averaged, too.
 
     Sources: McMahan et al. 2017, arXiv 1602.05629 (averaging); Lin et al. 2018, arXiv 1808.07217 (local SGD); Douillard
     et al. 2023, DiLoCo, arXiv 2311.08105, algorithm 1 (an outer optimizer, there Nesterov with a learning rate of 0.7
@@ -22,15 +22,15 @@ class ParameterAveraging(base.Policy):
     Args:
       every_steps: H, how many steps of its own each replica makes between two averages; 1 or more. With H=1 and plain
         SGD it is synchronous SGD.
-      optimizer_state: what becomes of the optimizer's slots at each average: "average" them too, keep each replica's
-        own until the end of `fit` ("local"), or "reset" them to what a new optimizer has.
-      outer: "mean", or a Keras optimizer that is given the mean of (parameters at the last average - parameters now) as
-        a gradient, and moves the parameters of the last average by it. Each model gets a new one of its kind. On
-        several workers give a function that makes it: to make one is to use TensorFlow, which must come after the
-        strategy.
+      optimizer_state: treatment of the optimizer's slots at each average: "average" them too, keep each replica's own
+        until the end of `fit` ("local"), or "reset" them to the values of a new optimizer.
+      outer: "mean", or a Keras optimizer. The optimizer takes the mean of (parameters at the last average - parameters
+        now) as a gradient, and applies it to the parameters of the last average. Each model gets its own copy of the
+        optimizer. On several workers pass a function that makes the optimizer: building one initializes TensorFlow,
+        which must happen after the strategy was built.
 
     Raises:
-      ValueError: there is no such number, word or optimizer.
+      ValueError: an argument is invalid.
     """
 
     def __init__(
@@ -43,8 +43,8 @@ class ParameterAveraging(base.Policy):
         super().__init__()
         if not base.is_count(every_steps, at_least=1):
             raise ValueError(
-                "ParameterAveraging(every_steps=...): how many steps does each replica make alone? Give a whole "
-                f"number from 1 on. Received: every_steps={every_steps!r}"
+                "ParameterAveraging(every_steps=...) must be an integer of at least 1. "
+                f"Received: every_steps={every_steps!r}"
             )
         if optimizer_state not in _STATES:
             raise ValueError(
@@ -62,10 +62,10 @@ class ParameterAveraging(base.Policy):
         self.outer: Any = outer
 
     def make_outer(self) -> Any:
-        """A new outer optimizer; `outer` is not "mean".
+        """Builds a new outer optimizer. Only for an `outer` other than "mean".
 
         Raises:
-          ValueError: the function that was to make it has made something else.
+          ValueError: the user's function returned no Keras optimizer.
         """
         if _is_optimizer(self.outer):
             return type(self.outer).from_config(self.outer.get_config())

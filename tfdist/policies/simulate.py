@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a policy reaches event by event, without any overhead: the limit for the engines, and in no time."""
+"""Event-by-event simulation of a policy with zero overhead: an upper limit for the engines' throughput."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tfdist.policies import base
 
 @dataclasses.dataclass(frozen=True)
 class Simulation:
-    """What `simulate` saw.
+    """Result of `simulate`.
 
     Attributes:
       seconds: simulated time until the last update.
-      accepted: gradients accepted, per replica.
-      dropped: gradients that arrived and were dropped, per replica.
-      updates: one for each update, in order.
+      accepted: number of accepted gradients of each replica.
+      dropped: number of dropped gradients of each replica.
+      updates: all updates, in order.
     """
 
     seconds: float
@@ -38,32 +38,33 @@ def simulate(
     num_updates: int,
     total_num_replicas: int,
 ) -> Simulation:
-    """Runs a policy event by event: each replica starts as soon as it may, and nobody is cancelled.
+    """Runs a policy event by event. Each replica starts as soon as the policy allows it; no computation is cancelled.
 
-    Where not all that wait may start, the one does whose last start is the longest ago.
+    If not all waiting replicas may start, the one whose last start is longest ago starts first.
 
-    So a late replica may miss the next update too, which drawing new durations for every step would not show. An update
-    takes no time, nor does anything but computing.
+    A late replica may miss the next update, too. Drawing new durations for every step would not show this effect. Only
+    gradients take time; updates and communication take none.
 
-        law = random.Random(0)
-        simulation = simulate(BackupWorkers(spares=2), lambda replica, attempt: law.expovariate(5.0), 1000, 8)
+        random_durations = random.Random(0)
+        simulation = simulate(
+            BackupWorkers(spares=2), lambda replica, attempt: random_durations.expovariate(5.0), 1000, 8)
         simulation.updates_per_sec
 
     Args:
-      policy: one that belongs to no strategy yet.
-      durations: the seconds that replica `replica` needs for its gradient number `attempt`, counted from 0 for each
-        replica; asked once for each, in the order in which they start.
-      num_updates: how many updates to make.
-      total_num_replicas: how many replicas there are.
+      policy: a policy that belongs to no strategy yet.
+      durations: returns the seconds that replica `replica` needs for its gradient number `attempt`, counted from 0 for
+        each replica. Called once for each gradient, in the order of their starts.
+      num_updates: number of updates to make.
+      total_num_replicas: number of replicas.
 
     Raises:
-      RuntimeError: the policy lets nobody start, and no update is due.
+      RuntimeError: the policy lets no replica start, and no update is due.
     """
     policy.begin(total_num_replicas, "simulate")
     attempts = [0] * total_num_replicas
     accepted = [0] * total_num_replicas
     dropped = [0] * total_num_replicas
-    # (time, replica, local step): of those that arrive at the same time, the lowest number is first.
+    # (time, replica, local step): of replicas that arrive at the same time, the lowest index is first.
     computing: list[tuple[float, int, int]] = []
     updates: list[base.Update] = []
 
@@ -79,7 +80,7 @@ def simulate(
     start(time)
     while len(updates) < num_updates:
         if not computing:
-            raise RuntimeError(f"{policy!r} lets nobody start in step {policy.step}, and no update is due")
+            raise RuntimeError(f"{policy!r} lets no replica start in step {policy.step}, and no update is due")
         time, replica, local_step = heapq.heappop(computing)
         arrival = policy.arrived(replica, local_step, time)
         (accepted if arrival.accepted else dropped)[replica] += 1

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How asynchronous training is kept in hand: what an update is made of, and what its gradients' age does to them.
+"""Settings of asynchronous training: number of gradients per update, weights, limits and bounds by staleness.
 
-Each of these says one thing; `tfdist.policies.asynchronous` makes of several of them what decides.
+Each class holds one setting. `tfdist.policies.asynchronous` combines them into the policy that decides.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ Rule = Callable[[int], float]
 
 
 class SoftSync(base.Policy):
-    """Makes an update from any S gradients, as soon as they are there, stale or not.
+    """Makes an update from any S gradients as soon as they have arrived, stale or not.
 
-    The aggregate is their mean, so one update counts as one batch: each batch is cut into S parts of about equal size,
-    and each gradient is of one part. A fast worker may give several gradients to one update.
+    The aggregate is their mean, so one update counts as one batch: each batch is split into S parts of about equal
+    size, and each gradient is computed from one part. A fast worker may contribute several gradients to one update.
 
     Source: Zhang, Gupta, Lian and Liu 2015, Staleness-aware Async-SGD, arXiv 1511.05950, section 3.1. With lambda
     workers, S = lambda / n makes it their n-softsync, of mean staleness about n; S=1 is asynchronous training.
 
     Args:
-      updates: S, how many gradients an update is made of, from 1 to the number of workers.
+      updates: S, the number of gradients in an update, from 1 to the number of workers.
 
     Raises:
-      ValueError: there is no such number.
+      ValueError: `updates` is no positive integer.
     """
 
     def __init__(self, updates: int) -> None:
         super().__init__()
         if not base.is_count(updates, at_least=1):
             raise ValueError(
-                "SoftSync(updates=...): how many gradients is an update made of? Give a whole number from 1 on. "
+                "SoftSync(updates=...) must be an integer from 1 to the number of workers. "
                 f"Received: updates={updates!r}"
             )
         self.updates = updates
@@ -54,17 +54,17 @@ class SoftSync(base.Policy):
 class StalenessScaling(base.Policy):
     """Multiplies each gradient by a weight that depends on its staleness (global step - local step).
 
-    Weights don't enter the mean's denominator: an update from gradients that are all stale is a smaller step.
+    Weights don't enter the mean's denominator: an update from stale gradients only is a smaller step.
 
-    Source: Zhang, Gupta, Lian and Liu 2015, arXiv 1511.05950, equation 6: alpha0 / staleness, for each gradient of an
-    update by itself; staleness 0 counts as 1.
+    Source: Zhang, Gupta, Lian and Liu 2015, arXiv 1511.05950, equation 6: a learning rate of alpha0 / staleness for
+    each gradient by itself. Staleness 0 counts as 1.
 
     Args:
       rule: "inverse" for 1 / max(1, staleness), or a function from the staleness to a weight of 0 or more.
 
     Raises:
-      ValueError: it is neither, or the function gives NaN, an infinite or a negative number for a small staleness;
-        later ones are checked when they are used.
+      ValueError: `rule` is neither, or the function returns NaN, an infinite or a negative number for staleness 0, 1
+        or 2. Weights for a higher staleness are checked when they are used.
     """
 
     def __init__(self, rule: Literal["inverse"] | Rule = "inverse") -> None:
@@ -83,10 +83,10 @@ class StalenessScaling(base.Policy):
         return f"StalenessScaling(rule={name})"
 
     def weight(self, staleness: int) -> float:
-        """What a gradient of this staleness is multiplied by.
+        """Returns the weight of a gradient of this staleness.
 
         Raises:
-          ValueError: the user's rule gives no such number.
+          ValueError: the user's rule returned no finite number of 0 or more.
         """
         if self._rule == "inverse":
             return 1.0 / max(1, staleness)
@@ -104,20 +104,20 @@ class StalenessScaling(base.Policy):
 
 
 class DropStale(base.Policy):
-    """Drops each gradient that is older than m updates when its turn comes. What it was computed from is lost.
+    """Drops each gradient whose staleness exceeds m when it would be applied. Its part of the batch is lost.
 
     Args:
-      max_staleness: m, the staleness (global step - local step) of the oldest gradient that still counts; 0 or more.
+      max_staleness: m, the highest staleness (global step - local step) that is still applied; 0 or more.
 
     Raises:
-      ValueError: there is no such number.
+      ValueError: `max_staleness` is no integer of 0 or more.
     """
 
     def __init__(self, max_staleness: int) -> None:
         super().__init__()
         if not base.is_count(max_staleness, at_least=0):
             raise ValueError(
-                "DropStale(max_staleness=...): how old may a gradient be? Give a whole number from 0 on. "
+                "DropStale(max_staleness=...) must be an integer of at least 0. "
                 f"Received: max_staleness={max_staleness!r}"
             )
         self.max_staleness = max_staleness
@@ -127,28 +127,28 @@ class DropStale(base.Policy):
 
 
 class BoundedStaleness(base.Policy):
-    """Holds fast workers back so that no gradient is ever older than s updates when it is applied. Drops none.
+    """Holds fast workers back so that no gradient is applied with a staleness above s. Drops no gradient.
 
-    A worker may start a gradient, and an update may be made, only if every gradient that is under way can still be
-    applied in time after it. How long updates were held back is in `Report.wait_secs`.
+    A worker may start a gradient, and an update may be made, only if every gradient in flight can still be applied
+    within the bound afterwards. `Report.wait_secs` has the time for which updates were held back.
 
     Source: Ho et al. 2013, More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server. Theirs
     bounds the distance between workers' clocks; here it is the staleness itself (global step - local step).
 
     Args:
-      bound: s, 1 or more. At most (s + 1) * S gradients are under way at once, where S is that of `SoftSync`, or 1:
-        with fewer than that many workers for s + 1, the bound costs nothing unless one is slow.
+      bound: s, 1 or more. At most (s + 1) * S gradients are in flight at once, with S from `SoftSync` (1 without it).
+        With fewer workers than that, all of similar speed, the bound costs no time.
 
     Raises:
-      ValueError: there is no such number.
+      ValueError: `bound` is no positive integer.
     """
 
     def __init__(self, bound: int) -> None:
         super().__init__()
         if not base.is_count(bound, at_least=1):
             raise ValueError(
-                "BoundedStaleness(bound=...): how old may a gradient be at most? Give a whole number from 1 on; for 0 "
-                f"train synchronously, with tfdist.BackupWorkers(spares=0). Received: bound={bound!r}"
+                "BoundedStaleness(bound=...) must be an integer of at least 1; for a bound of 0 train synchronously, "
+                f"with tfdist.BackupWorkers(spares=0). Received: bound={bound!r}"
             )
         self.bound = bound
 

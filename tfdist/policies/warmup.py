@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The warmup phase: one replica trains first, and the others join when it is over."""
+"""Warmup phase: one replica trains first, and the others join at the end of the phase."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from tfdist.policies import base
 
 
 class Warmup(base.Policy):
-    """Lets only one replica train first; then all have what it has learned, and training goes on with them.
+    """Lets only one replica train first; then its state is broadcast, and all replicas train.
 
-    In the phase the other replicas compute nothing and send nothing. At its end they have the model's variables, the
-    optimizer's and those that are not trained. An update of the phase is made of one replica's own batch, so it is that
-    of one device.
+    During the phase the other replicas compute nothing and send nothing. At its end they receive all variables of the
+    model, trainable or not, and of the optimizer. An update of the phase uses one replica's own batch, so it equals an
+    update on one device.
 
     Asynchronous training is unstable at the start, when gradients are large and change fast; Dean et al. 2012, Large
     Scale Distributed Deep Networks, section 4.1, warm up with one replica for that reason.
 
     Args:
-      steps: how many updates the phase lasts; 1 or more.
-      epochs: how many epochs of `fit` it lasts, instead; 1 or more.
-      ramp: whether replicas join one at a time: two train for as long again as the first one did, then three, ...
+      steps: length of the phase in updates; 1 or more.
+      epochs: length of the phase in epochs of `fit`, instead of `steps`; 1 or more.
+      ramp: True if replicas join one at a time: two replicas train for as long as the first one did, then three, ...
 
     Raises:
-      ValueError: not exactly one of steps and epochs is given, or it is no such number.
+      ValueError: not exactly one of steps and epochs is given, or it is no positive integer.
     """
 
     def __init__(self, *, steps: int | None = None, epochs: int | None = None, ramp: bool = False) -> None:
@@ -38,7 +38,7 @@ class Warmup(base.Policy):
         length = steps if epochs is None else epochs
         if not base.is_count(length, at_least=1):
             raise ValueError(
-                f"Warmup({self.unit}=...) must be a whole number from 1 on. Received: {self.unit}={length!r}"
+                f"Warmup({self.unit}=...) must be an integer of at least 1. Received: {self.unit}={length!r}"
             )
         self.length: int = length
         self.ramp = bool(ramp)
@@ -49,23 +49,23 @@ class Warmup(base.Policy):
         return f"Warmup({self.unit}={self.length}{', ramp=True' if self.ramp else ''})"
 
     def opened(self, is_first_of_epoch: bool) -> int:
-        """Keras asks for another update.
+        """Counts another update that Keras asks for.
 
         Args:
-          is_first_of_epoch: whether it is the first of an epoch.
+          is_first_of_epoch: whether it is the first update of an epoch.
 
         Returns:
-          How many replicas take part in it: 1 in the phase, `total_num_replicas` after it.
+          The number of replicas that take part in the update: 1 during the phase, `total_num_replicas` after it.
         """
         self._begun = self._begun_with_next(is_first_of_epoch)
         return self.num_taking_part
 
     def taking_part_next(self, is_first_of_epoch: bool) -> int:
-        """What `opened` would return; nothing changes."""
+        """Returns what `opened` would return, without counting an update."""
         return self._taking_part(self._begun_with_next(is_first_of_epoch))
 
     def resume(self, begun: int) -> None:
-        """From now on as if so many of the phase's units were begun, because somebody who knows better says so."""
+        """Sets the number of steps, or epochs, begun so far: for a restored checkpoint, or by the chief's count."""
         self._begun = begun
 
     def state(self) -> dict[str, Any]:
@@ -78,17 +78,17 @@ class Warmup(base.Policy):
 
     @property
     def begun(self) -> int:
-        """How many steps, or epochs, were begun so far."""
+        """Number of steps, or epochs, begun so far."""
         return self._begun
 
     @property
     def num_taking_part(self) -> int:
-        """How many replicas take part in the update that Keras asked for last."""
+        """Number of replicas that take part in the update that Keras asked for last."""
         return self._taking_part(self._begun)
 
     @property
     def is_over(self) -> bool:
-        """Whether all replicas take part."""
+        """True if all replicas take part."""
         return self._total > 0 and self.num_taking_part == self._total
 
     def _begun_with_next(self, is_first_of_epoch: bool) -> int:

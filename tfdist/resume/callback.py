@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The callback that saves a training as it goes, and goes on with it after a restart."""
+"""Keras callback that saves checkpoints during training, and resumes training after a restart."""
 
 from __future__ import annotations
 
@@ -15,48 +15,47 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfdist.engines import watch
+from tfdist.compat import epoch_logs
 from tfdist.launchers import slurm_exits
-from tfdist.launchers.requests import PREEMPTED_EXIT_CODE
+from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE
 from tfdist.policies.base import is_count
 from tfdist.resume import contents, preemption
 from tfdist.resume.checkpoint import Checkpoint, CheckpointDirectory, check_same
 from tfdist.resume.position import DataPosition, Place, is_fitting, put_last
+from tfdist.runtime import watch
 
-# What a `fit` is called among those of this program; all workers begin them in the same order.
+# Numbers the calls of `fit` in this program; all workers make these calls in the same order.
 _NUMBERS = itertools.count()
-# What Keras calls at the end of each epoch.
-_LOGS = "_get_metrics_result_or_logs"
 
 
 class Resume(keras.callbacks.Callback):
-    """Saves the state of a training in a directory, and has `fit` go on with it when the program is started again.
+    """Saves the state of a training in a directory, from which `fit` continues when the program is started again.
 
         model.fit(x, y, epochs=10, callbacks=[tfdist.callbacks.Resume("checkpoints", save_freq=100)])
 
-    The state is all that the next step depends on: the variables of the model, of its optimizers and of its metrics,
-    the state of the strategy's policies, and the place in the data. On one device, and on several that train in step,
-    the weights after an interruption are those of an uninterrupted run, bit for bit, if the data come in the same order
-    in every run: shuffles have a seed, or `keras.utils.set_random_seed` was called.
+    The state includes all that the next step depends on: the variables of the model, of its optimizers and of its
+    metrics, the state of the strategy's policies, and the position in the data. On one device, and on several devices
+    that train synchronously, an interrupted run has the same weights as an uninterrupted run, bit for bit. This
+    requires the same order of the data in every run: shuffles have a seed, or `keras.utils.set_random_seed` was called.
 
-    On SIGTERM it saves after the step that is under way and ends the program with exit code 75, which tfdist's
-    launchers take for a preemption: they start the job again and count no failure. Several workers end after the same
-    step, whichever of them the signal was sent to. A second SIGTERM has its usual effect.
+    On SIGTERM the callback saves after the current step and ends the program with exit code 75. tfdist's launchers
+    treat this code as a preemption: they start the job again and count no failure. Several workers end after the same
+    step, whichever of them received the signal. A second SIGTERM has its usual effect.
 
-    On several workers the chief alone writes and reads, and gives all others what it has read; so the directory need
-    not be a shared one as long as the chief stays where it is. When `fit` has ended, the last checkpoint stays: the
-    same program, started again, trains no more. For another training give another directory.
+    On several workers only the chief writes and reads, and broadcasts the restored state. So the directory need not be
+    shared, as long as the chief stays on its machine. The last checkpoint stays after `fit` has ended: if the same
+    program is started again, it trains no more. Use another directory for another training.
 
     Args:
-      directory: where checkpoints are; a local path, or one of a mounted file system.
-      save_freq: "epoch", or after how many steps to save.
-      max_to_keep: how many checkpoints are kept, the newest ones; 1 or more.
-      signals: which signals say that the process will be ended soon.
+      directory: directory of the checkpoints; a local path, or one of a mounted file system.
+      save_freq: "epoch", or the number of steps between two checkpoints.
+      max_to_keep: number of checkpoints that are kept, the newest ones; 1 or more.
+      signals: signals that announce the end of the process.
 
     Raises:
-      ValueError: an argument makes no sense; when training begins: the checkpoint is of another model, or other data.
-      RuntimeError: when training begins: this version of Keras has another loop than the one that is known.
-      OSError: when training begins, or goes on: the directory can't be read, or written.
+      ValueError: an argument is invalid. When training begins: the checkpoint is of another model, or of other data.
+      RuntimeError: when training begins: the training loop of this version of Keras is not supported.
+      OSError: when training begins, or while saving: the directory can't be read, or written.
     """
 
     def __init__(
@@ -86,24 +85,24 @@ class Resume(keras.callbacks.Callback):
         self._position: DataPosition | None = None
         self._step = self._saved_step = 0
         self._epoch = self._epoch_step = 0
-        # The values of metrics in the epoch that is gone on with, until Keras has reset them.
+        # Restored values of the metrics in the resumed epoch, until Keras has reset the metrics.
         self._metrics: list[np.ndarray] | None = None
 
     @property
     def step(self) -> int:
-        """How many training steps this training has made, those before an interruption included."""
+        """Number of training steps, those before an interruption included."""
         return self._step
 
-    # What Keras calls.
+    # Methods that Keras calls.
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Takes the newest checkpoint, if there is one."""
+        """Restores the newest checkpoint, if there is one."""
         del logs
         self._close()
         slurm_exits.note_resumable()
         self._metrics = None
         self._step = self._epoch = self._epoch_step = 0
-        # What others do at the end of an epoch, such as to change the learning rate, belongs to what is saved.
+        # Changes by other callbacks at the end of an epoch, such as of the learning rate, belong into the checkpoint.
         put_last(self.model, self)
         self._position = DataPosition(self.model)
         found = self._take_newest()
@@ -118,7 +117,7 @@ class Resume(keras.callbacks.Callback):
             self._announce(f"going on from {self._path}: step {self._step} ({where})")
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Gives metrics the counts that they had."""
+        """Restores the metrics in a resumed epoch."""
         del logs
         self._expect_position().began()
         if epoch != self._epoch:
@@ -130,19 +129,19 @@ class Resume(keras.callbacks.Callback):
         self._show_logs_of_metrics()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Saves if it is time, or the process will be ended soon."""
+        """Saves if a checkpoint is due; saves and ends the program after a signal."""
         del logs
         self._step += batch + 1 - self._epoch_step
         self._epoch_step = batch + 1
         if self._is_due():
             self._leave()
-        # The end of an epoch is saved there, with what comes of it.
+        # The last step of an epoch is saved in on_epoch_end, after the changes that other callbacks make there.
         is_due = self._save_freq != "epoch" and self._step - self._saved_step >= int(self._save_freq)
         if is_due and not self._expect_position().is_at_end_of_epoch:
             self._save()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Saves if it is time, or the process will be ended soon."""
+        """Saves if a checkpoint is due; saves and ends the program after a signal."""
         del logs
         self._epoch, self._epoch_step = epoch + 1, 0
         if self._is_due():
@@ -151,17 +150,17 @@ class Resume(keras.callbacks.Callback):
             self._save()
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Saves the end, and hands signals back."""
+        """Saves the final state, and restores the signal handlers."""
         del logs
-        # Not before: there may have been no epoch left.
+        # Also called here, because there may have been no epoch left.
         self._expect_position().began()
         if self._others.is_ending(self._signals.received is not None):
             self._leave()
-        # Also where the last epoch was saved: callbacks such as EarlyStopping may have put back other weights.
+        # Also after the last epoch was saved: callbacks such as EarlyStopping may have restored other weights.
         self._save(is_end=True)
         self._close()
         if self._signals.received is not None:
-            # It came while the end was saved, and all are through: its usual effect.
+            # The signal arrived while the final state was saved, and all workers are done: its usual effect.
             os.kill(os.getpid(), self._signals.received)
 
     def _is_due(self) -> bool:
@@ -176,15 +175,15 @@ class Resume(keras.callbacks.Callback):
             return
         policies = contents.policies_of(self.model)
         if policies is not None:
-            # All workers are here: they save after the same steps.
+            # A call that all workers make, because they save after the same steps.
             policies.settle()
         self._saved_step = self._step
         agreement = self._agreement()
         is_writer = agreement is None or agreement.is_chief
-        # Between epochs they have nothing that counts.
+        # Between epochs the metrics have no state.
         metrics = contents.metrics_of(self.model) if self._epoch_step else []
         with self.model.distribute_strategy.scope():
-            # Counts are spread over the workers, so all of them are needed to read them.
+            # Each worker has a part of the counts, so all workers must read them together.
             is_ahead = policies is not None and policies.is_chief_ahead
             counts = [contents.count_of(metric, is_ahead) for metric in metrics if is_writer or not is_ahead]
             if not is_writer:
@@ -197,7 +196,7 @@ class Resume(keras.callbacks.Callback):
             "metrics": contents.described(metrics),
             "optimizers": contents.built_of(self.model),
             "policies": policies.state() if policies is not None else {},
-            # Of how many epochs `fit` has come to its end, by itself or stopped early.
+            # Number of epochs of a `fit` that has ended, by itself or stopped early.
             "ended": self.params["epochs"] if is_end else None,
             "keras": keras.__version__,
         }
@@ -208,23 +207,23 @@ class Resume(keras.callbacks.Callback):
         self._save()
         self._others.saved()
         name = signal.Signals(self._signals.received).name if self._signals.received else "another worker's signal"
-        self._announce(f"{name}: step {self._step} is saved in {self._path}; ending with code {PREEMPTED_EXIT_CODE}")
+        self._announce(f"{name}: step {self._step} is saved in {self._path}; ending with code {TRY_AGAIN_EXIT_CODE}")
         self._close()
         attachment = getattr(self.model.distribute_strategy, "_serving", None)
         if attachment is not None:
             attachment.is_abandoned = True
         if self._agreement() is not None:
             for number in self._signals.numbers:
-                # A launcher that has seen another worker end sends it again, and this one is on its way.
+                # A launcher that has seen another worker end sends the signal again, while this one is ending already.
                 signal.signal(number, signal.SIG_IGN)
-            # Taken down with its cluster, TensorFlow now and then waits for ever.
+            # TensorFlow's own shutdown sometimes hangs when other workers of its cluster have ended.
             atexit.register(_exit_now)
-        raise SystemExit(PREEMPTED_EXIT_CODE)
+        raise SystemExit(TRY_AGAIN_EXIT_CODE)
 
     # Going on.
 
     def _take_newest(self) -> bool:
-        """Takes what the newest checkpoint has; returns whether there is one."""
+        """Restores the newest checkpoint; returns False if there is none."""
         agreement = self._agreement()
         newest: Checkpoint | None = None
 
@@ -246,7 +245,7 @@ class Resume(keras.callbacks.Callback):
         if state["ended"] is not None and state["ended"] >= self.params["epochs"]:
             place = dataclasses.replace(place, epoch=self.params["epochs"], step=0)
         if place.step:
-            # Metrics that are made with the first step are not there yet.
+            # Metrics that are created in the first step don't exist yet.
             self._metrics = list(arrays[len(variables) :])
             if [kind for _, *kind in state["metrics"]] != [kind for _, *kind in contents.described(metrics)]:
                 self._metrics = None
@@ -259,22 +258,21 @@ class Resume(keras.callbacks.Callback):
         return True
 
     def _show_logs_of_metrics(self) -> None:
-        """Has an epoch that is gone on with after its last step end with the logs of its metrics.
+        """Takes the logs of an epoch without a remaining step from its metrics.
 
-        Keras takes those of the epoch's last step, and there is none any more.
+        Keras takes the logs from the epoch's last step, which was made before the interruption.
         """
         model = self.model
-        logs_of = getattr(model, _LOGS)
+        logs_of = epoch_logs.of(model)
 
         def logs_of_epoch(logs: Any) -> Any:
-            # Others may have wrapped it since.
-            if vars(model).get(_LOGS) is logs_of_epoch:
-                object.__delattr__(model, _LOGS)
+            # Another callback may have wrapped the method since.
+            epoch_logs.remove(model, logs_of_epoch)
             return logs_of(logs or model.get_metrics_result())
 
-        object.__setattr__(model, _LOGS, logs_of_epoch)
+        epoch_logs.put(model, logs_of_epoch)
 
-    # Who else there is.
+    # Other workers.
 
     def _agreement(self) -> Any:
         return getattr(self.model.distribute_strategy, "_agreement", None)
@@ -304,7 +302,7 @@ class Resume(keras.callbacks.Callback):
 def _exit_now() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(PREEMPTED_EXIT_CODE)
+    os._exit(TRY_AGAIN_EXIT_CODE)
 
 
 def _say(line: str) -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints in a directory, each of them whole or not there at all.
+"""Checkpoints in a directory, written atomically.
 
-A checkpoint is a folder `step-<number>` with `state.json`, which says what it is of, and `variables.npz`. It is written
-under another name, brought to the disk, and renamed; so whatever ends the process, the newest one that was complete is
-still there. No TensorFlow.
+A checkpoint is a folder `step-<number>` with `variables.npz` and `state.json`, which describes the variables. It is
+written under another name, flushed to disk, and renamed. So the newest complete checkpoint survives a crash at any
+time. No TensorFlow import.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _WRITING = ".writing-"
 _UNREADABLE = "unreadable-"
 _OLD = ".old-"
 _STATE, _VARIABLES = "state.json", "variables.npz"
-# What reading a damaged file raises; not what a file system raises that is away for a while.
+# Errors that reading a damaged file raises, without those of a file system that is temporarily unavailable.
 _DAMAGES = (ValueError, KeyError, TypeError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error)
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """What was saved.
+    """State of a training after a step.
 
     Attributes:
-      step: how many training steps had been made.
+      step: number of training steps before.
       state: JSON data.
-      arrays: the values of the variables, in the order in which they were given.
+      arrays: values of the variables.
     """
 
     step: int
@@ -47,12 +47,12 @@ class Checkpoint:
 
 
 class CheckpointDirectory:
-    """The checkpoints of one training. One process writes, any may read.
+    """The checkpoints of one training. One process writes, any process may read.
 
     Args:
-      path: the directory; it is made when something is saved.
-      max_to_keep: how many checkpoints are kept, the newest ones.
-      say: takes a line for the person who watches the run.
+      path: the directory; created by the first `save`.
+      max_to_keep: number of checkpoints that are kept, the newest ones.
+      say: writes a line to the log.
     """
 
     def __init__(self, path: str | os.PathLike[str], max_to_keep: int, say: Callable[[str], object]) -> None:
@@ -61,20 +61,20 @@ class CheckpointDirectory:
         self._say = say
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """Writes a checkpoint; one of the same step is replaced.
+        """Writes a checkpoint; replaces one of the same step.
 
         Raises:
-          OSError: it can't be written.
+          OSError: the directory can't be written.
         """
         self._path.mkdir(parents=True, exist_ok=True)
-        # Of a process that was killed while it wrote.
+        # Remains of a process that was killed while it wrote.
         for left in [*self._path.glob(f"{_WRITING}*"), *self._path.glob(f"{_OLD}*")]:
             shutil.rmtree(left, ignore_errors=True)
         name = f"step-{checkpoint.step:010d}"
         unfinished = self._path / f"{_WRITING}{name}"
         unfinished.mkdir()
         with (unfinished / _VARIABLES).open("wb") as file:
-            # Allowed to have any number of arrays, and none.
+            # savez accepts any number of arrays, also none.
             np.savez(file, allow_pickle=False, **{str(index): array for index, array in enumerate(checkpoint.arrays)})
             _sync(file.fileno())
         with (unfinished / _STATE).open("w", encoding="utf-8") as file:
@@ -92,7 +92,7 @@ class CheckpointDirectory:
             shutil.rmtree(old, ignore_errors=True)
 
     def newest(self) -> Checkpoint | None:
-        """The newest checkpoint that can be read, or None. One that can't be read is put aside, and that is said.
+        """Returns the newest readable checkpoint, or None. Renames and reports an unreadable one.
 
         Raises:
           OSError: the directory can't be read.
@@ -107,7 +107,7 @@ class CheckpointDirectory:
         return None
 
     def _found(self) -> list[pathlib.Path]:
-        """The folders of checkpoints, the newest first."""
+        """Returns the folders of checkpoints, the newest first."""
         if not self._path.exists():
             return []
         steps = {int(match[1]): path for path in self._path.iterdir() if (match := _NAME.fullmatch(path.name))}
@@ -115,11 +115,12 @@ class CheckpointDirectory:
 
 
 def check_same(saved: Sequence[Sequence[Any]], found: Sequence[Sequence[Any]], path: str | os.PathLike[str]) -> None:
-    """Checks that a checkpoint is one of this model.
+    """Checks that a checkpoint fits the model.
 
     Args:
       saved: (name, shape, dtype) of each variable in the checkpoint.
-      found: the same of the model's. Names may differ: Keras numbers them through a process.
+      found: (name, shape, dtype) of each variable of the model. Names may differ, because Keras numbers layers through
+        the whole process.
       path: the directory, for the message.
 
     Raises:

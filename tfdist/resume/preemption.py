@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A signal that says that this process will be ended soon, and what the workers of a job tell each other of it.
+"""Preemption signals, and the agreement between workers on the step after which all of them save and end.
 
     worker:1                        the chief                          all workers
       SIGTERM
-      end of step 146: asks   --->
+      end of step 146: request --->
                                       end of step 146 (or 147):
-                                      says: after step 147       --->  a thread of each hears it, and answers
+                                      last step is 147           --->  a thread of each worker reads it, and answers
                                       waits for the answers      <---
-                                      step 147                         step 147: nobody can pass it before the chief
+                                      step 147                         step 147: no worker can pass it before the chief
                                       saves, ends with code 75         end with code 75
 
-The chief decides, because it saves. It says so before it begins step 147, in which all must take part, and begins it
-once all have heard; so all end after the same step. That is how TensorFlow's own `PreemptionCheckpointHandler` does it.
+The chief decides, because it saves. It broadcasts the last step before it begins this step, and begins the step once
+all workers have answered. All workers take part in each step, so all end after the same step. TensorFlow's own
+`PreemptionCheckpointHandler` uses the same protocol.
 """
 
 from __future__ import annotations
@@ -26,45 +27,50 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, Protocol
 
-# How long the others may take to hear of it before that is said, and to end.
+# Time for the other workers' answers: until a line is written, and until the chief continues without them.
 _ANSWER_SECS = 5.0
-_END_SECS = 5.0
 _SILENT_SECS = 30.0
-# How long a worker may take to come to the end itself once the chief has saved; shorter than the chief waits for it.
+# Time for the other workers to reach the last step after the chief has saved.
+_END_SECS = 5.0
+# Time for a worker to end by itself once the chief has saved; shorter than `_END_SECS`.
 _STRAY_SECS = 2.0
-# How long one question takes, which can't be cut short.
+# Timeout of one read from the channel, which can't be interrupted.
 _ASK_SECS = 0.2
 
 
 class Channel(Protocol):
-    """What workers tell each other by; see `tfdist.strategies.agreement.Agreement`."""
+    """Key-value store between workers; implemented by `tfdist.engines.multi_worker.agreement.Agreement`."""
 
     is_chief: bool
     task: Any
     tasks: Sequence[Any]
 
     def tell(self, key: str, value: str) -> bool:
-        """Puts `value` under `key`; False if there is one already, or nobody can be told any more."""
+        """Stores `value` under `key`; returns False if the key exists, or the store can't be reached any more."""
         ...
 
     def gather(self, value: Any, what: str) -> dict[Any, Any]:
-        """The value (JSON data) of every worker; called by all at the same place."""
+        """Returns the value (JSON data) of every worker; all workers call it at the same place."""
         ...
 
     def hear(self, key: str, timeout_secs: float) -> str | None:
-        """What is under `key`; None if nothing is for so long. ConnectionError: nobody can be heard any more."""
+        """Waits for the value of `key`; returns None after the timeout.
+
+        Raises:
+          ConnectionError: the store can't be reached any more.
+        """
         ...
 
 
 class Signals:
-    """Notes signals while `is_wanted`; at any other time they do what they did before.
+    """Signal handler that notes the first signal during `fit`; other signals have their previous effect.
 
     Args:
-      numbers: which signals.
-      is_wanted: given the frame that a signal has interrupted, whether it is to be noted.
+      numbers: the signals.
+      is_wanted: returns True for an interrupted frame in which a signal is to be noted.
 
     Attributes:
-      numbers: which signals.
+      numbers: the signals.
       received: the first signal that was noted, or None.
     """
 
@@ -75,7 +81,7 @@ class Signals:
         self.received: int | None = None
 
     def install(self) -> bool:
-        """Begins to note them; False outside of the main thread, where Python hears of no signals."""
+        """Installs the handler; returns False outside of the main thread, where Python handles no signals."""
         self.uninstall()
         self.received = None
         if threading.current_thread() is not threading.main_thread():
@@ -85,10 +91,10 @@ class Signals:
         return True
 
     def uninstall(self) -> None:
-        """Puts back what was there before; may be called again."""
+        """Restores the previous handlers; may be called again."""
         before, self._before = self._before, {}
         for number, handler in before.items():
-            # Somebody else may have installed another one since.
+            # The program may have installed another handler since.
             if signal.getsignal(number) == self._note:
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
@@ -96,44 +102,45 @@ class Signals:
         if self.received is None and self._is_wanted(frame):
             self.received = number
             return
-        # It comes for the second time, or fit is over: its usual effect.
+        # The second signal, or a signal after fit, has its usual effect.
         self.uninstall()
         os.kill(os.getpid(), number)
 
 
 class Alone:
-    """A process that saves by itself. See `Together` for the methods."""
+    """Preemption of a single process. `Together` implements the same methods for several workers."""
 
     def is_due(self, step: int, is_requested: bool, is_level: Callable[[], bool]) -> bool:
-        """Whether to save and end after so many steps.
+        """Returns True if the program must save and end after this step.
 
         Args:
-          step: how many were made.
-          is_requested: whether this process has heard that it is to end.
-          is_level: says whether all workers are at this step, because it needed all of them; asked if it matters.
+          step: number of steps made.
+          is_requested: whether this process has received a signal.
+          is_level: returns True if all workers are at the same step, because the step needed all of them. Called only
+            if a request is pending.
         """
         del step, is_level
         return is_requested
 
     def is_ending(self, is_requested: bool) -> bool:
-        """Asked by all at the end of training: whether any is to end."""
+        """Returns True if any worker has received a signal; all workers call it at the end of training."""
         return is_requested
 
     def saved(self) -> None:
-        """Says that the checkpoint is written."""
+        """Notes that the checkpoint is written."""
 
     def close(self) -> None:
-        """Ends what was started."""
+        """Ends the threads."""
 
 
 class Together(Alone):
-    """One of several workers, which save and end after the same step.
+    """Preemption of one of several workers, all of which save and end after the same step.
 
     Args:
-      channel: what they tell each other by.
-      name: what this `fit` is called; the same on all workers, and of no other.
+      channel: key-value store between the workers.
+      name: unique name of this `fit`; the same on all workers.
       end: ends this process, if it does not end by itself.
-      say: takes a line for the person who watches the run.
+      say: writes a line to the log.
     """
 
     def __init__(self, channel: Channel, name: str, end: Callable[[], object], say: Callable[[str], object]) -> None:
@@ -146,7 +153,7 @@ class Together(Alone):
         self._last_step: int | None = None
         self._listener = threading.Thread(target=self._listen, name="tfdist preemption", daemon=True)
         self._listener.start()
-        # A thread that is inside of TensorFlow when Python ends aborts the process.
+        # A thread inside of TensorFlow would abort the process when Python ends.
         atexit.register(self.close)
 
     def _request(self, step: int) -> None:
@@ -158,7 +165,7 @@ class Together(Alone):
             late = self._await_all("heard", _ANSWER_SECS)
             if late:
                 self._say(f"{', '.join(late)} have not answered that training ends; waiting for them")
-                # One that has not heard would go on into a step without the chief. One that has died ends the step.
+                # A worker without the message would begin a step without the chief. The loss of a worker ends the step.
                 self._await_all("heard", _SILENT_SECS)
 
     def is_due(self, step: int, is_requested: bool, is_level: Callable[[], bool]) -> bool:
@@ -176,7 +183,7 @@ class Together(Alone):
         return any(self._channel.gather(own, "the end of training").values())
 
     def saved(self) -> None:
-        """See `Alone.saved`. The chief waits for the others: with it goes what they talk through."""
+        """See `Alone.saved`. The chief waits for the others, because the channel ends with its process."""
         if self._channel.is_chief:
             self._channel.tell(self._key("saved"), "1")
             late = self._await_all("ending", _END_SECS)
@@ -184,7 +191,7 @@ class Together(Alone):
                 self._say(f"{', '.join(late)} have not come to the same step within {_END_SECS:g} s; going on")
             return
         with contextlib.suppress(ConnectionError):
-            # A launcher that sees one end ends the others soon: not before the chief has written.
+            # A launcher ends all workers soon after the first one has ended, and the chief must have written by then.
             self._hear("saved")
         self._channel.tell(self._key(f"ending/{self._channel.task}"), "1")
 
@@ -196,7 +203,7 @@ class Together(Alone):
             self._listener.join(_END_SECS)
 
     def _await_all(self, what: str, secs: float) -> list[str]:
-        """Waits until all others have told; returns those who have not."""
+        """Waits for a message of each other worker; returns the workers without one."""
         deadline, late = time.monotonic() + secs, []
         for task in self._channel.tasks:
             if task == self._channel.task:
@@ -208,7 +215,7 @@ class Together(Alone):
         return late
 
     def _listen(self) -> None:
-        """Hears, in a thread of its own, what the main thread can't: it may be waiting inside a step."""
+        """Reads messages in a thread of its own, because the main thread may be blocked inside a step."""
         with contextlib.suppress(ConnectionError):
             if self._channel.is_chief:
                 if self._hear("request") is not None:
@@ -219,7 +226,7 @@ class Together(Alone):
                 return
             self._last_step = int(last)
             self._channel.tell(self._key(f"heard/{self._channel.task}"), "1")
-            # One that waits for the chief, outside of a step, can't come to the same one.
+            # A worker that waits for the chief outside of a step never reaches the last step.
             if self._hear("saved") is not None and not self._is_closed.wait(_STRAY_SECS):
                 self._channel.tell(self._key(f"ending/{self._channel.task}"), "1")
                 self._end()

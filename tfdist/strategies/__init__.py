@@ -1,2 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What users construct: the three strategies."""
+
+from tfdist.compat import versions
+
+# Before the strategies' modules import what a new version of TensorFlow or Keras may have taken away.
+versions.check()

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from types import FrameType
 from typing import Any
 
 import keras
@@ -14,21 +12,27 @@ import tensorflow as tf
 
 from tfdist.compat import (
     autograph_rules,
+    colocation,
     decorated_methods,
     generators,
     global_seeds,
     instance_keys,
     late_builds,
+    overlapping_loops,
     plain_loops,
+    running_loop,
     seed_generators,
     single_batches,
     symbolic_build,
     trainers,
     variable_numbers,
 )
-from tfdist.engines import averaging_data, finding, fitting, in_scope, keras_steps, overlap, rehearsal
-from tfdist.engines.averaging import AveragingEngine
-from tfdist.strategies import steps
+from tfdist.data.handle import BatchHandle
+from tfdist.engines.averaging.engine import AveragingEngine
+from tfdist.engines.base import Engine
+from tfdist.engines.warmup.engine import WarmupEngine
+from tfdist.policies.base import Aggregation
+from tfdist.step import in_scope, keras_steps, rehearsal, replicated_step, used_objects
 
 
 class KerasSteps(tf.distribute.Strategy):
@@ -36,19 +40,24 @@ class KerasSteps(tf.distribute.Strategy):
 
     # Where replicas train alone.
     _averaging: AveragingEngine | None = None
+    _warming: WarmupEngine | None = None
+    # What decides about each update after the phase.
+    _aggregation: Aggregation | None = None
+    # How many gradients the last update was made of, where the decision is made elsewhere.
+    _num_contributed = 0
     # Whether the loops of all models share something of the strategy's, so that one thread at a time may be in one.
     _is_exclusive = False
 
-    # See `as_one.FLAG`.
+    # See `global_losses.FLAG`.
     _counts_as_one = False
 
     def scope(self) -> Any:
         """See the stock `scope`."""
         # Where a data set is distributed already, this is how Keras begins.
-        frame = sys._getframe(1)
-        if fitting.is_build(frame):
-            overlap.begin(self, self._is_exclusive)
-            rehearsal.before_keras(self, frame.f_locals["self"], fitting.step_to_build(frame))
+        build = running_loop.build_in_caller()
+        if build is not None:
+            overlapping_loops.begin(self, self._is_exclusive)
+            rehearsal.before_keras(self, build.model, build.step)
         return super().scope()
 
     @property
@@ -61,6 +70,15 @@ class KerasSteps(tf.distribute.Strategy):
                 return 1
         return super().num_replicas_in_sync
 
+    @property
+    def replicas_to_aggregate(self) -> int:
+        """How many replicas' gradients an update is made of, as things are: 1 while one replica warms up alone."""
+        if self._warming is not None and not self._warming.is_over:
+            return self._warming.num_taking_part
+        if self._aggregation is None:
+            return self.num_replicas_in_sync
+        return self._num_contributed or self._aggregation.replicas_to_aggregate
+
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Runs `fn` on every replica, as `tf.distribute.Strategy.run` does.
 
@@ -72,23 +90,27 @@ class KerasSteps(tf.distribute.Strategy):
             return super(KerasSteps, self).run(carried, args=given or args, kwargs=kwargs, options=options)
 
         fn = decorated_methods.undecorated(fn)
-        if self._averaging is not None and averaging_data.is_alone(args):
-            return steps.run_alone(self, self._averaging, fn, args[0])
-        if steps.model_of(fn) is None or len(args) != 1 or kwargs:
+        if any(isinstance(leaf, BatchHandle) for leaf in tf.nest.flatten((args, kwargs))):
+            is_step = len(args) == 1 and isinstance(args[0], BatchHandle) and not kwargs
+            if is_step and replicated_step.is_train_step(fn):
+                engine: Engine = args[0].engine
+                return tf.nest.map_structure(replicated_step.mark, engine.run(fn, args[0]))
+            args, kwargs = tf.nest.map_structure(_distributed, (args, kwargs))
+        if replicated_step.model_of(fn) is None or len(args) != 1 or kwargs:
             if not tf.executing_eagerly():
                 rehearsal.before(self, fn, *self._of_first_replica((list(args), dict(kwargs or {}))))
             if keras_steps.classify(fn) == "predict" and len(args) == 1:
-                models = [each for each in finding.used_by(fn) if trainers.is_trainer(each)]
-                return steps.run_prediction(self, stock, models[0] if models else None, args[0])
+                models = [each for each in used_objects.used_by(fn) if trainers.is_trainer(each)]
+                return replicated_step.run_prediction(self, stock, models[0] if models else None, args[0])
             return stock()
         if not tf.executing_eagerly():
             self._build_for(fn, args[0])
-        return steps.run_step(self, stock, fn, args[0], self._sum_over_workers)
+        return replicated_step.run_step(self, stock, fn, args[0], self._sum_over_workers)
 
     def _build_for(self, fn: Any, data: Any) -> None:
         """Makes the variables of a Keras step that `fit` does not build: in a loop of the user's own."""
-        model = steps.model_of(fn)
-        if finding.is_built(model) and not symbolic_build.has_unbuilt_metrics(model):
+        model = replicated_step.model_of(fn)
+        if used_objects.is_built(model) and not symbolic_build.has_unbuilt_metrics(model):
             return
         batch = self._of_first_replica(data)
         rehearsal.before(self, fn, [batch])
@@ -105,13 +127,14 @@ class KerasSteps(tf.distribute.Strategy):
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
         """Reduces over replicas, as `tf.distribute.Strategy.reduce` does, and also structures of values."""
-        if _asked_by_keras_build():
+        # No argument tells this call of Keras' from a user's: both are reduce("MEAN", structure, axis=None).
+        build = running_loop.build_in_caller()
+        if build is not None:
             # Keras wants the shapes of a batch, of which the last may be uneven: any replica's part shows them.
             local = tf.nest.map_structure(lambda leaf: self.experimental_local_results(leaf)[0], value)
             batch = tf.nest.map_structure(_with_an_example, local)
-            build = sys._getframe(1).f_locals
-            generators.built_from(build.get("iterator"))
-            return self._built(build["self"], batch)
+            generators.built_from(build.iterator)
+            return self._built(build.model, batch)
         reduced = tf.nest.map_structure(lambda leaf: self._reduce_one(reduce_op, leaf, axis), value)
         return plain_loops.mark_common(reduced)
 
@@ -130,7 +153,7 @@ class KerasSteps(tf.distribute.Strategy):
             value = value.value
         is_mean = str(getattr(reduce_op, "value", reduce_op)).upper() == "MEAN"
         # An unknown attribute of a variable that is averaged on read would be looked for on its mean: no end of it.
-        if is_mean and isinstance(value, tf.Tensor) and getattr(value, steps.REDUCED, False):
+        if is_mean and isinstance(value, tf.Tensor) and getattr(value, replicated_step.REDUCED, False):
             return value
         return super().reduce(reduce_op, value, axis=None if self._is_scalar(value) else axis)
 
@@ -142,6 +165,10 @@ class KerasSteps(tf.distribute.Strategy):
 
     def _sum_over_workers(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         return list(tensors)
+
+
+def _distributed(leaf: Any) -> Any:
+    return leaf.engine.batch(leaf) if isinstance(leaf, BatchHandle) else leaf
 
 
 def _with_an_example(leaf: Any) -> Any:
@@ -156,8 +183,8 @@ def mend_keras(strategy: tf.distribute.Strategy) -> None:
     instance_keys.install(strategy)
     late_builds.allow(strategy, in_scope.redirected)
     single_batches.predict_once(strategy)
-    strategy.extended.colocate_vars_with = in_scope.colocating(strategy, strategy.scope)
-    plain_loops.allow(strategy)
+    colocation.replace(strategy, lambda stock: in_scope.colocating(strategy, strategy.scope, stock))
+    plain_loops.allow(strategy, strategy._sum_over_workers)
     seed_generators.adopt(strategy)
     variable_numbers.define()
 
@@ -169,20 +196,14 @@ def check_timeouts(**secs: float) -> None:
             raise ValueError(f"{name} must be a positive number of seconds. Received: {name}={value!r}")
 
 
-def replay_generator(strategy: tf.distribute.Strategy, caller: FrameType) -> None:
+def replay_generator(strategy: tf.distribute.Strategy, epoch_iterator: Any) -> None:
     """Has a Python generator given whole to `fit` and `evaluate`, if it is for one of these that Keras asks here.
 
     Args:
       strategy: the strategy that the model trains under.
-      caller: the frame that has called `experimental_distribute_dataset`.
+      epoch_iterator: calls `experimental_distribute_dataset`; Keras' epoch iterator, if it is for one of the loops.
     """
-    call = fitting.call_frame(caller)
     # Else no model is built, and what was read would be kept for nothing.
-    is_built = call is not None and call.f_code.co_name in ("fit", "evaluate")
+    is_built = running_loop.call_name() in ("fit", "evaluate")
     if is_built and strategy.num_replicas_in_sync > 1:
-        generators.replay(caller.f_locals.get("self"))
-
-
-def _asked_by_keras_build() -> bool:
-    # No argument tells this call of Keras' from a user's: both are reduce("MEAN", structure, axis=None).
-    return sys._getframe(2).f_code.co_name == "_maybe_symbolic_build"
+        generators.replay(epoch_iterator)

@@ -4,30 +4,38 @@
 from __future__ import annotations
 
 import itertools
-import sys
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import array_data, decorated_methods, device_pipelines, first_batch, unread_iterators
-from tfdist.engines import averaging_data, cpus, heap, keras_steps, overlap, progress, python_operation, sharing
-from tfdist.engines.averaging import AveragingEngine
-from tfdist.engines.threaded import ThreadedEngine
-from tfdist.engines.threaded_data import ReplicaBatch, ReplicaDataset, ReplicaDatasetFromFunction, find_iterator
-from tfdist.engines.threaded_step import ThreadedStep
+from tfdist.compat import (
+    array_data,
+    device_pipelines,
+    distributed_data,
+    first_batch,
+    overlapping_loops,
+    running_loop,
+    strategy_order,
+    unread_iterators,
+)
+from tfdist.data import progress, splitting
+from tfdist.data.handle import BatchHandle
+from tfdist.data.replica_batches import ReplicaDataset
+from tfdist.engines.averaging import data as averaging_data
+from tfdist.engines.averaging.engine import AveragingEngine
+from tfdist.engines.mirrored.engine import ThreadedEngine
 from tfdist.policies import composition
 from tfdist.policies.base import Aggregation
-from tfdist.strategies import _common, order, saving, steps, warming
+from tfdist.runtime import allocator, cpus
+from tfdist.strategies import _common, saving, warming
 from tfdist.telemetry.report import Recorder, Report
 
 # TensorFlow tells the collectives of a process apart by numbers that each strategy counts from this one.
 _KEY_BASES = itertools.count(2**16, 2**16)
 
 
-class MirroredStrategy(warming.WarmingSteps, tf.distribute.MirroredStrategy):
+class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
     """Synchronous training on the devices of one machine: `tf.distribute.MirroredStrategy`, mended for Keras 3.
 
     With a policy, `fit` computes each device's gradient in a thread of its own and makes an update as soon as the
@@ -64,7 +72,7 @@ class MirroredStrategy(warming.WarmingSteps, tf.distribute.MirroredStrategy):
             _check_threads()
         # Else its all-reduces would be taken for those of another strategy on these devices, of other shapes.
         self._collective_key_base = next(_KEY_BASES)
-        heap.keep_freed_memory(few_arenas=False)
+        allocator.keep_if_launched(few_arenas=False)
         device_pipelines.leave_untuned()
         super().__init__(devices, cross_device_ops)
         composed = composition.compose(policies, "MirroredStrategy", self.num_replicas_in_sync)
@@ -81,61 +89,21 @@ class MirroredStrategy(warming.WarmingSteps, tf.distribute.MirroredStrategy):
         self._is_exclusive = bool(policies)
         self._warming = warming.on_devices(self, composed.warmup, self._recorder)
         self._policies_to_save = saving.PoliciesToSave(policies, self._warming, self._averaging)
-        # The step of a custom loop that was run outside of a graph last.
-        self._traced: dict[Any, ThreadedStep] = {}
 
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Runs `fn` on every replica. With a policy, the `train_step` that `fit` hands in makes an update."""
         if self.num_replicas_in_sync > 1:
-            order.mirrored_trains()
-        if self._engine is None or not any(isinstance(x, ReplicaBatch) for x in tf.nest.flatten((args, kwargs))):
-            return super().run(fn, args, kwargs, options)
-        fn = decorated_methods.undecorated(fn)
-        model = steps.model_of(fn)
-        if model is not None and fn.__name__ == steps.TRAIN and len(args) == 1 and not kwargs:
-            return self._train(fn, args[0])
-        args, kwargs = tf.nest.map_structure(_redeemed, (args, kwargs))
+            strategy_order.mirrored_trains()
         return super().run(fn, args, kwargs, options)
-
-    def _train(self, fn: Any, ticket: ReplicaBatch) -> Any:
-        engine, model = self._engine, fn.__self__
-        _check_xla(model)
-        if tf.executing_eagerly():
-            step = self._step_outside_of_a_graph(fn, ticket)
-            return step.rebuild(engine.step(step, find_iterator(int(ticket.iterator_id))))
-        steps.prepare(self, model)
-        step = engine.prepare(fn, ticket)
-        # TensorFlow keeps the Python of operations for ever: it must not keep the model, which its graph does instead.
-        graph: Any = tf.compat.v1.get_default_graph()
-        graph._tfdist_steps = [*getattr(graph, "_tfdist_steps", []), step]
-        engine_of: Any = weakref.ref(engine)
-        step_of: Any = weakref.ref(step)
-
-        def update(iterator_id: tf.Tensor) -> list[np.ndarray]:
-            return engine_of().step(step_of(), find_iterator(int(iterator_id)))
-
-        return step.rebuild(python_operation.call(update, [ticket.iterator_id], step.dtypes))
-
-    def _step_outside_of_a_graph(self, fn: Any, ticket: ReplicaBatch) -> ThreadedStep:
-        kept, key = keras_steps.traced_with(fn), (id(self), fn, ticket.is_whole, ticket.structure)
-        if kept is None:
-            kept = self._traced
-            for other in kept.keys() - {key}:
-                del kept[other]
-        if key not in kept:
-            steps.prepare(self, fn.__self__)
-            kept[key] = self._engine.prepare(fn, ticket)
-        return kept[key]
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         """Divides each batch of `dataset` among the replicas, as evenly as its size allows.
 
-        With a policy, iterating over the result gives tickets, to be given to `run` in place of a batch.
+        With a policy, iterating over the result gives handles, to be given to `run` in place of a batch.
         """
-        overlap.begin(self, self._is_exclusive)
-        caller = sys._getframe(1)
-        _common.replay_generator(self, caller)
-        epoch_iterator = caller.f_locals.get("self")
+        overlapping_loops.begin(self, self._is_exclusive)
+        epoch_iterator = running_loop.calling_object()
+        _common.replay_generator(self, epoch_iterator)
         dataset = array_data.untuned(dataset, epoch_iterator)
         distributed = unread_iterators.left_out(self._distributed(dataset, options), epoch_iterator)
         return distributed if options is not None else progress.remember(distributed, dataset, self._distributed)
@@ -146,29 +114,28 @@ class MirroredStrategy(warming.WarmingSteps, tf.distribute.MirroredStrategy):
     def _divided(self, dataset: Any, options: Any) -> Any:
         replicas = self.num_replicas_in_sync
         if replicas > 1:
-            order.mirrored_trains()
+            strategy_order.mirrored_trains()
         if isinstance(dataset, ReplicaDataset):
             return dataset
         if self._averaging is not None and averaging_data.is_plain(dataset, options):
-            return self._averaging.dataset(dataset, lambda: self._divide(dataset, options))
+            return self._averaging.distribute(dataset, lambda: self._divide(dataset, options))
         return self._divide(dataset, options)
 
     def _divide(self, dataset: Any, options: Any) -> Any:
         replicas = self.num_replicas_in_sync
         is_plain = options is None and isinstance(dataset, tf.data.Dataset)
         if self._engine is not None and is_plain and tf.executing_eagerly():
-            return ReplicaDataset(dataset, replicas)
+            return self._engine.distribute(dataset)
         if not is_plain or replicas == 1:
             return super().experimental_distribute_dataset(dataset, options)
-        sharing.check_batched(dataset.element_spec, replicas)
-        size = sharing.static_size(dataset.element_spec)
+        splitting.check_batched(dataset.element_spec, replicas)
+        size = splitting.static_size(dataset.element_spec)
         if size is not None and size % replicas == 0:
             return super().experimental_distribute_dataset(dataset, options)
-        dealt = sharing.deal(dataset, range(replicas), replicas).prefetch(replicas)
+        dealt = splitting.deal(dataset, range(replicas), replicas).prefetch(replicas)
         distributed = super().distribute_datasets_from_function(lambda context: dealt)
-        # Each batch has a part for every replica: no need to ask, for each, whether there is one.
-        distributed._enable_get_next_as_optional = False
-        return first_batch.explained(distributed, sharing.explain)
+        distributed_data.assume_full_batches(distributed)
+        return first_batch.explained(distributed, splitting.explain)
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset], options: Any = None
@@ -180,16 +147,16 @@ class MirroredStrategy(warming.WarmingSteps, tf.distribute.MirroredStrategy):
         if is_stock:
             whole = super().distribute_datasets_from_function(dataset_fn, options)
         else:
-            whole = ReplicaDatasetFromFunction([dataset_fn(context) for context in contexts])
+            whole = self._engine.distribute_own([dataset_fn(context) for context in contexts])
         if self._averaging is not None and options is None and tf.executing_eagerly():
             stock = whole
-            whole = self._averaging.dataset_of_own(dataset_fn(tf.distribute.InputContext(1, 0, count)), lambda: stock)
+            whole = self._averaging.distribute_own(dataset_fn(tf.distribute.InputContext(1, 0, count)), lambda: stock)
         return warming.with_own(self._warming, whole, lambda: dataset_fn(tf.distribute.InputContext(1, 0, count)))
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """See the stock method. Of a ticket: what one replica's part looks like."""
-        if isinstance(value, ReplicaBatch):
-            return (find_iterator(int(value.iterator_id)).example(),)
+        """See the stock method. Of a handle: what one replica's part of the batch looks like."""
+        if isinstance(value, BatchHandle):
+            return (value.engine.example(value),)
         return super().experimental_local_results(value)
 
     def gather(self, value: Any, axis: int) -> Any:
@@ -213,10 +180,6 @@ class MirroredStrategy(warming.WarmingSteps, tf.distribute.MirroredStrategy):
         return self._averaging.complete(report) if self._averaging else report
 
 
-def _redeemed(leaf: Any) -> Any:
-    return leaf.redeem() if isinstance(leaf, ReplicaBatch) else leaf
-
-
 def _check_threads() -> None:
     # 0 stands for one for each CPU that this process may use.
     count = tf.config.threading.get_inter_op_parallelism_threads() or cpus.usable()
@@ -225,12 +188,4 @@ def _check_threads() -> None:
             "MirroredStrategy(policies=...): Keras' step waits in one of TensorFlow's inter-op threads while the "
             "replicas compute in the others; call tf.config.threading.set_inter_op_parallelism_threads(2), or more, at "
             f"the top of the program. Received: {count} thread"
-        )
-
-
-def _check_xla(model: Any) -> None:
-    if model.jit_compile:
-        raise ValueError(
-            "compile(jit_compile=True): XLA can't compile a step that a policy takes apart; leave it at 'auto' or "
-            "False. Received: jit_compile=True"
         )

@@ -8,48 +8,43 @@ import contextlib
 import os
 import secrets
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
-from tensorflow.python.distribute import collective_all_reduce_strategy as stock
-from tensorflow.python.eager import context as tf_context
 
 from tfdist import _addresses
 from tfdist import cluster as clusters
 from tfdist.compat import (
     array_data,
     checkpoint_files,
+    chief_writes,
+    dataset_inputs,
     device_pipelines,
+    direct_iterators,
+    distributed_data,
+    eager_context,
     first_batch,
     initial_values,
+    overlapping_loops,
     plain_loops,
+    replicas,
+    running_loop,
     unread_iterators,
 )
-from tfdist.engines import (
-    averaging_data,
-    board,
-    heap,
-    host_iterator,
-    overlap,
-    own_address,
-    progress,
-    quorum,
-    quorum_data,
-    quorum_member,
-    rendezvous,
-    sharing,
-    watch,
-)
-from tfdist.engines.averaging import AveragingEngine
-from tfdist.engines.quorum_step import Ticket
+from tfdist.data import progress, splitting
+from tfdist.data.handle import DistributedDataset
+from tfdist.engines.averaging.engine import AveragingEngine
+from tfdist.engines.multi_worker import agreement as agreements
+from tfdist.engines.multi_worker import data as quorum_data
+from tfdist.engines.multi_worker import engine as quorum
 from tfdist.policies import composition
 from tfdist.policies.base import Aggregation, Update
-from tfdist.strategies import _common, chief_writes, saving, steps, warming
-from tfdist.strategies import agreement as agreements
+from tfdist.runtime import allocator, cpus, own_address, quorum_client, quorum_server, rendezvous, watch
+from tfdist.step import copies, replicated_step
+from tfdist.strategies import _common, saving, warming
 from tfdist.telemetry.report import Recorder, Report
 
 _POLICY = tf.data.experimental.AutoShardPolicy
@@ -58,7 +53,7 @@ _HEARTBEAT_TIMEOUT_SECS = 10
 _SECRET = "TFDIST_JOB_SECRET"
 
 
-class MultiWorkerMirroredStrategy(warming.WarmingSteps, tf.distribute.MultiWorkerMirroredStrategy):
+class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerMirroredStrategy):
     """Synchronous training on several workers: `tf.distribute.MultiWorkerMirroredStrategy`, made to work with Keras 3.
 
     Every worker runs the same script. Without TF_CONFIG it trains alone on the local devices, and so does an evaluator.
@@ -88,7 +83,7 @@ class MultiWorkerMirroredStrategy(warming.WarmingSteps, tf.distribute.MultiWorke
     # Such as a job of several workers of which the launcher gave up all but one.
     _is_cluster_of_one = False
     # On the chief, with a policy.
-    _board: board.Board | None = None
+    _board: quorum_server.Board | None = None
 
     def __init__(
         self,
@@ -102,7 +97,7 @@ class MultiWorkerMirroredStrategy(warming.WarmingSteps, tf.distribute.MultiWorke
         composition.check(policies, "MultiWorkerMirroredStrategy")
         _common.check_timeouts(start_timeout_secs=start_timeout_secs, stall_timeout_secs=stall_timeout_secs)
         cluster = _cluster(cluster_resolver)
-        heap.keep_freed_memory(few_arenas=True)
+        allocator.keep_if_launched(few_arenas=True)
         device_pipelines.leave_untuned()
         is_training = cluster is None or cluster.task in cluster.training_tasks
         num_workers = 1 if cluster is None else len(cluster.training_tasks)
@@ -119,6 +114,10 @@ class MultiWorkerMirroredStrategy(warming.WarmingSteps, tf.distribute.MultiWorke
             _common.mend_keras(self)
             return
         _before_context()
+        if policy:
+            # Keras' step waits in one of them while the contribution is computed in the others; 0: one for each CPU.
+            count = tf.config.threading.get_inter_op_parallelism_threads() or cpus.usable()
+            tf.config.threading.set_inter_op_parallelism_threads(count + 1)
         rendezvous.meet(cluster, start_timeout_secs, secret=os.environ.get(_SECRET, ""))
         _configure_coordination(cluster, start_timeout_secs)
         with _interruptible():
@@ -169,7 +168,7 @@ class MultiWorkerMirroredStrategy(warming.WarmingSteps, tf.distribute.MultiWorke
             secret = own or secrets.token_hex(32)
             hosts = [_addresses.split(cluster.address(task))[0] for task in tasks]
             host = own_address.reachable(hosts[0], hosts, lambda line: watch.say(f"tfdist: {line}"))
-            self._board = board.Board(policy, names, secret.encode(), host)
+            self._board = quorum_server.Board(policy, names, secret.encode(), host)
             self._board.start()
             atexit.register(self._board.close)
             return {"address": self._board.address, "secret": None if own else secret}
@@ -179,15 +178,15 @@ class MultiWorkerMirroredStrategy(warming.WarmingSteps, tf.distribute.MultiWorke
         if secret is None:
             raise ConnectionError(f"{_SECRET} is set on {names[0]} and not here; give all workers the same, or none")
         worker = tasks.index(cluster.task)
-        member = quorum_member.Member(
+        member = quorum_client.Member(
             tuple(opened["address"]), worker, names, secret.encode(), stall_timeout_secs=stall_timeout_secs
         )
         self._quorum = quorum.QuorumEngine(self, worker, member, self._sum_over_workers, self._prepare, self._record)
         self._quorum.start()
 
     def _prepare(self, model: keras.Model) -> None:
-        steps._check_xla(self, model)
-        steps.prepare(self, model)
+        replicated_step.check_xla(self, model)
+        replicated_step.prepare(self, model)
 
     def _record(self, update: Update, examples: int) -> None:
         # The board alone has the policy that decides, and all hear what it was.
@@ -197,7 +196,7 @@ class MultiWorkerMirroredStrategy(warming.WarmingSteps, tf.distribute.MultiWorke
     def gather(self, value: Any, axis: int) -> Any:
         """Puts the values of all replicas together along `axis`, as `tf.distribute.Strategy.gather` does."""
         is_plain = isinstance(value, tf.Tensor) and value.shape.rank
-        if not is_plain or not tf.executing_eagerly() or not self.extended._in_multi_worker_mode():
+        if not is_plain or not tf.executing_eagerly() or not replicas.has_other_workers(self):
             return super().gather(value, axis)
         # The stock method traces a function at each call. For any shape: all workers trace the same, at the same time.
         key = axis, value.dtype, value.shape.rank
@@ -211,37 +210,32 @@ class MultiWorkerMirroredStrategy(warming.WarmingSteps, tf.distribute.MultiWorke
         report = self._recorder.report()
         return self._averaging.complete(report) if self._averaging else report
 
-    def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
-        """Runs `fn` on every replica, as `tf.distribute.Strategy.run` does; see there for the arguments."""
-        if len(args) != 1 or not isinstance(args[0], Ticket):
-            return super().run(fn, args, kwargs, options)
-        logs = args[0].step.update(args[0])
-        return tf.nest.map_structure(steps._mark, logs)
-
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         """Divides each batch of `dataset` among the replicas of all workers, as evenly as its size allows.
 
         A data set whose auto-shard policy is FILE, HINT or OFF is left to TensorFlow.
         """
-        overlap.begin(self, self._is_exclusive)
-        caller = sys._getframe(1)
-        _common.replay_generator(self, caller)
-        epoch_iterator = caller.f_locals.get("self")
+        overlapping_loops.begin(self, self._is_exclusive)
+        epoch_iterator = running_loop.calling_object()
+        _common.replay_generator(self, epoch_iterator)
         dataset = array_data.untuned(dataset, epoch_iterator)
+        if self._quorum is not None:
+            # Else it would show in a step that there is none, which ends an execution of several steps in the middle.
+            dataset = array_data.sized(dataset, epoch_iterator)
         return unread_iterators.left_out(self._divided(dataset, options), epoch_iterator)
 
     def _divided(self, dataset: Any, options: Any) -> Any:
-        replicas = self.num_replicas_in_sync
-        if options is not None or replicas == 1 or not _is_shared_by_data(dataset):
+        count = self.num_replicas_in_sync
+        if options is not None or count == 1 or not _is_shared_by_data(dataset):
             self._check_policy_allows(dataset, options)
             return self._left_to_tensorflow(dataset, options)
-        sharing.check_batched(dataset.element_spec, replicas)
+        splitting.check_batched(dataset.element_spec, count)
         is_known = self._check_same(dataset)
         dataset = self._reordered(dataset)
         return progress.remember(self._dealt(dataset, is_known), dataset, lambda rest: self._dealt(rest, is_known))
 
     def _left_to_tensorflow(self, dataset: Any, options: Any) -> Any:
-        if options is not None or self.extended._num_workers > 1:
+        if options is not None or replicas.worker_count(self) > 1:
             return super().experimental_distribute_dataset(dataset, options)
         # A single worker reads all batches, so a pass can be resumed by skipping the first ones.
         dataset, distribute = self._reordered(dataset), super().experimental_distribute_dataset
@@ -250,26 +244,26 @@ class MultiWorkerMirroredStrategy(warming.WarmingSteps, tf.distribute.MultiWorke
     def _reordered(self, dataset: Any) -> Any:
         """Changes the order of Keras-shuffled batches in a cluster of any size, so that a resized job keeps it."""
         is_in_cluster = self._agreement is not None or self._is_cluster_of_one
-        if not is_in_cluster or not sharing.is_shuffled_by_keras(dataset):
+        if not is_in_cluster or not splitting.is_shuffled_by_keras(dataset):
             return dataset
         # Seeds are set after the strategy is built; the chief's is the one that counts.
-        seed = tf_context.global_seed()
+        seed = eager_context.global_seed()
         if self._agreement is not None:
             seed = self._agreement.from_chief(lambda: seed, "agreeing on the order of batches")
-        return dataset if seed is None else sharing.reorder_batches(dataset, seed)
+        return dataset if seed is None else splitting.reorder_batches(dataset, seed)
 
     def _dealt(self, dataset: tf.data.Dataset, is_known: bool) -> Any:
-        parts, replicas = self._parts(), self.num_replicas_in_sync
-        dealt = sharing.deal(dataset, parts, replicas).prefetch(len(parts))
+        parts, count = self._parts(), self.num_replicas_in_sync
+        dealt = splitting.deal(dataset, parts, count).prefetch(len(parts))
         distributed = self._read_directly(super().distribute_datasets_from_function(lambda context: dealt))
-        distributed = first_batch.explained(distributed, sharing.explain)
-        # All workers come to the end in the same step: no need to ask them in each.
-        distributed._enable_get_next_as_optional = distributed._enable_get_next_as_optional and not is_known
+        distributed = first_batch.explained(distributed, splitting.explain)
+        if is_known:  # All workers come to the end in the same step.
+            distributed_data.assume_full_batches(distributed)
         if not (self._quorum or self._averaging or self._warming):
             return distributed
-        own = quorum_data.part_of(dataset, parts[0], replicas)
-        whole = quorum_data.QuorumDataset(self._quorum, distributed, own) if self._quorum else distributed
-        whole = self._averaging.dataset(dataset, lambda: distributed) if self._averaging else whole
+        own = quorum_data.part_of(dataset, parts[0], count)
+        whole = self._quorum.distribute(own, lambda: distributed) if self._quorum else distributed
+        whole = self._averaging.distribute(dataset, lambda: distributed) if self._averaging else whole
         return warming.with_worker(self._warming, whole, own, self._quorum)
 
     def distribute_datasets_from_function(
@@ -281,18 +275,18 @@ class MultiWorkerMirroredStrategy(warming.WarmingSteps, tf.distribute.MultiWorke
             distributed = self._read_directly(distributed)
         if not (self._quorum or self._averaging or self._warming) or not tf.executing_eagerly():
             return distributed
-        workers, replicas = self.extended._num_workers, self.num_replicas_in_sync
-        read = dataset_fn(tf.distribute.InputContext(workers, self.extended._id_in_cluster, replicas))
+        workers, count = replicas.worker_count(self), self.num_replicas_in_sync
+        read = dataset_fn(tf.distribute.InputContext(workers, replicas.worker_index(self), count))
         own = quorum_data.without_total(read)
-        whole = quorum_data.QuorumDataset(self._quorum, distributed, own) if self._quorum else distributed
-        whole = self._averaging.dataset_of_own(read, lambda: distributed) if self._averaging else whole
+        whole = self._quorum.distribute(own, lambda: distributed) if self._quorum else distributed
+        whole = self._averaging.distribute_own(read, lambda: distributed) if self._averaging else whole
         return warming.with_worker(self._warming, whole, own, self._quorum, self._sum_over_workers)
 
     def _read_directly(self, distributed: Any) -> Any:
-        return host_iterator.read_directly(distributed, self.extended.worker_devices)
+        return direct_iterators.read_directly(distributed, self.extended.worker_devices)
 
     def _check_policy_allows(self, dataset: Any, options: Any) -> None:
-        is_made_here = isinstance(dataset, quorum_data.QuorumDataset | averaging_data.AveragingDataset)
+        is_made_here = isinstance(dataset, DistributedDataset)
         if is_made_here or not (self._quorum or self._averaging or self._warming):
             return
         received = f"options={options}" if options is not None else "a data set of another AutoShardPolicy"
@@ -319,7 +313,7 @@ class MultiWorkerMirroredStrategy(warming.WarmingSteps, tf.distribute.MultiWorke
 
     def _parts(self) -> range:
         # The order in which Keras' predict puts the replicas of several workers together.
-        return range(self.extended._id_in_cluster, self.num_replicas_in_sync, self.extended._num_workers)
+        return range(replicas.worker_index(self), self.num_replicas_in_sync, replicas.worker_count(self))
 
     def _agreements(self) -> agreements.Agreement:
         if self._agreement is None:
@@ -327,13 +321,13 @@ class MultiWorkerMirroredStrategy(warming.WarmingSteps, tf.distribute.MultiWorke
         return self._agreement
 
     def _sum_over_workers(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        if not self.extended._in_multi_worker_mode():
+        if not replicas.has_other_workers(self):
             return list(tensors)
         sums: list[Any] = list(tensors)
         for dtype in sorted({tensor.dtype.name for tensor in tensors}):
             chosen = [index for index, tensor in enumerate(tensors) if tensor.dtype.name == dtype]
             flat = tf.concat([tf.reshape(tensors[index], [-1]) for index in chosen], 0)
-            with tf.device(self.extended._worker_device):
+            with tf.device(replicas.worker_device(self)):
                 total = tf.distribute.Strategy.reduce(self, "SUM", tf.identity(flat), axis=None)
             for index, piece in zip(chosen, tf.split(total, [tf.size(tensors[i]) for i in chosen]), strict=True):
                 sums[index] = tf.reshape(piece, tf.shape(tensors[index]))
@@ -342,12 +336,7 @@ class MultiWorkerMirroredStrategy(warming.WarmingSteps, tf.distribute.MultiWorke
     def _copy_from_chief(self, variables: Sequence[Any]) -> None:
         """Gives all workers the chief's values."""
         is_chief = self._agreement is None or self._agreement.is_chief
-        for variable in variables:
-            value = tf.convert_to_tensor(variable)
-            # Collectives add no unsigned integers and no booleans.
-            value = value if value.dtype.is_floating else tf.cast(value, tf.int64)
-            (total,) = self._sum_over_workers([value if is_chief else tf.zeros_like(value)])
-            variable.assign(tf.cast(total, variable.dtype))
+        copies.broadcast(variables, is_chief, self._sum_over_workers)
 
 
 def _is_shared_by_data(dataset: Any) -> bool:
@@ -357,7 +346,7 @@ def _is_shared_by_data(dataset: Any) -> bool:
 
 def _sources(dataset: tf.data.Dataset) -> list[str]:
     """What this data set and those that it is made of yield."""
-    return [str(dataset.element_spec), *(text for source in dataset._inputs() for text in _sources(source))]
+    return [str(dataset.element_spec), *(text for source in dataset_inputs.of(dataset) for text in _sources(source))]
 
 
 def _cluster(resolver: Any) -> clusters.Cluster | None:
@@ -378,7 +367,7 @@ def _nobody_else() -> tf.distribute.cluster_resolver.ClusterResolver:
 
 def _before_context() -> None:
     """Says in one line what the stock strategy would say after the other workers had come."""
-    if tf_context.context()._context_handle is not None:
+    if eager_context.has_begun():
         raise RuntimeError(
             "MultiWorkerMirroredStrategy must be built before TensorFlow is used; move it up, before the first tensor, "
             "data set or model"
@@ -387,16 +376,11 @@ def _before_context() -> None:
 
 def _configure_coordination(cluster: clusters.Cluster, start_timeout_secs: float) -> None:
     counts = {job: len([task for task in cluster.training_tasks if task.type == job]) for job in ("chief", "worker")}
-    tf_context.context().configure_coordination_service(
-        service_type="standalone",
-        service_leader=f"/job:{cluster.training_tasks[0].type}/replica:0/task:0",
-        cluster_register_timeout_in_ms=int(start_timeout_secs * 1000),
-        heartbeat_timeout_in_ms=_HEARTBEAT_TIMEOUT_SECS * 1000,
-        coordinated_jobs=[
-            stock.coordination_config_pb2.CoordinatedJob(name=job, num_tasks=count)
-            for job, count in counts.items()
-            if count
-        ],
+    eager_context.configure_coordination(
+        leader=f"/job:{cluster.training_tasks[0].type}/replica:0/task:0",
+        jobs={job: count for job, count in counts.items() if count},
+        start_timeout_secs=start_timeout_secs,
+        heartbeat_timeout_secs=_HEARTBEAT_TIMEOUT_SECS,
     )
 
 

@@ -9,6 +9,7 @@ cluster of local processes.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,48 +17,42 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist import serving
-from tfdist.cluster import Cluster
 from tfdist.compat import (
     array_data,
     autograph_rules,
+    cluster_joining,
+    colocation,
     creation_lines,
     late_builds,
+    overlapping_loops,
     plain_loops,
+    python_operation,
+    running_loop,
+    scheduled_functions,
+    strategy_order,
     symbolic_build,
     trainers,
 )
-from tfdist.engines import (
-    fitting,
-    function_keys,
-    in_scope,
-    joining,
-    keras_steps,
-    overlap,
-    python_operation,
-    rehearsal,
-    rendezvous,
-    sharing,
-    watch,
-    worker_batch,
-)
-from tfdist.engines.accumulating import Accumulation
-from tfdist.engines.aggregated import AggregatedEngine
-from tfdist.engines.aggregated_step import AggregatedStep
-from tfdist.engines.asynchronous import AsynchronousEngine
-from tfdist.engines.coordinated import CoordinatedEngine
-from tfdist.engines.coordinated_variable import coordinate
-from tfdist.engines.partitioned_variable import PartitionedVariable, partition
-from tfdist.engines.program import Program
-from tfdist.engines.worker_batch import Batch, WorkerBatch, find_iterator
-from tfdist.engines.worker_data import WorkerIterator
-from tfdist.engines.worker_dataset import WorkerDataset, WorkerDatasetFromFunction
+from tfdist.data import splitting
+from tfdist.engines.parameter_server import batch_arguments, scope_checks, step_dispatch, worker_batch
+from tfdist.engines.parameter_server.accumulation import Accumulation
+from tfdist.engines.parameter_server.aggregated import AggregatedEngine
+from tfdist.engines.parameter_server.aggregated_step import AggregatedStep
+from tfdist.engines.parameter_server.asynchronous import AsynchronousEngine
+from tfdist.engines.parameter_server.coordinated_variable import coordinate
+from tfdist.engines.parameter_server.engine import CoordinatedEngine
+from tfdist.engines.parameter_server.partitioned_variable import PartitionedVariable, partition
+from tfdist.engines.parameter_server.program import Program
+from tfdist.engines.parameter_server.transfer import plan as transfer_plan
+from tfdist.engines.parameter_server.worker_batch import WorkerBatch
+from tfdist.engines.parameter_server.worker_data import WorkerIterator, find_iterator
+from tfdist.engines.parameter_server.worker_dataset import WorkerDataset, WorkerDatasetFromFunction
 from tfdist.policies import composition
-from tfdist.policies.base import Aggregation
-from tfdist.strategies import _common, order, saving
+from tfdist.runtime import rendezvous, watch
+from tfdist.serving import embedded
+from tfdist.step import function_keys, in_scope, keras_steps, one_replica, rehearsal
+from tfdist.strategies import _parameter_server_arguments, saving
 from tfdist.telemetry.report import Recorder, Report
-
-_SHARDINGS = ("shard", "replicate", "dynamic")
 
 
 class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
@@ -79,6 +74,9 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       num_ps: Parameter servers to start where there is no cluster.
       start_timeout_secs: How long to wait for the other tasks to come up.
       stall_timeout_secs: How long to wait for lost tasks without which training can't go on.
+      transfer: How variables and gradients cross the network. `"auto"`: small ones together, and products with large
+        kernels on the parameter servers where a short measurement says that this is faster; `"plain"`: as stock
+        TensorFlow sends them.
 
     Raises:
       ValueError: An argument is out of range.
@@ -99,26 +97,30 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         num_ps: int = 1,
         start_timeout_secs: float = 300.0,
         stall_timeout_secs: float = 600.0,
+        transfer: str = "auto",
     ):
         composition.check(policies, "ParameterServerStrategy")
-        _check_arguments(policies, data_sharding, start_timeout_secs, stall_timeout_secs)
-        cluster = _find_cluster(cluster_resolver)
+        _parameter_server_arguments.check(policies, data_sharding, start_timeout_secs, stall_timeout_secs)
+        transfer_plan.check_mode(transfer)
+        cluster = _parameter_server_arguments.find_cluster(cluster_resolver)
         if cluster is not None and cluster.task.type in ("worker", "ps"):
-            sys.exit(serving.serve(cluster, start_timeout_secs))
+            sys.exit(embedded.serve(cluster, start_timeout_secs))
         if cluster is None:
-            serving.check_sizes(num_workers, num_ps)
-        composed = composition.compose(policies, "ParameterServerStrategy", _num_workers(cluster, num_workers))
+            embedded.check_sizes(num_workers, num_ps)
+        composed = composition.compose(
+            policies, "ParameterServerStrategy", _parameter_server_arguments.num_workers_of(cluster, num_workers)
+        )
         creation_lines.remember()
-        order.join_cluster()
+        strategy_order.join_cluster()
         self._data_sharding = data_sharding
-        self._serving = serving.attach(cluster, num_workers, num_ps, start_timeout_secs, data_sharding == "dynamic")
+        self._serving = embedded.attach(cluster, num_workers, num_ps, start_timeout_secs, data_sharding == "dynamic")
         with rendezvous.naming_port(cluster):
             super().__init__(self._serving.resolver(), variable_partitioner)
         # `run` and `reduce` of this class decide themselves what belongs on a worker; the stock check would only warn
         # about it.
-        self.extended._allow_run_without_coordinator = True
-        self.extended.colocate_vars_with = in_scope.colocating(self, self._scope)
-        keras_steps.check_colocation(self.extended)
+        scheduled_functions.allow_without_coordinator(self)
+        colocation.replace(self, lambda stock: in_scope.colocating(self, self._scope, stock))
+        scope_checks.check_colocation(self)
         plain_loops.allow(self)
         late_builds.allow(self, in_scope.redirected)
         autograph_rules.leave_library()
@@ -129,6 +131,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             stall_timeout_secs=stall_timeout_secs,
             on_update=lambda update: self._recorder.record(update),
         )
+        has_gpu = "GPU" in self.extended.worker_devices[0].upper()
+        self._transfer = transfer_plan.of(transfer, self._num_workers, self._num_ps, has_gpu)
         self._programs: dict[Any, Any] = {}
         self._functions = function_keys.Traced()
         self._recorder = Recorder([f"worker:{index}" for index in range(self._serving.num_workers)])
@@ -137,16 +141,22 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         self._aggregate(composed, stall_timeout_secs)
         self._policies_to_save = saving.PoliciesToSave(policies)
         watch.InterruptEscape(self._engine.waited_for).install()
-        order.joined_cluster()
+        strategy_order.joined_cluster()
 
     def _aggregate(self, composed: composition.Composition, stall_timeout_secs: float) -> None:
-        """Has policies decide what updates are made of, if there are any."""
+        """Lets policies decide what updates are made of, if there are any."""
         aggregation = composed.aggregation
         if aggregation is None:
             return
         engine = AggregatedEngine if aggregation.is_synchronous else AsynchronousEngine
         self._aggregated = engine(
-            self, self._engine, aggregation, self._recorder.record, stall_timeout_secs, composed.warmup
+            self,
+            self._engine,
+            aggregation,
+            self._transfer,
+            self._recorder.record,
+            stall_timeout_secs,
+            composed.warmup,
         )
         # A batch is cut into what an update is made of.
         if not aggregation.is_synchronous:
@@ -156,9 +166,9 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 
     def _connect_to_cluster(self, coordinator_name: str) -> None:
         del coordinator_name
-        cluster_spec = self._serving.renamed_resolver(joining.CHIEF_JOB).cluster_spec()
+        cluster_spec = self._serving.renamed_resolver(cluster_joining.CHIEF_JOB).cluster_spec()
         self._num_workers, self._num_ps = cluster_spec.num_tasks("worker"), cluster_spec.num_tasks("ps")
-        joining.join(cluster_spec)
+        cluster_joining.join(cluster_spec)
 
     @contextlib.contextmanager
     def _scope(self) -> Any:
@@ -167,15 +177,15 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 
     def scope(self) -> contextlib.AbstractContextManager:
         """See the stock `scope`. Variables made in it live on the parameter servers and count exactly."""
-        frame = sys._getframe(1)
-        if fitting.is_build(frame):
+        build = running_loop.build_in_caller()
+        if build is not None:
             self._begin_call()
-            rehearsal.before_keras(self, frame.f_locals["self"], fitting.step_to_build(frame))
+            rehearsal.before_keras(self, build.model, build.step)
         return self._scope()
 
     def _begin_call(self) -> None:
         # What workers have given for a pass, or read of it, is dropped when another one begins.
-        overlap.begin(self, is_exclusive=True, nests=not isinstance(self._aggregated, AsynchronousEngine))
+        overlapping_loops.begin(self, is_exclusive=True, nests=not isinstance(self._aggregated, AsynchronousEngine))
 
     def _create_coordinated(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         if isinstance(kwargs.get("colocate_with"), PartitionedVariable):
@@ -197,19 +207,19 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         if not tf.executing_eagerly():
             return super().experimental_distribute_dataset(dataset, options)
         # The stock coordinator leaves it set when a function that it is given fails to trace.
-        self.extended._being_scheduled = False
-        caller = sys._getframe(1).f_locals.get("self")
+        scheduled_functions.reset(self)
+        caller = running_loop.calling_object()
         dataset = array_data.untuned(array_data.sized(dataset, caller), caller)
         if self._data_sharding == "shard":
-            dataset = sharing.reorder_batches(dataset, seed=0)
+            dataset = splitting.reorder_batches(dataset, seed=0)
         if self._num_parts > 1:
-            sharing.check_batched(dataset.element_spec, self._num_parts)
+            splitting.check_batched(dataset.element_spec, self._num_parts)
         if isinstance(self._aggregated, AsynchronousEngine):
             described = WorkerDataset(self._engine, dataset, self._data_sharding, self._num_parts)
         else:
             is_dealt = self._aggregated is not None and self._data_sharding == "shard"
             described = WorkerDataset(self._engine, dataset, "deal" if is_dealt else self._data_sharding)
-        if fitting.fit_frame() is not None:
+        if running_loop.iterating_fit() is not None:
             described.check_first_batch()
         return described
 
@@ -241,25 +251,37 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             lambda x: tf.convert_to_tensor(x) if isinstance(x, np.ndarray) else x, (args, kwargs or {})
         )
         kind = keras_steps.classify(fn)
-        keras_steps.check_scope(fn)
+        scope_checks.check_scope(fn)
         with tf.init_scope(), self.scope():  # `fit`, where optimizers are built, may be called outside of it.
             keras_steps.check(fn, asynchronous=self._aggregated is None)
         return (self._run_eagerly if tf.executing_eagerly() else self._run_in_graph)(kind, fn, *given)
 
     def _on_worker(self) -> bool:
-        return self.extended._being_scheduled
+        return scheduled_functions.is_traced(self)
 
     def _run_eagerly(self, kind: str, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        tickets = worker_batch.tickets_in((args, kwargs))
-        handles = [int(ticket.handle) for ticket in tickets]
-        if self._is_aggregated(kind, tickets):
-            step = self._aggregated_step(fn, tickets[0])
-            return step.rebuild(self._aggregated.step(step, find_iterator(handles[0])))
-        batch = worker_batch.unused(handles)
-        iterator, in_parts = batch and batch.iterator, batch is None and bool(tickets)
+        model = keras_steps.model_of(fn)
+        if model is not None and model.run_eagerly:
+            return self._run_on_chief(fn, args, kwargs)
+        handles = worker_batch.handles_in((args, kwargs))
+        numbers = [int(handle.handle) for handle in handles]
+        if self._is_aggregated(kind, handles):
+            step = self._aggregated_step(fn, handles[0])
+            return step.rebuild(self._aggregated.step(step, find_iterator(numbers[0])))
+        batch = batch_arguments.unused(numbers)
+        iterator, in_parts = batch and batch.iterator, batch is None and bool(handles)
         program = self._program(kind, fn, args, kwargs, iterator, in_parts)
-        parts = worker_batch.parts_on_chief(handles, tickets) if in_parts else []
-        return program.rebuild(self._dispatch(kind, program, parts + program.flatten_arguments(args, kwargs), batch))
+        parts = batch_arguments.parts_on_chief(numbers, handles) if in_parts else []
+        return program.rebuild(
+            step_dispatch.dispatch(self._engine, kind, program, parts + program.flatten_arguments(args, kwargs), batch)
+        )
+
+    def _run_on_chief(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Runs a step untraced, with a batch brought to the chief: prints and breakpoints in it see values."""
+        self._engine.barrier(writes=True)
+        args, kwargs = worker_batch.as_values(args, kwargs)
+        with self.scope(), one_replica.replica_on(self, cluster_joining.CHIEF_DEVICE):
+            return fn(*args, **kwargs)
 
     def _program(
         self,
@@ -270,11 +292,11 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         iterator: WorkerIterator | None,
         in_parts: bool,
     ) -> Program:
-        worker_fed = iterator is not None and _takes_batches_itself(kind, iterator)
-        specs = tf.nest.map_structure(_spec, (args, kwargs))
+        worker_fed = iterator is not None and batch_arguments.takes_batches_itself(kind, iterator)
+        specs = tf.nest.map_structure(batch_arguments.spec_of, (args, kwargs))
         programs, key = self._traced_with(fn), (function_keys.key_of(fn), worker_fed, in_parts, repr(specs))
         if key not in programs:
-            rehearsal.before_workers(self, fn, args, kwargs)
+            rehearsal.before(self, fn, *worker_batch.as_specs(list(args), kwargs))
             programs[key] = self._traced(fn, args, kwargs, worker_fed, in_parts)
             self._functions.note(fn, programs, key)
         return programs[key]
@@ -284,14 +306,14 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         if optimizer is not None and self._aggregated is None:
             kept, key = self._traced_with(fn), ("accumulation", optimizer)
             accumulation = kept.get(key) or kept.setdefault(key, Accumulation(self._engine.coordinator, optimizer))
-        return Program(self, fn, args, kwargs, worker_fed, in_parts, accumulation)
+        return Program(self, fn, args, kwargs, worker_fed, in_parts, accumulation, self._transfer)
 
     def _run_in_graph(self, kind: str, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Leaves an operation in the caller's graph that queues the step each time it runs."""
-        tickets = worker_batch.tickets_in((args, kwargs))
-        if self._is_aggregated(kind, tickets):
-            return self._aggregate_in_graph(fn, tickets[0])
-        rehearsal.before_workers(self, fn, args, kwargs)
+        handles = worker_batch.handles_in((args, kwargs))
+        if self._is_aggregated(kind, handles):
+            return self._aggregate_in_graph(fn, handles[0])
+        rehearsal.before(self, fn, *worker_batch.as_specs(list(args), kwargs))
         by_feed: dict[tuple[bool, bool], Program] = {}
 
         def program_for(worker_fed: bool, in_parts: bool) -> Program:
@@ -299,85 +321,59 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
                 by_feed[worker_fed, in_parts] = self._traced(fn, args, kwargs, worker_fed, in_parts)
             return by_feed[worker_fed, in_parts]
 
-        program = program_for(bool(tickets) and kind not in ("test", "predict"), False)
+        program = program_for(bool(handles) and kind not in ("test", "predict"), False)
 
         def queue(*inputs: tf.Tensor) -> list[np.ndarray]:
-            handles, tensors = [int(handle) for handle in inputs[: len(tickets)]], list(inputs[len(tickets) :])
-            batch = worker_batch.unused(handles)
-            if batch is None and tickets:
-                parts = worker_batch.parts_on_chief(handles, tickets)
-                return self._dispatch(kind, program_for(False, True), parts + tensors, None)
-            worker_fed = batch is not None and _takes_batches_itself(kind, batch.iterator)
-            return self._dispatch(kind, program_for(worker_fed, False), tensors, batch)
+            numbers, tensors = [int(number) for number in inputs[: len(handles)]], list(inputs[len(handles) :])
+            batch = batch_arguments.unused(numbers)
+            if batch is None and handles:
+                parts = batch_arguments.parts_on_chief(numbers, handles)
+                return step_dispatch.dispatch(self._engine, kind, program_for(False, True), parts + tensors, None)
+            worker_fed = batch is not None and batch_arguments.takes_batches_itself(kind, batch.iterator)
+            return step_dispatch.dispatch(self._engine, kind, program_for(worker_fed, False), tensors, batch)
 
-        inputs = [ticket.handle for ticket in tickets] + program.flatten_arguments(args, kwargs)
+        inputs = [handle.handle for handle in handles] + program.flatten_arguments(args, kwargs)
         return program.rebuild(python_operation.call(queue, inputs, program.dtypes))
 
-    def _is_aggregated(self, kind: str, tickets: Sequence[WorkerBatch]) -> bool:
-        """Whether workers contribute to this step; a batch that the chief hands in whole is one worker's matter."""
-        return kind == "train" and len(tickets) == 1 and self._aggregated is not None
+    def _is_aggregated(self, kind: str, handles: Sequence[WorkerBatch]) -> bool:
+        """True if workers contribute to this step; a batch that the chief hands in whole is one worker's matter."""
+        return kind == "train" and len(handles) == 1 and self._aggregated is not None
 
-    def _aggregated_step(self, fn: Callable[..., Any], ticket: WorkerBatch) -> AggregatedStep:
-        steps, key = self._traced_with(fn), (fn, "step", ticket.structure)
+    def _aggregated_step(self, fn: Callable[..., Any], handle: WorkerBatch) -> AggregatedStep:
+        steps, key = self._traced_with(fn), (fn, "step", handle.structure)
         if key not in steps:
-            rehearsal.before_workers(self, fn, (ticket,), {})
-            spec, count = ticket.element_spec, self._num_parts
-            steps[key] = self._aggregated.prepare(fn, sharing.part_spec(spec, count) if count > 1 else spec)
+            rehearsal.before(self, fn, *worker_batch.as_specs([handle], {}))
+            spec, count = handle.element_spec, self._num_parts
+            steps[key] = self._aggregated.prepare(fn, splitting.part_spec(spec, count) if count > 1 else spec)
         return steps[key]
 
     def _traced_with(self, fn: Callable[..., Any]) -> dict[Any, Any]:
         kept = keras_steps.traced_with(fn)
         return self._programs if kept is None else kept
 
-    def _aggregate_in_graph(self, fn: Callable[..., Any], ticket: WorkerBatch) -> Any:
+    def _aggregate_in_graph(self, fn: Callable[..., Any], handle: WorkerBatch) -> Any:
         """Leaves an operation in the caller's graph that makes an update each time it runs."""
-        step = self._aggregated_step(fn, ticket)
+        step = self._aggregated_step(fn, handle)
 
-        def update(handle: tf.Tensor) -> list[np.ndarray]:
-            return self._aggregated.step(step, find_iterator(int(handle)))
+        def update(number: tf.Tensor) -> list[np.ndarray]:
+            return self._aggregated.step(step, find_iterator(int(number)))
 
-        return step.rebuild(python_operation.call(update, [ticket.handle], step.dtypes))
+        return step.rebuild(python_operation.call(update, [handle.handle], step.dtypes))
 
     @property
     def replicas_to_aggregate(self) -> int:
-        """How many gradients an update is made of, as things are: 1 without a policy."""
+        """Number of gradients of an update, at present: 1 without a policy."""
         return self._aggregated.replicas_to_aggregate if self._aggregated else 1
 
     def report(self) -> Report:
-        """What was counted since the strategy was built."""
-        return self._recorder.report()
-
-    def _dispatch(self, kind: str, program: Program, tensors: list[tf.Tensor], batch: Batch | None) -> list[np.ndarray]:
-        if batch is None:
-            return self._engine.call(program, tensors, None)
-        iterator = batch.iterator
-        if kind == "predict":
-            return self._predict(program, iterator)
-        if iterator.feed(False) == "chief":
-            batch.on_chief = iterator.next_local_batch()
-            tensors = batch.on_chief + tensors
-            iterator.redeem()
-        if kind in ("train", "test") or not program.dtypes:
-            is_last, is_update = iterator.is_last, kind == "train"
-            return self._engine.step(program, tensors, iterator, last=is_last, is_update=is_update, batch=batch)
-        return self._engine.call(program, tensors, iterator, batch)
-
-    def _predict(self, program: Program, iterator: WorkerIterator) -> list[np.ndarray]:
-        """Returns the predictions for the next batch; those for the ones after it are under way meanwhile."""
-        ahead = iterator.started
-        with contextlib.suppress(tf.errors.OutOfRangeError):
-            while len(ahead) < self._engine.window:
-                ahead.append(self._engine.start(program, iterator.next_local_batch(), iterator))
-        if not ahead:
-            raise tf.errors.OutOfRangeError(None, None, "End of sequence")
-        iterator.redeem()
-        return self._engine.wait_for(ahead.popleft())
+        """Counts since the strategy was built."""
+        return dataclasses.replace(self._recorder.report(), transfer=str(self._transfer))
 
     # Results. A step is made by one replica, so there is nothing to be combined.
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:
         """Reduces over `axis`; there is nothing to reduce over replicas, because one of them makes each step."""
-        caller = sys._getframe(1).f_locals.get("self")
+        caller = running_loop.calling_object()
         if isinstance(value, WorkerBatch) and trainers.is_trainer(caller):
             batch = find_iterator(int(value.handle)).placeholder()
             with self.scope():
@@ -403,47 +399,3 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     def experimental_distribute_values_from_function(self, value_fn: Callable[..., Any]) -> Any:
         """Returns what `value_fn` gives for the one replica that makes a step."""
         return value_fn(tf.distribute.experimental.ValueContext(0, 1))
-
-
-def _spec(leaf: Any) -> Any:
-    """What a step is traced for: of a batch its structure, and not which batch it is."""
-    if isinstance(leaf, WorkerBatch):
-        return leaf.structure
-    return tf.type_spec_from_value(leaf) if tf.is_tensor(leaf) else leaf
-
-
-def _takes_batches_itself(kind: str, iterator: WorkerIterator) -> bool:
-    """Whether the traced step reads its batch from an iterator on the worker; else it is handed the batch.
-
-    Where a policy has the workers read parts of batches, all other steps are handed whole ones by the chief.
-    """
-    return iterator.feed(by_chief=kind in ("test", "predict") or iterator.is_cut) == "worker" and iterator.shares_known
-
-
-def _find_cluster(resolver: tf.distribute.cluster_resolver.ClusterResolver | None) -> Cluster | None:
-    cluster = Cluster.from_environment() if resolver is None else serving.cluster_of(resolver)
-    if cluster is not None:
-        cluster.check_parameter_server()
-    return cluster
-
-
-def _num_workers(cluster: Cluster | None, num_workers: int) -> int:
-    return num_workers if cluster is None else len(cluster.jobs["worker"])
-
-
-def _check_arguments(
-    policies: Sequence[Any], data_sharding: str, start_timeout_secs: float, stall_timeout_secs: float
-) -> None:
-    if data_sharding not in _SHARDINGS:
-        raise ValueError(
-            f"data_sharding must be one of {', '.join(map(repr, _SHARDINGS))}. "
-            f"Received: data_sharding={data_sharding!r}"
-        )
-    in_step = [policy for policy in policies if isinstance(policy, Aggregation)]
-    if in_step and data_sharding == "dynamic":
-        raise ValueError(
-            'data_sharding="dynamic" gives whole batches to whoever asks first, and under '
-            f'{in_step[0]!r} a batch is shared by all workers; use "shard". Received: data_sharding="dynamic", '
-            f"policies={policies!r}"
-        )
-    _common.check_timeouts(start_timeout_secs=start_timeout_secs, stall_timeout_secs=stall_timeout_secs)

@@ -8,8 +8,8 @@ from typing import Any
 
 import keras
 
-from tfdist.engines.averaging import AveragingEngine
-from tfdist.engines.warming import Warming
+from tfdist.engines.averaging.engine import AveragingEngine
+from tfdist.engines.warmup.engine import WarmupEngine
 from tfdist.policies.base import Policy
 
 
@@ -23,7 +23,7 @@ class PoliciesToSave:
     """
 
     def __init__(
-        self, policies: Sequence[Policy], warming: Warming | None = None, averaging: AveragingEngine | None = None
+        self, policies: Sequence[Policy], warming: WarmupEngine | None = None, averaging: AveragingEngine | None = None
     ) -> None:
         self._policies = {type(policy).__name__: policy for policy in policies}
         self._warming = warming

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is measured while training: reports, and callbacks that write them down."""
+"""Measurements of training: reports, and the callback that writes them to TensorBoard."""

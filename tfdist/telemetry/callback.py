@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The callback that shows in TensorBoard how fast updates are, who contributes to them and who is late."""
+"""Keras callback that writes the speed of updates, and each worker's accepted and dropped gradients, to TensorBoard."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from tfdist.telemetry.report import Recorder, Sums
 class Telemetry(keras.callbacks.Callback):
     """Writes TensorBoard scalars about the updates, against `optimizer.iterations`.
 
-    `tfdist/speed/updates_per_sec`, `tfdist/speed/examples_per_sec` where the size of the batches is known, and under a
-    strategy with policies, per update since the last point: `tfdist/accepted/<worker>` and `tfdist/dropped/<worker>`
-    (gradients), `tfdist/wait/per_update_secs` and `tfdist/wait/first_to_last_secs`. Validation does not count as time.
+    `tfdist/speed/updates_per_sec`, and `tfdist/speed/examples_per_sec` if the batch size is known. Under a strategy
+    with policies also, as means per update since the last point: `tfdist/accepted/<worker>` and
+    `tfdist/dropped/<worker>` (gradients), `tfdist/wait/per_update_secs` and `tfdist/wait/first_to_last_secs`. The time
+    of validation is left out.
 
-    All goes to the run directory `<log_dir>/tfdist`. On several workers the chief alone writes.
+    The files are in the run directory `<log_dir>/tfdist`. On several workers only the chief writes.
 
     Args:
-      log_dir: the directory that TensorBoard is started with, or one in it.
-      update_freq: batches between two points; nothing is read in between.
+      log_dir: the log directory of TensorBoard, or a directory in it.
+      update_freq: number of batches between two points; no value is read in between.
 
     Raises:
-      ValueError: an argument makes no sense; when training begins: the model belongs to no tfdist strategy.
+      ValueError: an argument is invalid. When training begins: the model belongs to no tfdist strategy.
     """
 
     def __init__(self, log_dir: str | os.PathLike[str], update_freq: int = 50) -> None:
@@ -49,10 +50,10 @@ class Telemetry(keras.callbacks.Callback):
         self._evaluated_secs = 0.0
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Opens the file, on the chief."""
+        """Opens the event file, on the chief."""
         strategy = self.model.distribute_strategy
         self._recorder = _recorder(strategy)
-        # What is left of a training that has raised.
+        # The file of an earlier training that has raised.
         self._close()
         self._last, self._batches, self._evaluated_secs = None, 0, 0.0
         agreement = getattr(strategy, "_agreement", None)
@@ -60,8 +61,8 @@ class Telemetry(keras.callbacks.Callback):
             self._writer = tf.summary.create_file_writer(self._run_dir)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Reads the optimizer's count; from here on updates are counted without asking it."""
-        # On every worker, written or not: what is read together must be asked for together.
+        """Reads `optimizer.iterations`; within the epoch updates are counted without reading it."""
+        # On every worker, because reading the variable may be a collective operation.
         self._epoch = _Start(_iterations(self.model), self._batches, self._recorder.sums().updates)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -70,17 +71,17 @@ class Telemetry(keras.callbacks.Callback):
             return
         self._batches = self._epoch.batches + batch + 1
         if self._last is None:
-            # The first batch builds the graph, which says nothing about the speed.
+            # The first batch includes the building of the graph.
             self._last = self._now()
         elif self._batches - self._last.batches >= self._update_freq:
             self._write(self._last)
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Stops the clock."""
+        """Stops the measured time."""
         self._evaluation_began = self._clock()
 
     def on_test_end(self, logs: Any = None) -> None:
-        """Starts it again."""
+        """Continues the measured time."""
         self._evaluated_secs += self._clock() - self._evaluation_began
 
     def on_train_end(self, logs: Any = None) -> None:
@@ -97,14 +98,14 @@ class Telemetry(keras.callbacks.Callback):
         summary = tf.compat.v1.Summary()
         for name, value in _values(self._recorder, last, now, _accumulated(self.model)):
             summary.value.add(tag=f"tfdist/{name}", simple_value=value)
-        # One operation for all, where tf.summary.scalar (which needs tensorboard besides) makes several for each.
+        # One operation for all values; tf.summary.scalar makes several for each value, and needs tensorboard.
         with self._writer.as_default(self._iteration(now)):
             tf.summary.experimental.write_raw_pb(summary.SerializeToString())
-        # A training that raises ends without a word to its callbacks.
+        # Flushed at each point, because Keras calls no callback when training raises.
         self._writer.flush()
 
     def _iteration(self, moment: _Moment) -> int:
-        """`optimizer.iterations`, which would have to be fetched, under a parameter server after waiting for steps."""
+        """Computes `optimizer.iterations` from the counts; reading it would wait for steps under a parameter server."""
         recorded, batches = moment.sums.updates - self._epoch.updates, moment.batches - self._epoch.batches
         updates = recorded if moment.sums.updates else batches
         return self._epoch.iterations + updates // _accumulated(self.model)
@@ -126,7 +127,7 @@ class _Start:
 
 @dataclasses.dataclass(frozen=True)
 class _Moment:
-    """A place in a training, between two batches; `secs` is a time without what evaluations took."""
+    """Counts between two batches of a training; `secs` is the time without that of evaluations."""
 
     secs: float
     batches: int
@@ -134,7 +135,7 @@ class _Moment:
 
 
 def _values(recorder: Recorder, last: _Moment, now: _Moment, accumulated: int) -> Iterator[tuple[str, float]]:
-    """Names and values of a point, for what happened from `last` to `now`."""
+    """Yields names and values of a point, for the interval from `last` to `now`."""
     sums, secs, batches = now.sums.since(last.sums), now.secs - last.secs, now.batches - last.batches
     updates, examples = sums.updates, sums.examples
     if not now.sums.updates:
@@ -168,5 +169,5 @@ def _iterations(model: Any) -> int:
 
 
 def _accumulated(model: Any) -> int:
-    """How many batches make one update."""
+    """Returns the number of batches in one update."""
     return getattr(model.optimizer, "gradient_accumulation_steps", None) or 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts what updates were made of, and reports it. No TensorFlow import."""
+"""Counts of accepted and dropped gradients, staleness and waiting times, and their report. No TensorFlow import."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What `strategy.report()` returns, counted since the strategy was built. `print` shows a table.
+    """Result of `strategy.report()`, counted since the strategy was built. `print` shows a table.
 
     Attributes:
-      updates: updates made.
-      accepted: gradients that entered an update, by worker: {"worker:0": 120, ...}.
-      dropped: gradients that did not, by worker.
-      staleness: how many gradients were applied at each staleness (global step - local step).
-      wait_secs: time for which updates waited for gradients, in all.
-      bytes_sent: what crossed the network, by worker, where that is counted.
-      held_secs: for how long each worker that had given a gradient was kept from starting the next one, by worker.
+      updates: number of updates.
+      accepted: number of gradients that entered an update, by worker: {"worker:0": 120, ...}.
+      dropped: number of dropped gradients, by worker.
+      staleness: number of applied gradients by staleness (global step - local step).
+      wait_secs: total time for which updates waited for gradients.
+      bytes_sent: bytes sent over the network, by worker, where they are counted.
+      held_secs: time in which a worker had delivered a gradient and was not allowed to start the next, by worker.
+      transfer: form in which variables and gradients cross the network, and why; of ParameterServerStrategy.
     """
 
     updates: int
@@ -34,6 +35,7 @@ class Report:
     wait_secs: float
     bytes_sent: dict[str, int]
     held_secs: dict[str, float] = dataclasses.field(default_factory=dict)
+    transfer: str = ""
 
     def __str__(self) -> str:
         lines = [f"{self.updates} updates, waited {self.wait_secs:.2f} s for gradients{self._each_wait()}"]
@@ -48,6 +50,8 @@ class Report:
             lines.append("held back: " + ", ".join(f"{name}: {secs:.2f} s" for name, secs in self.held_secs.items()))
         if any(self.bytes_sent.values()):
             lines.append("bytes sent: " + ", ".join(f"{name}: {count:,}" for name, count in self.bytes_sent.items()))
+        if self.transfer:
+            lines.append(f"transfer: {self.transfer}")
         return "\n".join(lines)
 
     def _each_wait(self) -> str:
@@ -61,13 +65,13 @@ class Report:
 
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """What a `Recorder` has added up so far. Who measures an interval takes the difference of two.
+    """Sums of a `Recorder` at one time. The difference of two gives the sums of an interval.
 
     Attributes:
-      updates: updates made.
-      examples: examples in the gradients that entered them; 0 where nobody knows.
-      accepted: gradients that entered an update, by replica.
-      dropped: gradients that did not, by replica.
+      updates: number of updates.
+      examples: number of examples in the accepted gradients; 0 if unknown.
+      accepted: number of gradients that entered an update, by replica.
+      dropped: number of dropped gradients, by replica.
       wait_secs: sum of the updates' `wait_secs`.
       spread_secs: sum of the times from the first to the last gradient of an update.
     """
@@ -80,7 +84,7 @@ class Sums:
     spread_secs: float
 
     def since(self, before: Sums) -> Sums:
-        """What was added since `before`."""
+        """Returns the difference between these sums and those of `before`."""
         return Sums(
             updates=self.updates - before.updates,
             examples=self.examples - before.examples,
@@ -92,17 +96,17 @@ class Sums:
 
 
 class Recorder:
-    """Adds up what updates were made of; any thread may call it.
+    """Adds up the statistics of updates; any thread may call it.
 
-    A strategy without policies has one too, to which no update is told.
+    A strategy without policies has a recorder, too, but records no updates.
 
     Args:
-      names: what replica 0, 1, ... is called in reports, such as "worker:0".
+      names: names of the replicas in reports, such as "worker:0".
 
     Attributes:
-      names: the same.
-      batch_examples: examples of one batch of Keras' loop, over all replicas; None where that is not known. Only where
-        no updates are recorded does it say how many examples were trained on.
+      names: names of the replicas in reports.
+      batch_examples: number of examples in one batch of Keras' loop, over all replicas; None if unknown. Used only if
+        no updates are recorded.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -123,8 +127,8 @@ class Recorder:
         """Adds an update.
 
         Args:
-          update: what the policy said about it.
-          examples: how many examples its gradients are of, where that is known.
+          update: the policy's result.
+          examples: number of examples in its gradients; 0 if unknown.
         """
         with self._lock:
             self._updates += 1
@@ -140,12 +144,12 @@ class Recorder:
             self._spread_secs += update.spread_secs
 
     def sent(self, replica: int, num_bytes: int) -> None:
-        """Adds what `replica` has sent over the network."""
+        """Adds bytes that `replica` has sent over the network."""
         with self._lock:
             self._bytes_sent[replica] += num_bytes
 
     def sums(self) -> Sums:
-        """What was added up so far."""
+        """Returns the sums so far."""
         with self._lock:
             return Sums(
                 updates=self._updates,
@@ -157,7 +161,7 @@ class Recorder:
             )
 
     def report(self) -> Report:
-        """The same for people, by name."""
+        """Returns the sums as a `Report`, with the replicas' names."""
         with self._lock:
             return Report(
                 updates=self._updates,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slow and dying replicas on purpose: for the tests of programs that use tfdist, and for tfdist's own.
+"""Injection of delays and faults, for tests of programs that use tfdist, and for tfdist's own tests.
 
 with tfdist.testing.Delays({"worker:1": tfdist.testing.pareto(mean=0.2, a=2)}, seed=1):
     model.fit(dataset, callbacks=[tfdist.testing.Faults([(100, "kill", "worker:0")])])

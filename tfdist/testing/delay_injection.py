@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Delays of chosen replicas: sleeps before a contribution is computed, which end when the injection is stopped."""
+"""Delay injection: a replica sleeps before it computes a contribution. The sleep ends when the injection is stopped."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from tfdist.engines import injection
+from tfdist.runtime import delay_hook
 from tfdist.testing import laws
 
 EVERYBODY = "*"
@@ -17,21 +17,21 @@ _WORKER = re.compile(r"worker:(\d+)")
 
 
 class Delays:
-    """Makes contributions take longer, for as long as the block runs.
+    """Delays the contributions of replicas while the block runs.
 
         with tfdist.testing.Delays({"worker:1": tfdist.testing.lognormal(mean=0.2, s=1.0)}):
             model.fit(...)
 
-    "worker:1" is replica 1 of the job, as in `strategy.report()`. The delays hold in this process: under
-    ParameterServerStrategy and MirroredStrategy that is the program with `fit`, for all replicas; under
-    MultiWorkerMirroredStrategy each worker's program installs them, and each takes those of its own replicas.
+    "worker:1" is replica 1 of the job, as in `strategy.report()`. The delays apply in this process. Under
+    ParameterServerStrategy and MirroredStrategy, the program with `fit` installs them for all replicas. Under
+    MultiWorkerMirroredStrategy, each worker's program installs them, and applies those of its own replicas.
 
     Args:
-      delays: a law for everybody, or laws by worker; "*" stands for all that are not named.
-      seed: for other delays of the same law.
+      delays: a law for all replicas, or laws by worker; "*" stands for all workers that are not named.
+      seed: seed of the random delays.
 
     Raises:
-      ValueError: this is no law, or no worker.
+      ValueError: a value is no law, or a key is no worker.
     """
 
     def __init__(self, delays: laws.Law | Mapping[str, laws.Law], seed: int = 0) -> None:
@@ -48,26 +48,26 @@ class Delays:
         self._stopped: threading.Event | None = None
 
     def secs(self, replica: int, attempt: int) -> float:
-        """The delay of the `attempt`-th contribution (from 0) of `replica`, in seconds; for a simulator too."""
+        """Returns the delay in seconds of the `attempt`-th contribution (from 0) of `replica`; also for simulators."""
         law = self._by_replica.get(replica, self.laws.get(EVERYBODY))
         return law.draw(self.seed, replica, attempt) if law else 0.0
 
     def start(self) -> Delays:
-        """Begins, if it has not begun.
+        """Starts the injection; does nothing if it has started.
 
         Raises:
-          RuntimeError: other delays are at work.
+          RuntimeError: other delays are installed.
         """
         if self._stopped is None:
-            injection.install(self._sleep)
-            # A contribution that begins in between is not delayed.
+            delay_hook.install(self._sleep)
+            # After the hook, so that a failed installation leaves the object stopped.
             self._stopped = threading.Event()
         return self
 
     def stop(self) -> None:
-        """Ends, and wakes those who sleep."""
+        """Stops the injection, and wakes sleeping replicas."""
         if self._stopped is not None:
-            injection.uninstall(self._sleep)
+            delay_hook.uninstall(self._sleep)
             self._stopped.set()
             self._stopped = None
 
@@ -83,21 +83,21 @@ class Delays:
         self.stop()
 
     def to_json(self) -> str:
-        """The value of TFDIST_TEST_DELAYS that means the same."""
+        """Returns the equivalent value of the environment variable TFDIST_TEST_DELAYS."""
         return json.dumps({**{name: law.to_dict() for name, law in self.laws.items()}, "seed": self.seed})
 
     @classmethod
     def from_json(cls, text: str, name: str = "Delays.from_json(text)") -> Delays:
-        """Reads what `to_json` has written.
+        """Parses the result of `to_json`.
 
             {"worker:1": {"law": "lognormal", "mean": 0.2, "s": 1.0}, "*": {"law": "constant", "secs": 0.01}, "seed": 0}
 
         Args:
-          text: JSON.
-          name: what the text is called in errors.
+          text: the JSON text.
+          name: name of the text in error messages.
 
         Raises:
-          ValueError: the text is not that.
+          ValueError: the text is invalid.
         """
         try:
             given = json.loads(text)
@@ -113,7 +113,7 @@ class Delays:
 
 
 def delays(delays: laws.Law | Mapping[str, laws.Law], seed: int = 0) -> Delays:
-    """`Delays` that have begun, for where no block fits: end them with `stop`."""
+    """Builds and starts `Delays`, for use without a `with` block; end them with `stop`."""
     return Delays(delays, seed).start()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kills, stops and continues tasks on purpose, at once or at a given step of `fit`."""
+"""Fault injection: kills, stops and continues tasks, at once or at a given step of `fit`."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ _stopped: set[int] = set()
 
 
 def kill(strategy: Any, task: str) -> bool:
-    """Ends a task with SIGKILL. The embedded cluster starts a worker again; a parameter server is lost.
+    """Ends a task with SIGKILL. The embedded cluster restarts a worker; a parameter server is lost.
 
-    Under ParameterServerStrategy with its embedded cluster, called in the chief, it reaches every task. Under
-    MultiWorkerMirroredStrategy, called in all workers, it takes effect in the one that is meant.
+    Under ParameterServerStrategy with its embedded cluster, call it in the chief; it can end every task. Under
+    MultiWorkerMirroredStrategy, call it in all workers; it takes effect in the process of `task`.
 
     Args:
       strategy: the strategy.
-      task: such as "worker:1".
+      task: name of the task, such as "worker:1".
 
     Returns:
-      Whether it reached a running process.
+      True if the signal was sent to a running process.
 
     Raises:
-      ValueError: there is no such task, or none that can be reached.
+      ValueError: there is no such task, or its process can't be reached from here.
     """
     return _send(_group(strategy, task, "kill"), signal.SIGKILL)
 
 
 def stop_task(strategy: Any, task: str) -> bool:
-    """Freezes a task of the embedded cluster with SIGSTOP, until `continue_task` or the end of this program.
+    """Stops a task of the embedded cluster with SIGSTOP, until `continue_task` or the end of this program.
 
-    See `kill` for what it takes and returns.
+    See `kill` for the arguments and the result.
     """
     group = _group(strategy, task, "stop")
     if group is None:
         return False
-    # Known before it stops, so that it goes on again whatever happens in between.
+    # Noted before the signal is sent, so that the task is continued at exit in any case.
     _stopped.add(group)
     atexit.unregister(_continue_all)
     atexit.register(_continue_all)
@@ -50,7 +50,7 @@ def stop_task(strategy: Any, task: str) -> bool:
 
 
 def continue_task(strategy: Any, task: str) -> bool:
-    """Lets a task that was stopped go on. See `kill` for what it takes and returns."""
+    """Continues a stopped task with SIGCONT. See `kill` for the arguments and the result."""
     group = _group(strategy, task, "continue")
     _stopped.discard(group or 0)
     return _send(group, signal.SIGCONT)
@@ -64,15 +64,15 @@ class Faults(keras.callbacks.Callback):
 
         model.fit(dataset, callbacks=[tfdist.testing.Faults([(20, "stop", "worker:1"), (40, "continue", "worker:1")])])
 
-    What is still stopped when training ends goes on.
+    Tasks that are still stopped at the end of training are continued.
 
     Args:
-      schedule: (step, action, task): once `step` batches of this `fit` are through the loop (0: when training begins),
-        "kill", "stop" or "continue" the task. Under ParameterServerStrategy without policies, batches that are through
-        the loop may still be under way.
+      schedule: entries (step, action, task). The action, "kill", "stop" or "continue", is taken after `step` batches of
+        this `fit` (0: when training begins). Under ParameterServerStrategy without policies, earlier batches may still
+        be computing at that time.
 
     Raises:
-      ValueError: the schedule makes no sense; when training begins: a task in it can't be reached.
+      ValueError: an entry is invalid. When training begins: a task in the schedule can't be reached.
     """
 
     def __init__(self, schedule: Sequence[tuple[int, str, str]]) -> None:
@@ -92,16 +92,16 @@ class Faults(keras.callbacks.Callback):
         self._act()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Goes on counting where the epoch before ended."""
+        """Counts batches through all epochs."""
         self._epoch_start = self._batches
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Does what is due."""
+        """Takes the actions that are due."""
         self._batches = self._epoch_start + batch + 1
         self._act()
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Lets all go on that are stopped."""
+        """Continues all stopped tasks."""
         _continue_all()
 
     def _act(self) -> None:
@@ -128,7 +128,7 @@ def _send(group: int | None, signum: int) -> bool:
     if group is None:
         return False
     try:
-        # A worker that means itself does not mean its launcher, which may be of the same group.
+        # A worker that kills itself must not kill its launcher, which may be in the same process group.
         (os.kill if group == os.getpid() else os.killpg)(group, signum)
     except ProcessLookupError:
         return False
@@ -136,7 +136,7 @@ def _send(group: int | None, signum: int) -> bool:
 
 
 def _group(strategy: Any, task: str, action: str) -> int | None:
-    """The process group of a task; this process' own id if it is the task; None if it is not within reach, or ended."""
+    """Returns the process group of a task; this process' own id if it is the task; None if ended or out of reach."""
     if hasattr(strategy, "_serving"):
         return _embedded_group(strategy, task)
     agreement = getattr(strategy, "_agreement", None)

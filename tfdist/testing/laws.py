@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laws of delay: how much longer a contribution takes.
+"""Laws: probability distributions of injected delays.
 
     law = lognormal(mean=0.2, s=1.0)
     law.draw(seed=0, replica=3, attempt=17)  # seconds
 
-A draw is determined by the seed, the replica and its attempt, and by nothing else: not by who asks, in which process or
-in which order. So the simulator of `tfdist.policies` can be given the very delays that a real run gets.
+A draw depends on the seed, the replica and its attempt alone, and not on the process or the order of the draws. So the
+simulator of `tfdist.policies` can use the same delays as a real run.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _BITS = 52
 
 @dataclasses.dataclass(frozen=True)
 class Law:
-    """A distribution of delays. Made by the functions of this module.
+    """A distribution of delays, built by one of the functions of this module.
 
     Attributes:
-      name: that of the function that made it.
-      parameters: what that function was given.
+      name: name of the function.
+      parameters: arguments of the function.
     """
 
     name: str
@@ -36,21 +36,21 @@ class Law:
     _secs: Callable[[float, int], float] = dataclasses.field(repr=False, compare=False)
 
     def draw(self, seed: int, replica: int, attempt: int) -> float:
-        """The delay of the `attempt`-th contribution (from 0) of `replica`, in seconds."""
-        # Python seeds with a text alike in every process; a number made of the three would repeat itself.
+        """Returns the delay of the `attempt`-th contribution (from 0) of `replica`, in seconds."""
+        # A text seeds Python's generator alike in every process; a number computed from the three may collide.
         bits = random.Random(f"{seed}:{replica}:{attempt}").getrandbits(_BITS)
         return self._secs((bits + 0.5) / 2**_BITS, attempt)
 
     def to_dict(self) -> dict[str, Any]:
-        """Its JSON form, such as {"law": "constant", "secs": 0.1}."""
+        """Returns the law as JSON data, such as {"law": "constant", "secs": 0.1}."""
         return {"law": self.name, **self.parameters}
 
     @classmethod
     def from_dict(cls, given: Any) -> Law:
-        """The law that `to_dict` described.
+        """Builds the law that `to_dict` returned.
 
         Raises:
-          ValueError: there is no such law, or these are not its parameters.
+          ValueError: the name or the parameters of the law are unknown.
         """
         known = f"use one of {', '.join(_signature(law) for law in _LAWS.values())}. Received: {given!r}"
         if not isinstance(given, Mapping) or str(given.get("law")) not in _LAWS:
@@ -62,13 +62,13 @@ class Law:
 
 
 def constant(secs: float) -> Law:
-    """Always `secs` seconds."""
+    """Constant: always `secs` seconds."""
     _check("constant", {"secs": secs}, secs=0)
     return Law("constant", {"secs": secs}, lambda uniform, attempt: float(secs))
 
 
 def lognormal(mean: float, s: float) -> Law:
-    """Lognormal: exp(mu + s Z), Z standard normal, mu such that the mean is `mean` seconds. Stragglers in moderation.
+    """Lognormal: exp(mu + s Z), Z standard normal, mu such that the mean is `mean` seconds. Moderate stragglers.
 
     Args:
       mean: seconds, > 0.
@@ -96,7 +96,7 @@ def pareto(mean: float, a: float) -> Law:
 
 
 def stalls(secs: float, every: int) -> Law:
-    """`secs` seconds for each `every`-th contribution of a replica, nothing for the others.
+    """Stalls: `secs` seconds for each `every`-th contribution of a replica, 0 for the others.
 
     Args:
       secs: seconds, >= 0.
@@ -116,7 +116,7 @@ _LAWS: dict[str, Callable[..., Law]] = {law.__name__: law for law in (constant, 
 
 
 def _check(law: str, parameters: Mapping[str, Any], **least: float | None) -> None:
-    """Every parameter must be a finite number, of at least `least`, or above 0 where that is None."""
+    """Raises ValueError unless each parameter is a finite number of at least `least`; above 0 if `least` is None."""
     for name, value in parameters.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         bound = least[name]

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attributes that tfdist puts on objects of Keras and TensorFlow are neither tracked nor left behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import pytest
+import tensorflow as tf
+
+from tfdist.compat import epoch_logs, optimizer_patches, own_attributes
+
+pytestmark = pytest.mark.devices
+
+
+def test_keras_does_not_track_what_is_put_on_a_layer():
+    layer = keras.layers.Dense(1)
+    layer.build((None, 1))
+    own_attributes.put(layer, "beside", keras.layers.Dense(1))
+    assert layer.beside not in layer._layers
+    assert own_attributes.of(layer, "beside") is layer.beside
+    own_attributes.remove(layer, "beside")
+    assert own_attributes.of(layer, "beside") is None
+
+
+def test_tensors_and_graphs_take_attributes():
+    with tf.Graph().as_default() as graph:
+        tensor = tf.constant(1)
+    for target in (tf.constant(1), tensor, graph):
+        own_attributes.put(target, "beside", 3)
+        assert target.beside == 3
+
+
+def test_what_is_kept_is_made_once():
+    with tf.Graph().as_default() as graph:
+        own_attributes.setdefault(graph, "_tfdist_test", list).append(1)
+        own_attributes.setdefault(graph, "_tfdist_test", list).append(2)
+    assert own_attributes.setdefault(graph, "_tfdist_test", list) == [1, 2]
+
+
+def test_attributes_are_restored_in_nested_blocks_and_after_errors():
+    model = keras.Sequential([keras.layers.Dense(1)])
+    with optimizer_patches.attributes([(model, "train_step", "outer"), (model, "added", 1)]):
+        with pytest.raises(ZeroDivisionError), optimizer_patches.attributes([(model, "train_step", "inner")]):
+            assert model.train_step == "inner"
+            _ = 1 / 0
+        assert model.train_step == "outer"
+    assert not {"train_step", "added"} & vars(model).keys()
+
+
+def test_logs_of_an_epoch_are_removed_by_their_owner_only():
+    model = keras.Sequential([keras.layers.Dense(1)])
+
+    def first(logs: Any) -> Any:
+        return {"first": 1}
+
+    def second(logs: Any) -> Any:
+        return {"second": 2}
+
+    epoch_logs.put(model, first)
+    epoch_logs.put(model, second)
+    epoch_logs.remove(model, first)
+    assert epoch_logs.of(model)({}) == {"second": 2}
+    epoch_logs.remove(model)
+    epoch_logs.remove(model)
+    assert epoch_logs.of(model).__func__ is keras.Model._get_metrics_result_or_logs

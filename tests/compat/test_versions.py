@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A TensorFlow or Keras that lacks what `tfdist.compat` needs is refused in one line, before anything trains."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import keras
+import private_names
+import programs
+import pytest
+import tensorflow as tf
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+
+from tfdist.compat import versions
+
+pytestmark = pytest.mark.devices
+
+COMPAT = pathlib.Path(versions.__file__).parent
+TREES = {path.stem: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(COMPAT.glob("*.py"))}
+BUILD = "keras.src.backend.tensorflow.trainer:TensorFlowTrainer._maybe_symbolic_build(self, iterator)"
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "_is_checked", False)
+
+
+@pytest.mark.parametrize("module", versions.all_needs())
+def test_the_installed_versions_have_all_that_is_needed(module: str):
+    assert [need for need in versions.all_needs()[module] if not versions.has(need)] == []
+
+
+@pytest.mark.parametrize("module", TREES)
+def test_private_imports_are_among_the_needs(module: str):
+    needs = versions.all_needs().get(module, ())
+    missing = [name for name in _imported(TREES[module]) if not any(need.startswith(_forms(name)) for need in needs)]
+    assert missing == []
+
+
+def _imported(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and private_names.is_private_import(node):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _forms(name: str) -> tuple[str, ...]:
+    """How the needs of a module, or of something in a module, begin."""
+    module, _, last = name.rpartition(".")
+    return f"{name}:", f"{name}.", f"{module}:{last}"
+
+
+@pytest.mark.parametrize("module", TREES)
+def test_private_attributes_are_among_the_needs(module: str):
+    own = private_names.defined(ast.parse(path.read_text(encoding="utf-8")) for path in COMPAT.parent.rglob("*.py"))
+    needs = {part for each in versions.all_needs().values() for need in each for part in re.split(r"[:.(]", need)}
+    used = {found[1] for found in map(private_names.private_attribute, ast.walk(TREES[module])) if found}
+    assert {name for name in used - own if not name.startswith("_tfdist_")} <= needs
+
+
+def test_the_versions_that_setup_admits_are_those_that_are_said():
+    setup = ast.parse((programs.ROOT / "setup.py").read_text(encoding="utf-8"))
+    requirements = next(
+        ast.literal_eval(node.value)
+        for node in ast.walk(setup)
+        if isinstance(node, ast.keyword) and node.arg == "install_requires"
+    )
+    assert {name + bounds for name, bounds in versions.ADMITTED.items()} <= set(requirements)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_missing_name_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delattr(TensorFlowTrainer, "_maybe_symbolic_build")
+    monkeypatch.setitem(sys.modules, "tensorflow.python.eager.backprop", None)
+    with pytest.raises(RuntimeError) as raised:
+        versions.check()
+    assert str(raised.value) == (
+        "tfdist needs what the installed TensorFlow or Keras does not have: tensorflow.python.eager.backprop:"
+        f"_handle_or_self, {BUILD}; install other versions (tensorflow>=2.20,<2.22, keras>=3.12) or a newer tfdist. "
+        f"Received: tensorflow {tf.__version__}, keras {keras.__version__}"
+    )
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_second_check_costs_nothing(monkeypatch: pytest.MonkeyPatch):
+    versions.check()
+    monkeypatch.setattr(versions, "has", lambda need: pytest.fail("checked twice"))
+    versions.check()
+
+
+@pytest.mark.parametrize(
+    ("need", "expected"),
+    [
+        ("keras:Model.fit", True),
+        ("keras:Model.fit(x, epoch_iterator)", True),
+        ("keras:Model.fit(x, no_such_argument)", False),
+        ("keras:Model.no_such_method", False),
+        ("keras.src.trainers.epoch_iterator:EpochIterator._steps_seen", True),
+        ("keras.src.trainers.epoch_iterator:EpochIterator._no_such_count", False),
+        ("keras.src.no_such_module:Name", False),
+    ],
+)
+def test_needs_are_modules_attributes_and_arguments(need: str, expected: bool):
+    assert versions.has(need) is expected
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("public", ["tfdist.MirroredStrategy", "tfdist.callbacks.Resume"])
+def test_a_version_without_an_imported_name_is_refused_with_that_line(public: str):
+    program = (
+        "import keras.src.backend.tensorflow.trainer as trainer\n"
+        "del trainer.TFEpochIterator\n"
+        "import tfdist\n"
+        f"try: {public}\n"
+        "except RuntimeError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.startswith(
+        "tfdist needs what the installed TensorFlow or Keras does not have: keras.src.backend."
+    )
+    assert "TFEpochIterator" in done.stdout

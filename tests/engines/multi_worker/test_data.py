@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading under a multi-worker policy: handles, of which none reads or computes anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+from tfdist.data.handle import registry
+from tfdist.engines.multi_worker.data import PartIterator, Pass
+
+
+class Engine:
+    """Stands for an engine."""
+
+
+def unreadable() -> Iterator[Any]:
+    raise AssertionError("a batch was read")
+    yield
+
+
+@pytest.mark.parametrize(("left", "given"), [(3, 3), (tf.data.INFINITE_CARDINALITY, 10)])
+def test_iterator_gives_handles_without_reading(left: int, given: int):
+    engine, begun = Engine(), []
+
+    def begin() -> Pass:
+        begun.append(Pass(7, unreadable(), registry.kind(engine, tf.TensorSpec([None]))))
+        return begun[-1]
+
+    iterator = PartIterator(begin, left)
+    # Keras makes iterators that it never uses.
+    assert not begun
+    handles = [handle for _, handle in zip(range(10), iterator, strict=False)]
+    assert len(handles) == given
+    assert len(begun) == 1
+    assert all(handle.engine is engine and registry.pass_of(handle.content) is begun[0] for handle in handles)

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stall reporter with a clock of its own: no waiting."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import signal
+import threading
+
+import pytest
+
+from tfdist.runtime.watch import BlockedCall, InterruptEscape, StallReporter
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def reporter(clock: Clock, lines: list[str], **options):
+    return StallReporter(lambda: "worker:1", clock=clock, write=lines.append, **options)
+
+
+def check_every_second(watched: StallReporter, clock: Clock, secs: int) -> None:
+    for _ in range(secs):
+        clock.now += 1
+        watched.check()
+
+
+def test_a_line_every_interval_and_none_after_the_end():
+    clock, lines = Clock(), []
+    watched = reporter(clock, lines)
+    with watched.waiting("the step"):
+        check_every_second(watched, clock, 65)
+    check_every_second(watched, clock, 65)
+    assert lines == [
+        "tfdist: the step has not completed for 30 s; waiting for worker:1",
+        "tfdist: the step has not completed for 60 s; waiting for worker:1",
+    ]
+
+
+def test_progress_is_no_stall():
+    clock, lines = Clock(), []
+    watched = reporter(clock, lines, progress=lambda: ("a step", clock.now // 20))
+    check_every_second(watched, clock, 200)
+    assert lines == []
+
+
+def test_nothing_going_on_is_no_stall():
+    clock, lines = Clock(), []
+    watched = reporter(clock, lines)
+    check_every_second(watched, clock, 100)
+    assert lines == []
+    assert watched.stalled_secs() == 0
+
+
+def test_two_blocks_of_one_name_are_two_things():
+    clock, lines = Clock(), []
+    watched = reporter(clock, lines)
+    for _ in range(4):
+        with watched.waiting("the step"):
+            check_every_second(watched, clock, 20)
+    assert lines == []
+
+
+def test_the_thread_ends_with_stop():
+    watched = reporter(Clock(), [])
+    watched.start(every_secs=0.01)
+    watched.stop()
+    watched.stop()
+
+
+def test_an_interrupt_that_python_delivers_is_told_and_does_what_it_did_before():
+    told = []
+    escape = InterruptEscape(lambda: "nobody", on_interrupt=lambda: told.append("told"))
+    before = signal.getsignal(signal.SIGINT)
+    escape.install()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        escape.uninstall()
+    assert told == ["told"]
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+@contextlib.contextmanager
+def thread_in(filename: str):
+    """A thread that waits within a function of such a file, by its identifier."""
+    names: dict = {"call": operator.call, "ready": threading.Lock(), "lock": threading.Lock()}
+    for held in ("ready", "lock"):
+        names[held].acquire()
+    # In one instruction, and without frames below it: whoever sees `ready` sees the thread where it stays.
+    exec(compile("def wait(): list(map(call, (ready.release, lock.acquire)))", filename, "exec"), names)
+    thread = threading.Thread(target=names["wait"], daemon=True)
+    thread.start()
+    assert names["ready"].acquire(timeout=10)
+    try:
+        yield thread.ident
+    finally:
+        names["lock"].release()
+        thread.join(10)
+
+
+def test_a_thread_in_the_runtime_is_in_one_call():
+    with thread_in("/site-packages/tensorflow/python/eager/execute.py") as ident:
+        blocked = BlockedCall("a step", ident)
+        first = blocked()
+        assert first is not None
+        assert first == blocked()
+    assert blocked() is None
+
+
+def test_a_thread_that_waits_for_a_collective_in_another_is_in_that_call():
+    go = threading.Event()
+    waiting = threading.Thread(target=go.wait, daemon=True)
+    waiting.start()
+    try:
+        blocked = BlockedCall("a step", waiting.ident)
+        assert blocked() is None
+        with thread_in("/site-packages/tensorflow/python/ops/gen_collective_ops.py"):
+            first = blocked()
+            assert first is not None
+            assert first == blocked()
+        with thread_in("/site-packages/tensorflow/python/ops/gen_collective_ops.py"):
+            assert blocked() not in (None, first)
+        assert blocked() is None
+    finally:
+        go.set()
+        waiting.join(10)

@@ -1,0 +1,421 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes of a parameter-server cluster: who starts, who waits for whom, and that all end with the program."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+from typing import Any
+
+import programs
+import psutil
+import pytest
+
+import tfdist
+from tfdist import Cluster, Task
+from tfdist.compat import strategy_order
+from tfdist.launchers.ports import PortReservation
+
+# By then all are gone, on a busy machine too; in practice it takes a second or two.
+ENDED_WITHIN_SECS = 30.0
+
+# What makes no sense is refused before anything starts.
+
+
+@pytest.mark.devices
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_workers": 0},
+        {"num_workers": -1},
+        {"num_workers": True},
+        {"num_ps": 0},
+        {"num_ps": "2"},
+        {"num_workers": 1.5},
+        {"data_sharding": "x"},
+        {"data_sharding": None},
+        {"transfer": "fast"},
+        {"transfer": None},
+        {"policies": [1]},
+        {"start_timeout_secs": 0},
+        {"start_timeout_secs": -1.0},
+    ],
+    ids=repr,
+)
+def test_arguments_that_make_no_sense(options: dict[str, Any]) -> None:
+    ((name, value),) = options.items()
+    with pytest.raises(ValueError, match=name) as raised:
+        tfdist.ParameterServerStrategy(**options)
+    assert f"{name}={value!r}" in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def chief_of(*workers: str, ps: str = "127.0.0.1:1") -> str:
+    jobs = {"chief": ["127.0.0.1:2"], "worker": list(workers), "ps": [ps]}
+    return Cluster({job: dict(enumerate(tasks)) for job, tasks in jobs.items()}, Task("chief", 0)).to_tf_config()
+
+
+@pytest.mark.devices
+@pytest.mark.parametrize(
+    ("workers", "named"),
+    [
+        (["no-such-host.invalid:2222"], ["worker:0", "no-such-host.invalid:2222"]),
+        (["127.0.0.1:9", "127.0.0.1:10"], ["worker:0", "worker:1", "127.0.0.1:9"]),
+    ],
+    ids=["unresolvable", "unreachable"],
+)
+def test_tasks_that_do_not_come_up_are_named(
+    monkeypatch: pytest.MonkeyPatch, workers: list[str], named: list[str]
+) -> None:
+    # What other tests of this process have left must not be what the constructor stops at.
+    monkeypatch.setattr(strategy_order, "_variables", list)
+    monkeypatch.setenv("TF_CONFIG", chief_of(*workers))
+    with pytest.raises(TimeoutError) as raised:
+        tfdist.ParameterServerStrategy(start_timeout_secs=0.2)
+    message = str(raised.value)
+    assert "\n" not in message
+    assert "start_timeout_secs" in message
+    for name in (*named, "ps:0"):
+        assert name in message
+
+
+@pytest.mark.devices
+@pytest.mark.parametrize("missing", ["ps", "worker", "chief"])
+def test_a_cluster_without_one_of_its_jobs(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    jobs = {"chief": {0: "127.0.0.1:2"}, "worker": {0: "127.0.0.1:3"}, "ps": {0: "127.0.0.1:1"}}
+    del jobs[missing]
+    monkeypatch.setenv("TF_CONFIG", Cluster(jobs, Task(next(iter(jobs)), 0)).to_tf_config())
+    with pytest.raises(tfdist.cluster.ClusterError, match=missing):
+        tfdist.ParameterServerStrategy(start_timeout_secs=0.2)
+
+
+@pytest.mark.devices
+def test_an_evaluator_is_no_second_chief(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = {"chief": {0: "127.0.0.1:2"}, "worker": {0: "127.0.0.1:3"}, "ps": {0: "127.0.0.1:1"}}
+    monkeypatch.setenv("TF_CONFIG", Cluster(jobs, Task("evaluator", 0)).to_tf_config())
+    with pytest.raises(tfdist.cluster.ClusterError, match="evaluator"):
+        tfdist.ParameterServerStrategy(start_timeout_secs=0.2)
+
+
+# However the program ends, its cluster ends with it. (Returning and raising are in the tests after these.)
+
+EMBEDDED = """
+strategy = tfdist.ParameterServerStrategy(num_workers=1, num_ps=1)
+made = model(strategy)
+made.fit(X, Y, verbose=0)
+print("trained", flush=True)
+"""
+TRAIN_ON = "made.fit(tf.data.Dataset.from_tensors((X, Y)).repeat(), steps_per_epoch=10**6, verbose=0)"
+ENDINGS = {
+    "SIGTERM": (TRAIN_ON, signal.SIGTERM, -signal.SIGTERM),
+    "Ctrl-C": (TRAIN_ON, signal.SIGINT, 130),
+    "SIGKILL": (TRAIN_ON, signal.SIGKILL, -signal.SIGKILL),
+}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_an_embedded_cluster_ends_with_its_program(tmp_path: pathlib.Path, ending: str) -> None:
+    last_line, signum, code = ENDINGS[ending]
+    with programs.running(EMBEDDED + last_line, tmp_path) as program:
+        program.wait_for_output("trained")
+        assert len(program.family()) >= 3, "the program, a worker and a ps"
+        program.process.send_signal(signum)
+        # Python itself ends with -2 after an interrupt that nobody handles, and a shell shows that as 130.
+        assert program.wait(ENDED_WITHIN_SECS) in (code, -signal.SIGINT if code == 130 else code), program.output
+        assert_nobody_is_left(program)
+
+
+def assert_nobody_is_left(program: programs.Program) -> None:
+    psutil.wait_procs(program.family(), timeout=ENDED_WITHIN_SECS)
+    assert program.family() == []
+
+
+# For scripts: waits for what sends no signal; sleeps only between two looks.
+WAIT = """
+import time
+
+def wait_until(condition, timeout_secs=60):
+    deadline = time.monotonic() + timeout_secs
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+"""
+
+
+@pytest.mark.processes
+def test_a_killed_worker_is_started_again_and_training_goes_on(tmp_path: pathlib.Path) -> None:
+    script = """
+        import contextlib, socket
+        strategy = tfdist.ParameterServerStrategy(num_workers=2, num_ps=1)
+        embedded = strategy._serving.embedded
+        made = model(strategy)
+        data = tf.data.Dataset.from_tensors((X, Y)).repeat()
+
+        class Kill(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                if batch == 20:
+                    os.kill(embedded._processes["worker:0"].pid, signal.SIGKILL)
+
+        made.fit(data, steps_per_epoch=200, verbose=0, callbacks=[Kill()])
+        print("iterations", int(made.optimizer.iterations), flush=True)
+        # Now while nobody is at work, so that the chief learns of it only when it gives out the next step.
+        before = embedded._processes["worker:1"]
+        os.kill(before.pid, signal.SIGKILL)
+        before.wait()
+        host, _, port = embedded.cluster.address(tfdist.Task("worker", 1)).rpartition(":")
+
+        def answers():
+            with contextlib.suppress(OSError), socket.create_connection((host, int(port))):
+                return embedded._processes["worker:1"] is not before
+
+        wait_until(answers)
+        made.fit(data, steps_per_epoch=50, epochs=2, verbose=0)
+        print("iterations", int(made.optimizer.iterations), flush=True)
+        print("evaluated", made.evaluate(X, Y, verbose=0), flush=True)
+    """
+    with programs.running(WAIT + textwrap.dedent(script), tmp_path) as program:
+        assert program.wait(110) == 0, program.output
+        first, second = (int(line.split()[1]) for line in program.output.splitlines() if line.startswith("iterations"))
+        # A step that was under way when its worker was killed may have been made twice: at least once, says TensorFlow.
+        assert 200 <= first <= 202, program.output
+        assert 300 <= second <= 304, program.output
+        assert "worker:0 ended with code -9, starting it again" in program.output
+        assert "worker:1 ended with code -9, starting it again" in program.output
+        assert "evaluated" in program.output
+        assert_nobody_is_left(program)
+
+
+@pytest.mark.processes
+def test_a_worker_that_is_back_goes_on_with_its_share_in_the_order_of_the_others(tmp_path: pathlib.Path) -> None:
+    script = """
+        class Sum(keras.metrics.Metric):
+            def __init__(self):
+                super().__init__(name="sum")
+                self.total = self.add_variable((), "zeros", name="total", dtype="float64")
+
+            def update_state(self, y_true, y_pred, sample_weight=None):
+                self.total.assign(self.total + tf.reduce_sum(tf.cast(y_true, "float64") ** 2))
+
+            def result(self):
+                return tf.convert_to_tensor(self.total)
+
+        strategy = tfdist.ParameterServerStrategy(num_workers=2, num_ps=1)
+        made = model(strategy)
+        with strategy.scope():
+            made.compile(keras.optimizers.SGD(0.0), "mse", metrics=[Sum()])
+        ids = np.arange(800.0)[:, None]
+        data = tf.data.Dataset.from_tensor_slices((np.zeros((800, 4), "f"), ids)).shuffle(800).batch(4)
+
+        class Kill(keras.callbacks.Callback):
+            def on_epoch_begin(self, epoch, logs=None):
+                self.epoch = epoch
+
+            def on_train_batch_end(self, batch, logs=None):
+                if self.epoch == 1 and batch == 60:
+                    os.kill(strategy._serving.embedded._processes["worker:0"].pid, signal.SIGKILL)
+                if self.epoch == 1 and batch == 75:
+                    worker = strategy._engine.coordinator._cluster.workers[0]
+                    wait_until(lambda: worker._is_dead_with_error is not None)
+                    wait_until(lambda: not worker._is_dead_with_error)
+
+        history = made.fit(data, epochs=4, verbose=0, callbacks=[Kill()]).history
+        print("sums", *(int(value) for value in history["sum"]), flush=True)
+    """
+    with programs.running(WAIT + textwrap.dedent(script), tmp_path) as program:
+        assert program.wait(110) == 0, program.output
+        (line,) = (line for line in program.output.splitlines() if line.startswith("sums"))
+        sums, expected = [int(word) for word in line.split()[1:]], sum(number**2 for number in range(800))
+        assert [sums[0], *sums[2:]] == [expected] * 3
+        # The batch that was under way may count twice.
+        assert expected <= sums[1] <= expected + 4 * 799**2
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("sharding", ["shard", "dynamic"])
+def test_a_worker_that_never_comes_back_is_not_waited_for(tmp_path: pathlib.Path, sharding: str) -> None:
+    """Passes end without what it had; when no worker is left, the program ends with an error that names them."""
+    script = f"""
+        import warnings
+        warnings.simplefilter("always")
+        strategy = tfdist.ParameterServerStrategy(num_workers=2, num_ps=1, data_sharding="{sharding}")
+        strategy._engine._queue.stall_timeout_secs = 4.0
+        embedded = strategy._serving.embedded
+        embedded._start = lambda task: embedded._processes[str(task)]
+        made = model(strategy)
+        data = tf.data.Dataset.from_tensors((X, Y)).repeat(100)
+
+        class Kill(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                if self.worker and batch == 30:
+                    os.kill(embedded._processes[self.worker].pid, signal.SIGKILL)
+                    self.worker = None
+
+        kill = Kill()
+        for kill.worker in (None, "worker:0", None):
+            before = int(made.optimizer.iterations)
+            made.fit(data, verbose=0, callbacks=[kill])
+            print("steps", int(made.optimizer.iterations) - before, flush=True)
+        # Lost while it had nothing to do.
+        print("evaluated", made.evaluate(X, Y, verbose=0), flush=True)
+        kill.worker = "worker:1"
+        made.fit(data.repeat(), steps_per_epoch=10**6, verbose=0, callbacks=[kill])
+    """
+    with programs.running(script, tmp_path) as program:
+        assert program.wait(110) == 1, program.output
+        whole, cut, alone = (int(line.split()[1]) for line in program.output.splitlines() if line.startswith("steps"))
+        assert whole == 100
+        # The step that was under way may have been made twice.
+        assert 50 <= cut <= 101, program.output
+        assert alone == (50 if sharding == "shard" else 100), program.output
+        assert "evaluated" in program.output
+        if sharding == "shard":
+            assert "ended without 50 of its 100 batches. worker:0 was lost" in program.output
+        assert "TimeoutError: no step has completed for 4 s; still waiting for worker:0 (lost" in program.output
+        assert "worker:1 (lost; it has to be started again)" in program.output
+        assert_nobody_is_left(program)
+
+
+@pytest.mark.processes
+def test_a_worker_killed_while_batches_are_dealt_out_leaves_a_pass_that_ends(tmp_path: pathlib.Path) -> None:
+    script = """
+        strategy = tfdist.ParameterServerStrategy(num_workers=2, num_ps=1, data_sharding="dynamic")
+        made = model(strategy)
+
+        class Kill(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                if batch == 20 and self.epoch == 1:
+                    os.kill(strategy._serving.embedded._processes["worker:1"].pid, signal.SIGKILL)
+            def on_epoch_begin(self, epoch, logs=None):
+                self.epoch = epoch
+            def on_epoch_end(self, epoch, logs=None):
+                print("after", int(made.optimizer.iterations), flush=True)
+
+        for data, options in (
+            (tf.data.Dataset.from_tensors((X, Y)).repeat(100), {}),
+            (tf.data.Dataset.from_tensors((X, Y)).repeat(100).filter(lambda x, y: True), {}),
+            (tf.data.Dataset.from_tensors((X, Y)).repeat(), {"steps_per_epoch": 100}),
+        ):
+            made.fit(data, epochs=2, verbose=0, callbacks=[Kill()], **options)
+    """
+    with programs.running(script, tmp_path) as program:
+        assert program.wait(110) == 0, program.output
+        counts = [int(line.split()[1]) for line in program.output.splitlines() if line.startswith("after")]
+        steps = [b - a for a, b in zip([0, *counts], counts, strict=False)]
+        assert steps[::2] == [100, 100, 100], program.output
+        assert all(20 <= cut <= 101 for cut in steps[1::2]), program.output
+        assert steps[-1] >= 100, "endless data"
+        assert_nobody_is_left(program)
+
+
+@pytest.mark.processes
+def test_a_killed_parameter_server_is_an_error_and_no_hang(tmp_path: pathlib.Path) -> None:
+    script = (
+        EMBEDDED
+        + """
+class Kill(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 20:
+            os.kill(strategy._serving.embedded._processes["ps:0"].pid, signal.SIGKILL)
+made.fit(tf.data.Dataset.from_tensors((X, Y)).repeat(), steps_per_epoch=10**6, verbose=0, callbacks=[Kill()])
+"""
+    )
+    with programs.running(script, tmp_path) as program:
+        assert program.wait(100) == 1, program.output
+        assert "ps:0 ended with code -9" in program.output
+        assert "UnavailableError" in program.output
+        assert_nobody_is_left(program)
+
+
+@pytest.mark.processes
+def test_a_process_that_can_not_start_is_an_error_at_once(tmp_path: pathlib.Path) -> None:
+    """A worker that ends before it serves is not waited for."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\nif 'ps' in os.environ.get('TF_CONFIG', '').partition('task')[2]: raise SystemExit('no libfoo.so')\n"
+    )
+    env = {"PYTHONPATH": f"{tmp_path}:{programs.ROOT}"}
+    with programs.running("tfdist.ParameterServerStrategy(num_workers=1)", tmp_path, env) as program:
+        assert program.wait(60) == 1
+        assert "ps:0 of the embedded cluster ended with code" in program.output
+        assert "no libfoo.so" in program.output
+
+
+# Clusters described by TF_CONFIG: every task runs the same script.
+
+SCRIPT = """
+strategy = tfdist.ParameterServerStrategy(start_timeout_secs=60, data_sharding="dynamic")
+print("chief", flush=True)
+made = model(strategy)
+made.fit(X, Y, verbose=0, epochs=2)
+made.fit(tf.data.Dataset.from_tensors((X, Y)).repeat(), verbose=0, steps_per_epoch=4)
+print("iterations", int(made.optimizer.iterations), flush=True)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(("sharding", "num_workers"), [("shard", 2), ("dynamic", 1)])
+def test_launched_tasks_need_no_grace_when_the_chief_is_done(
+    tmp_path: pathlib.Path, sharding: str, num_workers: int
+) -> None:
+    """Each of them ends by itself: none is ended by the launcher, whose patience outlasts this test's."""
+    path = tmp_path / "train.py"
+    path.write_text(programs._HEADER + SCRIPT.replace("dynamic", sharding))
+    flags = [f"--num_workers={num_workers}", "--num_ps=1", "--grace_period_secs=100000"]
+    command = [sys.executable, "-m", "tfdist.cli", "launch", "local", *flags, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, cwd=programs.ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("iterations 8") == 1
+    # The chief alone comes past the line that builds the strategy.
+    assert [line for line in done.stdout.splitlines() if line.endswith("chief")] == ["[chief:0] chief"]
+    # They were told that it is done, and did not take it for lost.
+    assert "has been gone" not in done.stdout + done.stderr
+
+
+@pytest.mark.processes
+def test_an_embedded_cluster_runs_nothing_of_the_directory_and_exits(tmp_path: pathlib.Path) -> None:
+    """Its program lies elsewhere, and never imports from the working directory. It ends with `sys.exit`."""
+    work = tmp_path / "work"
+    work.mkdir()
+    for name in ("token", "numpy", "secrets"):
+        (work / f"{name}.py").write_text("print('imported from the working directory')\nraise SystemExit(9)\n")
+    with programs.running(f"os.chdir({str(work)!r})\n" + EMBEDDED + "sys.exit(3)", tmp_path) as program:
+        assert program.wait(100) == 3, program.output
+        assert "trained" in program.output
+        assert_nobody_is_left(program)
+
+
+@pytest.mark.processes
+def test_workers_and_parameter_servers_notice_that_the_chief_was_killed(tmp_path: pathlib.Path) -> None:
+    with PortReservation(3) as reserved, contextlib.ExitStack() as stack:
+        addresses = [f"127.0.0.1:{port}" for port in reserved.ports]
+        jobs = {job: {0: address} for job, address in zip(("chief", "worker", "ps"), addresses, strict=True)}
+        tasks = {
+            job: stack.enter_context(
+                programs.running(
+                    SCRIPT + TRAIN_ON, tmp_path, {"TF_CONFIG": Cluster(jobs, Task(job, 0)).to_tf_config()}, name=job
+                )
+            )
+            for job in jobs
+        }
+        tasks["chief"].wait_for_output("iterations")
+        tasks["chief"].process.kill()
+        for job in ("worker", "ps"):
+            assert tasks[job].wait(40) == 75, tasks[job].output
+            assert f"{job}:0: the chief at {addresses[0]} has been gone" in tasks[job].output
+
+
+@pytest.mark.processes
+def test_a_worker_whose_chief_never_comes_ends_with_an_error(tmp_path: pathlib.Path) -> None:
+    with PortReservation(3) as reserved:
+        addresses = [f"127.0.0.1:{port}" for port in reserved.ports]
+        jobs = {job: {0: address} for job, address in zip(("chief", "worker", "ps"), addresses, strict=True)}
+        env = {"TF_CONFIG": Cluster(jobs, Task("worker", 0)).to_tf_config()}
+        with programs.running("tfdist.ParameterServerStrategy(start_timeout_secs=1)", tmp_path, env) as program:
+            assert program.wait(60) == 1, program.output
+            assert f"worker:0: the chief at {addresses[0]} did not come up" in program.output
+            assert "start_timeout_secs=1" in program.output

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A train step in two halves is the plain step: the same weights, metrics, statistics and logs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from halves import NUM_PARTS, Halves, X, Y, assert_close, batches, dense, made, state
+
+from tfdist.step.contribution import TrainStep
+
+pytestmark = pytest.mark.devices
+
+OPTIMIZERS = keras.optimizers
+
+
+# Made in the test: an optimizer starts TensorFlow.
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        pytest.param(lambda: OPTIMIZERS.SGD(0.1), {}, id="sgd"),
+        pytest.param(lambda: OPTIMIZERS.Adam(0.1), {"metrics": ["mae", "mse"]}, id="adam"),
+        pytest.param(lambda: OPTIMIZERS.SGD(0.1, global_clipnorm=0.01), {}, id="clipping"),
+        pytest.param(lambda: OPTIMIZERS.SGD(0.1, gradient_accumulation_steps=2), {}, id="accumulation"),
+        pytest.param(lambda: OPTIMIZERS.AdamW(0.1, weight_decay=0.1, use_ema=True), {}, id="decay-ema"),
+        pytest.param(lambda: OPTIMIZERS.LossScaleOptimizer(OPTIMIZERS.SGD(0.1)), {}, id="loss-scale"),
+        pytest.param(lambda: OPTIMIZERS.SGD(0.01), {"loss": "sum of squares"}, id="sum"),
+    ],
+)
+def test_two_halves_are_the_plain_step(optimizer: Callable[[], Any], options: dict[str, Any]) -> None:
+    if "loss" in options:
+        options = {"loss": keras.losses.MeanSquaredError(reduction="sum")}
+    plain, halved = (made(optimizer=optimizer(), **options) for _ in range(2))
+    plain_step, halves = tf.function(plain.train_step, autograph=False), Halves(halved)
+    for x, y in batches():
+        expected, found = plain_step((tf.constant(x), tf.constant(y))), halves(x, y)
+        assert_close(expected, found)
+    assert_close(state(plain), state(halved))
+
+
+class Penalized(keras.layers.Layer):
+    """Adds to the loss."""
+
+    def call(self, x: Any) -> Any:
+        self.add_loss(0.1 * keras.ops.mean(x**2))
+        return x
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [Penalized, lambda: keras.layers.Dense(3, activity_regularizer="l2", kernel_regularizer="l2")],
+    ids=["add_loss", "regularizers"],
+)
+def test_losses_that_layers_add_are_those_of_the_plain_step(layer: Callable[[], Any]) -> None:
+    def model() -> keras.Model:
+        return keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), layer(), keras.layers.Dense(1)])
+
+    plain, halved = made(model), made(model)
+    halves = Halves(halved)
+    for x, y in batches():
+        assert_close(plain.train_step((tf.constant(x), tf.constant(y))), halves(x, y))
+    assert_close(plain.get_weights(), halved.get_weights())
+
+
+def test_penalties_beside_a_sum_count_once() -> None:
+    def model() -> keras.Model:
+        return keras.Sequential(
+            [keras.Input((3,)), keras.layers.Dense(4, kernel_regularizer="l2"), keras.layers.Dense(1)]
+        )
+
+    loss = keras.losses.MeanSquaredError(reduction="sum")
+    plain, halved = (made(model, optimizer=keras.optimizers.SGD(0.01), loss=loss) for _ in range(2))
+    halves = Halves(halved)
+    for x, y in batches()[:3]:
+        assert_close(plain.train_step((tf.constant(x), tf.constant(y))), halves(x, y))
+    assert_close(plain.get_weights(), halved.get_weights())
+
+
+class Double(keras.Model):
+    """A model of float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = self.add_weight(shape=(3, 1), initializer="ones", dtype="float64")
+
+    def call(self, x: Any) -> Any:
+        return x
+
+    def train_step(self, data: Any) -> Any:
+        x, y = (tf.cast(each, tf.float64) for each in data)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((tf.matmul(x, tf.convert_to_tensor(self.kernel)) - y) ** 2)
+        self.optimizer.apply(tape.gradient(loss, [self.kernel]), [self.kernel])
+        return {"loss": loss}
+
+
+def test_gradients_of_float64_are_scaled_in_float64() -> None:
+    plain, halved = (made(Double, optimizer=keras.optimizers.SGD(0.125), metrics=None) for _ in range(2))
+    plain.train_step((tf.constant(X[:7]), tf.constant(Y[:7])))
+    Halves(halved)(X[:7], Y[:7])
+    np.testing.assert_allclose(plain.get_weights()[0], halved.get_weights()[0], rtol=1e-13)
+
+
+def test_parts_of_one_known_size_need_no_weights() -> None:
+    plain, halved = made(optimizer="adam"), made(optimizer="adam")
+    halves = Halves(halved, size=9)
+    for x, y in batches()[:2]:
+        assert_close(plain.train_step((tf.constant(x), tf.constant(y))), halves(x, y))
+    assert [float(each.weight) for each in halves.contribute(x, y)] == [1.0] * NUM_PARTS
+    assert_close(state(plain), state(halved))
+
+
+def test_nothing_is_written_before_the_update() -> None:
+    model = made(lambda: keras.Sequential([dense(), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)]))
+    before = state(model)
+    halves = Halves(model)
+    x, y = batches()[0]
+    halves.contribute(x, y)
+    for old, new in zip(before, state(model), strict=True):
+        np.testing.assert_array_equal(old, new)
+    halves(x, y)
+    assert any((old != new).any() for old, new in zip(before, state(model), strict=True))
+    assert int(model.optimizer.iterations.numpy()) == 1
+
+
+@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum"])
+def test_who_does_not_contribute_leaves_no_trace(reduction: str) -> None:
+    """The gradient of a mean is that over the contributors' examples; that of a sum is scaled to all replicas."""
+    scale = 1.0 if reduction == "sum_over_batch_size" else 1.5
+    loss = keras.losses.MeanSquaredError(reduction=reduction)
+    plain = made(optimizer=keras.optimizers.SGD(0.01 * scale), loss=loss)
+    halved = made(optimizer=keras.optimizers.SGD(0.01), loss=loss)
+    halves = Halves(halved, contributors=(0, 2))
+    for x, y in batches()[:2]:
+        kept = np.concatenate([x[:3], x[6:]]), np.concatenate([y[:3], y[6:]])
+        expected, found = plain.train_step([tf.constant(part) for part in kept]), halves(x, y)
+        assert_close(expected["mae"], found["mae"])
+        assert_close(expected["loss"] * scale, found["loss"])
+    assert_close(plain.get_weights(), halved.get_weights())
+
+
+def test_statistics_are_the_mean_over_examples_and_seeds_advance_once() -> None:
+    def model() -> keras.Model:
+        return keras.Sequential(
+            [keras.Input((3,)), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5, seed=1)]
+        )
+
+    halved, once = made(model), made(model)
+    x, y = batches()[2]
+    halved_layer, dropout = halved.layers
+    Halves(halved)(x, y)
+    np.testing.assert_allclose(halved_layer.moving_mean.numpy(), 0.01 * x.mean(0), atol=1e-6)
+    once.train_step((tf.constant(x), tf.constant(y)))
+    np.testing.assert_array_equal(dropout.seed_generator.state.numpy(), once.layers[1].seed_generator.state.numpy())
+
+
+def test_without_any_example_nothing_but_the_count_changes() -> None:
+    model = made(
+        lambda: keras.Sequential([keras.Input((3,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
+    )
+    before = model.get_weights()
+    halves = Halves(model, contributors=(0,))
+    logs = halves(X[:1], Y[:1])  # the one example is the last replica's
+    for old, new in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(old, new)
+    assert np.isfinite([*logs.values()]).all()
+    assert int(model.optimizer.iterations.numpy()) == 1
+
+
+def test_gradients_of_embeddings_stay_sparse() -> None:
+    def model() -> keras.Model:
+        layers = [keras.Input((3,)), keras.layers.Embedding(7, 2), keras.layers.Flatten(), keras.layers.Dense(1)]
+        return keras.Sequential(layers)
+
+    plain, halved = made(model, optimizer="adam"), made(model, optimizer="adam")
+    halves = Halves(halved)
+    for x, y in batches():
+        words = np.floor(6.9 * x)
+        plain.train_step((tf.constant(words), tf.constant(y)))
+        halves(words, y)
+    gradient = halves.contribute(words, y)[1].gradients[0]
+    assert isinstance(gradient, tf.IndexedSlices)
+    assert gradient.values.shape == (3, 2)
+    assert_close(plain.get_weights(), halved.get_weights())
+
+
+class Own(keras.Model):
+    """A step with two optimizers, logs of its own, and one under a name that a metric has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = keras.layers.Dense(1), keras.layers.Dense(1)
+        self.second = keras.optimizers.SGD(0.2)
+        self.seen = keras.metrics.Mean(name="seen")
+
+    def call(self, x: Any) -> Any:
+        return self.one(x) + self.two(x)
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            loss = tf.reduce_mean((self(x) - y) ** 2)
+        for optimizer, layer in ((self.optimizer, self.one), (self.second, self.two)):
+            weights = layer.trainable_variables
+            optimizer.apply(tape.gradient(loss, weights), weights)
+        self.seen.update_state(x)
+        return {"loss": loss, "seen": self.seen.result(), "nested": {"constant": 2.5}}
+
+
+def test_own_steps_with_several_optimizers_and_logs_of_their_own() -> None:
+    plain, halved = (made(Own, metrics=None) for _ in range(2))
+    for model in (plain, halved):
+        model.optimizer = keras.optimizers.SGD(0.1)
+        model.optimizer.build(model.one.trainable_variables)
+        model.second.build(model.two.trainable_variables)
+    halves = Halves(halved)
+    for x, y in batches():
+        expected, found = plain.train_step((tf.constant(x), tf.constant(y))), halves(x, y)
+        assert_close(expected, found)
+    assert_close(plain.get_weights(), halved.get_weights())
+
+
+def test_variables_without_a_gradient_are_left_alone() -> None:
+    class Unused(keras.layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.unused = self.add_weight(shape=(2,), initializer="ones")
+
+        def call(self, x: Any) -> Any:
+            return x
+
+    plain, halved = (made(lambda: keras.Sequential([*dense().layers, Unused()])) for _ in range(2))
+    halves = Halves(halved)
+    for x, y in batches():
+        plain.train_step((tf.constant(x), tf.constant(y)))
+        halves(x, y)
+    assert_close(plain.get_weights(), halved.get_weights())
+
+
+def test_optimizers_metrics_and_layers_are_left_as_they_were() -> None:
+    model = made()
+    Halves(model)(X[:9], Y[:9])
+    assert "apply" not in vars(model.optimizer)
+    assert "update_state" not in vars(model._loss_tracker)
+
+
+def test_what_cannot_be_taken_apart_is_said() -> None:
+    keras.utils.set_random_seed(3)
+    model = dense()
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match=r"call optimizer\.build\(variables\)"):
+        Halves(model)(X[:9], Y[:9])
+
+
+def test_two_kinds_of_losses_are_refused() -> None:
+    x = keras.Input((3,))
+    model = keras.Model(x, {name: keras.layers.Dense(1, name=name)(x) for name in ("a", "b")})
+    model.compile("sgd", {"a": "mse", "b": keras.losses.MeanSquaredError(reduction="sum")})
+    batch = tf.constant(X[:2]), {name: tf.constant(Y[:2]) for name in ("a", "b")}
+    model._symbolic_build(data_batch=batch)
+    with pytest.raises(ValueError, match="Received: both kinds"):
+        TrainStep(model.train_step, NUM_PARTS)

@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a step changes a state is read off its graph."""
+
+import pytest
+import tensorflow as tf
+
+from tfdist.step import value_changes
+
+
+@pytest.mark.timeout(60)
+def test_a_long_chain_of_additions_is_an_addition() -> None:
+    with tf.Graph().as_default():
+        start = tf.zeros([])
+        value = start
+        for _ in range(60):
+            value += tf.random.uniform([])
+        assert value_changes.kind(value, start) == value_changes.ADDITION

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""However variables and gradients cross the network, a wide layer trains as on one device."""
+
+from __future__ import annotations
+
+import pathlib
+
+import programs
+import pytest
+
+SCRIPT = """
+def trained(strategy):
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        layers = [keras.layers.Dense(300), keras.layers.Dense(400), keras.layers.Dense(1)]
+        made = keras.Sequential([keras.Input((4,)), *layers])
+        made.compile(keras.optimizers.SGD(0.001), "mse")
+    made.fit(X, Y, batch_size=16, epochs=2, shuffle=False, verbose=0)
+    return made
+strategy = tfdist.ParameterServerStrategy(num_workers={num_workers}, policies={policies}, transfer="{transfer}")
+found, expected = trained(strategy), trained(tf.distribute.get_strategy())
+for one, other in zip(found.get_weights(), expected.get_weights(), strict=True):
+    np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+found.evaluate(X, Y, verbose=0)
+print("TRANSFER", strategy.report().transfer, flush=True)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("num_workers", "policies", "transfer", "said", "times_measured"),
+    [
+        (1, "[]", "plain", 'TRANSFER each variable and gradient sent whole (transfer="plain")', 0),
+        (2, "[tfdist.BackupWorkers(spares=0)]", "plain", "TRANSFER each variable and gradient sent whole", 0),
+        (2, "[tfdist.BackupWorkers(spares=0)]", "auto", "TRANSFER embedding rows gathered at the table", 1),
+        (1, "[]", "auto", "TRANSFER embedding rows gathered at the table", 1),
+    ],
+)
+def test_a_wide_layer_trains_as_on_one_device(
+    num_workers: int, policies: str, transfer: str, said: str, times_measured: int, tmp_path: pathlib.Path
+) -> None:
+    script = SCRIPT.format(num_workers=num_workers, policies=policies, transfer=transfer)
+    with programs.running(script, tmp_path) as program:
+        assert program.wait(200) == 0, program.output
+    assert said in program.output
+    assert program.output.count("tfdist: transfer: ") == times_measured

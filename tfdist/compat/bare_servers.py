@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts TensorFlow's servers in a process that imports hardly any of TensorFlow's Python.
+
+`import tensorflow` takes some four seconds of a CPU, nearly all of them for Python that a server never runs; the
+server itself, in C++, is there after half a second. A worker that was killed is back the sooner for it. There is no
+public way past TensorFlow's front door: the public names of the servers are behind it. Such a process does nothing
+else, so the front door is not restored. `tests/serving/test_task_server.py` fails when TensorFlow changes any of it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pathlib
+import site
+import sys
+import sysconfig
+import types
+from collections.abc import Mapping
+from typing import Any
+
+NEEDS = (
+    "tensorflow.core.protobuf.config_pb2:ConfigProto",
+    "tensorflow.python.data.experimental.service.server_lib:WorkerConfig",
+    "tensorflow.python.data.experimental.service.server_lib:WorkerServer",
+    "tensorflow.python.tf2:enable",
+    "tensorflow.python.training.server_lib:ClusterSpec",
+    "tensorflow.python.training.server_lib:Server",
+)
+
+# What has `import tensorflow` load libraries into the process: a server needs them, too.
+_LOADING_VARIABLES = ("TF_PLUGGABLE_DEVICE_LIBRARY_PATH", "TF_USE_MODULAR_FILESYSTEM")
+_LOADING_FOLDERS = ("tensorflow-plugins", "tensorflow/core/kernels")
+_KINDS = ("purelib", "platlib")
+
+
+def skip_package_init() -> bool:
+    """From now on `import tensorflow` gives this process an empty package, of which modules can be imported.
+
+    Does nothing where TensorFlow was imported before, or where its import loads libraries.
+
+    Returns:
+      Whether it did.
+    """
+    spec = None if "tensorflow" in sys.modules else importlib.util.find_spec("tensorflow")
+    if spec is None or not spec.submodule_search_locations or _loads_libraries():
+        return False
+    package = _FrontDoor("tensorflow")
+    package.__path__ = list(spec.submodule_search_locations)
+    package.__spec__ = spec
+    sys.modules["tensorflow"] = package
+    return True
+
+
+class _FrontDoor(types.ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"this process only serves: it has imported no tensorflow.{name}")
+
+
+def _loads_libraries() -> bool:
+    folders = {*sys.path, *site.getsitepackages(), site.getusersitepackages()}
+    folders |= {sysconfig.get_path(kind, scheme) for scheme in sysconfig.get_scheme_names() for kind in _KINDS}
+    found = any((pathlib.Path(folder) / name).exists() for folder in folders for name in _LOADING_FOLDERS)
+    return found or any(os.environ.get(variable) for variable in _LOADING_VARIABLES)
+
+
+def start(jobs: Mapping[str, Mapping[int, str]], job: str, index: int, threads_per_operation: int) -> Any:
+    """Starts the server of a task; it lives as long as it is held, and then some.
+
+    Args:
+      jobs: for each job the addresses of its tasks, by their index.
+      job: that of the task.
+      index: that of the task.
+      threads_per_operation: 0 for TensorFlow's own number.
+    """
+    from tensorflow.core.protobuf import config_pb2
+    from tensorflow.python import tf2
+    from tensorflow.python.training import server_lib
+
+    tf2.enable()
+    return server_lib.Server(
+        server_lib.ClusterSpec({name: dict(tasks) for name, tasks in jobs.items()}),
+        job_name=job,
+        task_index=index,
+        protocol="grpc",
+        start=True,
+        config=config_pb2.ConfigProto(intra_op_parallelism_threads=threads_per_operation),
+    )
+
+
+def run_data_worker(dispatcher: str, host: str) -> None:
+    """Runs a tf.data service worker in this process for ever; Python stands still until it is registered.
+
+    Args:
+      dispatcher: "host:port" of the dispatcher.
+      host: name of this machine, under which the others fetch batches.
+    """
+    from tensorflow.python.data.experimental.service import server_lib
+
+    config = server_lib.WorkerConfig(dispatcher_address=dispatcher, worker_address=f"{host}:%port%", port=0)
+    server = server_lib.WorkerServer(config, start=False)
+    server.start()
+    server.join()

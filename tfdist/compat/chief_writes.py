@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files and progress are written by the chief alone, while every worker runs the same script and the same callbacks.
+
+Keras 3 has no notion of a chief: all workers would write the same files at once. Reading a model's variables may need
+all workers, so all of them go through the same saving; the others do it in a directory of their own that is removed.
+When a save returns, on any worker, the chief's file is complete. A progress bar that nobody asked for
+(`verbose="auto"`, Keras' default) is the chief's too: all workers have the same logs.
+
+There is no public way: callbacks and models write by functions that none of them takes as an argument. So the functions
+and methods in `_WRAPPED` are replaced, for good, for models of a `MultiWorkerMirroredStrategy` on several workers; any
+other model is saved by Keras as ever. `check` says whether Keras still has what is wrapped.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import inspect
+import os
+import pathlib
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import keras
+from keras.src.legacy.saving import legacy_h5_format
+from keras.src.saving import saving_lib
+from keras.src.utils import file_utils
+
+from tfdist.compat import replacing, saved_attributes
+
+NEEDS = (
+    "keras.src.legacy.saving.legacy_h5_format:save_model_to_hdf5(model, filepath)",
+    "keras.src.saving.saving_lib:save_model(model, filepath)",
+    "keras.src.saving.saving_lib:save_weights_only(model, filepath)",
+    "keras:Model._initial_epoch",
+    "keras.src.utils.file_utils:copy",
+    "keras.src.utils.file_utils:exists",
+    "keras.src.utils.file_utils:is_remote_path",
+    "keras.src.utils.file_utils:join",
+    "keras:callbacks.BackupAndRestore._save_model",
+    "keras:callbacks.BackupAndRestore._weights_path",
+    "keras:callbacks.ModelCheckpoint._save_model",
+)
+
+_BACKUP_PATHS = (
+    "backup_dir",
+    "_weights_path",
+    "_training_metadata_path",
+    "_prev_weights_path",
+    "_prev_training_metadata_path",
+)
+
+
+class Agreement(Protocol):
+    """How the workers that train a model agree on what one of them does."""
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this worker leads."""
+        ...
+
+    def from_chief(self, value: Callable[[], Any], what: str) -> Any:
+        """What `value` returns on the chief (JSON data); called there only."""
+        ...
+
+
+def install() -> None:
+    """Wraps what Keras writes files with, once per process.
+
+    Raises:
+      RuntimeError: this version of Keras is not the one that this module knows.
+    """
+    problems = check()
+    if problems:
+        raise RuntimeError(
+            "MultiWorkerMirroredStrategy does not know how this version of Keras writes files; use another version. "
+            f"Received: keras {keras.__version__}: {'; '.join(problems)}"
+        )
+    for owner, name, wrap, _ in _WRAPPED:
+        replacing.once(owner, name, wrap)
+
+
+def check() -> list[str]:
+    """What Keras no longer has in the form in which it is wrapped; empty if all is as known."""
+    problems = []
+    for owner, name, _, parameters in _WRAPPED:
+        found = getattr(owner, name, None)
+        if found is None:
+            problems.append(f"{owner.__name__}.{name} is gone")
+        elif tuple(inspect.signature(found).parameters)[: len(parameters)] != parameters:
+            problems.append(f"{owner.__name__}.{name} takes {tuple(inspect.signature(found).parameters)}")
+    backup = keras.callbacks.BackupAndRestore("unused")
+    problems += [f"BackupAndRestore.{name} is gone" for name in _BACKUP_PATHS if not hasattr(backup, name)]
+    return problems
+
+
+def _agreement(model: Any) -> Agreement | None:
+    """The agreement of the workers that train this model, or None if it is not trained by several."""
+    return getattr(getattr(model, "distribute_strategy", None), "_agreement", None)
+
+
+@functools.cache
+def _scratch() -> str:
+    """Where this worker writes what nobody reads; removed with the process."""
+    path = tempfile.mkdtemp(prefix="tfdist-")
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return path
+
+
+def _in_scratch(path: Any) -> str:
+    return str(pathlib.Path(tempfile.mkdtemp(dir=_scratch())) / pathlib.Path(os.fspath(path)).name)
+
+
+# Saving: save_model(model, filepath, ...) and its like.
+
+
+def _wrap_save(original: Callable[..., Any]) -> Callable[..., Any]:
+    def save(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+        agreement = _agreement(model)
+        if agreement is None or not isinstance(filepath, str | os.PathLike):
+            return original(model, filepath, *args, **kwargs)
+        return _save_together(agreement, filepath, lambda path: original(model, path, *args, **kwargs))
+
+    return save
+
+
+def _save_together(agreement: Agreement, filepath: Any, save: Callable[[str], Any]) -> None:
+    path, what = os.fspath(filepath), f"saving {os.fspath(filepath)}"
+    if not agreement.is_chief:
+        staged = _in_scratch(path)
+        save(staged)
+        shutil.rmtree(pathlib.Path(staged).parent)
+        agreement.from_chief(lambda: None, what)
+        return
+    with _staging(path) as staging:
+        # All workers get past the reading of variables before anything can fail at the destination.
+        save(str(staging / pathlib.Path(path).name))
+        agreement.from_chief(lambda: _publish(staging, path), what)
+
+
+@contextlib.contextmanager
+def _staging(path: str) -> Iterator[pathlib.Path]:
+    try:
+        # Beside the destination, so that the file can be put in its place in one go.
+        made = tempfile.mkdtemp(prefix=".tfdist-", dir=pathlib.Path(path).parent)
+    except OSError:
+        made = tempfile.mkdtemp(prefix="tfdist-")
+    try:
+        yield pathlib.Path(made)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _publish(staging: pathlib.Path, path: str) -> None:
+    for entry in sorted(staging.iterdir()):
+        target = file_utils.join(path.rpartition("/")[0] or ".", entry.name)
+        if entry.is_dir():
+            shutil.copytree(entry, target, dirs_exist_ok=True)
+        elif file_utils.is_remote_path(path):
+            file_utils.copy(str(entry), target)
+        else:
+            shutil.move(entry, target)
+
+
+# Callbacks: on the others, their paths lead to the scratch directory.
+
+
+def _wrap_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+    def save_model(callback: Any, *args: Any, **kwargs: Any) -> Any:
+        with _redirected(callback, "filepath"):
+            return original(callback, *args, **kwargs)
+
+    return save_model
+
+
+def _wrap_backup(original: Callable[..., Any]) -> Callable[..., Any]:
+    def save_model(callback: Any, *args: Any, **kwargs: Any) -> Any:
+        with _redirected(callback, *_BACKUP_PATHS):
+            return original(callback, *args, **kwargs)
+
+    return save_model
+
+
+def _wrap_backup_end(original: Callable[..., Any]) -> Callable[..., Any]:
+    def on_train_end(callback: Any, logs: Any = None) -> Any:
+        agreement = _agreement(callback.model)
+        if agreement is None:
+            return original(callback, logs)
+        return agreement.from_chief(lambda: original(callback, logs), f"removing {callback.backup_dir}")
+
+    return on_train_end
+
+
+def _wrap_backup_begin(original: Callable[..., Any]) -> Callable[..., Any]:
+    def on_train_begin(callback: Any, logs: Any = None) -> Any:
+        model, agreement = callback.model, _agreement(callback.model)
+        if agreement is None:
+            return original(callback, logs)
+        what = f"restoring {callback.backup_dir}"
+        has_backup = agreement.from_chief(lambda: file_utils.exists(callback._weights_path), what)
+        if has_backup and model.optimizer is not None and not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+        saved_attributes.find_out()
+        # The chief alone reads, so that all go on from the same state, whoever sees which files.
+        epoch = agreement.from_chief(lambda: (original(callback, logs), model._initial_epoch)[1], what)
+        model._initial_epoch = epoch
+        if has_backup:
+            model.distribute_strategy._copy_from_chief(_state(model))
+        return None
+
+    return on_train_begin
+
+
+def _state(model: keras.Model) -> list[Any]:
+    """The model's and the optimizer's variables, without what metrics count."""
+    counters = {id(variable) for metric in model.metrics for variable in metric.variables}
+    variables = [*model.variables, *(model.optimizer.variables if model.optimizer else [])]
+    return list({id(v): v for v in variables if id(v) not in counters}.values())
+
+
+def _wrap_tensorboard(original: Callable[..., Any]) -> Callable[..., Any]:
+    def set_model(callback: Any, model: Any) -> Any:
+        _redirect(callback, model, "log_dir")
+        return original(callback, model)
+
+    return set_model
+
+
+def _wrap_csv(original: Callable[..., Any]) -> Callable[..., Any]:
+    def on_train_begin(callback: Any, logs: Any = None) -> Any:
+        _redirect(callback, callback.model, "filename")
+        return original(callback, logs)
+
+    return on_train_begin
+
+
+# The terminal: logs are the same on all workers.
+
+
+def _wrap_progress(original: Callable[..., Any]) -> Callable[..., Any]:
+    def set_params(callback: Any, params: Any) -> Any:
+        agreement = _agreement(callback.model)
+        is_silent = agreement is not None and not agreement.is_chief and params["verbose"] == "auto"
+        return original(callback, {**params, "verbose": 0} if is_silent else params)
+
+    return set_params
+
+
+@contextlib.contextmanager
+def _redirected(callback: Any, *names: str) -> Iterator[None]:
+    before = {name: getattr(callback, name) for name in names}
+    _redirect(callback, callback.model, *names)
+    try:
+        yield
+    finally:
+        for name, path in before.items():
+            setattr(callback, name, path)
+
+
+def _redirect(callback: Any, model: Any, *names: str) -> None:
+    agreement = _agreement(model)
+    if agreement is None or agreement.is_chief:
+        return
+    for name in names:
+        path = getattr(callback, name)
+        if not str(path).startswith(_scratch()):
+            setattr(callback, name, _in_scratch(path))
+
+
+# What is wrapped: its owner, its name, how, and the parameters that it must begin with.
+_WRAPPED: tuple[tuple[Any, str, Callable[..., Any], tuple[str, ...]], ...] = (
+    (saving_lib, "save_model", _wrap_save, ("model", "filepath")),
+    (saving_lib, "save_weights_only", _wrap_save, ("model", "filepath")),
+    (legacy_h5_format, "save_model_to_hdf5", _wrap_save, ("model", "filepath")),
+    (keras.Model, "export", _wrap_save, ("self", "filepath")),
+    (keras.callbacks.ModelCheckpoint, "_save_model", _wrap_checkpoint, ("self", "epoch", "batch", "logs")),
+    (keras.callbacks.BackupAndRestore, "_save_model", _wrap_backup, ("self",)),
+    (keras.callbacks.BackupAndRestore, "on_train_begin", _wrap_backup_begin, ("self", "logs")),
+    (keras.callbacks.BackupAndRestore, "on_train_end", _wrap_backup_end, ("self", "logs")),
+    (keras.callbacks.TensorBoard, "set_model", _wrap_tensorboard, ("self", "model")),
+    (keras.callbacks.ProgbarLogger, "set_params", _wrap_progress, ("self", "params")),
+    (keras.callbacks.CSVLogger, "on_train_begin", _wrap_csv, ("self", "logs")),
+)

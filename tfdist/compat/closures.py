@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one place that touches `ClusterCoordinator` below its public surface.
+
+`ClusterCoordinator.schedule` takes `tf.function`s only, and tells nobody on which worker a closure runs or when it
+ends. The queue beneath it takes any callable, and runs it in the thread that is bound to the worker; this is what
+lets the engine do its bookkeeping where the work is done. `tests/engines/test_closures.py` fails loudly when
+TensorFlow changes any of it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.distribute.coordinator import cluster_coordinator, coordinator_context
+from tensorflow.python.eager import context
+
+NEEDS = (
+    "tensorflow.python.distribute.coordinator.cluster_coordinator:ClosureAbortedError",
+    "tensorflow.python.distribute.coordinator.cluster_coordinator:ClosureInputError",
+    "tensorflow.python.distribute.coordinator.cluster_coordinator:Cluster.closure_queue",
+    "tensorflow.python.distribute.coordinator.cluster_coordinator:Cluster.schedule(function, args, kwargs)",
+    "tensorflow.python.distribute.coordinator.cluster_coordinator:Cluster.workers",
+    "tensorflow.python.distribute.coordinator.cluster_coordinator:ClusterCoordinator._cluster",
+    "tensorflow.python.distribute.coordinator.cluster_coordinator:ClusterCoordinator._create_per_worker_resources",
+    "tensorflow.python.distribute.coordinator.cluster_coordinator:Worker._is_dead_with_error",
+    "tensorflow.python.distribute.coordinator.cluster_coordinator:Worker.worker_index",
+    "tensorflow.python.distribute.coordinator.cluster_coordinator:_CoordinatedClosureQueue._error",
+    "tensorflow.python.distribute.coordinator.cluster_coordinator:_CoordinatedClosureQueue.done",
+    "tensorflow.python.distribute.coordinator.cluster_coordinator:_is_worker_failure",
+    "tensorflow.python.distribute.coordinator.coordinator_context:get_current_dispatch_context",
+    "tensorflow.python.eager.context:Context.executor",
+    "tensorflow.python.eager.context:context",
+)
+
+# What a lost or restarting task looks like from the chief. The coordinator decides which of them it can mend; a
+# closure that meets one passes it on untouched.
+_TASK_FAILURES = (
+    tf.errors.UnavailableError,
+    tf.errors.AbortedError,
+    tf.errors.CancelledError,
+    tf.errors.DeadlineExceededError,
+    cluster_coordinator.ClosureInputError,
+    cluster_coordinator.ClosureAbortedError,
+)
+
+
+def schedule(
+    coordinator: tf.distribute.coordinator.ClusterCoordinator, function: Callable[..., None], *args: Any
+) -> None:
+    """Queues `function(*args)` for whichever worker is free first.
+
+    It runs in that worker's thread on the chief, with the worker as the default device. It runs again, on another
+    worker, when it raises an error that
+    `is_task_failure` knows. Per-worker values among `args` arrive as the value of the worker it
+    runs on.
+    """
+    coordinator._cluster.schedule(function, args, {})
+
+
+def before_use(coordinator: tf.distribute.coordinator.ClusterCoordinator, function: Callable[[], None]) -> None:
+    """Calls `function` whenever a program that has the coordinator too schedules on it or waits for what it scheduled.
+
+    A closure that resides in a worker's thread would else keep that program's own closures waiting for ever.
+    """
+    for name in ("schedule", "join", "done"):
+        setattr(coordinator, name, _preceded(function, getattr(type(coordinator), name), coordinator))
+
+
+def _preceded(function: Callable[[], None], method: Callable[..., Any], coordinator: Any) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        function()
+        return method(coordinator, *args, **kwargs)
+
+    return call
+
+
+def create_on_workers(
+    coordinator: tf.distribute.coordinator.ClusterCoordinator, function: Callable[..., Any], *args: Any
+) -> tf.distribute.coordinator.PerWorkerValue:
+    """Runs `function(*args)` once for each worker, and again for one that comes back; the values stay there."""
+    return coordinator._create_per_worker_resources(function, args)
+
+
+def current_worker() -> int | None:
+    """The index of the worker whose thread this is, or None outside of a closure."""
+    dispatch = coordinator_context.get_current_dispatch_context()
+    return None if dispatch is None else int(dispatch.worker_index)
+
+
+def this_worker() -> int:
+    """The index of the worker whose thread this is.
+
+    Raises:
+      RuntimeError: It is no worker's thread.
+    """
+    worker = current_worker()
+    if worker is None:
+        raise RuntimeError("this_worker() was called outside of a closure")
+    return worker
+
+
+def lost_workers(coordinator: tf.distribute.coordinator.ClusterCoordinator) -> set[int]:
+    """The workers that the coordinator has found dead and that are not back yet."""
+    return {worker.worker_index for worker in coordinator._cluster.workers if worker._is_dead_with_error}
+
+
+def is_task_failure(error: BaseException) -> bool:
+    """Whether a closure that met `error` has to pass it on, for the coordinator to mend or to report."""
+    # The second kind comes from a worker that was restarted so fast that nobody noticed that it was gone.
+    return isinstance(error, _TASK_FAILURES) or cluster_coordinator._is_worker_failure(error)
+
+
+def clear_error() -> None:
+    """Makes the calling worker's thread forget an error that was dealt with; TensorFlow would report it again."""
+    context.context().executor.clear_error()
+
+
+def has_failed(coordinator: tf.distribute.coordinator.ClusterCoordinator) -> bool:
+    """Whether the coordinator met an error that it could not mend (a lost parameter server, say)."""
+    return coordinator._cluster.closure_queue._error is not None
+
+
+def raise_failure(coordinator: tf.distribute.coordinator.ClusterCoordinator) -> None:
+    """Raises the error that the coordinator could not mend, if there is one. It waits for closures in flight to end."""
+    coordinator._cluster.closure_queue.done()

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the chief joins a parameter-server cluster: what the stock strategy does in `_connect_to_cluster`, but for two
+things.
+
+* The chief joins as job localhost, which it is already: the stock strategy renames its devices to job chief, and
+  whatever was made before (a data set, say) can't find its device any more.
+* The parameter servers know of each other: an update of a model that is spread over several of them is one function.
+"""
+
+from __future__ import annotations
+
+import os
+
+import tensorflow as tf
+from tensorflow.python.distribute import parameter_server_strategy_v2 as stock
+from tensorflow.python.eager import context, remote
+from tensorflow.python.training import server_lib
+
+NEEDS = (
+    "tensorflow.python.distribute.parameter_server_strategy_v2:_SET_SERVER_DEF_RETRIES",
+    "tensorflow.python.eager.context:ensure_initialized",
+    "tensorflow.python.eager.context:set_server_def_retries",
+    "tensorflow.python.eager.remote:connect_to_cluster(cluster_device_filters)",
+    "tensorflow.python.training.server_lib:ClusterDeviceFilters.set_device_filters",
+)
+
+CHIEF_JOB = "localhost"
+# In full, so that it means the same in the thread of a worker, whose default device is merged with it.
+CHIEF_DEVICE = f"/job:{CHIEF_JOB}/replica:0/task:0/device:CPU:0"
+
+
+def join(cluster_spec: tf.train.ClusterSpec) -> None:
+    """Joins this process to the cluster, as its chief, and waits for the connection.
+
+    Args:
+      cluster_spec: all tasks; the chief's job is `CHIEF_JOB`.
+    """
+    filters = server_lib.ClusterDeviceFilters()
+    for index in range(cluster_spec.num_tasks("worker")):
+        # A worker need not hear of other workers that come and go.
+        filters.set_device_filters("worker", index, ["/job:ps", f"/job:{CHIEF_JOB}"])
+    # As the stock strategy has them: one call under way to each worker, and no asynchronous executors, so that a lost
+    # worker is noticed by the call that meets it.
+    os.environ["TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE"] = "False"
+    os.environ["TF_PS_DISABLE_ASYNC_EXECUTOR_GLOBALLY"] = "True"
+    remote.connect_to_cluster(cluster_spec, job_name=CHIEF_JOB, protocol="grpc", cluster_device_filters=filters)
+    context.set_server_def_retries(stock._SET_SERVER_DEF_RETRIES)
+    context.ensure_initialized()

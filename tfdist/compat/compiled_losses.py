@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The losses that a Keras model was compiled with, the metrics that show them, and those that its layers have left.
+
+There is no public way: `model.loss` is what `compile` was given, in one of a dozen forms, and Keras resolves it into
+an object that it keeps to itself; so it does with the metrics of the losses.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+NEEDS = (
+    "keras.src.trainers.compile_utils:CompileLoss._flat_losses",
+    "keras.src.trainers.compile_utils:CompileLoss.metrics",
+    "keras.src.trainers.trainer:Trainer._compile_loss",
+    "keras.src.trainers.trainer:Trainer._loss_tracker",
+    "keras.src.layers.layer:Layer._clear_losses",
+)
+
+
+def losses(model: keras.Model) -> list[Any]:
+    """The losses given to `compile`, one for each output that has one."""
+    compiled = getattr(model, "_compile_loss", None)
+    return [loss.loss for loss in getattr(compiled, "_flat_losses", None) or [] if loss.loss is not None]
+
+
+def tracker_of(model: keras.Model) -> Any:
+    """The metric of the whole loss."""
+    return model._loss_tracker
+
+
+def trackers_of_single(model: keras.Model) -> list[Any]:
+    """The metrics of the single losses, in their order; none where there is only one."""
+    return list(model._compile_loss.metrics)
+
+
+def forget_added(model: keras.Model) -> None:
+    """Forgets what layers have added to the loss: Keras knows it by ids, which later tensors may have."""
+    model._clear_losses()

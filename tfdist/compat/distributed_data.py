@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The base classes of data sets and batches that Keras and TensorFlow take for distributed ones.
+
+There is no public way. Keras knows a distributed data set, which it must not divide again, by the name and the module
+of a private class (`is_tf_dataset` in `keras.src.trainers.data_adapters`); the public
+`tf.distribute.DistributedDataset` is an interface above it. A batch that is an argument of a `tf.function` must be a
+composite tensor, and the public `tf.experimental.ExtensionType` has a fixed number of fields of known dtypes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tensorflow.python.distribute import input_lib
+from tensorflow.python.framework import composite_tensor
+
+NEEDS = (
+    "keras.src.trainers.data_adapters:is_tf_dataset",
+    "tensorflow.python.distribute.input_lib:DistributedDataset._enable_get_next_as_optional",
+    "tensorflow.python.framework.composite_tensor:CompositeTensor._type_spec",
+)
+
+# A subclass shares nothing with it but its interface.
+DistributedDatasetBase = input_lib.DistributedDataset
+# A subclass has a property `_type_spec`.
+CompositeBatch = composite_tensor.CompositeTensor
+
+
+def assume_full_batches(distributed: Any) -> None:
+    """Says that each batch has a part for every replica of every worker: TensorFlow would ask, for each batch."""
+    distributed._enable_get_next_as_optional = False

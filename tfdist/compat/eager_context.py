@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TensorFlow's context: the runtime's state in this process, its global seed, and the cluster's coordination service.
+
+There is no public way: `tf.random` sets the seed and does not return it, nothing says whether the runtime has begun,
+and the coordination service, which keeps text under keys for all workers, is reached through the context alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import tensorflow as tf
+from tensorflow.python.distribute import collective_all_reduce_strategy
+from tensorflow.python.eager import context
+
+NEEDS = (
+    "tensorflow.python.distribute.collective_all_reduce_strategy:coordination_config_pb2.CoordinatedJob",
+    "tensorflow.python.eager.context:Context._context_handle",
+    "tensorflow.python.eager.context:Context.configure_coordination_service",
+    "tensorflow.python.eager.context:Context.delete_config_key_value",
+    "tensorflow.python.eager.context:Context.get_config_key_value",
+    "tensorflow.python.eager.context:Context.report_error_to_cluster",
+    "tensorflow.python.eager.context:Context.set_config_key_value",
+    "tensorflow.python.eager.context:context",
+    "tensorflow.python.eager.context:global_seed",
+)
+
+
+def global_seed() -> int | None:
+    """The seed that `tf.random.set_seed` was given last, or None."""
+    return context.global_seed()
+
+
+def has_begun() -> bool:
+    """Whether TensorFlow's runtime was used, after which it can't join a cluster any more."""
+    return context.context()._context_handle is not None
+
+
+def configure_coordination(
+    leader: str, jobs: Mapping[str, int], start_timeout_secs: float, heartbeat_timeout_secs: float
+) -> None:
+    """Has the runtime, which has not begun, join a coordination service.
+
+    Args:
+      leader: the task that runs the service, such as "/job:worker/replica:0/task:0".
+      jobs: for each job how many tasks it has.
+      start_timeout_secs: how long to wait for all tasks to come.
+      heartbeat_timeout_secs: for how long a task may be silent before it is taken for dead.
+    """
+    job_type = collective_all_reduce_strategy.coordination_config_pb2.CoordinatedJob
+    context.context().configure_coordination_service(
+        service_type="standalone",
+        service_leader=leader,
+        cluster_register_timeout_in_ms=int(start_timeout_secs * 1000),
+        heartbeat_timeout_in_ms=int(heartbeat_timeout_secs * 1000),
+        coordinated_jobs=[job_type(name=job, num_tasks=count) for job, count in jobs.items()],
+    )
+
+
+def set_key(key: str, text: str) -> None:
+    """Puts text under a key of the service.
+
+    Raises:
+      tf.errors.OpError: there is some already, or the service does not answer.
+    """
+    context.context().set_config_key_value(key, text)
+
+
+def get_key(key: str, timeout_ms: int) -> str:
+    """The text under a key, which is waited for.
+
+    Raises:
+      tf.errors.DeadlineExceededError: there was none for so long.
+      tf.errors.OpError: the service does not answer.
+    """
+    return context.context().get_config_key_value(key, timeout_ms)
+
+
+def delete_key(key: str) -> None:
+    """Removes the text under a key, if there is some."""
+    context.context().delete_config_key_value(key)
+
+
+def report_error(message: str) -> None:
+    """Has what the other tasks wait for raise `tf.errors.AbortedError` with this message."""
+    context.context().report_error_to_cluster(tf.errors.ABORTED, message)

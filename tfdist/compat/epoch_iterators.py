@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keras' epoch iterator, by which a running `fit` counts its steps and batches, and its beginning in mid-epoch.
+
+There is no public way: `fit` keeps the iterator in a local variable, and begins each epoch with its first step. What is
+changed here is changed on that one iterator, which ends with its `fit`; a replaced method removes itself when it was
+called once, or stays as long as the iterator lives.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+from keras.src.backend.tensorflow.trainer import TFEpochIterator
+
+from tfdist.compat import own_attributes, running_loop
+
+NEEDS = (
+    "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.fit(self, epoch_iterator)",
+    "keras.src.backend.tensorflow.trainer:TFEpochIterator._current_iterator",
+    "keras.src.backend.tensorflow.trainer:TFEpochIterator._distributed_dataset",
+    "keras.src.backend.tensorflow.trainer:TFEpochIterator._enumerate_iterator",
+    "keras.src.backend.tensorflow.trainer:TFEpochIterator._get_iterator",
+    "keras.src.backend.tensorflow.trainer:TFEpochIterator._interrupted_warning",
+    "keras.src.backend.tensorflow.trainer:TFEpochIterator._num_batches",
+    "keras.src.backend.tensorflow.trainer:TFEpochIterator._steps_seen",
+    "keras.src.backend.tensorflow.trainer:TFEpochIterator.data_adapter",
+    "keras.src.backend.tensorflow.trainer:TFEpochIterator.steps_per_epoch",
+    "keras.src.backend.tensorflow.trainer:TFEpochIterator.steps_per_execution",
+    "keras:Model._initial_epoch",
+)
+
+
+class EpochIterator:
+    """The epoch iterator of one `fit`.
+
+    Args:
+      iterator: Keras' own.
+    """
+
+    def __init__(self, iterator: Any) -> None:
+        self._iterator = iterator
+
+    @classmethod
+    def of(cls, model: keras.Model) -> EpochIterator | None:
+        """That of a `fit` of this model that is running, in a frame below this call; None if there is none."""
+        frame = running_loop.frame_of(sys._getframe(1), model)
+        found = frame.f_locals.get("epoch_iterator") if frame else None
+        return cls(found) if isinstance(found, TFEpochIterator) else None
+
+    @property
+    def dataset(self) -> Any:
+        """The distributed data set that it iterates over."""
+        return self._iterator._distributed_dataset
+
+    @property
+    def num_batches_given(self) -> int | None:
+        """How many batches a pass has by what `fit` was given, if that says so."""
+        return self._iterator.data_adapter.num_batches
+
+    @property
+    def num_batches(self) -> int | None:
+        """The same, or what was found out at the end of a pass."""
+        return self._iterator._num_batches
+
+    @num_batches.setter
+    def num_batches(self, count: int | None) -> None:
+        self._iterator._num_batches = count
+
+    @property
+    def batches_taken(self) -> int:
+        """How many batches were taken from the iterator over the data that was made last."""
+        return self._iterator._steps_seen
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the next epoch goes on with the same iterator over the data, as with `steps_per_epoch`."""
+        return self._iterator.steps_per_epoch is not None and self._iterator._current_iterator is not None
+
+    @property
+    def is_at_end_of_epoch(self) -> bool:
+        """Whether the step that was made last is known to be the last one of its epoch."""
+        length, taken = self._length, self._iterator._steps_seen
+        return bool(length) and taken >= length and taken % length == 0
+
+    @property
+    def _length(self) -> int | None:
+        return self._iterator.steps_per_epoch or self._iterator._num_batches
+
+    def replace_data(self, wrap: Callable[[Callable[[], Any]], Callable[[], Any]]) -> None:
+        """Replaces the function that gives the data of each new iterator by what `wrap` makes of it."""
+        own_attributes.put(self._iterator, "_get_iterator", wrap(self._iterator._get_iterator))
+
+    def continue_epochs(self, batches: int) -> None:
+        """Has the next epoch go on with a new iterator over the data, of which so many batches are taken."""
+        self._iterator._current_iterator = iter(self._iterator._get_iterator())
+        self._iterator._steps_seen = batches
+
+    def begin_within_epoch(self, step: int, batches: int, begin: Callable[[], None]) -> None:
+        """Has the next epoch begin after so many of its steps.
+
+        Args:
+          step: the steps that were made.
+          batches: the batches that were taken for them, and before with `steps_per_epoch`.
+          begin: called when the epoch begins, before its data are asked for.
+        """
+
+        def rest_of_epoch() -> Iterator[tuple[int, int, Any]]:
+            own_attributes.remove(self._iterator, "_enumerate_iterator")
+            begin()
+            yield from self._rest_of_epoch(step, batches)
+
+        own_attributes.put(self._iterator, "_enumerate_iterator", rest_of_epoch)
+
+    def _rest_of_epoch(self, step: int, batches: int) -> Iterator[tuple[int, int, Any]]:
+        """What Keras' `_enumerate_iterator` does, from a step on; for one epoch."""
+        epochs = self._iterator
+        epochs.data_adapter.on_epoch_begin()
+        iterator = iter(epochs._get_iterator())
+        length = self._length
+        epochs._steps_seen = batches
+        if length:
+            epochs._current_iterator = iterator
+        while not length or step < length:
+            if length and epochs._num_batches and epochs._steps_seen >= epochs._num_batches:
+                if epochs.steps_per_epoch:
+                    epochs._interrupted_warning()
+                break
+            epochs._steps_seen += epochs.steps_per_execution
+            yield step, step + epochs.steps_per_execution - 1, iterator
+            step += epochs.steps_per_execution
+        if epochs._num_batches and epochs._steps_seen >= epochs._num_batches:
+            epochs._current_iterator = iter(epochs._get_iterator())
+            epochs._steps_seen = 0
+        epochs.data_adapter.on_epoch_end()
+
+
+def first_epoch_of(model: keras.Model) -> int | None:
+    """The epoch that the next `fit` of a model begins with, if it was set; a callback may set it for a running one."""
+    return getattr(model, "_initial_epoch", None)
+
+
+def begin_with_epoch(model: keras.Model, epoch: int | None) -> None:
+    """Sets that epoch."""
+    model._initial_epoch = epoch

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replaces how a running `fit` makes the logs of an epoch, when the epoch ends and before callbacks and validation.
+
+There is no public way: `on_epoch_end` comes after validation, when `fit` has read the metrics. What is put on a model
+stays until it is removed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from tfdist.compat import own_attributes
+
+NEEDS = ("keras.src.trainers.trainer:Trainer._get_metrics_result_or_logs(logs)",)
+
+_NAME = "_get_metrics_result_or_logs"
+
+Logs = Callable[[Any], Any]
+
+
+def of(model: keras.Model) -> Logs:
+    """The function that makes a model's logs of an epoch from those of its last step."""
+    return getattr(model, _NAME)
+
+
+def put(model: keras.Model, function: Logs) -> None:
+    """Has this one model make them so."""
+    own_attributes.put(model, _NAME, function)
+
+
+def remove(model: keras.Model, function: Logs | None = None) -> None:
+    """Has the model make them as its class does, unless something else than `function` was put there last."""
+    found = own_attributes.of(model, _NAME)
+    if found is not None and (function is None or found is function):
+        own_attributes.remove(model, _NAME)

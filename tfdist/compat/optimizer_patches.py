@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The optimizer tap: what happens between a replica's gradients and the update, while the user's step is traced.
+
+Keras 3 reduces gradients inside `optimizer.apply`, after clipping, inside the conditional of gradient accumulation and
+after the finiteness check of loss scaling. On several replicas each of these is wrong or impossible. The tap puts the
+reduction where one device would have it, on the optimizer *instances* and only while the step is traced: no Keras class
+is changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.compat import instance_keys, loops, optimizer_variables, own_attributes, replicas
+
+NEEDS = (
+    "keras.src.backend.tensorflow.optimizer:TFOptimizer._all_reduce_sum_gradients",
+    "keras.src.backend.tensorflow.optimizer:TFOptimizer._distributed_tf_update_step",
+    "keras.src.optimizers.base_optimizer:BaseOptimizer._apply_weight_decay",
+    "keras.src.optimizers.base_optimizer:BaseOptimizer._backend_apply_gradients",
+    "keras.src.optimizers.base_optimizer:BaseOptimizer._backend_increment_gradient_accumulators",
+    "keras.src.optimizers.base_optimizer:BaseOptimizer._backend_reset_gradient_accumulators",
+    "keras.src.optimizers.base_optimizer:BaseOptimizer._backend_update_step",
+    "keras.src.optimizers.base_optimizer:BaseOptimizer._clip_gradients",
+    "keras.src.optimizers.base_optimizer:BaseOptimizer._overwrite_model_variables_with_average_value",
+    "keras.src.optimizers.base_optimizer:BaseOptimizer._update_model_variables_moving_average",
+    "keras:optimizers.LossScaleOptimizer._common_apply",
+    "keras:optimizers.LossScaleOptimizer._tf_apply",
+    "tensorflow.python.distribute.mirrored_strategy:MirroredExtended._use_merge_call",
+)
+
+Gradients = Sequence[Any]
+Transform = Callable[[Gradients], Gradients]
+
+# Where Keras has the gradients that it updates with, clipped and summed:
+# update(distribution, [(gradient, variable)], learning rate).
+UPDATE = "_distributed_tf_update_step"
+# Where Keras sums the gradients of all replicas.
+_SUM = "_all_reduce_sum_gradients"
+
+
+@contextlib.contextmanager
+def tapped(optimizers: Iterable[Any], weigh: Transform | None = None) -> Iterator[None]:
+    """Within this block, `apply` of these optimizers updates as one device would, from the sum over all replicas.
+
+    Args:
+      optimizers: Keras optimizers; each is restored at the end.
+      weigh: called in replica context with this replica's gradients before they are summed.
+    """
+    with contextlib.ExitStack() as stack:
+        for optimizer in optimizers:
+            stack.enter_context(_tapped(optimizer, weigh))
+        yield
+
+
+def optimizers_of(model: keras.Model) -> list[Any]:
+    """The optimizer given to `compile`, and those that a subclass keeps in attributes of its own, as GANs do."""
+    found = [model.optimizer, *vars(model).values()]
+    unique = {id(value): value for value in found if isinstance(value, keras.optimizers.Optimizer)}
+    # One that is wrapped for loss scaling is a part of the one around it.
+    for optimizer in list(unique.values()):
+        unique.pop(id(getattr(optimizer, "inner_optimizer", None)), None)
+    return list(unique.values())
+
+
+def sum_over_replicas(gradients: Gradients) -> list[Any]:
+    """The sums over all replicas, in replica context; None stays None."""
+    sums: list[Any] = [None] * len(gradients)
+    # TensorFlow packs what it sums together into one tensor, of one dtype.
+    for dtype in dict.fromkeys(gradient.dtype for gradient in gradients if gradient is not None):
+        chosen = [index for index, each in enumerate(gradients) if each is not None and each.dtype == dtype]
+        varying = [index for index in chosen if _varies(gradients[index])]
+        fixed = [index for index in chosen if index not in varying]
+        for indices, reduce in ((fixed, _all_reduce), (varying, _sum_varying)):
+            totals = reduce([gradients[index] for index in indices]) if indices else []
+            for index, total in zip(indices, totals, strict=True):
+                sums[index] = total
+    return sums
+
+
+def _sum_varying(values: Gradients) -> Sequence[Any]:
+    context = tf.distribute.get_replica_context()
+    if replicas.has_other_workers(context.strategy):
+        with instance_keys.counted(context.strategy):
+            return _all_reduce(values)
+    _check_can_meet(context)
+    return context.merge_call(_concatenate, args=tuple(values))
+
+
+def _all_reduce(values: Gradients) -> Sequence[Any]:
+    context = tf.distribute.get_replica_context()
+    _check_can_meet(context)
+    if not context.strategy.extended._use_merge_call():
+        return context.all_reduce(tf.distribute.ReduceOp.SUM, values)
+    # ReplicaContext.all_reduce does this too, but gives the sum a gradient of its own. TensorFlow registers that for
+    # ever, and with it the graph, the strategy and what they hold. Nobody takes the gradient of a sum of gradients.
+    return context.merge_call(_reduce_together, args=tuple(values))
+
+
+def _check_can_meet(context: Any) -> None:
+    """Raises where TensorFlow's replicas can't wait for each other, with the remedy."""
+    graph = getattr(threading.current_thread(), "graph", None)
+    if graph is not None and graph is not tf.compat.v1.get_default_graph():
+        raise RuntimeError(
+            "train_step: optimizer.apply can't add up the replicas' gradients inside of a conditional, a loop or a "
+            "tf.function within the step; call it in the step itself, with gradients that are multiplied by the "
+            f"condition. Received: a call inside of one, {context.strategy.num_replicas_in_sync} replicas"
+        )
+
+
+def _reduce_together(strategy: tf.distribute.Strategy, *values: Any) -> Sequence[Any]:
+    # One device: a tensor can't be a destination.
+    pairs = [(value, value.device if isinstance(value, tf.Tensor) else value) for value in values]
+    return strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, pairs)
+
+
+def _concatenate(strategy: tf.distribute.Strategy, *values: Any) -> Sequence[Any]:
+    """The sums of sparse gradients, without a collective."""
+    del strategy
+    reduction = tf.distribute.ReductionToOneDevice()
+    return [reduction.reduce(tf.distribute.ReduceOp.SUM, value, value) for value in values]
+
+
+def _varies(gradient: Any) -> bool:
+    """Whether the shape of a sparse gradient may differ in each iteration of a loop.
+
+    TensorFlow's collectives fail then, unless each iteration has keys of its own.
+    """
+    is_sparse = isinstance(gradient, tf.IndexedSlices)
+    return is_sparse and not gradient.indices.shape.is_fully_defined() and loops.in_loop()
+
+
+@contextlib.contextmanager
+def _tapped(optimizer: Any, weigh: Transform | None) -> Iterator[None]:
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    first_sum = inner is not optimizer or clips(inner) or _branches(inner)
+    changes: list[tuple[Any, str, Any]] = []
+    if weigh or first_sum:
+        changes.append((optimizer, "apply", _apply(optimizer, weigh, first_sum)))
+    changes.append((inner, _SUM, list if first_sum else _sum_pairs))
+    if _branches(inner):
+        changes.append((inner, "_backend_apply_gradients", _branching_apply(inner)))
+    with attributes(changes):
+        yield
+
+
+@contextlib.contextmanager
+def attributes(changes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Within this block these objects have these attributes, of (object, name, value), of their own."""
+    before: list[tuple[Any, str, bool, Any]] = []
+    try:
+        for target, name, value in changes:
+            before.append((target, name, name in vars(target), own_attributes.of(target, name)))
+            own_attributes.put(target, name, value)
+        yield
+    finally:
+        for target, name, was_there, value in reversed(before):
+            if was_there:
+                own_attributes.put(target, name, value)
+            else:
+                own_attributes.remove(target, name)
+
+
+def without_all_reduce(optimizer: Any) -> tuple[Any, str, Any]:
+    """A change, for `attributes`, by which an optimizer takes gradients as they are, summed or of one replica."""
+    return getattr(optimizer, "inner_optimizer", optimizer), _SUM, list
+
+
+def of_strategy(optimizer: Any, strategy: tf.distribute.Strategy) -> tuple[Any, str, Any]:
+    """A change, for `attributes`, by which an optimizer is one of this strategy."""
+    return optimizer, "_distribution_strategy", strategy
+
+
+def ema_overwrite(optimizer: Any, overwrite: Callable[[Sequence[Any]], None]) -> tuple[Any, str, Any]:
+    """A change, for `attributes`, by which averages of `use_ema` overwrite variables by `overwrite(variables)`."""
+    return optimizer, "_overwrite_model_variables_with_average_value", overwrite
+
+
+def without_merge_call(optimizer: Any) -> list[tuple[Any, str, Any]]:
+    """Changes, for `attributes`, by which `apply` of one replica does without the others: nothing is summed."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    changes: list[tuple[Any, str, Any]] = [without_all_reduce(optimizer)]
+    if inner is not optimizer:
+        # Loss scaling: its other way has all replicas apply together, in threads that can't meet in a conditional.
+        changes.append((optimizer, "_tf_apply", optimizer._common_apply))
+    return changes
+
+
+def clips(optimizer: Any) -> bool:
+    """Whether gradients are clipped, which Keras would do on each replica before the sum."""
+    return any((optimizer.clipnorm, optimizer.global_clipnorm, optimizer.clipvalue))
+
+
+def _branches(optimizer: Any) -> bool:
+    """Whether the update is conditional, which Keras would do where a replica can't wait for the others."""
+    return bool(optimizer.gradient_accumulation_steps or (optimizer.use_ema and optimizer.ema_overwrite_frequency))
+
+
+def _apply(optimizer: Any, weigh: Transform | None, first_sum: bool) -> Callable[..., None]:
+    original = optimizer.apply
+
+    def apply(grads: Gradients, trainable_variables: Any = None) -> None:
+        if tf.distribute.in_cross_replica_context():
+            return original(grads, trainable_variables)
+        grads = weigh(grads) if weigh else grads
+        grads = sum_over_replicas(grads) if first_sum else grads
+        return original(grads, trainable_variables)
+
+    return apply
+
+
+def _sum_pairs(gradients_and_variables: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """Keras' `_all_reduce_sum_gradients`."""
+    pairs = list(gradients_and_variables)
+    if tf.distribute.in_cross_replica_context():
+        return pairs
+    sums = sum_over_replicas([gradient for gradient, _ in pairs])
+    return [(total, variable) for total, (_, variable) in zip(sums, pairs, strict=True)]
+
+
+def _branching_apply(optimizer: Any) -> Callable[..., None]:
+    """Keras' `_backend_apply_gradients` with its conditionals in cross-replica context, where they may be."""
+
+    def backend_apply_gradients(grads: Gradients, trainable_variables: Sequence[Any]) -> None:
+        def everywhere(function: Callable[..., Any], *args: Any) -> Callable[[], tf.Tensor]:
+            def branch() -> tf.Tensor:
+                tf.distribute.get_strategy().extended.call_for_each_replica(_without_result(function), args=args)
+                return tf.constant(True)
+
+            return branch
+
+        def merged(strategy: tf.distribute.Strategy, grads: Gradients) -> None:
+            del strategy
+            _update_or_accumulate(optimizer, grads, trainable_variables, everywhere)
+            _average(optimizer, everywhere)
+
+        tf.distribute.get_replica_context().merge_call(merged, args=(list(grads),))
+
+    return backend_apply_gradients
+
+
+def _update_or_accumulate(optimizer: Any, grads: Gradients, variables: Sequence[Any], everywhere: Callable) -> None:
+    steps = optimizer.gradient_accumulation_steps
+    if not steps:
+        everywhere(_update, optimizer, grads, variables)()
+        return
+    # The accumulators of these variables: some may have been left out for want of a gradient.
+    totals = optimizer_variables.sums_of(optimizer)
+    sums = [totals[optimizer_variables.index_of(optimizer, variable)] for variable in variables]
+
+    def update_from_sums(grads: Gradients) -> None:
+        _update(optimizer, [(grad + total) / steps for grad, total in zip(grads, sums, strict=True)], variables)
+        optimizer._backend_reset_gradient_accumulators()
+
+    def accumulate(grads: Gradients) -> None:
+        optimizer._backend_increment_gradient_accumulators(grads, sums)
+
+    due = tf.equal((_value(optimizer_variables.iterations_of(optimizer)) + 1) % steps, 0)
+    tf.cond(due, everywhere(update_from_sums, grads), everywhere(accumulate, grads))
+
+
+def _update(optimizer: Any, grads: Gradients, variables: Sequence[Any]) -> None:
+    grads = optimizer._clip_gradients(grads)
+    optimizer._apply_weight_decay(variables)
+    optimizer._backend_update_step(grads, variables, optimizer.learning_rate)
+
+
+def _average(optimizer: Any, everywhere: Callable) -> None:
+    if not optimizer.use_ema:
+        return
+    variables = optimizer_variables.trained_by(optimizer)
+    everywhere(optimizer._update_model_variables_moving_average, variables)()
+    if optimizer.ema_overwrite_frequency:
+        due = tf.equal((tf.convert_to_tensor(optimizer.iterations) + 1) % optimizer.ema_overwrite_frequency, 0)
+        overwrite = everywhere(optimizer._overwrite_model_variables_with_average_value, variables)
+        tf.cond(due, overwrite, lambda: tf.constant(True))
+
+
+def _value(variable: Any) -> tf.Tensor:
+    return tf.convert_to_tensor(variable)
+
+
+def _without_result(function: Callable[..., Any]) -> Callable[..., None]:
+    def call(*args: Any) -> None:
+        function(*args)
+
+    return tf.autograph.experimental.do_not_convert(call)

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The variables of a Keras optimizer by the part that they play in it.
+
+There is no public way: `optimizer.variables` has them all in one list. The public names `learning_rate` and
+`iterations` give values rather than variables in some cases, and the variables that are trained have none at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+NEEDS = (
+    "keras.src.optimizers.base_optimizer:BaseOptimizer._accumulated_gradients",
+    "keras.src.optimizers.base_optimizer:BaseOptimizer._get_variable_index",
+    "keras.src.optimizers.base_optimizer:BaseOptimizer._iterations",
+    "keras.src.optimizers.base_optimizer:BaseOptimizer._learning_rate",
+    "keras.src.optimizers.base_optimizer:BaseOptimizer._model_variables_moving_average",
+    "keras.src.optimizers.base_optimizer:BaseOptimizer._trainable_variables",
+)
+
+
+def trained_by(optimizer: Any) -> Sequence[Any]:
+    """The variables that a built optimizer updates, in its order; those of the one inside for loss scaling."""
+    return getattr(optimizer, "inner_optimizer", optimizer)._trainable_variables
+
+
+def index_of(optimizer: Any, variable: Any) -> int:
+    """The index of a variable in that order."""
+    return optimizer._get_variable_index(variable)
+
+
+def learning_rate_of(optimizer: Any) -> Any:
+    """The variable, or the schedule, that an optimizer takes its learning rate from; None for loss scaling."""
+    return getattr(optimizer, "_learning_rate", None)
+
+
+def iterations_of(optimizer: Any) -> Any:
+    """The variable that counts an optimizer's updates."""
+    return optimizer._iterations
+
+
+def averages_of(optimizer: Any) -> Sequence[Any]:
+    """The moving averages of the variables that it updates, in their order; none without `use_ema`."""
+    return getattr(optimizer, "_model_variables_moving_average", None) or ()
+
+
+def sums_of(optimizer: Any) -> Sequence[Any]:
+    """The gradients that it accumulates, in the same order; none without `gradient_accumulation_steps`."""
+    return getattr(optimizer, "_accumulated_gradients", None) or ()

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts attributes of tfdist's own on objects of TensorFlow and Keras: what belongs to such an object goes with it.
+
+There is no public way: Keras' layers and optimizers track what is assigned to them, save it, and refuse it once they
+are locked. Weak references would not do either, because what is kept for a tensor, a graph or a data set often refers
+to it. A method put on an instance takes the place of the one of its class until it is removed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+def put(target: Any, name: str, value: Any) -> None:
+    """Sets an attribute of this one object, past the bookkeeping of its class."""
+    try:
+        object.__setattr__(target, name, value)
+    except TypeError:  # an object of C++ code, such as a graph
+        setattr(target, name, value)
+
+
+def remove(target: Any, name: str) -> None:
+    """Removes an attribute that `put` has set."""
+    object.__delattr__(target, name)
+
+
+def of(target: Any, name: str, default: Any = None) -> Any:
+    """An attribute of the object itself, not of its class; `default` if it has none of this name."""
+    return getattr(target, "__dict__", {}).get(name, default)
+
+
+def setdefault(target: Any, name: str, make: Callable[[], Any]) -> Any:
+    """An attribute of tfdist's own, which `make` gives the first time."""
+    found = getattr(target, name, None)
+    if found is None:
+        found = make()
+        put(target, name, found)
+    return found

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls Python from a graph so that what goes wrong in it is told in few words.
+
+An operation that calls Python passes on a few of Python's exceptions, none of TensorFlow's, and surrounds the message
+with the places where each operation of the way was defined. Of all that, the user needs what the failing operation
+said and where the model defines it; it comes first here.
+"""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+import re
+import sys
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.util import tf_stack
+
+NEEDS = ("tensorflow.python.util.tf_stack:StackTraceFilter.get_filtered_filenames",)
+
+_PACKAGE = str(pathlib.Path(__file__).resolve().parents[1])
+# What is nobody's own code: this library, what is installed, and Python itself.
+_FOREIGN = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen", _PACKAGE)
+_FRAME = re.compile(r'  File "(?P<file>[^"]+)", line \d+, in .*')
+_ROOT_ERROR = re.compile(r"  \(\d+\) [A-Z_]+: +(?P<said>.*)")
+# Lines that say through which operations and machines an error came.
+_WAY = re.compile(r"Graph execution error:|Detected at node |<stack traces unavailable>|\s*\[\[\{\{node |\s*$")
+
+
+def call(function: Callable[..., list[np.ndarray]], inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType]) -> list:
+    """Leaves an operation in the graph that calls `function` with the values of `inputs`.
+
+    Args:
+      function: Gets eager tensors; what it raises is raised by the operation, as far as operations can.
+      inputs: Its arguments.
+      dtypes: Those of its results.
+
+    Returns:
+      Its results, tensors of unknown shape.
+    """
+    with _NoFrames():
+        results = tf.py_function(_translating(function), inputs, dtypes, name="step_of_the_strategy")
+    return results if isinstance(results, list) else []
+
+
+def told_briefly(message: str) -> str:
+    """What the failing operation said, and the lines of the user's own that define it; the whole if that isn't clear.
+
+    Args:
+      message: A message of TensorFlow's, with everything that gathered around it on its way to the chief.
+    """
+    message = message.partition("\nAdditional GRPC error information")[0]
+    lines = message.splitlines()
+    frames = dict.fromkeys(line for line in lines if (found := _FRAME.match(line)) and _is_own(found["file"]))
+    roots = [found["said"] for line in lines if (found := _ROOT_ERROR.match(line))]
+    said = roots[:1] or [line for line in lines if not (_FRAME.match(line) or _WAY.match(line))]
+    return "\n".join([*(line.strip() for line in said), *frames]) if said else message
+
+
+def _translating(function: Callable[..., list[np.ndarray]]) -> Callable[..., list[np.ndarray]]:
+    @functools.wraps(function)
+    def operation(*inputs: tf.Tensor) -> list[np.ndarray]:
+        try:
+            return function(*inputs)
+        except tf.errors.OpError as error:
+            translated = _translated(error)
+        raise translated
+
+    return operation
+
+
+def _translated(error: tf.errors.OpError) -> Exception:
+    """The exception that the operation will turn into one of the same type, where there is one."""
+    if isinstance(error, tf.errors.OutOfRangeError):
+        return StopIteration("End of sequence")
+    said = told_briefly(error.message)
+    kinds = {
+        tf.errors.InvalidArgumentError: ValueError,
+        tf.errors.ResourceExhaustedError: MemoryError,
+        tf.errors.UnimplementedError: NotImplementedError,
+    }
+    kind = kinds.get(type(error))
+    return kind(said) if kind else RuntimeError(f"{type(error).__name__}: {said}")
+
+
+def _is_own(file: str) -> bool:
+    return not any(part in file for part in _FOREIGN)
+
+
+class _NoFrames(tf_stack.StackTraceFilter):
+    """Operations made within don't remember where: it is in Keras' loop, or in this library, and says nothing."""
+
+    def get_filtered_filenames(self) -> set[str]:
+        files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
+        frame = sys._getframe()
+        while frame is not None:
+            files.add(frame.f_code.co_filename)
+            frame = frame.f_back
+        return files

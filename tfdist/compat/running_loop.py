@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the Keras loop that is running, by the frames of its callers.
+
+There is no public way: `fit` tells neither strategies nor data sets that it calls them, nor for which model. Keras
+hands over bound methods and data, and what it does with them is known by the code of its frames alone. Frames are only
+read here, so there is nothing to restore.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from types import FrameType
+from typing import Any, NamedTuple
+
+import keras
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+
+NEEDS = (
+    "keras.src.backend.tensorflow.trainer:TensorFlowTrainer._maybe_symbolic_build(self, iterator)",
+    "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.evaluate(self)",
+    "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.fit(self, callbacks)",
+    "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.predict(self)",
+    "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.predict_on_batch(self)",
+    "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.test_on_batch(self)",
+    "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.train_on_batch(self)",
+)
+
+FIT = inspect.unwrap(TensorFlowTrainer.fit).__code__
+_OTHERS = {
+    inspect.unwrap(function).__code__
+    for function in (TensorFlowTrainer.evaluate, TensorFlowTrainer.predict, TensorFlowTrainer._maybe_symbolic_build)
+}
+_CALLS = {
+    inspect.unwrap(getattr(TensorFlowTrainer, name)).__code__
+    for name in ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
+}
+_BUILD = inspect.unwrap(TensorFlowTrainer._maybe_symbolic_build).__code__
+
+
+class Fit(NamedTuple):
+    """A call of `fit` that is running.
+
+    Attributes:
+      model: the model.
+      callbacks: Keras' list of its callbacks.
+    """
+
+    model: Any
+    callbacks: Any
+
+
+class Build(NamedTuple):
+    """A model that Keras is about to build, as each call but `predict` does before anything else.
+
+    Attributes:
+      model: the model.
+      iterator: Keras' epoch iterator, or None.
+      step: the method that the call hands to `run`.
+    """
+
+    model: Any
+    iterator: Any
+    step: str
+
+
+def call_frame(frame: FrameType | None) -> FrameType | None:
+    """The frame of the innermost call of a model's loop, such as `fit`, that is `frame` or below it; or None."""
+    while frame is not None and frame.f_code not in _CALLS:
+        frame = frame.f_back
+    return frame
+
+
+def call_name() -> str | None:
+    """The name of the innermost call of a model's loop that runs here, such as "fit"; or None."""
+    frame = call_frame(sys._getframe(1))
+    return None if frame is None else frame.f_code.co_name
+
+
+def build_in_caller() -> Build | None:
+    """The building of a model in which Keras calls the method that calls this; None if somebody else calls it."""
+    frame = sys._getframe(2)
+    if frame.f_code is not _BUILD:
+        return None
+    caller = frame.f_back.f_code.co_name if frame.f_back is not None else ""
+    step = "test_step" if caller in ("evaluate", "test_on_batch") else "train_step"
+    return Build(frame.f_locals["self"], frame.f_locals["iterator"], step)
+
+
+def calling_object() -> Any:
+    """The `self` of the method that calls the method that calls this; None if a function calls it."""
+    return sys._getframe(2).f_locals.get("self")
+
+
+def fit_frame() -> FrameType | None:
+    """The frame of the `fit` that iterates here, or None if another loop does."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code not in _OTHERS:
+        if frame.f_code is FIT:
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def iterating_fit() -> Fit | None:
+    """The `fit` that iterates here, or None if somebody else does, such as the validation within it."""
+    frame = fit_frame()
+    return None if frame is None else Fit(frame.f_locals["self"], frame.f_locals["callbacks"])
+
+
+def is_called_by_fit() -> bool:
+    """Whether `fit` itself calls the function that calls this."""
+    return sys._getframe(2).f_code is FIT
+
+
+def frame_of(frame: FrameType | None, model: keras.Model) -> FrameType | None:
+    """The frame of a running `fit` of this model, also while it validates, that is `frame` or below it; or None."""
+    while frame is not None and not (frame.f_code is FIT and frame.f_locals.get("self") is model):
+        frame = frame.f_back
+    return frame
+
+
+def callbacks_of(model: keras.Model, frame: FrameType | None = None) -> Any:
+    """Keras' list of the callbacks of a running `fit` of this model, that is `frame` or below it; or None.
+
+    Args:
+      model: the model.
+      frame: a frame of any thread; by default the caller's.
+    """
+    found = frame_of(sys._getframe(1) if frame is None else frame, model)
+    return None if found is None else found.f_locals.get("callbacks")

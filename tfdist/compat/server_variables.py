@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The variables that `ParameterServerStrategy` makes, and what gradient tapes are told of them.
+
+There is no public way: the strategy's variables are of two private classes, one of which stands before the variable on
+the parameter server and the other for its shards. A subclass of the first is a variable to everything that goes by its
+class. That an operation has read a variable, which gradients depend on, tapes hear from private functions only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.distribute import ps_values, sharded_variable
+from tensorflow.python.eager import record, tape
+from tensorflow.python.framework import auto_control_deps_utils
+from tensorflow.python.ops import resource_variable_ops
+
+NEEDS = (
+    "tensorflow.python.distribute.ps_values:AggregatingVariable._v",
+    "tensorflow.python.distribute.ps_values:CachingVariable._dense_var_to_tensor",
+    "tensorflow.python.distribute.ps_values:CachingVariable._gather_saveables_for_checkpoint",
+    "tensorflow.python.distribute.ps_values:CachingVariable._v",
+    "tensorflow.python.distribute.sharded_variable:ShardedVariable",
+    "tensorflow.python.eager.record:record_operation",
+    "tensorflow.python.eager.record:stop_recording",
+    "tensorflow.python.eager.tape:variable_accessed",
+    "tensorflow.python.framework.auto_control_deps_utils:get_read_write_resource_inputs",
+    "tensorflow.python.ops.resource_variable_ops:BaseResourceVariable._lazy_read",
+    "tensorflow.python.ops.resource_variable_ops:BaseResourceVariable._restore_from_tensors",
+    "tensorflow.python.ops.resource_variable_ops:BaseResourceVariable._serialize_to_tensors",
+    "tensorflow.python.ops.resource_variable_ops:variable_accessed",
+)
+
+ShardedVariable = sharded_variable.ShardedVariable
+without_recording = record.stop_recording
+
+
+class ServerVariable(ps_values.CachingVariable):
+    """A variable that stands before one on a parameter server.
+
+    Args:
+      variable: the one on the parameter server.
+    """
+
+    def __init__(self, variable: Any) -> None:
+        super().__init__(variable)
+
+    @property
+    def stored(self) -> Any:
+        """The variable on the parameter server."""
+        return self._v
+
+    def serialized(self) -> dict[str, Any]:
+        """What a checkpoint saves of the variable on the parameter server."""
+        return self._v._serialize_to_tensors()
+
+    def restored(self, tensors: dict[str, Any]) -> Any:
+        """Gives the variable on the parameter server what a checkpoint has."""
+        return self._v._restore_from_tensors(tensors)
+
+    def read_after(self, operation: Any) -> Any:
+        """A value that is read, if anybody needs it, after an operation that writes."""
+        return self._v._lazy_read(operation)
+
+
+def process_variable(value: tf.Tensor, name: str) -> tf.Variable:
+    """A variable of this process with this value; within a scope `tf.Variable` makes one of the strategy's."""
+    return resource_variable_ops.ResourceVariable(value, trainable=False, name=name)
+
+
+def is_single(variable: Any) -> bool:
+    """Whether the strategy has made this one, on one parameter server."""
+    return type(variable) is ps_values.CachingVariable
+
+
+def record_read(variable: Any, copy: tf.Tensor) -> None:
+    """Says that `copy` is what a `tf.Variable` was read as, in the graph that is traced.
+
+    TensorFlow does so for a read: gradient tapes watch the variable, and lead from what was read to it; forward
+    accumulators do so by the handle within the graph.
+    """
+    resource_variable_ops.variable_accessed(variable)
+    same: Callable[[Any], list[Any]] = lambda x: [x]  # noqa: E731
+    for source in (variable.handle, tf.convert_to_tensor(variable.handle)):
+        record.record_operation("ReadVariableOp", [copy], [source], backward_function=same, forward_function=same)
+
+
+def watch(handle: tf.Tensor, is_trainable: bool) -> None:
+    """Has gradient tapes watch a tensor as they watch the handle of a variable that is read."""
+    tape.variable_accessed(_Watched(handle, is_trainable))
+
+
+def is_written_by(handle: tf.Tensor, operation: tf.Operation) -> bool:
+    """Whether an operation, which may be the call of a function, writes the variable that has this handle."""
+    _, written = auto_control_deps_utils.get_read_write_resource_inputs(operation)
+    return handle in written
+
+
+class _Watched:
+    """Stands for a variable where a gradient tape is told that it was read."""
+
+    def __init__(self, handle: tf.Tensor, trainable: bool) -> None:
+        self.handle = handle
+        self.trainable = trainable

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Has `fit` raise what Python raised within a step, and not what TensorFlow makes of it.
+
+An operation that calls Python passes on a few kinds of exceptions; a ConnectionError becomes a
+`tf.errors.UnknownError`, which no program that handles lost connections catches. There is no public way out of the step
+for it. Keras enters `catch_stop_iteration` of its epoch iterator around the steps of an epoch, so this method is
+replaced, once in a process; nothing changes for data sets that don't have the method `raised_in_step`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+from keras.src.backend.tensorflow.trainer import TFEpochIterator
+
+from tfdist.compat import replacing
+
+NEEDS = (
+    "keras.src.backend.tensorflow.trainer:TFEpochIterator.catch_stop_iteration",
+    # An attribute that the constructor sets: the class alone can't show it.
+    "keras.src.backend.tensorflow.trainer:TFEpochIterator",
+)
+
+
+def install() -> None:
+    """From now on `fit` raises what `raised_in_step` of its distributed data set returns, if that is not None."""
+    replacing.once(TFEpochIterator, "catch_stop_iteration", _keeping_types)
+
+
+def _keeping_types(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @contextlib.contextmanager
+    def catch_stop_iteration(self: Any) -> Iterator[None]:
+        with original(self):
+            try:
+                yield
+            except tf.errors.OutOfRangeError:
+                raise
+            except tf.errors.OpError:
+                raised = getattr(self._distributed_dataset, "raised_in_step", lambda: None)()
+                if raised is None:
+                    raise
+                raise raised from None
+
+    return catch_stop_iteration

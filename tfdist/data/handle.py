@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The handle of a batch: what Keras carries from `next(iterator)` to `strategy.run`, under every all-reduce engine.
+
+    DistributedDataset.__iter__        opens a pass; Keras gets its iterator
+    next(iterator)  ->  BatchHandle    names the engine and the pass, and reads at most data
+    strategy.run(step, (handle,))  ->  handle.engine.run(step, handle): takes the batch, and makes the step
+
+`run` is called once while Keras' `tf.function` is traced, or at each step with `run_eagerly=True`. What must happen at
+each step is therefore in the graph: an operation that calls Python, or plain operations.
+
+| engine | content of a handle | left in the graph by `run` |
+|---|---|---|
+| mirrored | number of the pass | an operation in which the threads of all devices contribute and update |
+| multi_worker | number of the pass | an operation that waits for this worker's contribution; all-reduce, update |
+| averaging | the batch itself, from tf.data | the step of each replica; an average if one is due |
+| warmup | parts of the batch, or their iterator | the step of one replica, of several, or of none |
+
+Who owns what. A `HandleKind` is the type of all handles that one trace serves; this module has the only registry of
+kinds and passes. The registry keeps neither engines nor passes alive: a strategy owns its engine, Keras owns the
+iterator, and the iterator owns its pass. The pass owns the position in the data.
+
+The end of the data. An iterator ends where the number of batches is known, which all workers have compared. Where it
+is not known under a multi-worker policy, `run` raises `tf.errors.OutOfRangeError` on all workers for the same step,
+before any of its operations writes; Keras takes that for the end of the epoch. Of `steps_per_execution` steps those
+before it are made then, but Keras calls no callback for them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.compat import distributed_data, running_loop
+
+_PASS_NUMBER = tf.TensorSpec([], tf.int64)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class HandleKind:
+    """The type of the handles that one trace of a step serves.
+
+    Attributes:
+      number: its place in the registry.
+      engine_of: returns the engine that the handles are for, or None if it is gone.
+      element_spec: the structure of `tf.TypeSpec`s of a batch, or of what the engine reads in place of one.
+      form: for the engine, hashable: how it runs a step on such a batch.
+      content_spec: the structure of `tf.TypeSpec`s of a handle's content.
+    """
+
+    number: int
+    engine_of: Callable[[], Any]
+    element_spec: Any
+    form: Any
+    content_spec: Any
+
+    def handle(self, content: Any) -> BatchHandle:
+        """A handle of this kind."""
+        flat = [leaf for leaf in tf.nest.flatten(content, expand_composites=True) if leaf is not None]
+        return BatchHandle(self, flat)
+
+
+class _Registry:
+    """All kinds of handles, and the passes that are open."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._kinds: dict[Hashable, HandleKind] = {}
+        self._by_number: dict[int, HandleKind] = {}
+        self._passes: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+    def kind(self, engine: Any, element_spec: Any, form: Any = (), content_spec: Any = _PASS_NUMBER) -> HandleKind:
+        """The kind of these properties; the same object each time, so that a step is traced once.
+
+        Args:
+          engine: runs steps on the handles; kept weakly.
+          element_spec: see `HandleKind`.
+          form: see `HandleKind`.
+          content_spec: see `HandleKind`; the number of a pass by default.
+        """
+        engine_of = weakref.ref(engine)
+        key = engine_of, repr(element_spec), form, repr(content_spec)
+        if key not in self._kinds:
+            self._forget_the_kinds_of_the_dead()
+            kind = HandleKind(next(self._numbers), engine_of, element_spec, form, content_spec)
+            self._kinds[key] = self._by_number[kind.number] = kind
+        return self._kinds[key]
+
+    def kind_of(self, number: int) -> HandleKind:
+        """The kind with this number."""
+        return self._by_number[number]
+
+    def open(self, a_pass: Any) -> tf.Tensor:
+        """Registers a pass, weakly; returns its number, the content of its handles."""
+        number = next(self._numbers)
+        self._passes[number] = a_pass
+        with tf.device("/device:CPU:0"):
+            return tf.constant(number, tf.int64)
+
+    def pass_of(self, number: int | tf.Tensor) -> Any:
+        """The pass with this number."""
+        return self._passes[int(number)]
+
+    def _forget_the_kinds_of_the_dead(self) -> None:
+        for key in [key for key, kind in self._kinds.items() if kind.engine_of() is None]:
+            del self._by_number[self._kinds.pop(key).number]
+
+
+registry = _Registry()
+
+
+class BatchHandle(distributed_data.CompositeBatch, tf.distribute.DistributedValues):
+    """Stands for a batch in `strategy.run(step, (handle,))`.
+
+    Args:
+      kind: its type.
+      flat: its content, as flat tensors.
+    """
+
+    def __init__(self, kind: HandleKind, flat: Sequence[tf.Tensor]) -> None:
+        self._flat = list(flat)
+        self.kind = kind
+
+    @property
+    def _type_spec(self) -> BatchHandleSpec:
+        return BatchHandleSpec(self.kind.number)
+
+    @property
+    def engine(self) -> Any:
+        """The engine that runs steps on it."""
+        return self.kind.engine_of()
+
+    @property
+    def content(self) -> Any:
+        """The number of a pass, or the structure of tensors that the handle was made with."""
+        return tf.nest.pack_sequence_as(self.kind.content_spec, self._flat, expand_composites=True)
+
+    def __iter__(self) -> Any:
+        raise TypeError(
+            "Under policies a batch can't be unpacked outside of the replicas; give it whole to "
+            "strategy.run(fn, args=(batch,)) and unpack it inside fn."
+        )
+
+
+class BatchHandleSpec(tf.TypeSpec):
+    """The type of a handle, for `tf.function` and tf.data.
+
+    Args:
+      number: of the kind.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.kind = registry.kind_of(number)
+
+    @property
+    def value_type(self) -> type[BatchHandle]:
+        """See `tf.TypeSpec`."""
+        return BatchHandle
+
+    def _serialize(self) -> tuple[int]:
+        return (self.kind.number,)
+
+    @property
+    def _component_specs(self) -> list[tf.TypeSpec]:
+        return tf.nest.flatten(self.kind.content_spec, expand_composites=True)
+
+    def _to_components(self, value: BatchHandle) -> list[tf.Tensor]:
+        return value._flat
+
+    def _from_components(self, components: Sequence[tf.Tensor]) -> BatchHandle:
+        return BatchHandle(self.kind, components)
+
+
+class DistributedDataset(distributed_data.DistributedDatasetBase):
+    """A data set that an engine reads for `fit`, and the stock strategy for all others.
+
+    It has the class of the stock data set, because Keras goes by that when it decides what `fit` takes, and nothing
+    else of it.
+
+    Args:
+      engine: opens passes over it.
+      own: what this process reads of it for the engine.
+      whole: returns the same data set as the stock strategy distributes it; called once, when it is needed.
+    """
+
+    def __init__(self, engine: Any, own: tf.data.Dataset, whole: Callable[[], Any]) -> None:
+        self.own = own
+        self._engine = engine
+        self._make_whole = whole
+
+    @functools.cached_property
+    def whole(self) -> Any:
+        """The data set as the stock strategy distributes it."""
+        return self._make_whole()
+
+    @property
+    def element_spec(self) -> Any:
+        """The structure of `tf.TypeSpec`s of a batch."""
+        return self.whole.element_spec
+
+    @property
+    def cardinality(self) -> int:
+        """Batches in one pass, or one of tf.data's constants for an unknown or endless number."""
+        return int(self.own.cardinality())
+
+    def raised_in_step(self) -> BaseException | None:
+        """What Python raised in the last step, if it did and the engine knows."""
+        return getattr(self._engine, "raised_in_step", lambda: None)()
+
+    def __iter__(self) -> Any:
+        if not tf.executing_eagerly():
+            return iter(self.whole)
+        opened = self._engine.open(self, running_loop.iterating_fit())
+        return iter(self.whole) if opened is None else opened
+
+
+class CountedDataset(DistributedDataset):
+    """A data set whose passes read nothing, and open no iterator, before Keras asks for the first handle.
+
+    `Resume` has to open as many iterators as there were, so it asks for their number; without the attribute `passes` it
+    counts how often Keras asks for an iterator.
+
+    Attributes:
+      opened: how many iterators over the data were opened; counted by the engine.
+    """
+
+    opened = 0
+
+    @property
+    def passes(self) -> int:
+        """How many iterators over the data were opened in `fit`."""
+        return self.opened
+
+
+class HandleIterator:
+    """One pass over a `DistributedDataset`.
+
+    It is no `tf.distribute.DistributedIterator`, because Keras would hand such a one into a `tf.function` as a whole
+    instead of taking one batch at a time. It ends with `StopIteration`, or with `tf.errors.OutOfRangeError` where no
+    handle was given since `iter(self)`: Keras zips over it `steps_per_execution` at a time, and tells the two apart.
+    """
+
+    def __init__(self) -> None:
+        self._is_ended = False
+        self._given_since_iter = 0
+
+    def __iter__(self) -> HandleIterator:
+        self._given_since_iter = 0
+        return self
+
+    def __next__(self) -> BatchHandle:
+        handle = None if self._is_ended else self.next_handle()
+        if handle is None:
+            self._is_ended = True
+            if self._given_since_iter:
+                raise StopIteration
+            raise tf.errors.OutOfRangeError(None, None, "End of sequence")
+        self._given_since_iter += 1
+        return handle
+
+    def next_handle(self) -> BatchHandle | None:
+        """The next handle, or None at the end of the data."""
+        raise NotImplementedError
+
+    def get_next(self) -> BatchHandle:
+        """The same as `next(self)`."""
+        return next(self)
+
+
+def is_optional(leaf: Any) -> bool:
+    """Whether a leaf of a batch is Keras' way to have None in a data set, or the spec of that."""
+    return isinstance(leaf, tf.experimental.Optional | tf.OptionalSpec)
+
+
+def without_optionals(batch: Any) -> Any:
+    """A batch with None where Keras has an empty Optional for it."""
+    return tf.nest.map_structure(lambda leaf: None if is_optional(leaf) else leaf, batch)

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a distributed data set is begun in the middle, told by the strategy that has made it to whoever resumes `fit`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.compat import own_attributes
+from tfdist.data.dataset_graph import DatasetGraph
+
+_RESTART = "_tfdist_restart"
+
+
+@dataclasses.dataclass(frozen=True)
+class Restart:
+    """A data set of which each pass, of one iterator, can be begun in the middle.
+
+    Attributes:
+      source: what is iterated over in this process.
+      distribute: makes of the rest of `source` what was made of the whole.
+    """
+
+    source: tf.data.Dataset
+    distribute: Callable[[tf.data.Dataset], Any]
+
+    def after(self, passes: int, batches: int) -> Any:
+        """What is left of a pass.
+
+        Every iterator of a shuffle draws another order, those of data sets derived from it included. So as many are
+        made as there were, and what is left is in the order that it would have had.
+
+        Args:
+          passes: how many more iterators were made before the one to go on with.
+          batches: how many batches of that one are done.
+
+        Returns:
+          A distributed data set, of which the first iterator is the one to go on with.
+        """
+        caches = passes > 0 and DatasetGraph(self.source).caches
+        for number in range(passes):
+            if caches and not number:
+                # What is kept is in the order of the first pass.
+                self.source.reduce(tf.constant(0, tf.int64), lambda count, *_: count + 1)
+            else:
+                iter(self.source)
+        return self.distribute(self.source.skip(batches) if batches else self.source)
+
+
+def remember(distributed: Any, source: Any, distribute: Callable[[Any], Any]) -> Any:
+    """Returns `distributed`, which `distribute` has made of `source`, such that `restart_of` finds that out."""
+    if isinstance(source, tf.data.Dataset) and distributed is not source:
+        own_attributes.put(distributed, _RESTART, Restart(source, distribute))
+    return distributed
+
+
+def restart_of(distributed: Any) -> Any:
+    """Something with the method `after` of `Restart`; None where nobody knows how to begin in the middle."""
+    if hasattr(distributed, "after"):
+        return distributed
+    if isinstance(distributed, tf.data.Dataset):
+        return Restart(distributed, lambda rest: rest)
+    return getattr(distributed, _RESTART, None)

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The numbers of examples that the replicas have of one global batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tfdist.compat import replicas
+from tfdist.data import splitting
+
+Sum = Callable[[Sequence[tf.Tensor]], list[tf.Tensor]]
+
+
+class Part(NamedTuple):
+    """What one replica trains on in a step.
+
+    Attributes:
+      batch: the examples.
+      total: int64 scalar, the examples of all replicas together; None if nobody knows.
+    """
+
+    batch: Any
+    total: tf.Tensor | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Shares:
+    """How the examples of one global batch are spread.
+
+    Attributes:
+      rows: examples on each replica of this worker, int64.
+      total: examples on all replicas of all workers, int64.
+      num_replicas: replicas on all workers.
+    """
+
+    rows: tuple[tf.Tensor, ...]
+    total: tf.Tensor
+    num_replicas: int
+
+    @classmethod
+    def of(cls, strategy: Any, data: Any, batches: list[Any], sum_over_workers: Sum) -> Shares | None:
+        """The shares of `data`, of which this worker has `batches`; None if they are known to be equal."""
+        if strategy.num_replicas_in_sync == 1 or _are_surely_even(strategy, data, batches):
+            return None
+        rows = [splitting.rows(batch) for batch in batches]
+        if any(count is None for count in rows):
+            return None
+        (total,) = sum_over_workers([tf.add_n(rows)])
+        return cls(tuple(rows), total, strategy.num_replicas_in_sync)
+
+    def is_even(self, replica: int) -> tf.Tensor:
+        """Whether this replica of this worker has exactly one part in `num_replicas` of the batch."""
+        return tf.equal(self.rows[replica] * self.num_replicas, self.total)
+
+    def of_replica(self, replica: int, dtype: tf.DType = tf.float32) -> tf.Tensor:
+        """The part of the global batch, 0 to 1, that this replica of this worker has."""
+        share = tf.cast(self.rows[replica], tf.float64) / tf.cast(tf.maximum(self.total, 1), tf.float64)
+        return tf.cast(share, dtype)
+
+    def of_this_replica(self) -> tf.Tensor:
+        """The part of the global batch that this replica has; called in replica context."""
+        return self.of_replica(replicas.current())
+
+
+def _are_surely_even(strategy: Any, data: Any, batches: list[Any]) -> bool:
+    """Whether the shapes say that all replicas have equally many examples."""
+    is_alone = strategy.num_replicas_in_sync == len(batches)
+    if not _is_distributed(data) or (tf.executing_eagerly() and not is_alone):
+        # What this worker sees says nothing about the others: outside a graph every size is known.
+        return False
+    if not is_alone and any(map(_is_argument, tf.nest.flatten(batches, expand_composites=True))):
+        # The same: a function is traced for the size of the batch that this worker gives it.
+        return False
+    sizes = {splitting.static_size(batch) for batch in batches}
+    return len(sizes) == 1 and None not in sizes
+
+
+def _is_argument(leaf: Any) -> bool:
+    return tf.is_symbolic_tensor(leaf) and leaf.op.type == "Placeholder"
+
+
+def _is_distributed(data: Any) -> bool:
+    return all(isinstance(leaf, tf.distribute.DistributedValues) for leaf in tf.nest.flatten(data))

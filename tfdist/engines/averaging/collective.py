@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is averaged over the replicas of a model, and when: the graph that makes an average, and what it counts in."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.compat import fresh_threads, optimizer_patches
+from tfdist.data.shares import Sum
+from tfdist.engines.averaging import slots as averaging_slots
+from tfdist.engines.averaging.outer_optimizer import Outer
+from tfdist.policies.parameter_averaging import ParameterAveraging
+from tfdist.step import copies
+
+
+@dataclasses.dataclass(eq=False)
+class Count:
+    """What a model's training comes to; it does not lead to the model.
+
+    Attributes:
+      alone: steps since the last average.
+      steps: steps that each replica has made.
+      averages: averages made.
+      bytes_each: what a worker sends for one, over the network.
+      bytes_more: what it has sent besides.
+    """
+
+    alone: tf.Variable
+    steps: tf.Variable
+    averages: tf.Variable
+    bytes_each: int = 0
+    bytes_more: int = 0
+
+    @property
+    def bytes_sent(self) -> int:
+        """What this worker has sent; as much as each other one."""
+        return int(self.averages.numpy()) * self.bytes_each + self.bytes_more
+
+
+class Average:
+    """Averages what the replicas of a model have come to.
+
+    Args:
+      strategy: the strategy.
+      model: a Keras model, whose optimizers were built.
+      policy: says when, and what becomes of the optimizers' slots.
+      sum_over_workers: sums tensors over all workers, in cross-replica context.
+      num_workers: on how many the replicas are.
+
+    Attributes:
+      count: what was done so far.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        model: keras.Model,
+        policy: ParameterAveraging,
+        sum_over_workers: Sum,
+        num_workers: int,
+    ) -> None:
+        self._strategy = strategy
+        self._model = model
+        self._policy = policy
+        self._sum_over_workers = sum_over_workers
+        self._num_workers = num_workers
+        self._optimizers = optimizer_patches.optimizers_of(model)
+        self._state = averaging_slots.state(model, policy.optimizer_state)
+        self.count = fresh_threads.call(lambda: Count(_counter(), _counter(), _counter()))
+        self._outer = None
+        if policy.outer != "mean":
+            self._outer = Outer(strategy, policy.make_outer, self._state.parameters)
+        # What the last step returned, times the shares of its replicas, unless metrics tell it; and the logs to show.
+        self._last: list[tf.Variable] = []
+        self._shown: list[tf.Variable] = []
+        self._counters: list[Any] | None = None
+        self._structure: Any = None
+        self._settle: Callable[[], Any] | None = None
+        self._finish: Callable[[], Any] | None = None
+
+    def is_of(self, optimizers: Sequence[Any]) -> bool:
+        """Whether it averages for these optimizers: `compile` may have brought others."""
+        return [id(each) for each in optimizers] == [id(each) for each in self._optimizers]
+
+    @property
+    def is_level(self) -> bool:
+        """Whether no step was made since the last average; outside of a graph."""
+        return not int(self.count.alone.numpy())
+
+    @property
+    def variables(self) -> list[Any]:
+        """The outer optimizer's Keras variables, if there is one."""
+        return self._outer.variables if self._outer is not None else []
+
+    def begin_step(self) -> None:
+        """To be called, in cross-replica context, before the replicas make a step alone."""
+        if self._outer is not None:
+            tf.cond(tf.equal(self.count.alone, 0), self._outer.remember, _nothing)
+
+    def end_step(self, results: Sequence[Any], shares: Sequence[Any], is_stock: bool) -> Any:
+        """To be called after it. Averages if it is time.
+
+        Args:
+          results: what the step returned on each replica of this worker.
+          shares: the part of the batch that each of them had.
+          is_stock: whether the results are those of the model's metrics.
+
+        Returns:
+          The logs: of all steps so far on one worker; on several, of those up to the last average.
+        """
+        counters = _counters(self._model) if is_stock else None
+        if [id(each) for each in counters or []] != [id(each) for each in self._counters or []]:
+            # `compile` has brought other metrics.
+            self._settle = None
+        self._counters, self._structure = counters, results[0]
+        last = [] if self._counters is not None else _mean(results, shares)
+        self.count.steps.assign_add(1)
+        self.count.alone.assign_add(1)
+        if self._num_workers == 1:
+            self._average_if_due(lambda: self._average([]))
+            return self._logs(self._counts() or last)
+        self._make_logs(last)
+        for variable, value in zip(self._last, last, strict=True):
+            variable.assign(value)
+        self._average_if_due(lambda: self._average(self._shown))
+        return tf.nest.pack_sequence_as(self._structure, [tf.identity(variable) for variable in self._shown])
+
+    def _average_if_due(self, average: Callable[[], tf.Tensor]) -> None:
+        if self._policy.every_steps == 1:
+            average()
+        else:
+            tf.cond(self.count.alone >= self._policy.every_steps, average, _nothing)
+
+    def settle(self) -> None:
+        """Averages if a step was made since the last average; outside of a graph."""
+        if self.is_level:
+            return
+        settle = self._settle = self._settle or tf.function(lambda: self._average(self._shown), autograph=False)
+        settle()
+
+    def finish(self) -> None:
+        """Averages what is not averaged in between; outside of a graph."""
+        if self._state.local:
+            finish = self._finish = self._finish or tf.function(self._average_local, autograph=False)
+            finish()
+            self.count.bytes_more += self._bytes_of(self._state.local)
+
+    def shown(self) -> dict[str, float]:
+        """The logs of the last average, if they are plain numbers that no metric keeps; on several workers only."""
+        if self._counters is not None or not isinstance(self._structure, dict) or not self._shown:
+            return {}
+        names = [name for name, leaf in self._structure.items() if not tf.nest.is_nested(leaf)]
+        logs = tf.nest.pack_sequence_as(self._structure, self._shown)
+        return {name: float(logs[name].numpy()) for name in names if logs[name].shape.rank == 0}
+
+    # What is traced.
+
+    def _average(self, shown: Sequence[tf.Variable]) -> tf.Tensor:
+        """Makes the average; `shown` are the logs to renew."""
+        averaged = self._state.averaged
+        logs = (self._counts() or [tf.identity(variable) for variable in self._last]) if shown else []
+        own = [self._own_sum(variable) for variable in averaged]
+        self.count.bytes_each = self._bytes_of([*own, *logs])
+        sums = copies.sum_in_buckets([*own, *logs], self._sum_over_workers)
+        means = [_divided(total, self._strategy.num_replicas_in_sync) for total in sums[: len(averaged)]]
+        if self._outer is not None:
+            count = len(self._state.parameters)
+            means[:count] = self._outer.move(means[:count])
+        for variable, mean in zip(averaged, means, strict=True):
+            copies.assign_all(variable, mean)
+        for variable, value in self._state.reset:
+            copies.assign_all(variable, tf.fill(variable.shape, tf.cast(value, variable.dtype)))
+        if shown:
+            for variable, value in zip(shown, tf.nest.flatten(self._logs(sums[len(averaged) :])), strict=True):
+                variable.assign(tf.cast(value, variable.dtype))
+        self.count.alone.assign(0)
+        self.count.averages.assign_add(1)
+        return tf.constant(0)
+
+    def _average_local(self) -> tf.Tensor:
+        sums = copies.sum_in_buckets(
+            [self._own_sum(variable) for variable in self._state.local], self._sum_over_workers
+        )
+        for variable, total in zip(self._state.local, sums, strict=True):
+            copies.assign_all(variable, _divided(total, self._strategy.num_replicas_in_sync))
+        return tf.constant(0)
+
+    def _own_sum(self, variable: Any) -> tf.Tensor:
+        """The sum over this worker's replicas."""
+        with tf.device(self._strategy.extended.worker_devices[0]):
+            values = [tf.convert_to_tensor(copy) for copy in copies.copies_of(variable)]
+            values = [value if value.dtype.is_floating else tf.cast(value, tf.int64) for value in values]
+            return values[0] if len(values) == 1 else tf.add_n(values)
+
+    def _bytes_of(self, tensors: Sequence[Any]) -> int:
+        size = sum(tf.TensorShape(each.shape).num_elements() * tf.as_dtype(each.dtype).size for each in tensors)
+        # In a ring each worker passes on all parts but one, twice: to add them up, and to hand out the sums.
+        return 2 * size * (self._num_workers - 1) // self._num_workers
+
+    def _counts(self) -> list[tf.Tensor]:
+        """What the metrics have counted on this worker."""
+        return [tf.add_n([tf.convert_to_tensor(c) for c in counter.value.values]) for counter in self._counters or []]
+
+    def _logs(self, values: Sequence[tf.Tensor]) -> Any:
+        """The logs, from counts or means over all replicas."""
+        if self._counters is None:
+            return tf.nest.pack_sequence_as(self._structure, list(values))
+        with keras.StatelessScope(state_mapping=list(zip(self._counters, values, strict=True))):
+            return self._model.get_metrics_result()
+
+    def _make_logs(self, last: Sequence[tf.Tensor]) -> None:
+        """Makes the variables of the logs, once it is known what they look like."""
+        likes = [(leaf.shape, leaf.dtype) for leaf in map(tf.convert_to_tensor, tf.nest.flatten(self._structure))]
+        if [(variable.shape, variable.dtype) for variable in self._shown] == likes and len(self._last) == len(last):
+            return
+        shapes = [(tensor.shape, tensor.dtype) for tensor in last]
+        self._shown, self._last = fresh_threads.call(
+            lambda: [[_zeros(*like) for like in each] for each in (likes, shapes)]
+        )
+        self._settle = None
+
+
+def _counter() -> tf.Variable:
+    with tf.device("/device:CPU:0"):
+        return tf.Variable(0, dtype=tf.int64, trainable=False)
+
+
+def _zeros(shape: Any, dtype: tf.DType) -> tf.Variable:
+    with tf.device("/device:CPU:0"):
+        return tf.Variable(tf.zeros(shape, dtype), trainable=False)
+
+
+def _nothing() -> tf.Tensor:
+    return tf.constant(0)
+
+
+def _mean(results: Sequence[Any], shares: Sequence[Any]) -> list[tf.Tensor]:
+    """What this worker adds to the mean of the results over all replicas, flat."""
+    flat = [[tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(result)] for result in results]
+    return [
+        tf.add_n(
+            [
+                # Without examples a result may be NaN; no share of it is nothing.
+                tf.math.multiply_no_nan(tf.cast(leaf, tf.float32), tf.cast(share, tf.float32))
+                for leaf, share in zip(leaves, shares, strict=True)
+            ]
+        )
+        for leaves in zip(*flat, strict=True)
+    ]
+
+
+def _divided(total: tf.Tensor, count: int) -> tf.Tensor:
+    return total / tf.cast(count, total.dtype) if total.dtype.is_floating else total // count
+
+
+def _counters(model: keras.Model) -> list[Any] | None:
+    """The variables in which the model's metrics count, or None if sums over the replicas are not what they mean."""
+    variables = [variable for metric in model.metrics for variable in metric.variables]
+    is_sum = all(copies.is_mirrored(variable) and copies.is_counter(variable) for variable in variables)
+    return variables if variables and is_sum else None

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine of `ParameterAveraging`: each replica trains alone, and all average every H steps.
+
+How a period flows, on each worker:
+
+    Keras' train function                             Keras' thread
+      step 1      each replica updates its own copies
+      ...         of the variables; nothing is sent
+      step H      the same, then one sum over all
+                  replicas: their mean is what all
+                  go on from
+      ...
+      step H + 3  the end of the epoch, say  -------> what was begun is averaged before validation, a callback, or
+                                                      anybody who saves the model can look
+
+Both averages are made by the same graph, on all workers at the same place of the program: nobody has to be asked.
+
+Who owns what: an `Average` belongs to a model and owns what is counted and what is averaged. The engine knows which
+model trains now. A callback of its own, the first of each `fit`, stands where Keras passes between two steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+
+from tfdist.compat import optimizer_patches, own_attributes
+from tfdist.compat.running_loop import Fit
+from tfdist.data.handle import BatchHandle, DistributedDataset
+from tfdist.data.shares import Sum
+from tfdist.engines.averaging import data as averaging_data
+from tfdist.engines.averaging import step as averaging_step
+from tfdist.engines.averaging.collective import Average, Count
+from tfdist.policies.parameter_averaging import ParameterAveraging
+from tfdist.step import replicated_step, whole_step
+
+_AVERAGE = "_tfdist_average"
+# What reads a model's variables, where all workers must take part anyway.
+_READERS = ("save", "save_weights", "export")
+
+
+class AveragingEngine:
+    """Makes the steps of this worker's replicas, and averages.
+
+    Args:
+      strategy: the strategy.
+      policy: says when to average, and what.
+      replicas: which parts of a batch this worker's replicas take.
+      sum_over_workers: sums tensors over all workers, in cross-replica context.
+      num_workers: on how many the replicas are.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        policy: ParameterAveraging,
+        replicas: Sequence[int],
+        sum_over_workers: Sum,
+        num_workers: int,
+    ) -> None:
+        self._strategy = strategy
+        self._policy = policy
+        self._replicas = tuple(replicas)
+        self._sum_over_workers = sum_over_workers
+        self._num_workers = num_workers
+        self._model: keras.Model | None = None
+        self._counts: list[Count] = []
+
+    # What the strategy asks.
+
+    def distribute(self, dataset: Any, whole: Callable[[], Any]) -> DistributedDataset:
+        """A data set of global batches, for `fit` and for others; `whole` makes the stock one."""
+        num_replicas = self._strategy.num_replicas_in_sync
+        return DistributedDataset(self, averaging_data.whole_batches(self, dataset, num_replicas), whole)
+
+    def distribute_own(self, dataset: Any, whole: Callable[[], Any]) -> DistributedDataset:
+        """The same from a data set of this worker's own."""
+        return DistributedDataset(self, averaging_data.own_parts(self, dataset, len(self._replicas)), whole)
+
+    def open(self, dataset: DistributedDataset, fit: Fit | None) -> Any:
+        """Opens a pass of `fit` over a data set; averages first what was begun, also by an interrupted `fit`."""
+        self.settle()
+        if fit is None:
+            return None
+        self._attend(fit)
+        return iter(dataset.own)
+
+    def run(self, step: Callable[..., Any], handle: BatchHandle) -> Any:
+        """Makes a step alone, and averages if it is time; in cross-replica context, in a graph or eagerly.
+
+        Args:
+          step: a model's bound `train_step`.
+          handle: of a data set of this engine.
+
+        Returns:
+          The logs: the same on all workers.
+        """
+        model: keras.Model = getattr(step, "__self__")  # noqa: B009
+        replicated_step.check_xla(self._strategy, model)
+        replicated_step.prepare(self._strategy, model)
+        num_replicas = self._strategy.num_replicas_in_sync
+        with whole_step.or_none(dict.fromkeys(self._strategy.extended.worker_devices, handle.content)):
+            average = self._average_of(model)
+            parts = averaging_data.parts(handle, self._replicas, num_replicas)
+            average.begin_step()
+            results = averaging_step.step_alone(self._strategy, step, parts)
+            shares = [averaging_step.share(part, num_replicas) for part in parts]
+            is_stock = getattr(step, "__func__", None) is keras.Model.train_step
+            return average.end_step(results, shares, is_stock)
+
+    def complete(self, report: Any) -> Any:
+        """A `tfdist.telemetry.Report`, of a warmup phase or of nothing, and what was counted here after it."""
+        steps = sum(int(count.steps.numpy()) for count in self._counts)
+        sent = sum(count.bytes_sent for count in self._counts)
+        added = lambda counts, number: {name: count + number for name, count in counts.items()}  # noqa: E731
+        # Each replica's steps use its own gradients, none of which is ever stale.
+        own = {0: report.staleness.get(0, 0) + steps * len(report.accepted)} if steps else {}
+        return dataclasses.replace(
+            report,
+            updates=report.updates + steps,
+            accepted=added(report.accepted, steps),
+            staleness=report.staleness | own,
+            bytes_sent=added(report.bytes_sent, sent),
+        )
+
+    # What happens between steps, in Keras' thread.
+
+    def _attend(self, fit: Fit) -> None:
+        self._model, callbacks = fit.model, fit.callbacks
+        if not any(isinstance(callback, _Settling) for callback in callbacks.callbacks):
+            settling = _Settling(self)
+            settling.set_model(fit.model)
+            settling.set_params(callbacks.params)
+            # Before those that look at the model.
+            # A list of its own: somebody may be going through the one that there is.
+            callbacks.callbacks = [settling, *callbacks.callbacks]
+
+    @property
+    def is_level(self) -> bool:
+        """Whether the step that was made last ended with an average."""
+        average = self._current()
+        return average is None or average.is_level
+
+    def settle(self) -> None:
+        """Averages what was begun; nothing if nothing was. All workers call it at the same place."""
+        average = self._current()
+        if average is not None:
+            with self._strategy.scope():
+                average.settle()
+
+    def variables(self, model: keras.Model) -> list[Any]:
+        """The Keras variables that the averages of this model depend on, besides its own and its optimizers'."""
+        with self._strategy.scope():
+            return self._average_of(model).variables
+
+    def finish(self) -> None:
+        """Brings the replicas together for good, also where their optimizers kept what is theirs."""
+        self.settle()
+        average = self._current()
+        if average is not None:
+            with self._strategy.scope():
+                average.finish()
+
+    def shown(self) -> dict[str, float]:
+        """The logs of the last average that no metric keeps."""
+        average = self._current()
+        return average.shown() if average else {}
+
+    def _current(self) -> Average | None:
+        return getattr(self._model, _AVERAGE, None)
+
+    def _average_of(self, model: keras.Model) -> Average:
+        average = getattr(model, _AVERAGE, None)
+        if average is None or not average.is_of(optimizer_patches.optimizers_of(model)):
+            average = Average(self._strategy, model, self._policy, self._sum_over_workers, self._num_workers)
+            self._counts.append(average.count)
+            own_attributes.put(model, _AVERAGE, average)
+        return average
+
+
+class _Settling(keras.callbacks.Callback):
+    """Has everybody else see averages only.
+
+    Args:
+      engine: averages.
+    """
+
+    def __init__(self, engine: AveragingEngine) -> None:
+        super().__init__()
+        self._engine = engine
+
+    def set_model(self, model: keras.Model) -> None:
+        super().set_model(model)
+        for name in _READERS:
+            reader = getattr(model, name)
+            if not hasattr(reader, _AVERAGE):
+                own_attributes.put(model, name, self._settling(reader))
+
+    def _settling(self, reader: Callable[..., Any]) -> Callable[..., Any]:
+        def read(*args: Any, **kwargs: Any) -> Any:
+            self._engine.settle()
+            return reader(*args, **kwargs)
+
+        own_attributes.put(read, _AVERAGE, True)
+        return read
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Before Keras resets the metrics, which the average adds up."""
+        self._engine.settle()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Averages, and tells those after it what the logs are now."""
+        self._engine.settle()
+        shown = self._engine.shown()
+        if logs is not None and shown and not shown.keys() <= self.model.get_metrics_result().keys():
+            logs.update({name: value for name, value in shown.items() if name in logs})
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Leaves the model as it was."""
+        self._engine.finish()
+        for name in _READERS:
+            if hasattr(own_attributes.of(self.model, name), _AVERAGE):
+                own_attributes.remove(self.model, name)

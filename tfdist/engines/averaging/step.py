@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Keras train step that each replica makes alone: it updates its own copies of all variables, and nobody else's.
+
+The user's `train_step` runs as it is, once for each replica of this worker, all in one graph. Within it
+
+- `merge_call`, in which replicas would meet, calls its function for this replica alone;
+- `all_reduce` gives what it would give if all replicas had this one's value;
+- a gradient counts as if it was that of the global batch: times the number of replicas, if Keras has divided the
+  loss by it, and times this replica's share of the batch where that is uneven. So the mean of what all replicas come
+  to in one step of SGD is what synchronous SGD comes to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.compat import flat_layers, optimizer_patches, optimizer_variables, replica_writes, replicas
+from tfdist.data import splitting
+from tfdist.data.shares import Part
+from tfdist.step import adding_up, contribution, copies, global_losses
+
+
+def step_alone(strategy: Any, step: Callable[..., Any], parts: Sequence[Part]) -> list[Any]:
+    """Makes a step on each replica of this worker; in cross-replica context, in a graph or eagerly.
+
+    Args:
+      strategy: the strategy.
+      step: a model's bound `train_step`, whose optimizers were built.
+      parts: what each of its replicas trains on.
+
+    Returns:
+      What each step returns.
+
+    Raises:
+      ValueError: an optimizer was not built, or the losses are of two kinds.
+      NotImplementedError: the step needs the other replicas.
+    """
+    model: keras.Model = getattr(step, "__self__")  # noqa: B009, Keras' wrapper has it too
+    results = []
+    with written_alone(_variables(model)):
+        for index, part in enumerate(parts):
+            replica = replicas.in_sync_group(strategy, index)
+            with tf.device(strategy.extended.worker_devices[index]), Alone(strategy, replica):
+                results.append(_step(strategy, step, model, part, index))
+    return results
+
+
+def _step(strategy: Any, step: Callable[..., Any], model: keras.Model, part: Part, index: int) -> Any:
+    count = strategy.num_replicas_in_sync
+    with global_losses.counted_as_one(strategy, step) as has_own_loss:
+        divisor = 1 if has_own_loss else count
+        of_losses = contribution.TrainStep(step, count, loss_divisor=divisor)
+        factor = float(count) if of_losses._is_sum else share(part, count) * count * divisor
+        taps = of_losses._loss_trackers(part.batch, part.total)
+        for optimizer in optimizer_patches.optimizers_of(model):
+            taps += changes(optimizer, factor)
+        with optimizer_patches.attributes(taps), _keeping(flat_layers.statistics_of(model), part, index):
+            return step(part.batch)
+
+
+def share(part: Part, num_replicas: int) -> tf.Tensor | float:
+    """The part of the global batch, 0 to 1, that a replica has; the same for all where nobody knows."""
+    rows = splitting.rows(part.batch)
+    # In a graph parts have a known size only where all have the same; outside every size is known.
+    is_even = bool(splitting.static_size(part.batch)) and not tf.executing_eagerly()
+    if part.total is None or rows is None or is_even:
+        return 1 / num_replicas
+    return tf.cast(rows / tf.maximum(part.total, 1), tf.float32)
+
+
+def changes(optimizer: Any, factor: tf.Tensor | float) -> list[tuple[Any, str, Any]]:
+    """What lets `optimizer.apply`, called on a replica, update its copies of the variables alone."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return [
+        (optimizer, "apply", _scaled(optimizer, factor)),
+        # Keras does this by the strategy, past the replica's context.
+        optimizer_patches.ema_overwrite(inner, _overwriting(inner)),
+        *optimizer_patches.without_merge_call(optimizer),
+    ]
+
+
+def _scaled(optimizer: Any, factor: tf.Tensor | float) -> Callable[..., Any]:
+    apply = optimizer.apply
+
+    def scaled(grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
+        if not optimizer.built:
+            raise ValueError(
+                f"policies: the optimizer {optimizer.name!r} must have its variables before a step is traced; call "
+                "optimizer.build(variables) after the model is built. Received: an optimizer that was not built"
+            )
+        return apply([g if g is None else adding_up.times(g, factor) for g in grads], trainable_variables)
+
+    return scaled
+
+
+def _overwriting(optimizer: Any) -> Callable[[Sequence[Any]], None]:
+    def overwrite(trainable_variables: Sequence[Any]) -> None:
+        for variable, average in zip(trainable_variables, optimizer_variables.averages_of(optimizer), strict=True):
+            variable.assign(tf.convert_to_tensor(average))
+
+    return overwrite
+
+
+class Alone(tf.distribute.ReplicaContext):
+    """The context of a replica that meets no other."""
+
+    def __init__(self, strategy: Any, replica_id_in_sync_group: Any) -> None:
+        super().__init__(strategy, replica_id_in_sync_group)
+        # Within the context the strategy may say that it is one.
+        self._num_replicas = replicas.count(strategy)
+
+    def _merge_call(self, merge_fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return merge_fn(_Nobody(), *args, **kwargs)
+
+    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        """What all replicas would come to if they had this one's value."""
+        del options
+        is_sum = str(getattr(reduce_op, "value", reduce_op)).upper() == "SUM"
+        factor = float(self._num_replicas) if is_sum else 1.0
+        return tf.nest.map_structure(
+            lambda leaf: adding_up.times(
+                leaf if isinstance(leaf, tf.IndexedSlices) else tf.convert_to_tensor(leaf), factor
+            ),
+            value,
+        )
+
+
+class _Nobody:
+    """Stands for the strategy where all replicas would meet: there is only one."""
+
+    @property
+    def extended(self) -> _Nobody:
+        return self
+
+    def update(
+        self, var: Any, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None, group: bool = True
+    ) -> Any:
+        del group
+        return fn(var, *args, **(kwargs or {}))
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotImplementedError(
+            "ParameterAveraging: each replica makes its train_step alone, so the step can't ask for the others with "
+            f"merge_call(...). Received: a function that uses strategy.{name}"
+        )
+
+
+@contextlib.contextmanager
+def written_alone(variables: Iterable[Any]) -> Iterator[None]:
+    """Within this block, what a replica assigns goes to its own copy."""
+    mirrored = [getattr(variable, "value", variable) for variable in variables]
+    changed = [
+        variable
+        for variable in mirrored
+        if hasattr(variable, "values") and variable.synchronization != tf.VariableSynchronization.ON_READ
+    ]
+    with replica_writes.aggregated(changed, tf.VariableAggregation.NONE):
+        yield
+
+
+def _variables(model: keras.Model) -> list[Any]:
+    """What a train step may write."""
+    variables = [*model.variables, *(v for metric in model.metrics for v in metric.variables)]
+    for optimizer in optimizer_patches.optimizers_of(model):
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        variables += [*optimizer.variables, *(optimizer_variables.trained_by(inner) if inner.built else [])]
+    return variables
+
+
+@contextlib.contextmanager
+def _keeping(variables: Sequence[Any], part: Part, index: int) -> Iterator[None]:
+    """Without an example there is nothing to be learnt about statistics: they would become NaN."""
+    rows = splitting.rows(part.batch)
+    if rows is None or splitting.static_size(part.batch):
+        yield
+        return
+    own = [copies.copies_of(variable)[index] for variable in variables]
+    before = [tf.identity(copy) for copy in own]
+    yield
+    for copy, value in zip(own, before, strict=True):
+        copy.assign(tf.where(rows > 0, copy, value))

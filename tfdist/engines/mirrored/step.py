@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The traced pieces of a train step whose replicas are the devices of one process.
+
+    contribute    on a replica's device    reads its copies of the variables, computes; the result goes to the first
+                                           device
+    update        on all devices           adds up on the first device, then applies to every copy
+
+Whoever contributes to an update, the contributions are on one device and come in the order of the replicas: so an
+update is one program, and gives the same sum in whichever order they arrived.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.compat import concrete_calls, optimizer_patches, optimizer_variables, replica_writes
+from tfdist.data import splitting
+from tfdist.step import copies, global_losses, one_replica
+from tfdist.step.contribution import Contribution, TrainStep, add_up
+from tfdist.step.packing import Packing
+
+# Where the batch is read, and cut into parts.
+_HOST = "/device:CPU:0"
+
+
+class ThreadedStep:
+    """A Keras train step, traced for a `MirroredStrategy`.
+
+    Args:
+      strategy: the strategy in whose scope it is traced.
+      step: a model's bound `train_step`.
+      element_spec: the structure of `tf.TypeSpec`s of what a replica is given.
+      is_whole: whether that is the whole batch, of which it takes its part.
+    """
+
+    def __init__(
+        self, strategy: tf.distribute.Strategy, step: Callable[..., Any], element_spec: Any, is_whole: bool = True
+    ) -> None:
+        self._strategy = strategy
+        self._devices: Sequence[str] = strategy.extended.worker_devices
+        self._spec = element_spec
+        self._is_whole = is_whole
+        self._user_step = step
+        divisor = 1 if global_losses.has_own_loss(step) else len(self._devices)
+        self._step = TrainStep(step, len(self._devices), loss_divisor=divisor, can_take_maxima=True)
+        self._template: Contribution | None = None
+        flat = tf.nest.flatten(element_spec, expand_composites=True)
+        replicas = [
+            self._step.settled(lambda replica=replica: one_replica.trace(strategy, self._on_replica(replica), flat))
+            for replica in range(len(self._devices))
+        ]
+        self._contribute = [concrete_calls.bare(replica) for replica in replicas]
+        self._specs = [tf.TensorSpec(t.shape, t.dtype) for t in replicas[0].outputs]
+        self._packing = Packing()
+        # By the number of contributions.
+        self._updates: dict[int, Callable[..., Any]] = {}
+
+    def prepare(self, num_contributions: int) -> None:
+        """Traces the update from so many contributions, if it was not; only then are `dtypes` known."""
+        if num_contributions not in self._updates:
+            specs = self._specs * num_contributions
+            self._updates[num_contributions] = concrete_calls.bare(
+                one_replica.trace(self._strategy, self._update, specs)
+            )
+
+    @property
+    def dtypes(self) -> list[tf.DType]:
+        """The dtypes of the flat logs."""
+        return self._packing.dtypes
+
+    def rebuild(self, flat: Sequence[Any]) -> Any:
+        """Packs flat logs into what Keras' step returns."""
+        return self._packing.rebuild(flat)
+
+    def contribute(self, replica: int, batch: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
+        """Computes a replica's contribution, flat, from what it is given, flat."""
+        return self._contribute[replica](*batch)
+
+    def update(self, contributions: Sequence[Sequence[tf.Tensor]]) -> list[np.ndarray]:
+        """Makes an update from contributions, and returns the flat logs after it."""
+        self.prepare(len(contributions))
+        update = self._updates[len(contributions)]
+        return self._packing.unpack(update(*[tensor for each in contributions for tensor in each]))
+
+    # What is traced.
+
+    def _on_replica(self, replica: int) -> Callable[..., list[tf.Tensor]]:
+        def contribute(*flat: tf.Tensor) -> list[tf.Tensor]:
+            with tf.device(_HOST):
+                part, rows = tf.nest.pack_sequence_as(self._spec, flat, expand_composites=True), None
+                if self._is_whole:
+                    part, rows = splitting.cut(part, replica, len(self._devices)), splitting.rows(part)
+            with (
+                tf.device(self._devices[replica]),
+                tf.distribute.ReplicaContext(self._strategy, replica),
+                global_losses.counted_as_one(self._strategy, self._user_step),
+            ):
+                contribution = self._template = self._step.contribute(part, rows)
+            with tf.device(self._devices[0]):
+                return [tf.identity(tensor) for tensor in tf.nest.flatten(contribution, expand_composites=True)]
+
+        return contribute
+
+    def _update(self, *flat: tf.Tensor) -> list[tf.Tensor]:
+        size = len(self._specs)
+        parts = [flat[start : start + size] for start in range(0, len(flat), size)]
+        contributions = [tf.nest.pack_sequence_as(self._template, part, expand_composites=True) for part in parts]
+        with one_replica.replica_on(self._strategy, self._devices[0]), _updating_all(self._step.model):
+            total = add_up(contributions)
+            self._step.update(total, num_contributions=len(contributions), assign=copies.assign_all)
+            for variable, count in zip(self._step.counters, total.counts, strict=True):
+                # A metric's value is the sum over its copies.
+                copies.copies_of(variable)[0].assign_add(tf.cast(count, variable.dtype))
+            return self._packing.pack(self._step.logs(total))
+
+
+@contextlib.contextmanager
+def _updating_all(model: Any) -> Iterator[None]:
+    """Within this block, `optimizer.apply`, called on one replica with a sum over all, updates every copy alike."""
+    changes: list[tuple[Any, str, Any]] = []
+    for optimizer in optimizer_patches.optimizers_of(model):
+        changes += optimizer_patches.without_merge_call(optimizer)
+    with optimizer_patches.attributes(changes), _written_everywhere(_variables_of(model)):
+        yield
+
+
+@contextlib.contextmanager
+def _written_everywhere(variables: Iterable[Any]) -> Iterator[None]:
+    """Within this block, what one replica assigns goes to all copies; else those of no aggregation keep it apart."""
+    changed = [variable for variable in variables if variable.aggregation == tf.VariableAggregation.NONE]
+    with replica_writes.aggregated(changed, tf.VariableAggregation.ONLY_FIRST_REPLICA):
+        yield
+
+
+def _variables_of(model: Any) -> list[Any]:
+    """The mirrored variables that optimizers may write."""
+    variables = list(model.trainable_variables)
+    for optimizer in optimizer_patches.optimizers_of(model):
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        variables += [*optimizer.variables, *(optimizer_variables.trained_by(inner) if inner.built else [])]
+    mirrored = [getattr(variable, "value", variable) for variable in variables]
+    return list({id(variable): variable for variable in mirrored if hasattr(variable, "values")}.values())

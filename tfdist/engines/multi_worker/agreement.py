@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the workers of a MultiWorkerMirroredStrategy agree on small things outside of TensorFlow's graphs.
+
+The cluster's coordination service keeps text under keys. All workers run the same script, so they come to the n-th
+agreement in the same order, and n is part of the key.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import json
+import os
+import pathlib
+import random
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.cluster import Task
+from tfdist.compat import eager_context
+from tfdist.runtime import watch
+
+# How long one question to the service blocks, during which Python can't deliver Ctrl-C.
+_ASK_MS = 1000
+_STATE_EVERY_CHECKS = 5
+# How long a process that failed may take to end.
+_END_SECS = 3.0
+_kept: list[Any] = []
+
+
+class Agreement:
+    """The meeting point of the workers.
+
+    Args:
+      task: this worker.
+      tasks: all workers, the chief first.
+    """
+
+    def __init__(self, task: Task, tasks: Sequence[Task]) -> None:
+        self.task, self.tasks = task, tuple(tasks)
+        self._count = 0
+        self._checks = 0
+        self._blocked = watch.BlockedCall("a step, or another call that needs all workers,")
+        self.reporter = watch.StallReporter(self.waited_for, progress=self._progress)
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this worker leads."""
+        return self.task == self.tasks[0]
+
+    def from_chief(self, value: Callable[[], Any], what: str) -> Any:
+        """What `value` returns on the chief (JSON data); called there only.
+
+        Raises:
+          RuntimeError, OSError: it raised on the chief, where the exception itself is raised.
+        """
+        key = self._next_key()
+        if not self.is_chief:
+            result = json.loads(self._get(key, what))
+            if "error" in result:
+                # So that a script that handles errors of files does so on all workers.
+                kind = OSError if result["is_os_error"] else RuntimeError
+                raise kind(f"{what} failed on the chief, {self.tasks[0]}: {result['error']}")
+            return result["value"]
+        try:
+            result = value()
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+            self._set(key, {"error": text, "is_os_error": isinstance(error, OSError)})
+            raise
+        self._set(key, {"value": result})
+        return result
+
+    def gather(self, value: Any, what: str) -> dict[Task, Any]:
+        """The value (JSON data) of every worker."""
+        key = self._next_key()
+        self._set(f"{key}/{self.task}", value)
+        return {task: json.loads(self._get(f"{key}/{task}", what)) for task in self.tasks}
+
+    def tell(self, key: str, value: str) -> bool:
+        """Puts text where every worker can hear it, at any time; False if there is some already, or nobody listens."""
+        try:
+            eager_context.set_key(f"tfdist/told/{key}", value)
+        except tf.errors.OpError:
+            return False
+        return True
+
+    def hear(self, key: str, timeout_secs: float) -> str | None:
+        """What a worker has told under `key`; None if nobody has for so long. May be called from any thread.
+
+        Raises:
+          ConnectionError: the service, which is the chief's, does not answer.
+        """
+        deadline = time.monotonic() + timeout_secs
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                return eager_context.get_key(f"tfdist/told/{key}", max(1, int(1000 * min(left, 1))))
+            except tf.errors.DeadlineExceededError:
+                continue
+            except tf.errors.OpError as error:
+                raise ConnectionError(f"the coordination service of {self.tasks[0]} does not answer: {error}") from None
+        return None
+
+    def waited_for(self) -> str:
+        """Those of the others who are not waiting themselves."""
+        others = [task for task in self.tasks if task != self.task]
+        with contextlib.suppress(tf.errors.OpError):
+            return ", ".join(str(task) for task in others if not self._is_waiting(task)) or _all(others)
+        return _all(others)
+
+    def _is_waiting(self, task: Task) -> bool:
+        try:
+            return json.loads(eager_context.get_key(_state_key(task), _ASK_MS))
+        except tf.errors.DeadlineExceededError:
+            return False
+
+    def _progress(self) -> tuple[str, Any] | None:
+        """For the reporter; now and then also tells the others whether this worker waits."""
+        self._checks += 1
+        if self._checks % _STATE_EVERY_CHECKS == 0:
+            with contextlib.suppress(tf.errors.OpError):
+                eager_context.delete_key(_state_key(self.task))
+                is_waiting = self.reporter.stalled_secs() >= _STATE_EVERY_CHECKS
+                eager_context.set_key(_state_key(self.task), json.dumps(is_waiting))
+        return self._blocked()
+
+    def _next_key(self) -> str:
+        self._count += 1
+        return f"tfdist/{self._count}"
+
+    def _set(self, key: str, value: Any) -> None:
+        eager_context.set_key(key, json.dumps(value))
+
+    def _get(self, key: str, what: str) -> str:
+        with self.reporter.waiting(what):
+            while True:
+                try:
+                    return eager_context.get_key(key, _ASK_MS)
+                except tf.errors.DeadlineExceededError:
+                    continue
+
+
+def tell_others_of_errors(task: Task) -> None:
+    """Lets an exception that ends this process end the others too, at once and with its message.
+
+    Such a process ends for sure: TensorFlow, taken down with its cluster in error, now and then waits for ever.
+    """
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        # What came from another worker is known there.
+        if threading.current_thread() is threading.main_thread() and not isinstance(error, tf.errors.OpError):
+            with contextlib.suppress(Exception):
+                message = f"{task} ended with {kind.__name__}: {error}"
+                eager_context.report_error(message)
+        previous(kind, error, trace)
+        end_soon_after_exit()
+
+    sys.excepthook = hook
+
+
+def end_soon_after_exit() -> None:
+    """From the moment on at which the program is over, its process ends within `_END_SECS`.
+
+    TensorFlow's end in a cluster of which others go on takes 10 s now and then, and they go on waiting meanwhile.
+    """
+    atexit.register(_end_within, _END_SECS)
+
+
+def _end_within(secs: float) -> None:
+    # Of all timers, this one needs no running interpreter, nor its lock. What it writes is of no use to anybody.
+    nowhere = pathlib.Path(os.devnull).open("w")  # noqa: SIM115
+    faulthandler.dump_traceback_later(secs, exit=True, file=nowhere)
+    _kept.append(nowhere)
+
+
+def share_random_state(agreement: Agreement) -> int:
+    """Gives all workers the chief's random state, so that unseeded shuffles are the same everywhere.
+
+    TensorFlow's global seed is drawn if the chief has set none; Python's and NumPy's generators take its state.
+
+    Returns:
+      TensorFlow's global seed.
+    """
+    state = agreement.from_chief(_random_state, "agreeing on a random seed")
+    if eager_context.global_seed() != state["tensorflow"]:
+        tf.random.set_seed(state["tensorflow"])
+    if not agreement.is_chief:
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(words), gauss))
+        name, words, *rest = state["numpy"]
+        np.random.set_state((name, np.array(words, np.uint32), *rest))
+    return state["tensorflow"]
+
+
+def _random_state() -> dict[str, Any]:
+    seed = eager_context.global_seed()
+    name, words, *rest = np.random.get_state()
+    return {
+        "tensorflow": secrets.randbelow(2**31) if seed is None else int(seed),
+        "python": random.getstate(),
+        "numpy": [name, words.tolist(), *rest],
+    }
+
+
+def _state_key(task: Task) -> str:
+    return f"tfdist/waiting/{task}"
+
+
+def _all(tasks: Sequence[Task]) -> str:
+    return ", ".join(map(str, tasks))

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The data of a strategy with a policy: this worker's part of each batch.
+
+In `fit` an iterator gives handles, and reads nothing: a second thread reads the part when it computes a contribution.
+Everybody else (`evaluate`, `predict`, a custom loop) gets the stock iterator over real batches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.data import handle as handles
+from tfdist.data import splitting
+
+
+@dataclasses.dataclass(eq=False)
+class Pass:
+    """One pass of `fit` over the data.
+
+    Attributes:
+      number: the same on all workers.
+      iterator: over this worker's parts, of which the second thread alone reads.
+      kind: of the handles.
+    """
+
+    number: int
+    iterator: Any
+    kind: handles.HandleKind
+
+    def __post_init__(self) -> None:
+        self.handle = self.kind.handle(handles.registry.open(self))
+
+
+class PartIterator(handles.HandleIterator):
+    """Gives a handle for each batch of one pass.
+
+    Where the number of batches is not known, or there is no end, it does not end: `run` says so.
+
+    Args:
+      begin: begins the pass, once a handle is asked for: Keras makes iterators that it never uses.
+      left: how many batches there are; below zero if their number is not known, or there is no end.
+    """
+
+    def __init__(self, begin: Callable[[], Pass], left: int) -> None:
+        super().__init__()
+        self._begin = begin
+        self._left = left
+        self._pass: Pass | None = None
+
+    def next_handle(self) -> handles.BatchHandle | None:
+        """See `HandleIterator`."""
+        if self._left == 0:
+            return None
+        self._pass = self._pass or self._begin()
+        self._left -= self._left > 0
+        return self._pass.handle
+
+
+def part_of(dataset: tf.data.Dataset, part: int, num_parts: int) -> tf.data.Dataset:
+    """What a worker reads: part number `part` of each batch, and the size of the whole batch."""
+    is_tuple = isinstance(dataset.element_spec, tuple)
+
+    def take(*element: Any) -> tuple[Any, tf.Tensor]:
+        batch = element if is_tuple else element[0]
+        return splitting.cut(batch, part, num_parts), tf.cast(splitting.rows(batch), tf.int64)
+
+    return _in_order(dataset.map(tf.autograph.experimental.do_not_convert(take)))
+
+
+def without_total(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """The same for a data set of this worker's own, of which nobody knows what the others have."""
+    is_tuple = isinstance(dataset.element_spec, tuple)
+    pair = tf.autograph.experimental.do_not_convert(lambda *element: (element if is_tuple else element[0], ()))
+    return _in_order(dataset.map(pair))
+
+
+def _in_order(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    options = tf.data.Options()
+    # Workers that process the same batches in different orders would take overlapping parts.
+    options.deterministic = True
+    return dataset.with_options(options).prefetch(1)

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine of `MultiWorkerMirroredStrategy` with a policy: quorum all-reduce.
+
+How an update flows, on each worker:
+
+    Keras' step                       second thread                     the board (in the chief's process)
+      run(): wants step 7         -->  reads its part of the batch
+                                       computes a contribution
+                                       it is there  ------------------>  asks the policy
+      <-----------------------------------------------------------------  step 7 is made by 0, 2 and 5
+      joins one all-reduce
+      with its contribution, or with
+      zeros and weight 0 if it is not
+      among them; applies the sum
+
+So a collective never waits for a gradient. A worker that is late goes on computing meanwhile; when its contribution is
+there, its step is over, and the board drops it. All workers apply the same sum, so their weights stay equal to the bit.
+
+Who owns what: the board owns the policy. Keras' step is the only one that launches collectives, and the only one that
+writes variables; the second thread computes only while Keras' step waits for a round, or in vain. The wait is in an
+operation that calls Python, so it holds one of TensorFlow's inter-op threads, which the strategy adds to those there
+are.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.compat import step_errors
+from tfdist.compat.running_loop import Fit
+from tfdist.data.handle import BatchHandle, CountedDataset, registry
+from tfdist.data.shares import Sum
+from tfdist.engines.multi_worker.data import PartIterator, Pass
+from tfdist.engines.multi_worker.step import QuorumStep
+from tfdist.policies.base import Update
+from tfdist.runtime import delay_hook, watch
+from tfdist.runtime.quorum_client import Member
+from tfdist.runtime.quorum_messages import Verdict
+from tfdist.step.step_calls import StepCalls
+
+_POLL_SECS = 0.5
+# How long the program's end waits for a contribution that is still being computed.
+_END_SECS = 10.0
+
+
+@dataclasses.dataclass(eq=False)
+class _Round:
+    """An update that Keras' step waits for, and this worker's contribution to it once that is there."""
+
+    traced: QuorumStep
+    of: Pass
+    step: int
+    is_taken: bool = False
+    contribution: list[tf.Tensor] | None = None
+
+
+class QuorumEngine:
+    """Makes the rounds of one worker.
+
+    Args:
+      strategy: the strategy; one replica per worker.
+      worker: this worker's number.
+      member: its connection to the board.
+      sum_over_workers: sums tensors over all workers, in cross-replica context.
+      prepare: checks and builds what must be there before a model's step is traced.
+      record: told of each update, and of how many examples it was made.
+    """
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        worker: int,
+        member: Member,
+        sum_over_workers: Sum,
+        prepare: Callable[[keras.Model], None],
+        record: Callable[[Update, int], None],
+    ) -> None:
+        self._strategy = strategy
+        self._worker = worker
+        self._member = member
+        self._sum_over_workers = sum_over_workers
+        self._prepare = prepare
+        self._record = record
+        self._calls = StepCalls(self.trace, self._make_round)
+        self._passes = itertools.count(1)
+        self._attempts = itertools.count()
+        self._step = 0
+        self._changed = threading.Condition()
+        self._round: _Round | None = None
+        self._error: BaseException | None = None
+        # What the last round raised.
+        self._raised: BaseException | None = None
+        self._is_computing = False
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._compute, name="tfdist-contributions", daemon=True)
+        self._reporter = watch.StallReporter(member.waited_for)
+
+    def start(self) -> None:
+        """Starts the second thread; it ends with the program."""
+        step_errors.install()
+        self._thread.start()
+        self._reporter.start()
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """Ends; may be called again."""
+        self._reporter.stop()
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+        self._member.close()
+        # A thread inside of TensorFlow must not outlive Python.
+        self._thread.join(_END_SECS)
+
+    # In Keras' thread.
+
+    def distribute(self, own: tf.data.Dataset, whole: Callable[[], Any]) -> CountedDataset:
+        """A data set for `fit`, which reads this worker's parts, and for others; `whole` makes the stock one."""
+        return CountedDataset(self, own, whole)
+
+    def open(self, dataset: CountedDataset, fit: Fit | None) -> PartIterator | None:
+        """Opens a pass of `fit` over a data set."""
+        if fit is None:
+            return None
+
+        def begin() -> Pass:
+            # On every worker, also on one who will be late for the whole pass: a shuffle draws a new order at each.
+            dataset.opened += 1
+            return self._begin_pass(iter(dataset.own), dataset.own.element_spec)
+
+        return PartIterator(begin, dataset.cardinality)
+
+    def rest(self, iterator: Any, left: int, element_spec: Any) -> PartIterator:
+        """Opens a pass over what an iterator has left."""
+        return PartIterator(lambda: self._begin_pass(iterator, element_spec), left)
+
+    def _begin_pass(self, iterator: Any, element_spec: Any) -> Pass:
+        # All workers begin the same passes, in the same order.
+        return Pass(next(self._passes), iterator, registry.kind(self, element_spec))
+
+    def run(self, step: Callable[..., Any], handle: BatchHandle) -> Any:
+        """Makes an update of a batch that all workers have; in cross-replica context, in a graph or eagerly.
+
+        Args:
+          step: a model's bound `train_step`.
+          handle: of a data set of this engine.
+
+        Returns:
+          What the step returns, for all workers together.
+
+        Raises:
+          ConnectionError: the board or another worker is gone.
+          tf.errors.OutOfRangeError: the data are at their end, on all workers.
+        """
+        traced, flat = self._calls.run(step, handle)
+        return traced.update(flat)
+
+    def trace(self, step: Callable[..., Any], handle: BatchHandle) -> QuorumStep:
+        """Traces a model's `train_step` for batches like this one."""
+        self._prepare(getattr(step, "__self__"))  # noqa: B009
+        return QuorumStep(self._strategy, step, handle.kind.element_spec, self._sum_over_workers)
+
+    # In Keras' step.
+
+    def _make_round(self, traced: QuorumStep, of: Pass) -> list[tf.Tensor]:
+        """Waits until the next update can be made; returns what this worker gives to it."""
+        self._raised = None
+        try:
+            return self._round_of(traced, of)
+        except BaseException as error:
+            self._raised = error
+            raise
+
+    def _round_of(self, traced: QuorumStep, of: Pass) -> list[tf.Tensor]:
+        current = _Round(traced, of, self._step)
+        with self._changed:
+            self._round = current
+            is_late = self._is_computing
+            self._changed.notify_all()
+        if is_late:
+            # Else the second thread says at once that it has started, which says this too.
+            self._member.want(of.number, current.step)
+        try:
+            with self._reporter.waiting("an update"):
+                verdict = self._member.wait(of.number, current.step, self._check)
+        finally:
+            # No contribution begins to read variables from here on.
+            with self._changed:
+                self._round = None
+        if verdict is None:
+            raise tf.errors.OutOfRangeError(None, None, "End of sequence")
+        self._step += 1
+        self._record(_update(verdict), verdict.count)
+        is_contributor = self._worker in verdict.contributors()
+        return _given(current) if is_contributor else traced.nothing
+
+    def raised_in_step(self) -> BaseException | None:
+        """What the last round raised, if it did."""
+        raised, self._raised = self._raised, None
+        return raised
+
+    def _check(self) -> None:
+        with self._changed:
+            error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    # In the second thread.
+
+    def _compute(self) -> None:
+        while (current := self._next_round()) is not None:
+            try:
+                self._contribute(current)
+            except BaseException as error:
+                with self._changed:
+                    self._error = error
+                self._member.wake()
+
+    def _next_round(self) -> _Round | None:
+        with self._changed:
+            self._is_computing = False
+            while not self._is_closing:
+                current = self._round
+                if current is not None and not current.is_taken:
+                    current.is_taken = True
+                    if not self._member.is_decided(current.of.number, current.step):
+                        self._is_computing = True
+                        return current
+                self._changed.wait(_POLL_SECS)
+        return None
+
+    def _contribute(self, current: _Round) -> None:
+        of = current.of
+        self._member.started(of.number, current.step)
+        delay_hook.before_contribution(self._worker, next(self._attempts))
+        try:
+            contribution, examples = current.traced.contribute(of.iterator)
+        except tf.errors.OutOfRangeError:
+            self._member.ended(of.number, current.step)
+            return
+        # Before it is announced: whoever hears that it counts will look for it.
+        current.contribution = contribution
+        self._member.arrived(of.number, current.step, examples)
+
+
+def _given(current: _Round) -> list[tf.Tensor]:
+    if current.contribution is None:
+        raise RuntimeError(f"the board counts on a contribution to step {current.step} that was never announced")
+    return current.contribution
+
+
+def _update(verdict: Verdict) -> Update:
+    contributors = verdict.contributors()
+    return Update(
+        step=verdict.step + 1,
+        contributors=contributors,
+        dropped=verdict.dropped(),
+        # The policies that work here take gradients of the current step only.
+        staleness=(0,) * len(contributors),
+        wait_secs=verdict.wait_secs,
+        spread_secs=verdict.spread_secs,
+        changes=(),
+    )

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The traced pieces of a train step whose gradients are added up by all-reduce, of those who have arrived.
+
+contribute    in a thread of its own, without collectives: a contribution, as flat tensors
+nothing       the same tensors, of zeros and without rows: what a worker gives that has not arrived
+update        in Keras' step, on all workers at once: adds up what they give, and applies the sum
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.compat import optimizer_patches, replicas
+from tfdist.data import splitting
+from tfdist.data.shares import Sum
+from tfdist.step import copies, global_losses, one_replica, whole_step
+from tfdist.step.contribution import Contribution, TrainStep
+
+
+class QuorumStep:
+    """A Keras train step, traced for a `MultiWorkerMirroredStrategy` of one replica per worker.
+
+    Args:
+      strategy: the strategy.
+      step: a model's bound `train_step`, whose optimizers were built.
+      element_spec: of a worker's part of a batch, and the number of examples in all parts, or ().
+      sum_over_workers: sums tensors over all workers, in cross-replica context.
+
+    Attributes:
+      nothing: what a worker gives that has not arrived: flat tensors.
+    """
+
+    def __init__(
+        self, strategy: tf.distribute.Strategy, step: Callable[..., Any], element_spec: Any, sum_over_workers: Sum
+    ) -> None:
+        self._strategy = strategy
+        self._sum_over_workers = sum_over_workers
+        self._replica = replicas.in_sync_group(strategy, 0)
+        self._device = strategy.extended.worker_devices[0]
+        count = strategy.num_replicas_in_sync
+        self._user_step = step
+        self._step = TrainStep(step, count, loss_divisor=1 if global_losses.has_own_loss(step) else count)
+        self._template: Contribution | None = None
+        specs = [tf.data.IteratorSpec(element_spec)]
+        self._contribute = self._step.settled(lambda: one_replica.trace(strategy, self._contribute_next, specs))
+        self._specs = [tf.TensorSpec(output.shape, output.dtype) for output in self._contribute.outputs[1:]]
+        with tf.init_scope():
+            self.nothing = [_nothing(spec) for spec in self._specs]
+
+    @property
+    def dtypes(self) -> list[tf.DType]:
+        """The dtypes of a contribution, flat."""
+        return [spec.dtype for spec in self._specs]
+
+    def contribute(self, iterator: Any) -> tuple[list[tf.Tensor], int]:
+        """Computes a contribution from the next batch of an iterator; returns it flat, and its number of examples.
+
+        Raises:
+          tf.errors.OutOfRangeError: the data are at their end.
+        """
+        examples, *flat = self._contribute(iterator)
+        # To read it is to wait for the device.
+        return flat, int(examples.numpy())
+
+    def update(self, flat: Sequence[tf.Tensor]) -> Any:
+        """Makes an update from what all workers give; in cross-replica context, in a graph or eagerly.
+
+        Args:
+          flat: what this worker gives: a contribution, or `nothing`.
+
+        Returns:
+          What Keras' step returns, for all workers together.
+        """
+        for tensor, spec in zip(flat, self._specs, strict=True):
+            if not tf.executing_eagerly():
+                tensor.set_shape(spec.shape)
+        with whole_step.or_none({self._device: list(flat)}):
+            return self._update(flat)
+
+    def _update(self, flat: Sequence[tf.Tensor]) -> Any:
+        own = self._pack(flat)
+        # This worker's own counts so far: what all count together is added up along with the gradients.
+        counters = [copies.copies_of(variable)[0] for variable in self._step.counters]
+        counts = [counter + tf.cast(count, counter.dtype) for counter, count in zip(counters, own.counts, strict=True)]
+        total = self._add_up(own._replace(counts=counts))
+        with self._as_replica(), optimizer_patches.attributes(self._without_reduction()):
+            self._step.update(total)
+            for counter, count in zip(counters, counts, strict=True):
+                counter.assign(count)
+            return self._step.logs(total, total.counts)
+
+    def _add_up(self, own: Contribution) -> Contribution:
+        is_sparse = [isinstance(gradient, tf.IndexedSlices) for gradient in own.gradients]
+        dense = own._replace(gradients=[g for g, sparse in zip(own.gradients, is_sparse, strict=True) if not sparse])
+        sums = tf.nest.pack_sequence_as(dense, copies.sum_in_buckets(tf.nest.flatten(dense), self._sum_over_workers))
+        rest = iter(sums.gradients)
+        gradients = [
+            self._add_up_rows(gradient, variable.shape) if sparse else next(rest)
+            for gradient, variable, sparse in zip(own.gradients, self._step.variables(), is_sparse, strict=True)
+        ]
+        return sums._replace(gradients=gradients)
+
+    def _add_up_rows(self, gradient: tf.IndexedSlices, shape: Sequence[int]) -> tf.IndexedSlices:
+        with tf.device(self._device):
+            own = tf.nest.map_structure(tf.identity, gradient, expand_composites=True)
+            rows = tf.distribute.Strategy.reduce(self._strategy, "SUM", own, axis=None)
+            return tf.IndexedSlices(rows.values, rows.indices, tf.constant(list(shape), rows.indices.dtype))
+
+    def _without_reduction(self) -> list[tuple[Any, str, Any]]:
+        """Has the optimizers take gradients as they are: they were added up already."""
+        return [
+            optimizer_patches.without_all_reduce(each) for each in optimizer_patches.optimizers_of(self._step.model)
+        ]
+
+    def _contribute_next(self, iterator: Any) -> list[tf.Tensor]:
+        batch, total = iterator.get_next()
+        with self._as_replica(), global_losses.counted_as_one(self._strategy, self._user_step):
+            contribution = self._step.contribute(batch, total if tf.is_tensor(total) else None)
+        # The shape of a whole table is no number that adds up.
+        rows_only = [_without_shape(gradient) for gradient in contribution.gradients]
+        contribution = self._template = contribution._replace(gradients=rows_only)
+        flat = tf.nest.flatten(contribution, expand_composites=True)
+        examples = splitting.rows(batch)
+        # Counted once all else is there, so that reading the count is waiting for the rest.
+        with tf.control_dependencies(flat):
+            count = tf.constant(0, tf.int64) if examples is None else tf.identity(examples)
+        return [count, *flat]
+
+    @contextlib.contextmanager
+    def _as_replica(self) -> Iterator[None]:
+        with tf.device(self._device), tf.distribute.ReplicaContext(self._strategy, self._replica):
+            yield
+
+    def _pack(self, flat: Sequence[tf.Tensor]) -> Contribution:
+        return tf.nest.pack_sequence_as(self._template, flat, expand_composites=True)
+
+
+def _without_shape(gradient: Any) -> Any:
+    is_sparse = isinstance(gradient, tf.IndexedSlices)
+    return tf.IndexedSlices(gradient.values, gradient.indices) if is_sparse else gradient
+
+
+def _nothing(spec: tf.TensorSpec) -> tf.Tensor:
+    # Only rows of sparse gradients are of unknown number, and of these there are none.
+    return tf.zeros([size or 0 for size in spec.shape], spec.dtype)

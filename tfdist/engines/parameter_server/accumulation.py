@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradient accumulation where each worker updates by itself: K gradients of one worker make one update.
+
+Keras' own accumulators would be on the parameter servers, where workers add to each other's. Here each worker has its
+own. A step is traced twice: once to add its gradients to the worker's sums, once to update with their mean,
+
+    (sum of K - 1 gradients + this one) / K,
+
+and to set the sums to zero. Which of them runs is decided by the number of gradients that the worker has added.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.compat import accumulated_update, closures, optimizer_variables
+
+
+class Sums:
+    """One worker's sums of gradients; a worker that was lost begins with new ones.
+
+    Args:
+      shapes: those of the variables that are trained.
+      dtypes: likewise.
+    """
+
+    def __init__(self, shapes: Sequence[tf.TensorShape], dtypes: Sequence[Any]):
+        self._variables = [
+            tf.Variable(tf.zeros(shape, dtype), trainable=False) for shape, dtype in zip(shapes, dtypes, strict=True)
+        ]
+        # How many gradients were added since the last update.
+        self.count = 0
+
+    @property
+    def handles(self) -> list[tf.Tensor]:
+        """The resource handles by which a step reaches them."""
+        return [variable.handle for variable in self._variables]
+
+
+class Accumulation:
+    """The sums of all workers for one optimizer.
+
+    Args:
+      coordinator: the coordinator of the workers.
+      optimizer: a built Keras optimizer.
+    """
+
+    def __init__(self, coordinator: tf.distribute.coordinator.ClusterCoordinator, optimizer: Any):
+        self._optimizer = optimizer
+        self._variables = optimizer_variables.trained_by(optimizer)
+        self.num_steps = int(optimizer.gradient_accumulation_steps)
+        shapes = [tf.TensorShape(variable.shape) for variable in self._variables]
+        dtypes = [tf.as_dtype(variable.dtype) for variable in self._variables]
+        self.on_workers = closures.create_on_workers(coordinator, lambda: Sums(shapes, dtypes))
+
+    @property
+    def specs(self) -> list[tf.TensorSpec]:
+        """Those of `Sums.handles`."""
+        return [tf.TensorSpec([], tf.resource)] * len(self._variables)
+
+    @contextlib.contextmanager
+    def traced(self, handles: Sequence[tf.Tensor], updates: bool) -> Iterator[None]:
+        """Within this block, `apply` of the optimizer adds to the sums, or updates with their mean."""
+        optimizer, calls = self._optimizer, []
+        apply = optimizer.apply
+
+        def instead(grads: Sequence[Any], trainable_variables: Any = None) -> None:
+            if calls:
+                raise ValueError(
+                    "gradient_accumulation_steps under asynchronous ParameterServerStrategy takes one optimizer.apply "
+                    "in each step; add the gradients up first. Received: a second call in one step, "
+                    f"gradient_accumulation_steps={self.num_steps}"
+                )
+            calls.append(True)
+            variables = list(self._variables if trainable_variables is None else trainable_variables)
+            pairs = [(grad, variable) for grad, variable in zip(grads, variables, strict=True) if grad is not None]
+            places = [handles[optimizer_variables.index_of(optimizer, variable)] for _, variable in pairs]
+            gradients = [tf.convert_to_tensor(grad) for grad, _ in pairs]
+            if updates:
+                means = [self._mean(place, grad) for place, grad in zip(places, gradients, strict=True)]
+                accumulated_update.apply_accumulated(optimizer, apply, means, [variable for _, variable in pairs])
+                return
+            for place, grad in zip(places, gradients, strict=True):
+                tf.raw_ops.AssignAddVariableOp(resource=place, value=grad)
+
+        with accumulated_update.replaced_apply(optimizer, instead):
+            yield
+
+    def _mean(self, place: tf.Tensor, gradient: tf.Tensor) -> tf.Tensor:
+        total = tf.ensure_shape(tf.raw_ops.ReadVariableOp(resource=place, dtype=gradient.dtype), gradient.shape)
+        with tf.control_dependencies([total]):
+            tf.raw_ops.AssignVariableOp(resource=place, value=tf.zeros_like(gradient))
+        return (total + gradient) / self.num_steps

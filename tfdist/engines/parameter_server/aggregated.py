@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine of `ParameterServerStrategy` with a policy: an update is made of the contributions of several workers.
+
+How an update flows:
+
+    Keras' loop (chief)          a worker's thread (chief)          the worker          the parameter servers
+      step(): opens  ----------->  may it start?
+                                   contribute ------------------->  reads its part
+                                                                    of the batch  <-->  reads the variables
+                                   arrive: does it count?           keeps the gradients
+                                   push  ------------------------>  sends them  ----->  keep them
+                                   deliver
+      collect(): has N  <---------
+      update  ------------------------------------------------------------------->  add up, apply
+      logs  <---------------------------------------------------------------------
+
+What crosses the chief is control traffic, and the logs. A gradient that arrives too late stays where it was computed.
+
+Who owns what: `Rounds` owns the policy and its lock. A worker's thread is the coordinator's, which knows when its
+worker is lost; it is lent to this engine as a closure that *resides* in it, and goes back as soon as something else is
+scheduled (an evaluation, say). Handles to gradients belong to whoever will use them next; nobody waits for, or clears,
+what a dead worker has left behind.
+
+An update is made exactly once: its contributions were pushed before it begins, each counts once, and it touches
+parameter servers only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.compat import closures
+from tfdist.data import epochs
+from tfdist.engines.parameter_server.aggregated_step import AggregatedStep, part_of
+from tfdist.engines.parameter_server.engine import CoordinatedEngine
+from tfdist.engines.parameter_server.transfer.plan import TransferPlan
+from tfdist.engines.parameter_server.worker_data import WorkerIterator
+from tfdist.policies.base import Aggregation, Update
+from tfdist.policies.warmup import Warmup
+from tfdist.runtime import delay_hook, watch
+from tfdist.runtime.round_runner import Rounds
+
+
+@dataclasses.dataclass(eq=False)
+class _Residence:
+    """The step that workers contribute to until something else is scheduled."""
+
+    step: AggregatedStep
+    iterator: WorkerIterator
+    # Where the chief reads the data: each worker's part of this update's batch, flat.
+    parts: list[list[tf.Tensor]] | None = None
+
+
+class AggregatedEngine:
+    """Makes updates from contributions, as a policy says.
+
+    Args:
+      strategy: the strategy whose cluster it drives.
+      engine: what drives everything but training there.
+      policy: says which contributions count; `begin` was called.
+      transfer: how variables and gradients cross the network.
+      on_update: told of each update that was made.
+      stall_timeout_secs: how long to wait for lost workers that are needed.
+      warmup: says how many workers take part at first; all if not given.
+    """
+
+    _rounds_type = Rounds
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        engine: CoordinatedEngine,
+        policy: Aggregation,
+        transfer: TransferPlan,
+        on_update: Callable[[Update], None],
+        stall_timeout_secs: float,
+        warmup: Warmup | None = None,
+    ) -> None:
+        self._strategy = strategy
+        self._engine = engine
+        self._on_update = on_update
+        self._count = engine.num_workers
+        names = [f"worker:{index}" for index in range(self._count)]
+        self._policy = policy
+        self._transfer = transfer
+        self._rounds = self._rounds_type(policy, names, stall_timeout_secs)
+        self._warmup = warmup
+        self._updates = 0
+        self._residence: _Residence | None = None
+        self._attempts = [itertools.count() for _ in names]
+        self._reporter = watch.StallReporter(self._rounds.waited_for)
+        self._reporter.start()
+        engine.before_queueing = self._leave
+        closures.before_use(engine.coordinator, self._leave)
+
+    @property
+    def replicas_to_aggregate(self) -> int:
+        """Number of gradients of the next update."""
+        return self._policy.replicas_to_aggregate
+
+    def prepare(self, step: Callable[..., Any], element_spec: Any) -> AggregatedStep:
+        """Traces a model's `train_step` for the workers' batches of this structure."""
+        return AggregatedStep(
+            self._strategy, step, self._transfer, element_spec, self._count, self.replicas_to_aggregate
+        )
+
+    def step(self, step: AggregatedStep, iterator: WorkerIterator) -> list[np.ndarray]:
+        """Makes one update.
+
+        Returns:
+          The flat logs after it.
+
+        Raises:
+          tf.errors.OutOfRangeError: the data are at their end.
+          TimeoutError: too many workers were lost, for too long.
+        """
+        with self._reporter.waiting("an update"):
+            is_chief_fed = iterator.feed(False) == "chief"
+            parts = self._next_parts(iterator) if is_chief_fed else None
+            if is_chief_fed:
+                step.prepare_for_batches()
+                iterator.redeem()
+            iterator.begin_update()
+            with self._phase(step):
+                self._reside(step, iterator, parts)
+                with self._rounds.wanted():
+                    contributions, update = self._collect(step, iterator, parts)
+                logs = step.update(contributions)
+                self._updates += 1
+        self._on_update(update)
+        return logs
+
+    @contextlib.contextmanager
+    def _phase(self, step: AggregatedStep) -> Iterator[None]:
+        """Within this block an update is made by those whom the warmup phase lets take part."""
+        warmup = self._warmup
+        if warmup is None or warmup.is_over:
+            yield
+            return
+        counts_epochs = warmup.unit == "epochs"
+        is_first = counts_epochs and epochs.is_first_step(step.model)
+        self._rounds.limit(warmup.taking_part_next(is_first))
+        made = self._updates
+        yield
+        if self._updates > made:
+            warmup.opened(is_first)
+            if is_first:
+                epochs.check_counts(step.model)
+
+    def close(self) -> None:
+        """Gives the workers' threads back, and ends this engine's own."""
+        self._leave()
+        self._reporter.stop()
+
+    def _collect(self, step: AggregatedStep, iterator: WorkerIterator, parts: list[list[tf.Tensor]] | None) -> Any:
+        def check() -> None:
+            self._check()
+            # Another thread of the program may have scheduled something meanwhile.
+            self._reside(step, iterator, parts)
+
+        return self._rounds.collect(check)
+
+    def _check(self) -> None:
+        if closures.has_failed(self._engine.coordinator):
+            # The coordinator waits for all closures to end before it raises.
+            self._leave()
+            closures.raise_failure(self._engine.coordinator)
+        for worker in closures.lost_workers(self._engine.coordinator):
+            # It may have died in an evaluation, say, of which the rounds know nothing.
+            self._lose(worker, lambda worker=worker: worker in closures.lost_workers(self._engine.coordinator))
+
+    def _lose(self, worker: int, is_so: Callable[[], bool] = lambda: True) -> None:
+        self._rounds.lose(worker, is_so)
+
+    def _next_parts(self, iterator: WorkerIterator) -> list[list[tf.Tensor]]:
+        batch = iterator.next_local_batch()
+        return [part_of(batch, iterator.element_spec, worker, self._count) for worker in range(self._count)]
+
+    def _reside(self, step: AggregatedStep, iterator: WorkerIterator, parts: list[list[tf.Tensor]] | None) -> None:
+        """Makes the workers' threads serve these updates, if they don't yet."""
+        present = self._residence
+        if present is not None and present.step is step and present.iterator is iterator:
+            present.parts = parts
+            return
+        self._leave()
+        residence = self._residence = _Residence(step, iterator, parts)
+        on_workers = self._on_workers(iterator, parts)
+        for _ in range(self._count):
+            closures.schedule(self._engine.coordinator, self._serve, residence, on_workers)
+
+    def _on_workers(self, iterator: WorkerIterator, parts: list[list[tf.Tensor]] | None) -> Any:
+        """The iterators over the workers' data, for their threads, if the workers have any."""
+        return iterator.on_workers() if parts is None else None
+
+    def _leave(self) -> None:
+        self._residence = None
+        self._rounds.wake()
+
+    def _serve(self, residence: _Residence, iterator_on_worker: Any) -> None:
+        """Contributes until something else is scheduled; in the thread of the worker that took this closure."""
+        worker = closures.this_worker()
+        self._rounds.bring_back(worker)
+        while True:
+            local_step = self._rounds.start(worker, lambda: self._residence is not residence)
+            if local_step is None:
+                return
+            try:
+                self._contribute(residence, worker, local_step, iterator_on_worker)
+            except Exception as error:
+                if closures.is_task_failure(error):
+                    self._lose(worker)
+                    raise
+                # Whatever the user's step raises belongs to the user, with its own type and message.
+                closures.clear_error()
+                is_end = isinstance(error, tf.errors.OutOfRangeError)
+                residence.iterator.ended |= is_end
+                self._rounds.fail(worker, local_step, error, is_end)
+
+    def _contribute(self, residence: _Residence, worker: int, local_step: int, iterator_on_worker: Any) -> None:
+        parts = residence.parts
+        delay_hook.before_contribution(worker, next(self._attempts[worker]))
+        if parts is None:
+            contribution = residence.step.contribute(iterator_on_worker)
+        else:
+            contribution = residence.step.contribute_from(parts[worker])
+        if self._rounds.arrive(worker, local_step):
+            self._rounds.deliver(worker, local_step, residence.step.push(contribution))

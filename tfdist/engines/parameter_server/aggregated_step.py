@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The traced pieces of a train step whose gradients are aggregated on the parameter servers.
+
+    contribute    on a worker                    reads the variables, computes; the result stays there
+    push          worker to parameter servers    each gradient to the server of its variable; the result stays there
+    update        on the parameter servers       adds up what was pushed, and applies it
+
+What passes between them are handles of the chief to tensors elsewhere. Nothing is accumulated before it is known who
+takes part: a worker that dies while it pushes leaves handles that nobody uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.data import splitting
+from tfdist.engines.parameter_server import coordinated_variable
+from tfdist.engines.parameter_server.transfer.bundles import Bundles
+from tfdist.engines.parameter_server.transfer.plan import TransferPlan
+from tfdist.step import one_replica
+from tfdist.step.contribution import Contribution, TrainStep, add_up, weigh
+from tfdist.step.packing import Packing
+
+
+class AggregatedStep:
+    """A Keras train step, traced for a `ParameterServerStrategy`.
+
+    Args:
+      strategy: the strategy in whose scope it is traced.
+      step: a model's bound `train_step`.
+      transfer: how variables and gradients cross the network.
+      element_spec: the structure of `tf.TypeSpec`s of a worker's batch.
+      total_num_replicas: into how many parts a batch is cut.
+      replicas_to_aggregate: of how many contributions an update is expected to be made. Others are traced when they
+        come, which waits for every worker that is up, also for one that is stopped.
+      is_weighted: whether gradients come with weights of their own.
+      is_relative: see `TrainStep`.
+    """
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        step: Callable[..., Any],
+        transfer: TransferPlan,
+        element_spec: Any,
+        total_num_replicas: int,
+        replicas_to_aggregate: int,
+        is_weighted: bool = False,
+        is_relative: bool = False,
+    ) -> None:
+        self._strategy = strategy
+        self._transfer = transfer
+        self._spec = element_spec
+        self._step = TrainStep(step, total_num_replicas, is_relative=is_relative, can_take_maxima=True)
+        self._is_weighted = is_weighted
+        self._template: Contribution | None = None
+        self._bundles: Bundles | None = None
+        self._devices: list[str] = []
+        self._home = ""
+        self._from_batch: Callable[..., Any] | None = None
+        self._from_iterator = self._step.settled(
+            lambda: self._trace(self._contribute_next, [tf.data.IteratorSpec(element_spec)])
+        )
+        self._specs = [tf.TensorSpec(t.shape, t.dtype) for t in self._from_iterator.outputs]
+        self._push = self._trace(self._to_servers, self._specs)
+        self._packing = Packing()
+        # By the number of contributions.
+        self._updates: dict[int, Callable[..., Any]] = {}
+        self._update_from(replicas_to_aggregate)
+
+    @property
+    def model(self) -> Any:
+        """The Keras model that it is the step of."""
+        return self._step.model
+
+    @property
+    def dtypes(self) -> list[tf.DType]:
+        """The dtypes of the flat logs."""
+        return self._packing.dtypes
+
+    def rebuild(self, flat: Sequence[Any]) -> Any:
+        """Packs flat logs into what Keras' step returns."""
+        return self._packing.rebuild(flat)
+
+    def contribute(self, iterator: Any) -> list[tf.Tensor]:
+        """Computes a contribution from the next batch of a worker's iterator, on the default device, a worker."""
+        return self._from_iterator(iterator)
+
+    def contribute_from(self, batch: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Computes a contribution from a batch that the chief has, flat, on the default device, a worker."""
+        if self._from_batch is None:
+            raise RuntimeError("contribute_from() before prepare_for_batches()")
+        return self._from_batch(*batch)
+
+    def prepare_for_batches(self) -> None:
+        """Traces what `contribute_from` runs; only Keras' thread may call it."""
+        if self._from_batch is None:
+            specs = tf.nest.flatten(self._spec, expand_composites=True)
+            self._from_batch = self._step.settled(lambda: self._trace(self._contribute_batch, specs))
+
+    def push(self, contribution: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Sends a contribution from the worker that computed it, the default device, to the parameter servers."""
+        return self._push(*contribution)
+
+    def update(
+        self, contributions: Sequence[Sequence[tf.Tensor]], weights: Sequence[float] | None = None
+    ) -> list[np.ndarray]:
+        """Makes an update from contributions that were pushed, and returns the flat logs after it.
+
+        Args:
+          contributions: what `push` gave, for each.
+          weights: what to multiply the gradients of each by, if it was built for weights.
+        """
+        update = self._update_from(len(contributions))
+        tensors = [tensor for each in contributions for tensor in each]
+        with tf.device(self._home):
+            if self._is_weighted:
+                tensors.append(tf.constant(weights, tf.float32, [len(contributions)]))
+            return self._packing.unpack(update(*tensors))
+
+    def _update_from(self, count: int) -> Callable[..., Any]:
+        if count not in self._updates:
+            weights = [tf.TensorSpec([count], tf.float32)] if self._is_weighted else []
+            self._updates[count] = self._trace(self._update, self._specs * count + weights)
+        return self._updates[count]
+
+    def _trace(self, function: Callable[..., Any], specs: Sequence[Any]) -> Callable[..., Any]:
+        return one_replica.trace(self._strategy, function, specs)
+
+    # What is traced.
+
+    def _contribute_next(self, iterator: Any) -> list[tf.Tensor]:
+        return self._contribute(iterator.get_next())
+
+    def _contribute_batch(self, *flat: tf.Tensor) -> list[tf.Tensor]:
+        return self._contribute(tf.nest.pack_sequence_as(self._spec, flat, expand_composites=True))
+
+    def _contribute(self, batch: Any) -> list[tf.Tensor]:
+        worker = self._strategy.extended.worker_devices[0]
+        with self._as_replica(worker), self._transfer.reading(self.model, worker):
+            rows = splitting.rows(batch)
+            with coordinated_variable.watched(self._step.written_past_keras):
+                contribution = self._step.contribute(batch)
+        contribution = self._transfer.placed(contribution, rows)
+        self._place(contribution)
+        return self._bundles.pack(tf.nest.flatten(contribution, expand_composites=True))
+
+    def _place(self, contribution: Contribution) -> None:
+        """Decides where the parts of a contribution go: a gradient to its variable, the rest to the first one's."""
+        self._template = contribution
+        self._devices = [variable.value.device for variable in self._step.variables()]
+        self._home = (self._devices or ["/job:ps/replica:0/task:0/device:CPU:0"])[0]
+        flat = tf.nest.flatten(contribution, expand_composites=True)
+        self._bundles = self._transfer.bundles(flat, self._destinations(contribution))
+
+    def _destinations(self, contribution: Contribution) -> list[str]:
+        destinations: list[str] = []
+        for gradient, device in zip(contribution.gradients, self._devices, strict=True):
+            destinations += [device] * len(tf.nest.flatten(gradient, expand_composites=True))
+        rest = contribution._replace(gradients=[])
+        return destinations + [self._home] * len(tf.nest.flatten(rest, expand_composites=True))
+
+    def _to_servers(self, *bundles: tf.Tensor) -> list[tf.Tensor]:
+        pushed = []
+        for bundle, device in zip(bundles, self._bundles.devices, strict=True):
+            with tf.device(device):
+                pushed.append(tf.identity(bundle))
+        return pushed
+
+    def _update(self, *flat: tf.Tensor) -> list[tf.Tensor]:
+        size = len(self._specs)
+        count = (len(flat) - self._is_weighted) // size
+        contributions = [self._pack(flat[start : start + size]) for start in range(0, count * size, size)]
+        if self._is_weighted:
+            weights = tf.unstack(flat[-1], count)
+            contributions = [weigh(*each, self._devices) for each in zip(contributions, weights, strict=True)]
+        with self._as_replica(self._home):
+            total = add_up(contributions, self._devices)
+            self._step.update(total, lambda variable: tf.device(variable.value.device))
+            for variable, count in zip(self._step.counters, total.counts, strict=True):
+                variable.value.assign_add(tf.cast(count, variable.dtype))
+            return self._packing.pack(self._step.logs(total))
+
+    def _as_replica(self, device: str) -> Any:
+        return one_replica.replica_on(self._strategy, device)
+
+    def _pack(self, flat: Sequence[tf.Tensor]) -> Contribution:
+        return tf.nest.pack_sequence_as(self._template, self._bundles.unpack(flat), expand_composites=True)
+
+
+def part_of(batch: Sequence[tf.Tensor], spec: Any, part: int, num_parts: int) -> list[tf.Tensor]:
+    """A worker's part of a flat batch."""
+    whole = tf.nest.pack_sequence_as(spec, batch, expand_composites=True)
+    return tf.nest.flatten(splitting.cut(whole, part, num_parts), expand_composites=True)

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine of `ParameterServerStrategy` with policies of asynchronous training.
+
+It is that of aggregated.py, except that workers do not go step by step with Keras: each takes what is next of the data,
+computes, sends its gradient to the parameter servers, and goes on, as long as the policies let it. What they have
+given waits on the parameter servers. Each step of Keras' loop makes one update from what the policies choose.
+
+    Keras' loop (chief)        a worker's thread (chief)          the worker          the parameter servers
+                               start(): may it?
+                               take(): from what?
+                               contribute  -------------------->  computes     <-->  read the variables
+                               push  ------------------------->   sends it     --->  keep it
+      step(): collect()  <---- hand_over()
+      update  ------------------------------------------------------------------->   weigh, add up, apply
+      applied()
+
+A pass over data of known length has as many steps as batches, and each of them was used for one update. If gradients
+were dropped there are fewer updates than steps; the steps at the end of such a pass change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.compat import closures, cluster_joining
+from tfdist.engines.parameter_server import aggregated
+from tfdist.engines.parameter_server.aggregated_step import AggregatedStep, part_of
+from tfdist.engines.parameter_server.feeds import Feed, Parts, Shares, Streams
+from tfdist.engines.parameter_server.worker_data import WorkerIterator
+from tfdist.policies.base import Update
+from tfdist.runtime import delay_hook, watch
+from tfdist.runtime.stream_runner import Stream
+
+
+class AsynchronousEngine(aggregated.AggregatedEngine):
+    """Makes updates from contributions that workers give whenever they have them. See `AggregatedEngine`."""
+
+    _rounds: Stream
+    _rounds_type = Stream
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._step: AggregatedStep | None = None
+        self._iterator: WorkerIterator | None = None
+        self._feed = Feed()
+        self._logs: list[np.ndarray] | None = None
+        # How many updates had been made when this pass began; None once it was said that it had too few.
+        self._begun_at: int | None = 0
+
+    def prepare(self, step: Callable[..., Any], element_spec: Any) -> AggregatedStep:
+        """See `AggregatedEngine.prepare`."""
+        return AggregatedStep(
+            self._strategy,
+            step,
+            self._transfer,
+            element_spec,
+            self.replicas_to_aggregate,
+            self.replicas_to_aggregate,
+            is_weighted=self._policy.is_weighted,
+            is_relative=True,
+        )
+
+    def step(self, step: AggregatedStep, iterator: WorkerIterator) -> list[np.ndarray]:
+        """See `AggregatedEngine.step`."""
+        with self._reporter.waiting("an update"):
+            self._begin(step, iterator)
+            with self._phase(step):
+                self._reside(step, iterator, None)
+                with self._rounds.wanted():
+                    try:
+                        made = self._update(step, iterator)
+                    except BaseException:
+                        # Before what was given is discarded: nobody starts anew on what has just failed.
+                        self._leave()
+                        raise
+            if made is None:
+                return self._without_update(iterator)
+        update, self._logs = made
+        self._redeem(iterator)
+        self._on_update(update)
+        return self._logs
+
+    def _update(self, step: AggregatedStep, iterator: WorkerIterator) -> tuple[Update, list[np.ndarray]] | None:
+        """Makes an update, and returns it with the logs after it; None if nothing is left to make one from."""
+        collected = self._collect(step, iterator, None)
+        if collected is None:
+            return None
+        contributions, update = collected
+        logs = step.update(contributions, update.weights)
+        self._rounds.applied()
+        self._updates += 1
+        return update, logs
+
+    def _begin(self, step: AggregatedStep, iterator: WorkerIterator) -> None:
+        """Prepares for another step function, or another pass over the data."""
+        if step is self._step and iterator is self._iterator:
+            return
+        # What is left, or is being computed, is of another model, or of a `fit` that was not brought to its end.
+        self._leave()
+        self._rounds.discard()
+        if step is not self._step:
+            self._step, self._logs = step, None
+        if iterator is not self._iterator:
+            self._feed = self._feed_of(iterator)
+            self._iterator, self._begun_at = iterator, self._updates
+            self._rounds.resume()
+        if self._feed.from_chief:
+            step.prepare_for_batches()
+
+    def _feed_of(self, iterator: WorkerIterator) -> Feed:
+        if iterator.feed(False) == "chief":
+            return Parts(lambda: self._read(iterator))
+        if iterator.is_shared_out:
+            return Shares(self._count, iterator.open_shares(), iterator.forget_shares)
+        return Streams(iterator.took_batch)
+
+    def _on_workers(self, iterator: WorkerIterator, parts: Any) -> Any:
+        return iterator.on_workers() if isinstance(self._feed, Streams) else None
+
+    def _read(self, iterator: WorkerIterator) -> list[Any]:
+        count = self.replicas_to_aggregate
+        # In the thread of one worker, but any worker may be given a part.
+        with tf.device(cluster_joining.CHIEF_DEVICE):
+            batch = iterator.read_ahead()
+            return [part_of(batch, iterator.element_spec, part, count) for part in range(count)]
+
+    def _redeem(self, iterator: WorkerIterator) -> None:
+        if self._feed.from_chief:
+            iterator.redeem_ahead()
+
+    def _without_update(self, iterator: WorkerIterator) -> list[np.ndarray]:
+        """Nothing is left of this pass; says so to Keras, or does nothing if Keras counts on another step."""
+        if not iterator.counted or self._logs is None:
+            iterator.ended = True
+            raise tf.errors.OutOfRangeError(None, None, "End of sequence")
+        if self._begun_at is not None:
+            watch.say(
+                f"tfdist: this pass over the data made {self._updates - self._begun_at} updates, fewer than it has "
+                "batches: gradients were dropped, or workers were lost with what they had read"
+            )
+            self._begun_at = None
+        self._redeem(iterator)
+        return self._logs
+
+    def _lose(self, worker: int, is_so: Callable[[], bool] = lambda: True) -> None:
+        def release() -> None:
+            self._feed.release(worker)
+            # Those who have nothing left to do may take what it leaves.
+            self._rounds.resume()
+
+        self._rounds.lose(worker, is_so, release)
+
+    # In a worker's thread.
+
+    def _serve(self, residence: Any, iterator_on_worker: Any) -> None:
+        worker, feed = closures.this_worker(), self._feed
+        feed.arrive(worker, iterator_on_worker)
+        self._rounds.bring_back(worker)
+        while True:
+            local_step = self._rounds.start(worker, lambda: self._residence is not residence)
+            if local_step is None:
+                return
+            try:
+                self._contribute_from(feed, residence.step, worker, local_step)
+            except tf.errors.OutOfRangeError:
+                closures.clear_error()
+                self._rounds.give_up(worker)
+                feed.ended(worker)
+            except Exception as error:
+                if closures.is_task_failure(error):
+                    self._lose(worker)
+                    raise
+                closures.clear_error()
+                self._rounds.fail(worker, local_step, error, self._residence is not residence)
+
+    def _contribute_from(self, feed: Feed, step: AggregatedStep, worker: int, local_step: int) -> None:
+        source = feed.take(worker)
+        if source is None:
+            self._rounds.end(worker, lambda: self._feed is not feed or feed.has_more(worker))
+            return
+        contribution = step.contribute_from(source) if feed.from_chief else step.contribute(source)
+        # What is slow is so after it has read the variables: a delay before would leave its gradient fresh.
+        delay_hook.before_contribution(worker, next(self._attempts[worker]))
+        if self._rounds.is_wanted(worker, local_step):
+            self._rounds.hand_over(worker, local_step, step.push(contribution))
+        feed.used(worker)

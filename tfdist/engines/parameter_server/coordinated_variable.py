@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Variables on the parameter servers that the chief sees in program order and that the workers count in exactly.
+
+Two things are wrong with the stock variable under asynchronous workers:
+
+* The chief does not know that steps it scheduled are still running. A metric that is read, or reset, in between
+counts a part of
+  them. Here, reading or writing a variable on the chief first waits for every step scheduled before (`barrier`).
+* Keras' `Variable.assign_add(x)` is `assign(self + x)`: read, add, write. Of two workers that do so at once one is
+lost. Here, when
+  the value assigned is an addition to (or subtraction from) a read of the same variable, with no write between, it
+  becomes the one atomic operation that was meant. The two are equal for a single worker, so nothing is lost where it
+  does not matter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.compat import dataset_functions, replicas, server_variables
+from tfdist.engines.parameter_server.transfer.bundles import is_small
+
+_SCATTERS = tuple(
+    f"scatter_{kind}" for kind in ("add", "sub", "update", "max", "min", "mul", "div", "nd_add", "nd_sub", "nd_update")
+)
+
+
+class CoordinatedVariable(server_variables.ServerVariable):
+    """A variable on a parameter server: ordered on the chief, atomic on the workers.
+
+    Args:
+      variable: The `tf.Variable` that lives on the parameter server.
+      barrier: Called before the chief touches the value; `barrier(writes=...)` returns once all scheduled steps are
+        done.
+    """
+
+    def __init__(self, variable: tf.Variable, barrier: Callable[..., None]):
+        super().__init__(variable)
+        self._barrier = barrier
+        self._writes = 0
+        self._reads: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+        self._ahead: tf.Tensor | None = None
+        self._for_data: tf.Variable | None = None
+
+    def read_ahead(self, value: tf.Tensor | None) -> None:
+        """Has reads in the graph of `value` take it as what they read, until there is a write; None ends that."""
+        self._ahead = value
+
+    # Reads.
+
+    def _read(self, read: Callable[..., Any], *args: Any, is_whole: bool = False, **kwargs: Any) -> Any:
+        if tf.executing_eagerly():
+            self._barrier(writes=False)
+            return read(*args, **kwargs)
+        if dataset_functions.is_traced():
+            return getattr(self._copy_for_data(), read.__name__)(*args, **kwargs)
+        value = self._as_read_ahead() if is_whole else None
+        if value is None:
+            value = read(*args, **kwargs)
+        # A part, or a permutation, of the variable is not what an addition to it begins with.
+        if is_whole and tf.is_tensor(value) and hasattr(value, "graph"):
+            self._reads.setdefault(value.graph, {})[value.op.name] = self._state_in(value.graph)
+        return value
+
+    def read_value(self) -> tf.Tensor:
+        """See `tf.Variable.read_value`."""
+        return self._read(super().read_value, is_whole=True)
+
+    def value(self) -> tf.Tensor:
+        """See `tf.Variable.value`."""
+        return self._read(super().value, is_whole=True)
+
+    def sparse_read(self, indices: tf.Tensor, name: str | None = None) -> tf.Tensor:
+        """See `tf.Variable.sparse_read`."""
+        return self._read(super().sparse_read, indices, name=name)
+
+    def gather_nd(self, indices: tf.Tensor, name: str | None = None) -> tf.Tensor:
+        """See `tf.Variable.gather_nd`."""
+        return self._read(self.stored.gather_nd, indices, name=name)
+
+    def _dense_var_to_tensor(self, dtype: Any = None, name: str | None = None, as_ref: bool = False) -> tf.Tensor:
+        is_whole = dtype in (None, self.dtype) and not as_ref
+        return self._read(super()._dense_var_to_tensor, is_whole=is_whole, dtype=dtype, name=name, as_ref=as_ref)
+
+    def _copy_for_data(self) -> tf.Variable:
+        """A variable of the chief's own with the value that this one has when a data set first uses it.
+
+        A function of a data set can't reach a variable on another machine, and the chief reads ahead of the steps.
+        """
+        if self._for_data is None:
+            with tf.init_scope(), tf.device("/device:CPU:0"):
+                value = self.read_value()
+                name = self.name.split(":")[0].split("/")[-1]
+                self._for_data = server_variables.process_variable(tf.identity(value), name)
+        return self._for_data
+
+    def _as_read_ahead(self) -> tf.Tensor | None:
+        value = self._ahead
+        if value is None or value.graph is not tf.compat.v1.get_default_graph():
+            return None
+        # Where it is updated it is nearer than what was read ahead on the worker.
+        if tf.distribute.get_replica_context() is None or replicas.is_updating():
+            return None
+        if self._num_writes(value.graph):
+            return None
+        with server_variables.without_recording():
+            copy = tf.identity(value)
+        server_variables.record_read(self.stored, copy)
+        return copy
+
+    def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
+        self._barrier(writes=False)
+        return super()._gather_saveables_for_checkpoint()
+
+    def _serialize_to_tensors(self) -> dict[str, Any]:
+        self._barrier(writes=False)
+        return self.serialized()
+
+    def _restore_from_tensors(self, restored_tensors: dict[str, Any]) -> Any:
+        self._barrier(writes=True)
+        return self.restored(restored_tensors)
+
+    # Writes.
+
+    def assign(
+        self, value: Any, use_locking: bool | None = None, name: str | None = None, read_value: bool = True
+    ) -> Any:
+        """See `tf.Variable.assign`; adding to the variable itself becomes atomic."""
+        is_apart = tf.executing_eagerly() or dataset_functions.is_traced()
+        delta = None if is_apart else self._match_addition(value)
+        if delta is None:
+            return self._write(super().assign, value, use_locking=use_locking, name=name, read_value=read_value)
+        operation = self.stored.assign_add if delta.sign > 0 else self.stored.assign_sub
+        value = self._nearby(delta.value)
+        return self._write(operation, value, use_locking=use_locking, name=name, read_value=read_value)
+
+    def assign_add(self, *args: Any, **kwargs: Any) -> Any:
+        """See `tf.Variable.assign_add`."""
+        return self._write(super().assign_add, *args, **kwargs)
+
+    def assign_sub(
+        self, delta: Any, use_locking: bool | None = None, name: str | None = None, read_value: bool = True
+    ) -> Any:
+        """See `tf.Variable.assign_sub`; what is scaled is taken off a large variable in one pass over its memory."""
+        scaled = None if tf.executing_eagerly() else self._match_scaling(delta)
+        if scaled is None:
+            options = {"use_locking": use_locking, "name": name, "read_value": read_value}
+            return self._write(super().assign_sub, delta, **options)
+        alpha, tensor = scaled
+        with tf.device(self.device):
+            # The same arithmetic as that of gradient descent, without the product in between.
+            descend = tf.raw_ops.ResourceApplyGradientDescent
+            operation = self._write(
+                descend, var=self.stored.handle, alpha=alpha, delta=tensor, use_locking=True, name=name
+            )
+        return self.read_after(operation) if read_value else operation
+
+    def __getitem__(self, key: Any) -> tf.Tensor:
+        """See `tf.Variable`; what is returned can be assigned to."""
+        part = super().__getitem__(key)
+        part.assign = lambda value, name=None: self._write(lambda: self.stored[key].assign(value, name))
+        return part
+
+    def _write(self, write: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if tf.executing_eagerly():
+            self._barrier(writes=True)
+        elif dataset_functions.is_traced():
+            return getattr(self._copy_for_data(), write.__name__)(*args, **kwargs)
+        else:
+            for watcher in getattr(_watchers, "writes", ()):
+                watcher(self)
+        self._writes += 1
+        return write(*args, **kwargs)
+
+    def _state_in(self, graph: Any) -> tuple[int, int]:
+        """Changes with each write: one in a branch is no operation of `graph` yet, one traced before is no call."""
+        return self._writes, self._num_writes(graph)
+
+    def _num_writes(self, graph: Any) -> int:
+        """How many operations of `graph` write it, calls of functions among them."""
+        with graph.as_default():
+            handles = [tf.convert_to_tensor(handle) for handle in self._handles()]
+        return sum(server_variables.is_written_by(handle, each) for handle in handles for each in handle.consumers())
+
+    def _handles(self) -> list[Any]:
+        return [self.stored.handle]
+
+    # Recognising `assign(self + x)`.
+
+    def _match_addition(self, value: Any) -> _Addition | None:
+        if not tf.is_tensor(value) or not hasattr(value, "op"):
+            return None
+        operation = _behind(value, ("Identity",)).op
+        if operation.type in ("AddV2", "Add"):
+            left, right = operation.inputs
+            if self._is_fresh_read(left):
+                return _Addition(self._like_self(right), 1)
+            if self._is_fresh_read(right):
+                return _Addition(self._like_self(left), 1)
+        if operation.type == "Sub" and self._is_fresh_read(operation.inputs[0]):
+            return _Addition(self._like_self(operation.inputs[1]), -1)
+        return None
+
+    def _match_scaling(self, value: Any) -> tuple[tf.Tensor, tf.Tensor] | None:
+        """The scalar and the tensor of which `value` is the product, if it is, and large."""
+        if is_small(self) or not self.dtype.is_floating or not tf.is_symbolic_tensor(value):
+            return None
+        if value.op.type != "Mul" or value.dtype != self.dtype:
+            return None
+        alpha, tensor = sorted(value.op.inputs, key=lambda each: each.shape.rank != 0)
+        return (alpha, tensor) if alpha.shape.rank == 0 and tensor.shape == self.shape else None
+
+    def _is_fresh_read(self, tensor: tf.Tensor) -> bool:
+        """Whether `tensor` is this variable as it was read after its last write."""
+        reads = self._reads.get(tensor.graph, {})
+        while True:
+            if tensor.op.name in reads:
+                return reads[tensor.op.name] == self._state_in(tensor.graph)
+            if tensor.op.type != "Identity":
+                return False
+            tensor = tensor.op.inputs[0]
+
+    def _nearby(self, delta: tf.Tensor) -> tf.Tensor:
+        """What a counter is counted up by is made where the counter is: each step would send it there."""
+        constant = tf.get_static_value(delta) if self.shape.rank == 0 else None
+        if constant is None:
+            return delta
+        with tf.device(self.device):
+            return tf.constant(constant, delta.dtype)
+
+    def _like_self(self, delta: tf.Tensor) -> tf.Tensor:
+        return delta if delta.shape == self.shape else tf.broadcast_to(delta, self.shape)
+
+
+@contextlib.contextmanager
+def watched(watcher: Callable[[CoordinatedVariable], None]) -> Iterator[None]:
+    """Within this block, `watcher` is told of each write that is traced, in this thread, before it is."""
+    before = getattr(_watchers, "writes", ())
+    _watchers.writes = (*before, watcher)
+    try:
+        yield
+    finally:
+        _watchers.writes = before
+
+
+_watchers = threading.local()
+
+
+def _scatter(name: str) -> Callable[..., Any]:
+    def write(self: CoordinatedVariable, *args: Any, **kwargs: Any) -> Any:
+        return self._write(getattr(self.stored, name), *args, **kwargs)
+
+    write.__name__ = name
+    write.__doc__ = f"See `tf.Variable.{name}`."
+    return write
+
+
+for _name in (*_SCATTERS, "batch_scatter_update"):
+    setattr(CoordinatedVariable, _name, _scatter(_name))
+
+
+class _Addition:
+    """`value` is added to the variable (`sign` 1) or taken off it (-1)."""
+
+    def __init__(self, value: tf.Tensor, sign: int):
+        self.value = value
+        self.sign = sign
+
+
+def _behind(tensor: tf.Tensor, types: tuple[str, ...]) -> tf.Tensor:
+    while tensor.op.type in types:
+        tensor = tensor.op.inputs[0]
+    return tensor
+
+
+def coordinate(variable: Any, barrier: Callable[..., None]) -> Any:
+    """Returns what `ParameterServerStrategy` made, as a `CoordinatedVariable` where it is a single variable."""
+    if server_variables.is_single(variable):
+        return CoordinatedVariable(variable.get(), barrier)
+    return variable

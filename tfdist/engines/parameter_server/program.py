@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step, traced once on the chief, that any worker can run."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.compat import autograph_rules
+from tfdist.data import splitting
+from tfdist.engines.parameter_server.accumulation import Accumulation
+from tfdist.engines.parameter_server.transfer import plan
+from tfdist.engines.parameter_server.worker_batch import WorkerBatch, flat_specs, handles_in
+from tfdist.step import keras_steps, one_replica
+from tfdist.step.packing import Packing
+
+# About what a perceptron of ten layers with Adam comes to.
+_SMALL_STEP_OPERATIONS = 3000
+
+
+class Program:
+    """`fn(*args, **kwargs)` in replica context, as a concrete function of flat tensors.
+
+    The batch comes first: an iterator that lives on the worker, or the batch's tensors, or, where the arguments are
+    of several batches, the tensors of each of their parts. All other tensors among the arguments follow.
+
+    Args:
+      strategy: The strategy in whose scope `fn` is traced.
+      fn: The user's step.
+      args: Its positional arguments; tensors and `WorkerBatch`es are placeholders for what comes at run time.
+      kwargs: Its keyword arguments, likewise.
+      worker_fed: Whether the batch is taken from an iterator on the worker.
+      in_parts: Whether each part of a batch among the arguments is given by itself.
+      accumulation: Where the worker adds gradients up; then its sums come last among the arguments.
+      transfer: How variables and gradients cross the network; as stock TensorFlow sends them if not given.
+    """
+
+    # Whether gradients that are accumulated make an update.
+    _updates = True
+    # The same step, adding its gradients to the worker's sums instead of updating.
+    adding: Program | None = None
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        fn: Callable[..., Any],
+        args: tuple,
+        kwargs: dict[str, Any],
+        worker_fed: bool,
+        in_parts: bool = False,
+        accumulation: Accumulation | None = None,
+        transfer: plan.TransferPlan | None = None,
+    ):
+        self._strategy = strategy
+        self._fn = _converted(fn)
+        self._leaves = tf.nest.flatten((args, kwargs))
+        self._arguments = (args, kwargs)
+        handles, self._in_parts = handles_in(self._leaves), in_parts
+        parts = [handle.element_spec for handle in handles]
+        self._batch_spec = (parts if in_parts else handles[0].whole_spec) if handles else None
+        self._worker_fed = worker_fed and self._batch_spec is not None
+        # A batch that a custom loop has taken on a worker may be given to a second function.
+        self._keeps_batch = self._worker_fed and keras_steps.classify(fn) == "other"
+        self._packing = Packing()
+        self._transfer = transfer or plan.plain()
+        self.accumulation = accumulation
+        self._run = self._trace(self._on_worker)
+        self._silent: Callable[..., list[tf.Tensor]] | None = None
+        if accumulation is not None:
+            self.adding = self._that_adds()
+
+    @property
+    def dtypes(self) -> list[tf.DType]:
+        """The dtypes of the flat result."""
+        return self._packing.dtypes
+
+    def flatten_arguments(self, args: tuple, kwargs: dict[str, Any]) -> list[tf.Tensor]:
+        """The tensors among the arguments of one call, flat, without the batch."""
+        leaves = [
+            leaf for leaf in tf.nest.flatten((args, kwargs)) if _is_tensor(leaf) and not isinstance(leaf, WorkerBatch)
+        ]
+        return tf.nest.flatten(leaves, expand_composites=True)
+
+    def run(self, *inputs: Any) -> list[tf.Tensor]:
+        """Runs it on the device of the calling thread; the result stays there (see `fetch`)."""
+        return self._run(*inputs)
+
+    def run_silently(self, *inputs: Any) -> Sequence[tf.Tensor]:
+        """Runs it for its effects alone, which spares it what only the result needs (see `prepare_silent`)."""
+        return (self._silent or self._run)(*inputs)
+
+    def prepare_silent(self) -> None:
+        """Traces the step without its result, where that is cheap; only the main thread may call it.
+
+        Reading the metrics for a result that nobody looks at is a good part of a small step. A large one would hardly
+        notice, but would take long to trace again.
+        """
+        if (
+            self._silent is None
+            and not self._keeps_batch
+            and len(self._run.graph.get_operations()) <= _SMALL_STEP_OPERATIONS
+        ):
+            self._silent = self._trace(self._for_effects)
+        if self.adding is not None:
+            self.adding.prepare_silent()
+
+    def _that_adds(self) -> Program:
+        other = copy.copy(self)
+        other._packing, other._updates = Packing(), False
+        other._run = other._trace(other._on_worker)
+        return other
+
+    def fetch(self, outputs: Sequence[tf.Tensor]) -> list[np.ndarray]:
+        """Brings the outputs of `run` to the chief, in the order of the flat result."""
+        return self._packing.unpack(outputs[: self._packing.num_outputs])
+
+    def batch_in(self, outputs: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
+        """The batch that `run` has taken, where it lives; empty unless a custom loop may use it again."""
+        return outputs[self._packing.num_outputs :] if self._keeps_batch else ()
+
+    def rebuild(self, flat: Sequence[Any]) -> Any:
+        """Packs a flat result into what `fn` returned."""
+        return self._packing.rebuild(flat)
+
+    def _trace(self, on_worker: Callable[..., list[tf.Tensor]]) -> Callable[..., list[tf.Tensor]]:
+        return one_replica.trace(self._strategy, on_worker, self._input_specs())
+
+    def _input_specs(self) -> list[Any]:
+        if self._batch_spec is None:
+            batch: list[Any] = []
+        elif self._worker_fed:
+            batch = [tf.data.IteratorSpec(self._batch_spec)]
+        else:
+            batch = flat_specs(self._batch_spec)
+        tensors = [leaf for leaf in self._leaves if _is_tensor(leaf) and not isinstance(leaf, WorkerBatch)]
+        given = [tf.TensorSpec(t.shape, t.dtype) for t in tf.nest.flatten(tensors, expand_composites=True)]
+        return batch + given + (self.accumulation.specs if self.accumulation else [])
+
+    def _on_worker(self, *inputs: Any) -> list[tf.Tensor]:
+        result, batch = self._result_of(*inputs)
+        kept = tf.nest.flatten(batch, expand_composites=True) if self._keeps_batch else []
+        return self._packing.pack(result) + kept
+
+    def _for_effects(self, *inputs: Any) -> list[tf.Tensor]:
+        self._result_of(*inputs)
+        return []
+
+    def _result_of(self, *inputs: Any) -> tuple[Any, Any]:
+        """The result of `fn`, and the batch that it was given."""
+        batch, rest = self._take_batch(list(inputs))
+        supply, parts = iter(rest), iter(batch if self._in_parts else ())
+        leaves = [self._fill(leaf, batch, parts, supply) for leaf in self._leaves]
+        args, kwargs = tf.nest.pack_sequence_as(self._arguments, leaves)
+        if self.accumulation is None:
+            return self._call(args, kwargs, batch), batch
+        with self.accumulation.traced(list(supply), self._updates):
+            return self._call(args, kwargs, batch), batch
+
+    def _take_batch(self, inputs: list[Any]) -> tuple[Any, list[Any]]:
+        if self._batch_spec is None:
+            return None, inputs
+        if self._worker_fed:
+            return inputs[0].get_next(), inputs[1:]
+        count = len(flat_specs(self._batch_spec))
+        return tf.nest.pack_sequence_as(self._batch_spec, inputs[:count], expand_composites=True), inputs[count:]
+
+    def _fill(self, leaf: Any, batch: Any, parts: Iterator[Any], supply: Any) -> Any:
+        if isinstance(leaf, WorkerBatch):
+            return next(parts) if self._in_parts else leaf.pick(batch)
+        if not _is_tensor(leaf):
+            return leaf
+        if tf.is_tensor(leaf) and not tf.nest.is_nested(leaf) and isinstance(leaf, tf.Tensor):
+            return next(supply)
+        components = [next(supply) for _ in tf.nest.flatten(leaf, expand_composites=True)]
+        return tf.nest.pack_sequence_as(leaf, components, expand_composites=True)
+
+    def _call(self, args: tuple, kwargs: dict[str, Any], batch: Any) -> Any:
+        # Its device has no job: it is the one of the worker that runs the step.
+        worker, kind = self._strategy.extended.worker_devices[0], keras_steps.classify(self._fn)
+        sending = {"train": self._transfer.training, "test": self._transfer.reading}.get(kind)
+        model = keras_steps.model_of(self._fn)
+        with (
+            one_replica.replica_on(self._strategy, worker),
+            sending(model, worker) if sending else contextlib.nullcontext(),
+        ):
+            rows = splitting.rows(batch)
+            result = self._fn(*args, **kwargs)
+        return self._transfer.placed(result, rows)
+
+
+def _converted(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets a user's function use Python's control flow on tensors, as it might where it is run eagerly."""
+    if keras_steps.classify(fn) != "other":
+        return fn
+    return autograph_rules.converted(fn, by_default=True)
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return tf.is_tensor(leaf)

@@ -1,0 +1,348 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps that are queued, run and handed back: what the chief's main thread and the workers' threads share.
+
+A step is *pending* from `put()` until it has been made, has failed, or has turned out to have no data. Errors of the
+user's code are kept and raised in the main thread at its next call; errors of lost tasks go to the coordinator, which
+gives the closure to another worker.
+
+When the data are at their end on one worker only, its closure is handed back for another worker to take, and the
+worker's thread is *parked*: the coordinator offers no choice of worker, and would else offer the same closure to the
+same worker again and again.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.compat import closures
+from tfdist.engines.parameter_server.accumulation import Sums
+from tfdist.engines.parameter_server.pending_step import Step, resolve
+from tfdist.engines.parameter_server.worker_data import WorkerIterator
+from tfdist.policies.base import Update
+
+# How long a wait sleeps before it looks for lost tasks again. It bounds how late an error is seen, not how late a
+# result is.
+_POLL_SECS = 0.5
+# Fetching logs costs a round trip on the worker's thread. Progress bars draw at most 20 times a second.
+_LOG_INTERVAL_SECS = 0.05
+# After an error of the user's code the other workers may end the step they are in, for this long.
+_ERROR_GRACE_SECS = 15.0
+
+
+class StepQueue:
+    """Steps under way over all workers, under one condition variable.
+
+    Args:
+      coordinator: schedules closures on the workers.
+      num_workers: number of workers of the cluster.
+      clock: seconds, monotonic.
+      stall_timeout_secs: see `CoordinatedEngine`.
+      on_update: see `CoordinatedEngine`.
+    """
+
+    def __init__(
+        self,
+        coordinator: tf.distribute.coordinator.ClusterCoordinator,
+        num_workers: int,
+        clock: Callable[[], float],
+        stall_timeout_secs: float,
+        on_update: Callable[[Update], object],
+    ):
+        self._coordinator = coordinator
+        self._num_workers = num_workers
+        # The flat result of the newest finished step; None if none was finished since the chief last wrote a variable.
+        self.logs: list[np.ndarray] | None = None
+        self._clock = clock
+        self._on_update = on_update
+        self._updates = 0
+        self.stall_timeout_secs = stall_timeout_secs
+        self._progressed_at = clock()
+        self._changed = threading.Condition()
+        self._pending: set[Step] = set()
+        self._handed_back: collections.deque[Step] = collections.deque()
+        self._error: BaseException | None = None
+        self._logs_due_at = 0.0
+        self._logs_on_their_way = False
+        self._finished = 0
+        self._running: set[int] = set()
+        self._lost: set[int] = set()
+        self._cut_short: WorkerIterator | None = None
+
+    @property
+    def num_pending(self) -> int:
+        """Number of steps under way."""
+        return len(self._pending)
+
+    def is_empty(self) -> bool:
+        """True if no step is under way."""
+        return not self._pending
+
+    @property
+    def needs_waiting(self) -> bool:
+        """True if a step is under way, or an error or a warning of earlier steps is still to be raised."""
+        return bool(self._pending) or self._error is not None or self._cut_short is not None
+
+    def ask_for_logs(self, always: bool) -> bool:
+        """Decides if the next step fetches its result as logs, and notes that logs are on their way then."""
+        with self._changed:
+            wants_logs = (
+                always or self.logs is None or (not self._logs_on_their_way and self._clock() >= self._logs_due_at)
+            )
+            self._logs_on_their_way |= wants_logs
+        return wants_logs
+
+    def waited_for(self) -> str:
+        """Names those who hold up the steps under way."""
+        with self._changed:
+            busy = [f"worker:{worker}" for worker in sorted(self._running)]
+            lost = [f"worker:{worker} (lost; it has to be started again)" for worker in sorted(self._gone())]
+        return ", ".join(busy + lost) or "any worker, to take it"
+
+    def progress(self) -> tuple[str, int] | None:
+        """For the reporter: what is going on, and a number that changes when it gets on."""
+        return ("a step", self._finished) if self._pending else None
+
+    # Waiting.
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Waits for a condition, which steps may meet. Raises what went wrong in one of them."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._error is not None or self._handed_back or condition(), _POLL_SECS)
+                step = self._handed_back.popleft() if self._handed_back else None
+                if step is None and condition() and self._error is None:
+                    break
+            if step is not None:
+                self._schedule(step)
+            elif self._error is not None:
+                self._raise_error()
+            elif closures.has_failed(self._coordinator):
+                self._raise_failure()
+            elif self._clock() - self._progressed_at > self.stall_timeout_secs:
+                self._raise_stall()
+        self._warn_of_lost_batches()
+
+    def _warn_of_lost_batches(self) -> None:
+        """Once a pass is over: says what of it was never used because a worker was lost."""
+        if self._cut_short is None or self._pending:
+            return
+        loss, self._cut_short = self._cut_short.loss(self._gone()), None
+        if loss:
+            # The caller is in Keras or in this library: no line of the user's own to point at.
+            warnings.warn(loss, RuntimeWarning, stacklevel=1)
+
+    def _raise_error(self) -> None:
+        """Lets the other steps end, and raises the error once."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._pending) == len(self._handed_back), timeout=_ERROR_GRACE_SECS)
+            error, self._error = self._error, None
+        self.forget_steps()
+        if error is not None:
+            raise error
+
+    def _raise_failure(self) -> None:
+        """Raises what the coordinator could not mend, such as a lost parameter server."""
+        try:
+            closures.raise_failure(self._coordinator)
+        finally:
+            self.forget_steps()
+
+    def _raise_stall(self) -> None:
+        """Ends a wait for what may never come."""
+        missing = self.waited_for()
+        self.forget_steps()
+        raise TimeoutError(
+            f"no step has completed for {self.stall_timeout_secs:g} s; still waiting for {missing}. Start what is "
+            "lost again at the same address, or give a slow step more time with stall_timeout_secs. "
+            f"Received: stall_timeout_secs={self.stall_timeout_secs:g}"
+        )
+
+    def forget_steps(self) -> None:
+        """Gives up what is under way; the caller raises why. What still runs then counts for nothing."""
+        with self._changed:
+            self._pending.clear()
+            self._handed_back.clear()
+            self.logs = None
+            self._logs_on_their_way = False
+            self._cut_short = None
+            self._running.clear()
+            self._changed.notify_all()
+
+    # Queuing and running.
+
+    def put(self, step: Step) -> None:
+        """Queues a step; only the main thread may call it."""
+        with self._changed:
+            if not self._pending:
+                self._progressed_at = self._clock()
+            self._pending.add(step)
+        self._schedule(step)
+
+    def _schedule(self, step: Step) -> None:
+        """Only the main thread queues: the coordinator raises its errors there, after waiting for steps in flight."""
+        step.worker_fed = step.iterator is not None and step.iterator.feed(False) == "worker"
+        try:
+            on_workers = step.iterator.on_workers() if step.worker_fed else None
+            with self._changed:
+                step.queued = True
+                self._changed.notify_all()
+            sums = step.program.accumulation.on_workers if step.program.accumulation else None
+            closures.schedule(self._coordinator, self._execute, step, on_workers, sums)
+        except BaseException:
+            self.forget_steps()
+            raise
+
+    def _execute(self, step: Step, iterator_on_worker: Any, sums: Sums | None) -> None:
+        """Runs a step; in the thread of the worker that took it."""
+        worker = closures.this_worker()
+        with self._changed:
+            # It takes closures only while it is up.
+            self._lost.discard(worker)
+            if step not in self._pending:
+                return
+            step.queued = False
+            step.local_step = self._updates
+        if iterator_on_worker is not None and not step.iterator.has_batch(worker):
+            self._hand_back(step, worker)
+            return
+        with self._changed:
+            self._running.add(worker)
+        try:
+            self._run(step, worker, iterator_on_worker, sums)
+        except Exception as error:
+            if closures.is_task_failure(error):
+                self._lose(step, worker)
+                raise
+            # Whatever the user's step raises belongs to the user, with its own type and message.
+            closures.clear_error()
+            self._finish(step, worker, error=error)
+
+    def _lose(self, step: Step, worker: int) -> None:
+        """The worker is gone; the coordinator will queue the step again."""
+        with self._changed:
+            self._lost.add(worker)
+            if step.worker_fed:
+                step.iterator.lost.add(worker)
+            self._running.discard(worker)
+            step.queued = True
+            self._changed.notify_all()
+
+    def _run(self, step: Step, worker: int, iterator_on_worker: Any, sums: Sums | None) -> None:
+        batch = self._batch(step, iterator_on_worker)
+        if batch is None:
+            self._hand_back(step, worker)
+            return
+        program, given = step.program, [*batch, *step.tensors]
+        if sums is not None:
+            given += sums.handles
+            is_update = sums.count == program.accumulation.num_steps - 1
+            step.is_update, program = step.is_update and is_update, program if is_update else program.adding
+        values = None
+        if step.wants_logs or step.result is not None:
+            outputs = program.run(*given)
+            values = program.fetch(outputs)
+        else:
+            outputs = program.run_silently(*given)
+        if step.batch is not None and iterator_on_worker is not None:
+            step.batch.on_worker = batch if not step.iterator.shares_known else program.batch_in(outputs)
+        if sums is not None:
+            sums.count = (sums.count + 1) % program.accumulation.num_steps
+        if iterator_on_worker is not None:
+            step.iterator.took_batch(worker)
+        self._finish(step, worker, values)
+
+    def _batch(self, step: Step, iterator_on_worker: Any) -> list[Any] | None:
+        """The first arguments of the program: none, the iterator, or the batch; None if this worker has none left."""
+        if iterator_on_worker is None:
+            return []
+        if step.iterator.shares_known:
+            return [iterator_on_worker]
+        batch = iterator_on_worker.get_next_as_optional()
+        if not bool(batch.has_value()):
+            return None
+        with self._changed:
+            resolve(step.took_batch, True)
+            self._changed.notify_all()
+        return tf.nest.flatten(batch.get_value(), expand_composites=True)
+
+    def _finish(
+        self, step: Step, worker: int, values: list[np.ndarray] | None = None, error: BaseException | None = None
+    ) -> None:
+        with self._changed:
+            self._finished += 1
+            self._progressed_at = self._clock()
+            if step in self._pending:
+                self._pending.remove(step)
+                self._running.discard(worker)
+                self._take_outcome(step, values, error)
+                if step.is_update and error is None:
+                    self._count_update(step, worker)
+            resolve(step.took_batch, error is None)
+            resolve(step.result, values)
+            self._changed.notify_all()
+
+    def _take_outcome(self, step: Step, values: list[np.ndarray] | None, error: BaseException | None) -> None:
+        if error is not None and self._error is None:
+            self._error = error
+        if step.wants_logs:
+            self._logs_on_their_way = False
+            self.logs = values
+            self._logs_due_at = self._clock() + _LOG_INTERVAL_SECS
+
+    def _count_update(self, step: Step, worker: int) -> None:
+        staleness = self._updates - step.local_step
+        self._updates += 1
+        self._on_update(Update.of_one(self._updates, worker, staleness))
+
+    # The end of the data.
+
+    def _hand_back(self, step: Step, worker: int) -> None:
+        """This worker has no data left: another one takes the step, or nobody if all are at their end."""
+        iterator = step.iterator
+        with self._changed:
+            self._running.discard(worker)
+            self._progressed_at = self._clock()
+            iterator.exhausted.add(worker)
+            if self._nobody_has_data(step):
+                if not iterator.ended:
+                    # Once for a pass, however many steps find out.
+                    self._cut_short = iterator
+                iterator.ended = True
+                self._drop(step)
+                return
+            if step in self._pending:
+                self._handed_back.append(step)
+                self._changed.notify_all()
+        self._park(worker)
+
+    def _nobody_has_data(self, step: Step) -> bool:
+        return step.worker_fed and len(step.iterator.exhausted | self._gone()) == self._num_workers
+
+    def _gone(self) -> set[int]:
+        """The workers that are lost and not back yet. The coordinator also knows of those lost between two steps."""
+        return self._lost | closures.lost_workers(self._coordinator)
+
+    def _drop(self, step: Step) -> None:
+        self._pending.discard(step)
+        if step.wants_logs:
+            self._logs_on_their_way = False
+        resolve(step.took_batch, False)
+        resolve(step.result, None)
+        self._changed.notify_all()
+
+    def _park(self, worker: int) -> None:
+        """Keeps the worker of this thread from taking the same step again, until there is one for it or none at all."""
+        with self._changed:
+            while self._pending and not self._has_work(worker) and not closures.has_failed(self._coordinator):
+                self._changed.wait(_POLL_SECS)
+
+    def _has_work(self, worker: int) -> bool:
+        """True if a step waits that the worker can make, or that nobody can and that it therefore has to drop."""
+        return any(step.suits(worker) or (step.queued and self._nobody_has_data(step)) for step in self._pending)

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decides in which form variables and gradients cross the network between a worker and the parameter servers.
+
+    rows of embeddings    gathered where the table is (`lookups`)
+    small variables       read together, their gradients sent together (`small_variables`, `bundles`)
+    gradients of kernels  sent as two factors, multiplied on the parameter server (`factors`)
+    kernels               not sent: inputs are multiplied on the parameter server (`products`)
+
+The first two cost nothing and are always worth it. The last two move arithmetic from the workers to the parameter
+server, so they depend on the network, on the server and on how many workers it serves. Of a kernel each element that is
+not sent saves 4 bytes, and each row that is multiplied with it takes 2 floating-point operations. In the time in which
+each of s workers makes a step, a server either sends the kernel s times while the workers multiply, or multiplies s
+times. With n rows, bandwidth b, speed f, and workers as fast as the server:
+
+    s 2n/f <= s 4/b + 2n/f    <=>    n <= 2 f/b * s/(s - 1)
+
+A worker with a GPU multiplies in no time. Then the last factor is 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.engines.parameter_server.transfer import factors, lookups, products, small_variables, speed
+from tfdist.engines.parameter_server.transfer.bundles import Bundles
+from tfdist.runtime import watch
+
+MODES = ("auto", "plain")
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """The form in which variables and gradients cross the network.
+
+    Attributes:
+      gathers_rows: embedding rows are gathered where the table is, so that they are sent and not the table.
+      bundles_small: small variables of one server are read as one tensor, and small gradients sent as one.
+      factor_rows: a kernel's gradient is sent as factors of at most so many rows; 0 for never.
+      product_rows: a kernel is multiplied where it is with at most so many rows; 0 for never.
+      reason: says by what the last two were decided.
+    """
+
+    gathers_rows: bool
+    bundles_small: bool
+    factor_rows: int
+    product_rows: int
+    reason: str
+
+    def __str__(self) -> str:
+        forms = [
+            *(["embedding rows gathered at the table"] if self.gathers_rows else []),
+            *(["small variables sent together"] if self.bundles_small else []),
+            *([f"gradients sent as factors of up to {self.factor_rows} rows"] if self.factor_rows else []),
+            *([f"products with kernels of up to {self.product_rows} rows on the server"] if self.product_rows else []),
+        ]
+        return f"{', '.join(forms) or 'each variable and gradient sent whole'} ({self.reason})"
+
+
+_PLAIN = Transfer(False, False, 0, 0, 'transfer="plain"')
+_UNMEASURED = Transfer(True, True, 0, 0, "no step with a large kernel yet")
+
+
+class TransferPlan:
+    """The transfer of one strategy, decided once and kept.
+
+    Args:
+      transfer: the decision, of which rows may still be open.
+      measure_rows: returns the decision with its rows; called at the first step that has a large kernel. None if
+        nothing is open.
+    """
+
+    def __init__(self, transfer: Transfer, measure_rows: Callable[[], Transfer] | None = None) -> None:
+        self._transfer = transfer
+        self._measure_rows = measure_rows
+        self._lock = threading.Lock()
+
+    @property
+    def transfer(self) -> Transfer:
+        """The whole decision; the first call makes what is open."""
+        with self._lock:
+            if self._measure_rows is not None:
+                self._transfer, self._measure_rows = self._measure_rows(), None
+            return self._transfer
+
+    def __str__(self) -> str:
+        return str(self._transfer)
+
+    # What a step does while it is traced.
+
+    def reading(self, model: Any, worker: str) -> contextlib.AbstractContextManager[None]:
+        """Within this block, a step of `model` that is traced for `worker` reads variables as decided."""
+        if not self._transfer.bundles_small:
+            return contextlib.nullcontext()
+        return small_variables.read_together(model, worker)
+
+    def training(self, model: Any, worker: str) -> contextlib.AbstractContextManager[None]:
+        """Within this block, a train step of `model` reads variables and sends gradients as decided."""
+        if not self._transfer.bundles_small:
+            return contextlib.nullcontext()
+        return small_variables.travel_together(model, worker, self._most_factor_rows)
+
+    def placed(self, result: Any, batch_rows: tf.Tensor | None) -> Any:
+        """Places gathers and products of the default graph, in which a step was traced, as decided.
+
+        Args:
+          result: what the step returns, a structure.
+          batch_rows: the number of the step's examples; see `products.at_the_kernel`.
+
+        Returns:
+          What the step is to return instead.
+        """
+        graph = tf.compat.v1.get_default_graph()
+        if self._transfer.gathers_rows:
+            lookups.at_the_table(graph)
+        if self._measure_rows is None and not self._transfer.product_rows:
+            return result
+        return products.at_the_kernel(graph, result, self._most_product_rows, batch_rows)
+
+    def bundles(self, specs: Sequence[Any], devices: Sequence[str]) -> Bundles:
+        """The tensors of a contribution, bundled as decided."""
+        return Bundles(specs, devices, are_apart=not self._transfer.bundles_small)
+
+    def _most_factor_rows(self, inputs: int, outputs: int) -> int:
+        return min(self.transfer.factor_rows, factors.saving_rows(inputs, outputs))
+
+    def _most_product_rows(self, inputs: int, outputs: int) -> int:
+        return min(self.transfer.product_rows, factors.saving_rows(inputs, outputs))
+
+
+def plain() -> TransferPlan:
+    """Each variable is read, and each gradient pushed, as stock TensorFlow does."""
+    return TransferPlan(_PLAIN)
+
+
+def fixed(rows: int) -> TransferPlan:
+    """Kernels are multiplied on the parameter servers with up to `rows` rows, whatever the cluster."""
+    return TransferPlan(Transfer(True, True, rows, rows, "fixed"))
+
+
+def of(
+    mode: str,
+    num_workers: int,
+    num_ps: int,
+    has_gpu: bool,
+    measure: Callable[[], speed.Speed] = speed.measure,
+    say: Callable[[str], object] = watch.say,
+) -> TransferPlan:
+    """The plan for `ParameterServerStrategy(transfer=mode)`.
+
+    Args:
+      mode: one of `MODES`.
+      num_workers: workers of the cluster.
+      num_ps: parameter servers of the cluster.
+      has_gpu: whether the workers compute on a GPU.
+      measure: returns the speed of a parameter server.
+      say: writes the decision.
+    """
+    if mode == "plain":
+        return plain()
+
+    def measure_rows() -> Transfer:
+        # A large kernel is on one server, and the kernels are spread over all.
+        transfer = _measured(max(1.0, num_workers / num_ps), has_gpu, measure)
+        say(f"tfdist: transfer: {transfer}")
+        return transfer
+
+    return TransferPlan(_UNMEASURED, measure_rows)
+
+
+def check_mode(transfer: Any) -> None:
+    """Raises ValueError unless `transfer` is one of `MODES`."""
+    if transfer not in MODES:
+        raise ValueError(
+            f"transfer must be one of {', '.join(map(repr, MODES))}; leave it out to have the cluster measured. "
+            f"Received: transfer={transfer!r}"
+        )
+
+
+def most_rows(found: speed.Speed, workers_per_server: float, has_gpu: bool) -> int:
+    """Rows up to which multiplying on the server takes no longer than sending the kernel; see the module."""
+    rows = 2 * found.flops_per_sec / found.bytes_per_sec
+    # A lone worker gains by however slow a server, if that is as fast as the worker, which nobody has measured.
+    sharing = max(2.0, workers_per_server)
+    return int(rows if has_gpu else rows * sharing / (sharing - 1))
+
+
+def _measured(workers_per_server: float, has_gpu: bool, measure: Callable[[], speed.Speed]) -> Transfer:
+    try:
+        found = measure()
+    except Exception as error:  # Whatever it is, training goes on without.
+        problem = " ".join(str(error).split())[:100] or type(error).__name__
+        return Transfer(True, True, 0, 0, f"kernels are sent: the servers' speed could not be measured: {problem}")
+    rows = most_rows(found, workers_per_server, has_gpu)
+    reason = f"measured {found}; {workers_per_server:g} workers per server{', on GPUs' if has_gpu else ''}"
+    return Transfer(True, True, rows, rows, reason)

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small variables travel together between parameter servers and a worker, while a Keras step is traced.
+
+What costs time for a bias or a scale is not its bytes but the round trip. So a step reads all small variables of a
+parameter server as one vector, and sends their gradients back as one. A model of 40 small layers trains more than
+twice as fast so. With them go the factors that a large gradient is sent as (`factors`), if they are small.
+
+    parameter server                 worker
+      read, concatenate     -->      split, compute, concatenate the gradients
+      split, update         <--
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.compat import keras_variables, optimizer_patches
+from tfdist.engines.parameter_server.coordinated_variable import CoordinatedVariable
+from tfdist.engines.parameter_server.transfer import factors as factoring
+from tfdist.engines.parameter_server.transfer.bundles import Bundles, is_small
+
+# A larger one may be a table of which a step needs a few rows: these are gathered where it is, if it is not read ahead.
+_MOST_ELEMENTS_READ = 1 << 14
+
+
+@contextlib.contextmanager
+def travel_together(model: keras.Model, worker: str, most_rows: Callable[[int, int], int]) -> Iterator[None]:
+    """Within this block, a train step of `model` reads small weights, and sends their gradients, together.
+
+    Args:
+      model: a model that is built.
+      worker: the device that the step is traced for.
+      most_rows: see `factors.of`.
+    """
+    found = [getattr(optimizer, "inner_optimizer", optimizer) for optimizer in optimizer_patches.optimizers_of(model)]
+    optimizers = {id(each): each for each in found if hasattr(each, optimizer_patches.UPDATE)}.values()
+    updates = [(each, optimizer_patches.UPDATE, _update(each, worker, most_rows)) for each in optimizers]
+    with read_together(model, worker), optimizer_patches.attributes(updates):
+        yield
+
+
+@contextlib.contextmanager
+def read_together(model: keras.Model, worker: str) -> Iterator[None]:
+    """Within this block, the step of `model` that is traced finds its small weights read already.
+
+    A variable that the step has written is read anew, and so is one that is read within a conditional, a loop or an
+    update of its own.
+
+    Args:
+      model: a model that is built.
+      worker: the device that the step is traced for.
+    """
+    ahead = [pair for group in _small_weights(model) for pair in _read(group, worker)]
+    for variable, value in ahead:
+        variable.read_ahead(value)
+    try:
+        yield
+    finally:
+        for variable, _ in ahead:
+            variable.read_ahead(None)
+
+
+def _small_weights(model: keras.Model) -> list[list[CoordinatedVariable]]:
+    """Those of one parameter server and dtype, where there are several."""
+    groups: dict[Any, list[CoordinatedVariable]] = collections.defaultdict(list)
+    for weight in model.weights:
+        variable = keras_variables.tf_variable(weight)
+        # Not a subclass: a partitioned variable is on several parameter servers.
+        if type(variable) is not CoordinatedVariable or not variable.dtype.is_floating:
+            continue
+        if is_small(variable, _MOST_ELEMENTS_READ):
+            groups[variable.device, variable.dtype].append(variable)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def _read(group: Sequence[CoordinatedVariable], worker: str) -> Iterator[tuple[CoordinatedVariable, tf.Tensor]]:
+    bundles = Bundles([tf.TensorSpec(each.shape, each.dtype) for each in group], [worker] * len(group))
+    with tf.device(group[0].device):
+        packed = bundles.pack([each.read_value() for each in group])
+    return zip(group, bundles.unpack(packed), strict=True)
+
+
+def _update(optimizer: Any, worker: str, most_rows: Callable[[int, int], int]) -> Callable[..., None]:
+    original = getattr(optimizer, optimizer_patches.UPDATE)
+
+    def update(distribution: Any, grads_and_vars: Sequence[tuple[Any, Any]], learning_rate: Any) -> None:
+        pairs = list(grads_and_vars)
+        dense = [
+            index
+            for index, (gradient, variable) in enumerate(pairs)
+            if isinstance(gradient, tf.Tensor) and type(variable) is CoordinatedVariable
+        ]
+        devices = [pairs[index][1].device for index in dense]
+        gradients = _sent([pairs[index][0] for index in dense], devices, worker, most_rows)
+        for index, gradient in zip(dense, gradients, strict=True):
+            pairs[index] = gradient, pairs[index][1]
+        original(distribution, pairs, learning_rate)
+
+    return update
+
+
+def _sent(
+    gradients: Sequence[tf.Tensor], devices: Sequence[str], worker: str, most_rows: Callable[[int, int], int]
+) -> list[tf.Tensor]:
+    """The gradients as they are on these devices, or on the worker, where each of them is sent by itself."""
+    factors = [factoring.of(gradient, most_rows) for gradient in gradients]
+    with tf.device(worker):
+        parts = [each.sent() if each else [gradient] for each, gradient in zip(factors, gradients, strict=True)]
+        flat = [part for each in parts for part in each]
+        bundles = Bundles(flat, [device for each, device in zip(parts, devices, strict=True) for _ in each])
+        packed = bundles.pack(flat)
+    arrived, received = iter(bundles.unpack(packed)), []
+    for each, sent, device in zip(factors, parts, devices, strict=True):
+        tensors = [next(arrived) for _ in sent]
+        with tf.device(device):
+            received.append(each.received(*tensors) if each else tensors[0])
+    return received

@@ -1,0 +1,399 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data that the workers read, and the handles by which the chief speaks of it.
+
+Who owns what: the chief owns a `WorkerDataset` (a description, shipped to each worker once) and, per pass over it, a
+`WorkerIterator`. The batches themselves live on the workers; what the chief's loop gets from `next(iterator)` is a
+`WorkerBatch`, a handle for "the next batch of this iterator, on whichever worker takes the step" (`worker_batch`).
+
+There are two ways to feed a step:
+
+* `worker`: each worker has an iterator over its own share, and takes its next batch from it. For training.
+* `chief`: the chief reads the data once, in order, and sends each batch along with the step. For `evaluate` and
+`predict`, which
+  must see every example exactly once and in order, and for data that only exists in the chief's Python (generators).
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, cast
+
+import tensorflow as tf
+
+from tfdist.compat import running_loop
+from tfdist.compat.autograph_loops import LoopIterator
+from tfdist.compat.cluster_joining import CHIEF_DEVICE
+from tfdist.data import splitting
+from tfdist.engines.parameter_server import graph_data, worker_batch
+from tfdist.engines.parameter_server.worker_batch import WorkerBatch
+from tfdist.engines.parameter_server.worker_dataset import WorkerDataset
+
+_iterator_ids = itertools.count(1)
+# Handles that were made within a graph have nobody else who keeps the state of their batch.
+_KEPT_FOR_GRAPHS = 8
+
+
+class Steps(Protocol):
+    """The part of an engine that a pass needs."""
+
+    def make_room(self) -> None:
+        """Waits until another step may be queued."""
+        ...
+
+    def barrier(self, writes: bool) -> None:
+        """Waits for all steps queued so far."""
+        ...
+
+    def read_batch(self, iterator: WorkerIterator, handle: WorkerBatch) -> Sequence[Any]:
+        """Fetches the next batch of a worker's share, flat."""
+        ...
+
+
+class Batch:
+    """The state of one batch, for as long as there is a handle of it.
+
+    Args:
+      iterator: the pass that it belongs to.
+      number: which one, from 1 on; 0 for whichever is the next.
+    """
+
+    def __init__(self, iterator: WorkerIterator, number: int = 0):
+        self.iterator = iterator
+        self.number = number
+        # Whether a step has it, or has been given the chief's value.
+        self.is_used = False
+        # Flat, on the worker that has read it.
+        self.on_worker: Sequence[tf.Tensor] | None = None
+        # Flat, on the chief.
+        self.on_chief: Sequence[Any] | None = None
+
+    @property
+    def handle(self) -> int:
+        """The int64 that says which batch this is."""
+        return worker_batch.handle_of(self.iterator.id, self.number)
+
+    def values(self) -> list[tf.Tensor]:
+        """The batch on the chief, flat. Any step under way that has it is waited for."""
+        if self.on_chief is None:
+            self.on_chief = self._fetch() if self.is_used else self.iterator.read_for_chief()
+            self.is_used = True
+        return list(self.on_chief)
+
+    def _fetch(self) -> list[tf.Tensor]:
+        self.iterator.wait_for_steps()
+        if self.on_worker is None:
+            raise RuntimeError(
+                "strategy.run was given a batch that one of Keras' own steps has used before; give it to one "
+                "function that does both, or take another batch."
+            )
+        with tf.device(CHIEF_DEVICE):
+            return [tf.identity(tensor) for tensor in self.on_worker]
+
+
+class WorkerIterator(LoopIterator):
+    """One pass over a `WorkerDataset`, in the chief's hands. `next` gives handles, never data.
+
+    It is no `tf.distribute.DistributedIterator`, because Keras would hand such a one into a `tf.function` as a whole
+    instead of taking one batch at a time. It ends with `StopIteration`, or with `tf.errors.OutOfRangeError` where not
+    one handle was given since `iter(self)`: Keras zips over it `steps_per_execution` at a time, and tells the two
+    apart.
+    """
+
+    def __init__(self, engine: Steps, dataset: WorkerDataset):
+        self._engine = engine
+        self._dataset = dataset
+        self._cardinality = dataset.cardinality
+        self._handles_given = 0
+        self._given_since_iter = 0
+        self._redeemed = 0
+        self._feed: str | None = None
+        self._local: Iterator[Any] | None = None
+        self._cut_into = 1
+        self._reading = threading.RLock()
+        self._waiting: collections.deque[Any] = collections.deque()
+        # Steps begun ahead of the handles for them (`predict`).
+        self.started: collections.deque[Any] = collections.deque()
+        self._on_workers: tf.distribute.coordinator.PerWorkerValue | None = None
+        self._lock = threading.Lock()
+        self._taken: collections.Counter[int] = collections.Counter()
+        self._updates = 0
+        self.exhausted: set[int] = set()
+        # Workers that were lost while they had a share in this pass.
+        self.lost: set[int] = set()
+        self.ended = False
+        self._number = 0
+        self.id = next(_iterator_ids)
+        self._structure = worker_batch.describe(dataset.batch_spec, dataset.batch_spec)
+        # The state of the batches that a loop of the user's has handles of, by number.
+        self._batches: weakref.WeakValueDictionary[int, Batch] = weakref.WeakValueDictionary()
+        self._kept_for_graphs: collections.deque[Batch] = collections.deque(maxlen=_KEPT_FOR_GRAPHS)
+        worker_batch.register(self)
+        # Keras uses each batch once, so one handle does for all: "the next batch".
+        self._next_one = worker_batch.handle(worker_batch.handle_of(self.id, 0), self._structure)
+
+    @property
+    def element_spec(self) -> Any:
+        """The structure of `tf.TypeSpec`s of a batch."""
+        return self._dataset.batch_spec
+
+    def placeholder(self) -> Any:
+        """See `WorkerDataset.placeholder`."""
+        return self._dataset.placeholder()
+
+    @property
+    def counted(self) -> bool:
+        """True if the number of batches is known (or endless), so that handles can be given ahead of the data."""
+        return self._cardinality != tf.data.UNKNOWN_CARDINALITY
+
+    @property
+    def is_last(self) -> bool:
+        """True if the handle given last was the last one."""
+        if self._handles_given == self._cardinality:
+            return True
+        # Where the chief feeds, it can look whether there is another.
+        return self.ended or (not self.counted and self._local is not None and not self._has_next())
+
+    def __iter__(self) -> WorkerIterator:
+        self._given_since_iter = 0
+        return self
+
+    def __next__(self) -> WorkerBatch:
+        if not tf.executing_eagerly():
+            return self._in_graph().get_next()
+        call = running_loop.call_name()
+        if call is not None:
+            if not self.counted and call == "predict":
+                # Keras takes the batches of `steps_per_execution` steps before it makes the first of them.
+                self.feed(by_chief=True)
+            self._give()
+            return self._next_one
+        return self._handle_of(self._give_batch())
+
+    def get_next(self) -> WorkerBatch:
+        """The same as `next(self)`."""
+        return next(self)
+
+    def get_next_as_optional(self) -> graph_data.Optional:
+        """A handle of the next batch, or the end of the data."""
+        if not tf.executing_eagerly():
+            return self._in_graph().get_next_as_optional()
+        try:
+            return graph_data.Optional(tf.constant(True), next(self))
+        except (StopIteration, tf.errors.OutOfRangeError):
+            return graph_data.Optional(tf.constant(False), self._next_one)
+
+    def _handle_of(self, batch: Batch) -> WorkerBatch:
+        return worker_batch.handle(batch.handle, self._structure, batch)
+
+    def next_for_graph(self) -> int:
+        """The int64 of a handle of the next batch, for a handle that is made within a graph."""
+        batch = self._give_batch()
+        self._kept_for_graphs.append(batch)
+        return batch.handle
+
+    def __tf_tracing_type__(self, context: Any) -> graph_data.HandleType:
+        """A `tf.function` takes an iterator by its number (`graph_data`)."""
+        return graph_data.HandleType(graph_data.GraphIterator, self._structure)
+
+    def _in_graph(self) -> graph_data.GraphIterator:
+        return graph_data.GraphIterator(tf.constant(self.id, tf.int64), self._structure)
+
+    def _give_batch(self) -> Batch:
+        if not self.counted:
+            # A loop of the user's ends at the end of the data, which only a reader knows.
+            self.feed(by_chief=True)
+        self._give()
+        batch = self._batches[self._handles_given] = Batch(self, self._handles_given)
+        return batch
+
+    def _give(self) -> None:
+        """Counts one more handle."""
+        self._engine.make_room()
+        if not self._handles_given:
+            self._begin_fit()
+        if self._handles_given == self._cardinality or not self._has_next():
+            if self._given_since_iter:
+                raise StopIteration
+            raise tf.errors.OutOfRangeError(None, None, "End of sequence")
+        self._handles_given += 1
+        self._given_since_iter += 1
+
+    def batch(self, number: int) -> Batch:
+        """The state of a batch, by its number; of 0 that of whichever is the next."""
+        if not number:
+            return Batch(self)
+        batch = self._batches.get(number)
+        if batch is None:
+            raise RuntimeError(
+                f"a tf.function has kept batch {number} of a pass for longer than {_KEPT_FOR_GRAPHS} batches; use each "
+                "batch in the iteration that takes it"
+            )
+        return batch
+
+    def _begin_fit(self) -> None:
+        """Reads the first batch before the first step of `fit`, if it has to be cut and the chief is to read it."""
+        if running_loop.iterating_fit() is not None and self._dataset.num_parts > 1 and self._dataset.lives_in_python:
+            self._cut_into = self._dataset.num_parts
+            self.feed(by_chief=True)
+
+    def read_for_chief(self) -> list[Any]:
+        """The next batch, flat, for the chief to look at."""
+        if self.feed(by_chief=True) == "worker":
+            return list(self._engine.read_batch(self, self._next_one))
+        self.redeem()
+        return self.next_local_batch()
+
+    def wait_for_steps(self) -> None:
+        """Waits for all steps that are under way."""
+        self._engine.barrier(writes=False)
+
+    @property
+    def shares_known(self) -> bool:
+        """True if each worker's number of batches is known before they are read."""
+        return self.counted and self._dataset.share(0) is not None
+
+    def has_batch(self, worker: int) -> bool:
+        """True if `worker` may have a batch left. Only that worker's thread calls this."""
+        share = self._dataset.share(worker)
+        return worker not in self.exhausted and (share is None or self._taken[worker] < share)
+
+    def took_batch(self, worker: int) -> None:
+        """Counts a batch that `worker` is done with."""
+        self._taken[worker] += 1
+
+    def begin_update(self) -> None:
+        """Counts an update that all workers contribute to, each with its part of one batch."""
+        self._updates += 1
+
+    def _position(self, worker: int) -> int:
+        """Number of batches that a worker leaves out when it comes back."""
+        return self._updates - 1 if self._updates else self._taken[worker]
+
+    def loss(self, gone: set[int]) -> str | None:
+        """Describes the batches of this pass, which is over, that lost workers left unused; None if there are none.
+
+        Args:
+          gone: The workers that are lost and not back.
+        """
+        # A worker that is back makes up for what was left of its share; what it had fetched is lost where the batches
+        # are no worker's own.
+        is_dealt_out = self._dataset.is_dealt_out
+        workers = self.lost if is_dealt_out else gone - self.exhausted
+        missing = self._cardinality - sum(self._taken.values())
+        if not workers or self._cardinality == tf.data.INFINITE_CARDINALITY or (self.counted and missing <= 0):
+            return None
+        what = f"{missing} of its {self._cardinality} batches" if self.counted else "an unknown number of batches"
+        why = (
+            "it had fetched them"
+            if is_dealt_out
+            else "they were the rest of its share, and the others had come to the end of theirs before it was back; "
+            "with data_sharding='dynamic', or policies=[tfdist.SoftSync(1)], the others make them"
+        )
+        names = " and ".join(f"worker:{worker}" for worker in sorted(workers))
+        return f"Pass {self._number} over the data ended without {what}. {names} was lost; {why}."
+
+    def feed(self, by_chief: bool) -> str:
+        """Decides, at the first step, who feeds this pass."""
+        with self._lock:
+            if self._feed is None:
+                self._feed = "chief" if by_chief or self._dataset.lives_in_python else "worker"
+                if self._feed == "chief":
+                    self._local = self._dataset.local_iterator()
+            return self._feed
+
+    def on_workers(self) -> tf.distribute.coordinator.PerWorkerValue:
+        """The iterators on the workers, made when the first step needs them."""
+        with self._lock:
+            if self._on_workers is None:
+                self._on_workers = self._dataset.iterate_on_workers(self._position)
+                self._number = self._dataset.passes
+            return self._on_workers
+
+    def redeem(self) -> None:
+        """Says that the batch of one more handle was fed by the chief."""
+        self._redeemed += 1
+
+    def next_local_batch(self) -> list[tf.Tensor]:
+        """The chief's next batch, flat. Raises `tf.errors.OutOfRangeError` at the end."""
+        return self._waiting.popleft() if self._waiting else self._read()
+
+    def read_ahead(self) -> list[tf.Tensor]:
+        """The chief's next batch, flat, perhaps before there is a handle for it; any thread may call it."""
+        with self._reading:
+            batch = self.next_local_batch()
+            self.started.append(None)
+            return batch
+
+    def redeem_ahead(self) -> None:
+        """Says that one more handle's batch was one of `read_ahead`."""
+        with self._reading:
+            if self.started:
+                self.started.popleft()
+            self.redeem()
+
+    @property
+    def is_cut(self) -> bool:
+        """True if workers read parts of batches."""
+        return self._dataset.is_cut
+
+    @property
+    def is_shared_out(self) -> bool:
+        """True if the data were cut into shares beforehand."""
+        return self._dataset.is_shared_out
+
+    def open_shares(self) -> Callable[[int, int], Any]:
+        """For a new pass: a function from a share and a number of parts to leave out to an iterator over it.
+
+        The function makes the iterator on the worker in whose thread it is called.
+        """
+        return self._dataset.open_shares()
+
+    def forget_shares(self, worker: int) -> None:
+        """Says that `worker` was lost, with what was opened there."""
+        self._dataset.forget_shares(worker)
+
+    def _has_next(self) -> bool:
+        """True if there is a batch for one more handle. Where the chief feeds, it reads that far ahead.
+
+        So the end is known before a step is begun: one that fails takes the results of the others of its execution
+        along (`steps_per_execution`).
+        """
+        with self._reading:
+            return self._looks_ahead()
+
+    def _looks_ahead(self) -> bool:
+        if self._local is None:
+            return not self.ended
+        while len(self._waiting) + len(self.started) <= self._handles_given - self._redeemed:
+            try:
+                self._waiting.append(self._read())
+            except tf.errors.OutOfRangeError:
+                return False
+        return True
+
+    def _read(self) -> list[tf.Tensor]:
+        if self._local is None:
+            raise RuntimeError("next_local_batch() on data that the workers read.")
+        try:
+            batch = next(self._local)
+        except StopIteration:
+            self.ended = True
+            raise tf.errors.OutOfRangeError(None, None, "End of sequence") from None
+        if self._cut_into > 1:
+            splitting.check_examples(batch, self._cut_into)
+        return tf.nest.flatten(batch, expand_composites=True)
+
+
+def find_iterator(handle: int) -> WorkerIterator:
+    """Returns the pass that a handle belongs to."""
+    # Nothing else is registered.
+    return cast(WorkerIterator, worker_batch.find_pass(handle))
+
+
+def find_batch(handle: int) -> Batch:
+    """Returns the state of the batch that a handle stands for."""
+    return find_iterator(handle).batch(worker_batch.number_in(handle))

@@ -1,0 +1,358 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A data set that the workers read: who gets which batches, and how it gets there."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import secrets
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import tensorflow as tf
+
+from tfdist.compat import batch_signature, closures, distributed_data
+from tfdist.data import splitting
+from tfdist.data.dataset_graph import DatasetGraph, rebuild
+from tfdist.engines.parameter_server import graph_data, worker_batch
+
+# Protocol buffers end at 2 GiB; a data set is shipped inside one.
+_MAX_SHIPPED_BYTES = 2**31 - 2**20
+_dataset_ids = itertools.count(1)
+
+
+class Workers(Protocol):
+    """The part of an engine that a data set needs: the engine whose workers read it.
+
+    Attributes:
+      num_workers: number of workers of the cluster.
+      coordinator: creates resources on the workers.
+      data_service_address: see `CoordinatedEngine`.
+    """
+
+    num_workers: int
+    coordinator: tf.distribute.coordinator.ClusterCoordinator
+    data_service_address: Callable[[bool], str]
+
+    def iterate(self, dataset: WorkerDataset) -> worker_batch.Pass:
+        """Begins a pass over the data."""
+        ...
+
+
+class WorkerDataset(distributed_data.DistributedDatasetBase):
+    """A data set of which each worker reads its share.
+
+    It says that it is the stock `DistributedDataset`, which shares nothing with it but its interface, because Keras
+    goes by that class when it decides what `fit` takes.
+
+    Args:
+      engine: The engine whose workers read it.
+      dataset: A `tf.data.Dataset` of batches.
+      sharding: `"replicate"`: each worker reads all of it; `"shard"`: worker i of n reads the batches i, i + n, ...;
+        `"dynamic"`: each batch goes to the worker that asks first (tf.data service); `"deal"`: worker i of n reads part
+        i of n of every batch.
+      num_parts: into how many parts, one after the other, a worker's batches are cut.
+    """
+
+    def __init__(self, engine: Workers, dataset: tf.data.Dataset, sharding: str, num_parts: int = 1):
+        self._engine = engine
+        self._dataset = dataset
+        self.id = next(_dataset_ids)
+        self._structure = worker_batch.describe(dataset.element_spec, dataset.element_spec)
+        graph_data.datasets[self.id] = self
+        self._sharding = sharding
+        self._num_parts = num_parts
+        self._cardinality = int(dataset.cardinality())
+        self._shipped: tf.distribute.coordinator.PerWorkerValue | None = None
+        self._described: DatasetGraph | None = None
+        self._share_builder: Callable[[tf.Tensor], tf.data.Dataset] | None = None
+        self.passes = 0
+        # Passes that each worker has begun since it built its share. Only that worker's thread looks at its own.
+        self._begun: dict[int, int] = {}
+        # What `open_shares` has built, by worker and share, with the number of passes begun.
+        self._opened: dict[tuple[int, int], tuple[tf.data.Dataset, int]] = {}
+
+    @property
+    def element_spec(self) -> Any:
+        """The structure of `tf.TypeSpec`s of a batch; as the signature of a `tf.function`, that of a handle."""
+        return batch_signature.of(self.batch_spec, tf.type_spec_from_value(worker_batch.handle(0, self._structure)))
+
+    @property
+    def batch_spec(self) -> Any:
+        """The structure of `tf.TypeSpec`s of a batch."""
+        return self._dataset.element_spec
+
+    @property
+    def cardinality(self) -> int:
+        """Batches in one pass, or one of tf.data's constants for an unknown or endless number."""
+        return self._cardinality
+
+    @property
+    def lives_in_python(self) -> bool:
+        """True if it calls Python of this process, so that only the chief can read it."""
+        return self._graph().lives_in_python
+
+    @property
+    def _original_dataset(self) -> tf.data.Dataset:
+        # `ClusterCoordinator.create_per_worker_dataset` asks a distributed data set for it.
+        raise TypeError(
+            "ClusterCoordinator.create_per_worker_dataset takes a tf.data.Dataset, or a function that returns one; "
+            "give it the data set itself. Received: what strategy.experimental_distribute_dataset returned"
+        )
+
+    def _graph(self) -> DatasetGraph:
+        if self._described is None:
+            self._described = DatasetGraph(self._dataset)
+        return self._described
+
+    def __iter__(self) -> Any:
+        return self._engine.iterate(self) if tf.executing_eagerly() else iter(self._in_graph())
+
+    def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
+        """See `tf.distribute.DistributedDataset`."""
+        if not tf.executing_eagerly():
+            return self._in_graph().reduce(initial_state, reduce_func)
+        return functools.reduce(reduce_func, self, initial_state)
+
+    def __tf_tracing_type__(self, context: Any) -> graph_data.HandleType:
+        """A `tf.function` takes a data set by its number (`graph_data`)."""
+        return graph_data.HandleType(graph_data.GraphDataset, self._structure)
+
+    def _in_graph(self) -> graph_data.GraphDataset:
+        return graph_data.GraphDataset(tf.constant(self.id, tf.int64), self._structure)
+
+    def after(self, passes: int, batches: int) -> WorkerDataset:
+        """The rest of a pass; see `progress.Restart.after`. Each worker gets its share of it."""
+        rest = WorkerDataset(self._engine, self._dataset.skip(batches), self._sharding, self._num_parts)
+        return self._gone_on_with(rest, passes, batches)
+
+    def _gone_on_with(self, rest: WorkerDataset, passes: int, batches: int) -> WorkerDataset:
+        # Workers come to the order of a pass by its number.
+        rest.passes = self.passes + passes
+        self.passes = rest.passes + (batches > 0)
+        return rest
+
+    @property
+    def num_parts(self) -> int:
+        """Into how many parts each batch is cut."""
+        return self._engine.num_workers if self._sharding == "deal" else self._num_parts
+
+    def check_first_batch(self) -> None:
+        """Raises ValueError if the first batch can't be cut into parts.
+
+        The worker that cuts it would see that too, but what it raises comes late and in many words. Batches that are
+        made by `batch` and not changed any more can always be cut. Data of the chief's Python may come only once:
+        their iterator looks at them.
+        """
+        if self.num_parts == 1 or self.lives_in_python or self._graph().has_even_batches:
+            return
+        # An error may be this process', which need not be able to read the data.
+        with contextlib.suppress(tf.errors.OpError):
+            for batch in rebuild(self._graph().without_shuffles(), self.batch_spec).take(1):
+                splitting.check_examples(batch, self.num_parts)
+
+    def local_iterator(self) -> Iterator[Any]:
+        """An iterator of the chief's own, over the whole."""
+        return iter(self._dataset)
+
+    def placeholder(self) -> Any:
+        """One batch of zeros, for building a model; a real one where the shape or the kind of a component is open."""
+        specs = tf.nest.flatten(self.batch_spec)
+        if all(
+            isinstance(s, tf.TensorSpec) and s.shape.rank is not None and s.shape[1:].is_fully_defined() for s in specs
+        ):
+            return tf.nest.map_structure(_zeros, self.batch_spec)
+        return next(self.local_iterator())
+
+    def share(self, worker: int) -> int | None:
+        """Number of batches in the share of `worker` of a pass: `sys.maxsize` if endless, None if unknown."""
+        total = self.cardinality
+        if total == tf.data.UNKNOWN_CARDINALITY or self._sharding == "dynamic":
+            return None
+        if total == tf.data.INFINITE_CARDINALITY:
+            return sys.maxsize
+        if self._sharding in ("replicate", "deal"):
+            return total
+        return len(range(worker, total, self._engine.num_workers))
+
+    @property
+    def is_dealt_out(self) -> bool:
+        """True if a batch goes to the worker that asks first, so that no batch belongs to a worker before."""
+        return self._sharding == "dynamic"
+
+    @property
+    def is_cut(self) -> bool:
+        """True if workers read parts of batches."""
+        return self._sharding == "deal" or self._num_parts > 1
+
+    @property
+    def is_shared_out(self) -> bool:
+        """True if each batch of a pass belongs to one worker's share."""
+        return self._sharding == "shard"
+
+    def open_shares(self) -> Callable[[int, int], Iterator[Any]]:
+        """Starts a pass over the shares, any of which any worker may read (see `WorkerIterator.open_shares`)."""
+        self.passes += 1
+        number = self.passes
+        if self._share_builder is None:
+            self._graph().agree_on_order(secrets.randbelow(2**31))
+            self._share_builder = self._rebuilder(self._graph(), self._engine.num_workers)
+        build = self._share_builder
+
+        def open_share(share: int, position: int) -> Iterator[Any]:
+            key = closures.this_worker(), share
+            dataset, begun = self._opened.pop(key, (None, 0))
+            if dataset is None or position:
+                # Built anew where a pass is gone on with: each iterator of one data set draws another order.
+                dataset, begun = build(tf.constant(share, tf.int64)), 0
+            self._begin_passes(dataset, number - 1 - begun)
+            self._opened[key] = dataset, number
+            return iter(dataset.skip(position) if position else dataset)
+
+        return open_share
+
+    def forget_shares(self, worker: int) -> None:
+        """Says that `worker` was lost, with what was built there."""
+        for key in [key for key in list(self._opened) if key[0] == worker]:
+            self._opened.pop(key, None)
+
+    def iterate_on_workers(
+        self, position: Callable[[int], int] = lambda worker: 0
+    ) -> tf.distribute.coordinator.PerWorkerValue:
+        """Starts a pass: one iterator on each worker over its share.
+
+        Args:
+          position: How many batches of its share a worker leaves out: one that comes back goes on where it was.
+        """
+        self.passes += 1
+        create = functools.partial(closures.create_on_workers, self._engine.coordinator)
+        if self._sharding == "dynamic":
+            build = self._join_service()
+            return create(lambda: iter(build()))
+        if self._shipped is None:
+            self._shipped = create(functools.partial(self._build_share, self._shares()))
+        number = self.passes
+
+        def iterate(dataset: tf.data.Dataset) -> Iterator[Any]:
+            worker = closures.this_worker()
+            self._catch_up(dataset, worker, number)
+            count = position(worker)
+            return iter(dataset.skip(count) if count else dataset)
+
+        return create(iterate, self._shipped)
+
+    def _build_share(self, share: Callable[[int], tf.data.Dataset]) -> tf.data.Dataset:
+        worker = closures.this_worker()
+        self._begun[worker] = 0
+        dataset = share(worker)
+        if self._sharding in ("shard", "deal") and self._cardinality >= 0 and self._graph().caches:
+            # A pass of known length ends with the worker's last batch, mostly before the end of the data: the cache
+            # would stay incomplete, and be filled anew in another order than that of the other workers. Data of unknown
+            # length are read to their end, and endless ones have none.
+            _read(dataset)
+        return dataset
+
+    def _catch_up(self, dataset: tf.data.Dataset, worker: int, number: int) -> None:
+        """Brings a worker that has built its share anew to the order that pass `number` has for the others.
+
+        Each iterator draws a new order. What is cached is in the order of the first, which has to be read then.
+        """
+        self._begin_passes(dataset, number - 1 - self._begun[worker])
+        self._begun[worker] = max(self._begun[worker], number)
+
+    def _begin_passes(self, dataset: tf.data.Dataset, count: int) -> None:
+        for _ in range(count):
+            if self._graph().caches:
+                _read(dataset)
+            else:
+                iter(dataset)
+
+    def _shares(self) -> Callable[[int], tf.data.Dataset]:
+        """A function that rebuilds a worker's share, to be called where the worker is the default device."""
+        is_shared = self._sharding in ("shard", "deal")
+        if is_shared:
+            # Shares of different orders would overlap.
+            self._graph().agree_on_order(secrets.randbelow(2**31))
+        build = self._rebuilder(self._graph(), self._engine.num_workers if is_shared else 1)
+        return lambda worker: build(tf.constant(worker if is_shared else 0, tf.int64))
+
+    def _rebuilder(self, graph: DatasetGraph, num_shards: int) -> Callable[[tf.Tensor], tf.data.Dataset]:
+        """A function from the index of a shard to the shard, which carries the data set inside."""
+        if graph.num_bytes > _MAX_SHIPPED_BYTES:
+            raise ValueError(
+                f"The data set holds {graph.num_bytes / 2**30:.1f} GiB in memory, more than the 2 GiB that a worker "
+                "can be sent; read it from files with tf.data instead of passing arrays."
+            )
+        text, spec = graph.serialize(), self.batch_spec
+
+        @tf.function(autograph=False)
+        def build(shard: tf.Tensor) -> tf.data.Dataset:
+            dataset = rebuild(text, spec)
+            if self._sharding == "deal":
+                # A lone worker gets batches as they are, whatever they are made of.
+                parts = (splitting.deal(dataset, [shard], num_shards) if num_shards > 1 else dataset).prefetch(1)
+                # A worker whose contribution was withdrawn makes another one for the same update, and must not run out.
+                return parts.repeat(2) if self.cardinality >= 0 else parts
+            return self._cut(dataset.shard(num_shards, shard) if num_shards > 1 else dataset)
+
+        return build.get_concrete_function(tf.TensorSpec([], tf.int64))
+
+    def _cut(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        if self._num_parts == 1:
+            return dataset
+        return splitting.deal(dataset, range(self._num_parts), self._num_parts)
+
+    def _join_service(self) -> Callable[[], tf.data.Dataset]:
+        """A function that makes the worker a consumer of a new pass of the tf.data service."""
+        endless = self.cardinality == tf.data.INFINITE_CARDINALITY
+        service, spec = tf.data.experimental.service, self.batch_spec
+        address = self._engine.data_service_address(endless)
+        # Endless data may have several producers, which divide the sources among them; data that end have one.
+        policy = service.ShardingPolicy.DYNAMIC if endless else service.ShardingPolicy.OFF
+        dataset_id, job = service.register_dataset(address, self._dataset), f"tfdist-{secrets.token_hex(8)}"
+
+        @tf.function(autograph=False)
+        def build() -> tf.data.Dataset:
+            return self._cut(service.from_dataset_id(policy, address, dataset_id, element_spec=spec, job_name=job))
+
+        return build.get_concrete_function()
+
+
+class WorkerDatasetFromFunction(WorkerDataset):
+    """Data sets that the user made for each worker (`distribute_datasets_from_function`).
+
+    Args:
+      engine: The engine whose workers read them.
+      datasets: One data set of batches for each worker, all of one structure.
+    """
+
+    def __init__(self, engine: Workers, datasets: Sequence[tf.data.Dataset], num_parts: int = 1):
+        super().__init__(engine, functools.reduce(tf.data.Dataset.concatenate, datasets), "given", num_parts)
+        self._datasets = datasets
+        # Asked for here, on the chief: `share` is called where a worker is the default device.
+        self._counts = [int(dataset.cardinality()) for dataset in datasets]
+
+    def after(self, passes: int, batches: int) -> WorkerDataset:
+        """See `WorkerDataset.after`. Each worker leaves out as many as fall to it."""
+        each = [dataset.skip(batches // len(self._datasets)) for dataset in self._datasets]
+        return self._gone_on_with(WorkerDatasetFromFunction(self._engine, each, self._num_parts), passes, batches)
+
+    def share(self, worker: int) -> int | None:
+        """See `WorkerDataset.share`."""
+        count = self._counts[worker]
+        return None if count == tf.data.UNKNOWN_CARDINALITY else sys.maxsize if count < 0 else count
+
+    def _shares(self) -> Callable[[int], tf.data.Dataset]:
+        builds = [self._rebuilder(DatasetGraph(dataset), 1) for dataset in self._datasets]
+        return lambda worker: builds[worker](tf.constant(0, tf.int64))
+
+
+def _zeros(spec: tf.TensorSpec) -> tf.Tensor:
+    shape = [1 if size is None else size for size in spec.shape]
+    return tf.zeros(shape, spec.dtype) if spec.dtype != tf.string else tf.fill(shape, "")
+
+
+def _read(dataset: tf.data.Dataset) -> None:
+    dataset.reduce(tf.constant(0, tf.int64), lambda count, *_: count + 1)

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TCP keepalive for TensorFlow's connections: a connection to a lost host ends within seconds. No TensorFlow import.
+
+A host that loses power or its network closes no connection. A call that waits for its answer has nothing left to send,
+so TCP never notices. TensorFlow's gRPC sends no keepalive, so the chief would wait forever. gRPC's own pings are no
+remedy, because a gRPC server refuses a client that pings while a long step runs.
+
+Instead, the kernel probes each connection to another task (tcp(7): SO_KEEPALIVE, TCP_USER_TIMEOUT), even while
+TensorFlow holds Python's lock. The peer's kernel answers, also for a process that is slow or stopped (SIGSTOP). So a
+connection ends only if the host, or the network to it, is lost. gRPC then reports UNAVAILABLE, as for a killed task.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import pathlib
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator, Mapping
+
+from tfdist import _addresses, _sockets
+from tfdist.cluster import Cluster
+
+# A connection ends at most `LOST_SECS` and one probe interval after the host's last answer.
+LOST_SECS = 20
+_PROBE_EVERY_SECS = 5
+_LOOK_EVERY_SECS = 1.0
+_RESOLVE_EVERY_SECS = 30.0
+_DESCRIPTORS = pathlib.Path("/proc/self/fd")
+# Two fields of Linux' struct tcp_info (tcpi_unacked, tcpi_notsent_bytes), and the size that includes both.
+_UNACKED = struct.Struct("24xI")
+_NOT_SENT = struct.Struct("144xI")
+_INFO_BYTES = 148
+
+
+class Keepalive:
+    """Watches the connections that this process has made to some tasks.
+
+    Args:
+      addresses: "host:port" by the name of the task.
+
+    Attributes:
+      is_supported: True if the system lists a process' own connections (Linux); else no connection is probed.
+    """
+
+    def __init__(self, addresses: Mapping[str, str]) -> None:
+        self._addresses = dict(addresses)
+        self._peers: dict[tuple[str, int], str] = {}
+        self._unknown = set(addresses)
+        self._foreign: set[str] = set()
+        self._resolve_again = 0.0
+        self.is_supported = _DESCRIPTORS.is_dir() and hasattr(socket, "TCP_USER_TIMEOUT")
+
+    def start(self) -> None:
+        """Starts a thread that looks for new connections until the process ends."""
+        if self.is_supported:
+            threading.Thread(target=self._run, name="tfdist keepalive", daemon=True).start()
+
+    def check(self) -> None:
+        """Turns on the kernel's probes for all present connections. Called by the thread, or by tests."""
+        self._resolve()
+        for connection, _ in self._connections():
+            with contextlib.suppress(OSError):
+                _probe(connection)
+
+    def end(self, task: str) -> int:
+        """Ends the connections to a task, so that every call to it fails at once; returns their number."""
+        self._resolve()
+        ended = 0
+        for connection, owner in self._connections():
+            if owner == task:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+                    ended += 1
+        return ended
+
+    def _run(self) -> None:
+        while True:
+            # Where no descriptor is left, the next look may find one.
+            with contextlib.suppress(OSError):
+                self.check()
+            time.sleep(_LOOK_EVERY_SECS)
+
+    def _resolve(self) -> None:
+        # A task that was replaced may have another address under its name.
+        is_due = time.monotonic() >= self._resolve_again
+        if is_due:
+            self._resolve_again = time.monotonic() + _RESOLVE_EVERY_SECS
+        before = len(self._peers)
+        for task in list(self._addresses if is_due else self._unknown):
+            host, port = _addresses.split(self._addresses[task])
+            # A name that no resolver takes is a UnicodeError.
+            with contextlib.suppress(OSError, UnicodeError):
+                for *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+                    self._peers[_plain(str(address[0])), port] = task
+                self._unknown.discard(task)
+        if len(self._peers) != before:
+            self._foreign.clear()
+
+    def _connections(self) -> Iterator[tuple[socket.socket, str]]:
+        """Yields each connection to a task, as a duplicate of gRPC's socket, with the name of the task."""
+        seen = set()
+        for entry in os.listdir(_DESCRIPTORS):  # noqa: PTH208 - a name per descriptor is all
+            with contextlib.suppress(OSError):
+                name = os.readlink(_DESCRIPTORS / entry)  # noqa: PTH115
+                if not name.startswith("socket:"):
+                    continue
+                seen.add(name)
+                if name in self._foreign:
+                    continue
+                with _shared(int(entry)) as connection:
+                    owner = self._owner(connection)
+                    if owner:
+                        yield connection, owner
+                    elif owner is None:
+                        self._foreign.add(name)
+        self._foreign &= seen
+
+    def _owner(self, connection: socket.socket) -> str | None:
+        """Returns the task at the other end; None if it is no task, "" if that is not known yet."""
+        kind = connection.getsockopt(socket.SOL_SOCKET, socket.SO_TYPE)
+        if connection.family not in (socket.AF_INET, socket.AF_INET6) or kind != socket.SOCK_STREAM:
+            return None
+        try:
+            host, port = connection.getpeername()[:2]
+        except OSError:
+            return ""  # Not connected yet.
+        return self._peers.get((_plain(host), port), "" if self._unknown else None)
+
+
+def _shared(descriptor: int) -> socket.socket:
+    """Duplicates the descriptor of a connection; closing the duplicate leaves the connection open.
+
+    The socket is declared non-blocking, even if it isn't: otherwise Python, after `socket.setdefaulttimeout`, would
+    make the connection itself non-blocking, which gRPC shares.
+
+    Raises:
+      OSError: the descriptor is no socket any more.
+    """
+    copy = os.dup(descriptor)
+    try:
+        return socket.socket(type=socket.SOCK_STREAM | socket.SOCK_NONBLOCK, fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
+
+
+def watch(cluster: Cluster) -> Keepalive:
+    """Starts to probe the connections of this process to all other tasks of its cluster."""
+    others = [task for task in cluster.tasks if task != cluster.task and task.type != "evaluator"]
+    found = Keepalive({str(task): cluster.address(task) for task in others})
+    found.start()
+    return found
+
+
+def _plain(host: str) -> str:
+    """Returns an IP address in its plain form, without IPv4-mapped IPv6: gRPC reaches IPv4 through IPv6 sockets."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return str(mapped or address)
+
+
+def _probe(connection: socket.socket) -> None:
+    # Options are set only where they differ.
+    if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE):
+        _sockets.keep_alive(connection, _PROBE_EVERY_SECS, _PROBE_EVERY_SECS, LOST_SECS // _PROBE_EVERY_SECS)
+    # For unacknowledged data: the kernel sends no keepalive probes while there are any.
+    timeout_ms = 0 if _is_held_back(connection) else LOST_SECS * 1000
+    if connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) != timeout_ms:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
+
+
+def _is_held_back(connection: socket.socket) -> bool:
+    """Returns True if the peer's kernel acknowledged everything and its receive window is full.
+
+    The peer's process is then slow or stopped, and its host is alive.
+    """
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+    if len(info) < _INFO_BYTES:
+        return False
+    return not _UNACKED.unpack_from(info)[0] and bool(_NOT_SENT.unpack_from(info)[0])

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reports calls that do not complete, and lets Ctrl-C end a process that is blocked in one. No TensorFlow import."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+_JOIN_SECS = 2.0
+
+
+class StallReporter:
+    """Writes a line every `interval_secs` for which the same operation has not completed.
+
+        reporter = StallReporter(describe=lambda: "worker:1")
+        reporter.start()
+        with reporter.waiting("the evaluation"):
+            ...  # after 30 s: "tfdist: the evaluation has not completed for 30 s; waiting for worker:1"
+
+    Args:
+      describe: returns the names of the tasks that are waited for; called only when there is a line to write.
+      interval_secs: time after which an operation is reported, and interval of the reports.
+      progress: returns the current operation outside of `waiting` blocks: (name, token), where the token changes with
+        progress, or None for no operation.
+      clock: returns the time in seconds.
+      write: takes each line; standard error by default.
+    """
+
+    def __init__(
+        self,
+        describe: Callable[[], str],
+        interval_secs: float = 30.0,
+        *,
+        progress: Callable[[], tuple[str, Any] | None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+        write: Callable[[str], object] | None = None,
+    ) -> None:
+        self._describe = describe
+        self._interval_secs = interval_secs
+        self._progress = progress
+        self._clock = clock
+        self._write = write or say
+        self._blocks: list[tuple[str, Any]] = []
+        self._last: tuple[str, Any] | None = None
+        self._since = self._reported = clock()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @contextlib.contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Declares that the operation `what` runs within this block."""
+        block = (what, object())
+        self._blocks.append(block)
+        try:
+            yield
+        finally:
+            self._blocks.remove(block)
+
+    def stalled_secs(self) -> float:
+        """Returns for how long the current operation has made no progress, as seen by `check`; 0 without one."""
+        return self._clock() - self._since if self._last else 0.0
+
+    def check(self) -> None:
+        """Checks once, and writes a line if one is due. Called by the thread, or by tests."""
+        now, current = self._clock(), (self._blocks[-1] if self._blocks else self._progress())
+        if current is None or self._last is None or current[1] != self._last[1]:
+            self._last, self._since, self._reported = current, now, now
+        elif now - self._reported >= self._interval_secs:
+            self._reported = now
+            secs = now - self._since
+            self._write(f"tfdist: {current[0]} has not completed for {secs:.0f} s; waiting for {self._describe()}")
+
+    def start(self, every_secs: float = 1.0) -> None:
+        """Starts a thread that calls `check` until `stop`."""
+        self._stop.clear()
+        self._thread = threading.Thread(target=self._run, args=(every_secs,), name="tfdist-watch", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread; may be called again."""
+        self._stop.set()
+        if self._thread and self._thread is not threading.current_thread():
+            # With a timeout, because `describe` may query a cluster that no longer answers.
+            self._thread.join(_JOIN_SECS)
+        self._thread = None
+
+    def _run(self, every_secs: float) -> None:
+        while not self._stop.wait(every_secs):
+            self.check()
+
+
+class BlockedCall:
+    """Detects that a thread is inside a call into TensorFlow's runtime; a `progress` argument of `StallReporter`.
+
+    Calling the object returns (what, token) while the thread is inside a call, with a new token for each call, else
+    None. A blocked synchronous step is always inside such a call, and inspecting the thread's frame from outside costs
+    the step nothing. With `run_eagerly=True` TensorFlow reduces in threads of its own, for which the thread waits.
+    """
+
+    # Files of Python whose innermost frame means that the runtime is at work.
+    _RUNTIME = ("tensorflow/python/eager/", "tensorflow/python/ops/gen_", "tensorflow/python/framework/ops.py")
+    _COLLECTIVES = "tensorflow/python/ops/gen_collective_ops.py"
+
+    def __init__(self, what: str, thread_id: int | None = None) -> None:
+        self._what = what
+        self._thread_id = thread_id or threading.main_thread().ident
+        self._last: tuple[Any, int, int] | None = None
+        self._token = 0
+
+    def __call__(self) -> tuple[str, int] | None:
+        """Returns (what, token), or None outside of a call."""
+        frame = self._blocked_frame()
+        if frame is None:
+            self._last = None
+            return None
+        # The reference keeps the frame alive, so that no other frame gets its identity.
+        if self._last is None or self._last[0] is not frame or self._last[1] != frame.f_lasti:
+            self._token += 1
+            self._last = (frame, frame.f_lasti, self._token)
+        return self._what, self._token
+
+    def _blocked_frame(self) -> types.FrameType | None:
+        frames = sys._current_frames()
+        frame = frames.get(self._thread_id or 0)
+        if frame is None or any(part in frame.f_code.co_filename for part in self._RUNTIME):
+            return frame
+        if frame.f_code.co_filename != threading.__file__:
+            return None
+        return next((each for each in frames.values() if self._COLLECTIVES in each.f_code.co_filename), None)
+
+
+class InterruptEscape:
+    """Ends the process on Ctrl-C if the main thread is blocked in a call that Python can't interrupt.
+
+    Python raises KeyboardInterrupt only when the main thread returns from C code, which a thread that waits for other
+    workers does not. So the process ends with exit code 130 if that has not happened after `grace_secs`. Does nothing
+    outside of the main thread, nor if the program has set a wakeup descriptor of its own, as asyncio does.
+
+    Args:
+      describe: returns the names of the tasks that are waited for, for the last line written.
+      grace_secs: time for Python to raise KeyboardInterrupt.
+      on_interrupt: called when Python handles the signal.
+    """
+
+    def __init__(
+        self, describe: Callable[[], str], grace_secs: float = 3.0, on_interrupt: Callable[[], object] = lambda: None
+    ) -> None:
+        self._describe = describe
+        self._grace_secs = grace_secs
+        self._on_interrupt = on_interrupt
+        self._delivered = threading.Event()
+        self._pipe: tuple[int, int] | None = None
+        self._previous: Any = None
+
+    def install(self) -> None:
+        """Starts to watch for Ctrl-C."""
+        handler = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is not threading.main_thread() or not callable(handler):
+            return
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        displaced = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        if displaced != -1:
+            signal.set_wakeup_fd(displaced)
+            os.close(read)
+            os.close(write)
+            return
+        self._pipe, self._previous = (read, write), handler
+        signal.signal(signal.SIGINT, self._deliver)
+        threading.Thread(target=self._watch, args=(read,), name="tfdist-interrupt", daemon=True).start()
+
+    def uninstall(self) -> None:
+        """Restores the previous signal handler and wakeup descriptor; may be called again."""
+        if self._pipe is None:
+            return
+        signal.set_wakeup_fd(-1)
+        if signal.getsignal(signal.SIGINT) == self._deliver:
+            signal.signal(signal.SIGINT, self._previous)
+        os.close(self._pipe[1])  # ends the thread, which closes the other end
+        self._pipe = None
+
+    def _deliver(self, number: int, frame: Any) -> None:
+        self._delivered.set()
+        self._on_interrupt()
+        self._previous(number, frame)
+
+    def _watch(self, read: int) -> None:
+        while signals := os.read(read, 64):
+            if signal.SIGINT in signals and not self._delivered.wait(self._grace_secs):
+                say(f"tfdist: interrupted while waiting for {self._describe()}")
+                os._exit(130)
+            self._delivered.clear()
+        os.close(read)
+
+
+def say(line: str) -> None:
+    """Writes a line to standard error."""
+    print(line, file=sys.stderr, flush=True)  # noqa: T201

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The chief's connection to the cluster's servers, and the embedded cluster of local processes.
+
+The servers themselves are in `task.py`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.cluster import DATA_SERVICE_VARIABLE, NOTICES_VARIABLE, Cluster, Task, data_service_address
+from tfdist.data.data_service import DataService
+from tfdist.launchers import interpreter
+from tfdist.launchers.notices import GIVEN_UP, Reader
+from tfdist.launchers.ports import PortReservation
+from tfdist.launchers.processes import Process, Supervisor
+from tfdist.launchers.replacements import Replacements
+from tfdist.launchers.requests import Restarts
+from tfdist.runtime import keepalive, rendezvous, watch
+from tfdist.serving.task import done_mark, serve
+
+__all__ = ["Attachment", "EmbeddedCluster", "attach", "check_sizes", "cluster_of", "serve"]
+
+# A server process starts within a few seconds.
+_RESTARTS = Restarts(settled_secs=10.0)
+# Interval at which the launcher's notices are read.
+_NOTICE_SECS = 1.0
+
+
+class Attachment:
+    """The chief's connection to the servers of its cluster.
+
+    Args:
+      cluster: all tasks. Without a task `chief`, TensorFlow chooses the chief's address.
+      embedded: the embedded cluster, if its processes were started here; else None.
+      data_service: "host:port" at which the workers expect the dispatcher of a tf.data service, or None.
+    """
+
+    def __init__(self, cluster: Cluster, embedded: EmbeddedCluster | None, data_service: str | None):
+        self.cluster = cluster
+        self.embedded = embedded
+        chief = cluster.jobs.get("chief", {}).get(0, "127.0.0.1:0")
+        self._data_service = DataService(chief.rpartition(":")[0], data_service)
+        # Computed now, because the program may remove the job's secret from its environment. Only tasks of a listed
+        # chief look for the mark; servers that the program has started itself don't.
+        servers = [task for task in cluster.tasks if task.type in ("worker", "ps")] if cluster.is_listed else []
+        self._marks = {task: done_mark(cluster, task) for task in servers}
+        # True if this program ends early and will be started again.
+        self.is_abandoned = False
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers."""
+        return self.cluster.num_workers
+
+    def resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
+        """Returns the cluster as a resolver for the stock strategy."""
+        jobs = {job: list(tasks.values()) for job, tasks in self.cluster.jobs.items() if job != "evaluator"}
+        return _resolver(jobs, "chief" if "chief" in jobs else None)
+
+    def renamed_resolver(self, coordinator_name: str) -> tf.distribute.cluster_resolver.ClusterResolver:
+        """Returns the cluster as a resolver, with the chief's job renamed to `coordinator_name`."""
+        jobs = {job: list(tasks.values()) for job, tasks in self.cluster.jobs.items() if job != "evaluator"}
+        if "chief" in jobs:
+            jobs[coordinator_name] = jobs.pop("chief")
+        return _resolver(jobs, None)
+
+    def prepare_data_service(self) -> None:
+        """Starts the dispatcher that the workers expect. See `DataService.prepare`."""
+        self._data_service.prepare()
+
+    def data_service_address(self, endless: bool) -> str:
+        """See `DataService.address`."""
+        return self._data_service.address(endless)
+
+    def finish(self) -> None:
+        """Notifies every server that the chief is done. Called at exit; does nothing if the program failed."""
+        if self.embedded is not None or self.is_abandoned or getattr(sys, "last_value", None) is not None:
+            return
+        for task, mark in self._marks.items():
+            device = tf.device(f"/job:{task.type}/task:{task.index}/device:CPU:0")
+            # A task that has ended already needs no notification.
+            with contextlib.suppress(tf.errors.OpError), device:
+                tf.io.write_file(str(mark), "done")
+
+
+def attach(
+    cluster: Cluster | None, num_workers: int, num_ps: int, start_timeout_secs: float, uses_data_service: bool = False
+) -> Attachment:
+    """Waits for the tasks of `cluster`, or starts an embedded cluster of local processes.
+
+    Args:
+      cluster: the cluster; None to start an embedded one.
+      num_workers: number of workers of an embedded cluster.
+      num_ps: number of parameter servers of an embedded cluster.
+      start_timeout_secs: how long to wait for the tasks.
+      uses_data_service: True to start the dispatcher of a tf.data service before the workers connect to it.
+
+    Raises:
+      ValueError: a number of processes is out of range.
+      TimeoutError: a task did not start in time.
+    """
+    embedded, data_service = None, data_service_address()
+    if cluster is None:
+        embedded = EmbeddedCluster(num_workers, num_ps, uses_data_service)
+        cluster, data_service = embedded.cluster, embedded.data_service
+    attachment = Attachment(cluster, embedded, data_service)
+    if uses_data_service:
+        attachment.prepare_data_service()
+    servers = [task for task in cluster.tasks if task.type in ("worker", "ps")]
+    # The chief of an embedded cluster is no task of it, because it has no address.
+    waiting: dict[str, Any] = {"check": embedded.check, "name": "chief"} if embedded else {}
+    rendezvous.reach(cluster, servers, start_timeout_secs, **waiting)
+    if embedded is not None:
+        embedded.keep_alive()
+    else:
+        _watch_notices(keepalive.watch(cluster))
+    atexit.register(attachment.finish)
+    return attachment
+
+
+def _watch_notices(watched: keepalive.Keepalive) -> None:
+    """Starts a thread that ends the connections to workers that the launcher has given up; calls to them then fail."""
+    path = os.environ.get(NOTICES_VARIABLE)
+    if path:
+        reader = Reader(path)
+        threading.Thread(target=_follow_notices, args=(reader, watched), name="tfdist notices", daemon=True).start()
+
+
+def _follow_notices(reader: Reader, watched: keepalive.Keepalive) -> None:
+    while True:
+        for line in reader.new_lines():
+            if line.startswith(GIVEN_UP):
+                task = line.removeprefix(GIVEN_UP)
+                watch.say(f"tfdist: the launcher has given up {task}; going on without it")
+                watched.end(task)
+        time.sleep(_NOTICE_SECS)
+
+
+def cluster_of(resolver: tf.distribute.cluster_resolver.ClusterResolver) -> Cluster:
+    """Returns the cluster that a resolver describes. Without a task type this process is the chief."""
+    jobs = {job: dict(enumerate(tasks)) for job, tasks in resolver.cluster_spec().as_dict().items()}
+    return Cluster(jobs, Task(resolver.task_type or "chief", resolver.task_id or 0))
+
+
+def _resolver(jobs: dict[str, list[str]], task_type: str | None) -> tf.distribute.cluster_resolver.ClusterResolver:
+    return tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec(jobs), task_type=task_type, task_id=0 if task_type else None, rpc_layer="grpc"
+    )
+
+
+def check_sizes(num_workers: int, num_ps: int) -> None:
+    """Raises ValueError unless both are integers of at least 1."""
+    for name, value in (("num_workers", num_workers), ("num_ps", num_ps)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name} must be an integer of at least 1. Received: {name}={value!r}")
+
+
+class EmbeddedCluster:
+    """Worker and ps processes on this machine. They end with this program, also when it is killed.
+
+    A worker that dies is restarted, up to a number of failures in a row (`Replacements`). A ps is not restarted,
+    because its variables are lost.
+
+    Args:
+      num_workers: number of workers, at least 1.
+      num_ps: number of parameter servers, at least 1.
+      uses_data_service: whether the workers connect to the dispatcher of a tf.data service.
+
+    Attributes:
+      cluster: the processes as tasks, without a chief.
+      data_service: "host:port" at which the workers expect the dispatcher, or None.
+    """
+
+    def __init__(self, num_workers: int, num_ps: int, uses_data_service: bool):
+        check_sizes(num_workers, num_ps)
+        self._ports = PortReservation(num_workers + num_ps + 1)
+        addresses = [f"127.0.0.1:{port}" for port in self._ports.ports]
+        workers, servers = addresses[:num_workers], addresses[num_workers:-1]
+        jobs = {"worker": dict(enumerate(workers)), "ps": dict(enumerate(servers))}
+        self.cluster = Cluster(jobs, Task("worker", 0))
+        self.data_service = addresses[-1] if uses_data_service else None
+        self._supervisor = Supervisor()
+        self._processes = {str(task): self._start(task) for task in self.cluster.tasks}
+
+    def keep_alive(self) -> None:
+        """Starts a thread that restarts workers that end."""
+        threading.Thread(target=self._watch, name="tfdist embedded cluster", daemon=True).start()
+
+    def check(self) -> None:
+        """Raises RuntimeError if a process has ended. Called while the cluster starts."""
+        for name, process in self._processes.items():
+            if process.poll() is not None:
+                raise RuntimeError(f"{name} of the embedded cluster ended with code {process.poll()}: {_tail(process)}")
+
+    def pid(self, task: str) -> int | None:
+        """Returns the process id of a task such as "worker:1", which is its process group, too; None if not running.
+
+        Raises:
+          KeyError: there is no such task.
+        """
+        process = self._processes[task]
+        return process.pid if process.poll() is None else None
+
+    def _start(self, task: Task) -> Process:
+        env = dict(os.environ, TF_CONFIG=self.cluster.with_task(task).to_tf_config())
+        env.pop(DATA_SERVICE_VARIABLE, None)
+        if self.data_service is not None:
+            env[DATA_SERVICE_VARIABLE] = self.data_service
+        if task.type == "ps":
+            env["CUDA_VISIBLE_DEVICES"] = ""
+        return self._supervisor.start(str(task), interpreter.module_command("tfdist.serving.task"), env)
+
+    def _watch(self) -> None:
+        replacements = Replacements(_RESTARTS)
+        while True:
+            ended = self._supervisor.wait_first_exit(replacements.wait_secs())
+            next_start = _register_failure(replacements, ended) if ended else ""
+            # Restarts come before the line is written, because training may wait for the worker.
+            for name in replacements.due():
+                try:
+                    self._processes[name] = self._start(_task(name))
+                except OSError as error:
+                    replacements.failed(name, 0.0, least_secs=_RESTARTS.backoff_secs)
+                    watch.say(f"tfdist: {name} of the embedded cluster could not be started: {error}")
+            if ended:
+                ended.wait()
+                line = f"tfdist: {ended.name} ended with code {ended.returncode}{next_start}. {_tail(ended)}"
+                watch.say(line.rstrip())
+
+
+def _register_failure(replacements: Replacements, ended: Process) -> str:
+    """Counts the failure of a worker, and returns when it is started again, as the end of a sentence."""
+    if not ended.name.startswith("worker"):
+        return ""
+    failures, secs = replacements.failed(ended.name, ended.ran_secs)
+    if secs is None:
+        return f"; it is given up after {failures} failures in a row"
+    return f", starting it again in {secs:g} s" if secs else ", starting it again"
+
+
+def _task(name: str) -> Task:
+    job, _, index = name.partition(":")
+    return Task(job, int(index))
+
+
+def _tail(process: Process) -> str:
+    return " | ".join(process.tail[-3:])

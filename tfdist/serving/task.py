@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Server process of a `worker` or `ps` task, which runs until the chief is done.
+
+Such a process runs the chief's closures and no program of its own. It ends when the chief is done (exit code 0), or
+when the chief is lost (exit code 75, after which launchers restart it). When the chief is done, it has TensorFlow write
+a file (the mark) *on the server's machine*, through the existing connection, so that no second port is needed.
+
+`python -m tfdist.serving.task` serves the task in TF_CONFIG. The embedded cluster starts its processes with it. It
+starts within a second, because this module imports no TensorFlow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import os
+import pathlib
+import shutil
+import signal
+import stat
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from tfdist.cluster import JOB_SECRET_VARIABLE, Cluster, Task
+from tfdist.compat import bare_servers
+from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE
+from tfdist.runtime import allocator, keepalive, rendezvous, watch
+from tfdist.serving import data_worker, task_server
+
+_POLL_SECS = 0.5
+_CHIEF_LOST_SECS = 10.0
+# The same two after SIGTERM, because a launcher may be waiting to start this task again.
+_ENDING_POLL_SECS = 0.1
+_CHIEF_ENDED_SECS = 0.5
+# Not `tempfile.gettempdir()`, because TMPDIR may differ on the chief, and both must compute the same path.
+_MARKS = pathlib.Path("/tmp")
+
+
+def serve(cluster: Cluster, start_timeout_secs: float = 300.0) -> int:
+    """Serves this process' task until the chief is done.
+
+    Args:
+      cluster: the cluster, with the task of this process.
+      start_timeout_secs: how long to wait for the chief to start.
+
+    Returns:
+      The exit code: 0 if the chief is done, 75 if it was lost, 1 if it never started or the port is in use.
+    """
+    allocator.keep_freed_memory(few_arenas=True)
+    mark = done_mark(cluster, cluster.task)
+    if "chief" in cluster.jobs:
+        try:
+            _prepare(mark.parent)
+        except OSError as error:
+            watch.say(f"tfdist: {cluster.task}: {error}")
+            return 1
+    server = None
+    try:
+        server = _start_server(cluster)
+        if server is None:
+            return 1
+        with data_worker.beside(cluster):
+            if "chief" not in cluster.jobs:
+                # In an embedded cluster the process ends with its parent.
+                threading.Event().wait()
+            keepalive.watch(cluster)
+            with _ending_with_chief() as is_asked_to_end:
+                return _await_chief(cluster, mark, start_timeout_secs, is_asked_to_end)
+    finally:
+        if _is_ours(mark.parent):
+            shutil.rmtree(mark.parent, ignore_errors=True)
+        del server
+
+
+def _start_server(cluster: Cluster) -> Any:
+    """Starts the server of this process' task; writes a line and returns None if its port is in use."""
+    try:
+        with rendezvous.naming_port(cluster):
+            return task_server.start(cluster)
+    except OSError as error:
+        watch.say(f"tfdist: {error.strerror}")
+        return None
+
+
+@contextlib.contextmanager
+def _ending_with_chief() -> Iterator[threading.Event]:
+    """Yields an event that SIGTERM sets within this block, instead of ending the process; a second SIGTERM ends it.
+
+    SIGTERM may have been sent to all tasks, and the chief must still save the variables on this one.
+    """
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+
+    def note(number: int, frame: Any) -> None:
+        del frame
+        asked.set()
+        signal.signal(number, before)
+
+    before = signal.signal(signal.SIGTERM, note)
+    try:
+        yield asked
+    finally:
+        if signal.getsignal(signal.SIGTERM) == note:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _await_chief(
+    cluster: Cluster, mark: pathlib.Path, start_timeout_secs: float, is_asked_to_end: threading.Event
+) -> int:
+    chief = cluster.jobs["chief"][0]
+    seen = False
+    waiting_since = last_seen = time.monotonic()
+    while not (_is_ours(mark.parent) and mark.exists()):
+        now = time.monotonic()
+        if rendezvous.answers(chief, _POLL_SECS):
+            seen, last_seen = True, now
+        elif is_asked_to_end.is_set() and (not seen or now - last_seen > _CHIEF_ENDED_SECS):
+            return TRY_AGAIN_EXIT_CODE
+        elif seen and now - last_seen > _CHIEF_LOST_SECS:
+            watch.say(
+                f"tfdist: {cluster.task}: the chief at {chief} has been gone for {_CHIEF_LOST_SECS:.0f} s; "
+                f"ending with code {TRY_AGAIN_EXIT_CODE}"
+            )
+            return TRY_AGAIN_EXIT_CODE
+        elif not seen and now - waiting_since > start_timeout_secs:
+            watch.say(
+                f"tfdist: {cluster.task}: the chief at {chief} did not come up within "
+                f"start_timeout_secs={start_timeout_secs:g}"
+            )
+            return 1
+        if is_asked_to_end.is_set():
+            time.sleep(_ENDING_POLL_SECS)
+        else:
+            is_asked_to_end.wait(_POLL_SECS)
+    return 0
+
+
+def done_mark(cluster: Cluster, task: Task) -> pathlib.Path:
+    """Returns the path of the file on the machine of `task` that exists once the chief is done.
+
+    The name of its folder can't be guessed if a launcher has passed a secret to all tasks.
+    """
+    identity = f"{sorted((job, sorted(tasks.items())) for job, tasks in cluster.jobs.items())} {task}"
+    digest = hmac.new(_secret(), identity.encode(), hashlib.sha256).hexdigest()
+    return _MARKS / f"tfdist-{digest[:24]}" / "done"
+
+
+def _secret() -> bytes:
+    return os.environ.get(JOB_SECRET_VARIABLE, "").encode(errors="surrogateescape")
+
+
+def _prepare(folder: pathlib.Path) -> None:
+    """Removes the folder of an earlier attempt, and creates a new one if its name can be guessed by other users.
+
+    A folder with a secret name is created by the chief, so that a killed task leaves no folder behind.
+
+    Raises:
+      OSError: the folder can't be created, or belongs to another user. The message is one line.
+    """
+    if folder.is_symlink() or folder.exists():
+        if not _is_ours(folder):
+            raise OSError(
+                f"{folder} is not a folder of this user, so that the chief can't say there that it is done; remove "
+                f"it, or set {JOB_SECRET_VARIABLE} to one random text for all tasks. Received: {_described(folder)}"
+            )
+        shutil.rmtree(folder)
+    if not _secret():
+        folder.mkdir(mode=0o700)
+
+
+def _is_ours(folder: pathlib.Path) -> bool:
+    """Returns True if this is a folder, and no link, that belongs to this user."""
+    try:
+        status = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+
+
+def _described(path: pathlib.Path) -> str:
+    status = path.lstat()
+    return f"{stat.filemode(status.st_mode)}, user {status.st_uid}"
+
+
+def main() -> int:
+    """Serves the task in TF_CONFIG, in a process that does nothing else."""
+    bare_servers.skip_package_init()
+    return serve(Cluster.from_tf_config())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

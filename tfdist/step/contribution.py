@@ -1,0 +1,408 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Keras train step in two halves: what one replica computes, and what is done once enough replicas have.
+
+    contribute(batch)        on a replica: the user's train_step. It writes nothing: whatever it would have written
+                             comes out as a `Contribution`.
+    add_up(contributions)    contributions are made so that they add up; how, and where, is the engine's matter
+    update(total)            one update of the model from the total, as one device would have made it from all of the
+                             examples together
+    logs(...)                what Keras is to show after it
+
+So a contribution that is dropped leaves no trace: not in the weights, not in a metric, not in the statistics of a
+BatchNormalization. And what happens once per update (clipping, weight decay, loss scaling, EMA, constraints, the count
+of iterations) happens in `update`, in the real `optimizer.apply`.
+
+How writes are kept back: `optimizer.apply` is replaced on the optimizer instances while the step is traced, and the
+rest of the step runs in a `keras.StatelessScope` (`recording`), where Keras' variables are read and written in a
+mapping. Variables that a metric counts in (aggregation "sum") start at zero there, so that what comes out is what this
+batch adds. What was written before `optimizer.apply` is assigned before the update, such as a learning rate, and the
+rest after it. A `tf.Variable` that is not made by Keras is written at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.compat import additional_losses, compiled_losses, keras_variables, optimizer_patches
+from tfdist.data import handle as handles
+from tfdist.data import splitting
+from tfdist.step import empty_parts, recording, states, value_changes
+from tfdist.step.adding_up import Contribution, add_up, times, weigh
+from tfdist.step.apply_calls import Applied, apply_if, capture
+from tfdist.step.model_losses import is_sum
+from tfdist.step.recording import Findings, Recording, TraceAgain
+from tfdist.step.states import State
+
+__all__ = ["Contribution", "TrainStep", "add_up", "weigh"]
+
+Place = Callable[[Any], contextlib.AbstractContextManager]
+Assign = Callable[[Any, tf.Tensor], Any]
+
+
+@dataclasses.dataclass
+class _Layout:
+    """What the parts of a contribution belong to; known once the step was traced."""
+
+    applied: list[Applied] = dataclasses.field(default_factory=list)
+    counters: list[Any] = dataclasses.field(default_factory=list)
+    states: list[State] = dataclasses.field(default_factory=list)
+    # The step's result, with a number for each leaf that is shipped and a metric's key for the others.
+    logs: Any = None
+
+
+class TrainStep:
+    """The two halves of a model's `train_step`.
+
+    Args:
+      step: a bound `train_step`, or Keras' wrapper around it.
+      total_num_replicas: how many replicas contribute at most.
+      loss_divisor: what Keras divides each replica's loss by: `num_replicas_in_sync` of the strategy.
+      is_relative: whether a contribution says by how much it changes a state, and not what that becomes: for replicas
+        that don't begin with the same values.
+      can_take_maxima: whether contributions are added up by `add_up`, and not in an all-reduce.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        total_num_replicas: int,
+        loss_divisor: int = 1,
+        is_relative: bool = False,
+        can_take_maxima: bool = False,
+    ) -> None:
+        self._step = step
+        self.model: keras.Model = getattr(step, "__self__")  # noqa: B009, Keras' wrapper has it too
+        self._total_num_replicas = total_num_replicas
+        self._loss_divisor = loss_divisor
+        self._is_relative = is_relative
+        self._can_take_maxima = can_take_maxima or total_num_replicas == 1
+        self._findings = Findings()
+        self._layout = _Layout()
+        self._is_sum = _is_sum(self.model)
+        # Whether all replicas are known to have equally many examples.
+        self._is_even = False
+
+    @property
+    def counters(self) -> list[Any]:
+        """The variables that `Contribution.counts` belongs to."""
+        return self._layout.counters
+
+    def settled(self, trace: Callable[[], Any]) -> Any:
+        """What `trace` returns, which traces `contribute`: perhaps more than once, until nothing new is found out."""
+        return self._findings.settled(trace)
+
+    def written_past_keras(self, written: Any) -> None:
+        """Has a stand-in written instead of what is behind a Keras variable; for `tf.Variable`s as they are written.
+
+        Raises:
+          TraceAgain: the step has to be traced anew; see `settled`.
+          ValueError: it was written after the update.
+        """
+        variables = [
+            *self.model.variables,
+            *self.model.metrics_variables,
+            *getattr(self.model.optimizer, "variables", ()),
+        ]
+        for variable in variables:
+            if keras_variables.tf_variable(variable) is written:
+                self._findings.ask_for_stand_in(variable)
+                raise ValueError(
+                    "policies: after optimizer.apply a train_step must not write variables past Keras, because the "
+                    "update is made later; use variable.assign(value) of the Keras variable. Received: a write of "
+                    f"{variable.path!r}"
+                )
+
+    def contribute(self, batch: Any, batch_rows: tf.Tensor | None = None) -> Contribution:
+        """Computes a replica's contribution from its part of the batch; call it in a graph, in replica context.
+
+        Args:
+          batch: the replica's part.
+          batch_rows: int64 scalar, the number of examples in all parts together, where that is known. Only with it are
+            the metrics of single losses, and of losses that are sums, those of one device.
+
+        Raises:
+          TraceAgain: the step has to be traced anew; see `settled`.
+        """
+        layout = self._layout = _Layout()
+        is_filled = self._may_be_empty(batch)
+        starts, begun_with = self._starts()
+        scope = Recording(starts, self._findings)
+        changed = [(o, "apply", capture(o, layout.applied, scope)) for o in optimizer_patches.optimizers_of(self.model)]
+        changed += self._loss_trackers(batch, batch_rows) + self._penalties(batch, batch_rows)
+        with optimizer_patches.attributes(changed), scope:
+            compiled_losses.forget_added(self.model)
+            # An empty Optional is Keras' way to say None.
+            batch_given = empty_parts.filled(batch, batch) if is_filled else batch
+            result = self._step(handles.without_optionals(batch_given))
+        writes = scope.writes()
+        weight, rows = self._weight(batch), splitting.rows(batch)
+        counts, new_states, maxima = self._sort(writes, scope, begun_with, weight)
+        if rows is not None and is_filled:
+            counts = [tf.where(rows > 0, count, tf.zeros_like(count)) for count in counts]
+        return Contribution(
+            [
+                gradient if self._is_sum else times(gradient, weight)
+                for call in layout.applied
+                for gradient in call.gradients()
+            ],
+            counts,
+            new_states,
+            [
+                times(tf.cast(leaf, tf.float32), weight)
+                for leaf in self._shipped(result, [write.variable for write in writes])
+            ],
+            tf.convert_to_tensor(weight),
+            tf.constant(1.0),
+            tuple(times(each.flag.read_value(), weight) for each in layout.applied if each.flag is not None),
+            tuple(maxima),
+        )
+
+    def _may_be_empty(self, batch: Any) -> bool:
+        return self._total_num_replicas > 1 and empty_parts.may_occur([batch]) and empty_parts.are_refused(self.model)
+
+    def _starts(self) -> tuple[list[tuple[Any, tf.Tensor]], dict[int, tf.Tensor]]:
+        """What variables begin with: metrics' sums at zero; and what other states are then, by the variable's id."""
+        metrics = [variable for metric in self.model.metrics for variable in metric.variables]
+        counters = [v for v in metrics if v.aggregation == "sum" and id(v) not in self._findings.states]
+        counted = {id(variable) for variable in counters}
+        others = [variable for variable in metrics if id(variable) not in counted]
+        if self._is_relative:
+            others += self.model.non_trainable_variables
+        states = {id(variable): (variable, tf.identity(tf.convert_to_tensor(variable))) for variable in others}
+        zeros = [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in counters]
+        return [*zeros, *states.values()], {key: start for key, (_, start) in states.items()}
+
+    def _sort(
+        self, writes: Sequence[recording.Write], scope: Recording, begun_with: dict[int, tf.Tensor], weight: Any
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor], list[tf.Tensor]]:
+        """The counts, states and maxima of these writes."""
+        counts, new_states, maxima = [], [], []
+        metrics = {id(variable) for metric in self.model.metrics for variable in metric.variables}
+        for variable, value, position in writes:
+            mode = self._mode(variable, value, scope) if id(variable) in metrics else "mean"
+            if mode == "count":
+                self._layout.counters.append(variable)
+                counts.append(value)
+                continue
+            self._layout.states.append(State(variable, mode, position))
+            if mode in (value_changes.MAXIMUM, value_changes.MINIMUM):
+                maxima.append(value if mode == value_changes.MAXIMUM else -value)
+            elif mode == "sum":
+                new_states.append(value)
+            else:
+                new_states.append(
+                    states.summable(
+                        states.change(value, begun_with.get(id(variable)) if self._is_relative else None), weight
+                    )
+                )
+        return counts, new_states, maxima
+
+    def _mode(self, variable: Any, value: tf.Tensor, scope: Recording) -> str:
+        """How what replicas make of a metric's variable is brought together."""
+        is_sum, is_state = variable.aggregation == "sum", id(variable) in self._findings.states
+        is_readable = id(variable) not in self._findings.stand_ins
+        start = scope.start_of(variable)
+        kind = value_changes.kind(value, start) if is_readable and start is not None else value_changes.OTHER
+        if is_sum and kind == value_changes.NEW:
+            return "sum"
+        if is_sum and not is_state:
+            if is_readable and kind == value_changes.ADDITION:
+                return "count"
+            self._findings.is_state(variable)
+            raise TraceAgain(recording.AGAIN)
+        if (
+            kind in (value_changes.MAXIMUM, value_changes.MINIMUM)
+            and self._can_take_maxima
+            and variable.dtype != "bool"
+        ):
+            return kind
+        if is_sum and self._total_num_replicas > 1:
+            raise ValueError(
+                "metrics=[...]: under policies each replica counts its own examples and the counts are added up, so a "
+                "metric's variable has to be updated as assign(variable + x), outside of conditionals, or on parameter "
+                "servers as a maximum or minimum; one made by add_variable(aggregation='mean') has the mean "
+                f"over the replicas. Received: variable {variable.path!r}, which is no sum"
+            )
+        return "mean"
+
+    def _weight(self, batch: Any) -> tf.Tensor | float:
+        rows = splitting.rows(batch)
+        self._is_even = rows is None or splitting.static_size(batch) is not None
+        return 1.0 if self._is_even else tf.cast(rows, tf.float32)
+
+    def _loss_trackers(self, batch: Any, batch_rows: tf.Tensor | None) -> list[tuple[Any, str, Any]]:
+        """What lets metrics of losses count as on one device.
+
+        Keras weighs each replica's loss by its examples, which is wrong for sums, and not at all for the losses of
+        single outputs.
+        """
+        rows, num_replicas = splitting.rows(batch), self._total_num_replicas
+        if rows is None or not compiled_losses.losses(self.model):
+            return []
+        total = single = None
+        if batch_rows is not None:
+            total = batch_rows / num_replicas if self._is_sum else None
+            single = 1 / num_replicas if self._is_sum else rows / tf.maximum(batch_rows, 1)
+        # A replica's sum stands for one of all. Keras has multiplied it by `loss_divisor` already.
+        scale = num_replicas / self._loss_divisor if self._is_sum else 1.0
+        weights = [(compiled_losses.tracker_of(self.model), total)]
+        # One for each loss, or none for a single one.
+        weights += [(metric, single) for metric in compiled_losses.trackers_of_single(self.model)]
+        return [(metric, "update_state", _weighing(metric, scale, weight, rows)) for metric, weight in weights]
+
+    def _penalties(self, batch: Any, batch_rows: tf.Tensor | None) -> list[tuple[Any, str, Any]]:
+        """Has penalties, beside losses that are sums, count by the replica's examples, as on one device."""
+        if not self._is_sum or self._total_num_replicas == 1:
+            return []
+        rows = splitting.rows(batch)
+        is_known = rows is not None and batch_rows is not None
+        share = rows / tf.maximum(batch_rows, 1) if is_known else 1 / self._total_num_replicas
+        # Keras has divided them by `loss_divisor`.
+        return [additional_losses.multiplied(self.model, lambda: share * self._loss_divisor)]
+
+    def _shipped(self, result: Any, written: Sequence[Any]) -> list[Any]:
+        """The leaves of the step's result that the metrics can't tell after the update."""
+        ids = {id(variable) for variable in written}
+        metrics: dict[str, Any] = {}
+        for metric in self.model.metrics:
+            # A step may leave a metric alone and return a value of its own under the name.
+            if any(id(variable) in ids for variable in metric.variables):
+                value = metric.result()
+                metrics.update(value if isinstance(value, dict) else {metric.name: value})
+        shipped: list[Any] = []
+
+        def place(path: tuple[Any, ...], leaf: Any) -> Any:
+            if len(path) == 1 and path[0] in metrics:
+                return path[0]
+            shipped.append(leaf)
+            return len(shipped) - 1
+
+        if isinstance(result, dict):
+            self._layout.logs = {
+                key: place((key,), value)
+                if not tf.nest.is_nested(value)
+                else tf.nest.map_structure(lambda leaf: place((), leaf), value)
+                for key, value in result.items()
+            }
+        else:
+            self._layout.logs = tf.nest.map_structure(lambda leaf: place((), leaf), result)
+        return shipped
+
+    # The second half.
+
+    def variables(self) -> list[Any]:
+        """The variables that gradients belong to, in the order of `Contribution.gradients`."""
+        return [
+            variable
+            for each in self._layout.applied
+            for variable, has_gradient in zip(each.variables, each.present, strict=True)
+            if has_gradient
+        ]
+
+    def update(
+        self,
+        total: Contribution,
+        place: Place = lambda variable: contextlib.nullcontext(),
+        num_contributions: int | None = None,
+        assign: Assign = lambda variable, value: variable.assign(value),
+    ) -> None:
+        """Updates the model from the sum of contributions; `counts` are left to the engine.
+
+        Args:
+          total: the sum of the contributions.
+          place: gives the context in which a variable's gradient is scaled, to keep it where the variable is.
+          num_contributions: how many they are, where that is known beforehand; it may spare a pass over the gradients.
+          assign: gives a variable of `states` its new value.
+        """
+        gradients, applies = iter(total.gradients), iter(total.applies)
+        assign_states = self._assigner(total, assign)
+        for position, each in enumerate(self._layout.applied):
+            assign_states(position)
+            applied = next(applies) if each.flag is not None else None
+            factor = self._factor(total, num_contributions, applied)
+            scaled: list[Any] = []
+            for variable, has_gradient in zip(each.variables, each.present, strict=True):
+                with place(variable):
+                    scaled.append(times(next(gradients), factor) if has_gradient else None)
+            if applied is None:
+                each.optimizer.apply(scaled, each.variables)
+            else:
+                apply_if(applied > 0, each.optimizer, scaled, each.variables)
+        assign_states(len(self._layout.applied))
+
+    def _assigner(self, total: Contribution, assign: Assign) -> Callable[[int], None]:
+        """A function that assigns what was written after so many calls of `apply`."""
+        values, maxima = iter(total.states), iter(total.maxima)
+        new: list[tuple[State, tf.Tensor]] = []
+        for state in self._layout.states:
+            is_extreme = state.mode in (value_changes.MAXIMUM, value_changes.MINIMUM)
+            new.append((state, next(maxima) if is_extreme else next(values)))
+
+        def value_of(state: State, value: tf.Tensor) -> tf.Tensor:
+            if state.mode == "mean":
+                return (states.moved if self._is_relative else states.mean)(state.variable, value, total)
+            return tf.cast(-value if state.mode == value_changes.MINIMUM else value, state.variable.dtype)
+
+        def assign_at(position: int) -> None:
+            for state, value in new:
+                if state.position == position:
+                    assign(state.variable, value_of(state, value))
+
+        return assign_at
+
+    def _factor(
+        self, total: Contribution, num_contributions: int | None, applied: tf.Tensor | None = None
+    ) -> tf.Tensor | float:
+        """What makes the sum of gradients that of one device; float64, for models that are.
+
+        Of a conditional `apply` that is the mean over those whose condition held, of which `applied` is the weight.
+        """
+        if applied is not None and not self._is_sum:
+            return tf.math.divide_no_nan(tf.cast(self._loss_divisor, tf.float64), tf.cast(applied, tf.float64))
+        if self._is_sum or self._is_even:
+            count = num_contributions or tf.cast(total.replicas, tf.float64)
+            return (self._total_num_replicas if self._is_sum else self._loss_divisor) / count
+        return tf.math.divide_no_nan(tf.cast(self._loss_divisor, tf.float64), tf.cast(total.weight, tf.float64))
+
+    def logs(self, total: Contribution, counts: Sequence[tf.Tensor] | None = None) -> Any:
+        """What Keras is to show: metrics with what they have counted so far, and other logs of this update's batch.
+
+        Args:
+          total: the sum of the contributions.
+          counts: the values of `counters`, if reading them gives something else.
+        """
+        mapping = list(zip(self.counters, counts, strict=True)) if counts is not None else []
+        with keras.StatelessScope(mapping) if mapping else contextlib.nullcontext():
+            metrics = self.model.get_metrics_result()
+        means = [tf.math.divide_no_nan(leaf, total.weight) for leaf in total.logs]
+        pick = lambda leaf: metrics[leaf] if isinstance(leaf, str) else means[leaf]  # noqa: E731
+        return tf.nest.map_structure(pick, self._layout.logs)
+
+
+def _is_sum(model: keras.Model) -> bool:
+    """Whether the loss is a sum over the examples rather than a mean."""
+    reductions = {is_sum(loss) for loss in compiled_losses.losses(model)}
+    if len(reductions) > 1:
+        raise ValueError(
+            "compile(loss=...): under policies all losses must have one kind of reduction, a sum or a mean, so that a "
+            "replica's gradient can be weighed. Received: both kinds"
+        )
+    return True in reductions
+
+
+def _weighing(metric: Any, scale: float, weight: Any, rows: tf.Tensor) -> Callable[..., Any]:
+    update_state = metric.update_state
+
+    def update(values: Any, sample_weight: Any = None) -> Any:
+        # What layers add to the loss is a mean as a rule, which is no number where there are no examples.
+        values = tf.where(rows > 0, values, tf.zeros_like(values))
+        values = values if scale == 1.0 else values * tf.cast(scale, values.dtype)
+        return update_state(values, sample_weight=sample_weight if weight is None else tf.cast(weight, tf.float32))
+
+    return update

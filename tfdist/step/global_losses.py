@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lets the losses of a user's own step count as on one device.
+
+The loss of a batch is a mean over its examples, so several replicas' gradients are averaged. Keras divides the losses
+that it computes itself by `num_replicas_in_sync`, and sums gradients. A loss that a step computes with `tf.reduce_mean`
+is divided by nobody: under the stock strategies its gradients are as many times too large as there are replicas.
+
+Within `counted_as_one`, the strategy says in replica context that it has one replica. So Keras divides nothing, nor
+does `tf.nn.compute_average_loss`, and every loss of the step is the mean over the replica's own examples. The division
+happens to the gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+
+from tfdist.compat import compiled_losses, flat_layers, own_attributes, trainers
+from tfdist.step import model_losses, used_objects
+
+# An attribute of strategies, True while they say so.
+FLAG = "_counts_as_one"
+_STEPS = ("train_step", "test_step")
+
+
+def has_own_loss(step: Callable[..., Any]) -> bool:
+    """Whether a Keras step may have a loss that Keras has not divided by the number of replicas.
+
+    A loss with `reduction="sum"` is divided by nobody on purpose: such a model's own step is taken as it is.
+
+    Args:
+      step: a bound `train_step` or `test_step`, or Keras' wrapper around it.
+    """
+    model: Any = getattr(step, "__self__", None)
+    if not trainers.is_trainer(model) or any(model_losses.is_sum(loss) for loss in compiled_losses.losses(model)):
+        return False
+    if not compiled_losses.losses(model) or any(_adds_losses(type(layer)) for layer in flat_layers.layers_of(model)):
+        # Keras divides those of `add_loss` once, and a Keras loss that a layer computes for it a second time.
+        return True
+    names = (*_STEPS, "compute_loss")
+    if any(getattr(type(model), name) is not getattr(keras.Model, name) for name in names):
+        return True
+    # An instance may have a step of its own.
+    losses = compiled_losses.losses(model)
+    return any(name in vars(model) for name in names) or any(_is_of_users_code(loss) for loss in losses)
+
+
+@contextlib.contextmanager
+def counted_as_one(strategy: Any, step: Callable[..., Any]) -> Iterator[bool]:
+    """Within this block, the losses of `step` are means over a replica's own examples, if it has its own loss.
+
+    Yields:
+      Whether it has, so that gradients are to be divided by the number of replicas.
+    """
+    before, applies = getattr(strategy, FLAG, False), has_own_loss(step)
+    own_attributes.put(strategy, FLAG, applies)
+    try:
+        yield applies
+    finally:
+        own_attributes.put(strategy, FLAG, before)
+
+
+@functools.cache
+def _adds_losses(kind: type) -> bool:
+    """Whether a class of a user's layers calls `add_loss`."""
+    if used_objects.is_of_keras(kind):
+        return False
+    functions = [value for base in kind.__mro__ for value in vars(base).values() if _is_of_a_user(base, value)]
+    return any("add_loss" in used_objects.names_used_by(function) for function in functions)
+
+
+def _is_of_a_user(base: type, value: Any) -> bool:
+    return base.__module__.split(".")[0] not in ("keras", "tensorflow", "builtins") and callable(value)
+
+
+def _is_of_users_code(loss: Any) -> bool:
+    """Whether a user's code computes a loss, which may return one number for a batch: Keras does not divide it."""
+    if not isinstance(loss, keras.losses.Loss):
+        return False
+    function = getattr(loss, "fn", None)
+    is_of_keras = function is None or (getattr(function, "__module__", None) or "").startswith("keras.")
+    return not (is_of_keras and used_objects.is_of_keras(type(loss)))

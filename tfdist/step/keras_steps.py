@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tells Keras' own steps from other functions given to `strategy.run`.
+
+Keras hands in `model.train_step` and `model.test_step` as bound methods, and for `predict` a function of its own around
+`model.predict_step`. What is recognised may overlap with other steps; anything else is run as any other function, one
+at a time, so a mistake here costs speed and never a result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from tfdist.compat import own_attributes, trainers, xla
+
+
+def classify(fn: Callable[..., Any]) -> str:
+    """Returns "train", "test", "predict" or "other"."""
+    model, fn = model_of(fn), getattr(fn, "__wrapped__", fn)
+    if model is not None:
+        return {"train_step": "train", "test_step": "test"}.get(fn.__name__, "other")
+    return "predict" if "make_predict_function" in getattr(fn, "__qualname__", "") else "other"
+
+
+def model_of(fn: Callable[..., Any]) -> keras.Model | None:
+    """The model that `fn` is a method of."""
+    owner = getattr(getattr(fn, "__wrapped__", fn), "__self__", None)
+    return owner if trainers.is_trainer(owner) else None
+
+
+def traced_with(fn: Callable[..., Any]) -> dict[Any, Any] | None:
+    """Where to keep what is traced of a Keras step: with what Keras has made of it.
+
+    Keras throws that away when the model is compiled again, while the bound method stays the same to all appearances,
+    and it goes when the model goes.
+
+    Returns:
+      The same dictionary until then; None if `fn` is no step of Keras', or if Keras has made nothing of it, as in a
+      custom loop.
+    """
+    kind = classify(fn)
+    function = getattr(getattr(fn, "__self__", None), f"{kind}_function", None)
+    return None if function is None else own_attributes.setdefault(function, "_tfdist_traced", dict)
+
+
+def check(fn: Callable[..., Any], asynchronous: bool) -> None:
+    """Refuses what cannot hold on several workers, and builds the optimizer.
+
+    Variables can't be made while a step is traced, so the optimizer makes its own before.
+
+    Args:
+      fn: What was given to `strategy.run`.
+      asynchronous: Whether each worker updates the model by itself.
+
+    Raises:
+      ValueError: The model was compiled with something that has no meaning here.
+    """
+    model: Any = getattr(fn, "__self__", None)
+    kind = classify(fn)
+    if (kind in ("train", "test") and model.jit_compile) or xla.is_compiled(fn):
+        raise ValueError(
+            "jit_compile=True cannot hold under ParameterServerStrategy: the variables are on other machines, where "
+            "XLA can't reach them. "
+            "Use model.compile(..., jit_compile=False). Received: jit_compile=True"
+        )
+    if kind != "train":
+        return
+    optimizer = model.optimizer
+    inner = getattr(optimizer, "inner_optimizer", None)
+    if asynchronous and getattr(inner, "gradient_accumulation_steps", None):
+        raise ValueError(
+            "gradient_accumulation_steps with loss scaling cannot hold under asynchronous ParameterServerStrategy: the "
+            "workers share one loss scale. Use mixed_bfloat16, or policies=[tfdist.BackupWorkers(spares=0)], which "
+            f"makes training synchronous. Received: gradient_accumulation_steps={inner.gradient_accumulation_steps}"
+        )
+    if optimizer is not None and not optimizer.built:
+        optimizer.build(model.trainable_variables)
+
+
+def accumulates(fn: Callable[..., Any]) -> Any:
+    """The optimizer of a train step that accumulates gradients, or None."""
+    optimizer = getattr(model_of(fn), "optimizer", None) if classify(fn) == "train" else None
+    return optimizer if getattr(optimizer, "gradient_accumulation_steps", None) else None

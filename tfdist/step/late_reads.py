@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights that a train step reads after it has called `optimizer.apply`, found in the graph of the step.
+
+Under policies the update is made after the step, so such a read gives the values of before it. Gradients ask a Keras
+variable for its handle without reading it, so only the operations that were traced tell a read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.compat import keras_variables
+
+_NO_READS = frozenset({"VariableShape", "VarIsInitializedOp"})
+
+
+class LateReads:
+    """The calls of `optimizer.apply` in one trace of a step, and what is read after them."""
+
+    def __init__(self) -> None:
+        # The graph of each call, how many operations it had, and the variables.
+        self._calls: list[tuple[Any, int, Sequence[Any]]] = []
+
+    def applied(self, variables: Sequence[Any]) -> None:
+        """Notes that `optimizer.apply` was called for these Keras variables in the graph that is being traced."""
+        graph: Any = tf.compat.v1.get_default_graph()
+        self._calls.append((graph, len(graph.get_operations()), variables))
+
+    def paths(self) -> list[str]:
+        """The paths of the variables that the same graph reads after their call; call it once the step was traced."""
+        found = {v.path: v for graph, count, variables in self._calls for v in _read(graph, count, variables)}
+        return list(found)
+
+
+def message(paths: Sequence[str]) -> str:
+    """One line about such reads."""
+    others = f" and {len(paths) - 1} others" if len(paths) > 1 else ""
+    return (
+        "tfdist: policies: after optimizer.apply this train_step reads weights as they were before the update, which "
+        "is made later from several replicas' gradients; to have the updated ones, train without a policy, or read "
+        f"them in a callback's on_train_batch_end. Received: a read of {paths[0]!r}{others}"
+    )
+
+
+def _read(graph: Any, count: int, variables: Sequence[Any]) -> list[Any]:
+    operations = [operation for operation in graph.get_operations()[count:] if operation.type not in _NO_READS]
+    inputs = {tensor.name for operation in operations for tensor in operation.inputs}
+    captured = {id(outside) for outside, inside in graph.captures if inside.name in inputs}
+    return [variable for variable in variables if captured & set(_handles(variable))]
+
+
+def _handles(variable: Any) -> list[int]:
+    """Ids of the handles of a Keras variable's copies."""
+    value = keras_variables.tf_variable(variable)
+    copies = getattr(value, "values", None) or [value]
+    return [id(copy.handle) for copy in copies if hasattr(copy, "handle")]

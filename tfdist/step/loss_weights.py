@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weighs each replica's gradients and losses, so that those of all are those of the global batch.
+
+A mean over a replica's examples counts by the replica's share of the batch, and a sum as it is. Keras divides its own
+means by the number of replicas; within `global_losses.counted_as_one` nobody does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.compat import additional_losses, compiled_losses, replicas
+from tfdist.data.shares import Shares
+from tfdist.step import adding_up
+from tfdist.step.model_losses import is_sum
+
+_OF_SCALARS = (keras.metrics.Mean, keras.metrics.Sum)
+
+
+@dataclasses.dataclass(frozen=True)
+class LossWeights:
+    """The weights of one step.
+
+    Attributes:
+      model: the model.
+      shares: the replicas' shares of the batch; None if they are known to be equal.
+      num_replicas: replicas on all workers.
+      has_own_loss: whether the step's losses were divided by nobody.
+    """
+
+    model: keras.Model
+    shares: Shares | None
+    num_replicas: int
+    has_own_loss: bool
+
+    @property
+    def transform(self) -> Callable[[Sequence[Any]], list[Any]] | None:
+        """Makes a replica's gradients its part in those of the global batch; None if they are that already."""
+        if self.has_own_loss:
+            return lambda gradients: [None if g is None else adding_up.times(g, self._share()) for g in gradients]
+        if self.shares is None or self._are_all_sums():
+            return None
+        weigh = _if_even if sum_losses(self.model) else _weighed
+        return functools.partial(weigh, self.shares)
+
+    def of_losses(self) -> list[tuple[Any, str, Any]]:
+        """What lets losses, and the metrics of them, count as on one device, for `optimizer_patches.attributes`."""
+        weighing: dict[int, tuple[Any, Callable[..., Any]]] = {}
+        if self.has_own_loss:
+            of_scalars = [metric for metric in self.model.metrics if type(metric) in _OF_SCALARS]
+            weighing |= {id(metric): (metric, _weighing_scalars(metric, self._share)) for metric in of_scalars}
+        if self.shares is None or not compiled_losses.losses(self.model):
+            return [(metric, "update_state", update) for metric, update in weighing.values()]
+        tracker = compiled_losses.tracker_of(self.model)
+        weighing.setdefault(id(tracker), (tracker, _without_nan(tracker)))
+        weighing |= {id(metric): (metric, _weighing(metric, weight)) for metric, weight in self._of_keras_losses()}
+        changes = [(metric, "update_state", update) for metric, update in weighing.values()]
+        if self._are_all_sums():
+            # Keras divides penalties by the number of replicas, and they are means over the replica's examples.
+            changes.append(additional_losses.multiplied(self.model, lambda: self._share() * self.num_replicas))
+        return changes
+
+    def _of_keras_losses(self) -> list[tuple[Any, Callable[[], Any]]]:
+        """The metrics of losses whose weights Keras gets wrong, with those they must have.
+
+        Keras weighs each replica's loss by its examples, which is wrong for sums, and not at all for the losses of
+        single outputs.
+        """
+        shares, sums = self.shares, sum_losses(self.model)
+        is_sum = [loss in sums for loss in compiled_losses.losses(self.model)]
+        tracker = (compiled_losses.tracker_of(self.model), lambda: shares.total / shares.num_replicas)
+        trackers = [tracker] if self._are_all_sums() else []
+        # One for each loss, or none for a single one.
+        for metric, summed in zip(compiled_losses.trackers_of_single(self.model), is_sum, strict=False):
+            trackers.append((metric, (lambda: 1 / shares.num_replicas) if summed else self._share))
+        return trackers
+
+    def _are_all_sums(self) -> bool:
+        count = len(compiled_losses.losses(self.model))
+        return count > 0 and count == len(sum_losses(self.model))
+
+    def _share(self) -> Any:
+        return self.shares.of_this_replica() if self.shares else 1 / self.num_replicas
+
+
+def sum_losses(model: keras.Model) -> list[Any]:
+    """Those of them that are sums over the examples."""
+    return [loss for loss in compiled_losses.losses(model) if is_sum(loss)]
+
+
+def _weighed(shares: Shares, gradients: Sequence[Any]) -> list[Any]:
+    """Gradients of a mean over this replica's examples, which Keras has divided by the number of replicas."""
+    replica = replicas.current()
+    present = [gradient for gradient in gradients if gradient is not None]
+    share = shares.of_replica(replica) * shares.num_replicas
+    # The usual even batch passes through without touching, or copying, a gradient.
+    weighed = tf.cond(
+        shares.is_even(replica), lambda: _same(present), lambda: [adding_up.times(g, share) for g in present]
+    )
+    rest = iter([weighed] if len(present) == 1 and not isinstance(weighed, list | tuple) else weighed)
+    return [None if gradient is None else next(rest) for gradient in gradients]
+
+
+def _if_even(shares: Shares, gradients: Sequence[Any]) -> list[Any]:
+    """For a model of which one loss is a sum and another a mean: one weight can't be right for both."""
+    replica = replicas.current()
+    message = (
+        "compile(loss=...): losses with reduction='sum' beside losses with a mean can't be weighed for a batch "
+        "that divides unevenly among the replicas; use one kind of reduction, or batch(..., drop_remainder=True). "
+        "Received examples, replicas:"
+    )
+    tf.debugging.Assert(shares.is_even(replica), [message, shares.total, shares.num_replicas])
+    return list(gradients)
+
+
+def _weighing(metric: Any, weight: Callable[[], Any]) -> Callable[..., Any]:
+    update_state = metric.update_state
+
+    def update(values: Any, sample_weight: Any = None) -> Any:
+        del sample_weight
+        return _update_weighed(update_state, values, weight())
+
+    return update
+
+
+def _weighing_scalars(metric: Any, weight: Callable[[], Any]) -> Callable[..., Any]:
+    """Counts a single number that a step computes of its examples, such as its loss, by the replica's share of them."""
+    update_state = metric.update_state
+
+    def update(values: Any, sample_weight: Any = None) -> Any:
+        # An integer is a count, which adds up over the replicas.
+        is_number = tf.as_dtype(getattr(values, "dtype", "int32")).is_floating
+        if getattr(values, "shape", (0,)) != () or not is_number:
+            return update_state(values, sample_weight)
+        return _update_weighed(update_state, values, weight() if sample_weight is None else sample_weight)
+
+    return update
+
+
+def _without_nan(metric: Any) -> Callable[..., Any]:
+    """Keras weighs the loss by its examples: the NaN of a replica without any must not count."""
+    update_state = metric.update_state
+
+    def update(values: Any, sample_weight: Any = None) -> Any:
+        return update_state(values) if sample_weight is None else _update_weighed(update_state, values, sample_weight)
+
+    return update
+
+
+def _update_weighed(update_state: Callable[..., Any], values: Any, weight: Any) -> Any:
+    weight = tf.cast(weight, tf.float32)
+    # Without examples a mean is NaN; no share of it is nothing.
+    values = tf.where(weight > 0, values, tf.zeros_like(values))
+    return update_state(values, sample_weight=weight)
+
+
+def _same(tensors: Sequence[Any]) -> list[Any]:
+    return [tf.identity(tensor) if isinstance(tensor, tf.Tensor) else tensor for tensor in tensors]

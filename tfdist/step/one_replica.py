@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One replica as if it were the only one: a distributed model's step on the first of this process' copies.
+
+A Keras variable holds a `tf.Variable`, or one that TensorFlow distributes: a copy for each device. While a step is
+traced here, each Keras variable of the model holds its first copy instead, and TensorFlow's default strategy is
+current. So the step is the one that the model would have on one device: no loss is divided, no gradient is reduced, and
+what it writes is written to that copy alone. Whoever trains this way says afterwards what becomes of the other copies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.compat import fresh_threads, keras_variables, optimizer_patches, replicas
+from tfdist.data import handle as handles
+from tfdist.step import copies
+
+
+@contextlib.contextmanager
+def alone(model: keras.Model, device: str) -> Iterator[None]:
+    """Within this block the model is one of a single device.
+
+    Args:
+      model: a built model, whose optimizers are built, of any strategy with copies on devices.
+      device: where its first copies are.
+    """
+    default = replicas.default_strategy()
+    changes = [
+        keras_variables.with_tf_variable(variable, copies.copies_of(variable)[0]) for variable in variables_of(model)
+    ]
+    changes += [optimizer_patches.of_strategy(optimizer, default) for optimizer in _optimizers(model)]
+    # The sum over one replica, for which TensorFlow would keep the graph for ever; see
+    # `optimizer_patches.sum_over_replicas`.
+    changes += [optimizer_patches.without_all_reduce(optimizer) for optimizer in _optimizers(model)]
+    with (
+        optimizer_patches.attributes(changes),
+        tf.device(device),
+        tf.distribute.ReplicaContext(default, 0),
+    ):
+        yield
+
+
+def trace(strategy: tf.distribute.Strategy, function: Callable[..., Any], specs: Sequence[Any]) -> Callable[..., Any]:
+    """The concrete function of `function` for arguments of these specs, traced in the strategy's scope."""
+    traced = tf.function(function, autograph=False)
+
+    def in_scope() -> Callable[..., Any]:
+        with strategy.scope():
+            return traced.get_concrete_function(*specs)
+
+    # The caller may be tracing a function of its own.
+    return fresh_threads.call(in_scope)
+
+
+@contextlib.contextmanager
+def replica_on(strategy: tf.distribute.Strategy, device: str) -> Iterator[None]:
+    """Within this block, what is traced is the one replica of a step, on this device.
+
+    A plain replica context, which unlike the threads of the stock `run` also holds inside of conditionals.
+    """
+    with tf.device(device), _OneReplica(strategy, 0):
+        yield
+
+
+class _OneReplica(tf.distribute.ReplicaContext):
+    """The replica context of a step that one replica makes, in which there is nothing to be reduced over replicas.
+
+    The stock one would leave a few operations for it, and a line in the log.
+    """
+
+    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        """Returns `value`, as tensors."""
+        del reduce_op, options
+        return tf.nest.map_structure(
+            lambda leaf: leaf if isinstance(leaf, tf.IndexedSlices) else tf.convert_to_tensor(leaf), value
+        )
+
+
+def variables_of(model: keras.Model) -> list[Any]:
+    """The Keras variables that a step of the model may read or write, each once."""
+    variables = [*model.variables, *model.metrics_variables]
+    for metric in model.metrics:
+        variables += metric.variables
+    for optimizer in _optimizers(model):
+        variables += optimizer.variables
+    return list({id(variable): variable for variable in variables}.values())
+
+
+def outputs_of(step: Callable[[Any], Any], model: keras.Model, device: str, spec: Any) -> Any:
+    """What `step` would return on one device, as zeros; nothing is run.
+
+    Args:
+      step: the model's step.
+      model: see `alone`.
+      device: see `alone`.
+      spec: the structure of `tf.TypeSpec`s of a batch.
+    """
+
+    def trace(*flat: tf.Tensor) -> Any:
+        with alone(model, device):
+            return step(handles.without_optionals(tf.nest.pack_sequence_as(spec, flat, expand_composites=True)))
+
+    traced = tf.function(trace, autograph=False)
+    outputs = traced.get_concrete_function(*tf.nest.flatten(spec, expand_composites=True)).structured_outputs
+    return tf.nest.map_structure(lambda each: tf.zeros([size or 0 for size in each.shape], each.dtype), outputs)
+
+
+def _optimizers(model: keras.Model) -> list[Any]:
+    optimizers = optimizer_patches.optimizers_of(model)
+    inner = [getattr(optimizer, "inner_optimizer", optimizer) for optimizer in optimizers]
+    return list({id(optimizer): optimizer for optimizer in [*optimizers, *inner]}.values())

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the variables of a step before the step is traced on replicas.
+
+On one device a step may make variables while it is traced for the first time: slots of an optimizer, weights of a layer
+that nobody has called before, a seed generator. On several replicas, or for workers, it can't. So such a step is traced
+once for its variables alone, by one replica, into a graph that is thrown away (`compat.scratch_trace`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.compat import (
+    autograph_rules,
+    keras_variables,
+    optimizer_patches,
+    own_attributes,
+    plain_loops,
+    scratch_trace,
+    symbolic_build,
+)
+from tfdist.step import keras_steps, one_replica, used_objects
+
+# Each pass makes what the one before could not come to, such as gradients of weights that were not there yet.
+_MAX_PASSES = 6
+_KEPT = "_tfdist_rehearsed"
+
+
+def before_keras(strategy: tf.distribute.Strategy, model: keras.Model, step: str) -> None:
+    """Has Keras build a model, which it is about to do, as far as it can, and the rest made by a rehearsal.
+
+    Keras builds a model by calling it with a batch, if there is a strategy alone. A model without `call`, or one that
+    is called otherwise than with the batch by its own `train_step`, can't be built so.
+
+    Args:
+      strategy: the model's strategy.
+      model: the model.
+      step: the name of its method that is going to be run.
+    """
+
+    def build(by_keras: Callable[..., None], batch: Any) -> None:
+        refused: Exception | None = None
+        is_callable = symbolic_build.is_callable(model)
+        is_called = is_callable and symbolic_build.calls(model)
+        if is_callable:
+            try:
+                by_keras(data_batch=batch)
+            except Exception as error:
+                refused = error
+        if refused is None and is_called and not used_objects.may_make_more(model, step):
+            return
+        failed = before(strategy, getattr(model, step), [batch])
+        if refused is not None and failed is not None:
+            raise refused
+
+    symbolic_build.instead(model, build)
+
+
+def before(
+    strategy: tf.distribute.Strategy,
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    named: Mapping[str, Any] | None = None,
+) -> Exception | None:
+    """Makes the variables that the first call of `function` would make, unless there is nothing to be made.
+
+    Args:
+      strategy: the strategy to whose replicas `function` will be given.
+      function: a step.
+      arguments: its arguments: tensors, arrays or `tf.TypeSpec`s of one replica, and anything else.
+      named: those that are given by keyword.
+
+    Returns:
+      The error at which a rehearsal ended; most often the step itself would raise it too.
+    """
+    named = named or {}
+    found = used_objects.used_by(function, *arguments, *named.values())
+    unbuilt = [each for each in found if not used_objects.is_built(each)]
+    needs_seeds = "random" in used_objects.names_used_by(function) and not scratch_trace.has_global_seed_generator()
+    if not (unbuilt or needs_seeds or any(used_objects.is_of_a_user(each) for each in found)):
+        return None
+    # One that makes nothing is not tried for ever.
+    rehearsed = _rehearsed(strategy, found)
+    code = getattr(used_objects.inner(function), "__code__", None)
+    key = code, frozenset(map(id, unbuilt)), len(found)
+    if key in rehearsed:
+        return None
+    rehearsed.add(key)
+    return rehearse(strategy, function, arguments, named, found)
+
+
+def _rehearsed(strategy: tf.distribute.Strategy, found: Sequence[Any]) -> set[Any]:
+    """What was rehearsed with a layer among `found`, or without any: another model may be of the same classes."""
+    by_layer = own_attributes.setdefault(strategy, _KEPT, weakref.WeakKeyDictionary)
+    owner = next((each for each in found if isinstance(each, keras.Layer)), strategy)
+    return by_layer.setdefault(owner, set())
+
+
+def rehearse(
+    strategy: tf.distribute.Strategy,
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    named: Mapping[str, Any],
+    found: Sequence[Any],
+) -> Exception | None:
+    """Makes the variables that a call of `function` would make; see `before`.
+
+    Returns:
+      The error at which it ended; most often the step has it, too.
+    """
+    optimizers = [each for each in found if isinstance(each, keras.optimizers.Optimizer)]
+    # One that is wrapped for loss scaling is built by the one around it.
+    inner = {id(getattr(each, "inner_optimizer", None)) for each in optimizers}
+    optimizers = [each for each in optimizers if id(each) not in inner]
+    # What is traced takes no arguments by keyword.
+    specs = tuple(tf.nest.map_structure(_spec, argument) for argument in (*arguments, *named.values()))
+    if keras_steps.classify(function) == "other":
+        function = autograph_rules.converted(function, by_default=True)
+    for _ in range(_MAX_PASSES):
+        applied = list[tuple[Any, list[Any]]]()
+
+        def on_replica(*given: Any) -> None:
+            changes = [(each, "apply", _noting(each, applied)) for each in optimizers]  # noqa: B023
+            replica = one_replica.replica_on(strategy, strategy.extended.worker_devices[0])
+            with strategy.scope(), replica, optimizer_patches.attributes(changes):
+                function(*given[: len(arguments)], **dict(zip(named, given[len(arguments) :], strict=True)))
+
+        made, error = scratch_trace.trace(strategy.scope, on_replica, specs)
+        built = [_build(strategy, *each) for each in applied]
+        # Gradients of weights that were not there yet were None, on which a step may branch.
+        if not (made or (error is not None and any(built))):
+            return error
+    return error
+
+
+def _noting(optimizer: Any, applied: list[tuple[Any, list[Any]]]) -> Callable[..., None]:
+    def apply(grads: Any, trainable_variables: Any = None) -> None:
+        del grads
+        if trainable_variables is not None:
+            applied.append((optimizer, list(trainable_variables)))
+
+    return apply
+
+
+def _build(strategy: tf.distribute.Strategy, optimizer: Any, variables: list[Any]) -> bool:
+    """Builds the optimizer for the variables that it updates; whether there was something to be done."""
+    if optimizer.built or any(keras_variables.tf_variable(variable) is None for variable in variables):
+        return False
+    plain_loops.take_over(strategy, optimizer)
+    with tf.init_scope(), strategy.scope():
+        optimizer.build(variables)
+    return True
+
+
+def _spec(leaf: Any) -> Any:
+    if isinstance(leaf, np.ndarray | np.generic):
+        return tf.TensorSpec(leaf.shape, leaf.dtype)
+    is_tensor = tf.is_tensor(leaf) and not isinstance(leaf, tf.Variable | keras.Variable)
+    return tf.type_spec_from_value(leaf) if is_tensor else leaf

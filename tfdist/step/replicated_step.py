@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a Keras step on all replicas of a synchronous strategy.
+
+A step is a bound `train_step` or `test_step` of a Keras model; any other function passes through untouched. Around it:
+
+- no side effect runs before the input batch arrives;
+- optimizers are built before anything is traced, so that slots are not created inside a loop;
+- each replica's gradients count by its share of the global batch, so that they are those of the mean over all of its
+  examples; a replica without examples contributes nothing;
+- the optimizer tap puts clipping, accumulation and loss scaling after the sum over replicas;
+- the logs become those of the whole global batch, in one reduction, whatever their number;
+- statistics kept by layers, such as BatchNormalization's, and weights that the step assigns itself are averaged, so
+  that every replica keeps the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.compat import flat_layers, keras_variables, optimizer_patches, own_attributes, trainers, values_of_replicas
+from tfdist.data import splitting
+from tfdist.data.shares import Shares, Sum
+from tfdist.step import copies, empty_parts, global_losses, loss_weights, whole_step
+
+# One step at a time: what `global_losses.counted_as_one` sets belongs to the strategy, and two threads may fit two
+# models.
+_TRACING = threading.RLock()
+TRAIN, TEST = "train_step", "test_step"
+# Set on tensors that are the same on all replicas already.
+REDUCED = "_tfdist_reduced"
+
+
+def model_of(function: Any) -> keras.Model | None:
+    """The model whose step this is, or None if it is no Keras step."""
+    model = getattr(function, "__self__", None)
+    is_step = trainers.is_trainer(model) and getattr(function, "__name__", "") in (TRAIN, TEST)
+    return model if is_step else None
+
+
+def is_train_step(function: Any) -> bool:
+    """Whether this is the `train_step` of a Keras model."""
+    return model_of(function) is not None and function.__name__ == TRAIN
+
+
+def run_step(strategy: Any, run: Callable[[Any], Any], step: Any, data: Any, sum_over_workers: Sum) -> Any:
+    """Runs a Keras step on all replicas.
+
+    Args:
+      strategy: the strategy.
+      run: runs the step on data as the stock strategy does and returns its logs per replica.
+      step: a bound `train_step` or `test_step`.
+      data: the step's argument: distributed values, or what every replica gets.
+      sum_over_workers: sums tensors over all workers.
+
+    Returns:
+      The logs, equal on all replicas and workers.
+    """
+    model, training = step.__self__, step.__name__ == TRAIN
+    check_xla(strategy, model)
+    if training:
+        prepare(strategy, model)
+    parts = _local(strategy, data)
+    with whole_step.or_none(parts):
+        shares = Shares.of(strategy, data, [*parts.values()], sum_over_workers)
+        with _TRACING, global_losses.counted_as_one(strategy, step) as has_own_loss:
+            weights = loss_weights.LossWeights(model, shares, strategy.num_replicas_in_sync, has_own_loss)
+            taps = (
+                optimizer_patches.tapped(optimizer_patches.optimizers_of(model), weights.transform)
+                if training
+                else contextlib.nullcontext()
+            )
+            told, written = _MetricResults(model), _WrittenWeights(model)
+            with (
+                taps,
+                optimizer_patches.attributes([*weights.of_losses(), *told.changes(), *written.changes()]),
+                _filled(strategy, step, data, parts) as given,
+            ):
+                logs = run(given)
+        kept = [*flat_layers.statistics_of(model), *written.found] if training else []
+        return _Results(strategy, shares, sum_over_workers, told).merge(logs, kept)
+
+
+def run_prediction(strategy: Any, run: Callable[[Any], Any], model: keras.Model | None, data: Any) -> Any:
+    """Runs Keras' step of `predict` on all replicas, of which some may have no examples."""
+    parts = [*_local(strategy, data).values()]
+    if not _is_to_be_filled(strategy, model, data, parts):
+        return run(data)
+    rows = [splitting.rows(part) for part in parts]
+    results = run(_distributed(data, [empty_parts.filled(part, parts[-1]) for part in parts]))
+    by_replica = [
+        empty_parts.only_with_examples(*each) for each in zip(rows, _local(strategy, results).values(), strict=True)
+    ]
+    return _distributed(results, by_replica)
+
+
+def _is_to_be_filled(strategy: Any, model: keras.Model | None, data: Any, parts: Sequence[Any]) -> bool:
+    """Whether a replica may have no examples, on which the model may fail."""
+    is_divided = strategy.num_replicas_in_sync > 1 and _is_divided(data)
+    return is_divided and empty_parts.are_refused(model) and empty_parts.may_occur(parts)
+
+
+@contextlib.contextmanager
+def _filled(strategy: Any, step: Any, data: Any, parts: dict[str, Any]) -> Iterator[Any]:
+    """The data for the step that runs in this block, in which every replica has an example; those added don't count."""
+    model, values = step.__self__, [*parts.values()]
+    if not _is_to_be_filled(strategy, model, data, values):
+        yield data
+        return
+    counted = [
+        variable.value.values
+        for metric in model.metrics
+        for variable in metric.variables
+        if copies.is_mirrored(variable)
+    ]
+    kept = [empty_parts.Kept(copies[replica] for copies in counted) for replica in range(len(values))]
+    yield _distributed(data, [empty_parts.filled(part, values[-1]) for part in values])
+    for before, part in zip(kept, values, strict=True):
+        before.restore_unless(splitting.rows(part))
+
+
+def _is_divided(data: Any) -> bool:
+    return all(isinstance(leaf, tf.distribute.DistributedValues | tf.Tensor) for leaf in tf.nest.flatten(data))
+
+
+def _distributed(like: Any, parts: Sequence[Any]) -> Any:
+    """A structure like `like`, of what each replica of this process is given."""
+    flat = [list(values) for values in zip(*(tf.nest.flatten(part) for part in parts), strict=True)]
+    leaves = [values_of_replicas.of(values) if len(values) > 1 else values[0] for values in flat]
+    return tf.nest.pack_sequence_as(like, leaves)
+
+
+def check_xla(strategy: Any, model: keras.Model) -> None:
+    """Raises ValueError if the model is to be compiled by XLA, and its replicas are not all local GPUs."""
+    devices = strategy.extended.worker_devices
+    is_local_gpus = len(devices) == strategy.num_replicas_in_sync and all("GPU" in device for device in devices)
+    if model.jit_compile and strategy.num_replicas_in_sync > 1 and not is_local_gpus:
+        raise ValueError(
+            "compile(jit_compile=True): XLA can't compile a step that runs on several workers or CPU devices; leave it "
+            f"at 'auto' or False. Received: jit_compile=True, {strategy.num_replicas_in_sync} replicas, {devices[0]}"
+        )
+
+
+def prepare(strategy: Any, model: keras.Model) -> None:
+    """Builds a model's optimizer before its train step is traced.
+
+    Raises:
+      ValueError: a weight that Keras' step trains was made outside of the scope.
+    """
+    if type(model).train_step is keras.Model.train_step:
+        for variable in model.trainable_variables:
+            _check_scope(strategy, variable)
+    # A model of its own train_step may use its own optimizers on parts of itself: only Keras' one is known to take all.
+    optimizer = model.optimizer
+    if optimizer is None or optimizer.built or not model.trainable_variables:
+        return
+    with tf.init_scope(), strategy.scope():
+        optimizer.build(model.trainable_variables)
+
+
+def _check_scope(strategy: Any, variable: Any) -> None:
+    made_in = keras_variables.strategy_of(keras_variables.tf_variable(variable))
+    if strategy.num_replicas_in_sync > 1 and made_in is not strategy:
+        raise ValueError(
+            f"The weights of a model must be made in the scope of {type(strategy).__name__}. Put the lines that make "
+            "its layers, and call `build`, under `with strategy.scope():`. "
+            f"Received: variable {variable.path!r}, made outside of it"
+        )
+
+
+def _local(strategy: Any, data: Any) -> dict[str, Any]:
+    """What each device of this process is given of a step's argument, by the device's name."""
+
+    def of_replica(replica: int) -> Any:
+        def pick(leaf: Any) -> Any:
+            is_distributed = isinstance(leaf, tf.distribute.DistributedValues)
+            return strategy.experimental_local_results(leaf)[replica] if is_distributed else leaf
+
+        return tf.nest.map_structure(pick, data)
+
+    return {device: of_replica(replica) for replica, device in enumerate(strategy.extended.worker_devices)}
+
+
+class _MetricResults:
+    """Finds the results of metrics in a step's logs, and computes these anew from the counts of all replicas."""
+
+    def __init__(self, model: keras.Model) -> None:
+        self._metrics = [metric for metric in model.metrics if copies.counts(metric)]
+        # By the id of a tensor: the tensor, which keeps the id its own, the metric, and where in its result it is.
+        self._results: dict[int, tuple[Any, Any, int]] = {}
+
+    @property
+    def counters(self) -> list[Any]:
+        """The variables in which those metrics count that the logs tell of."""
+        told = {id(metric) for _, metric, _ in self._results.values()}
+        return [v for metric in self._metrics if id(metric) in told for v in metric.variables]
+
+    def changes(self) -> list[tuple[Any, str, Any]]:
+        """What remembers the results, for `optimizer_patches.attributes`."""
+        return [(metric, "result", self._remembering(metric)) for metric in self._metrics]
+
+    def keep(self, logs: Sequence[Any]) -> None:
+        """Forgets all results but these, of the first replica."""
+        ids = {id(leaf) for leaf in logs}
+        self._results = {key: found for key, found in self._results.items() if key in ids}
+
+    def has(self, leaf: Any) -> bool:
+        """Whether a leaf is a result of a metric."""
+        return id(leaf) in self._results
+
+    def after(self, leaf: Any) -> Any:
+        """What such a leaf is by the metrics' present counts."""
+        _, metric, index = self._results[id(leaf)]
+        # The result may be a variable itself.
+        return tf.convert_to_tensor(tf.nest.flatten(metric.result())[index])
+
+    def _remembering(self, metric: Any) -> Callable[[], Any]:
+        result_of = metric.result
+
+        def result() -> Any:
+            # A result that is a plain number or a variable becomes a tensor of its own.
+            result = tf.nest.map_structure(tf.convert_to_tensor, result_of())
+            for index, leaf in enumerate(tf.nest.flatten(result)):
+                self._results[id(leaf)] = leaf, metric, index
+            return result
+
+        return result
+
+
+class _WrittenWeights:
+    """Which trainable weights a step assigns itself: each replica would keep those that it computes of its examples."""
+
+    def __init__(self, model: keras.Model) -> None:
+        self._weights = [weight for weight in model.trainable_variables if hasattr(weight.value, "values")]
+        self._found: dict[int, Any] = {}
+
+    @property
+    def found(self) -> list[Any]:
+        """The Keras variables, once the step was traced."""
+        return list(self._found.values())
+
+    def changes(self) -> list[tuple[Any, str, Any]]:
+        """What notes them, for `optimizer_patches.attributes`; optimizers write past it."""
+        return [(weight, "assign", self._noting(weight)) for weight in self._weights]
+
+    def _noting(self, weight: Any) -> Callable[[Any], Any]:
+        assign_to = weight.assign
+
+        def assign(value: Any) -> Any:
+            self._found[id(weight)] = weight
+            return assign_to(value)
+
+        return assign
+
+
+@dataclasses.dataclass(frozen=True)
+class _Results:
+    """What a step leaves on the replicas, brought together."""
+
+    strategy: Any
+    shares: Shares | None
+    sum_over_workers: Sum
+    told: _MetricResults
+
+    def merge(self, logs: Any, statistics: Sequence[Any]) -> Any:
+        """Averages these variables and returns the logs of the global batch, with one reduction for both."""
+        first = [self.strategy.experimental_local_results(leaf)[0] for leaf in tf.nest.flatten(logs)]
+        self.told.keep(first)
+        counters = self.told.counters
+        others = [leaf for leaf, shown in zip(tf.nest.flatten(logs), first, strict=True) if not self.told.has(shown)]
+        parts = [tf.add_n([tf.convert_to_tensor(copy) for copy in counter.value.values]) for counter in counters]
+        parts += [self._mean_part(value) for value in [*others, *(variable.value for variable in statistics)]]
+        sums = self.sum_over_workers(parts)
+        counts, rest = sums[: len(counters)], sums[len(counters) :]
+        for variable, mean in zip(statistics, rest[len(others) :], strict=True):
+            copies.assign_all(variable, mean)
+        means = iter(rest)
+        with keras.StatelessScope(state_mapping=list(zip(counters, counts, strict=True))):
+            merged = [self.told.after(leaf) if self.told.has(leaf) else _like(next(means), leaf) for leaf in first]
+        return tf.nest.map_structure(mark, tf.nest.pack_sequence_as(logs, merged))
+
+    def _mean_part(self, value: Any) -> tf.Tensor:
+        """What this worker adds to the mean over all replicas, weighted by their examples."""
+        # What is no distributed value, such as a number that Python computed, is the same on all replicas.
+        values = getattr(value, "values", None) or [value] * len(self.strategy.extended.worker_devices)
+        return tf.add_n([self._weighted(index, value) for index, value in enumerate(values)])
+
+    def _weighted(self, replica: int, value: Any) -> tf.Tensor:
+        value = tf.convert_to_tensor(value)
+        value = value if value.dtype.is_floating else tf.cast(value, tf.float32)
+        if self.shares is None:
+            return value / self.strategy.num_replicas_in_sync
+        return tf.math.multiply_no_nan(value, self.shares.of_replica(replica, value.dtype))
+
+
+def _like(mean: tf.Tensor, leaf: Any) -> tf.Tensor:
+    return tf.cast(mean, tf.convert_to_tensor(leaf).dtype)
+
+
+def mark(value: Any) -> Any:
+    """Marks a tensor as the same on all replicas; returns the value."""
+    if isinstance(value, tf.Tensor):
+        own_attributes.put(value, REDUCED, True)
+    return value

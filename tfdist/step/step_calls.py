@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls an engine's Python for each batch: from the graph that Keras traces, or at once outside of graphs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.compat import own_attributes, python_operation
+from tfdist.data import handle as handles
+from tfdist.step import keras_steps
+
+
+class StepCalls:
+    """Traces steps, and calls Python with them for each batch.
+
+    Args:
+      trace: traces a model's bound `train_step` for batches like that of a handle; `dtypes` of the result are those of
+        what `make` returns.
+      make: given what `trace` has returned and a pass, does what Python has to do for the next batch; a method of an
+        object that this one does not keep alive, nor do the graphs.
+    """
+
+    def __init__(
+        self, trace: Callable[[Callable[..., Any], handles.BatchHandle], Any], make: Callable[[Any, Any], list[Any]]
+    ) -> None:
+        self._trace = weakref.WeakMethod(trace)
+        self._make = weakref.WeakMethod(make)
+        # The step of a custom loop that was run outside of a graph last.
+        self._traced: dict[Any, Any] = {}
+
+    def run(self, step: Callable[..., Any], handle: handles.BatchHandle) -> tuple[Any, list[Any]]:
+        """Returns what `trace` has returned, and what `make` returns for the batch of this handle."""
+        if tf.executing_eagerly():
+            traced = self._outside_of_a_graph(step, handle)
+            return traced, self._of(self._make)(traced, handles.registry.pass_of(handle.content))
+        traced = self._of(self._trace)(step, handle)
+        # TensorFlow keeps the Python of operations for ever: it must not keep the model, which its graph does instead.
+        own_attributes.setdefault(tf.compat.v1.get_default_graph(), "_tfdist_steps", list).append(traced)
+        make_of: Any = self._make
+        traced_of: Any = weakref.ref(traced)
+
+        def call(number: tf.Tensor) -> list[Any]:
+            return make_of()(traced_of(), handles.registry.pass_of(number))
+
+        return traced, python_operation.call(call, [handle.content], traced.dtypes)
+
+    def _outside_of_a_graph(self, step: Any, handle: handles.BatchHandle) -> Any:
+        kept, key = keras_steps.traced_with(step), (step, handle.kind.number)
+        if kept is None:
+            kept = self._traced
+            for other in kept.keys() - {key}:
+                del kept[other]
+        if key not in kept:
+            kept[key] = self._of(self._trace)(step, handle)
+        return kept[key]
+
+    def _of(self, method: Any) -> Any:
+        return method()

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the layers, optimizers and metrics that a function uses: arguments, its object, its closure, globals."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.compat import flat_layers, symbolic_build
+
+_KERAS = (keras.Layer, keras.optimizers.Optimizer, keras.metrics.Metric)
+# Libraries whose objects hold none of a user's.
+_LIBRARIES = ("tensorflow", "keras", "tfdist", "numpy", "builtins", "collections", "threading", "pathlib", "weakref")
+_MAX_OBJECTS = 3000
+_MAX_ITEMS = 200
+
+
+def used_by(function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """The Keras layers (models among them), optimizers and metrics that a function can reach."""
+    seen: dict[int, Any] = {}
+    waiting: list[Any] = [function, *arguments]
+    while waiting and len(seen) < _MAX_OBJECTS:
+        each = waiting.pop()
+        if id(each) not in seen:
+            seen[id(each)] = each
+            waiting.extend(_within(each))
+    return [each for each in seen.values() if isinstance(each, _KERAS)]
+
+
+def names_used_by(function: Callable[..., Any]) -> set[str]:
+    """The global names and attributes in a function and in those written within it."""
+    code = getattr(inner(function), "__code__", None)
+    return {name for each in _codes(code) for name in each.co_names} if code else set()
+
+
+def inner(function: Any) -> Any:
+    """The Python function behind decorators, `functools.partial` and binding."""
+    while True:
+        if isinstance(function, tf.types.experimental.PolymorphicFunction):
+            function = function.python_function
+        elif isinstance(function, functools.partial):
+            function = function.func
+        elif isinstance(function, types.MethodType):
+            function = function.__func__
+        elif hasattr(function, "__wrapped__"):
+            function = function.__wrapped__
+        else:
+            return function
+
+
+def is_built(found: Any) -> bool:
+    """Whether a layer, with its parts, or an optimizer has made its variables, as far as it says."""
+    if isinstance(found, keras.Layer):
+        return all(layer.built or not symbolic_build.is_callable(layer) for layer in flat_layers.layers_of(found))
+    return not isinstance(found, keras.optimizers.Optimizer) or found.built
+
+
+def may_make_more(model: keras.Model, step: str) -> bool:
+    """Whether a step may make variables that Keras, which calls a model and its loss to build them, has not made.
+
+    Args:
+      model: a model that Keras has just built.
+      step: the name of its method.
+    """
+    for name in (step, "compute_loss", "compute_metrics"):
+        if getattr(type(model), name) is not getattr(keras.Model, name) or name in vars(model):
+            return True
+    # Keras calls it as for inference.
+    return step == "train_step" and any(
+        symbolic_build.takes_training(layer) and not is_of_keras(type(layer)) for layer in flat_layers.layers_of(model)
+    )
+
+
+def is_of_a_user(found: Any) -> bool:
+    """Whether a layer or a part of it is of a class that Keras does not have."""
+    layers = flat_layers.layers_of(found) if isinstance(found, keras.Layer) else ()
+    return not all(is_of_keras(type(layer)) for layer in layers)
+
+
+def is_of_keras(kind: type) -> bool:
+    """Whether Keras has this class."""
+    return kind.__module__.split(".")[0] == "keras"
+
+
+def _within(each: Any) -> Iterator[Any]:
+    if isinstance(each, types.ModuleType | type | str | bytes | int | float | None):
+        return
+    if isinstance(each, dict):
+        yield from list(each.values())[:_MAX_ITEMS]
+    elif isinstance(each, list | tuple | set | frozenset):
+        yield from list(each)[:_MAX_ITEMS]
+    elif isinstance(each, types.FunctionType):
+        yield from _of_function(each)
+    elif callable(each) and inner(each) is not each:
+        yield inner(each)
+        yield getattr(each, "__self__", None)
+        yield from (*each.args, *each.keywords.values()) if isinstance(each, functools.partial) else ()
+    elif isinstance(each, keras.Layer):
+        yield from (value for value in vars(each).values() if isinstance(value, (*_KERAS, list, tuple, dict)))
+    elif not _is_of_a_library(type(each)):
+        yield from list(getattr(each, "__dict__", {}).values())[:_MAX_ITEMS]
+
+
+def _of_function(function: types.FunctionType) -> Iterator[Any]:
+    yield getattr(function, "__wrapped__", None)
+    if (function.__module__ or "").split(".")[0] in _LIBRARIES:
+        return
+    for cell in function.__closure__ or ():
+        # A cell is empty where what it names is not made yet.
+        yield from [cell.cell_contents] if cell != types.CellType() else []
+    yield from function.__defaults__ or ()
+    names = dict.fromkeys(name for code in _codes(function.__code__) for name in code.co_names)
+    yield from (function.__globals__[name] for name in names if name in function.__globals__)
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
+
+
+def _is_of_a_library(kind: type) -> bool:
+    return kind.__module__.split(".")[0] in _LIBRARIES

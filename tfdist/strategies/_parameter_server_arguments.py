@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arguments of `ParameterServerStrategy`: what they must be, and which cluster they mean."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.cluster import Cluster
+from tfdist.policies.base import Aggregation
+from tfdist.serving import embedded
+from tfdist.strategies import _common
+
+_SHARDINGS = ("shard", "replicate", "dynamic")
+
+
+def find_cluster(resolver: tf.distribute.cluster_resolver.ClusterResolver | None) -> Cluster | None:
+    """The cluster of a resolver, or else of TF_CONFIG."""
+    cluster = Cluster.from_environment() if resolver is None else embedded.cluster_of(resolver)
+    if cluster is not None:
+        cluster.check_parameter_server()
+    return cluster
+
+
+def num_workers_of(cluster: Cluster | None, num_workers: int) -> int:
+    """Workers of the cluster, or as many as are started where there is none."""
+    return num_workers if cluster is None else len(cluster.jobs["worker"])
+
+
+def check(policies: Sequence[Any], data_sharding: str, start_timeout_secs: float, stall_timeout_secs: float) -> None:
+    """Raises ValueError for what no cluster is needed to refuse."""
+    if data_sharding not in _SHARDINGS:
+        raise ValueError(
+            f"data_sharding must be one of {', '.join(map(repr, _SHARDINGS))}. "
+            f"Received: data_sharding={data_sharding!r}"
+        )
+    in_step = [policy for policy in policies if isinstance(policy, Aggregation)]
+    if in_step and data_sharding == "dynamic":
+        raise ValueError(
+            'data_sharding="dynamic" gives whole batches to whoever asks first, and under '
+            f'{in_step[0]!r} a batch is shared by all workers; use "shard". Received: data_sharding="dynamic", '
+            f"policies={policies!r}"
+        )
+    _common.check_timeouts(start_timeout_secs=start_timeout_secs, stall_timeout_secs=stall_timeout_secs)
