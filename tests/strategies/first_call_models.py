@@ -206,3 +206,29 @@ def assert_like_one_device(strategy: Any, trained: Any, *arguments: Any, **optio
     """Trains on one device and under the strategy, and compares all numbers."""
     one, many = (trained(each, *arguments, **options) for each in (tf.distribute.get_strategy(), strategy))
     tf.nest.map_structure(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), one, many)
+
+
+class Stacked(keras.Sequential):
+    """Takes anchors and positives one above the other: the first axis of a batch is not that of examples."""
+
+    def __init__(self) -> None:
+        super().__init__([keras.Input((3,)), keras.layers.Dense(4)])
+
+    def train_step(self, data):
+        anchors, positives = data[0], data[1]
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(anchors, training=True) - self(positives, training=True)) ** 2)
+        gradients = tape.gradient(loss, self.trainable_weights)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_weights, strict=True))
+        return {"loss": loss}
+
+
+def fitted_with_pairs(strategy: Any) -> Any:
+    """(losses, weights) after two epochs of two batches."""
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = Stacked()
+        model.compile(keras.optimizers.Adam(0.01), jit_compile=False)
+    pairs = np.stack([X[:20], X[20:]]).reshape(2, 1, 20, 3)
+    data = tf.data.Dataset.from_tensor_slices(np.concatenate([pairs, pairs], 1).swapaxes(0, 1))
+    return model.fit(data, epochs=2, verbose=0).history, model.get_weights()

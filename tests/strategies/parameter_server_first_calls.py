@@ -19,6 +19,10 @@ def test_a_model_without_call_trains_as_on_one_device(strategy: Any, model: type
     first_call_models.assert_like_one_device(strategy, fitted, model, batch_size=40)
 
 
+def test_a_step_of_its_own_takes_batches_without_an_axis_of_examples(strategy: Any) -> None:
+    first_call_models.assert_like_one_device(strategy, first_call_models.fitted_with_pairs)
+
+
 def test_a_seed_generator_made_in_the_first_call_is_made(strategy: Any) -> None:
     first_call_models.assert_like_one_device(strategy, fitted, Noisy, "mse", batch_size=40)
 

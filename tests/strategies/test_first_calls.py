@@ -30,6 +30,14 @@ def test_a_model_without_call_trains_as_on_one_device(strategy: Any, model: type
     first_call_models.assert_like_one_device(strategy, fitted, model)
 
 
+def test_a_batch_without_an_axis_of_examples_is_named(strategy: Any) -> None:
+    with (
+        pytest.warns(RuntimeWarning, match=r"Stacked\.train_step fails when it is given one example.*put them there"),
+        pytest.raises(ValueError, match="slice index 1 of dimension 0"),
+    ):
+        first_call_models.fitted_with_pairs(strategy)
+
+
 def test_a_seed_generator_made_in_the_first_call_is_made(strategy: Any) -> None:
     first_call_models.assert_like_one_device(strategy, fitted, Noisy, "mse")
 

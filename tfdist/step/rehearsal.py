@@ -8,6 +8,7 @@ once for its variables alone, by one replica, into a graph that is thrown away (
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -56,10 +57,26 @@ def before_keras(strategy: tf.distribute.Strategy, model: keras.Model, step: str
         if refused is None and is_called and not used_objects.may_make_more(model, step):
             return
         failed = before(strategy, getattr(model, step), [batch])
-        if refused is not None and failed is not None:
+        is_of_its_own = model.built and used_objects.is_overridden(model, step)
+        if refused is not None and failed is not None and not is_of_its_own:
             raise refused
+        # Both were given one example; the step may want a whole batch, and make no more variables than there are.
+        if failed is not None and is_of_its_own and strategy.num_replicas_in_sync > 1:
+            _warn_about_parts(strategy, model, step, failed)
 
     symbolic_build.instead(model, build)
+
+
+def _warn_about_parts(strategy: tf.distribute.Strategy, model: keras.Model, step: str, error: Exception) -> None:
+    name, replicas = type(strategy).__name__, strategy.num_replicas_in_sync
+    first_line = str(error).partition("\n")[0]
+    warnings.warn(
+        f"{type(model).__name__}.{step} fails when it is given one example. {name} divides the first axis of each "
+        f"batch among {replicas} replicas: if that is not the axis of the examples, put them there, or use "
+        f"ParameterServerStrategy, whose workers take whole batches. Received: {type(error).__name__}: {first_line}",
+        RuntimeWarning,
+        stacklevel=1,
+    )
 
 
 def before(

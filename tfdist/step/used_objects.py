@@ -67,13 +67,17 @@ def may_make_more(model: keras.Model, step: str) -> bool:
       model: a model that Keras has just built.
       step: the name of its method.
     """
-    for name in (step, "compute_loss", "compute_metrics"):
-        if getattr(type(model), name) is not getattr(keras.Model, name) or name in vars(model):
-            return True
+    if any(is_overridden(model, name) for name in (step, "compute_loss", "compute_metrics")):
+        return True
     # Keras calls it as for inference.
     return step == "train_step" and any(
         symbolic_build.takes_training(layer) and not is_of_keras(type(layer)) for layer in flat_layers.layers_of(model)
     )
+
+
+def is_overridden(model: keras.Model, name: str) -> bool:
+    """Whether a method of `keras.Model` is the program's own in this model."""
+    return getattr(type(model), name) is not getattr(keras.Model, name) or name in vars(model)
 
 
 def is_of_a_user(found: Any) -> bool:
