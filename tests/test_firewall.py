@@ -207,9 +207,9 @@ def test_a_stranger_is_refused_while_the_job_trains(machines: Machines, tmp_path
         for number, found in zip((1, 2), listening, strict=True):
             assert "*:2222" in found  # TensorFlow's server, on all interfaces
             assert not machines.connects(3, f"10.77.0.{number}", 2222)
-        # The arrival board.
-        (board,) = [each for each in listening[0] if each != "*:2222"]
-        assert board.startswith("10.77.0.1:")
+        # The quorum server.
+        (server,) = [each for each in listening[0] if each != "*:2222"]
+        assert server.startswith("10.77.0.1:")
         for worker in workers:
             assert worker.stdin
             worker.stdin.write("\n")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arrival board: all workers hear the same, members only are heard, and a loss is an error that says so."""
+"""Quorum server: sends the same verdicts to all workers, accepts only clients with the secret, and reports losses."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 import tfdist
 from tfdist import _line_server
 from tfdist.runtime import quorum_messages as wire
-from tfdist.runtime.quorum_client import Member
+from tfdist.runtime.quorum_client import QuorumClient
 from tfdist.runtime.quorum_messages import Act, Frames, Kind, ProtocolError, Report, Verdict
-from tfdist.runtime.quorum_server import Board
+from tfdist.runtime.quorum_server import QuorumServer
 
 SECRET = b"the secret of this job"
 UINT64 = st.integers(0, 2**64 - 1)
 
 
 class Job:
-    """A board and its members, in one process."""
+    """A quorum server and its clients, in one process."""
 
     def __init__(self, joined: int, spares: int) -> None:
         # Those who have not joined yet do so in the test.
@@ -35,24 +35,24 @@ class Job:
         self.names = [f"worker:{index}" for index in range(num_workers)]
         policy = tfdist.BackupWorkers(spares=spares)
         policy.begin(num_workers, "test")
-        self.board = Board(policy, self.names, SECRET, "127.0.0.1", say=self._say)
-        self.board.start()
-        self.members = [self.join(index) for index in range(joined)]
+        self.server = QuorumServer(policy, self.names, SECRET, "127.0.0.1", say=self._say)
+        self.server.start()
+        self.clients = [self.join(index) for index in range(joined)]
 
     def _say(self, line: str) -> None:
         self.lines.append(line)
         self.said.release()
 
-    def join(self, worker: int, secret: bytes = SECRET) -> Member:
-        return Member(self.board.address, worker, self.names, secret)
+    def join(self, worker: int, secret: bytes = SECRET) -> QuorumClient:
+        return QuorumClient(self.server.address, worker, self.names, secret)
 
     def contribute(self, worker: int, step: int, number: int = 1, examples: int = 4) -> None:
-        self.members[worker].want(number, step)
-        self.members[worker].started(number, step)
-        self.members[worker].arrived(number, step, examples)
+        self.clients[worker].want(number, step)
+        self.clients[worker].started(number, step)
+        self.clients[worker].arrived(number, step, examples)
 
     def verdicts(self, step: int, number: int = 1) -> list[Verdict | None]:
-        return [member.wait(number, step) for member in self.members]
+        return [client.wait(number, step) for client in self.clients]
 
 
 @contextlib.contextmanager
@@ -61,9 +61,9 @@ def job(num_workers: int, spares: int) -> Iterator[Job]:
     try:
         yield running
     finally:
-        for member in running.members:
-            member.close()
-        running.board.close()
+        for client in running.clients:
+            client.close()
+        running.server.close()
 
 
 # Bytes.
@@ -129,7 +129,7 @@ def test_a_proof_is_of_one_side_one_worker_and_one_conversation():
     for wrong, nonce in ((claim, nonces[2]), (as_another, nonces[0])):
         with pytest.raises(ProtocolError, match="secret"):
             wire.read_claim(wrong, SECRET, 3, nonce)
-    # What a worker proves is no proof of the board's.
+    # What a worker proves is no proof of the server's.
     with pytest.raises(ProtocolError, match="secret"):
         wire.check_answer(claim[-wire.PROOF_BYTES :], SECRET, 1, nonces[0], nonces[1])
 
@@ -142,17 +142,17 @@ def test_all_hear_the_same_and_late_ones_are_dropped():
         for step in range(5):
             late = step % 3
             for worker in range(3):
-                running.members[worker].want(1, step)
-                running.members[worker].started(1, step)
+                running.clients[worker].want(1, step)
+                running.clients[worker].started(1, step)
             first, second = [worker for worker in range(3) if worker != late]
-            running.members[first].arrived(1, step, 4)
-            running.members[second].arrived(1, step, 5)
+            running.clients[first].arrived(1, step, 4)
+            running.clients[second].arrived(1, step, 5)
             verdicts = running.verdicts(step)
             assert len(set(verdicts)) == 1 and verdicts[0] is not None
             assert verdicts[0].contributors() == (first, second)
             assert verdicts[0].count == 9
             # Which was late before is counted with this update, if its gradient came in time for that.
-            running.members[late].arrived(1, step, 4)
+            running.clients[late].arrived(1, step, 4)
         assert running.lines == []
 
 
@@ -160,9 +160,9 @@ def test_who_has_not_started_yet_hears_the_verdict_when_it_asks():
     with job(3, spares=2) as running:
         for step in range(3):
             running.contribute(0, step)
-            assert running.members[0].wait(1, step) is not None
+            assert running.clients[0].wait(1, step) is not None
         for step in range(3):
-            verdict = running.members[2].wait(1, step)
+            verdict = running.clients[2].wait(1, step)
             assert verdict is not None and verdict.contributors() == (0,)
 
 
@@ -180,12 +180,12 @@ def test_dropped_gradients_are_reported_with_the_next_update():
 def test_a_pass_ends_for_all_and_what_had_arrived_is_given_up():
     with job(2, spares=0) as running:
         running.contribute(0, 0)
-        running.members[1].want(1, 0)
-        running.members[1].started(1, 0)
-        running.members[1].ended(1, 0)
+        running.clients[1].want(1, 0)
+        running.clients[1].started(1, 0)
+        running.clients[1].ended(1, 0)
         assert running.verdicts(0) == [None, None]
         # What arrives for the pass before does not count, and the same worker may start again.
-        running.members[0].arrived(1, 0, 4)
+        running.clients[0].arrived(1, 0, 4)
         running.contribute(0, 0, number=2, examples=1)
         running.contribute(1, 0, number=2, examples=1)
         verdicts = running.verdicts(0, number=2)
@@ -195,17 +195,17 @@ def test_a_pass_ends_for_all_and_what_had_arrived_is_given_up():
 def test_it_is_said_who_is_waited_for():
     with job(3, spares=0) as running:
         running.contribute(0, 0)
-        running.members[1].want(1, 0)
+        running.clients[1].want(1, 0)
         wanted = "2 of worker:1, worker:2 (has not come to this step yet)"
         heard = threading.Event()
 
         def look() -> None:
-            if running.members[0].waited_for() == wanted:
+            if running.clients[0].waited_for() == wanted:
                 heard.set()
                 raise InterruptedError
 
         with pytest.raises(InterruptedError):
-            running.members[0].wait(1, 0, look)
+            running.clients[0].wait(1, 0, look)
         assert heard.is_set()
 
 
@@ -214,34 +214,34 @@ def test_an_update_that_nobody_gets_on_with_is_an_error_that_names_them():
     names = ["worker:0", "worker:1", "worker:2"]
     policy = tfdist.BackupWorkers(spares=1)
     policy.begin(3, "test")
-    board = Board(policy, names, SECRET, "127.0.0.1")
-    board.start()
-    # Seconds of this clock pass when the test says so, and then the board has been silent for long, too.
-    member = Member(board.address, 0, names, SECRET, silence_secs=1e9, clock=lambda: now[0])
+    server = QuorumServer(policy, names, SECRET, "127.0.0.1")
+    server.start()
+    # Seconds of this clock pass when the test says so, and then the server has been silent for long, too.
+    client = QuorumClient(server.address, 0, names, SECRET, silence_secs=1e9, clock=lambda: now[0])
     waits = []
 
     def look() -> None:
-        waits.append(member.waited_for())
+        waits.append(client.waited_for())
         if waits[-1] == "1 of worker:1 (has not come to this step yet), worker:2 (has not come to this step yet)":
             now[0] += 300.0
 
     try:
-        member.want(1, 0)
-        member.started(1, 0)
-        member.arrived(1, 0, 4)
+        client.want(1, 0)
+        client.started(1, 0)
+        client.arrived(1, 0, 4)
         with pytest.raises(TimeoutError, match=r"step 0 waits for 1 of worker:1 .*, worker:2 .*stall_timeout_secs=600"):
-            member.wait(1, 0, look)
+            client.wait(1, 0, look)
         assert now[0] == 600.0
     finally:
-        member.close()
-        board.close()
+        client.close()
+        server.close()
 
 
 # Strangers.
 
 
 def _raw(running: Job) -> socket.socket:
-    return socket.create_connection(running.board.address, 10)
+    return socket.create_connection(running.server.address, 10)
 
 
 def test_a_wrong_secret_is_refused_by_both_sides():
@@ -255,7 +255,7 @@ def test_a_wrong_secret_is_refused_by_both_sides():
         assert None not in running.verdicts(0)
 
 
-def test_a_false_board_is_found_out():
+def test_a_false_server_is_found_out():
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def pretend() -> None:
@@ -268,7 +268,7 @@ def test_a_false_board_is_found_out():
         thread = threading.Thread(target=pretend)
         thread.start()
         with pytest.raises(ConnectionError, match="does not know this job's secret"):
-            Member(server.getsockname()[:2], 0, ["worker:0"], SECRET)
+            QuorumClient(server.getsockname()[:2], 0, ["worker:0"], SECRET)
         thread.join()
 
 
@@ -296,21 +296,21 @@ def test_a_second_worker_of_the_same_number_is_refused():
 
 
 @pytest.mark.parametrize("words", [b"", wire.MAGIC, wire.MAGIC + bytes(wire.CLAIM_BYTES - len(wire.MAGIC) - 1)])
-def test_strangers_that_came_first_and_stay_keep_no_member_out(words: bytes):
+def test_strangers_that_came_first_and_stay_keep_no_client_out(words: bytes):
     with job(0, spares=0) as running, contextlib.ExitStack() as stack:
         for _ in range(200):
             stack.enter_context(_raw(running)).sendall(words)
-        running.members += [running.join(0), running.join(1)]
+        running.clients += [running.join(0), running.join(1)]
         for worker in range(2):
             running.contribute(worker, 0)
         assert None not in running.verdicts(0)
 
 
-def test_a_member_that_gave_way_to_strangers_comes_again():
+def test_a_client_that_gave_way_to_strangers_reconnects():
     with job(0, spares=0) as running, contextlib.ExitStack() as stack:
         tried = threading.Event()
 
-        class Slow(Member):
+        class Slow(QuorumClient):
             def _introduce(self, connection: socket.socket, secret: bytes) -> Frames:
                 if not tried.is_set():
                     tried.set()
@@ -319,7 +319,7 @@ def test_a_member_that_gave_way_to_strangers_comes_again():
                     assert crowd[-1].recv(1000)
                 return super()._introduce(connection, secret)
 
-        running.members += [Slow(running.board.address, 0, running.names, SECRET), running.join(1)]
+        running.clients += [Slow(running.server.address, 0, running.names, SECRET), running.join(1)]
         for worker in range(2):
             running.contribute(worker, 0)
         assert None not in running.verdicts(0)
@@ -341,9 +341,9 @@ def test_those_who_give_way_are_from_the_address_that_has_most():
     assert _line_server.to_give_way(["a1"], ["a"]) == "a1"
 
 
-def test_the_board_listens_at_the_chiefs_address_only():
+def test_the_server_listens_at_the_chiefs_address_only():
     with job(1, spares=0) as running:
-        assert running.board.address[0] == "127.0.0.1"
+        assert running.server.address[0] == "127.0.0.1"
 
 
 # Losses.
@@ -351,31 +351,31 @@ def test_the_board_listens_at_the_chiefs_address_only():
 
 def test_a_lost_worker_is_an_error_that_names_it():
     with job(3, spares=1) as running:
-        running.members[1].close()
+        running.clients[1].close()
         for worker in (0, 2):
             with pytest.raises(ConnectionError, match=r"worker:1 has ended.*the update of step 0 can't be made"):
-                running.members[worker].wait(1, 0)
+                running.clients[worker].wait(1, 0)
 
 
 def test_what_was_decided_before_a_loss_holds():
     with job(3, spares=1) as running:
         running.contribute(0, 0)
         running.contribute(1, 0)
-        assert running.members[0].wait(1, 0) is not None
-        running.members[1].close()
+        assert running.clients[0].wait(1, 0) is not None
+        running.clients[1].close()
         with pytest.raises(ConnectionError):
-            running.members[0].wait(1, 1)
-        assert running.members[2].wait(1, 0) is not None
+            running.clients[0].wait(1, 1)
+        assert running.clients[2].wait(1, 0) is not None
 
 
-def test_the_boards_loss_is_an_error_that_says_so():
+def test_the_loss_of_the_server_is_an_error():
     with job(2, spares=0) as running:
-        running.board.close()
-        with pytest.raises(ConnectionError, match=r"the arrival board of worker:0 at 127\.0\.0\.1:\d+ is gone"):
-            running.members[1].wait(1, 0)
+        running.server.close()
+        with pytest.raises(ConnectionError, match=r"the quorum server of worker:0 at 127\.0\.0\.1:\d+ is gone"):
+            running.clients[1].wait(1, 0)
 
 
-def test_a_board_that_falls_silent_is_an_error():
+def test_a_silent_server_is_an_error():
     """One that accepts, proves who it is, and then says nothing any more."""
     done = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -391,25 +391,25 @@ def test_a_board_that_falls_silent_is_an_error():
 
         thread = threading.Thread(target=answer_once)
         thread.start()
-        member = Member(server.getsockname()[:2], 0, ["worker:0"], SECRET, silence_secs=0.0)
+        client = QuorumClient(server.getsockname()[:2], 0, ["worker:0"], SECRET, silence_secs=0.0)
         try:
             with pytest.raises(ConnectionError, match="has been silent for 0 s"):
-                member.wait(1, 0)
+                client.wait(1, 0)
         finally:
             done.set()
-            member.close()
+            client.close()
             thread.join()
 
 
 def test_a_line_of_frames_from_the_future_costs_only_its_sender():
     with job(3, spares=1) as running:
-        running.members[2].arrived(1, 7, 4)
+        running.clients[2].arrived(1, 7, 4)
         with pytest.raises(ConnectionError, match="worker:2"):
-            running.members[0].wait(1, 0)
+            running.clients[0].wait(1, 0)
 
 
-def test_no_board_is_an_error():
+def test_no_server_is_an_error():
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()[:2]
     with pytest.raises(ConnectionError, match="can't be reached"):
-        Member(address, 0, ["worker:0"], SECRET)
+        QuorumClient(address, 0, ["worker:0"], SECRET)

@@ -11,7 +11,7 @@ import pytest
 
 from tfdist.policies.backup_workers import BackupWorkers
 from tfdist.runtime import round_runner as module
-from tfdist.runtime.round_runner import Rounds
+from tfdist.runtime.round_runner import RoundRunner
 
 
 class Clock:
@@ -33,17 +33,17 @@ class Table:
         self.clock = Clock()
         self.lines: list[str] = []
         names = [f"worker:{replica}" for replica in range(count)]
-        self.rounds = Rounds(policy, names, 60.0, self.clock, self.lines.append)
+        self.runner = RoundRunner(policy, names, 60.0, self.clock, self.lines.append)
 
     def start(self, replica: int) -> int | None:
         """The local step, or None if it may not start now."""
         asked = iter([False])
-        return self.rounds.start(replica, lambda: next(asked, True))
+        return self.runner.start(replica, lambda: next(asked, True))
 
     def contribute(self, replica: int, step: int) -> bool:
-        accepted = self.rounds.arrive(replica, step)
+        accepted = self.runner.arrive(replica, step)
         if accepted:
-            self.rounds.deliver(replica, step, f"{replica} of {step}")
+            self.runner.deliver(replica, step, f"{replica} of {step}")
         return accepted
 
     def started(self, *replicas: int) -> None:
@@ -69,23 +69,23 @@ def in_thread(function: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]
 
 
 def test_an_update_is_made_of_the_first_in_the_order_of_their_arrival(table: Table) -> None:
-    table.rounds.open()
+    table.runner.open()
     table.started(0, 1, 2)
     assert table.contribute(2, 0)
     assert table.contribute(0, 0)
     assert not table.contribute(1, 0)
-    contributions, update = table.rounds.collect()
+    contributions, update = table.runner.collect()
     assert contributions == ["2 of 0", "0 of 0"]
     assert (update.step, update.contributors, update.dropped) == (1, (2, 0), (1,))
 
 
 def test_who_is_late_is_dropped_and_starts_again_in_the_step_that_is_current(table: Table) -> None:
-    table.rounds.open()
+    table.runner.open()
     table.started(0, 1, 2)
     table.contribute(0, 0)
     table.contribute(1, 0)
-    table.rounds.collect()
-    table.rounds.open()
+    table.runner.collect()
+    table.runner.open()
     assert table.start(2) is None
     assert not table.contribute(2, 0)
     assert table.start(2) == 1
@@ -94,40 +94,40 @@ def test_who_is_late_is_dropped_and_starts_again_in_the_step_that_is_current(tab
 
 def test_nobody_starts_between_updates(table: Table) -> None:
     assert table.start(0) is None
-    table.rounds.open()
+    table.runner.open()
     table.started(0, 1)
     table.contribute(0, 0)
     table.contribute(1, 0)
-    table.rounds.collect()
+    table.runner.collect()
     assert table.start(0) is None
     asked = threading.Event()
-    thread, results = in_thread(lambda: table.rounds.start(0, lambda: asked.set() is not None))
+    thread, results = in_thread(lambda: table.runner.start(0, lambda: asked.set() is not None))
     asked.wait()
-    table.rounds.wake()
+    table.runner.wake()
     assert not results
-    table.rounds.open()
+    table.runner.open()
     thread.join()
     assert results == [1]
 
 
 def test_a_thread_that_is_wanted_elsewhere_is_let_go(table: Table) -> None:
     over = threading.Event()
-    thread, results = in_thread(lambda: table.rounds.start(0, over.is_set))
+    thread, results = in_thread(lambda: table.runner.start(0, over.is_set))
     over.set()
-    table.rounds.wake()
+    table.runner.wake()
     thread.join()
     assert results == [None]
 
 
 def test_collect_waits_for_what_is_delivered_not_for_what_is_announced(table: Table) -> None:
-    table.rounds.open()
+    table.runner.open()
     table.started(0, 1)
     table.contribute(0, 0)
-    assert table.rounds.arrive(1, 0)
-    thread, results = in_thread(table.rounds.collect)
-    assert table.rounds.waited_for() == "1 of worker:1, worker:2"
+    assert table.runner.arrive(1, 0)
+    thread, results = in_thread(table.runner.collect)
+    assert table.runner.waited_for() == "1 of worker:1, worker:2"
     assert not results
-    table.rounds.deliver(1, 0, "delivered")
+    table.runner.deliver(1, 0, "delivered")
     thread.join()
     assert results[0][0] == ["0 of 0", "delivered"]
 
@@ -136,91 +136,91 @@ def test_collect_waits_for_what_is_delivered_not_for_what_is_announced(table: Ta
 
 
 def test_the_contribution_of_who_is_lost_is_withdrawn_and_another_takes_its_place(table: Table) -> None:
-    table.rounds.open()
+    table.runner.open()
     table.started(0, 1, 2)
     table.contribute(0, 0)
     table.contribute(1, 0)
     assert not table.contribute(2, 0)
-    table.rounds.lose(1)
+    table.runner.lose(1)
     assert table.start(2) == 0
     table.contribute(2, 0)
-    contributions, update = table.rounds.collect()
+    contributions, update = table.runner.collect()
     assert contributions == ["0 of 0", "2 of 0"]
     assert update.contributors == (0, 2)
     assert table.lines == []
 
 
 def test_what_the_lost_deliver_is_ignored(table: Table) -> None:
-    table.rounds.open()
+    table.runner.open()
     table.started(0, 1, 2)
-    assert table.rounds.arrive(1, 0)
-    table.rounds.lose(1)
-    table.rounds.lose(1)
-    table.rounds.deliver(1, 0, "from the dead")
+    assert table.runner.arrive(1, 0)
+    table.runner.lose(1)
+    table.runner.lose(1)
+    table.runner.deliver(1, 0, "from the dead")
     assert not table.contribute(1, 0)
     table.contribute(0, 0)
     table.contribute(2, 0)
-    assert table.rounds.collect()[0] == ["0 of 0", "2 of 0"]
+    assert table.runner.collect()[0] == ["0 of 0", "2 of 0"]
 
 
 def test_who_is_back_takes_part(table: Table) -> None:
-    table.rounds.open()
-    table.rounds.lose(1)
+    table.runner.open()
+    table.runner.lose(1)
     assert table.start(1) is None
-    table.rounds.bring_back(1)
-    table.rounds.bring_back(0)
+    table.runner.bring_back(1)
+    table.runner.bring_back(0)
     table.started(0, 1)
     table.contribute(1, 0)
     table.contribute(0, 0)
-    assert table.rounds.collect()[1].contributors == (1, 0)
+    assert table.runner.collect()[1].contributors == (1, 0)
 
 
 def test_too_few_alive_is_said_at_once_and_an_error_after_the_timeout(table: Table) -> None:
-    table.rounds.open()
-    table.rounds.lose(1)
+    table.runner.open()
+    table.runner.lose(1)
     assert table.lines == []
-    table.rounds.lose(2)
+    table.runner.lose(2)
     assert len(table.lines) == 1
     assert table.lines[0].startswith("worker:1, worker:2 lost; the other 1 replicas are too few for an update of 2;")
     assert table.lines[0].endswith("or fails after 60 s")
-    assert "worker:1 (lost; it has to be started again)" in table.rounds.waited_for()
+    assert "worker:1 (lost; it has to be started again)" in table.runner.waited_for()
     checks = iter([59.0, 60.0])
 
     def check() -> None:
         table.clock.now = next(checks)
         # Those who are alive are heard of.
-        table.rounds.give_up(0)
+        table.runner.give_up(0)
         table.started(0)
         table.contribute(0, 0)
 
     with pytest.raises(TimeoutError, match=r"worker:1, worker:2 did not come back within stall_timeout_secs=60;"):
-        table.rounds.collect(check)
+        table.runner.collect(check)
 
 
 def test_one_that_comes_back_in_time_ends_the_stall(table: Table) -> None:
-    table.rounds.open()
+    table.runner.open()
     table.started(0)
     table.contribute(0, 0)
-    table.rounds.lose(1)
-    table.rounds.lose(2)
+    table.runner.lose(1)
+    table.runner.lose(2)
 
     def check() -> None:
         if table.clock.now < 50:
             table.clock.now = 50
-            table.rounds.bring_back(2)
+            table.runner.bring_back(2)
         else:
             table.clock.now = 59
             table.started(2)
             table.contribute(2, 0)
 
-    assert table.rounds.collect(check)[1].contributors == (0, 2)
+    assert table.runner.collect(check)[1].contributors == (0, 2)
 
 
 def test_a_delivery_that_takes_too_long_is_given_up(table: Table) -> None:
-    table.rounds.open()
+    table.runner.open()
     table.started(0, 1, 2)
     table.contribute(0, 0)
-    assert table.rounds.arrive(1, 0)
+    assert table.runner.arrive(1, 0)
     assert not table.contribute(2, 0)
 
     def check() -> None:
@@ -230,24 +230,24 @@ def test_a_delivery_that_takes_too_long_is_given_up(table: Table) -> None:
             table.started(2)
             table.contribute(2, 0)
 
-    assert table.rounds.collect(check)[0] == ["0 of 0", "2 of 0"]
+    assert table.runner.collect(check)[0] == ["0 of 0", "2 of 0"]
     assert table.lines == ["a gradient of worker:1 was not delivered for 10 s; dropped"]
-    table.rounds.deliver(1, 0, "too late")
-    table.rounds.open()
+    table.runner.deliver(1, 0, "too late")
+    table.runner.open()
     table.started(0, 1)
     table.contribute(0, 1)
     table.contribute(1, 1)
-    assert table.rounds.collect()[0] == ["0 of 1", "1 of 1"]
+    assert table.runner.collect()[0] == ["0 of 1", "1 of 1"]
 
 
 def test_a_change_of_the_policy_is_said() -> None:
     table = Table(spares="auto", count=4)
-    table.rounds.open()
-    table.rounds.lose(3)
+    table.runner.open()
+    table.runner.lose(3)
     table.started(0, 1, 2)
     for replica in range(3):
         table.contribute(replica, 0)
-    assert len(table.rounds.collect()[0]) == 3
+    assert len(table.runner.collect()[0]) == 3
     assert table.lines[0].startswith("spares 0 -> 1 of 4 replicas")
 
 
@@ -262,25 +262,25 @@ def failed(request: pytest.FixtureRequest, table: Table) -> Table:
     def check() -> None:
         raise error
 
-    with pytest.raises(LookupError) as raised, table.rounds.wanted():
+    with pytest.raises(LookupError) as raised, table.runner.wanted():
         table.started(0, 1, 2)
         table.contribute(0, 0)
         if request.param == "an error of a replica":
-            table.rounds.fail(1, 0, error)
-        table.rounds.collect(check)
+            table.runner.fail(1, 0, error)
+        table.runner.collect(check)
     assert raised.value is error
     return table
 
 
 def test_what_was_begun_for_an_update_that_failed_counts_no_more(failed: Table) -> None:
-    failed.rounds.open()
+    failed.runner.open()
     # What it had begun before the failure comes only now.
     assert not failed.contribute(2, 0)
-    failed.rounds.fail(1, 0, LookupError("late words"))
+    failed.runner.fail(1, 0, LookupError("late words"))
     failed.started(0, 1)
     failed.contribute(0, 0)
     failed.contribute(1, 0)
-    contributions, update = failed.rounds.collect()
+    contributions, update = failed.runner.collect()
     assert contributions == ["0 of 0", "1 of 0"]
     assert update.step == 1
     assert failed.lines == []
@@ -292,36 +292,36 @@ def test_nobody_starts_once_an_update_has_failed(failed: Table) -> None:
 
 @pytest.mark.parametrize("is_end", [True, False])
 def test_what_a_late_replica_meets_is_said_and_no_error(table: Table, is_end: bool) -> None:
-    table.rounds.open()
+    table.runner.open()
     table.started(0, 1, 2)
     table.contribute(0, 0)
     table.contribute(1, 0)
-    table.rounds.collect()
-    table.rounds.fail(2, 0, LookupError("late words"), is_end)
-    table.rounds.open()
+    table.runner.collect()
+    table.runner.fail(2, 0, LookupError("late words"), is_end)
+    table.runner.open()
     table.started(2, 0)
     table.contribute(2, 1)
     table.contribute(0, 1)
-    assert table.rounds.collect()[1].contributors == (2, 0)
+    assert table.runner.collect()[1].contributors == (2, 0)
     assert table.lines == ([] if is_end else ["a late gradient of worker:2 failed: LookupError: late words"])
 
 
 def test_silence_is_an_error_after_the_timeout(table: Table) -> None:
-    table.rounds.open()
+    table.runner.open()
     table.started(0, 1, 2)
 
     def check() -> None:
         table.clock.now += 30
 
     with pytest.raises(TimeoutError, match="waits for 2 of worker:0, worker:1, worker:2, and nothing was heard"):
-        table.rounds.collect(check)
+        table.runner.collect(check)
 
 
 def test_who_gives_up_may_start_again(table: Table) -> None:
-    table.rounds.open()
+    table.runner.open()
     table.started(0)
     assert table.start(0) is None
-    table.rounds.give_up(0)
+    table.runner.give_up(0)
     assert table.start(0) == 0
 
 
@@ -330,20 +330,20 @@ def test_threads_that_race_give_every_update_its_contributions() -> None:
     closed = threading.Event()
 
     def serve(replica: int) -> None:
-        while (step := table.rounds.start(replica, closed.is_set)) is not None:
-            if table.rounds.arrive(replica, step):
-                table.rounds.deliver(replica, step, (replica, step))
+        while (step := table.runner.start(replica, closed.is_set)) is not None:
+            if table.runner.arrive(replica, step):
+                table.runner.deliver(replica, step, (replica, step))
 
     threads = [threading.Thread(target=serve, args=(replica,)) for replica in range(4)]
     for thread in threads:
         thread.start()
     for step in range(200):
-        table.rounds.open()
-        contributions, update = table.rounds.collect()
+        table.runner.open()
+        contributions, update = table.runner.collect()
         assert [made_in for _, made_in in contributions] == [step] * 3
         assert tuple(replica for replica, _ in contributions) == update.contributors
         assert len(set(update.contributors)) == 3
     closed.set()
-    table.rounds.wake()
+    table.runner.wake()
     for thread in threads:
         thread.join()

@@ -10,7 +10,7 @@ import pytest
 
 import tfdist
 from tfdist.policies.asynchronous import Asynchronous
-from tfdist.runtime.stream_runner import Stream
+from tfdist.runtime.stream_runner import StreamRunner
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -26,14 +26,14 @@ def test_the_one_whose_last_start_is_the_longest_ago_starts_first():
     """A bound of 1 lets two of four be under way; who waits longer, but had a later turn, comes later."""
     policy = Asynchronous(bounded=tfdist.BoundedStaleness(1))
     policy.begin(4, "a test")
-    stream = Stream(policy, [f"worker:{replica}" for replica in range(4)], 30.0)
+    runner = StreamRunner(policy, [f"worker:{replica}" for replica in range(4)], 30.0)
     started: list[int] = []
     local_steps: dict[int, int] = {}
     is_over = threading.Event()
     threads = []
 
     def wait_to_start(replica: int) -> None:
-        local_step = stream.start(replica, is_over.is_set)
+        local_step = runner.start(replica, is_over.is_set)
         if local_step is not None:
             local_steps[replica] = local_step
             started.append(replica)
@@ -42,14 +42,14 @@ def test_the_one_whose_last_start_is_the_longest_ago_starts_first():
         count = len(started)
         threads.append(threading.Thread(target=wait_to_start, args=(replica,), daemon=True))
         threads[-1].start()
-        _until(lambda: replica in stream._waiting or len(started) > count)
+        _until(lambda: replica in runner._waiting or len(started) > count)
 
     def give(replica: int) -> None:
         count = len(started)
-        with stream.wanted():
-            stream.hand_over(replica, local_steps[replica], "gradient")
-            stream.collect()
-        stream.applied()
+        with runner.wanted():
+            runner.hand_over(replica, local_steps[replica], "gradient")
+            runner.collect()
+        runner.applied()
         _until(lambda: len(started) == count + 1)
 
     for replica in (2, 0, 3, 1):
@@ -61,12 +61,12 @@ def test_the_one_whose_last_start_is_the_longest_ago_starts_first():
     assert started == [2, 0, 1, 3]
     come(0)
     come(2)
-    assert stream._waiting == {0, 2}
+    assert runner._waiting == {0, 2}
     give(1)
     give(3)
     assert started == [2, 0, 1, 3, 2, 0]
     is_over.set()
-    stream.wake()
+    runner.wake()
     for thread in threads:
         thread.join(30)
         assert not thread.is_alive()
@@ -75,15 +75,15 @@ def test_the_one_whose_last_start_is_the_longest_ago_starts_first():
 def test_one_that_has_nothing_left_to_compute_from_keeps_nobody_waiting():
     policy = Asynchronous(bounded=tfdist.BoundedStaleness(1))
     policy.begin(3, "a test")
-    stream = Stream(policy, [f"worker:{replica}" for replica in range(3)], 30.0)
-    assert stream.start(0, lambda: False) == 0
-    stream.end(0, lambda: False)
+    runner = StreamRunner(policy, [f"worker:{replica}" for replica in range(3)], 30.0)
+    assert runner.start(0, lambda: False) == 0
+    runner.end(0, lambda: False)
     is_over = threading.Event()
-    waiting = threading.Thread(target=stream.start, args=(0, is_over.is_set), daemon=True)
+    waiting = threading.Thread(target=runner.start, args=(0, is_over.is_set), daemon=True)
     waiting.start()
-    _until(lambda: stream._waiting == {0})
-    assert stream.start(1, lambda: False) == 0
+    _until(lambda: runner._waiting == {0})
+    assert runner.start(1, lambda: False) == 0
     is_over.set()
-    stream.wake()
+    runner.wake()
     waiting.join(30)
     assert not waiting.is_alive()

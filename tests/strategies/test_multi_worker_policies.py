@@ -135,8 +135,8 @@ model, _ = dense(lambda: optimizers.SGD(0.01), strategy)
 class At5(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         if batch == 5 and index == 0:
-            # The chief lives and goes on, and so do the collectives; only the board is gone.
-            strategy._board.close()
+            # The chief lives and goes on, and so do the collectives; only the quorum server is gone.
+            strategy._quorum_server.close()
 try:
     model.fit(x, y, batch_size=2, epochs=100, verbose=0, callbacks=[At5()])
 except ConnectionError as error:
@@ -195,10 +195,10 @@ def test_the_number_of_spares_follows_what_the_workers_take(tmp_path: pathlib.Pa
     assert [output.count("tfdist: spares") for output in outputs] == [1, 0, 0]
 
 
-def test_the_loss_of_the_board_is_an_error_of_all(tmp_path: pathlib.Path):
+def test_the_loss_of_the_quorum_server_is_an_error_of_all(tmp_path: pathlib.Path):
     found = process_cluster.run(PREPARED + ENDS, tmp_path)
     for each in found:
-        assert "the arrival board of worker:0 at 127.0.0.1:" in each["error"]
+        assert "the quorum server of worker:0 at 127.0.0.1:" in each["error"]
         assert "is gone" in each["error"] and "can't be made" in each["error"]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker's connection to the quorum server (`quorum_server.Board`). No TensorFlow import."""
+"""A worker's connection to the quorum server (`quorum_server.QuorumServer`). No TensorFlow import."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _CutOffError(ConnectionError):
     """The server closed the connection before the handshake was complete."""
 
 
-class Member:
+class QuorumClient:
     """Connection of one worker: sends its reports to the quorum server, and receives the server's verdicts.
 
     Any thread may send a report; one thread waits for verdicts.
@@ -73,9 +73,9 @@ class Member:
         # Time of the last change in the workers' status.
         self._moved_at = clock()
         self._error: str | None = None
-        self._board = f"the arrival board of {self._names[0]} at {address[0]}:{address[1]}"
+        self._server = f"the quorum server of {self._names[0]} at {address[0]}:{address[1]}"
         self._socket, self._frames = self._connect(address, secret)
-        self._thread = threading.Thread(target=self._listen, name="tfdist-board-member", daemon=True)
+        self._thread = threading.Thread(target=self._listen, name="tfdist quorum client", daemon=True)
         self._thread.start()
 
     # Reports.
@@ -101,7 +101,7 @@ class Member:
             with self._sending:
                 self._socket.sendall(report.pack())
         except OSError as error:
-            self._fail(f"{self._board} is gone: {error.strerror or error}")
+            self._fail(f"{self._server} is gone: {error.strerror or error}")
 
     # Verdicts.
 
@@ -154,13 +154,13 @@ class Member:
         with self._changed:
             status = self._status
         if status is None:
-            return self._board
+            return self._server
         absent = [
             name + _DOING[Doing(mark)]
             for name, mark in zip(self._names, status.marks, strict=True)
             if mark != Doing.ARRIVED
         ]
-        return f"{status.count} of " + ", ".join(absent) if absent else self._board
+        return f"{status.count} of " + ", ".join(absent) if absent else self._server
 
     def close(self) -> None:
         """Closes the connection; may be called again."""
@@ -188,7 +188,7 @@ class Member:
         try:
             connection = socket.create_connection(address, _CONNECT_SECS)
         except OSError as error:
-            raise ConnectionError(f"{self._board} can't be reached: {error.strerror or error}") from error
+            raise ConnectionError(f"{self._server} can't be reached: {error.strerror or error}") from error
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             frames = self._introduce(connection, secret)
@@ -197,21 +197,21 @@ class Member:
             connection.close()
             if isinstance(error, ConnectionError) and error.errno is None:
                 raise
-            raise ConnectionError(f"{self._board} does not answer: {error.strerror or error}") from error
+            raise ConnectionError(f"{self._server} does not answer: {error.strerror or error}") from error
         return connection, frames
 
     def _introduce(self, connection: socket.socket, secret: bytes) -> wire.Frames:
         frames, nonce = wire.Frames(), secrets.token_bytes(wire.NONCE_BYTES)
         hint = "; TFDIST_JOB_SECRET must be the same for all workers"
         try:
-            board_nonce = wire.read_greeting(self._take(connection, frames, wire.GREETING_BYTES, ""))
-            connection.sendall(wire.claim(secret, self._worker, board_nonce, nonce))
+            server_nonce = wire.read_greeting(self._take(connection, frames, wire.GREETING_BYTES, ""))
+            connection.sendall(wire.claim(secret, self._worker, server_nonce, nonce))
             answer = self._take(connection, frames, wire.PROOF_BYTES, hint)
             if answer == wire.REFUSAL:
-                raise ConnectionError(f"{self._board} does not accept {self._names[self._worker]}{hint}")
-            wire.check_answer(answer, secret, self._worker, board_nonce, nonce)
+                raise ConnectionError(f"{self._server} does not accept {self._names[self._worker]}{hint}")
+            wire.check_answer(answer, secret, self._worker, server_nonce, nonce)
         except ProtocolError as error:
-            raise ConnectionError(f"{self._board} {error}{hint}") from None
+            raise ConnectionError(f"{self._server} {error}{hint}") from None
         return frames
 
     def _take(self, connection: socket.socket, frames: wire.Frames, size: int, hint: str) -> bytes:
@@ -221,7 +221,7 @@ class Member:
             except ConnectionResetError:
                 data = b""
             if not data:
-                raise _CutOffError(f"{self._board} does not accept {self._names[self._worker]}{hint}")
+                raise _CutOffError(f"{self._server} does not accept {self._names[self._worker]}{hint}")
             frames.feed(data)
         return piece
 
@@ -239,16 +239,16 @@ class Member:
                     data = self._socket.recv(_RECEIVE_BYTES)
                 except TimeoutError:
                     if self._clock() - heard > self._silence_secs:
-                        self._fail(f"{self._board} has been silent for {self._silence_secs:.0f} s")
+                        self._fail(f"{self._server} has been silent for {self._silence_secs:.0f} s")
                         return
                     continue
                 heard = self._clock()
                 if not data:
-                    self._fail(f"{self._board} is gone: it closed the connection")
+                    self._fail(f"{self._server} is gone: it closed the connection")
                     return
                 self._frames.feed(data)
         except (OSError, ProtocolError, ValueError) as error:
-            self._fail(f"{self._board} is gone: {error}")
+            self._fail(f"{self._server} is gone: {error}")
 
     def _hear(self, verdict: Verdict) -> None:
         with self._changed:

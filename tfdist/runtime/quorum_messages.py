@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wire format between a worker and the quorum server (the board). Pure functions: no sockets, no TensorFlow.
+"""Wire format between a worker and the quorum server. Pure functions: no sockets, no TensorFlow.
 
 A connection begins with a handshake, in which both sides prove that they know the job's secret; the secret itself is
 never sent. Then each side sends frames of one size:
 
-    board  -> worker   greeting   magic, nonce
-    worker -> board    claim      magic, index of the worker, nonce, proof
-    board  -> worker   proof, or a refusal
-    worker -> board    reports    state of this worker
-    board  -> worker   verdicts   contributors of an update, or the status of all workers
+    server -> worker   greeting   magic, nonce
+    worker -> server   claim      magic, index of the worker, nonce, proof
+    server -> worker   proof, or a refusal
+    worker -> server   reports    state of this worker
+    server -> worker   verdicts   contributors of an update, or the status of all workers
 
 A proof is the HMAC-SHA256 (RFC 2104) of both nonces, the role of the sender and the worker's index. Any other message
 raises `ProtocolError`, and the receiver closes the connection.
@@ -23,7 +23,7 @@ import hmac
 import struct
 from collections.abc import Iterator
 
-MAGIC = b"tfdist board 1\r\n"
+MAGIC = b"tfdist quorum 1\r\n"
 NONCE_BYTES = 32
 PROOF_BYTES = hashlib.sha256().digest_size
 
@@ -57,7 +57,7 @@ class Act(enum.IntEnum):
 
 
 class Kind(enum.IntEnum):
-    """Kind of a verdict from the board."""
+    """Kind of a verdict from the quorum server."""
 
     STATUS = 0  # marks: a `Doing` for each worker; `count` is the number of missing contributions
     UPDATE = 1  # make the update of this step; `count` is the number of its examples
@@ -66,7 +66,7 @@ class Kind(enum.IntEnum):
 
 
 class Doing(enum.IntEnum):
-    """State of a worker, as last reported to the board."""
+    """State of a worker, as last reported to the quorum server."""
 
     ELSEWHERE = 0
     LATE = 1
@@ -76,7 +76,7 @@ class Doing(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """A frame from a worker to the board.
+    """A frame from a worker to the quorum server.
 
     Attributes:
       act: state of the worker.
@@ -109,7 +109,7 @@ class Report:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """A frame from the board to a worker.
+    """A frame from the quorum server to a worker.
 
     Attributes:
       kind: kind of the verdict.
@@ -192,7 +192,7 @@ class Frames:
 
 
 def greeting(nonce: bytes) -> bytes:
-    """Returns the board's first message of the handshake."""
+    """Returns the server's first message of the handshake."""
     return MAGIC + nonce
 
 
@@ -207,16 +207,16 @@ def read_greeting(data: bytes) -> bytes:
     return data[len(MAGIC) :]
 
 
-def claim(secret: bytes, worker: int, board_nonce: bytes, nonce: bytes) -> bytes:
+def claim(secret: bytes, worker: int, server_nonce: bytes, nonce: bytes) -> bytes:
     """Returns the message with which a worker identifies itself."""
-    return _CLAIM.pack(MAGIC, worker, nonce, _proof(secret, b"worker", worker, board_nonce, nonce))
+    return _CLAIM.pack(MAGIC, worker, nonce, _proof(secret, b"worker", worker, server_nonce, nonce))
 
 
-def read_claim(data: bytes, secret: bytes, num_workers: int, board_nonce: bytes) -> tuple[int, bytes]:
+def read_claim(data: bytes, secret: bytes, num_workers: int, server_nonce: bytes) -> tuple[int, bytes]:
     """Checks a claim.
 
     Returns:
-      The worker's index, and the board's answer.
+      The worker's index, and the server's answer.
 
     Raises:
       ProtocolError: the data are no claim, or the sender doesn't know the secret.
@@ -224,24 +224,24 @@ def read_claim(data: bytes, secret: bytes, num_workers: int, board_nonce: bytes)
     magic, worker, nonce, proof = _CLAIM.unpack(data)
     if magic != MAGIC:
         raise ProtocolError("does not speak this protocol")
-    if not hmac.compare_digest(proof, _proof(secret, b"worker", worker, board_nonce, nonce)):
+    if not hmac.compare_digest(proof, _proof(secret, b"worker", worker, server_nonce, nonce)):
         raise ProtocolError("does not know this job's secret")
     if worker >= num_workers:
         raise ProtocolError(f"says that it is worker {worker} of {num_workers}")
-    return worker, _proof(secret, b"board", worker, board_nonce, nonce)
+    return worker, _proof(secret, b"server", worker, server_nonce, nonce)
 
 
-def check_answer(answer: bytes, secret: bytes, worker: int, board_nonce: bytes, nonce: bytes) -> None:
-    """Checks that an answer to a claim is from the board of this job.
+def check_answer(answer: bytes, secret: bytes, worker: int, server_nonce: bytes, nonce: bytes) -> None:
+    """Checks that an answer to a claim is from the quorum server of this job.
 
     Raises:
       ProtocolError: the sender doesn't know the secret.
     """
-    if not hmac.compare_digest(answer, _proof(secret, b"board", worker, board_nonce, nonce)):
+    if not hmac.compare_digest(answer, _proof(secret, b"server", worker, server_nonce, nonce)):
         raise ProtocolError("does not know this job's secret")
 
 
-def _proof(secret: bytes, role: bytes, worker: int, board_nonce: bytes, nonce: bytes) -> bytes:
+def _proof(secret: bytes, role: bytes, worker: int, server_nonce: bytes, nonce: bytes) -> bytes:
     # All parts but the role have one length each, and no role begins with another: two messages can't be the same.
-    message = role + struct.pack("!I", worker) + board_nonce + nonce
+    message = role + struct.pack("!I", worker) + server_nonce + nonce
     return hmac.digest(secret, message, "sha256")

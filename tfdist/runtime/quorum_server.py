@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quorum server (the arrival board): workers report their contributions, and receive the contributors of each update.
+"""Quorum server: workers report their contributions, and receive the contributors of each update.
 
-    worker's Keras thread     worker's second thread        board (in the chief's process)
+    worker's Keras thread     worker's second thread        server (in the chief's process)
                                 STARTED step 7  --------->  policy.started
                                 ARRIVED step 7  --------->  policy.arrived: is the update due?
       <---------------------------------------------------  UPDATE 7 from workers 0, 2 and 5, to all workers
@@ -60,7 +60,7 @@ class _Connection:
     is_open: bool = True
 
 
-class Board:
+class QuorumServer:
     """Quorum server of one job, from `start` to `close`.
 
     Args:
@@ -93,7 +93,7 @@ class Board:
         self._selector = selectors.DefaultSelector()
         self._listener = _listen(host)
         self._wake, self._woken = socket.socketpair()
-        self._members: dict[int, _Connection] = {}
+        self._clients: dict[int, _Connection] = {}
         # Oldest first.
         self._strangers: dict[_Connection, None] = {}
         self._num_refused = 0
@@ -105,7 +105,7 @@ class Board:
         self._examples: dict[int, int] = {}
         self._opened_step = -1
         self._ended_pass = 0
-        self._thread = threading.Thread(target=self._run, name="tfdist-board", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="tfdist quorum server", daemon=True)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -142,7 +142,7 @@ class Board:
                     tick = self._clock() + STATUS_EVERY_SECS
                     self._tick()
         finally:
-            for connection in (*self._strangers, *self._members.values()):
+            for connection in (*self._strangers, *self._clients.values()):
                 connection.socket.close()
             self._selector.close()
 
@@ -178,10 +178,10 @@ class Board:
         except BlockingIOError:
             return
         except OSError as error:
-            self._drop(connection, f"its connection to the arrival board broke ({error.strerror or error})")
+            self._drop(connection, f"its connection to the quorum server broke ({error.strerror or error})")
             return
         if not data:
-            self._drop(connection, "its connection to the arrival board was closed")
+            self._drop(connection, "its connection to the quorum server was closed")
             return
         connection.heard = self._clock()
         connection.frames.feed(data)
@@ -189,7 +189,7 @@ class Board:
             if connection.worker is None and not self._introduce(connection):
                 return
             for frame in connection.frames.take_all(wire.REPORT_BYTES):
-                self._hear(connection.worker or 0, Report.unpack(frame))
+                self._handle(connection.worker or 0, Report.unpack(frame))
         except (ProtocolError, ValueError) as error:
             if connection.worker is None:
                 # A worker with another secret then fails at once instead of trying again.
@@ -202,11 +202,11 @@ class Board:
         if claim is None:
             return False
         worker, answer = wire.read_claim(claim, self._secret, len(self._names), connection.nonce)
-        if worker in self._members or worker in self._lost:
+        if worker in self._clients or worker in self._lost:
             raise ProtocolError(f"says that it is {self._names[worker]}, which was here before")
         del self._strangers[connection]
         connection.worker = worker
-        self._members[worker] = connection
+        self._clients[worker] = connection
         self._send(connection, answer)
         if self._lost:
             self._send(connection, self._losses().pack())
@@ -217,10 +217,10 @@ class Board:
         try:
             sent = connection.socket.send(data)
         except OSError as error:
-            self._drop(connection, f"its connection to the arrival board broke ({error.strerror or error})")
+            self._drop(connection, f"its connection to the quorum server broke ({error.strerror or error})")
             return
         if sent < len(data):
-            self._drop(connection, "it does not read what the arrival board sends")
+            self._drop(connection, "it does not read what the quorum server sends")
 
     def _drop(self, connection: _Connection, reason: str) -> None:
         if not connection.is_open:
@@ -232,7 +232,7 @@ class Board:
             del self._strangers[connection]
             self._refused(connection, reason.removeprefix("it "))
         if connection.worker is not None:
-            del self._members[connection.worker]
+            del self._clients[connection.worker]
             self._lost.add(connection.worker)
             # Not logged, because workers leave one after the other at the end of the program. A worker that waits for
             # an update raises an error.
@@ -241,17 +241,17 @@ class Board:
     def _refused(self, connection: _Connection, reason: str) -> None:
         self._num_refused += 1
         if self._num_refused <= _MOST_LINES:
-            self._say(f"the arrival board closed a connection from {connection.peer}, which {reason}")
+            self._say(f"the quorum server closed a connection from {connection.peer}, which {reason}")
 
     def _tick(self) -> None:
         now = self._clock()
         if self._num_refused > _MOST_LINES:
-            self._say(f"the arrival board closed {self._num_refused - _MOST_LINES} more connections of strangers")
+            self._say(f"the quorum server closed {self._num_refused - _MOST_LINES} more connections of strangers")
         self._num_refused = 0
         for connection in list(self._strangers):
             if now - connection.since > _HANDSHAKE_SECS:
                 self._drop(connection, f"it did not introduce itself within {_HANDSHAKE_SECS:.0f} s")
-        for connection in list(self._members.values()):
+        for connection in list(self._clients.values()):
             if now - connection.heard > SILENCE_SECS:
                 self._drop(connection, f"it has been silent for {SILENCE_SECS:.0f} s")
         missing = max(0, self._policy.replicas_to_aggregate - len(self._policy.contributors))
@@ -259,15 +259,15 @@ class Board:
 
     def _broadcast(self, verdict: Verdict) -> None:
         frame = verdict.pack()
-        for connection in list(self._members.values()):
+        for connection in list(self._clients.values()):
             self._send(connection, frame)
 
     def _losses(self) -> Verdict:
         return self._verdict(Kind.LOST, bytes(worker in self._lost for worker in self._all()))
 
-    # What the workers report.
+    # Reports of the workers.
 
-    def _hear(self, worker: int, report: Report) -> None:
+    def _handle(self, worker: int, report: Report) -> None:
         now, step = self._clock(), self._policy.step
         if report.act == Act.ALIVE:
             return

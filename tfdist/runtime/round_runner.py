@@ -32,7 +32,7 @@ POLL_SECS = 0.5
 _DELIVERY_SECS = 10.0
 
 
-class Rounds:
+class RoundRunner:
     """Runner of a synchronous policy.
 
     Args:

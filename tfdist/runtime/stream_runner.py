@@ -31,8 +31,8 @@ from tfdist.policies.base import Update
 from tfdist.runtime import round_runner
 
 
-class Stream(round_runner.Rounds):
-    """Runner of an asynchronous policy. See `Rounds` for the arguments."""
+class StreamRunner(round_runner.RoundRunner):
+    """Runner of an asynchronous policy. See `RoundRunner` for the arguments."""
 
     _policy: Asynchronous
 
@@ -47,7 +47,7 @@ class Stream(round_runner.Rounds):
     # In a replica's thread.
 
     def start(self, replica: int, is_over: Callable[[], bool]) -> int | None:
-        """See `Rounds.start`."""
+        """See `RoundRunner.start`."""
         with self._lock:
             self._waiting.add(replica)
             try:

@@ -83,7 +83,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
     # Such as a job of several workers of which the launcher gave up all but one.
     _is_cluster_of_one = False
     # On the chief, with a policy.
-    _board: quorum_server.Board | None = None
+    _quorum_server: quorum_server.QuorumServer | None = None
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
             )
 
     def _start_quorum(self, policy: Aggregation, cluster: clusters.Cluster, stall_timeout_secs: float) -> None:
-        """Starts the board, on the chief, and joins it.
+        """Starts the quorum server on the chief, and connects this worker to it.
 
         Without a launcher there is no secret. The chief then draws one and shares it through the coordination service,
         which is as trustworthy as the collectives that carry the gradients.
@@ -164,24 +164,24 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         agreement, tasks = self._agreements(), cluster.training_tasks
         names, own = [str(task) for task in tasks], os.environ.get(_SECRET)
 
-        def open_board() -> dict[str, Any]:
+        def start_server() -> dict[str, Any]:
             secret = own or secrets.token_hex(32)
             hosts = [_addresses.split(cluster.address(task))[0] for task in tasks]
             host = own_address.reachable(hosts[0], hosts, lambda line: watch.say(f"tfdist: {line}"))
-            self._board = quorum_server.Board(policy, names, secret.encode(), host)
-            self._board.start()
-            atexit.register(self._board.close)
-            return {"address": self._board.address, "secret": None if own else secret}
+            self._quorum_server = quorum_server.QuorumServer(policy, names, secret.encode(), host)
+            self._quorum_server.start()
+            atexit.register(self._quorum_server.close)
+            return {"address": self._quorum_server.address, "secret": None if own else secret}
 
-        opened = agreement.from_chief(open_board, "opening the arrival board")
+        opened = agreement.from_chief(start_server, "starting the quorum server")
         secret = opened["secret"] or own
         if secret is None:
             raise ConnectionError(f"{_SECRET} is set on {names[0]} and not here; give all workers the same, or none")
         worker = tasks.index(cluster.task)
-        member = quorum_client.Member(
+        client = quorum_client.QuorumClient(
             tuple(opened["address"]), worker, names, secret.encode(), stall_timeout_secs=stall_timeout_secs
         )
-        self._quorum = quorum.QuorumEngine(self, worker, member, self._sum_over_workers, self._prepare, self._record)
+        self._quorum = quorum.QuorumEngine(self, worker, client, self._sum_over_workers, self._prepare, self._record)
         self._quorum.start()
 
     def _prepare(self, model: keras.Model) -> None:
@@ -189,7 +189,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         replicated_step.prepare(self, model)
 
     def _record(self, update: Update, examples: int) -> None:
-        # The board alone has the policy that decides, and all hear what it was.
+        # The quorum server alone has the policy that decides, and all hear what it was.
         self._num_contributed = len(update.contributors)
         self._recorder.record(update, examples)
 

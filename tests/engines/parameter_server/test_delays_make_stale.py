@@ -30,7 +30,7 @@ def test_the_variables_are_read_before_the_delay_and_the_gradient_is_sent_after_
     feed = types.SimpleNamespace(from_chief=from_chief, take=note("take", "a batch"), used=note("used"))
     engine = types.SimpleNamespace(
         _attempts=[itertools.count()],
-        _rounds=types.SimpleNamespace(is_wanted=note("is wanted", True), hand_over=note("hand over")),
+        _runner=types.SimpleNamespace(is_wanted=note("is wanted", True), hand_over=note("hand over")),
     )
     AsynchronousEngine._contribute_from(engine, feed, step, 0, 7)  # type: ignore[arg-type]
     assert events == ["take", "read and compute", "delay", "is wanted", "send", "hand over", "used"]

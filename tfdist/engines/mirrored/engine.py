@@ -14,7 +14,7 @@ How an update flows:
 A replica that is late goes on computing in its thread. It only reads, and what comes out is dropped; then it starts
 again, with its part of the batch that is current by then.
 
-Who owns what: `Rounds` owns the policy and its lock. The engine owns the threads, which know nothing of the engine or
+Who owns what: `RoundRunner` owns the policy and its lock. The engine owns the threads, which know nothing of the engine or
 the strategy, so that both can be collected: then the threads end.
 """
 
@@ -37,7 +37,7 @@ from tfdist.data.replica_batches import OwnParts, ReplicaIterator, WholeBatch
 from tfdist.engines.mirrored.step import ThreadedStep
 from tfdist.policies.base import Aggregation, Update
 from tfdist.runtime import delay_hook, watch
-from tfdist.runtime.round_runner import Rounds
+from tfdist.runtime.round_runner import RoundRunner
 from tfdist.step import replicated_step
 from tfdist.step.step_calls import StepCalls
 
@@ -55,8 +55,8 @@ class _Job:
 class _Shared:
     """State that the engine shares with its threads."""
 
-    def __init__(self, rounds: Rounds) -> None:
-        self.rounds = rounds
+    def __init__(self, runner: RoundRunner) -> None:
+        self.runner = runner
         # None between updates: it leads to the model, and so to the strategy.
         self.job: _Job | None = None
         self.is_closed = False
@@ -83,8 +83,8 @@ class ThreadedEngine:
     ) -> None:
         self._policy = policy
         self._on_update = on_update
-        self._shared = _Shared(Rounds(policy, names, stall_timeout_secs))
-        self._reporter = watch.StallReporter(self._shared.rounds.waited_for)
+        self._shared = _Shared(RoundRunner(policy, names, stall_timeout_secs))
+        self._reporter = watch.StallReporter(self._shared.runner.waited_for)
         self._threads = [
             threading.Thread(target=_serve, args=(self._shared, replica), name=f"tfdist {name}", daemon=True)
             for replica, name in enumerate(names)
@@ -151,10 +151,10 @@ class ThreadedEngine:
         with self._reporter.waiting("an update"):
             shared.job = _Job(step, batch)
             try:
-                with shared.rounds.wanted():
+                with shared.runner.wanted():
                     # While the replicas compute.
                     iterator.read_ahead()
-                    contributions, update = shared.rounds.collect()
+                    contributions, update = shared.runner.collect()
             finally:
                 shared.job = None
             in_order = sorted(zip(update.contributors, contributions, strict=True), key=lambda pair: pair[0])
@@ -182,33 +182,33 @@ def _serve(shared: _Shared, replica: int) -> None:
     """Contributes until the engine is closed; a replica's thread."""
     attempt = 0
     while True:
-        local_step = shared.rounds.start(replica, lambda: shared.is_closed)
+        local_step = shared.runner.start(replica, lambda: shared.is_closed)
         if local_step is None:
             return
         job = shared.job
         try:
             if job is not None:
-                _contribute(shared.rounds, job, replica, local_step, attempt)
+                _contribute(shared.runner, job, replica, local_step, attempt)
         except Exception as error:
             # Whatever the user's step raises belongs to the user.
-            shared.rounds.fail(replica, local_step, error, isinstance(error, tf.errors.OutOfRangeError))
+            shared.runner.fail(replica, local_step, error, isinstance(error, tf.errors.OutOfRangeError))
         else:
             if job is None:
-                shared.rounds.give_up(replica)
+                shared.runner.give_up(replica)
         attempt += 1
         del job
 
 
-def _contribute(rounds: Rounds, job: _Job, replica: int, local_step: int, attempt: int) -> None:
+def _contribute(runner: RoundRunner, job: _Job, replica: int, local_step: int, attempt: int) -> None:
     delay_hook.before_contribution(replica, attempt)
     contribution = job.step.contribute(replica, job.batch.flat(replica))
-    if rounds.arrive(replica, local_step):
-        rounds.deliver(replica, local_step, contribution)
+    if runner.arrive(replica, local_step):
+        runner.deliver(replica, local_step, contribution)
 
 
 def _close(shared: _Shared, reporter: watch.StallReporter, threads: Sequence[threading.Thread]) -> None:
     shared.is_closed = True
-    shared.rounds.wake()
+    shared.runner.wake()
     reporter.stop()
     # A thread that returns from TensorFlow to a Python that has ended would abort the process.
     deadline = time.monotonic() + _CLOSING_SECS

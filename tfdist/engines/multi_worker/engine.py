@@ -3,23 +3,23 @@
 
 How an update flows, on each worker:
 
-    Keras' step                       second thread                     the board (in the chief's process)
+    Keras' step                       second thread                     the server (in the chief's process)
       run(): wants step 7         -->  reads its part of the batch
                                        computes a contribution
-                                       it is there  ------------------>  asks the policy
+                                       reports it  ------------------->  asks the policy
       <-----------------------------------------------------------------  step 7 is made by 0, 2 and 5
       joins one all-reduce
       with its contribution, or with
       zeros and weight 0 if it is not
       among them; applies the sum
 
-So a collective never waits for a gradient. A worker that is late goes on computing meanwhile; when its contribution is
-there, its step is over, and the board drops it. All workers apply the same sum, so their weights stay equal to the bit.
+So a collective never waits for a gradient. A late worker continues to compute meanwhile; its step is over when its
+contribution is complete, and the quorum server drops the contribution. All workers apply the same sum, so their weights
+stay equal to the bit.
 
-Who owns what: the board owns the policy. Keras' step is the only one that launches collectives, and the only one that
-writes variables; the second thread computes only while Keras' step waits for a round, or in vain. The wait is in an
-operation that calls Python, so it holds one of TensorFlow's inter-op threads, which the strategy adds to those there
-are.
+Ownership: the quorum server owns the policy. Keras' step alone launches collectives and writes variables; the second
+thread computes while Keras' step waits for a round; a contribution that takes longer is dropped. The wait is in an
+operation that calls Python, so it occupies one of TensorFlow's inter-op threads; the strategy adds one thread for it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tfdist.engines.multi_worker.data import PartIterator, Pass
 from tfdist.engines.multi_worker.step import QuorumStep
 from tfdist.policies.base import Update
 from tfdist.runtime import delay_hook, watch
-from tfdist.runtime.quorum_client import Member
+from tfdist.runtime.quorum_client import QuorumClient
 from tfdist.runtime.quorum_messages import Verdict
 from tfdist.step.step_calls import StepCalls
 
@@ -63,12 +63,12 @@ class _Round:
 
 
 class QuorumEngine:
-    """Makes the rounds of one worker.
+    """Runs quorum all-reduce on one worker.
 
     Args:
       strategy: the strategy; one replica per worker.
       worker: this worker's number.
-      member: its connection to the board.
+      client: its connection to the quorum server.
       sum_over_workers: sums tensors over all workers, in cross-replica context.
       prepare: checks and builds what must be there before a model's step is traced.
       record: told of each update, and of how many examples it was made.
@@ -78,14 +78,14 @@ class QuorumEngine:
         self,
         strategy: tf.distribute.Strategy,
         worker: int,
-        member: Member,
+        client: QuorumClient,
         sum_over_workers: Sum,
         prepare: Callable[[keras.Model], None],
         record: Callable[[Update, int], None],
     ) -> None:
         self._strategy = strategy
         self._worker = worker
-        self._member = member
+        self._client = client
         self._sum_over_workers = sum_over_workers
         self._prepare = prepare
         self._record = record
@@ -101,7 +101,7 @@ class QuorumEngine:
         self._is_computing = False
         self._is_closing = False
         self._thread = threading.Thread(target=self._compute, name="tfdist-contributions", daemon=True)
-        self._reporter = watch.StallReporter(member.waited_for)
+        self._reporter = watch.StallReporter(client.waited_for)
 
     def start(self) -> None:
         """Starts the second thread; it ends with the program."""
@@ -116,7 +116,7 @@ class QuorumEngine:
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
-        self._member.close()
+        self._client.close()
         # A thread inside of TensorFlow must not outlive Python.
         self._thread.join(_END_SECS)
 
@@ -157,7 +157,7 @@ class QuorumEngine:
           What the step returns, for all workers together.
 
         Raises:
-          ConnectionError: the board or another worker is gone.
+          ConnectionError: the quorum server or another worker is gone.
           tf.errors.OutOfRangeError: the data are at their end, on all workers.
         """
         traced, flat = self._calls.run(step, handle)
@@ -187,10 +187,10 @@ class QuorumEngine:
             self._changed.notify_all()
         if is_late:
             # Else the second thread says at once that it has started, which says this too.
-            self._member.want(of.number, current.step)
+            self._client.want(of.number, current.step)
         try:
             with self._reporter.waiting("an update"):
-                verdict = self._member.wait(of.number, current.step, self._check)
+                verdict = self._client.wait(of.number, current.step, self._check)
         finally:
             # No contribution begins to read variables from here on.
             with self._changed:
@@ -222,7 +222,7 @@ class QuorumEngine:
             except BaseException as error:
                 with self._changed:
                     self._error = error
-                self._member.wake()
+                self._client.wake()
 
     def _next_round(self) -> _Round | None:
         with self._changed:
@@ -231,7 +231,7 @@ class QuorumEngine:
                 current = self._round
                 if current is not None and not current.is_taken:
                     current.is_taken = True
-                    if not self._member.is_decided(current.of.number, current.step):
+                    if not self._client.is_decided(current.of.number, current.step):
                         self._is_computing = True
                         return current
                 self._changed.wait(_POLL_SECS)
@@ -239,21 +239,23 @@ class QuorumEngine:
 
     def _contribute(self, current: _Round) -> None:
         of = current.of
-        self._member.started(of.number, current.step)
+        self._client.started(of.number, current.step)
         delay_hook.before_contribution(self._worker, next(self._attempts))
         try:
             contribution, examples = current.traced.contribute(of.iterator)
         except tf.errors.OutOfRangeError:
-            self._member.ended(of.number, current.step)
+            self._client.ended(of.number, current.step)
             return
         # Before it is announced: whoever hears that it counts will look for it.
         current.contribution = contribution
-        self._member.arrived(of.number, current.step, examples)
+        self._client.arrived(of.number, current.step, examples)
 
 
 def _given(current: _Round) -> list[tf.Tensor]:
     if current.contribution is None:
-        raise RuntimeError(f"the board counts on a contribution to step {current.step} that was never announced")
+        raise RuntimeError(
+            f"the quorum server counts on a contribution to step {current.step} that was never announced"
+        )
     return current.contribution
 
 

@@ -16,7 +16,7 @@ How an update flows:
 
 What crosses the chief is control traffic, and the logs. A gradient that arrives too late stays where it was computed.
 
-Who owns what: `Rounds` owns the policy and its lock. A worker's thread is the coordinator's, which knows when its
+Who owns what: `RoundRunner` owns the policy and its lock. A worker's thread is the coordinator's, which knows when its
 worker is lost; it is lent to this engine as a closure that *resides* in it, and goes back as soon as something else is
 scheduled (an evaluation, say). Handles to gradients belong to whoever will use them next; nobody waits for, or clears,
 what a dead worker has left behind.
@@ -45,7 +45,7 @@ from tfdist.engines.parameter_server.worker_data import WorkerIterator
 from tfdist.policies.base import Aggregation, Update
 from tfdist.policies.warmup import Warmup
 from tfdist.runtime import delay_hook, watch
-from tfdist.runtime.round_runner import Rounds
+from tfdist.runtime.round_runner import RoundRunner
 
 
 @dataclasses.dataclass(eq=False)
@@ -71,7 +71,7 @@ class AggregatedEngine:
       warmup: says how many workers take part at first; all if not given.
     """
 
-    _rounds_type = Rounds
+    _runner_type = RoundRunner
 
     def __init__(
         self,
@@ -90,12 +90,12 @@ class AggregatedEngine:
         names = [f"worker:{index}" for index in range(self._count)]
         self._policy = policy
         self._transfer = transfer
-        self._rounds = self._rounds_type(policy, names, stall_timeout_secs)
+        self._runner = self._runner_type(policy, names, stall_timeout_secs)
         self._warmup = warmup
         self._updates = 0
         self._residence: _Residence | None = None
         self._attempts = [itertools.count() for _ in names]
-        self._reporter = watch.StallReporter(self._rounds.waited_for)
+        self._reporter = watch.StallReporter(self._runner.waited_for)
         self._reporter.start()
         engine.before_queueing = self._leave
         closures.before_use(engine.coordinator, self._leave)
@@ -130,7 +130,7 @@ class AggregatedEngine:
             iterator.begin_update()
             with self._phase(step):
                 self._reside(step, iterator, parts)
-                with self._rounds.wanted():
+                with self._runner.wanted():
                     contributions, update = self._collect(step, iterator, parts)
                 logs = step.update(contributions)
                 self._updates += 1
@@ -146,7 +146,7 @@ class AggregatedEngine:
             return
         counts_epochs = warmup.unit == "epochs"
         is_first = counts_epochs and epochs.is_first_step(step.model)
-        self._rounds.limit(warmup.taking_part_next(is_first))
+        self._runner.limit(warmup.taking_part_next(is_first))
         made = self._updates
         yield
         if self._updates > made:
@@ -165,7 +165,7 @@ class AggregatedEngine:
             # Another thread of the program may have scheduled something meanwhile.
             self._reside(step, iterator, parts)
 
-        return self._rounds.collect(check)
+        return self._runner.collect(check)
 
     def _check(self) -> None:
         if closures.has_failed(self._engine.coordinator):
@@ -173,11 +173,11 @@ class AggregatedEngine:
             self._leave()
             closures.raise_failure(self._engine.coordinator)
         for worker in closures.lost_workers(self._engine.coordinator):
-            # It may have died in an evaluation, say, of which the rounds know nothing.
+            # It may have died in an evaluation, for example, which the runner doesn't see.
             self._lose(worker, lambda worker=worker: worker in closures.lost_workers(self._engine.coordinator))
 
     def _lose(self, worker: int, is_so: Callable[[], bool] = lambda: True) -> None:
-        self._rounds.lose(worker, is_so)
+        self._runner.lose(worker, is_so)
 
     def _next_parts(self, iterator: WorkerIterator) -> list[list[tf.Tensor]]:
         batch = iterator.next_local_batch()
@@ -201,14 +201,14 @@ class AggregatedEngine:
 
     def _leave(self) -> None:
         self._residence = None
-        self._rounds.wake()
+        self._runner.wake()
 
     def _serve(self, residence: _Residence, iterator_on_worker: Any) -> None:
         """Contributes until something else is scheduled; in the thread of the worker that took this closure."""
         worker = closures.this_worker()
-        self._rounds.bring_back(worker)
+        self._runner.bring_back(worker)
         while True:
-            local_step = self._rounds.start(worker, lambda: self._residence is not residence)
+            local_step = self._runner.start(worker, lambda: self._residence is not residence)
             if local_step is None:
                 return
             try:
@@ -221,7 +221,7 @@ class AggregatedEngine:
                 closures.clear_error()
                 is_end = isinstance(error, tf.errors.OutOfRangeError)
                 residence.iterator.ended |= is_end
-                self._rounds.fail(worker, local_step, error, is_end)
+                self._runner.fail(worker, local_step, error, is_end)
 
     def _contribute(self, residence: _Residence, worker: int, local_step: int, iterator_on_worker: Any) -> None:
         parts = residence.parts
@@ -230,5 +230,5 @@ class AggregatedEngine:
             contribution = residence.step.contribute(iterator_on_worker)
         else:
             contribution = residence.step.contribute_from(parts[worker])
-        if self._rounds.arrive(worker, local_step):
-            self._rounds.deliver(worker, local_step, residence.step.push(contribution))
+        if self._runner.arrive(worker, local_step):
+            self._runner.deliver(worker, local_step, residence.step.push(contribution))

@@ -33,14 +33,14 @@ from tfdist.engines.parameter_server.feeds import Feed, Parts, Shares, Streams
 from tfdist.engines.parameter_server.worker_data import WorkerIterator
 from tfdist.policies.base import Update
 from tfdist.runtime import delay_hook, watch
-from tfdist.runtime.stream_runner import Stream
+from tfdist.runtime.stream_runner import StreamRunner
 
 
 class AsynchronousEngine(aggregated.AggregatedEngine):
     """Makes updates from contributions that workers give whenever they have them. See `AggregatedEngine`."""
 
-    _rounds: Stream
-    _rounds_type = Stream
+    _runner: StreamRunner
+    _runner_type = StreamRunner
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -70,7 +70,7 @@ class AsynchronousEngine(aggregated.AggregatedEngine):
             self._begin(step, iterator)
             with self._phase(step):
                 self._reside(step, iterator, None)
-                with self._rounds.wanted():
+                with self._runner.wanted():
                     try:
                         made = self._update(step, iterator)
                     except BaseException:
@@ -91,7 +91,7 @@ class AsynchronousEngine(aggregated.AggregatedEngine):
             return None
         contributions, update = collected
         logs = step.update(contributions, update.weights)
-        self._rounds.applied()
+        self._runner.applied()
         self._updates += 1
         return update, logs
 
@@ -101,13 +101,13 @@ class AsynchronousEngine(aggregated.AggregatedEngine):
             return
         # What is left, or is being computed, is of another model, or of a `fit` that was not brought to its end.
         self._leave()
-        self._rounds.discard()
+        self._runner.discard()
         if step is not self._step:
             self._step, self._logs = step, None
         if iterator is not self._iterator:
             self._feed = self._feed_of(iterator)
             self._iterator, self._begun_at = iterator, self._updates
-            self._rounds.resume()
+            self._runner.resume()
         if self._feed.from_chief:
             step.prepare_for_batches()
 
@@ -150,41 +150,41 @@ class AsynchronousEngine(aggregated.AggregatedEngine):
         def release() -> None:
             self._feed.release(worker)
             # Those who have nothing left to do may take what it leaves.
-            self._rounds.resume()
+            self._runner.resume()
 
-        self._rounds.lose(worker, is_so, release)
+        self._runner.lose(worker, is_so, release)
 
     # In a worker's thread.
 
     def _serve(self, residence: Any, iterator_on_worker: Any) -> None:
         worker, feed = closures.this_worker(), self._feed
         feed.arrive(worker, iterator_on_worker)
-        self._rounds.bring_back(worker)
+        self._runner.bring_back(worker)
         while True:
-            local_step = self._rounds.start(worker, lambda: self._residence is not residence)
+            local_step = self._runner.start(worker, lambda: self._residence is not residence)
             if local_step is None:
                 return
             try:
                 self._contribute_from(feed, residence.step, worker, local_step)
             except tf.errors.OutOfRangeError:
                 closures.clear_error()
-                self._rounds.give_up(worker)
+                self._runner.give_up(worker)
                 feed.ended(worker)
             except Exception as error:
                 if closures.is_task_failure(error):
                     self._lose(worker)
                     raise
                 closures.clear_error()
-                self._rounds.fail(worker, local_step, error, self._residence is not residence)
+                self._runner.fail(worker, local_step, error, self._residence is not residence)
 
     def _contribute_from(self, feed: Feed, step: AggregatedStep, worker: int, local_step: int) -> None:
         source = feed.take(worker)
         if source is None:
-            self._rounds.end(worker, lambda: self._feed is not feed or feed.has_more(worker))
+            self._runner.end(worker, lambda: self._feed is not feed or feed.has_more(worker))
             return
         contribution = step.contribute_from(source) if feed.from_chief else step.contribute(source)
         # What is slow is so after it has read the variables: a delay before would leave its gradient fresh.
         delay_hook.before_contribution(worker, next(self._attempts[worker]))
-        if self._rounds.is_wanted(worker, local_step):
-            self._rounds.hand_over(worker, local_step, step.push(contribution))
+        if self._runner.is_wanted(worker, local_step):
+            self._runner.hand_over(worker, local_step, step.push(contribution))
         feed.used(worker)
