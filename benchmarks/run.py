@@ -145,7 +145,7 @@ def _duel(stage: Stage, measurement: Measurement, size: str, teams: Sequence[are
     for team, spares in zip(teams, [stage.spares] + [0] * (len(teams) - 1), strict=True):
         _say(f"{title}: warming up {team.name}")
         _warm_up(team, spares, stage, measurement)
-    delays = lambda number: scenario.delays(number).to_json() if scenario.laws else ""  # noqa: E731
+    delays = lambda number: scenario.delays(number).to_json() if scenario.delays_by_worker else ""  # noqa: E731
     duel = arena.duel(teams, rounds, delays, lambda text: _say(f"{title}: {text}"))
     _say("")
     rates = dict(zip(stage.contenders, duel.values(), strict=True))
@@ -165,7 +165,7 @@ def _results(
 
 def _warm_up(team: arena.Team, spares: int, stage: Stage, measurement: Measurement) -> None:
     secs, scenario = FLAGS.segment_secs or measurement.segment_secs, measurement.scenario
-    if not scenario.laws:
+    if not scenario.delays_by_worker:
         # Asynchronous workers each need several steps, or only the last one would count.
         is_asynchronous = stage.num_ps and not stage.num_replicas
         team.calibrate(secs, 4 * stage.num_workers if is_asynchronous else 1)

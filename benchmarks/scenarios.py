@@ -16,15 +16,15 @@ class Scenario:
 
     Attributes:
       name: as in the table.
-      laws: delays by worker, "*" for all others; empty for none.
+      delays_by_worker: delays by worker, "*" for all others; empty for none.
     """
 
     name: str
-    laws: Mapping[str, testing.Law] = dataclasses.field(default_factory=dict)
+    delays_by_worker: Mapping[str, testing.DelayDistribution] = dataclasses.field(default_factory=dict)
 
     def delays(self, seed: int) -> testing.Delays:
         """The delays of one segment."""
-        return testing.Delays(self.laws, seed)
+        return testing.Delays(self.delays_by_worker, seed)
 
     def limit(self, seed: int, spares: int, num_workers: int, num_updates: int) -> float:
         """Updates per second of `BackupWorkers(spares)` in this seed's segment, if nothing but the delays took time.
@@ -39,7 +39,9 @@ class Scenario:
 class SegmentDelays(testing.Delays):
     """Delays whose attempts are counted from the start of the segment, not of the program."""
 
-    def __init__(self, delays: testing.Law | Mapping[str, testing.Law], seed: int = 0) -> None:
+    def __init__(
+        self, delays: testing.DelayDistribution | Mapping[str, testing.DelayDistribution], seed: int = 0
+    ) -> None:
         super().__init__(delays, seed)
         self._first: dict[int, int] = {}
 

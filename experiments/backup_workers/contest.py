@@ -74,9 +74,9 @@ def titles(spares: int) -> dict[str, str]:
 def delays(setting: Mapping[str, Any]) -> str:
     """TFDIST_TEST_DELAYS: the last worker is `slowdown` times as slow as the others."""
     mean = setting["mean_secs"]
-    law = {"law": "lognormal", "mean": mean, "s": _SPREAD}
-    straggler = {**law, "mean": mean * setting["slowdown"]}
-    return json.dumps({"*": law, f"worker:{setting['num_workers'] - 1}": straggler, "seed": setting["seed"]})
+    delay = {"distribution": "lognormal", "mean": mean, "s": _SPREAD}
+    straggler = {**delay, "mean": mean * setting["slowdown"]}
+    return json.dumps({"*": delay, f"worker:{setting['num_workers'] - 1}": straggler, "seed": setting["seed"]})
 
 
 def command(strategy: str, setting: Mapping[str, Any], run_dir: pathlib.Path) -> list[str]:

@@ -90,7 +90,9 @@ def compare(output_dir: pathlib.Path, ns: Sequence[int], setting: Mapping[str, A
 
 def delays(setting: Mapping[str, Any]) -> str:
     """TFDIST_TEST_DELAYS: all workers are equally slow, so that they take turns on however few cores."""
-    return json.dumps({"*": {"law": "lognormal", "mean": setting["mean_secs"], "s": _SPREAD}, "seed": setting["seed"]})
+    return json.dumps(
+        {"*": {"distribution": "lognormal", "mean": setting["mean_secs"], "s": _SPREAD}, "seed": setting["seed"]}
+    )
 
 
 def _train(run: Run, ns: Sequence[int], setting: Mapping[str, Any], run_dir: pathlib.Path) -> str | None:

@@ -100,10 +100,10 @@ def compare(output_dir: pathlib.Path, todo: Sequence[Race], methods: Sequence[st
 
 def delays(race: Race, setting: Mapping[str, Any]) -> str:
     """As `tfdist.testing.Delays.to_json` writes them: where they are uneven, the last worker is slower."""
-    law = {"law": "lognormal", "mean": setting["mean_secs"], "s": _SPREAD}
-    by_worker: dict[str, Any] = {"*": law, "seed": setting["seed"]}
+    delay = {"distribution": "lognormal", "mean": setting["mean_secs"], "s": _SPREAD}
+    by_worker: dict[str, Any] = {"*": delay, "seed": setting["seed"]}
     if race.speeds == "uneven":
-        by_worker[f"worker:{race.num_workers - 1}"] = law | {"mean": setting["mean_secs"] * setting["slowdown"]}
+        by_worker[f"worker:{race.num_workers - 1}"] = delay | {"mean": setting["mean_secs"] * setting["slowdown"]}
     return json.dumps(by_worker)
 
 

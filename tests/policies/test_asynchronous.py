@@ -98,7 +98,7 @@ def test_in_any_order_of_arrivals_losses_and_recoveries(
         elif len(alive) < total:
             replica = draw.choice(sorted(set(range(total)) - alive))
             alive.add(replica)
-            policy.back(replica, time)
+            policy.recovered(replica, time)
     # Each gradient was used, or dropped, once at most.
     assert all(told[replica] <= arrivals[replica] for replica in range(total))
 

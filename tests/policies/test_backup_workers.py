@@ -103,7 +103,7 @@ def test_what_a_lost_replica_computed_never_enters_also_after_it_is_back():
     _start(policy, 0, 1)
     policy.lost(0, 1.0)
     assert _arrive(policy, 0, 1) == [False, True]
-    policy.back(0, 2.0)
+    policy.recovered(0, 2.0)
     assert _arrive(policy, 0) == [False]
     _start(policy, 0)
     assert _arrive(policy, 0) == [True]
@@ -113,7 +113,7 @@ def test_what_a_lost_replica_computed_never_enters_also_after_it_is_back():
 def test_what_a_lost_replica_had_sent_says_nothing_about_what_it_computes_now():
     policy = _begun(2, spares=1)
     _start(policy, 0, 1)
-    policy.back(0, 1.0)
+    policy.recovered(0, 1.0)
     _arrive(policy, 1)
     policy.updated(2.0)
     _start(policy, 0)
@@ -126,8 +126,8 @@ def test_a_replica_that_died_and_returned_unseen_starts_anew():
     policy = _begun(2, spares=0)
     _start(policy, 0, 1)
     _arrive(policy, 0)
-    policy.back(0, 1.0)
-    policy.back(1, 1.0)
+    policy.recovered(0, 1.0)
+    policy.recovered(1, 1.0)
     assert policy.contributors == ()
     assert policy.may_start(0)
     assert policy.may_start(1)
@@ -140,7 +140,7 @@ def test_the_missing_are_named_once_no_update_can_be_made():
     assert policy.missing() == ()
     policy.lost(1, 0.0)
     assert policy.missing() == (1, 3)
-    policy.back(3, 1.0)
+    policy.recovered(3, 1.0)
     assert policy.missing() == ()
 
 
@@ -190,3 +190,16 @@ def test_calls_that_make_no_sense_are_refused():
 
 def test_it_shows_how_it_was_built():
     assert repr(tfdist.BackupWorkers(spares=2)) == "BackupWorkers(spares=2)"
+
+
+def test_deprecated_policy_methods_work_with_a_warning():
+    policy = tfdist.BackupWorkers("auto", max_spares=1)
+    policy.begin(2, "MirroredStrategy")
+    with pytest.warns(DeprecationWarning, match="restore"):
+        policy.take({"spares": 1})
+    assert policy.spares == 1
+    policy.lost(0, 0.0)
+    assert not policy.takes_part(0)
+    with pytest.warns(DeprecationWarning, match="recovered"):
+        policy.back(0, 1.0)
+    assert policy.takes_part(0)

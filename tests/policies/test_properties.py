@@ -147,7 +147,7 @@ class BackupWorkersMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def returns(self, data: st.DataObject) -> None:
         replica = data.draw(st.integers(0, self.total - 1))
-        self.policy.back(replica, self._later())
+        self.policy.recovered(replica, self._later())
         self.alive.add(replica)
         self._forget(replica)
 

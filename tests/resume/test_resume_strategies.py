@@ -78,7 +78,7 @@ def test_what_auto_has_chosen_is_kept(tmp_path: pathlib.Path):
     policy = tfdist.BackupWorkers("auto", max_spares=1)
     strategy_state = {"spares": 1}
     policy.begin(2, "a test")
-    policy.take(strategy_state)
+    policy.restore(strategy_state)
     assert policy.spares == 1
     assert policy.state() == strategy_state
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tfdist.runtime import delay_hook
-from tfdist.testing import Delays, constant, delay_injection, delays, laws, lognormal, stalls
+from tfdist.testing import Delays, constant, delay_injection, delays, lognormal, pareto, stalls
 
 FOR_EVER_SECS = 1e6
 
@@ -68,24 +68,24 @@ def test_a_star_means_all_that_are_not_named(slept: Slept) -> None:
 
 
 def test_one_law_meets_all_with_its_own_draws(slept: Slept) -> None:
-    law = lognormal(0.2, 1.0)
-    with Delays(law, seed=3) as injected:
+    distribution = lognormal(0.2, 1.0)
+    with Delays(distribution, seed=3) as injected:
         for replica in range(3):
             delay_hook.before_contribution(replica, 5)
-    assert slept.secs == [law.draw(3, replica, 5) for replica in range(3)]
+    assert slept.secs == [distribution.draw(3, replica, 5) for replica in range(3)]
     assert slept.secs == [injected.secs(replica, 5) for replica in range(3)]
 
 
 def test_who_sleeps_is_woken_when_the_delays_are_stopped() -> None:
     asleep = threading.Event()
 
-    class Law:
+    class Asleep:
         def draw(self, *place: int) -> float:
             asleep.set()
             return FOR_EVER_SECS
 
     injected = delays(constant(0.0))
-    injected.laws["*"] = Law()  # type: ignore[assignment]
+    injected.distributions["*"] = Asleep()  # type: ignore[assignment]
     sleeper = threading.Thread(target=delay_hook.before_contribution, args=(0, 0), daemon=True)
     sleeper.start()
     assert asleep.wait(30)
@@ -114,7 +114,9 @@ def test_delays_are_not_laid_over_each_other() -> None:
 
 
 def test_the_environment_gives_delays(monkeypatch: pytest.MonkeyPatch, slept: Slept) -> None:
-    monkeypatch.setenv(delay_hook.VARIABLE, '{"worker:1": {"law": "lognormal", "mean": 0.2, "s": 1.0}, "seed": 4}')
+    monkeypatch.setenv(
+        delay_hook.VARIABLE, '{"worker:1": {"distribution": "lognormal", "mean": 0.2, "s": 1.0}, "seed": 4}'
+    )
     for replica in range(3):
         delay_hook.before_contribution(replica, 7)
     assert slept.secs == [lognormal(0.2, 1.0).draw(4, 1, 7)]
@@ -123,7 +125,7 @@ def test_the_environment_gives_delays(monkeypatch: pytest.MonkeyPatch, slept: Sl
 def test_the_program_s_own_delays_come_before_those_of_the_environment(
     monkeypatch: pytest.MonkeyPatch, slept: Slept
 ) -> None:
-    monkeypatch.setenv(delay_hook.VARIABLE, '{"*": {"law": "constant", "secs": 2}}')
+    monkeypatch.setenv(delay_hook.VARIABLE, '{"*": {"distribution": "constant", "secs": 2}}')
     with Delays(constant(1.0)):
         delay_hook.before_contribution(0, 0)
     delay_hook.before_contribution(0, 1)
@@ -131,7 +133,7 @@ def test_the_program_s_own_delays_come_before_those_of_the_environment(
 
 
 def test_the_first_contributions_may_come_all_at_once(monkeypatch: pytest.MonkeyPatch, slept: Slept) -> None:
-    monkeypatch.setenv(delay_hook.VARIABLE, '{"*": {"law": "constant", "secs": 2}}')
+    monkeypatch.setenv(delay_hook.VARIABLE, '{"*": {"distribution": "constant", "secs": 2}}')
     barrier = threading.Barrier(8)
 
     def contribute(replica: int) -> None:
@@ -152,10 +154,10 @@ def test_the_first_contributions_may_come_all_at_once(monkeypatch: pytest.Monkey
         ("{", "must be JSON"),
         ("[]", "object"),
         ('{"worker:1": 0.2}', "0.2"),
-        ('{"worker:1": {"law": "weibull"}}', "lognormal(mean, s)"),
-        ('{"ps:0": {"law": "constant", "secs": 1}}', "'ps:0'"),
-        ('{"worker:1": {"law": "constant", "secs": -1}}', "secs=-1"),
-        ('{"*": {"law": "constant", "secs": 1}, "seed": "a"}', "seed='a'"),
+        ('{"worker:1": {"distribution": "weibull"}}', "lognormal(mean, s)"),
+        ('{"ps:0": {"distribution": "constant", "secs": 1}}', "'ps:0'"),
+        ('{"worker:1": {"distribution": "constant", "secs": -1}}', "secs=-1"),
+        ('{"*": {"distribution": "constant", "secs": 1}, "seed": "a"}', "seed='a'"),
     ],
 )
 def test_an_environment_that_makes_no_sense_is_one_line_each_time(
@@ -180,8 +182,8 @@ def test_delays_of_nobody(wrong: Any) -> None:
     seed=st.integers(0, 2**31),
 )
 def test_json_gives_the_same_delays(means: dict[str, float], seed: int) -> None:
-    injected = Delays({name: laws.pareto(mean, 2.0) for name, mean in means.items()}, seed)
+    injected = Delays({name: pareto(mean, 2.0) for name, mean in means.items()}, seed)
     again = Delays.from_json(injected.to_json())
-    assert (again.laws, again.seed) == (injected.laws, injected.seed)
+    assert (again.distributions, again.seed) == (injected.distributions, injected.seed)
     for replica in (0, 1, 50, 200):
         assert again.secs(replica, 3) == injected.secs(replica, 3)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer tap: what happens between a replica's gradients and the update, while the user's step is traced.
+"""Optimizer patches: changes of Keras' path from a replica's gradients to the update, while the step is traced.
 
 Keras 3 reduces gradients inside `optimizer.apply`, after clipping, inside the conditional of gradient accumulation and
-after the finiteness check of loss scaling. On several replicas each of these is wrong or impossible. The tap puts the
-reduction where one device would have it, on the optimizer *instances* and only while the step is traced: no Keras class
-is changed.
+after the finiteness check of loss scaling. On several replicas each of these is wrong or impossible. The patches
+move the reduction in front of these, so that the update is the one of a single device. They are attributes of optimizer
+*instances*, and only while the step is traced: no Keras class is changed.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ NEEDS = (
 Gradients = Sequence[Any]
 Transform = Callable[[Gradients], Gradients]
 
-# Where Keras has the gradients that it updates with, clipped and summed:
+# Method that Keras calls with the clipped and summed gradients:
 # update(distribution, [(gradient, variable)], learning rate).
 UPDATE = "_distributed_tf_update_step"
-# Where Keras sums the gradients of all replicas.
+# Method in which Keras sums the gradients of all replicas.
 _SUM = "_all_reduce_sum_gradients"
 
 
 @contextlib.contextmanager
-def tapped(optimizers: Iterable[Any], weigh: Transform | None = None) -> Iterator[None]:
+def patched(optimizers: Iterable[Any], weigh: Transform | None = None) -> Iterator[None]:
     """Within this block, `apply` of these optimizers updates as one device would, from the sum over all replicas.
 
     Args:
@@ -55,7 +55,7 @@ def tapped(optimizers: Iterable[Any], weigh: Transform | None = None) -> Iterato
     """
     with contextlib.ExitStack() as stack:
         for optimizer in optimizers:
-            stack.enter_context(_tapped(optimizer, weigh))
+            stack.enter_context(_patched(optimizer, weigh))
         yield
 
 
@@ -137,7 +137,7 @@ def _varies(gradient: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _tapped(optimizer: Any, weigh: Transform | None) -> Iterator[None]:
+def _patched(optimizer: Any, weigh: Transform | None) -> Iterator[None]:
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     first_sum = inner is not optimizer or clips(inner) or _branches(inner)
     changes: list[tuple[Any, str, Any]] = []

@@ -8,7 +8,7 @@ one `Aggregation`. The engine calls its methods in this order (base.py documents
     opened                    Keras asks for an update
       may_start, started      a replica starts a gradient of the current step
       arrived                 the gradient has arrived: accepted or dropped, with which weight?
-      lost, back              a replica dies or returns, at any time
+      lost, recovered         a replica dies or returns, at any time
       update_due              were enough gradients accepted?
       contributors            the replicas whose gradients form the update
     updated                   the update was made; returns its statistics, and the next step begins

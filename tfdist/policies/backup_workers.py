@@ -78,7 +78,7 @@ class BackupWorkers(base.Aggregation):
         """See `Policy.state`: the number of spares. Measured durations are left out; a restart may change them."""
         return {"spares": self._spares}
 
-    def take(self, state: dict[str, Any]) -> None:
+    def restore(self, state: dict[str, Any]) -> None:
         """See `Policy.take`. There may be fewer replicas than there were."""
         if self._auto is not None:
             self._spares = min(state["spares"], self._total - 1)

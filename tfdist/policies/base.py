@@ -9,6 +9,7 @@ simulator and the tests.
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from typing import Any
 
 from tfdist.policies.answers import Arrival, Change, Update
@@ -61,8 +62,13 @@ class Policy:
         """Returns the policy's state for a checkpoint, as JSON data; {} unless a subclass has state."""
         return {}
 
+    def restore(self, state: dict[str, Any]) -> None:
+        """Restores the result of `state`. Called between two updates."""
+
     def take(self, state: dict[str, Any]) -> None:
-        """Restores what `state` has returned. Called between two updates."""
+        """Deprecated name of `restore`."""
+        warnings.warn(f"{type(self).__name__}.take is now restore", DeprecationWarning, stacklevel=2)
+        self.restore(state)
 
     def _check_replicas(self, total_num_replicas: int, strategy: str) -> None:
         """Raises ValueError if the policy makes no sense with so many replicas."""
@@ -245,7 +251,7 @@ class Aggregation(Policy):
         if self.update_due and not was_due:
             self._due_at = time
 
-    def back(self, replica: int, time: float) -> None:
+    def recovered(self, replica: int, time: float) -> None:
         """Notes that `replica` was restarted. It begins like a new replica."""
         del time  # Part of the event, for subclasses.
         self._check(replica)
@@ -254,6 +260,11 @@ class Aggregation(Policy):
         self._lost.discard(replica)
         self._fill()
         self._returned(replica)
+
+    def back(self, replica: int, time: float) -> None:
+        """Deprecated name of `recovered`."""
+        warnings.warn(f"{type(self).__name__}.back is now recovered", DeprecationWarning, stacklevel=2)
+        self.recovered(replica, time)
 
     def is_computing(self, replica: int, local_step: int) -> bool:
         """Returns True if `replica` has started a gradient for `local_step` that was not withdrawn."""

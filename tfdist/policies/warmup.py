@@ -72,7 +72,7 @@ class Warmup(base.Policy):
         """See `Policy.state`."""
         return {"begun": self._begun}
 
-    def take(self, state: dict[str, Any]) -> None:
+    def restore(self, state: dict[str, Any]) -> None:
         """See `Policy.take`."""
         self.resume(state["begun"])
 

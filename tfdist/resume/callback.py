@@ -165,8 +165,8 @@ class Resume(keras.callbacks.Callback):
 
     def _is_due(self) -> bool:
         policies = contents.policies_of(self.model)
-        is_level = lambda: policies is None or policies.is_level  # noqa: E731
-        return self._others.is_due(self._step, self._signals.received is not None, is_level)
+        is_synchronized = lambda: policies is None or policies.is_synchronized  # noqa: E731
+        return self._others.is_due(self._step, self._signals.received is not None, is_synchronized)
 
     # Saving.
 
@@ -176,7 +176,7 @@ class Resume(keras.callbacks.Callback):
         policies = contents.policies_of(self.model)
         if policies is not None:
             # A call that all workers make, because they save after the same steps.
-            policies.settle()
+            policies.synchronize()
         self._saved_step = self._step
         agreement = self._agreement()
         is_writer = agreement is None or agreement.is_chief
@@ -252,7 +252,7 @@ class Resume(keras.callbacks.Callback):
                 self._announce("the metrics of this epoch count from here on: before its first step there are none")
         policies = contents.policies_of(self.model)
         if policies is not None:
-            policies.take(state["policies"], bool(place.step))
+            policies.restore(state["policies"], bool(place.step))
         self._expect_position().go_to(place)
         self._step, self._epoch, self._epoch_step = found["step"], place.epoch, place.step
         return True

@@ -45,7 +45,7 @@ class Channel(Protocol):
     task: Any
     tasks: Sequence[Any]
 
-    def tell(self, key: str, value: str) -> bool:
+    def publish(self, key: str, value: str) -> bool:
         """Stores `value` under `key`; returns False if the key exists, or the store can't be reached any more."""
         ...
 
@@ -53,7 +53,7 @@ class Channel(Protocol):
         """Returns the value (JSON data) of every worker; all workers call it at the same place."""
         ...
 
-    def hear(self, key: str, timeout_secs: float) -> str | None:
+    def receive(self, key: str, timeout_secs: float) -> str | None:
         """Waits for the value of `key`; returns None after the timeout.
 
         Raises:
@@ -110,16 +110,16 @@ class Signals:
 class Alone:
     """Preemption of a single process. `Together` implements the same methods for several workers."""
 
-    def is_due(self, step: int, is_requested: bool, is_level: Callable[[], bool]) -> bool:
+    def is_due(self, step: int, is_requested: bool, is_synchronized: Callable[[], bool]) -> bool:
         """Returns True if the program must save and end after this step.
 
         Args:
           step: number of steps made.
           is_requested: whether this process has received a signal.
-          is_level: returns True if all workers are at the same step, because the step needed all of them. Called only
-            if a request is pending.
+          is_synchronized: returns True if all workers are at the same step, because the step needed all of them.
+            Called only if a request is pending.
         """
-        del step, is_level
+        del step, is_synchronized
         return is_requested
 
     def is_ending(self, is_requested: bool) -> bool:
@@ -158,20 +158,20 @@ class Together(Alone):
 
     def _request(self, step: int) -> None:
         if not self._channel.is_chief:
-            self._channel.tell(self._key("request"), str(self._channel.task))
+            self._channel.publish(self._key("request"), str(self._channel.task))
         elif self._last_step is None:
             self._last_step = step + 1
-            self._channel.tell(self._key("last"), str(self._last_step))
-            late = self._await_all("heard", _ANSWER_SECS)
+            self._channel.publish(self._key("last"), str(self._last_step))
+            late = self._await_all("acknowledged", _ANSWER_SECS)
             if late:
                 self._say(f"{', '.join(late)} have not answered that training ends; waiting for them")
                 # A worker without the message would begin a step without the chief. The loss of a worker ends the step.
-                self._await_all("heard", _SILENT_SECS)
+                self._await_all("acknowledged", _SILENT_SECS)
 
-    def is_due(self, step: int, is_requested: bool, is_level: Callable[[], bool]) -> bool:
+    def is_due(self, step: int, is_requested: bool, is_synchronized: Callable[[], bool]) -> bool:
         """See `Alone.is_due`."""
         is_asked = is_requested or (self._channel.is_chief and self._is_asked.is_set())
-        if (self._last_step is None and not is_asked) or not is_level():
+        if (self._last_step is None and not is_asked) or not is_synchronized():
             return False
         if self._last_step is None:
             self._request(step)
@@ -185,15 +185,15 @@ class Together(Alone):
     def saved(self) -> None:
         """See `Alone.saved`. The chief waits for the others, because the channel ends with its process."""
         if self._channel.is_chief:
-            self._channel.tell(self._key("saved"), "1")
+            self._channel.publish(self._key("saved"), "1")
             late = self._await_all("ending", _END_SECS)
             if late:
                 self._say(f"{', '.join(late)} have not come to the same step within {_END_SECS:g} s; going on")
             return
         with contextlib.suppress(ConnectionError):
             # A launcher ends all workers soon after the first one has ended, and the chief must have written by then.
-            self._hear("saved")
-        self._channel.tell(self._key(f"ending/{self._channel.task}"), "1")
+            self._receive("saved")
+        self._channel.publish(self._key(f"ending/{self._channel.task}"), "1")
 
     def close(self) -> None:
         """See `Alone.close`."""
@@ -210,7 +210,7 @@ class Together(Alone):
                 continue
             answer = None
             with contextlib.suppress(ConnectionError):
-                answer = self._channel.hear(self._key(f"{what}/{task}"), deadline - time.monotonic())
+                answer = self._channel.receive(self._key(f"{what}/{task}"), deadline - time.monotonic())
             late += [] if answer else [str(task)]
         return late
 
@@ -218,22 +218,22 @@ class Together(Alone):
         """Reads messages in a thread of its own, because the main thread may be blocked inside a step."""
         with contextlib.suppress(ConnectionError):
             if self._channel.is_chief:
-                if self._hear("request") is not None:
+                if self._receive("request") is not None:
                     self._is_asked.set()
                 return
-            last = self._hear("last")
+            last = self._receive("last")
             if last is None:
                 return
             self._last_step = int(last)
-            self._channel.tell(self._key(f"heard/{self._channel.task}"), "1")
+            self._channel.publish(self._key(f"acknowledged/{self._channel.task}"), "1")
             # A worker that waits for the chief outside of a step never reaches the last step.
-            if self._hear("saved") is not None and not self._is_closed.wait(_STRAY_SECS):
-                self._channel.tell(self._key(f"ending/{self._channel.task}"), "1")
+            if self._receive("saved") is not None and not self._is_closed.wait(_STRAY_SECS):
+                self._channel.publish(self._key(f"ending/{self._channel.task}"), "1")
                 self._end()
 
-    def _hear(self, what: str) -> str | None:
+    def _receive(self, what: str) -> str | None:
         while not self._is_closed.is_set():
-            found = self._channel.hear(self._key(what), _ASK_SECS)
+            found = self._channel.receive(self._key(what), _ASK_SECS)
             if found is not None:
                 return found
         return None

@@ -144,7 +144,7 @@ class RoundRunner:
             if replica not in self._lost:
                 return
             self._lost.discard(replica)
-            self._policy.back(replica, self._clock())
+            self._policy.recovered(replica, self._clock())
             self._count_the_living()
             self._startable.notify_all()
 

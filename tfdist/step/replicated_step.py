@@ -7,7 +7,7 @@ A step is a bound `train_step` or `test_step` of a Keras model; any other functi
 - optimizers are built before anything is traced, so that slots are not created inside a loop;
 - each replica's gradients count by its share of the global batch, so that they are those of the mean over all of its
   examples; a replica without examples contributes nothing;
-- the optimizer tap puts clipping, accumulation and loss scaling after the sum over replicas;
+- the optimizer patches put clipping, accumulation and loss scaling after the sum over replicas;
 - the logs become those of the whole global batch, in one reduction, whatever their number;
 - statistics kept by layers, such as BatchNormalization's, and weights that the step assigns itself are averaged, so
   that every replica keeps the same.
@@ -67,18 +67,18 @@ def run_step(strategy: Any, run: Callable[[Any], Any], step: Any, data: Any, sum
     if training:
         prepare(strategy, model)
     parts = _local(strategy, data)
-    with whole_step.or_none(parts):
+    with whole_step.writes_after_inputs(parts):
         shares = Shares.of(strategy, data, [*parts.values()], sum_over_workers)
         with _TRACING, global_losses.counted_as_one(strategy, step) as has_own_loss:
             weights = loss_weights.LossWeights(model, shares, strategy.num_replicas_in_sync, has_own_loss)
-            taps = (
-                optimizer_patches.tapped(optimizer_patches.optimizers_of(model), weights.transform)
+            patches = (
+                optimizer_patches.patched(optimizer_patches.optimizers_of(model), weights.transform)
                 if training
                 else contextlib.nullcontext()
             )
             told, written = _MetricResults(model), _WrittenWeights(model)
             with (
-                taps,
+                patches,
                 optimizer_patches.attributes([*weights.of_losses(), *told.changes(), *written.changes()]),
                 _filled(strategy, step, data, parts) as given,
             ):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps a step whose data don't come from being made in part.
+"""Control dependencies by which a step without an input batch writes to no variable.
 
-Keras tries another step at the end of data whose length is not known. TensorFlow makes the parts of it that need none
-until it hears of the end: `optimizer.iterations` would count a step that was none, and a replica that heard of it later
-than another would count it alone. So whatever writes to a variable without needing the data is ordered behind them.
-Only that: to order the many reads and constants of a step as well costs a small model a twentieth of its time.
+If the length of the data is unknown, Keras runs one more step at their end. TensorFlow executes the operations of this
+step that need no input until the iterator raises: `optimizer.iterations` would count a step that ran on no data, and a
+replica that meets the end later than another would count it alone. So every variable write that doesn't depend on the
+input batch is ordered behind it. Reads and constants are not: this would cost a small model a twentieth of its time.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import tensorflow as tf
 from tfdist.compat import graph_edits
 
 _READS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VarIsInitializedOp", "VariableShape"})
-# Of these TensorFlow begins the parts that need nothing, whatever the others wait for.
+# TensorFlow starts operations inside of these functions before all inputs of the call are there.
 _OF_FUNCTIONS = frozenset({"PartitionedCall", "StatefulPartitionedCall", "If", "StatelessIf", "While", "Case"})
 
 
 @contextlib.contextmanager
-def or_none(data: Mapping[str, Any]) -> Iterator[None]:
-    """A context of whose operations none writes to a variable before the data of its device have come.
+def writes_after_inputs(data: Mapping[str, Any]) -> Iterator[None]:
+    """Orders the variable writes that are traced in this context behind the input batch of their device.
 
-    Outside of a graph data have come where there are any, and this does nothing.
+    Outside of a graph the batch has arrived already, and this does nothing.
 
     Args:
-      data: what the step is given on each device, by the device's name: structures of the graph's tensors and
-        composites, in which anything else is ignored.
+      data: the step's input on each device, by the device's name: structures of the graph's tensors and composites, in
+        which anything else is ignored.
     """
     leaves = {device: _tensors(given) for device, given in data.items()}
     if tf.executing_eagerly() or not any(leaves.values()):
@@ -56,7 +56,7 @@ def _tensors(given: Any) -> list[tf.Tensor]:
 
 
 def _after(device: str, tensors: list[tf.Tensor]) -> tf.Operation:
-    # On the device of what waits for it: an order between two devices is a message.
+    # On the device of the waiting operation: a control dependency between two devices costs a message.
     with tf.device(device), tf.control_dependencies(tensors):
         return tf.no_op()
 

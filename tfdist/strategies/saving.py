@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a strategy knows besides variables that training depends on, to be saved with them."""
+"""State of a strategy's policies, which a checkpoint saves with the variables."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class PoliciesToSave:
 
     Args:
       policies: what the user gave to the strategy.
-      warming: leads a warmup phase on a mirrored strategy, if there is one.
-      averaging: averages, if that is done.
+      warming: the engine of the warmup phase on a mirrored strategy, if there is one.
+      averaging: the engine of parameter averaging, if there is one.
     """
 
     def __init__(
@@ -30,11 +30,11 @@ class PoliciesToSave:
         self._averaging = averaging
 
     def state(self) -> dict[str, Any]:
-        """The state of each policy (JSON data), by its name."""
+        """Returns the state of each policy (JSON data), by its name."""
         return {name: policy.state() for name, policy in self._policies.items()}
 
-    def take(self, state: dict[str, Any], is_in_epoch: bool) -> None:
-        """Takes a state over, of those policies that are there still.
+    def restore(self, state: dict[str, Any], is_in_epoch: bool) -> None:
+        """Restores the state of the policies that the strategy still has.
 
         Args:
           state: what `state` returned.
@@ -42,25 +42,25 @@ class PoliciesToSave:
         """
         for name, policy in self._policies.items():
             if name in state:
-                policy.take(state[name])
+                policy.restore(state[name])
         if self._warming is not None and is_in_epoch:
             self._warming.go_on_in_epoch()
 
     @property
-    def is_level(self) -> bool:
-        """Whether the step that was made last needed all workers, so that none of them is ahead."""
+    def is_synchronized(self) -> bool:
+        """True if the last step needed all workers, so that no worker is ahead of another."""
         return self._averaging is None or self._averaging.is_level
 
-    def settle(self) -> None:
-        """Has the model's variables be what is to be saved; all workers call it at the same place."""
+    def synchronize(self) -> None:
+        """Averages the model's variables if averaging is due before a save; all workers call it at the same place."""
         if self._averaging is not None:
             self._averaging.settle()
 
     @property
     def is_chief_ahead(self) -> bool:
-        """Whether the chief has trained alone, and the other workers wait elsewhere to hear of it."""
+        """True if the chief has trained alone, and the other workers wait for its variables."""
         return self._warming is not None and self._warming.is_ahead
 
     def variables(self, model: keras.Model) -> list[Any]:
-        """Keras variables that belong neither to the model nor to its optimizers; those must be built."""
+        """Returns the Keras variables that belong to neither the model nor its optimizers, which must be built."""
         return self._averaging.variables(model) if self._averaging is not None else []

@@ -8,18 +8,19 @@ with tfdist.testing.Delays({"worker:1": tfdist.testing.pareto(mean=0.2, a=2)}, s
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
+from tfdist.testing.delay_distributions import DelayDistribution, constant, lognormal, pareto, stalls
 from tfdist.testing.delay_injection import Delays, delays
-from tfdist.testing.laws import Law, constant, lognormal, pareto, stalls
 
 if TYPE_CHECKING:
     from tfdist.testing.faults import Faults, continue_task, kill, stop_task
 
 __all__ = [
+    "DelayDistribution",
     "Delays",
     "Faults",
-    "Law",
     "constant",
     "continue_task",
     "delays",
@@ -34,6 +35,10 @@ _NEEDING_KERAS = ("Faults", "continue_task", "kill", "stop_task")
 
 
 def __getattr__(name: str) -> Any:
+    if name == "Law":
+        text = "tfdist.testing.Law is now tfdist.testing.DelayDistribution; the old name ends with the next version"
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
+        return DelayDistribution
     if name not in _NEEDING_KERAS:
         raise AttributeError(f"module 'tfdist.testing' has no attribute {name!r}")
     return getattr(importlib.import_module("tfdist.testing.faults"), name)

@@ -6,11 +6,12 @@ from __future__ import annotations
 import json
 import re
 import threading
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from tfdist.runtime import delay_hook
-from tfdist.testing import laws
+from tfdist.testing.delay_distributions import DelayDistribution
 
 EVERYBODY = "*"
 _WORKER = re.compile(r"worker:(\d+)")
@@ -27,30 +28,40 @@ class Delays:
     MultiWorkerMirroredStrategy, each worker's program installs them, and applies those of its own replicas.
 
     Args:
-      delays: a law for all replicas, or laws by worker; "*" stands for all workers that are not named.
+      delays: a distribution for all replicas, or distributions by worker; "*" stands for all other workers.
       seed: seed of the random delays.
 
     Raises:
-      ValueError: a value is no law, or a key is no worker.
+      ValueError: a value is no distribution, or a key is no worker.
     """
 
-    def __init__(self, delays: laws.Law | Mapping[str, laws.Law], seed: int = 0) -> None:
+    def __init__(self, delays: DelayDistribution | Mapping[str, DelayDistribution], seed: int = 0) -> None:
         if not isinstance(seed, int) or isinstance(seed, bool):
             raise ValueError(f"Delays(seed=...) must be an integer. Received: seed={seed!r}")
         self.seed = seed
-        self.laws: dict[str, laws.Law] = {EVERYBODY: delays} if isinstance(delays, laws.Law) else dict(delays)
-        for name, law in self.laws.items():
-            if not isinstance(law, laws.Law):
+        self.distributions: dict[str, DelayDistribution] = (
+            {EVERYBODY: delays} if isinstance(delays, DelayDistribution) else dict(delays)
+        )
+        for name, each in self.distributions.items():
+            if not isinstance(each, DelayDistribution):
                 raise ValueError(
-                    f"Delays({{{name!r}: ...}}) must be a law such as tfdist.testing.constant(0.1). Received: {law!r}"
+                    f"Delays({{{name!r}: ...}}) must be a distribution such as tfdist.testing.constant(0.1). "
+                    f"Received: {each!r}"
                 )
-        self._by_replica = {_replica(name): law for name, law in self.laws.items() if name != EVERYBODY}
+        self._by_replica = {_replica(name): each for name, each in self.distributions.items() if name != EVERYBODY}
         self._stopped: threading.Event | None = None
+
+    @property
+    def laws(self) -> dict[str, DelayDistribution]:
+        """Deprecated name of `distributions`."""
+        text = "Delays.laws is now Delays.distributions; the old name ends with the next version"
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
+        return self.distributions
 
     def secs(self, replica: int, attempt: int) -> float:
         """Returns the delay in seconds of the `attempt`-th contribution (from 0) of `replica`; also for simulators."""
-        law = self._by_replica.get(replica, self.laws.get(EVERYBODY))
-        return law.draw(self.seed, replica, attempt) if law else 0.0
+        distribution = self._by_replica.get(replica, self.distributions.get(EVERYBODY))
+        return distribution.draw(self.seed, replica, attempt) if distribution else 0.0
 
     def start(self) -> Delays:
         """Starts the injection; does nothing if it has started.
@@ -84,13 +95,13 @@ class Delays:
 
     def to_json(self) -> str:
         """Returns the equivalent value of the environment variable TFDIST_TEST_DELAYS."""
-        return json.dumps({**{name: law.to_dict() for name, law in self.laws.items()}, "seed": self.seed})
+        return json.dumps({**{name: each.to_dict() for name, each in self.distributions.items()}, "seed": self.seed})
 
     @classmethod
     def from_json(cls, text: str, name: str = "Delays.from_json(text)") -> Delays:
         """Parses the result of `to_json`.
 
-            {"worker:1": {"law": "lognormal", "mean": 0.2, "s": 1.0}, "*": {"law": "constant", "secs": 0.01}, "seed": 0}
+            {"worker:1": {"distribution": "lognormal", "mean": 0.2, "s": 1.0}, "seed": 0}
 
         Args:
           text: the JSON text.
@@ -104,15 +115,15 @@ class Delays:
         except ValueError as error:
             raise ValueError(f"{name} must be JSON: {error}. Received: {text!r}") from None
         if not isinstance(given, dict):
-            raise ValueError(f"{name} must be a JSON object, of laws by worker. Received: {text!r}")
+            raise ValueError(f"{name} must be a JSON object, of distributions by worker. Received: {text!r}")
         seed = given.pop("seed", 0)
         try:
-            return cls({worker: laws.Law.from_dict(law) for worker, law in given.items()}, seed)
+            return cls({worker: DelayDistribution.from_dict(form) for worker, form in given.items()}, seed)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
 
 
-def delays(delays: laws.Law | Mapping[str, laws.Law], seed: int = 0) -> Delays:
+def delays(delays: DelayDistribution | Mapping[str, DelayDistribution], seed: int = 0) -> Delays:
     """Builds and starts `Delays`, for use without a `with` block; end them with `stop`."""
     return Delays(delays, seed).start()
 

@@ -102,7 +102,7 @@ class AveragingEngine:
         replicated_step.check_xla(self._strategy, model)
         replicated_step.prepare(self._strategy, model)
         num_replicas = self._strategy.num_replicas_in_sync
-        with whole_step.or_none(dict.fromkeys(self._strategy.extended.worker_devices, handle.content)):
+        with whole_step.writes_after_inputs(dict.fromkeys(self._strategy.extended.worker_devices, handle.content)):
             average = self._average_of(model)
             parts = averaging_data.parts(handle, self._replicas, num_replicas)
             average.begin_step()

@@ -11,11 +11,11 @@ How an update flows:
       update: adds up, applies to every device's copy
       logs
 
-A replica that is late goes on computing in its thread. It only reads, and what comes out is dropped; then it starts
-again, with its part of the batch that is current by then.
+A late replica continues to compute in its thread. It only reads variables, and its contribution is dropped; then it
+starts again, with its part of the batch that is current by then.
 
-Who owns what: `RoundRunner` owns the policy and its lock. The engine owns the threads, which know nothing of the engine or
-the strategy, so that both can be collected: then the threads end.
+Ownership: `RoundRunner` owns the policy and its lock. The engine owns the threads, which hold no reference to the
+engine or the strategy, so that both can be garbage-collected: then the threads end.
 """
 
 from __future__ import annotations

@@ -85,16 +85,16 @@ class Agreement:
         self._set(f"{key}/{self.task}", value)
         return {task: json.loads(self._get(f"{key}/{task}", what)) for task in self.tasks}
 
-    def tell(self, key: str, value: str) -> bool:
-        """Puts text where every worker can hear it, at any time; False if there is some already, or nobody listens."""
+    def publish(self, key: str, value: str) -> bool:
+        """Stores text under a key for all workers; returns False if the key exists, or the service is gone."""
         try:
-            eager_context.set_key(f"tfdist/told/{key}", value)
+            eager_context.set_key(f"tfdist/published/{key}", value)
         except tf.errors.OpError:
             return False
         return True
 
-    def hear(self, key: str, timeout_secs: float) -> str | None:
-        """What a worker has told under `key`; None if nobody has for so long. May be called from any thread.
+    def receive(self, key: str, timeout_secs: float) -> str | None:
+        """Waits for the text that a worker publishes under `key`; returns None after the timeout. Thread-safe.
 
         Raises:
           ConnectionError: the service, which is the chief's, does not answer.
@@ -102,7 +102,7 @@ class Agreement:
         deadline = time.monotonic() + timeout_secs
         while (left := deadline - time.monotonic()) > 0:
             try:
-                return eager_context.get_key(f"tfdist/told/{key}", max(1, int(1000 * min(left, 1))))
+                return eager_context.get_key(f"tfdist/published/{key}", max(1, int(1000 * min(left, 1))))
             except tf.errors.DeadlineExceededError:
                 continue
             except tf.errors.OpError as error:

@@ -78,7 +78,7 @@ class QuorumStep:
         for tensor, spec in zip(flat, self._specs, strict=True):
             if not tf.executing_eagerly():
                 tensor.set_shape(spec.shape)
-        with whole_step.or_none({self._device: list(flat)}):
+        with whole_step.writes_after_inputs({self._device: list(flat)}):
             return self._update(flat)
 
     def _update(self, flat: Sequence[tf.Tensor]) -> Any:

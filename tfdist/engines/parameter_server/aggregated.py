@@ -14,12 +14,12 @@ How an update flows:
       update  ------------------------------------------------------------------->  add up, apply
       logs  <---------------------------------------------------------------------
 
-What crosses the chief is control traffic, and the logs. A gradient that arrives too late stays where it was computed.
+Only control traffic and the logs cross the chief. A late gradient is not sent: it stays on its worker.
 
-Who owns what: `RoundRunner` owns the policy and its lock. A worker's thread is the coordinator's, which knows when its
-worker is lost; it is lent to this engine as a closure that *resides* in it, and goes back as soon as something else is
-scheduled (an evaluation, say). Handles to gradients belong to whoever will use them next; nobody waits for, or clears,
-what a dead worker has left behind.
+Ownership: `RoundRunner` owns the policy and its lock. A worker's thread belongs to the coordinator, which detects the
+loss of the worker. A closure of this engine *resides* in the thread, and returns it as soon as another function is
+scheduled (an evaluation, for example). A handle to gradients belongs to its next user; no code waits for the handles of
+a dead worker, or clears them.
 
 An update is made exactly once: its contributions were pushed before it begins, each counts once, and it touches
 parameter servers only.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laws: probability distributions of injected delays.
+"""Probability distributions of injected delays.
 
-    law = lognormal(mean=0.2, s=1.0)
-    law.draw(seed=0, replica=3, attempt=17)  # seconds
+    distribution = lognormal(mean=0.2, s=1.0)
+    distribution.draw(seed=0, replica=3, attempt=17)  # seconds
 
 A draw depends on the seed, the replica and its attempt alone, and not on the process or the order of the draws. So the
 simulator of `tfdist.policies` can use the same delays as a real run.
@@ -15,6 +15,7 @@ import inspect
 import math
 import random
 import statistics
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,7 +24,7 @@ _BITS = 52
 
 
 @dataclasses.dataclass(frozen=True)
-class Law:
+class DelayDistribution:
     """A distribution of delays, built by one of the functions of this module.
 
     Attributes:
@@ -42,32 +43,39 @@ class Law:
         return self._secs((bits + 0.5) / 2**_BITS, attempt)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the law as JSON data, such as {"law": "constant", "secs": 0.1}."""
-        return {"law": self.name, **self.parameters}
+        """Returns the distribution as JSON data, such as {"distribution": "constant", "secs": 0.1}."""
+        return {"distribution": self.name, **self.parameters}
 
     @classmethod
-    def from_dict(cls, given: Any) -> Law:
-        """Builds the law that `to_dict` returned.
+    def from_dict(cls, given: Any) -> DelayDistribution:
+        """Builds the distribution that `to_dict` returned.
 
         Raises:
-          ValueError: the name or the parameters of the law are unknown.
+          ValueError: the name or the parameters of the distribution are unknown.
         """
-        known = f"use one of {', '.join(_signature(law) for law in _LAWS.values())}. Received: {given!r}"
-        if not isinstance(given, Mapping) or str(given.get("law")) not in _LAWS:
-            raise ValueError(f'a law is an object such as {{"law": "constant", "secs": 0.1}}; {known}')
-        make, parameters = _LAWS[str(given["law"])], {name: value for name, value in given.items() if name != "law"}
-        if parameters.keys() != inspect.signature(make).parameters.keys():
-            raise ValueError(f"law {given['law']!r} takes {', '.join(inspect.signature(make).parameters)}; {known}")
-        return make(**parameters)
+        known = f"use one of {', '.join(map(_signature, _BUILDERS.values()))}. Received: {given!r}"
+        parameters = dict(given) if isinstance(given, Mapping) else {}
+        if "law" in parameters:
+            text = 'the key "law" of injected delays is now "distribution", and will not be read in the next version'
+            warnings.warn(text, DeprecationWarning, stacklevel=2)
+        name = str(parameters.pop("distribution", parameters.pop("law", None)))
+        if name not in _BUILDERS:
+            raise ValueError(
+                f'a distribution is an object such as {{"distribution": "constant", "secs": 0.1}}; {known}'
+            )
+        build = _BUILDERS[name]
+        if parameters.keys() != inspect.signature(build).parameters.keys():
+            raise ValueError(f"{name!r} takes {', '.join(inspect.signature(build).parameters)}; {known}")
+        return build(**parameters)
 
 
-def constant(secs: float) -> Law:
+def constant(secs: float) -> DelayDistribution:
     """Constant: always `secs` seconds."""
     _check("constant", {"secs": secs}, secs=0)
-    return Law("constant", {"secs": secs}, lambda uniform, attempt: float(secs))
+    return DelayDistribution("constant", {"secs": secs}, lambda uniform, attempt: float(secs))
 
 
-def lognormal(mean: float, s: float) -> Law:
+def lognormal(mean: float, s: float) -> DelayDistribution:
     """Lognormal: exp(mu + s Z), Z standard normal, mu such that the mean is `mean` seconds. Moderate stragglers.
 
     Args:
@@ -76,12 +84,12 @@ def lognormal(mean: float, s: float) -> Law:
     """
     _check("lognormal", {"mean": mean, "s": s}, mean=None, s=0)
     mu = math.log(mean) - s * s / 2
-    return Law(
+    return DelayDistribution(
         "lognormal", {"mean": mean, "s": s}, lambda uniform, attempt: math.exp(mu + s * _NORMAL.inv_cdf(uniform))
     )
 
 
-def pareto(mean: float, a: float) -> Law:
+def pareto(mean: float, a: float) -> DelayDistribution:
     """Pareto, type I: x_m U^(-1/a), U uniform, x_m = mean (a - 1) / a. A heavy tail.
 
     Args:
@@ -92,10 +100,12 @@ def pareto(mean: float, a: float) -> Law:
     if not a > 1:
         raise ValueError(f"pareto(a=...): there is a mean only for a > 1. Received: a={a!r}")
     least = mean * (a - 1) / a
-    return Law("pareto", {"mean": mean, "a": a}, lambda uniform, attempt: least * (1 - uniform) ** (-1 / a))
+    return DelayDistribution(
+        "pareto", {"mean": mean, "a": a}, lambda uniform, attempt: least * (1 - uniform) ** (-1 / a)
+    )
 
 
-def stalls(secs: float, every: int) -> Law:
+def stalls(secs: float, every: int) -> DelayDistribution:
     """Stalls: `secs` seconds for each `every`-th contribution of a replica, 0 for the others.
 
     Args:
@@ -105,25 +115,27 @@ def stalls(secs: float, every: int) -> Law:
     _check("stalls", {"secs": secs, "every": every}, secs=0, every=None)
     if not isinstance(every, int):
         raise ValueError(f"stalls(every=...) must be an integer. Received: every={every!r}")
-    return Law(
+    return DelayDistribution(
         "stalls",
         {"secs": secs, "every": every},
         lambda uniform, attempt: float(secs) if attempt % every == every - 1 else 0.0,
     )
 
 
-_LAWS: dict[str, Callable[..., Law]] = {law.__name__: law for law in (constant, lognormal, pareto, stalls)}
+_BUILDERS: dict[str, Callable[..., DelayDistribution]] = {
+    builder.__name__: builder for builder in (constant, lognormal, pareto, stalls)
+}
 
 
-def _check(law: str, parameters: Mapping[str, Any], **least: float | None) -> None:
+def _check(builder: str, parameters: Mapping[str, Any], **least: float | None) -> None:
     """Raises ValueError unless each parameter is a finite number of at least `least`; above 0 if `least` is None."""
     for name, value in parameters.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         bound = least[name]
         if not is_number or value < 0 or (bound is None and value == 0):
             wanted = "greater than 0" if bound is None else f"of at least {bound}"
-            raise ValueError(f"{law}({name}=...) must be a number {wanted}. Received: {name}={value!r}")
+            raise ValueError(f"{builder}({name}=...) must be a number {wanted}. Received: {name}={value!r}")
 
 
-def _signature(law: Callable[..., Law]) -> str:
-    return f"{law.__name__}({', '.join(inspect.signature(law).parameters)})"
+def _signature(builder: Callable[..., DelayDistribution]) -> str:
+    return f"{builder.__name__}({', '.join(inspect.signature(builder).parameters)})"
