@@ -58,7 +58,7 @@ def sized(dataset: tf.data.Dataset, epoch_iterator: Any) -> tf.data.Dataset:
 
 
 def is_in_order(epoch_iterator: Any) -> bool:
-    """Whether Keras makes data of arrays, and doesn't shuffle them; for the argument see `untuned`."""
+    """Returns True if the data are arrays that Keras doesn't shuffle; for the argument see `untuned`."""
     return _is_of_arrays(epoch_iterator) and not epoch_iterator.data_adapter._shuffle
 
 

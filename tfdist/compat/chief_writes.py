@@ -55,15 +55,15 @@ _BACKUP_PATHS = (
 
 
 class Agreement(Protocol):
-    """How the workers that train a model agree on what one of them does."""
+    """Broadcast of results from the chief to the workers that train a model."""
 
     @property
     def is_chief(self) -> bool:
-        """Whether this worker leads."""
+        """True on the chief."""
         ...
 
     def from_chief(self, value: Callable[[], Any], what: str) -> Any:
-        """What `value` returns on the chief (JSON data); called there only."""
+        """Calls `value` on the chief only, and returns its result (JSON data) on every worker."""
         ...
 
 
@@ -84,7 +84,7 @@ def install() -> None:
 
 
 def check() -> list[str]:
-    """What Keras no longer has in the form in which it is wrapped; empty if all is as known."""
+    """Returns the differences between the installed Keras and the methods wrapped here; empty if there are none."""
     problems = []
     for owner, name, _, parameters in _WRAPPED:
         found = getattr(owner, name, None)
@@ -104,7 +104,7 @@ def _agreement(model: Any) -> Agreement | None:
 
 @functools.cache
 def _scratch() -> str:
-    """Where this worker writes what nobody reads; removed with the process."""
+    """Makes a directory for files of this worker that are discarded; removed at the end of the process."""
     path = tempfile.mkdtemp(prefix="tfdist-")
     atexit.register(shutil.rmtree, path, ignore_errors=True)
     return path

@@ -109,8 +109,8 @@ def lost_workers(coordinator: tf.distribute.coordinator.ClusterCoordinator) -> s
 
 
 def is_task_failure(error: BaseException) -> bool:
-    """Whether a closure that met `error` has to pass it on, for the coordinator to mend or to report."""
-    # The second kind comes from a worker that was restarted so fast that nobody noticed that it was gone.
+    """Returns True if a closure must raise `error` again, so that the coordinator retries it or reports it."""
+    # The second kind: a worker that was restarted before its loss was detected.
     return isinstance(error, _TASK_FAILURES) or cluster_coordinator._is_worker_failure(error)
 
 
@@ -120,7 +120,7 @@ def clear_error() -> None:
 
 
 def has_failed(coordinator: tf.distribute.coordinator.ClusterCoordinator) -> bool:
-    """Whether the coordinator met an error that it could not mend (a lost parameter server, say)."""
+    """Returns True if the coordinator has stopped at an error, such as the loss of a parameter server."""
     return coordinator._cluster.closure_queue._error is not None
 
 

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the chief joins a parameter-server cluster: what the stock strategy does in `_connect_to_cluster`, but for two
-things.
+"""Connection of the chief to a parameter-server cluster: the stock `_connect_to_cluster` with two differences.
 
-* The chief joins as job localhost, which it is already: the stock strategy renames its devices to job chief, and
-  whatever was made before (a data set, say) can't find its device any more.
-* The parameter servers know of each other: an update of a model that is spread over several of them is one function.
+* The chief joins as job localhost, its current job. The stock strategy renames its devices to job chief, and objects
+  that were made before (a data set, for example) can't find their device any more.
+* The parameter servers know each other's addresses: the update of a model on several servers is one function.
 """
 
 from __future__ import annotations

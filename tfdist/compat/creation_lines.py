@@ -42,7 +42,7 @@ def remember() -> None:
 
 
 def of(variable: Any) -> str:
-    """Where a variable was made, such as "train.py:12"; "" if that is not known.
+    """Returns the line of the program that made a variable, such as "train.py:12", or "".
 
     Args:
       variable: of TensorFlow or of Keras.

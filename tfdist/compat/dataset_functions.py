@@ -12,5 +12,5 @@ _PREFIX = "Dataset_"
 
 
 def is_traced() -> bool:
-    """Whether the operations traced now run for each element of a data set."""
+    """Returns True while a function is traced that runs for each element of a data set."""
     return any(getattr(graph, "name", "").startswith(_PREFIX) for graph in enclosing_graphs.enclosing())

@@ -100,14 +100,14 @@ def _without_graph(function: atomic_function.AtomicFunction) -> atomic_function.
 
 @dataclasses.dataclass(frozen=True)
 class _Function:
-    """What an operation takes for a function, and what it captures in this pass."""
+    """Function argument of an operation, with the tensors that it captures in this pass."""
 
     traced: atomic_function.AtomicFunction
     captured_inputs: list[Any]
 
     @property
     def name(self) -> bytes:
-        """Under which the runtime has it, as long as this lives."""
+        """Name under which the runtime knows the function, for the lifetime of this object."""
         return self.traced.name
 
 

@@ -32,7 +32,7 @@ def global_seed() -> int | None:
 
 
 def has_begun() -> bool:
-    """Whether TensorFlow's runtime was used, after which it can't join a cluster any more."""
+    """Returns True if TensorFlow's runtime is initialized; then it can't join a cluster any more."""
     return context.context()._context_handle is not None
 
 

@@ -57,7 +57,7 @@ class EpochIterator:
 
     @property
     def num_batches_given(self) -> int | None:
-        """How many batches a pass has by what `fit` was given, if that says so."""
+        """Number of batches in a pass, if the data given to `fit` have a known length."""
         return self._iterator.data_adapter.num_batches
 
     @property
@@ -71,17 +71,17 @@ class EpochIterator:
 
     @property
     def batches_taken(self) -> int:
-        """How many batches were taken from the iterator over the data that was made last."""
+        """Number of batches taken from the newest iterator over the data."""
         return self._iterator._steps_seen
 
     @property
     def goes_on(self) -> bool:
-        """Whether the next epoch goes on with the same iterator over the data, as with `steps_per_epoch`."""
+        """True if the next epoch continues with the same iterator over the data, as with `steps_per_epoch`."""
         return self._iterator.steps_per_epoch is not None and self._iterator._current_iterator is not None
 
     @property
     def is_at_end_of_epoch(self) -> bool:
-        """Whether the step that was made last is known to be the last one of its epoch."""
+        """True if the last step is known to be the end of its epoch."""
         length, taken = self._length, self._iterator._steps_seen
         return bool(length) and taken >= length and taken % length == 0
 
@@ -115,7 +115,7 @@ class EpochIterator:
         own_attributes.put(self._iterator, "_enumerate_iterator", rest_of_epoch)
 
     def _rest_of_epoch(self, step: int, batches: int) -> Iterator[tuple[int, int, Any]]:
-        """What Keras' `_enumerate_iterator` does, from a step on; for one epoch."""
+        """Replaces Keras' `_enumerate_iterator` for one epoch, beginning at a step."""
         epochs = self._iterator
         epochs.data_adapter.on_epoch_begin()
         iterator = iter(epochs._get_iterator())

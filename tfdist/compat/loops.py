@@ -19,5 +19,5 @@ _KINDS = (control_flow_v2_func_graphs.WhileBodyFuncGraph, control_flow_v2_func_g
 
 
 def in_loop() -> bool:
-    """Whether the operations traced now run once for each iteration of a `tf.while_loop`."""
+    """Returns True while the body or the condition of a `tf.while_loop` is traced."""
     return any(isinstance(graph, _KINDS) for graph in enclosing_graphs.enclosing())

@@ -128,9 +128,9 @@ def _concatenate(strategy: tf.distribute.Strategy, *values: Any) -> Sequence[Any
 
 
 def _varies(gradient: Any) -> bool:
-    """Whether the shape of a sparse gradient may differ in each iteration of a loop.
+    """Returns True if the shape of a sparse gradient may differ in each iteration of a loop.
 
-    TensorFlow's collectives fail then, unless each iteration has keys of its own.
+    TensorFlow's collectives fail then, unless each iteration has its own instance keys.
     """
     is_sparse = isinstance(gradient, tf.IndexedSlices)
     return is_sparse and not gradient.indices.shape.is_fully_defined() and loops.in_loop()
@@ -193,12 +193,12 @@ def without_merge_call(optimizer: Any) -> list[tuple[Any, str, Any]]:
 
 
 def clips(optimizer: Any) -> bool:
-    """Whether gradients are clipped, which Keras would do on each replica before the sum."""
+    """Returns True if the optimizer clips gradients; Keras would clip on each replica, before the sum."""
     return any((optimizer.clipnorm, optimizer.global_clipnorm, optimizer.clipvalue))
 
 
 def _branches(optimizer: Any) -> bool:
-    """Whether the update is conditional, which Keras would do where a replica can't wait for the others."""
+    """Returns True if the update is conditional; a conditional in replica context can't contain a merge call."""
     return bool(optimizer.gradient_accumulation_steps or (optimizer.use_ema and optimizer.ema_overwrite_frequency))
 
 

@@ -38,7 +38,7 @@ class _Call:
 
     @property
     def counts(self) -> bool:
-        """Whether it writes metrics, or trains."""
+        """True if the loop trains, or writes metrics."""
         return not self.name.startswith("predict")
 
     @property

@@ -179,7 +179,7 @@ def _same_on_all(optimizer: Any, strategy: Any, grads: list[Any]) -> list[Any]:
 
 
 def _is_common(gradient: Any) -> bool:
-    """Whether it was reduced over the workers, or computed in a graph of reduced values, variables and constants."""
+    """Returns True if a gradient was reduced over the workers, or computed from reduced values and variables alone."""
     if gradient is None or isinstance(gradient, values.Mirrored):
         return True
     seen, waiting, reduced = set[Any](), tf.nest.flatten(gradient, expand_composites=True), False

@@ -46,10 +46,10 @@ def call(function: Callable[..., list[np.ndarray]], inputs: Sequence[tf.Tensor],
 
 
 def told_briefly(message: str) -> str:
-    """What the failing operation said, and the lines of the user's own that define it; the whole if that isn't clear.
+    """Shortens an error message to the failing operation's text, and the user's lines that define the operation.
 
     Args:
-      message: A message of TensorFlow's, with everything that gathered around it on its way to the chief.
+      message: TensorFlow's message, with all that the workers and the chief added; returned whole if not recognized.
     """
     message = message.partition("\nAdditional GRPC error information")[0]
     lines = message.splitlines()

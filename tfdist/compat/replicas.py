@@ -39,22 +39,22 @@ def in_sync_group(strategy: Any, index: int) -> Any:
 
 
 def count(strategy: Any) -> int:
-    """How many replicas a strategy has, also while it says that it is one."""
+    """Returns the number of replicas of a strategy, also while `num_replicas_in_sync` is replaced by 1."""
     return strategy.extended._num_replicas_in_sync
 
 
 def has_other_workers(strategy: Any) -> bool:
-    """Whether replicas of this strategy are in other processes."""
+    """Returns True if the strategy has replicas in other processes."""
     return strategy.extended._in_multi_worker_mode()
 
 
 def worker_count(strategy: Any) -> int:
-    """How many processes a `MultiWorkerMirroredStrategy` has."""
+    """Returns the number of processes of a `MultiWorkerMirroredStrategy`."""
     return strategy.extended._num_workers
 
 
 def worker_index(strategy: Any) -> int:
-    """Which of them this process is."""
+    """Returns the index of this process in a `MultiWorkerMirroredStrategy`."""
     return strategy.extended._id_in_cluster
 
 
@@ -69,5 +69,5 @@ def default_strategy() -> tf.distribute.Strategy:
 
 
 def is_updating() -> bool:
-    """Whether `extended.update` calls what runs here."""
+    """Returns True inside of a function that `extended.update` calls."""
     return distribute_lib.get_update_replica_id() is not None

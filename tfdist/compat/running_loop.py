@@ -109,7 +109,7 @@ def iterating_fit() -> Fit | None:
 
 
 def is_called_by_fit() -> bool:
-    """Whether `fit` itself calls the function that calls this."""
+    """Returns True if the caller was called by `fit` itself."""
     return sys._getframe(2).f_code is FIT
 
 

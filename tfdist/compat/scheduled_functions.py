@@ -21,7 +21,7 @@ def allow_without_coordinator(strategy: Any) -> None:
 
 
 def is_traced(strategy: Any) -> bool:
-    """Whether a function that a coordinator schedules is being traced."""
+    """Returns True while a function that a coordinator schedules is traced."""
     return strategy.extended._being_scheduled
 
 

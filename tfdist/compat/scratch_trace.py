@@ -62,7 +62,7 @@ def trace(make: Callable[[], contextlib.AbstractContextManager], function: Calla
 
 
 def has_global_seed_generator() -> bool:
-    """Whether Keras has made the seed generator that `keras.random` uses where it is given none."""
+    """Returns True if the default seed generator of `keras.random` exists."""
     return global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR) is not None
 
 

@@ -53,7 +53,7 @@ class ServerVariable(ps_values.CachingVariable):
         return self._v
 
     def serialized(self) -> dict[str, Any]:
-        """What a checkpoint saves of the variable on the parameter server."""
+        """Returns the tensors that a checkpoint saves of the variable on the parameter server."""
         return self._v._serialize_to_tensors()
 
     def restored(self, tensors: dict[str, Any]) -> Any:
@@ -71,7 +71,7 @@ def process_variable(value: tf.Tensor, name: str) -> tf.Variable:
 
 
 def is_single(variable: Any) -> bool:
-    """Whether the strategy has made this one, on one parameter server."""
+    """Returns True for a variable that the strategy has placed, whole, on one parameter server."""
     return type(variable) is ps_values.CachingVariable
 
 
@@ -93,7 +93,7 @@ def watch(handle: tf.Tensor, is_trainable: bool) -> None:
 
 
 def is_written_by(handle: tf.Tensor, operation: tf.Operation) -> bool:
-    """Whether an operation, which may be the call of a function, writes the variable that has this handle."""
+    """Returns True if an operation, or a function that it calls, writes the variable with this handle."""
     _, written = auto_control_deps_utils.get_read_write_resource_inputs(operation)
     return handle in written
 

@@ -36,7 +36,7 @@ def _predicting_once(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _own(outputs: Any, x: Any, strategy: Any) -> Any:
-    """What this process has computed of several parts; a model whose output has other rows than its input is left."""
+    """Picks this process' rows of outputs; those with another number of rows than the input are not changed."""
     copies = strategy.num_replicas_in_sync
     shapes: list[Any] = [getattr(leaf, "shape", ()) for leaf in keras.tree.flatten(x)]
     rows = {shape[0] for shape in shapes if len(shape)}

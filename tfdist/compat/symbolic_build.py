@@ -61,13 +61,13 @@ def build(model: keras.Model, batch: Any) -> None:
 
 
 def has_unbuilt_metrics(model: keras.Model) -> bool:
-    """Whether metrics that were given to `compile` have not made their variables."""
+    """Returns True if metrics that were given to `compile` have no variables yet."""
     metrics = model._compile_metrics
     return metrics is not None and not metrics.built
 
 
 def is_dense(batch: Any) -> bool:
-    """Whether there is no ragged and no sparse tensor in a batch."""
+    """Returns True if a batch has no ragged and no sparse tensor."""
     return not any(isinstance(leaf, tf.RaggedTensor | tf.SparseTensor) for leaf in tf.nest.flatten(batch))
 
 
@@ -94,7 +94,7 @@ def instead(model: keras.Model, build_instead: Callable[[Callable[..., Any], Any
 
 
 def calls(model: keras.Model) -> bool:
-    """Whether Keras calls a model that it is about to build, or `build` has done so for it."""
+    """Returns True if Keras calls the model in order to build it, or if `build` has just called it."""
     if model in _called:
         _called.discard(model)
         return True
@@ -103,12 +103,12 @@ def calls(model: keras.Model) -> bool:
 
 
 def takes_training(layer: keras.Layer) -> bool:
-    """Whether a layer is told if it is called in training."""
+    """Returns True if the layer's `call` has the argument `training`."""
     return layer._call_has_training_arg
 
 
 def is_callable(layer: keras.Layer) -> bool:
-    """Whether a layer, or model, has a `call` of its own."""
+    """Returns True if a layer, or model, overrides `call`."""
     return type(layer).call not in (keras.Layer.call, keras.Model.call)
 
 

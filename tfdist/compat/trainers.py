@@ -15,5 +15,5 @@ _BASES = tuple(base for base in keras.Model.__mro__ if {"fit", "compile"} <= var
 
 
 def is_trainer(value: Any) -> bool:
-    """Whether `value` has Keras' `fit`: a `keras.Model`, or a layer mixed with Keras' Trainer."""
+    """Returns True if `value` has Keras' `fit`: a `keras.Model`, or a layer that inherits from Keras' Trainer."""
     return isinstance(value, (keras.Model, *_BASES))

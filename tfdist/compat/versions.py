@@ -62,7 +62,7 @@ def all_needs() -> dict[str, tuple[str, ...]]:
 
 
 def has(need: str) -> bool:
-    """Whether the installed versions have one of the names in `NEEDS`."""
+    """Returns True if the installed TensorFlow and Keras have a name of `NEEDS`."""
     module, _, rest = need.partition(":")
     path, _, variables = rest.rstrip(")").partition("(")
     try:
@@ -78,7 +78,7 @@ def has(need: str) -> bool:
 
 
 def _is_set_by_code(kind: type, name: str) -> bool:
-    """Whether a method of a class, or of one of its bases, sets this attribute."""
+    """Returns True if a method of a class, or of one of its bases, sets this attribute."""
     members = [inspect.unwrap(member) for base in kind.__mro__ for member in vars(base).values()]
     codes = [code for member in members if isinstance(code := getattr(member, "__code__", None), CodeType)]
     instructions = [each for code in codes if name in code.co_names for each in dis.get_instructions(code)]

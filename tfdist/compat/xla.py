@@ -13,7 +13,7 @@ NEEDS = ("tensorflow.python.eager.polymorphic_function.polymorphic_function:Func
 
 
 def is_compiled(function: Any) -> bool:
-    """Whether this function, or what it wraps, is compiled."""
+    """Returns True if a function, or a function that it wraps, is compiled by XLA."""
     while function is not None:
         if getattr(function, "_jit_compile", None):
             return True

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a batch is split among replicas, and where a pass over the data can be taken up again."""
+"""Batches: splitting among replicas, handles that stand for batches, and resuming in the middle of a pass."""

@@ -49,17 +49,17 @@ class DatasetGraph:
 
     @property
     def lives_in_python(self) -> bool:
-        """Whether it needs this process and can't be moved: a generator, `tf.py_function`, or a variable in a map."""
+        """True if the data set depends on this process: on a generator, `tf.py_function`, or a variable in a map."""
         return any(node.op in _LOCAL_OPERATIONS for nodes in self._bodies() for node in nodes)
 
     @property
     def caches(self) -> bool:
-        """Whether it keeps what it has read for later passes."""
+        """True if the data set caches elements for later passes."""
         return any(node.op.startswith("CacheDataset") for nodes in self._bodies() for node in nodes)
 
     @property
     def has_even_batches(self) -> bool:
-        """Whether all components of a batch surely have as many examples: they were put together by `batch`."""
+        """True if all components of a batch surely have the same number of examples: `batch` made them."""
         nodes = {node.name: node for node in self._graph.node}
         node = next(node for node in self._graph.node if node.op == "_Retval")
         while node.op == "_Retval" or node.op.startswith(_PASSING):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where an epoch of Keras' `fit` begins, as seen from its steps: `fit` tells a strategy nothing of epochs."""
+"""Detection of the first step of an epoch: Keras' `fit` doesn't tell a strategy about epochs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import keras
 
 
 def is_first_step(model: Any) -> bool:
-    """Whether the step that `fit` asks for is the first one of an epoch: nothing was counted since it reset metrics.
+    """Returns True before the first step of an epoch: the metrics have counted nothing since `fit` reset them.
 
-    Call it outside of a graph. It reads variables, so ask only while it matters.
+    Call it outside of a graph. It reads variables, so call it only if the result matters.
     """
     return not any(
         float(keras.ops.convert_to_numpy(variable))

@@ -209,7 +209,7 @@ class DistributedDataset(distributed_data.DistributedDatasetBase):
         return int(self.own.cardinality())
 
     def raised_in_step(self) -> BaseException | None:
-        """What Python raised in the last step, if it did and the engine knows."""
+        """Returns the Python exception of the last step, if the engine knows of any."""
         return getattr(self._engine, "raised_in_step", lambda: None)()
 
     def __iter__(self) -> Any:
@@ -233,7 +233,7 @@ class CountedDataset(DistributedDataset):
 
     @property
     def passes(self) -> int:
-        """How many iterators over the data were opened in `fit`."""
+        """Number of iterators over the data that were opened in `fit`."""
         return self.opened
 
 
@@ -273,7 +273,7 @@ class HandleIterator:
 
 
 def is_optional(leaf: Any) -> bool:
-    """Whether a leaf of a batch is Keras' way to have None in a data set, or the spec of that."""
+    """Returns True if a leaf of a batch is a `tf.experimental.Optional`, Keras' form of None, or its spec."""
     return isinstance(leaf, tf.experimental.Optional | tf.OptionalSpec)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a distributed data set is begun in the middle, told by the strategy that has made it to whoever resumes `fit`."""
+"""Functions that begin a distributed data set in the middle, for resuming `fit`; the strategies register them."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ class Restart:
     distribute: Callable[[tf.data.Dataset], Any]
 
     def after(self, passes: int, batches: int) -> Any:
-        """What is left of a pass.
+        """Returns the rest of a pass.
 
-        Every iterator of a shuffle draws another order, those of data sets derived from it included. So as many are
-        made as there were, and what is left is in the order that it would have had.
+        Each new iterator of a shuffle draws another order, also in derived data sets. So as many iterators are made as
+        there were before the interruption: then the rest has the order that it would have had.
 
         Args:
-          passes: how many more iterators were made before the one to go on with.
-          batches: how many batches of that one are done.
+          passes: number of iterators that were made before the iterator to continue with.
+          batches: number of batches of this iterator that are done.
 
         Returns:
-          A distributed data set, of which the first iterator is the one to go on with.
+          A distributed data set whose first iterator continues the pass.
         """
         caches = passes > 0 and DatasetGraph(self.source).caches
         for number in range(passes):
             if caches and not number:
-                # What is kept is in the order of the first pass.
+                # The cache has the order of the first pass.
                 self.source.reduce(tf.constant(0, tf.int64), lambda count, *_: count + 1)
             else:
                 iter(self.source)

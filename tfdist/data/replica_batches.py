@@ -75,12 +75,12 @@ class WholeBatch:
         self._num_parts = num_parts
 
     def flat(self, replica: int) -> Sequence[tf.Tensor]:
-        """What a replica is given, flat; called in its thread."""
+        """Returns a replica's part as a flat list; called in its thread."""
         del replica
         return self._flat
 
     def rows(self, replica: int) -> int:
-        """How many examples a replica that was given its part has; 0 if that is not known."""
+        """Returns the number of examples in a replica's part, after `flat`; 0 if it is not known."""
         size = splitting.static_size(self._batch) or 0
         return size * (replica + 1) // self._num_parts - size * replica // self._num_parts
 
@@ -90,7 +90,7 @@ class WholeBatch:
 
 
 class OwnParts:
-    """What each replica reads from an iterator of its own, when it is asked for.
+    """Parts that each replica reads on demand from its own iterator.
 
     Args:
       iterators: one for each replica.

@@ -16,11 +16,11 @@ Sum = Callable[[Sequence[tf.Tensor]], list[tf.Tensor]]
 
 
 class Part(NamedTuple):
-    """What one replica trains on in a step.
+    """A replica's part of the batch of a step.
 
     Attributes:
       batch: the examples.
-      total: int64 scalar, the examples of all replicas together; None if nobody knows.
+      total: int64 scalar, the examples of all replicas together; None if not known.
     """
 
     batch: Any
@@ -29,7 +29,7 @@ class Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Shares:
-    """How the examples of one global batch are spread.
+    """Numbers of examples by replica, for one global batch.
 
     Attributes:
       rows: examples on each replica of this worker, int64.
@@ -43,7 +43,7 @@ class Shares:
 
     @classmethod
     def of(cls, strategy: Any, data: Any, batches: list[Any], sum_over_workers: Sum) -> Shares | None:
-        """The shares of `data`, of which this worker has `batches`; None if they are known to be equal."""
+        """Returns the shares of `data`, of which this worker has `batches`; None if all are known to be equal."""
         if strategy.num_replicas_in_sync == 1 or _are_surely_even(strategy, data, batches):
             return None
         rows = [splitting.rows(batch) for batch in batches]
@@ -53,7 +53,7 @@ class Shares:
         return cls(tuple(rows), total, strategy.num_replicas_in_sync)
 
     def is_even(self, replica: int) -> tf.Tensor:
-        """Whether this replica of this worker has exactly one part in `num_replicas` of the batch."""
+        """Returns True if a replica of this worker has exactly 1 / `num_replicas` of the batch."""
         return tf.equal(self.rows[replica] * self.num_replicas, self.total)
 
     def of_replica(self, replica: int, dtype: tf.DType = tf.float32) -> tf.Tensor:
@@ -67,13 +67,13 @@ class Shares:
 
 
 def _are_surely_even(strategy: Any, data: Any, batches: list[Any]) -> bool:
-    """Whether the shapes say that all replicas have equally many examples."""
+    """Returns True if, by the static shapes, all replicas have equally many examples."""
     is_alone = strategy.num_replicas_in_sync == len(batches)
     if not _is_distributed(data) or (tf.executing_eagerly() and not is_alone):
-        # What this worker sees says nothing about the others: outside a graph every size is known.
+        # Sizes of this worker's batches say nothing about other workers: outside of a graph every size is known.
         return False
     if not is_alone and any(map(_is_argument, tf.nest.flatten(batches, expand_composites=True))):
-        # The same: a function is traced for the size of the batch that this worker gives it.
+        # The same: a function is traced for the batch size of this worker.
         return False
     sizes = {splitting.static_size(batch) for batch in batches}
     return len(sizes) == 1 and None not in sizes

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who gets which examples of a global batch.
+"""Splitting of a global batch into the replicas' parts.
 
-The batch that the user's data set yields is the global batch. Of its n examples part p of P gets those from n*p//P up
-to n*(p+1)//P: parts differ by one example at most, every example is in exactly one part, and every part takes part in
-every step, if need be with no example. TensorFlow's own rebatching cuts off the first parts in full size, so that a
-last batch can leave whole workers without a step.
+The batch that the user's data set yields is the global batch. Of its n examples, part p of P has the indices from
+n*p//P up to n*(p+1)//P: parts differ by one example at most, and every example is in exactly one part. Every replica
+takes part in every step, even with an empty part. TensorFlow's own rebatching fills the first parts completely, so that
+a small last batch leaves whole workers without a step.
 """
 
 from __future__ import annotations

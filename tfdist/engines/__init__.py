@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How contributions travel: from the replicas to the update."""
+"""Engines: collect the replicas' contributions, and apply the updates."""

@@ -36,7 +36,7 @@ def threads_per_operation(cluster: Cluster, num_cpus: int) -> int:
 
 
 def _threads(cluster: Cluster) -> int:
-    """How many threads an operation gets; 0 where TensorFlow decides."""
+    """Returns the number of threads of an operation; 0 leaves the choice to TensorFlow."""
     count = os.cpu_count() or 1
     # A process that is bound to some of the CPUs has its share already.
     is_bound = cpus.usable() < count

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one replica adds to an update, and how contributions are added up."""
+"""Contributions of replicas to an update, and their sum."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import tensorflow as tf
 
 
 class Contribution(NamedTuple):
-    """What one replica adds to an update, or the sum of several. A structure for `tf.nest`; all tensors add up.
+    """Contribution of one replica to an update, or the sum of several. A structure for `tf.nest`; tensors add up.
 
     Attributes:
       gradients: times `weight`, unless the loss is a sum over examples; one flat list for all optimizers, dense or
         `tf.IndexedSlices`.
-      counts: what to add to the variables that metrics count in.
+      counts: increments of the variables in which metrics count.
       states: the new values of other variables: floats (statistics of layers) times `weight`; integers (seeds), int64.
-      logs: what the step returned that is no metric, times `weight`, float32.
+      logs: results of the step other than metrics, times `weight`, float32.
       weight: float32 scalar; the number of examples, or 1 where all replicas are known to have equally many.
       replicas: float32 scalar; 1.
       applies: for each conditional `optimizer.apply`, `weight` if the condition held, else 0.
-      maxima: states of metrics of which the largest counts; the only part that doesn't add up.
+      maxima: states of metrics that are reduced by the maximum instead of the sum.
     """
 
     gradients: list[Any]

@@ -33,7 +33,7 @@ class Applied:
 
 
 def capture(optimizer: Any, calls: list[Applied], scope: Recording) -> Callable[..., Any]:
-    """What to call instead of `optimizer.apply`; it notes the call in `calls`."""
+    """Returns a replacement of `optimizer.apply` that appends the call to `calls`."""
 
     def apply(grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
         grads = list(grads)

@@ -47,7 +47,7 @@ Assign = Callable[[Any, tf.Tensor], Any]
 
 @dataclasses.dataclass
 class _Layout:
-    """What the parts of a contribution belong to; known once the step was traced."""
+    """Targets of the parts of a contribution: optimizers, variables and logs; complete once the step was traced."""
 
     applied: list[Applied] = dataclasses.field(default_factory=list)
     counters: list[Any] = dataclasses.field(default_factory=list)
@@ -94,7 +94,7 @@ class TrainStep:
         return self._layout.counters
 
     def settled(self, trace: Callable[[], Any]) -> Any:
-        """What `trace` returns, which traces `contribute`: perhaps more than once, until nothing new is found out."""
+        """Calls `trace`, which traces `contribute`, until a trace finds nothing new; returns its result."""
         return self._findings.settled(trace)
 
     def written_past_keras(self, written: Any) -> None:
@@ -167,7 +167,7 @@ class TrainStep:
         return self._total_num_replicas > 1 and empty_parts.may_occur([batch]) and empty_parts.are_refused(self.model)
 
     def _starts(self) -> tuple[list[tuple[Any, tf.Tensor]], dict[int, tf.Tensor]]:
-        """What variables begin with: metrics' sums at zero; and what other states are then, by the variable's id."""
+        """Returns the initial values of the variables (zero for metrics' sums), and of other states by variable id."""
         metrics = [variable for metric in self.model.metrics for variable in metric.variables]
         counters = [v for v in metrics if v.aggregation == "sum" and id(v) not in self._findings.states]
         counted = {id(variable) for variable in counters}
@@ -204,7 +204,7 @@ class TrainStep:
         return counts, new_states, maxima
 
     def _mode(self, variable: Any, value: tf.Tensor, scope: Recording) -> str:
-        """How what replicas make of a metric's variable is brought together."""
+        """Returns the reduction over replicas of a metric's variable."""
         is_sum, is_state = variable.aggregation == "sum", id(variable) in self._findings.states
         is_readable = id(variable) not in self._findings.stand_ins
         start = scope.start_of(variable)
@@ -237,9 +237,9 @@ class TrainStep:
         return 1.0 if self._is_even else tf.cast(rows, tf.float32)
 
     def _loss_trackers(self, batch: Any, batch_rows: tf.Tensor | None) -> list[tuple[Any, str, Any]]:
-        """What lets metrics of losses count as on one device.
+        """Returns patches by which metrics of losses count as on one device.
 
-        Keras weighs each replica's loss by its examples, which is wrong for sums, and not at all for the losses of
+        Keras weights each replica's loss by its examples, which is wrong for sums; it doesn't weight the losses of
         single outputs.
         """
         rows, num_replicas = splitting.rows(batch), self._total_num_replicas
@@ -359,9 +359,9 @@ class TrainStep:
     def _factor(
         self, total: Contribution, num_contributions: int | None, applied: tf.Tensor | None = None
     ) -> tf.Tensor | float:
-        """What makes the sum of gradients that of one device; float64, for models that are.
+        """Returns the factor from the sum of gradients to the gradient of one device; float64, for float64 models.
 
-        Of a conditional `apply` that is the mean over those whose condition held, of which `applied` is the weight.
+        For a conditional `apply` it gives the mean over the replicas whose condition held; `applied` is their weight.
         """
         if applied is not None and not self._is_sum:
             return tf.math.divide_no_nan(tf.cast(self._loss_divisor, tf.float64), tf.cast(applied, tf.float64))
@@ -371,11 +371,11 @@ class TrainStep:
         return tf.math.divide_no_nan(tf.cast(self._loss_divisor, tf.float64), tf.cast(total.weight, tf.float64))
 
     def logs(self, total: Contribution, counts: Sequence[tf.Tensor] | None = None) -> Any:
-        """What Keras is to show: metrics with what they have counted so far, and other logs of this update's batch.
+        """Returns the logs for Keras: results of the metrics so far, and the other logs of this update's batch.
 
         Args:
           total: the sum of the contributions.
-          counts: the values of `counters`, if reading them gives something else.
+          counts: values of `counters`, if reading the variables would give other values.
         """
         mapping = list(zip(self.counters, counts, strict=True)) if counts is not None else []
         with keras.StatelessScope(mapping) if mapping else contextlib.nullcontext():
@@ -386,7 +386,7 @@ class TrainStep:
 
 
 def _is_sum(model: keras.Model) -> bool:
-    """Whether the loss is a sum over the examples rather than a mean."""
+    """Returns True if the loss is a sum over the examples, and not a mean."""
     reductions = {is_sum(loss) for loss in compiled_losses.losses(model)}
     if len(reductions) > 1:
         raise ValueError(

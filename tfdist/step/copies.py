@@ -20,17 +20,17 @@ def copies_of(variable: Any) -> list[Any]:
 
 
 def is_mirrored(variable: Any) -> bool:
-    """Whether a Keras variable has a copy for each replica."""
+    """Returns True if a Keras variable has a copy for each replica."""
     return hasattr(variable.value, "values")
 
 
 def is_counter(variable: Any) -> bool:
-    """Whether the value of a Keras variable is the sum over all copies, as with what metrics count."""
+    """Returns True if the value of a Keras variable is the sum of its copies, as for the counts of metrics."""
     return variable.aggregation == "sum"
 
 
 def counts(metric: Any) -> bool:
-    """Whether sums over the replicas are what the metric's variables mean."""
+    """Returns True if all variables of the metric are sums over the replicas."""
     return bool(metric.variables) and all(is_mirrored(v) and is_counter(v) for v in metric.variables)
 
 

@@ -20,9 +20,9 @@ from tfdist.step import model_losses, used_objects
 
 
 def are_refused(model: keras.Model | None) -> bool:
-    """Whether a model may fail on a batch of no examples; the other layers of Keras are known not to.
+    """Returns True if empty parts must be filled, because a layer of the model may fail on a batch of no examples.
 
-    Not so for one with a loss that is a sum over the examples: it would count the example that is filled in.
+    False if a loss is a sum over the examples: it would count the filled-in example.
     """
     if model is None:
         return True
@@ -36,7 +36,7 @@ def are_refused(model: keras.Model | None) -> bool:
 
 
 def may_occur(parts: Sequence[Any]) -> bool:
-    """Whether one of these parts of a batch can be without examples, as far as the shapes tell."""
+    """Returns True if, by the static shapes, one of these parts of a batch may have no examples."""
     sizes = {splitting.static_size(part) for part in parts}
     return bool(sizes & {0, None}) and all(splitting.rows(part) is not None for part in parts)
 
@@ -73,7 +73,7 @@ def _first(source: tf.Tensor) -> tf.Tensor:
 
 
 def only_with_examples(rows: tf.Tensor, result: Any) -> Any:
-    """What a replica computed for each of its examples, or nothing if it has none."""
+    """Returns a replica's result, with no rows if the replica has no examples."""
 
     def cut(leaf: Any) -> Any:
         if not isinstance(leaf, tf.Tensor) or not leaf.shape.rank:

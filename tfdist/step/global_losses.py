@@ -28,7 +28,7 @@ _STEPS = ("train_step", "test_step")
 
 
 def has_own_loss(step: Callable[..., Any]) -> bool:
-    """Whether a Keras step may have a loss that Keras has not divided by the number of replicas.
+    """Returns True if a Keras step may have a loss that Keras does not divide by the number of replicas.
 
     A loss with `reduction="sum"` is divided by nobody on purpose: such a model's own step is taken as it is.
 
@@ -66,7 +66,7 @@ def counted_as_one(strategy: Any, step: Callable[..., Any]) -> Iterator[bool]:
 
 @functools.cache
 def _adds_losses(kind: type) -> bool:
-    """Whether a class of a user's layers calls `add_loss`."""
+    """Returns True if a user's layer class calls `add_loss`."""
     if used_objects.is_of_keras(kind):
         return False
     functions = [value for base in kind.__mro__ for value in vars(base).values() if _is_of_a_user(base, value)]
@@ -78,7 +78,7 @@ def _is_of_a_user(base: type, value: Any) -> bool:
 
 
 def _is_of_users_code(loss: Any) -> bool:
-    """Whether a user's code computes a loss, which may return one number for a batch: Keras does not divide it."""
+    """Returns True if the user's code computes a loss. It may be one number per batch, which Keras doesn't divide."""
     if not isinstance(loss, keras.losses.Loss):
         return False
     function = getattr(loss, "fn", None)

@@ -31,10 +31,10 @@ def model_of(fn: Callable[..., Any]) -> keras.Model | None:
 
 
 def traced_with(fn: Callable[..., Any]) -> dict[Any, Any] | None:
-    """Where to keep what is traced of a Keras step: with what Keras has made of it.
+    """Returns the cache of a Keras step's traces, an attribute of the function that Keras has made of the step.
 
-    Keras throws that away when the model is compiled again, while the bound method stays the same to all appearances,
-    and it goes when the model goes.
+    So the cache ends with the model, and when the model is compiled again: then Keras makes a new function of a bound
+    method that compares equal to the previous one.
 
     Returns:
       The same dictionary until then; None if `fn` is no step of Keras', or if Keras has made nothing of it, as in a

@@ -7,5 +7,5 @@ from typing import Any
 
 
 def is_sum(loss: Any) -> bool:
-    """Whether a loss is a sum over the examples rather than a mean."""
+    """Returns True if a loss is a sum over the examples, and not a mean."""
     return getattr(loss, "reduction", "mean") in ("sum", "none", None)

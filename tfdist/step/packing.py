@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a step's result gets from where it was computed to Keras' loop."""
+"""Packing of a step's result into few tensors, for the transfer to Keras' loop."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Packing:
 
     @property
     def num_outputs(self) -> int:
-        """How many tensors `pack` gives."""
+        """Number of tensors that `pack` returns."""
         return len(self._scalars) + sum(shape.rank != 0 for shape in self._shapes)
 
     def pack(self, result: Any) -> list[tf.Tensor]:

@@ -26,11 +26,11 @@ class TraceAgain(Exception):  # noqa: N818, it is no error
 
 
 class Findings:
-    """What earlier traces of a step have found out about it.
+    """Findings of earlier traces of a step, which the next trace uses.
 
     Attributes:
       stand_ins: the variables that need a stand-in, by id.
-      states: ids of metrics' variables that are declared sums and are none.
+      states: ids of metrics' variables that are declared as sums, but are written otherwise.
       late_reads: paths of the weights that the last trace reads after their update.
     """
 
@@ -62,7 +62,7 @@ class Findings:
         return is_new
 
     def settled(self, trace: Callable[[], Any]) -> Any:
-        """What `trace` returns, once a trace finds nothing new."""
+        """Calls `trace` until a trace finds nothing new; returns its result."""
         while True:
             self._is_new = False
             try:
@@ -139,7 +139,7 @@ class Recording(symbolic_build.Reading):
             super().add_update(update)
 
     def is_at_the_top(self) -> bool:
-        """Whether what is traced now is outside of conditionals, loops and functions of the step."""
+        """True outside of conditionals, loops and functions of the traced step."""
         return tf.compat.v1.get_default_graph() is self.graph
 
     def applied(self, optimizer: Any, variables: Sequence[Any]) -> None:
@@ -175,7 +175,7 @@ class Recording(symbolic_build.Reading):
                 self._writes.append(Write(variable, value, self.num_applied))
 
     def _take_touched(self) -> list[Any]:
-        """What may have been written since the last time: a stand-in is written without a word to the scope."""
+        """Returns the variables that may have been written since the last call, all stand-ins included."""
         stand_ins = self._findings.stand_ins.items()
         written = {key: v for key, v in stand_ins if isinstance(self.state_mapping.get(key), LocalVariable)}
         touched, self._touched = self._touched, {}

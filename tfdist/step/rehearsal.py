@@ -113,7 +113,7 @@ def before(
 
 
 def _rehearsed(strategy: tf.distribute.Strategy, found: Sequence[Any]) -> set[Any]:
-    """What was rehearsed with a layer among `found`, or without any: another model may be of the same classes."""
+    """Returns the record of rehearsals with the first layer of `found`; another model may have the same classes."""
     by_layer = own_attributes.setdefault(strategy, _KEPT, weakref.WeakKeyDictionary)
     owner = next((each for each in found if isinstance(each, keras.Layer)), strategy)
     return by_layer.setdefault(owner, set())

@@ -45,7 +45,7 @@ def model_of(function: Any) -> keras.Model | None:
 
 
 def is_train_step(function: Any) -> bool:
-    """Whether this is the `train_step` of a Keras model."""
+    """Returns True for the `train_step` of a Keras model."""
     return model_of(function) is not None and function.__name__ == TRAIN
 
 
@@ -101,7 +101,7 @@ def run_prediction(strategy: Any, run: Callable[[Any], Any], model: keras.Model 
 
 
 def _is_to_be_filled(strategy: Any, model: keras.Model | None, data: Any, parts: Sequence[Any]) -> bool:
-    """Whether a replica may have no examples, on which the model may fail."""
+    """Returns True if a replica may have no examples, and the model may fail on an empty batch."""
     is_divided = strategy.num_replicas_in_sync > 1 and _is_divided(data)
     return is_divided and empty_parts.are_refused(model) and empty_parts.may_occur(parts)
 
@@ -175,7 +175,7 @@ def _check_scope(strategy: Any, variable: Any) -> None:
 
 
 def _local(strategy: Any, data: Any) -> dict[str, Any]:
-    """What each device of this process is given of a step's argument, by the device's name."""
+    """Returns the part of a step's argument for each device of this process, by the device's name."""
 
     def of_replica(replica: int) -> Any:
         def pick(leaf: Any) -> Any:
@@ -202,7 +202,7 @@ class _MetricResults:
         return [v for metric in self._metrics if id(metric) in told for v in metric.variables]
 
     def changes(self) -> list[tuple[Any, str, Any]]:
-        """What remembers the results, for `optimizer_patches.attributes`."""
+        """Returns patches that remember the results, for `optimizer_patches.attributes`."""
         return [(metric, "result", self._remembering(metric)) for metric in self._metrics]
 
     def keep(self, logs: Sequence[Any]) -> None:
@@ -211,11 +211,11 @@ class _MetricResults:
         self._results = {key: found for key, found in self._results.items() if key in ids}
 
     def has(self, leaf: Any) -> bool:
-        """Whether a leaf is a result of a metric."""
+        """Returns True if a leaf of the logs is a result of a metric."""
         return id(leaf) in self._results
 
     def after(self, leaf: Any) -> Any:
-        """What such a leaf is by the metrics' present counts."""
+        """Returns the current result of the leaf's metric."""
         _, metric, index = self._results[id(leaf)]
         # The result may be a variable itself.
         return tf.convert_to_tensor(tf.nest.flatten(metric.result())[index])
@@ -234,7 +234,7 @@ class _MetricResults:
 
 
 class _WrittenWeights:
-    """Which trainable weights a step assigns itself: each replica would keep those that it computes of its examples."""
+    """Trainable weights that a step assigns itself. Without a reduction each replica would keep a value of its own."""
 
     def __init__(self, model: keras.Model) -> None:
         self._weights = [weight for weight in model.trainable_variables if hasattr(weight.value, "values")]
@@ -246,7 +246,7 @@ class _WrittenWeights:
         return list(self._found.values())
 
     def changes(self) -> list[tuple[Any, str, Any]]:
-        """What notes them, for `optimizer_patches.attributes`; optimizers write past it."""
+        """Returns patches that record assignments, for `optimizer_patches.attributes`; optimizers bypass them."""
         return [(weight, "assign", self._noting(weight)) for weight in self._weights]
 
     def _noting(self, weight: Any) -> Callable[[Any], Any]:
@@ -261,7 +261,7 @@ class _WrittenWeights:
 
 @dataclasses.dataclass(frozen=True)
 class _Results:
-    """What a step leaves on the replicas, brought together."""
+    """Reduction of a step's results and statistics over the replicas."""
 
     strategy: Any
     shares: Shares | None
@@ -286,8 +286,8 @@ class _Results:
         return tf.nest.map_structure(mark, tf.nest.pack_sequence_as(logs, merged))
 
     def _mean_part(self, value: Any) -> tf.Tensor:
-        """What this worker adds to the mean over all replicas, weighted by their examples."""
-        # What is no distributed value, such as a number that Python computed, is the same on all replicas.
+        """Returns this worker's share of the mean over all replicas, weighted by examples."""
+        # A value that is not distributed, such as a Python number, is the same on all replicas.
         values = getattr(value, "values", None) or [value] * len(self.strategy.extended.worker_devices)
         return tf.add_n([self._weighted(index, value) for index, value in enumerate(values)])
 

@@ -28,7 +28,7 @@ def summable(value: tf.Tensor, weight: Any) -> tf.Tensor:
 
 
 def change(value: tf.Tensor, before: tf.Tensor | None) -> tf.Tensor:
-    """What a state has become, or by how much it changed if it is said what it was."""
+    """Returns the new value of a state, or its difference from `before`."""
     if before is None:
         return value
     return value - before if value.dtype.is_floating else tf.cast(value, tf.int64) - tf.cast(before, tf.int64)

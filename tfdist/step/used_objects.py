@@ -54,14 +54,14 @@ def inner(function: Any) -> Any:
 
 
 def is_built(found: Any) -> bool:
-    """Whether a layer, with its parts, or an optimizer has made its variables, as far as it says."""
+    """Returns True if a layer with its sublayers, or an optimizer, is built."""
     if isinstance(found, keras.Layer):
         return all(layer.built or not symbolic_build.is_callable(layer) for layer in flat_layers.layers_of(found))
     return not isinstance(found, keras.optimizers.Optimizer) or found.built
 
 
 def may_make_more(model: keras.Model, step: str) -> bool:
-    """Whether a step may make variables that Keras, which calls a model and its loss to build them, has not made.
+    """Returns True if a step may create variables besides those that Keras creates by building model and loss.
 
     Args:
       model: a model that Keras has just built.
@@ -69,25 +69,25 @@ def may_make_more(model: keras.Model, step: str) -> bool:
     """
     if any(is_overridden(model, name) for name in (step, "compute_loss", "compute_metrics")):
         return True
-    # Keras calls it as for inference.
+    # Keras builds it by a call with training=False.
     return step == "train_step" and any(
         symbolic_build.takes_training(layer) and not is_of_keras(type(layer)) for layer in flat_layers.layers_of(model)
     )
 
 
 def is_overridden(model: keras.Model, name: str) -> bool:
-    """Whether a method of `keras.Model` is the program's own in this model."""
+    """Returns True if this model overrides a method of `keras.Model`."""
     return getattr(type(model), name) is not getattr(keras.Model, name) or name in vars(model)
 
 
 def is_of_a_user(found: Any) -> bool:
-    """Whether a layer or a part of it is of a class that Keras does not have."""
+    """Returns True if a layer or a sublayer is of a class outside of Keras."""
     layers = flat_layers.layers_of(found) if isinstance(found, keras.Layer) else ()
     return not all(is_of_keras(type(layer)) for layer in layers)
 
 
 def is_of_keras(kind: type) -> bool:
-    """Whether Keras has this class."""
+    """Returns True for a class of Keras."""
     return kind.__module__.split(".")[0] == "keras"
 
 

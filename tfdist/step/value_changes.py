@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a traced value has come of another one: by an addition, as a maximum, or without it."""
+"""Classification of a variable's write by the traced graph: addition, maximum, minimum, or a new value."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SCATTERS = frozenset({"TensorScatterAdd", "TensorScatterSub"})
 
 
 def kind(value: tf.Tensor, start: tf.Tensor) -> str:
-    """How `value` has come of `start`, both of one graph.
+    """Returns the kind of change from `start` to `value`, two tensors of one graph.
 
     Returns:
       ADDITION: `start + x`; MAXIMUM, MINIMUM: of `start` and `x`; NEW: `x`, where x does not depend on `start`. OTHER
@@ -50,7 +50,7 @@ def _extreme(which: str, inputs: list[tf.Tensor], start: tf.Tensor) -> str:
 
 
 def _is_copy(value: tf.Tensor, start: tf.Tensor) -> bool:
-    """Whether it is `start`, or `start + 0`, which is how one reads a Keras variable."""
+    """Returns True if `value` is `start`, or `start + 0`, which is the usual read of a Keras variable."""
     while value is not start:
         first, *rest = value.op.inputs
         zero = tf.get_static_value(rest[0]) if rest and value.op.type in _ADDITIONS else None
@@ -61,7 +61,7 @@ def _is_copy(value: tf.Tensor, start: tf.Tensor) -> bool:
 
 
 def depends(value: tf.Tensor, starts: Iterable[tf.Tensor]) -> bool:
-    """Whether any of `starts` is among what `value` is computed from."""
+    """Returns True if `value` is computed from any of `starts`."""
     wanted = {start.ref() for start in starts}
     found, to_do = {value.op}, [value]
     while to_do:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users construct: the three strategies."""
+"""Strategies: the three classes that users construct."""
 
 from tfdist.compat import versions
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What MirroredStrategy and MultiWorkerMirroredStrategy share: the seam of Keras' steps, and arguments."""
+"""Common base of MirroredStrategy and MultiWorkerMirroredStrategy: Keras' steps, and checks of arguments."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class KerasSteps(tf.distribute.Strategy):
 
     @property
     def replicas_to_aggregate(self) -> int:
-        """How many replicas' gradients an update is made of, as things are: 1 while one replica warms up alone."""
+        """Number of gradients in the current update: 1 while one replica trains alone in a warmup phase."""
         if self._warming is not None and not self._warming.is_over:
             return self._warming.num_taking_part
         if self._aggregation is None:

@@ -175,7 +175,7 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
             return tf.concat(parts, axis)
 
     def report(self) -> Report:
-        """What was counted since the strategy was built; nothing without a policy."""
+        """Returns the counts since the strategy was built; all zero without a policy."""
         report = self._recorder.report()
         return self._averaging.complete(report) if self._averaging else report
 

@@ -206,7 +206,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         return plain_loops.mark_common(self._gathers[key](value))
 
     def report(self) -> Report:
-        """What was counted since the strategy was built, the same on all workers; nothing without a policy."""
+        """Returns the counts since the strategy was built, equal on all workers; all zero without a policy."""
         report = self._recorder.report()
         return self._averaging.complete(report) if self._averaging else report
 
@@ -297,7 +297,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         )
 
     def _check_same(self, dataset: tf.data.Dataset) -> bool:
-        """Whether the number of batches is known; raises ValueError where the workers have different data sets."""
+        """Returns True if the number of batches is known; raises ValueError if the workers have different data sets."""
         size = int(dataset.cardinality())
         if self._agreement:
             found = self._agreement.gather([f"{size} batches", *_sources(dataset)], "comparing the data sets")
@@ -345,7 +345,7 @@ def _is_shared_by_data(dataset: Any) -> bool:
 
 
 def _sources(dataset: tf.data.Dataset) -> list[str]:
-    """What this data set and those that it is made of yield."""
+    """Returns the element specs of a data set and of its sources."""
     return [str(dataset.element_spec), *(text for source in dataset_inputs.of(dataset) for text in _sources(source))]
 
 

@@ -46,7 +46,7 @@ _CLOSING_SECS = 2.0
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """What the replicas are to compute for an update."""
+    """Work of the replicas for one update: the step and its batch."""
 
     step: ThreadedStep
     batch: WholeBatch | OwnParts

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the workers of a MultiWorkerMirroredStrategy agree on small things outside of TensorFlow's graphs.
+"""Exchange of small values between the workers of a MultiWorkerMirroredStrategy, outside of TensorFlow's graphs.
 
-The cluster's coordination service keeps text under keys. All workers run the same script, so they come to the n-th
-agreement in the same order, and n is part of the key.
+The cluster's coordination service is a key-value store. All workers run the same script, so the n-th exchange is the
+same on all of them, and n is part of its key.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from tfdist.cluster import Task
 from tfdist.compat import eager_context
 from tfdist.runtime import watch
 
-# How long one question to the service blocks, during which Python can't deliver Ctrl-C.
+# Timeout of one read from the service, during which Python can't deliver Ctrl-C.
 _ASK_MS = 1000
 _STATE_EVERY_CHECKS = 5
-# How long a process that failed may take to end.
+# Time for a failed process to end.
 _END_SECS = 3.0
 _kept: list[Any] = []
 
 
 class Agreement:
-    """The meeting point of the workers.
+    """Broadcast, gather and key-value store of the workers.
 
     Args:
       task: this worker.
@@ -53,20 +53,20 @@ class Agreement:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this worker leads."""
+        """True on the chief."""
         return self.task == self.tasks[0]
 
     def from_chief(self, value: Callable[[], Any], what: str) -> Any:
-        """What `value` returns on the chief (JSON data); called there only.
+        """Calls `value` on the chief only, and returns its result (JSON data) on every worker.
 
         Raises:
-          RuntimeError, OSError: it raised on the chief, where the exception itself is raised.
+          RuntimeError, OSError: `value` failed on the chief; the chief raises the original exception.
         """
         key = self._next_key()
         if not self.is_chief:
             result = json.loads(self._get(key, what))
             if "error" in result:
-                # So that a script that handles errors of files does so on all workers.
+                # The same kind on all workers, so that a script's `except OSError` works on all of them.
                 kind = OSError if result["is_os_error"] else RuntimeError
                 raise kind(f"{what} failed on the chief, {self.tasks[0]}: {result['error']}")
             return result["value"]
@@ -80,7 +80,7 @@ class Agreement:
         return result
 
     def gather(self, value: Any, what: str) -> dict[Task, Any]:
-        """The value (JSON data) of every worker."""
+        """Returns the value (JSON data) of every worker."""
         key = self._next_key()
         self._set(f"{key}/{self.task}", value)
         return {task: json.loads(self._get(f"{key}/{task}", what)) for task in self.tasks}
@@ -110,7 +110,7 @@ class Agreement:
         return None
 
     def waited_for(self) -> str:
-        """Those of the others who are not waiting themselves."""
+        """Returns the names of the other workers that don't wait themselves."""
         others = [task for task in self.tasks if task != self.task]
         with contextlib.suppress(tf.errors.OpError):
             return ", ".join(str(task) for task in others if not self._is_waiting(task)) or _all(others)
@@ -123,7 +123,7 @@ class Agreement:
             return False
 
     def _progress(self) -> tuple[str, Any] | None:
-        """For the reporter; now and then also tells the others whether this worker waits."""
+        """Progress of this worker, for the stall reporter; every few calls it also publishes if this worker waits."""
         self._checks += 1
         if self._checks % _STATE_EVERY_CHECKS == 0:
             with contextlib.suppress(tf.errors.OpError):

@@ -61,7 +61,7 @@ class PartIterator(handles.HandleIterator):
 
 
 def part_of(dataset: tf.data.Dataset, part: int, num_parts: int) -> tf.data.Dataset:
-    """What a worker reads: part number `part` of each batch, and the size of the whole batch."""
+    """Returns a data set of a worker's part of each batch, with the size of the whole batch."""
     is_tuple = isinstance(dataset.element_spec, tuple)
 
     def take(*element: Any) -> tuple[Any, tf.Tensor]:

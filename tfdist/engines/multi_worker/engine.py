@@ -96,7 +96,7 @@ class QuorumEngine:
         self._changed = threading.Condition()
         self._round: _Round | None = None
         self._error: BaseException | None = None
-        # What the last round raised.
+        # Exception of the last round.
         self._raised: BaseException | None = None
         self._is_computing = False
         self._is_closing = False
@@ -203,7 +203,7 @@ class QuorumEngine:
         return _given(current) if is_contributor else traced.nothing
 
     def raised_in_step(self) -> BaseException | None:
-        """What the last round raised, if it did."""
+        """Returns the exception of the last round, if any, and forgets it."""
         raised, self._raised = self._raised, None
         return raised
 

@@ -183,7 +183,7 @@ class CoordinatedVariable(server_variables.ServerVariable):
         return self._writes, self._num_writes(graph)
 
     def _num_writes(self, graph: Any) -> int:
-        """How many operations of `graph` write it, calls of functions among them."""
+        """Counts the operations of `graph` that write the variable, calls of functions included."""
         with graph.as_default():
             handles = [tf.convert_to_tensor(handle) for handle in self._handles()]
         return sum(server_variables.is_written_by(handle, each) for handle in handles for each in handle.consumers())
@@ -217,7 +217,7 @@ class CoordinatedVariable(server_variables.ServerVariable):
         return (alpha, tensor) if alpha.shape.rank == 0 and tensor.shape == self.shape else None
 
     def _is_fresh_read(self, tensor: tf.Tensor) -> bool:
-        """Whether `tensor` is this variable as it was read after its last write."""
+        """Returns True if `tensor` is a read of this variable after its last write."""
         reads = self._reads.get(tensor.graph, {})
         while True:
             if tensor.op.name in reads:
@@ -227,7 +227,7 @@ class CoordinatedVariable(server_variables.ServerVariable):
             tensor = tensor.op.inputs[0]
 
     def _nearby(self, delta: tf.Tensor) -> tf.Tensor:
-        """What a counter is counted up by is made where the counter is: each step would send it there."""
+        """Places a counter's constant increment on the counter's device, so that no step sends it."""
         constant = tf.get_static_value(delta) if self.shape.rank == 0 else None
         if constant is None:
             return delta

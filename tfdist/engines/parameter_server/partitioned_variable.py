@@ -37,13 +37,13 @@ class PartitionedVariable(CoordinatedVariable):
 
     @property
     def handle(self) -> tf.Tensor:
-        """What gradients are taken with respect to: the value that this step has read first."""
+        """Tensor that gradients are taken with respect to: the first read of this step."""
         value = self.stored.value()
         return value if tf.executing_eagerly() else self.stored.first_read()
 
     @property
     def trainable(self) -> bool:
-        """Whether gradient tapes watch it."""
+        """True if gradient tapes watch the variable."""
         return self.stored.trainable
 
     @property

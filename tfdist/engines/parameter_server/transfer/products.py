@@ -100,7 +100,7 @@ def _large_matrices(graph: Any, is_server: Callable[[str], bool]) -> Iterator[tu
 
 
 def _rows_are_examples(matrix: tf.Tensor) -> bool:
-    """Whether nothing that this is made of makes more rows of an example, as flattening a sequence does."""
+    """Returns True if each row is one example: no operation before it reshapes an example into several rows."""
     found, to_do = {matrix.op}, [matrix.op]
     while to_do:
         operation = to_do.pop()
@@ -120,7 +120,7 @@ def _keeps_rows(before: tf.TensorShape, after: tf.TensorShape) -> bool:
 
 
 def _users(read: tf.Tensor, copy: tf.Tensor, device: str) -> Iterator[tuple[tf.Operation, tf.Tensor, tf.Tensor]]:
-    """Who needs a copy of what was read of a variable elsewhere than on the variable's device: (who, copy, read)."""
+    """Yields (operation, copy, read) for each operation on another device that uses a copy of a variable's read."""
     for operation in copy.consumers():
         if operation.type == "Identity":
             yield from _users(read, operation.outputs[0], device)
@@ -157,12 +157,12 @@ class Product:
 
     @property
     def matrix(self) -> tf.Tensor:
-        """What it multiplies by the kernel now: it may be given what was made of another product."""
+        """Tensor that is multiplied by the kernel; it changes if another product, now replaced, made it."""
         return self.operation.inputs[0]
 
     @property
     def old(self) -> tf.Tensor:
-        """What it gives."""
+        """Result of the original product."""
         return self.operation.outputs[0]
 
     def move(self, device: str) -> None:
