@@ -39,7 +39,7 @@ class Told(keras.callbacks.Callback):
             open("pipe").read()
         if batch == 300:
             # By now the loss was noticed; how long TensorFlow takes to meet the new one is not what is tested.
-            worker, deadline = strategy._engine.coordinator._cluster.workers[1], time.monotonic() + 60
+            worker, deadline = strategy.distribution.coordinator._cluster.workers[1], time.monotonic() + 60
             while worker._is_dead_with_error and time.monotonic() < deadline:
                 time.sleep(0.01)
 

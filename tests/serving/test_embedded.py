@@ -152,7 +152,7 @@ def test_a_killed_worker_is_started_again_and_training_goes_on(tmp_path: pathlib
     script = """
         import contextlib, socket
         strategy = tfdist.ParameterServerStrategy(num_workers=2, num_ps=1)
-        embedded = strategy._serving.embedded
+        embedded = strategy.distribution.serving.embedded
         made = model(strategy)
         data = tf.data.Dataset.from_tensors((X, Y)).repeat()
 
@@ -217,7 +217,7 @@ def test_a_worker_that_is_back_goes_on_with_its_share_in_the_order_of_the_others
 
             def on_train_batch_end(self, batch, logs=None):
                 if self.epoch == 1 and batch == 60:
-                    os.kill(strategy._serving.embedded._processes["worker:0"].pid, signal.SIGKILL)
+                    os.kill(strategy.distribution.serving.embedded.pid("worker:0"), signal.SIGKILL)
                 if self.epoch == 1 and batch == 75:
                     worker = strategy._engine.coordinator._cluster.workers[0]
                     wait_until(lambda: worker._is_dead_with_error is not None)
@@ -244,7 +244,7 @@ def test_a_worker_that_never_comes_back_is_not_waited_for(tmp_path: pathlib.Path
         warnings.simplefilter("always")
         strategy = tfdist.ParameterServerStrategy(num_workers=2, num_ps=1, data_sharding="{sharding}")
         strategy._engine._queue.stall_timeout_secs = 4.0
-        embedded = strategy._serving.embedded
+        embedded = strategy.distribution.serving.embedded
         embedded._start = lambda task: embedded._processes[str(task)]
         made = model(strategy)
         data = tf.data.Dataset.from_tensors((X, Y)).repeat(100)
@@ -289,7 +289,7 @@ def test_a_worker_killed_while_batches_are_dealt_out_leaves_a_pass_that_ends(tmp
         class Kill(keras.callbacks.Callback):
             def on_train_batch_end(self, batch, logs=None):
                 if batch == 20 and self.epoch == 1:
-                    os.kill(strategy._serving.embedded._processes["worker:1"].pid, signal.SIGKILL)
+                    os.kill(strategy.distribution.serving.embedded.pid("worker:1"), signal.SIGKILL)
             def on_epoch_begin(self, epoch, logs=None):
                 self.epoch = epoch
             def on_epoch_end(self, epoch, logs=None):
@@ -320,7 +320,7 @@ def test_a_killed_parameter_server_is_an_error_and_no_hang(tmp_path: pathlib.Pat
 class Kill(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         if batch == 20:
-            os.kill(strategy._serving.embedded._processes["ps:0"].pid, signal.SIGKILL)
+            os.kill(strategy.distribution.serving.embedded.pid("ps:0"), signal.SIGKILL)
 made.fit(tf.data.Dataset.from_tensors((X, Y)).repeat(), steps_per_epoch=10**6, verbose=0, callbacks=[Kill()])
 """
     )

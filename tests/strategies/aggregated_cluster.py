@@ -43,7 +43,7 @@ def with_policies(cluster: tfdist.ParameterServerStrategy) -> Callable[..., tfdi
     def change(*policies: Any) -> tfdist.ParameterServerStrategy:
         assert cluster._aggregated is not None
         cluster._aggregated.close()
-        cluster._recorder = Recorder(cluster._recorder.names)
+        cluster.distribution.recorder = Recorder(cluster.distribution.recorder.names)
         composed = composition.compose(policies, "ParameterServerStrategy", NUM_WORKERS)
         cluster._aggregate(composed, stall_timeout_secs=STALL_SECS)
         return cluster

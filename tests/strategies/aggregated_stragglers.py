@@ -26,7 +26,7 @@ LAST = NUM_WORKERS - 1
 def leaves_nothing_behind(cluster: Any) -> Iterator[None]:
     """In the place of the general check, which would take a worker that was started again for one left behind."""
     yield
-    while closures.lost_workers(cluster._engine.coordinator):
+    while closures.lost_workers(cluster.distribution.coordinator):
         time.sleep(0.1)
 
 

@@ -339,7 +339,7 @@ def test_an_error_in_a_callback_leaves_the_cluster_usable(strategy: Any) -> None
 
 
 def test_closures_run_in_the_thread_of_their_worker(strategy: Any) -> None:
-    coordinator, seen = strategy._engine.coordinator, []
+    coordinator, seen = strategy.distribution.coordinator, []
 
     def note(word: str, value: Any) -> None:
         seen.append((word, closures.current_worker(), int(value)))

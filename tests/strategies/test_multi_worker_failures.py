@@ -37,7 +37,7 @@ RAISES = "def misfortune():\n    raise LookupError('my own words')\n"
 DIES = "import signal\ndef misfortune():\n    os.kill(os.getpid(), signal.SIGKILL)\n"
 HANGS = """
 import time
-strategy._agreement.reporter._interval_secs = 6  # for the test; 30 s otherwise
+strategy.distribution.agreement.reporter._interval_secs = 6  # for the test; 30 s otherwise
 def misfortune():
     time.sleep(1000)
 """

@@ -128,7 +128,7 @@ KILLED = """
 import time
 from tfdist.runtime import watch
 strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout_secs=60, policies=[tfdist.Warmup(epochs=2)])
-strategy._agreement.reporter._interval_secs = 1.0
+strategy.distribution.agreement.reporter._interval_secs = 1.0
 model = dense(strategy)
 def wait(batch, logs):
     while index == 0:

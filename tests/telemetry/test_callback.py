@@ -91,7 +91,7 @@ def compiled(strategy: Any, **optimizer: Any) -> keras.Model:
 def mirrored(cpus: list[str], recorder: Recorder | None = None) -> tfdist.MirroredStrategy:
     strategy = tfdist.MirroredStrategy(cpus[:2])
     # As a strategy with policies has it.
-    strategy._recorder = recorder or Recorder(["worker:0", "worker:1"])
+    strategy.distribution.recorder = recorder or Recorder(["worker:0", "worker:1"])
     return strategy
 
 
@@ -135,7 +135,7 @@ def test_without_policies_it_shows_speed_alone(cpus: list[str], tmp_path: pathli
     model = compiled(strategy)
     fit(model, [Engine(clock), telemetry(tmp_path / "unknown", clock, 10)])
     assert scalars(tmp_path / "unknown") == {SPEED: {11: 1.0, 20: 1.0}}
-    strategy._recorder.batch_examples = 16
+    strategy.distribution.recorder.batch_examples = 16
     fit(model, [Engine(clock), telemetry(tmp_path / "known", clock, 10)])
     assert scalars(tmp_path / "known")["tfdist/speed/examples_per_sec"] == {31: 16.0, 40: 16.0}
 
@@ -205,9 +205,6 @@ def test_frequencies_that_make_no_sense(tmp_path: pathlib.Path, update_freq: Any
 
 
 TRAIN = """
-from tfdist.telemetry.report import Recorder
-if not hasattr(strategy, "_recorder"):
-    strategy._recorder = Recorder(["worker:0", "worker:1"])
 with strategy.scope():
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     model.compile("adam", "mse")

@@ -30,11 +30,12 @@ class Embedded:
 
 
 def parameter_server(embedded: Any) -> Any:
-    return SimpleNamespace(_serving=SimpleNamespace(embedded=embedded))
+    return SimpleNamespace(distribution=SimpleNamespace(serving=SimpleNamespace(embedded=embedded)))
 
 
 def multi_worker(task: str) -> Any:
-    return SimpleNamespace(_agreement=SimpleNamespace(task=task, tasks=("worker:0", "worker:1")))
+    agreement = SimpleNamespace(task=task, tasks=("worker:0", "worker:1"))
+    return SimpleNamespace(distribution=SimpleNamespace(serving=None, agreement=agreement))
 
 
 @pytest.fixture
@@ -81,7 +82,7 @@ def test_on_several_workers_each_kills_only_itself(sent: list[tuple[int, int]]) 
         (parameter_server(Embedded()), "worker:0, worker:1, ps:0. Received: 'worker:7'"),
         (parameter_server(None), "embedded cluster"),
         (multi_worker("worker:0"), "worker:0, worker:1. Received: 'worker:7'"),
-        (SimpleNamespace(_agreement=None), "SimpleNamespace"),
+        (SimpleNamespace(distribution=SimpleNamespace(serving=None, agreement=None)), "SimpleNamespace"),
         (SimpleNamespace(), "SimpleNamespace"),
     ],
 )
@@ -114,7 +115,7 @@ def test_schedules_that_make_no_sense(entry: Any) -> None:
 def started(strategy: Any, schedule: list[tuple[int, str, str]]) -> Faults:
     callback = Faults(schedule)
     # What Keras gives it.
-    callback._model = SimpleNamespace(distribute_strategy=strategy)
+    callback.set_model(SimpleNamespace(distribute_strategy=strategy))
     callback.on_train_begin()
     return callback
 
@@ -154,7 +155,7 @@ def test_a_task_that_is_not_there_is_an_error_before_training(sent: list[tuple[i
 FAULTY = """
 import psutil
 strategy = tfdist.ParameterServerStrategy(num_workers=2)
-embedded = strategy._serving.embedded
+embedded = strategy.distribution.serving.embedded
 made = model(strategy)
 first = psutil.Process(embedded.pid("worker:1"))
 other = psutil.Process(embedded.pid("worker:0"))

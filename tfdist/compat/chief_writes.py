@@ -98,8 +98,9 @@ def check() -> list[str]:
 
 
 def _agreement(model: Any) -> Agreement | None:
-    """The agreement of the workers that train this model, or None if it is not trained by several."""
-    return getattr(getattr(model, "distribute_strategy", None), "_agreement", None)
+    """Returns the agreement of the workers that train this model; None if a single process trains it."""
+    distribution = getattr(getattr(model, "distribute_strategy", None), "distribution", None)
+    return distribution and distribution.agreement
 
 
 @functools.cache
@@ -208,7 +209,7 @@ def _wrap_backup_begin(original: Callable[..., Any]) -> Callable[..., Any]:
         epoch = agreement.from_chief(lambda: (original(callback, logs), model._initial_epoch)[1], what)
         model._initial_epoch = epoch
         if has_backup:
-            model.distribute_strategy._copy_from_chief(_state(model))
+            model.distribute_strategy.distribution.broadcast(_state(model))
         return None
 
     return on_train_begin

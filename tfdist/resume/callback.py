@@ -209,9 +209,9 @@ class Resume(keras.callbacks.Callback):
         name = signal.Signals(self._signals.received).name if self._signals.received else "another worker's signal"
         self._announce(f"{name}: step {self._step} is saved in {self._path}; ending with code {TRY_AGAIN_EXIT_CODE}")
         self._close()
-        attachment = getattr(self.model.distribute_strategy, "_serving", None)
-        if attachment is not None:
-            attachment.is_abandoned = True
+        distribution = contents.distribution_of(self.model)
+        if distribution is not None and distribution.serving is not None:
+            distribution.serving.is_abandoned = True
         if self._agreement() is not None:
             for number in self._signals.numbers:
                 # A launcher that has seen another worker end sends the signal again, while this one is ending already.
@@ -275,7 +275,8 @@ class Resume(keras.callbacks.Callback):
     # Other workers.
 
     def _agreement(self) -> Any:
-        return getattr(self.model.distribute_strategy, "_agreement", None)
+        distribution = contents.distribution_of(self.model)
+        return distribution and distribution.agreement
 
     def _meet_others(self) -> preemption.Alone:
         agreement = self._agreement()

@@ -60,7 +60,7 @@ def assign(model: keras.Model, variables: Sequence[Any], arrays: Sequence[np.nda
                 kind = to_array(variable).dtype
                 variable.assign(array.view(kind) if array.dtype.kind == "V" else array)
         if agreement is not None:
-            model.distribute_strategy._copy_from_chief(variables)
+            model.distribute_strategy.distribution.broadcast(variables)
 
 
 def count_of(metric: Any, is_ahead: bool) -> np.ndarray:
@@ -81,9 +81,15 @@ def assign_metrics(model: keras.Model, arrays: Sequence[np.ndarray], agreement: 
     assign(model, [metric for metric, _ in others], [array for _, array in others], agreement)
 
 
+def distribution_of(model: keras.Model) -> Any:
+    """Returns the `tfdist.strategies.distribution.Distribution` of the model's strategy; None if it is a stock one."""
+    return getattr(model.distribute_strategy, "distribution", None)
+
+
 def policies_of(model: keras.Model) -> Any:
     """Returns the policies that a tfdist strategy has to save; None for another strategy."""
-    return getattr(model.distribute_strategy, "_policies_to_save", None)
+    distribution = distribution_of(model)
+    return distribution and distribution.policies
 
 
 def build(model: keras.Model, optimizers: Sequence[Sequence[int] | None], element_spec: Any) -> None:

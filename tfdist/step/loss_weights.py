@@ -50,7 +50,7 @@ class LossWeights:
         return functools.partial(weigh, self.shares)
 
     def of_losses(self) -> list[tuple[Any, str, Any]]:
-        """Returns patches, for `optimizer_patches.attributes`, that weight losses and their metrics as on one device."""
+        """Returns patches for `optimizer_patches.attributes` that weight losses and their metrics as on one device."""
         weighing: dict[int, tuple[Any, Callable[..., Any]]] = {}
         if self.has_own_loss:
             of_scalars = [metric for metric in self.model.metrics if type(metric) in _OF_SCALARS]

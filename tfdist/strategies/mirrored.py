@@ -29,6 +29,7 @@ from tfdist.policies import composition
 from tfdist.policies.base import Aggregation
 from tfdist.runtime import allocator, cpus
 from tfdist.strategies import _common, saving, warming
+from tfdist.strategies.distribution import Distribution
 from tfdist.telemetry.report import Recorder, Report
 
 # TensorFlow tells the collectives of a process apart by numbers that each strategy counts from this one.
@@ -79,16 +80,15 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
         policy = self._aggregation = composed.aggregation
         _common.mend_keras(self)
         names = [f"worker:{replica}" for replica in range(self.num_replicas_in_sync)]
-        self._recorder = Recorder(names)
-        self._engine = (
-            ThreadedEngine(self, policy, names, self._recorder.record, stall_timeout_secs) if policy else None
-        )
+        self.distribution = Distribution(Recorder(names))
+        record = self.distribution.recorder.record
+        self._engine = ThreadedEngine(self, policy, names, record, stall_timeout_secs) if policy else None
         if composed.averaging:
             replicas = range(self.num_replicas_in_sync)
             self._averaging = AveragingEngine(self, composed.averaging, replicas, self._sum_over_workers, 1)
         self._is_exclusive = bool(policies)
-        self._warming = warming.on_devices(self, composed.warmup, self._recorder)
-        self._policies_to_save = saving.PoliciesToSave(policies, self._warming, self._averaging)
+        self._warming = warming.on_devices(self, composed.warmup, self.distribution.recorder)
+        self.distribution.policies = saving.PoliciesToSave(policies, self._warming, self._averaging)
 
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Runs `fn` on every replica. With a policy, the `train_step` that `fit` hands in makes an update."""
@@ -176,7 +176,7 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
 
     def report(self) -> Report:
         """Returns the counts since the strategy was built; all zero without a policy."""
-        report = self._recorder.report()
+        report = self.distribution.recorder.report()
         return self._averaging.complete(report) if self._averaging else report
 
 

@@ -45,6 +45,7 @@ from tfdist.policies.base import Aggregation, Update
 from tfdist.runtime import allocator, cpus, own_address, quorum_client, quorum_server, rendezvous, watch
 from tfdist.step import copies, replicated_step
 from tfdist.strategies import _common, saving, warming
+from tfdist.strategies.distribution import Distribution
 from tfdist.telemetry.report import Recorder, Report
 
 _POLICY = tf.data.experimental.AutoShardPolicy
@@ -77,8 +78,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
       ConnectionError: the workers do not belong to one job; they have different secrets.
     """
 
-    # None where this worker trains alone, and without a policy.
-    _agreement: agreements.Agreement | None = None
+    # None without a policy.
     _quorum: quorum.QuorumEngine | None = None
     # Such as a job of several workers of which the launcher gave up all but one.
     _is_cluster_of_one = False
@@ -104,13 +104,13 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         composed = composition.compose(policies if is_training else (), "MultiWorkerMirroredStrategy", num_workers)
         policy = self._aggregation = composed.aggregation
         self._gathers: dict[Any, Any] = {}
-        self._recorder = Recorder([f"worker:{index}" for index in range(num_workers)])
+        self.distribution = Distribution(Recorder([f"worker:{index}" for index in range(num_workers)]))
         if cluster is None or not is_training or num_workers == 1:
             # An evaluator would be looked for among the workers.
             resolver = cluster_resolver if is_training else _nobody_else()
             super().__init__(resolver, communication_options)
             self._is_cluster_of_one = cluster is not None and is_training
-            self._policies_to_save = saving.PoliciesToSave(policies if is_training else ())
+            self.distribution.policies = saving.PoliciesToSave(policies if is_training else ())
             _common.mend_keras(self)
             return
         _before_context()
@@ -129,16 +129,17 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         self._join(cluster)
         if policy:
             self._start_quorum(policy, cluster, stall_timeout_secs)
-        self._warming = warming.on_workers(self, composed.warmup, self._recorder, self._agreements())
+        self._warming = warming.on_workers(self, composed.warmup, self.distribution, self._agreements())
         if composed.averaging:
             parts, sum_up = self._parts(), self._sum_over_workers
             self._averaging = AveragingEngine(self, composed.averaging, parts, sum_up, num_workers)
-        self._policies_to_save = saving.PoliciesToSave(policies, self._warming, self._averaging)
+        self.distribution.policies = saving.PoliciesToSave(policies, self._warming, self._averaging)
 
     def _join(self, cluster: clusters.Cluster) -> None:
         # Each call needs all workers, in the same order on all.
         self._is_exclusive = True
-        agreement = self._agreement = agreements.Agreement(cluster.task, cluster.training_tasks)
+        agreement = agreements.Agreement(cluster.task, cluster.training_tasks)
+        self.distribution.agreement, self.distribution.broadcast = agreement, self._broadcast_from_chief
         agreements.share_random_state(agreement)
         chief_writes.install()
         checkpoint_files.install(str(cluster.task))
@@ -191,7 +192,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
     def _record(self, update: Update, examples: int) -> None:
         # The quorum server alone has the policy that decides, and all hear what it was.
         self._num_contributed = len(update.contributors)
-        self._recorder.record(update, examples)
+        self.distribution.recorder.record(update, examples)
 
     def gather(self, value: Any, axis: int) -> Any:
         """Puts the values of all replicas together along `axis`, as `tf.distribute.Strategy.gather` does."""
@@ -207,7 +208,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
 
     def report(self) -> Report:
         """Returns the counts since the strategy was built, equal on all workers; all zero without a policy."""
-        report = self._recorder.report()
+        report = self.distribution.recorder.report()
         return self._averaging.complete(report) if self._averaging else report
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
@@ -243,13 +244,13 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
 
     def _reordered(self, dataset: Any) -> Any:
         """Changes the order of Keras-shuffled batches in a cluster of any size, so that a resized job keeps it."""
-        is_in_cluster = self._agreement is not None or self._is_cluster_of_one
+        is_in_cluster = self.distribution.agreement is not None or self._is_cluster_of_one
         if not is_in_cluster or not splitting.is_shuffled_by_keras(dataset):
             return dataset
         # Seeds are set after the strategy is built; the chief's is the one that counts.
         seed = eager_context.global_seed()
-        if self._agreement is not None:
-            seed = self._agreement.from_chief(lambda: seed, "agreeing on the order of batches")
+        if self.distribution.agreement is not None:
+            seed = self.distribution.agreement.from_chief(lambda: seed, "agreeing on the order of batches")
         return dataset if seed is None else splitting.reorder_batches(dataset, seed)
 
     def _dealt(self, dataset: tf.data.Dataset, is_known: bool) -> Any:
@@ -299,8 +300,10 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
     def _check_same(self, dataset: tf.data.Dataset) -> bool:
         """Returns True if the number of batches is known; raises ValueError if the workers have different data sets."""
         size = int(dataset.cardinality())
-        if self._agreement:
-            found = self._agreement.gather([f"{size} batches", *_sources(dataset)], "comparing the data sets")
+        if self.distribution.agreement:
+            found = self.distribution.agreement.gather(
+                [f"{size} batches", *_sources(dataset)], "comparing the data sets"
+            )
             # What the data sets begin with says most: lengths of arrays, numbers of files.
             for traits in zip(*found.values(), strict=False):
                 if len(set(traits)) > 1:
@@ -316,9 +319,9 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         return range(replicas.worker_index(self), self.num_replicas_in_sync, replicas.worker_count(self))
 
     def _agreements(self) -> agreements.Agreement:
-        if self._agreement is None:
-            raise RuntimeError("this worker trains alone: there is nobody to agree with")
-        return self._agreement
+        if self.distribution.agreement is None:
+            raise RuntimeError("this worker trains alone: there are no other workers to agree with")
+        return self.distribution.agreement
 
     def _sum_over_workers(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         if not replicas.has_other_workers(self):
@@ -333,10 +336,8 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
                 sums[index] = tf.reshape(piece, tf.shape(tensors[index]))
         return sums
 
-    def _copy_from_chief(self, variables: Sequence[Any]) -> None:
-        """Gives all workers the chief's values."""
-        is_chief = self._agreement is None or self._agreement.is_chief
-        copies.broadcast(variables, is_chief, self._sum_over_workers)
+    def _broadcast_from_chief(self, variables: Sequence[Any]) -> None:
+        copies.broadcast(variables, self._agreements().is_chief, self._sum_over_workers)
 
 
 def _is_shared_by_data(dataset: Any) -> bool:

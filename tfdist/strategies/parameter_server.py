@@ -52,6 +52,7 @@ from tfdist.runtime import rendezvous, watch
 from tfdist.serving import embedded
 from tfdist.step import function_keys, in_scope, keras_steps, one_replica, rehearsal
 from tfdist.strategies import _parameter_server_arguments, saving
+from tfdist.strategies.distribution import Distribution
 from tfdist.telemetry.report import Recorder, Report
 
 
@@ -113,11 +114,13 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         creation_lines.remember()
         strategy_order.join_cluster()
         self._data_sharding = data_sharding
-        self._serving = embedded.attach(cluster, num_workers, num_ps, start_timeout_secs, data_sharding == "dynamic")
+        is_dynamic = data_sharding == "dynamic"
+        self._serving = serving = embedded.attach(cluster, num_workers, num_ps, start_timeout_secs, is_dynamic)
+        names = [f"worker:{index}" for index in range(serving.num_workers)]
+        self.distribution = Distribution(Recorder(names), saving.PoliciesToSave(policies), serving=serving)
         with rendezvous.naming_port(cluster):
-            super().__init__(self._serving.resolver(), variable_partitioner)
-        # `run` and `reduce` of this class decide themselves what belongs on a worker; the stock check would only warn
-        # about it.
+            super().__init__(serving.resolver(), variable_partitioner)
+        # `run` and `reduce` of this class choose the worker themselves; the stock check would only warn.
         scheduled_functions.allow_without_coordinator(self)
         colocation.replace(self, lambda stock: in_scope.colocating(self, self._scope, stock))
         scope_checks.check_colocation(self)
@@ -126,20 +129,19 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         autograph_rules.leave_library()
         self._engine = CoordinatedEngine(
             self,
-            self._serving.num_workers,
-            self._serving.data_service_address,
+            serving.num_workers,
+            serving.data_service_address,
             stall_timeout_secs=stall_timeout_secs,
-            on_update=lambda update: self._recorder.record(update),
+            on_update=lambda update: self.distribution.recorder.record(update),
         )
         has_gpu = "GPU" in self.extended.worker_devices[0].upper()
         self._transfer = transfer_plan.of(transfer, self._num_workers, self._num_ps, has_gpu)
         self._programs: dict[Any, Any] = {}
         self._functions = function_keys.Traced()
-        self._recorder = Recorder([f"worker:{index}" for index in range(self._serving.num_workers)])
         self._aggregated: AggregatedEngine | None = None
         self._num_parts = 1
         self._aggregate(composed, stall_timeout_secs)
-        self._policies_to_save = saving.PoliciesToSave(policies)
+        self.distribution.coordinator = self._engine.coordinator
         watch.InterruptEscape(self._engine.waited_for).install()
         strategy_order.joined_cluster()
 
@@ -149,14 +151,9 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         if aggregation is None:
             return
         engine = AggregatedEngine if aggregation.is_synchronous else AsynchronousEngine
+        record = self.distribution.recorder.record
         self._aggregated = engine(
-            self,
-            self._engine,
-            aggregation,
-            self._transfer,
-            self._recorder.record,
-            stall_timeout_secs,
-            composed.warmup,
+            self, self._engine, aggregation, self._transfer, record, stall_timeout_secs, composed.warmup
         )
         # A batch is cut into what an update is made of.
         if not aggregation.is_synchronous:
@@ -367,7 +364,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 
     def report(self) -> Report:
         """Counts since the strategy was built."""
-        return dataclasses.replace(self._recorder.report(), transfer=str(self._transfer))
+        return dataclasses.replace(self.distribution.recorder.report(), transfer=str(self._transfer))
 
     # Results. A step is made by one replica, so there is nothing to be combined.
 

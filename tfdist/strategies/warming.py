@@ -15,6 +15,7 @@ from tfdist.engines.warmup import data as warmup_data
 from tfdist.engines.warmup.engine import Peers, WarmupEngine
 from tfdist.policies.warmup import Warmup
 from tfdist.step import copies
+from tfdist.strategies.distribution import Distribution
 from tfdist.telemetry.report import Recorder
 
 
@@ -29,16 +30,18 @@ def on_devices(strategy: Any, warmup: Warmup | None, recorder: Recorder) -> Warm
     return warmup and WarmupEngine(strategy, warmup, peers, recorder.record)
 
 
-def on_workers(strategy: Any, warmup: Warmup | None, recorder: Recorder, agreement: Agreement) -> WarmupEngine | None:
+def on_workers(
+    strategy: Any, warmup: Warmup | None, distribution: Distribution, agreement: Agreement
+) -> WarmupEngine | None:
     """The phase of a `MultiWorkerMirroredStrategy`, if there is one: one replica for each worker."""
     what = "the end of the warmup phase" if agreement.is_chief else f"{agreement.tasks[0]}'s warmup phase"
     peers = Peers(
         replicas=[agreement.tasks.index(agreement.task)],
         exchange=lambda word: list(agreement.gather(word, what).values()),
         from_first=lambda value: agreement.from_chief(value, what),
-        give=lambda variables: copies.broadcast(variables, agreement.is_chief, strategy._sum_over_workers),
+        give=distribution.broadcast,
     )
-    return warmup and WarmupEngine(strategy, warmup, peers, recorder.record)
+    return warmup and WarmupEngine(strategy, warmup, peers, distribution.recorder.record)
 
 
 def with_batches(phase: WarmupEngine | None, whole: Any, dataset: Any, options: Any) -> Any:

@@ -52,11 +52,10 @@ class Telemetry(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Opens the event file, on the chief."""
         strategy = self.model.distribute_strategy
-        self._recorder = _recorder(strategy)
+        self._recorder, agreement = _recorder(strategy), strategy.distribution.agreement
         # The file of an earlier training that has raised.
         self._close()
         self._last, self._batches, self._evaluated_secs = None, 0, 0.0
-        agreement = getattr(strategy, "_agreement", None)
         if agreement is None or agreement.is_chief:
             self._writer = tf.summary.create_file_writer(self._run_dir)
 
@@ -155,7 +154,7 @@ def _values(recorder: Recorder, last: _Moment, now: _Moment, accumulated: int) -
 
 
 def _recorder(strategy: Any) -> Recorder:
-    recorder = getattr(strategy, "_recorder", None)
+    recorder = getattr(getattr(strategy, "distribution", None), "recorder", None)
     if not isinstance(recorder, Recorder):
         raise ValueError(
             "Telemetry is for models of a tfdist strategy: build and compile the model in `with strategy.scope():` of, "

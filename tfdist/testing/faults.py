@@ -137,9 +137,10 @@ def _send(group: int | None, signum: int) -> bool:
 
 def _group(strategy: Any, task: str, action: str) -> int | None:
     """Returns the process group of a task; this process' own id if it is the task; None if ended or out of reach."""
-    if hasattr(strategy, "_serving"):
-        return _embedded_group(strategy, task)
-    agreement = getattr(strategy, "_agreement", None)
+    distribution = getattr(strategy, "distribution", None)
+    if distribution is not None and distribution.serving is not None:
+        return _embedded_group(distribution.serving.embedded, task)
+    agreement = distribution and distribution.agreement
     if agreement is None:
         raise ValueError(
             "faults need a ParameterServerStrategy with its embedded cluster, or a MultiWorkerMirroredStrategy of "
@@ -154,8 +155,7 @@ def _group(strategy: Any, task: str, action: str) -> int | None:
     return os.getpid() if task == str(agreement.task) else None
 
 
-def _embedded_group(strategy: Any, task: str) -> int | None:
-    embedded = strategy._serving.embedded
+def _embedded_group(embedded: Any, task: str) -> int | None:
     if embedded is None:
         raise ValueError(
             "faults reach the tasks of an embedded cluster only: run the program without TF_CONFIG. Received: "
