@@ -15,7 +15,7 @@ PARALLEL = -n 4 --dist loadfile --no-loadscope-reorder
 
 SRC =
 
-.PHONY: help demo chaos programs fuzz test test-all test-fast test-keras test-kubernetes test-slurm test-ssh lint format bench venv venv-dev venv-bench python clean
+.PHONY: help demo chaos programs fuzz test test-all test-fast test-keras test-kubernetes test-slurm test-ssh test-versions test-oldest test-newest lint format bench venv venv-dev venv-bench python clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null || grep '##' Makefile
@@ -31,6 +31,14 @@ test: venv  ## run all tests; FLAGS=... adds pytest's flags
 
 test-all: venv  ## the same and the slow ones (over 15 minutes)
 	$(PYTEST) $(PARALLEL) -m "not slurm and not real_ssh" $(FLAGS)
+
+# Two environments of their own, .venv-oldest and .venv-newest.
+test-versions: $(foreach versions,oldest newest,test-$(versions))  ## run all tests with the oldest and the newest TensorFlow and Keras that setup.py admits
+
+test-oldest test-newest: test-%: python
+	@$(PYTHON) .ci/venv.py experiments,test $*
+	.venv-$*/bin/python -m pip list --disable-pip-version-check | grep -iE '^(keras|tensorflow|numpy) '
+	.venv-$*/bin/python -m pytest $(PARALLEL) $(FLAGS)
 
 test-slurm: venv  ## run the Slurm launcher on a real four-node Slurm on this machine (root, slurm-wlm; 15 minutes)
 	$(PYTEST) -n 0 -m slurm $(FLAGS)
@@ -79,5 +87,5 @@ python:
 		"Install one, or name it: make PYTHON=/path/to/python3.11" >&2; exit 2; }
 
 clean:  ## remove .venv and everything else that was made
-	rm -rf .venv .venv.lock build dist *.egg-info .pytest_cache .ruff_cache .hypothesis experiments/*/results benchmarks/results/latest.json
+	rm -rf .venv .venv-* .venv.lock build dist *.egg-info .pytest_cache .ruff_cache .hypothesis experiments/*/results benchmarks/results/latest.json
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

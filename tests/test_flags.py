@@ -72,7 +72,7 @@ def test_every_policy_can_be_written(text, shown):
 
 
 def test_no_policy_is_forgotten():
-    homes = {name for name, home in tfdist._HOME.items() if "policies" in home}
+    homes = {name for name, home in tfdist.MODULE_OF.items() if "policies" in home}
     assert homes == set(tfdist_flags._policies())
     assert "BackupWorkers" in homes
 

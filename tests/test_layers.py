@@ -273,7 +273,7 @@ def _assigned(path: pathlib.Path, name: str):
 
 
 def test_each_public_name_has_one_home_that_defines_it():
-    homes = _assigned(ROOT / "tfdist" / "__init__.py", "_HOME")
+    homes = _assigned(ROOT / "tfdist" / "__init__.py", "MODULE_OF")
     assert set(tfdist.__all__) == {*homes, "__version__"}
     assert len(tfdist.__all__) == len(set(tfdist.__all__))
     paths = {_module(path): path for path in MODULES}
@@ -285,7 +285,7 @@ def test_type_checkers_see_the_public_names_too():
     blocks = [node for node in _tree(ROOT / "tfdist" / "__init__.py").body if _only_for_types(node)]
     imports = [node for block in blocks for node in ast.walk(block) if isinstance(node, ast.ImportFrom)]
     seen = {alias.asname or alias.name: node.module for node in imports for alias in node.names}
-    assert seen == _assigned(ROOT / "tfdist" / "__init__.py", "_HOME")
+    assert seen == _assigned(ROOT / "tfdist" / "__init__.py", "MODULE_OF")
 
 
 @pytest.mark.parametrize("path", [p for p in MODULES if _assigned(p, "__all__") is not None], ids=_name)
@@ -293,7 +293,7 @@ def test_all_lists_what_the_module_makes_public(path: pathlib.Path):
     listed = set(_assigned(path, "__all__"))
     functions_and_classes = {node.name for node in _tree(path).body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
     public = {name for name in functions_and_classes if not name.startswith("_")}
-    homes = _assigned(path, "_HOME") or {}
+    homes = _assigned(path, "MODULE_OF") or {}
     assert public <= listed <= _bound(path) | homes.keys()
 
 

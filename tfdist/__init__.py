@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 # Module of each public name. `tests/test_layers.py` compares it with `__all__` and the modules themselves.
-_HOME = {
+MODULE_OF = {
     "BackupWorkers": "tfdist.policies.backup_workers",
     "BoundedStaleness": "tfdist.policies.staleness",
     "DropStale": "tfdist.policies.staleness",
@@ -73,9 +73,9 @@ _MODULES = ("callbacks", "flags", "schedules", "testing")
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"tfdist.{name}")
-    if name not in _HOME:
+    if name not in MODULE_OF:
         raise AttributeError(f"module 'tfdist' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME[name]), name)
+    value = getattr(importlib.import_module(MODULE_OF[name]), name)
     globals()[name] = value
     return value
 

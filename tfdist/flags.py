@@ -139,7 +139,7 @@ def parse_policy(text: str) -> Any:
 
 def _policies() -> dict[str, Callable[[], Callable[..., Any]]]:
     """Returns a function for each public policy, by name, that imports the policy's class."""
-    homes = {name: home for name, home in tfdist._HOME.items() if home.startswith("tfdist.policies.")}
+    homes = {name: home for name, home in tfdist.MODULE_OF.items() if home.startswith("tfdist.policies.")}
     return {name: functools.partial(_attribute, home, name) for name, home in homes.items()}
 
 

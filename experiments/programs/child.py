@@ -66,6 +66,8 @@ def main() -> None:
         stand_ins.captchas(pathlib.Path("captcha_images_v2"))
     if "creditcard.csv" in text:
         stand_ins.credit_cards()
+    if "glob.glob('aclImdb/" in text:
+        stand_ins.film_reviews()
     sys.path.insert(0, str(program.parent))
     sys.argv = [str(program)]
     code = compile(text, str(program), "exec")

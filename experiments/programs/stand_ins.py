@@ -269,7 +269,7 @@ def _reviews(directory: pathlib.Path, name: str) -> pathlib.Path:
     random, path = np.random.default_rng(0), directory / name
     for part in ("train", "test"):
         for kind, word in (("pos", "good"), ("neg", "bad"), ("unsup", "so")):
-            (directory / "aclImdb" / part / kind).mkdir(parents=True)
+            (directory / "aclImdb" / part / kind).mkdir(parents=True, exist_ok=True)
             for index in range(64):
                 review = " ".join([*random.choice(_WORDS, 40), word])
                 (directory / "aclImdb" / part / kind / f"{index}_7.txt").write_text(review)
@@ -315,6 +315,11 @@ _FILES: dict[str, Callable[[pathlib.Path, str], pathlib.Path]] = {
 def credit_cards() -> None:
     """Writes the table that a program reads from its author's directory."""
     pathlib.Path("creditcard.csv").write_text(pathlib.Path(_get_file("creditcard.csv")).read_text())
+
+
+def film_reviews() -> None:
+    """Writes the texts that a program has the shell fetch."""
+    _reviews(pathlib.Path(), "aclImdb_v1.tar.gz")
 
 
 def captchas(directory: pathlib.Path, count: int = 48) -> None:

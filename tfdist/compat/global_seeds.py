@@ -14,19 +14,24 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state
-from keras.src.random import seed_generator
 
 from tfdist.compat import autograph_rules, keras_variables, replicas
 
 NEEDS = (
     "keras.src.backend.common.global_state:get_global_attribute",
     "keras.src.backend.common.global_state:set_global_attribute",
-    "keras.src.random.seed_generator:GLOBAL_SEED_GENERATOR",
+    "keras.src.random.seed_generator:global_seed_generator",
 )
 
-_NAME = seed_generator.GLOBAL_SEED_GENERATOR
+# Under which Keras keeps it; Keras 3.12 has no constant for it.
+_NAME = "global_seed_generator"
 # An attribute of a strategy: (a generator made outside of its scope, a copy of it in the scope).
 _COPY = "_tfdist_global_seeds"
+
+
+def are_made() -> bool:
+    """Whether Keras has made the generator in this thread."""
+    return global_state.get_global_attribute(_NAME) is not None
 
 
 def carried(strategy: tf.distribute.Strategy, function: Callable[..., Any]) -> Callable[..., Any]:

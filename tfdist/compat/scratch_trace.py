@@ -13,14 +13,12 @@ from typing import Any
 
 import tensorflow as tf
 from keras.src.backend.common import global_state, variables
-from keras.src.random import seed_generator
 
 from tfdist.compat import symbolic_build
 
 NEEDS = (
     "keras.src.backend.common.global_state:get_global_attribute",
     "keras.src.backend.common.variables:initialize_all_variables",
-    "keras.src.random.seed_generator:GLOBAL_SEED_GENERATOR",
 )
 
 _DEFERRED = "uninitialized_variables"
@@ -59,11 +57,6 @@ def trace(make: Callable[[], contextlib.AbstractContextManager], function: Calla
     with tf.init_scope(), make():
         variables.initialize_all_variables()
     return made, error
-
-
-def has_global_seed_generator() -> bool:
-    """Returns True if the default seed generator of `keras.random` exists."""
-    return global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR) is not None
 
 
 def _num_deferred() -> int:

@@ -40,14 +40,30 @@ class Restart:
         Returns:
           A distributed data set whose first iterator continues the pass.
         """
-        caches = passes > 0 and DatasetGraph(self.source).caches
-        for number in range(passes):
-            if caches and not number:
-                # The cache has the order of the first pass.
-                self.source.reduce(tf.constant(0, tf.int64), lambda count, *_: count + 1)
-            else:
-                iter(self.source)
+        if passes:
+            begin_passes(self.source, passes, DatasetGraph(self.source).caches)
         return self.distribute(self.source.skip(batches) if batches else self.source)
+
+
+def begin_passes(dataset: tf.data.Dataset, count: int, caches: bool, begun: int = 0) -> None:
+    """Makes as many iterators as there were, so that the next one draws the order that comes after theirs.
+
+    Args:
+      dataset: a data set, of which each iterator draws another order.
+      count: how many iterators to make.
+      caches: whether it keeps what it has read, which is in the order of the first pass: that one is read.
+      begun: how many iterators it had before.
+    """
+    for number in range(begun, begun + count):
+        if caches and not number:
+            read(dataset)
+        else:
+            iter(dataset)
+
+
+def read(dataset: tf.data.Dataset) -> None:
+    """Reads a data set to its end, and forgets it; within the default device."""
+    dataset.reduce(tf.constant(0, tf.int64), lambda count, *_: count + 1)
 
 
 def remember(distributed: Any, source: Any, distribute: Callable[[Any], Any]) -> Any:

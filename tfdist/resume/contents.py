@@ -89,7 +89,7 @@ def distribution_of(model: keras.Model) -> Any:
 def policies_of(model: keras.Model) -> Any:
     """Returns the policies that a tfdist strategy has to save; None for another strategy."""
     distribution = distribution_of(model)
-    return distribution and distribution.policies
+    return distribution and distribution.saved_state
 
 
 def build(model: keras.Model, optimizers: Sequence[Sequence[int] | None], element_spec: Any) -> None:

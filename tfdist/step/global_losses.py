@@ -22,8 +22,8 @@ import keras
 from tfdist.compat import compiled_losses, flat_layers, own_attributes, trainers
 from tfdist.step import model_losses, used_objects
 
-# An attribute of strategies, True while they say so.
-FLAG = "_counts_as_one"
+# Attribute of strategies: True while `num_replicas_in_sync` is 1 on a replica.
+FLAG = "counts_as_one_replica"
 _STEPS = ("train_step", "test_step")
 
 

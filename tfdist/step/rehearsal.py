@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from tfdist.compat import (
     autograph_rules,
+    global_seeds,
     keras_variables,
     optimizer_patches,
     own_attributes,
@@ -99,7 +100,7 @@ def before(
     named = named or {}
     found = used_objects.used_by(function, *arguments, *named.values())
     unbuilt = [each for each in found if not used_objects.is_built(each)]
-    needs_seeds = "random" in used_objects.names_used_by(function) and not scratch_trace.has_global_seed_generator()
+    needs_seeds = "random" in used_objects.names_used_by(function) and not global_seeds.are_made()
     if not (unbuilt or needs_seeds or any(used_objects.is_of_a_user(each) for each in found)):
         return None
     # One that makes nothing is not tried for ever.

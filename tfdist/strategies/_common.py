@@ -48,8 +48,8 @@ class KerasSteps(tf.distribute.Strategy):
     # Whether the loops of all models share something of the strategy's, so that one thread at a time may be in one.
     _is_exclusive = False
 
-    # See `global_losses.FLAG`.
-    _counts_as_one = False
+    # Set by `step/global_losses` while it traces a step with a loss of its own.
+    counts_as_one_replica = False
 
     def scope(self) -> Any:
         """See the stock `scope`."""
@@ -63,7 +63,7 @@ class KerasSteps(tf.distribute.Strategy):
     @property
     def num_replicas_in_sync(self) -> int:
         """See the stock property. On a replica, in a Keras step that has a loss of its own: 1."""
-        if self._counts_as_one:
+        if self.counts_as_one_replica:
             context = tf.distribute.get_replica_context()
             # Outside of any scope there is a context too, of another strategy.
             if context is not None and context.strategy is self:

@@ -22,7 +22,7 @@ class Distribution:
 
     Attributes:
       recorder: statistics of the updates; records none without a policy.
-      policies: state of the policies, for checkpoints.
+      saved_state: state of the policies, for checkpoints.
       agreement: exchange of small values between workers; None if this process trains alone.
       broadcast: gives the chief's values to variables on all workers; needed only if there is an `agreement`.
       serving: the cluster's worker and ps processes, under ParameterServerStrategy only.
@@ -30,7 +30,7 @@ class Distribution:
     """
 
     recorder: Recorder
-    policies: PoliciesToSave = dataclasses.field(default_factory=lambda: PoliciesToSave(()))
+    saved_state: PoliciesToSave = dataclasses.field(default_factory=lambda: PoliciesToSave(()))
     agreement: Agreement | None = None
     broadcast: Callable[[Sequence[Any]], None] = lambda variables: None
     serving: Attachment | None = None

@@ -88,7 +88,7 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
             self._averaging = AveragingEngine(self, composed.averaging, replicas, self._sum_over_workers, 1)
         self._is_exclusive = bool(policies)
         self._warming = warming.on_devices(self, composed.warmup, self.distribution.recorder)
-        self.distribution.policies = saving.PoliciesToSave(policies, self._warming, self._averaging)
+        self.distribution.saved_state = saving.PoliciesToSave(policies, self._warming, self._averaging)
 
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Runs `fn` on every replica. With a policy, the `train_step` that `fit` hands in makes an update."""

@@ -110,7 +110,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
             resolver = cluster_resolver if is_training else _nobody_else()
             super().__init__(resolver, communication_options)
             self._is_cluster_of_one = cluster is not None and is_training
-            self.distribution.policies = saving.PoliciesToSave(policies if is_training else ())
+            self.distribution.saved_state = saving.PoliciesToSave(policies if is_training else ())
             _common.mend_keras(self)
             return
         _before_context()
@@ -133,7 +133,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         if composed.averaging:
             parts, sum_up = self._parts(), self._sum_over_workers
             self._averaging = AveragingEngine(self, composed.averaging, parts, sum_up, num_workers)
-        self.distribution.policies = saving.PoliciesToSave(policies, self._warming, self._averaging)
+        self.distribution.saved_state = saving.PoliciesToSave(policies, self._warming, self._averaging)
 
     def _join(self, cluster: clusters.Cluster) -> None:
         # Each call needs all workers, in the same order on all.

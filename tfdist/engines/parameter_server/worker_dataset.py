@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from tfdist.compat import batch_signature, closures, distributed_data
-from tfdist.data import splitting
+from tfdist.data import progress, splitting
 from tfdist.data.dataset_graph import DatasetGraph, rebuild
 from tfdist.engines.parameter_server import graph_data, worker_batch
 
@@ -207,7 +207,7 @@ class WorkerDataset(distributed_data.DistributedDatasetBase):
             if dataset is None or position:
                 # Built anew where a pass is gone on with: each iterator of one data set draws another order.
                 dataset, begun = build(tf.constant(share, tf.int64)), 0
-            self._begin_passes(dataset, number - 1 - begun)
+            progress.begin_passes(dataset, number - 1 - begun, self._graph().caches, begun)
             self._opened[key] = dataset, number
             return iter(dataset.skip(position) if position else dataset)
 
@@ -251,7 +251,7 @@ class WorkerDataset(distributed_data.DistributedDatasetBase):
             # A pass of known length ends with the worker's last batch, mostly before the end of the data: the cache
             # would stay incomplete, and be filled anew in another order than that of the other workers. Data of unknown
             # length are read to their end, and endless ones have none.
-            _read(dataset)
+            progress.read(dataset)
         return dataset
 
     def _catch_up(self, dataset: tf.data.Dataset, worker: int, number: int) -> None:
@@ -259,15 +259,9 @@ class WorkerDataset(distributed_data.DistributedDatasetBase):
 
         Each iterator draws a new order. What is cached is in the order of the first, which has to be read then.
         """
-        self._begin_passes(dataset, number - 1 - self._begun[worker])
+        begun = self._begun[worker]
+        progress.begin_passes(dataset, number - 1 - begun, self._graph().caches, begun)
         self._begun[worker] = max(self._begun[worker], number)
-
-    def _begin_passes(self, dataset: tf.data.Dataset, count: int) -> None:
-        for _ in range(count):
-            if self._graph().caches:
-                _read(dataset)
-            else:
-                iter(dataset)
 
     def _shares(self) -> Callable[[int], tf.data.Dataset]:
         """A function that rebuilds a worker's share, to be called where the worker is the default device."""
@@ -352,7 +346,3 @@ class WorkerDatasetFromFunction(WorkerDataset):
 def _zeros(spec: tf.TensorSpec) -> tf.Tensor:
     shape = [1 if size is None else size for size in spec.shape]
     return tf.zeros(shape, spec.dtype) if spec.dtype != tf.string else tf.fill(shape, "")
-
-
-def _read(dataset: tf.data.Dataset) -> None:
-    dataset.reduce(tf.constant(0, tf.int64), lambda count, *_: count + 1)
