@@ -43,7 +43,7 @@ ARROWS: dict[str, set[str]] = {
     "engines.averaging": _STEPS,
     "engines.warmup": _STEPS,
     "engines.parameter_server": _STEPS,
-    "telemetry": {"cluster", "policies"},
+    "telemetry": {"cluster", "compat", "data", "policies"},
     "launchers": {"__init__", *_SOCKETS, "cluster"},
     "serving": {"_addresses", "cluster", "compat", "data", "launchers", "runtime"},
     "strategies": {"_addresses", "cluster", "engines", *_STEPS, "compression", "serving", "telemetry"},

@@ -90,8 +90,8 @@ def compiled(strategy: Any, **optimizer: Any) -> keras.Model:
 
 def mirrored(cpus: list[str], recorder: Recorder | None = None) -> tfdist.MirroredStrategy:
     strategy = tfdist.MirroredStrategy(cpus[:2])
-    # As a strategy with policies has it.
-    strategy.distribution.recorder = recorder or Recorder(["worker:0", "worker:1"])
+    if recorder is not None:
+        strategy.distribution.recorder = recorder
     return strategy
 
 
@@ -101,14 +101,16 @@ def telemetry(log_dir: pathlib.Path, clock: Callable[[], float], update_freq: in
     return callback
 
 
-def fit(model: keras.Model, callbacks: list[Any], steps: int = 20, **options: Any) -> None:
-    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(16).repeat()
+def fit(
+    model: keras.Model, callbacks: list[Any], steps: int = 20, drop_remainder: bool = False, **options: Any
+) -> None:
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(16, drop_remainder=drop_remainder).repeat()
     model.fit(data, steps_per_epoch=steps, callbacks=callbacks, verbose=0, **options)
 
 
 @pytest.mark.devices
 def test_a_fit_shows_its_speed_and_who_contributed(cpus: list[str], tmp_path: pathlib.Path) -> None:
-    recorder, clock = Recorder([f"worker:{replica}" for replica in range(3)]), Clock()
+    recorder, clock = Recorder([f"worker:{replica}" for replica in range(3)], is_complete=True), Clock()
     model = compiled(mirrored(cpus, recorder))
     fit(model, [Engine(clock, recorder, examples=32), telemetry(tmp_path, clock, 5)], steps=21)
     found = scalars(tmp_path)
@@ -135,9 +137,17 @@ def test_without_policies_it_shows_speed_alone(cpus: list[str], tmp_path: pathli
     model = compiled(strategy)
     fit(model, [Engine(clock), telemetry(tmp_path / "unknown", clock, 10)])
     assert scalars(tmp_path / "unknown") == {SPEED: {11: 1.0, 20: 1.0}}
-    strategy.distribution.recorder.batch_examples = 16
-    fit(model, [Engine(clock), telemetry(tmp_path / "known", clock, 10)])
+    fit(model, [Engine(clock), telemetry(tmp_path / "known", clock, 10)], drop_remainder=True)
     assert scalars(tmp_path / "known")["tfdist/speed/examples_per_sec"] == {31: 16.0, 40: 16.0}
+
+
+@pytest.mark.devices
+def test_after_a_warmup_alone_each_batch_is_an_update(cpus: list[str], tmp_path: pathlib.Path) -> None:
+    clock, strategy = Clock(), tfdist.MirroredStrategy(cpus[:2], policies=[tfdist.Warmup(steps=4)])
+    model = compiled(strategy)
+    fit(model, [Engine(clock), telemetry(tmp_path, clock, 5)], steps=21)
+    assert int(keras.ops.convert_to_numpy(model.optimizer.iterations)) == 21
+    assert scalars(tmp_path)[SPEED] == dict.fromkeys([6, 11, 16, 21], 1.0)
 
 
 @pytest.mark.devices

@@ -80,7 +80,7 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
         policy = self._aggregation = composed.aggregation
         _common.mend_keras(self)
         names = [f"worker:{replica}" for replica in range(self.num_replicas_in_sync)]
-        self.distribution = Distribution(Recorder(names))
+        self.distribution = Distribution(Recorder(names, is_complete=policy is not None))
         record = self.distribution.recorder.record
         self._engine = ThreadedEngine(self, policy, names, record, stall_timeout_secs) if policy else None
         if composed.averaging:

@@ -184,6 +184,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         )
         self._quorum = quorum.QuorumEngine(self, worker, client, self._sum_over_workers, self._prepare, self._record)
         self._quorum.start()
+        self.distribution.recorder.is_complete = True
 
     def _prepare(self, model: keras.Model) -> None:
         replicated_step.check_xla(self, model)

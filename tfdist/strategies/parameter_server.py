@@ -117,7 +117,9 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         is_dynamic = data_sharding == "dynamic"
         self._serving = serving = embedded.attach(cluster, num_workers, num_ps, start_timeout_secs, is_dynamic)
         names = [f"worker:{index}" for index in range(serving.num_workers)]
-        self.distribution = Distribution(Recorder(names), saving.PoliciesToSave(policies), serving=serving)
+        self.distribution = Distribution(
+            Recorder(names, is_complete=True), saving.PoliciesToSave(policies), serving=serving
+        )
         with rendezvous.naming_port(cluster):
             super().__init__(serving.resolver(), variable_partitioner)
         # `run` and `reduce` of this class choose the worker themselves; the stock check would only warn.

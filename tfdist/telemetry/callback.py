@@ -12,16 +12,18 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.compat import epoch_iterators
+from tfdist.data import progress, splitting
 from tfdist.telemetry.report import Recorder, Sums
 
 
 class Telemetry(keras.callbacks.Callback):
     """Writes TensorBoard scalars about the updates, against `optimizer.iterations`.
 
-    `tfdist/speed/updates_per_sec`, and `tfdist/speed/examples_per_sec` if the batch size is known. Under a strategy
-    with policies also, as means per update since the last point: `tfdist/accepted/<worker>` and
-    `tfdist/dropped/<worker>` (gradients), `tfdist/wait/per_update_secs` and `tfdist/wait/first_to_last_secs`. The time
-    of validation is left out.
+    `tfdist/speed/updates_per_sec`. Under the mirrored strategies `tfdist/speed/examples_per_sec`, with `BackupWorkers` or
+    if all batches have one static size. Under a strategy with policies also, as means per update since the last
+    point: `tfdist/accepted/<worker>` and `tfdist/dropped/<worker>` (gradients), `tfdist/wait/per_update_secs` and
+    `tfdist/wait/first_to_last_secs`. The time of validation is left out.
 
     The files are in the run directory `<log_dir>/tfdist`. On several workers only the chief writes.
 
@@ -44,6 +46,7 @@ class Telemetry(keras.callbacks.Callback):
         self._clock = time.monotonic
         self._writer: tf.summary.SummaryWriter | None = None
         self._recorder = Recorder([])
+        self._batch_examples = 0
         self._epoch = _Start(0, 0, 0)
         self._last: _Moment | None = None
         self._batches = 0
@@ -53,6 +56,7 @@ class Telemetry(keras.callbacks.Callback):
         """Opens the event file, on the chief."""
         strategy = self.model.distribute_strategy
         self._recorder, agreement = _recorder(strategy), strategy.distribution.agreement
+        self._batch_examples = 0 if self._recorder.is_complete else _batch_examples(self.model)
         # The file of an earlier training that has raised.
         self._close()
         self._last, self._batches, self._evaluated_secs = None, 0, 0.0
@@ -95,7 +99,7 @@ class Telemetry(keras.callbacks.Callback):
     def _write(self, last: _Moment) -> None:
         now = self._last = self._now()
         summary = tf.compat.v1.Summary()
-        for name, value in _values(self._recorder, last, now, _accumulated(self.model)):
+        for name, value in _values(self._recorder, last, now, _accumulated(self.model), self._batch_examples):
             summary.value.add(tag=f"tfdist/{name}", simple_value=value)
         # One operation for all values; tf.summary.scalar makes several for each value, and needs tensorboard.
         with self._writer.as_default(self._iteration(now)):
@@ -106,7 +110,7 @@ class Telemetry(keras.callbacks.Callback):
     def _iteration(self, moment: _Moment) -> int:
         """Computes `optimizer.iterations` from the counts; reading it would wait for steps under a parameter server."""
         recorded, batches = moment.sums.updates - self._epoch.updates, moment.batches - self._epoch.batches
-        updates = recorded if moment.sums.updates else batches
+        updates = recorded if self._recorder.is_complete else batches
         return self._epoch.iterations + updates // _accumulated(self.model)
 
     def _close(self) -> None:
@@ -133,13 +137,14 @@ class _Moment:
     sums: Sums
 
 
-def _values(recorder: Recorder, last: _Moment, now: _Moment, accumulated: int) -> Iterator[tuple[str, float]]:
+def _values(
+    recorder: Recorder, last: _Moment, now: _Moment, accumulated: int, batch_examples: int
+) -> Iterator[tuple[str, float]]:
     """Yields names and values of a point, for the interval from `last` to `now`."""
     sums, secs, batches = now.sums.since(last.sums), now.secs - last.secs, now.batches - last.batches
     updates, examples = sums.updates, sums.examples
-    if not now.sums.updates:
-        # Without policies each batch is an update.
-        updates, examples = batches // accumulated, batches * (recorder.batch_examples or 0)
+    if not recorder.is_complete:
+        updates, examples = batches // accumulated, batches * batch_examples
     if secs > 0:
         yield "speed/updates_per_sec", updates / secs
         if examples:
@@ -161,6 +166,14 @@ def _recorder(strategy: Any) -> Recorder:
             f"say, tfdist.MirroredStrategy(). Received: a model of {type(strategy).__name__}"
         )
     return recorder
+
+
+def _batch_examples(model: keras.Model) -> int:
+    """Returns the number of examples in each global batch of the running `fit`; 0 if their sizes may differ."""
+    fit = epoch_iterators.EpochIterator.of(model)
+    restart = progress.restart_of(fit.dataset) if fit is not None else None
+    source = getattr(restart, "source", None)
+    return 0 if source is None else splitting.static_size(source.element_spec) or 0
 
 
 def _iterations(model: Any) -> int:

@@ -23,7 +23,8 @@ class Report:
       dropped: number of dropped gradients, by worker.
       staleness: number of applied gradients by staleness (global step - local step).
       wait_secs: total time for which updates waited for gradients.
-      bytes_sent: bytes sent over the network, by worker, where they are counted.
+      bytes_sent: bytes that `ParameterAveraging` has sent over the network, by worker. Nothing else is counted: it is 0
+        under all other policies, and without a policy.
       held_secs: time in which a worker had delivered a gradient and was not allowed to start the next, by worker.
       transfer: form in which variables and gradients cross the network, and why; of ParameterServerStrategy.
     """
@@ -98,26 +99,24 @@ class Sums:
 class Recorder:
     """Adds up the statistics of updates; any thread may call it.
 
-    A strategy without policies has a recorder, too, but records no updates.
-
     Args:
       names: names of the replicas in reports, such as "worker:0".
+      is_complete: see the attribute.
 
     Attributes:
       names: names of the replicas in reports.
-      batch_examples: number of examples in one batch of Keras' loop, over all replicas; None if unknown. Used only if
-        no updates are recorded.
+      is_complete: True if all updates are recorded. A mirrored strategy without a policy that decides about gradients
+        records none, or a warmup phase only: each batch of Keras' loop is an update then.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], is_complete: bool = False) -> None:
         self.names = tuple(names)
-        self.batch_examples: int | None = None
+        self.is_complete = is_complete
         self._lock = threading.Lock()
         self._updates = 0
         self._examples = 0
         self._accepted = [0] * len(self.names)
         self._dropped = [0] * len(self.names)
-        self._bytes_sent = [0] * len(self.names)
         self._staleness: collections.Counter[int] = collections.Counter()
         self._held_secs = [0.0] * len(self.names)
         self._wait_secs = 0.0
@@ -143,11 +142,6 @@ class Recorder:
             self._wait_secs += update.wait_secs
             self._spread_secs += update.spread_secs
 
-    def sent(self, replica: int, num_bytes: int) -> None:
-        """Adds bytes that `replica` has sent over the network."""
-        with self._lock:
-            self._bytes_sent[replica] += num_bytes
-
     def sums(self) -> Sums:
         """Returns the sums so far."""
         with self._lock:
@@ -169,7 +163,7 @@ class Recorder:
                 dropped=dict(zip(self.names, self._dropped, strict=True)),
                 staleness=dict(sorted(self._staleness.items())),
                 wait_secs=self._wait_secs,
-                bytes_sent=dict(zip(self.names, self._bytes_sent, strict=True)),
+                bytes_sent=dict.fromkeys(self.names, 0),
                 held_secs=dict(zip(self.names, self._held_secs, strict=True)),
             )
 
