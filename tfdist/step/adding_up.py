@@ -37,11 +37,11 @@ class Contribution(NamedTuple):
 
 
 def add_up(contributions: Sequence[Contribution], place: Sequence[Any] | None = None) -> Contribution:
-    """The sum of contributions.
+    """Returns the sum of contributions.
 
     Args:
       contributions: of one step, all of the same structure.
-      place: for each gradient the device to add it up on; where it is by default.
+      place: for each gradient the device of the addition; its own device by default.
     """
     if len(contributions) == 1:
         return contributions[0]
@@ -59,12 +59,12 @@ def add_up(contributions: Sequence[Contribution], place: Sequence[Any] | None = 
 
 
 def weigh(contribution: Contribution, weight: tf.Tensor, place: Sequence[Any]) -> Contribution:
-    """A contribution whose gradients are multiplied by a weight. What was counted and measured stays as it is.
+    """Multiplies the gradients of a contribution by a weight; counts and states are not changed.
 
     Args:
       contribution: of one replica.
       weight: float32 scalar.
-      place: for each gradient the device to do it on.
+      place: for each gradient the device of the multiplication.
     """
     gradients = []
     for gradient, device in zip(contribution.gradients, place, strict=True):
@@ -83,7 +83,7 @@ def _add_on(device: Any, parts: Sequence[Any]) -> Any:
 
 
 def times(gradient: Any, factor: Any) -> Any:
-    """The gradient multiplied by a scalar, in the gradient's dtype; nothing if the scalar is 0."""
+    """Multiplies a gradient by a scalar, in the gradient's dtype; zeros if the scalar is 0, also for NaN."""
     if isinstance(factor, float) and factor == 1.0:
         return gradient
     if isinstance(gradient, tf.IndexedSlices):
@@ -91,5 +91,5 @@ def times(gradient: Any, factor: Any) -> Any:
     if isinstance(factor, float) and factor:
         # As below, but on several elements at once.
         return gradient * tf.cast(factor, gradient.dtype)
-    # Without examples a gradient may be NaN; no share of it is nothing.
+    # Without examples a gradient may be NaN; its product with 0 must be 0.
     return tf.math.multiply_no_nan(gradient, tf.cast(factor, gradient.dtype))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls of `optimizer.apply` in a step that is traced, of which the gradients are taken and nothing is applied."""
+"""Captured calls of `optimizer.apply` in a traced step: their gradients are kept, and nothing is applied."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class Applied:
 
     optimizer: Any
     variables: list[Any]
-    # For each variable whether it has a gradient.
+    # For each variable: True if it has a gradient.
     present: list[bool]
-    # Within a conditional: 1 where that was taken.
+    # Within a conditional: 1 if the branch was taken.
     flag: LocalVariable | None = None
-    # Those that there are; within a conditional what takes them out of it.
+    # The gradients that are not None; within a conditional, the variables that carry them out of it.
     kept: list[Any] = dataclasses.field(default_factory=list)
 
     def gradients(self) -> list[Any]:
-        """Tensors of the graph of the step."""
+        """Returns the gradients as tensors of the graph of the step."""
         return [each.read_value() if isinstance(each, LocalVariable) else each for each in self.kept]
 
 
@@ -59,7 +59,7 @@ def capture(optimizer: Any, calls: list[Applied], scope: Recording) -> Callable[
 
 
 def _keep(applied: Applied, gradients: Sequence[tuple[Any, Any]], scope: Recording) -> None:
-    """Takes the gradients of an `apply` out of the conditional, or the function, that it is in."""
+    """Carries the gradients of an `apply` out of its conditional or function."""
     if loops.in_loop():
         raise ValueError(
             "policies: a train_step must not call optimizer.apply inside of a loop, because an update is made once per "
@@ -75,7 +75,7 @@ def _keep(applied: Applied, gradients: Sequence[tuple[Any, Any]], scope: Recordi
 
 
 def apply_if(condition: tf.Tensor, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-    """Updates if the condition holds."""
+    """Applies the gradients if the condition holds."""
 
     def apply() -> tf.Tensor:
         optimizer.apply(gradients, variables)

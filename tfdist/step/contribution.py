@@ -1,22 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Keras train step in two halves: what one replica computes, and what is done once enough replicas have.
+"""A Keras train step in two halves: the contribution of one replica, and the update from several contributions.
 
-    contribute(batch)        on a replica: the user's train_step. It writes nothing: whatever it would have written
-                             comes out as a `Contribution`.
-    add_up(contributions)    contributions are made so that they add up; how, and where, is the engine's matter
-    update(total)            one update of the model from the total, as one device would have made it from all of the
-                             examples together
-    logs(...)                what Keras is to show after it
+    contribute(batch)        on a replica: the user's train_step. It writes to no variable: the gradients and all
+                             intended writes are returned as a `Contribution`
+    add_up(contributions)    sums contributions; the engine chooses the method and the device
+    update(total)            one update of the model, equal to the update of a single device with all examples
+    logs(...)                the logs for Keras
 
-So a contribution that is dropped leaves no trace: not in the weights, not in a metric, not in the statistics of a
-BatchNormalization. And what happens once per update (clipping, weight decay, loss scaling, EMA, constraints, the count
-of iterations) happens in `update`, in the real `optimizer.apply`.
+So a dropped contribution changes nothing: no weight, no metric, and no statistics of a BatchNormalization. Work that is
+done once per update (clipping, weight decay, loss scaling, EMA, constraints, the count of iterations) is in `update`,
+in the real `optimizer.apply`.
 
-How writes are kept back: `optimizer.apply` is replaced on the optimizer instances while the step is traced, and the
-rest of the step runs in a `keras.StatelessScope` (`recording`), where Keras' variables are read and written in a
-mapping. Variables that a metric counts in (aggregation "sum") start at zero there, so that what comes out is what this
-batch adds. What was written before `optimizer.apply` is assigned before the update, such as a learning rate, and the
-rest after it. A `tf.Variable` that is not made by Keras is written at once.
+Writes are held back as follows. `optimizer.apply` is replaced on the optimizer instances while the step is traced. The
+rest of the step runs in a `keras.StatelessScope` (`recording`), in which Keras' variables are read and written in a
+mapping. Variables in which a metric counts (aggregation "sum") start at zero there, so that their final values are this
+batch's counts. Values written before `optimizer.apply`, such as a learning rate, are assigned before the update, and
+the others after it. A `tf.Variable` that Keras has not made is written at once.
 """
 
 from __future__ import annotations
@@ -61,11 +60,11 @@ class TrainStep:
 
     Args:
       step: a bound `train_step`, or Keras' wrapper around it.
-      total_num_replicas: how many replicas contribute at most.
-      loss_divisor: what Keras divides each replica's loss by: `num_replicas_in_sync` of the strategy.
-      is_relative: whether a contribution says by how much it changes a state, and not what that becomes: for replicas
-        that don't begin with the same values.
-      can_take_maxima: whether contributions are added up by `add_up`, and not in an all-reduce.
+      total_num_replicas: largest number of replicas that contribute.
+      loss_divisor: Keras' divisor of each replica's loss: `num_replicas_in_sync` of the strategy.
+      is_relative: True if a contribution has the difference of each state, and not its new value: for replicas that
+        begin with different values.
+      can_take_maxima: True if contributions are summed by `add_up`, and not by an all-reduce.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class TrainStep:
         self._findings = Findings()
         self._layout = _Layout()
         self._is_sum = _is_sum(self.model)
-        # Whether all replicas are known to have equally many examples.
+        # True if all replicas are known to have equally many examples.
         self._is_even = False
 
     @property
@@ -98,18 +97,14 @@ class TrainStep:
         return self._findings.settled(trace)
 
     def written_past_keras(self, written: Any) -> None:
-        """Has a stand-in written instead of what is behind a Keras variable; for `tf.Variable`s as they are written.
+        """Requests a stand-in for a Keras variable whose `tf.Variable` the step writes directly.
 
         Raises:
           TraceAgain: the step has to be traced anew; see `settled`.
-          ValueError: it was written after the update.
+          ValueError: the write is after `optimizer.apply`.
         """
-        variables = [
-            *self.model.variables,
-            *self.model.metrics_variables,
-            *getattr(self.model.optimizer, "variables", ()),
-        ]
-        for variable in variables:
+        of_optimizer = getattr(self.model.optimizer, "variables", ())
+        for variable in (*self.model.variables, *self.model.metrics_variables, *of_optimizer):
             if keras_variables.tf_variable(variable) is written:
                 self._findings.ask_for_stand_in(variable)
                 raise ValueError(
@@ -123,8 +118,8 @@ class TrainStep:
 
         Args:
           batch: the replica's part.
-          batch_rows: int64 scalar, the number of examples in all parts together, where that is known. Only with it are
-            the metrics of single losses, and of losses that are sums, those of one device.
+          batch_rows: int64 scalar, the number of examples in all parts together, if known. Without it the metrics of
+            single losses, and of losses that are sums, differ from those of one device.
 
         Raises:
           TraceAgain: the step has to be traced anew; see `settled`.
@@ -137,7 +132,7 @@ class TrainStep:
         changed += self._loss_trackers(batch, batch_rows) + self._penalties(batch, batch_rows)
         with optimizer_patches.attributes(changed), scope:
             compiled_losses.forget_added(self.model)
-            # An empty Optional is Keras' way to say None.
+            # Keras represents None as an empty Optional.
             batch_given = empty_parts.filled(batch, batch) if is_filled else batch
             result = self._step(handles.without_optionals(batch_given))
         writes = scope.writes()
@@ -181,7 +176,7 @@ class TrainStep:
     def _sort(
         self, writes: Sequence[recording.Write], scope: Recording, begun_with: dict[int, tf.Tensor], weight: Any
     ) -> tuple[list[tf.Tensor], list[tf.Tensor], list[tf.Tensor]]:
-        """The counts, states and maxima of these writes."""
+        """Sorts writes into counts, states and maxima."""
         counts, new_states, maxima = [], [], []
         metrics = {id(variable) for metric in self.model.metrics for variable in metric.variables}
         for variable, value, position in writes:
@@ -216,11 +211,8 @@ class TrainStep:
                 return "count"
             self._findings.is_state(variable)
             raise TraceAgain(recording.AGAIN)
-        if (
-            kind in (value_changes.MAXIMUM, value_changes.MINIMUM)
-            and self._can_take_maxima
-            and variable.dtype != "bool"
-        ):
+        is_extreme = kind in (value_changes.MAXIMUM, value_changes.MINIMUM) and variable.dtype != "bool"
+        if is_extreme and self._can_take_maxima:
             return kind
         if is_sum and self._total_num_replicas > 1:
             raise ValueError(
@@ -249,7 +241,7 @@ class TrainStep:
         if batch_rows is not None:
             total = batch_rows / num_replicas if self._is_sum else None
             single = 1 / num_replicas if self._is_sum else rows / tf.maximum(batch_rows, 1)
-        # A replica's sum stands for one of all. Keras has multiplied it by `loss_divisor` already.
+        # The mean over replicas of the scaled sums is the total. Keras has multiplied by `loss_divisor` already.
         scale = num_replicas / self._loss_divisor if self._is_sum else 1.0
         weights = [(compiled_losses.tracker_of(self.model), total)]
         # One for each loss, or none for a single one.
@@ -257,7 +249,7 @@ class TrainStep:
         return [(metric, "update_state", _weighing(metric, scale, weight, rows)) for metric, weight in weights]
 
     def _penalties(self, batch: Any, batch_rows: tf.Tensor | None) -> list[tuple[Any, str, Any]]:
-        """Has penalties, beside losses that are sums, count by the replica's examples, as on one device."""
+        """Returns patches that weight penalties by the replica's examples if losses are sums, as on one device."""
         if not self._is_sum or self._total_num_replicas == 1:
             return []
         rows = splitting.rows(batch)
@@ -267,11 +259,11 @@ class TrainStep:
         return [additional_losses.multiplied(self.model, lambda: share * self._loss_divisor)]
 
     def _shipped(self, result: Any, written: Sequence[Any]) -> list[Any]:
-        """The leaves of the step's result that the metrics can't tell after the update."""
+        """Returns the leaves of the step's result that can't be computed from the metrics after the update."""
         ids = {id(variable) for variable in written}
         metrics: dict[str, Any] = {}
         for metric in self.model.metrics:
-            # A step may leave a metric alone and return a value of its own under the name.
+            # A step may return another value under the name of a metric that it doesn't update.
             if any(id(variable) in ids for variable in metric.variables):
                 value = metric.result()
                 metrics.update(value if isinstance(value, dict) else {metric.name: value})
@@ -297,7 +289,7 @@ class TrainStep:
     # The second half.
 
     def variables(self) -> list[Any]:
-        """The variables that gradients belong to, in the order of `Contribution.gradients`."""
+        """Returns the variables of the gradients, in the order of `Contribution.gradients`."""
         return [
             variable
             for each in self._layout.applied
@@ -316,9 +308,9 @@ class TrainStep:
 
         Args:
           total: the sum of the contributions.
-          place: gives the context in which a variable's gradient is scaled, to keep it where the variable is.
-          num_contributions: how many they are, where that is known beforehand; it may spare a pass over the gradients.
-          assign: gives a variable of `states` its new value.
+          place: returns a context in which a variable's gradient is scaled, on the device of the variable.
+          num_contributions: number of contributions, if it is constant; it may save a pass over the gradients.
+          assign: assigns the new value of a variable of `states`.
         """
         gradients, applies = iter(total.gradients), iter(total.applies)
         assign_states = self._assigner(total, assign)
@@ -337,7 +329,7 @@ class TrainStep:
         assign_states(len(self._layout.applied))
 
     def _assigner(self, total: Contribution, assign: Assign) -> Callable[[int], None]:
-        """A function that assigns what was written after so many calls of `apply`."""
+        """Returns a function that assigns the states written after a number of calls of `apply`."""
         values, maxima = iter(total.states), iter(total.maxima)
         new: list[tuple[State, tf.Tensor]] = []
         for state in self._layout.states:
@@ -400,7 +392,7 @@ def _weighing(metric: Any, scale: float, weight: Any, rows: tf.Tensor) -> Callab
     update_state = metric.update_state
 
     def update(values: Any, sample_weight: Any = None) -> Any:
-        # What layers add to the loss is a mean as a rule, which is no number where there are no examples.
+        # Losses that layers add are usually means, which are NaN if there are no examples.
         values = tf.where(rows > 0, values, tf.zeros_like(values))
         values = values if scale == 1.0 else values * tf.cast(scale, values.dtype)
         return update_state(values, sample_weight=sample_weight if weight is None else tf.cast(weight, tf.float32))

@@ -60,7 +60,7 @@ def broadcast(variables: Sequence[Any], is_first: bool, sum_over_workers: Sum) -
     for bucket in _buckets(variables):
         own = [_summable(copies_of(variable)[0]) for variable in bucket]
         sums = sum_over_workers(own if is_first else [tf.zeros_like(value) for value in own])
-        # The first one too: what it adds to zero may come out as another zero.
+        # The first copy too: 0 + x may have another sign of zero than x.
         for variable, value in zip(bucket, sums, strict=True):
             assign_all(variable, value)
 

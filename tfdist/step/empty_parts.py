@@ -46,7 +46,7 @@ def filled(part: Any, example_of: Any) -> Any:
 
     Args:
       part: a replica's part of a batch; ragged and sparse tensors are left as they are.
-      example_of: a part of the same batch, the first example of which is copied; zeros if it has none either.
+      example_of: a part of the same batch, whose first example is copied; zeros if it is empty too.
     """
     leaves = tf.nest.flatten(part)
     dense = [index for index, leaf in enumerate(leaves) if isinstance(leaf, tf.Tensor) and leaf.shape.rank]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells whether two functions of a user's are the same, so that a step is not traced anew for each `lambda` of a loop.
+"""Keys of a user's functions, equal for equal functions, so that a new `lambda` in each iteration is traced once.
 
-`strategy.run(lambda batch: step(*batch), args=(batch,))` in a loop makes a function in each iteration. Two of them do
-the same if their code is the same, reads nothing but its arguments and names, and these name the same functions,
-layers, variables or numbers. Any other function is the same as itself only: what it reads may have changed.
+`strategy.run(lambda batch: step(*batch), args=(batch,))` in a loop makes a function in each iteration. Two of them are
+equal if they have the same code, which reads only arguments and names, and if these names refer to the same functions,
+layers, variables or numbers. Any other function is equal to itself only: the objects it reads may have changed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from tfdist.runtime import watch
 
-# What these read may be another thing each time, though the names are the same.
+# These read objects that may change while their names stay the same.
 _READS_WITHIN = (
     "LOAD_ATTR",
     "LOAD_METHOD",
@@ -48,7 +48,7 @@ _UNCHANGING = (
     tf.types.experimental.PolymorphicFunction,
     tf.distribute.Strategy,
 )
-# So many functions of the same code are kept, and then it is said that each is traced.
+# Number of traced functions with the same code that are kept; one more logs a warning.
 _MOST_KEPT = 8
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 _COMPARED = (*_SCALARS, *_UNCHANGING)
@@ -56,7 +56,7 @@ _COMPARED = (*_SCALARS, *_UNCHANGING)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Same:
-    """An object, equal to itself alone, which is kept so that nothing else gets its place in memory."""
+    """Holds an object that is equal to itself only. The reference prevents the reuse of its id."""
 
     value: Any
 
@@ -68,12 +68,12 @@ class _Same:
 
 
 def key_of(function: Callable[..., Any]) -> Hashable:
-    """Something that is equal for functions that are the same."""
+    """Returns a key that is equal for equal functions."""
     if not isinstance(function, types.FunctionType) or not _reads_names_only(function.__code__):
         return function
     try:
         cells = [cell.cell_contents for cell in function.__closure__ or ()]
-    except ValueError:  # it names what is not there yet
+    except ValueError:  # it refers to a name that is not defined yet
         return function
     known, names = function.__globals__, function.__code__.co_names
     if not all(name in known or hasattr(builtins, name) for name in names):
@@ -87,15 +87,15 @@ def key_of(function: Callable[..., Any]) -> Hashable:
 
 
 class Traced:
-    """Keeps what was traced of functions from growing without bound, where a loop makes a new one each time."""
+    """Limits the number of traced functions that are kept, for loops that make a new function each time."""
 
     def __init__(self) -> None:
-        # By code: for each function, the keys of what was traced of it.
+        # By code: for each function, the keys of its traces.
         self._of_code: dict[types.CodeType, dict[Hashable, list[Hashable]]] = {}
         self._told: set[types.CodeType] = set()
 
     def note(self, function: Callable[..., Any], programs: dict[Any, Any], key: tuple[Hashable, ...]) -> None:
-        """Notes that `programs[key]` was traced of a function, whose key comes first in it; drops what is too much."""
+        """Notes a trace of a function, `programs[key]` with `key[0] == key_of(function)`; drops the oldest traces."""
         code = getattr(function, "__code__", None)
         if code is None:
             return

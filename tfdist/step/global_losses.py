@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets the losses of a user's own step count as on one device.
+"""Scaling of the losses of a user's own step, so that several replicas train as one device.
 
 The loss of a batch is a mean over its examples, so several replicas' gradients are averaged. Keras divides the losses
 that it computes itself by `num_replicas_in_sync`, and sums gradients. A loss that a step computes with `tf.reduce_mean`
-is divided by nobody: under the stock strategies its gradients are as many times too large as there are replicas.
+is not divided: under the stock strategies its gradients are too large by a factor of the number of replicas.
 
-Within `counted_as_one`, the strategy says in replica context that it has one replica. So Keras divides nothing, nor
-does `tf.nn.compute_average_loss`, and every loss of the step is the mean over the replica's own examples. The division
-happens to the gradients.
+Within `counted_as_one`, `strategy.num_replicas_in_sync` is 1 in replica context. So neither Keras nor
+`tf.nn.compute_average_loss` divides, and every loss of the step is the mean over the replica's own examples. The
+gradients are divided instead.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _STEPS = ("train_step", "test_step")
 def has_own_loss(step: Callable[..., Any]) -> bool:
     """Returns True if a Keras step may have a loss that Keras does not divide by the number of replicas.
 
-    A loss with `reduction="sum"` is divided by nobody on purpose: such a model's own step is taken as it is.
+    A loss with `reduction="sum"` is not divided on purpose: the step of such a model is left as it is.
 
     Args:
       step: a bound `train_step` or `test_step`, or Keras' wrapper around it.
@@ -39,7 +39,7 @@ def has_own_loss(step: Callable[..., Any]) -> bool:
     if not trainers.is_trainer(model) or any(model_losses.is_sum(loss) for loss in compiled_losses.losses(model)):
         return False
     if not compiled_losses.losses(model) or any(_adds_losses(type(layer)) for layer in flat_layers.layers_of(model)):
-        # Keras divides those of `add_loss` once, and a Keras loss that a layer computes for it a second time.
+        # Keras divides losses of `add_loss` once, and a Keras loss that a layer computes for `add_loss` a second time.
         return True
     names = (*_STEPS, "compute_loss")
     if any(getattr(type(model), name) is not getattr(keras.Model, name) for name in names):
@@ -54,7 +54,7 @@ def counted_as_one(strategy: Any, step: Callable[..., Any]) -> Iterator[bool]:
     """Within this block, the losses of `step` are means over a replica's own examples, if it has its own loss.
 
     Yields:
-      Whether it has, so that gradients are to be divided by the number of replicas.
+      True if it has its own loss; then the gradients must be divided by the number of replicas.
     """
     before, applies = getattr(strategy, FLAG, False), has_own_loss(step)
     own_attributes.put(strategy, FLAG, applies)

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfdist.compat import fresh_threads
 
-# What `tf.Variable` takes of what a creator of variables is given.
+# Arguments of a variable creator that `tf.Variable` accepts.
 _ARGUMENTS = (
     "initial_value",
     "trainable",
@@ -37,9 +37,9 @@ def colocating(
     """Returns a `colocate_vars_with` that works outside of the scope, where an optimizer may be applied first.
 
     Args:
-      strategy: the strategy whose own one it replaces.
+      strategy: the strategy.
       scope: enters the strategy's scope.
-      stock: its own one.
+      stock: the strategy's own `colocate_vars_with`.
     """
 
     @contextlib.contextmanager

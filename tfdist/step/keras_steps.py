@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells Keras' own steps from other functions given to `strategy.run`.
+"""Distinguishes Keras' own steps from other functions given to `strategy.run`.
 
 Keras hands in `model.train_step` and `model.test_step` as bound methods, and for `predict` a function of its own around
-`model.predict_step`. What is recognised may overlap with other steps; anything else is run as any other function, one
-at a time, so a mistake here costs speed and never a result.
+`model.predict_step`. A recognised step may overlap with other steps. Any other function runs alone, so a step that is
+not recognised costs time and changes no result.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def classify(fn: Callable[..., Any]) -> str:
 
 
 def model_of(fn: Callable[..., Any]) -> keras.Model | None:
-    """The model that `fn` is a method of."""
+    """Returns the model that `fn` is a method of, or None."""
     owner = getattr(getattr(fn, "__wrapped__", fn), "__self__", None)
     return owner if trainers.is_trainer(owner) else None
 
@@ -46,13 +46,13 @@ def traced_with(fn: Callable[..., Any]) -> dict[Any, Any] | None:
 
 
 def check(fn: Callable[..., Any], asynchronous: bool) -> None:
-    """Refuses what cannot hold on several workers, and builds the optimizer.
+    """Refuses models that can't train on several workers, and builds the optimizer.
 
-    Variables can't be made while a step is traced, so the optimizer makes its own before.
+    Variables can't be created while a step is traced, so the optimizer creates its own before.
 
     Args:
-      fn: What was given to `strategy.run`.
-      asynchronous: Whether each worker updates the model by itself.
+      fn: The function given to `strategy.run`.
+      asynchronous: True if each worker updates the model on its own.
 
     Raises:
       ValueError: The model was compiled with something that has no meaning here.
@@ -80,6 +80,6 @@ def check(fn: Callable[..., Any], asynchronous: bool) -> None:
 
 
 def accumulates(fn: Callable[..., Any]) -> Any:
-    """The optimizer of a train step that accumulates gradients, or None."""
+    """Returns the optimizer of a train step if it accumulates gradients, else None."""
     optimizer = getattr(model_of(fn), "optimizer", None) if classify(fn) == "train" else None
     return optimizer if getattr(optimizer, "gradient_accumulation_steps", None) else None

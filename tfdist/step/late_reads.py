@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights that a train step reads after it has called `optimizer.apply`, found in the graph of the step.
 
-Under policies the update is made after the step, so such a read gives the values of before it. Gradients ask a Keras
-variable for its handle without reading it, so only the operations that were traced tell a read.
+Under policies the update is made after the step, so such a read gives the values before the update. Gradient functions
+use a variable's handle without a read, so reads are detected by the traced operations.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _NO_READS = frozenset({"VariableShape", "VarIsInitializedOp"})
 
 
 class LateReads:
-    """The calls of `optimizer.apply` in one trace of a step, and what is read after them."""
+    """Calls of `optimizer.apply` in one trace of a step, and the variables read after them."""
 
     def __init__(self) -> None:
-        # The graph of each call, how many operations it had, and the variables.
+        # (graph of the call, its number of operations, the variables).
         self._calls: list[tuple[Any, int, Sequence[Any]]] = []
 
     def applied(self, variables: Sequence[Any]) -> None:
@@ -30,13 +30,13 @@ class LateReads:
         self._calls.append((graph, len(graph.get_operations()), variables))
 
     def paths(self) -> list[str]:
-        """The paths of the variables that the same graph reads after their call; call it once the step was traced."""
+        """Returns the paths of variables that the same graph reads after their call, once the step was traced."""
         found = {v.path: v for graph, count, variables in self._calls for v in _read(graph, count, variables)}
         return list(found)
 
 
 def message(paths: Sequence[str]) -> str:
-    """One line about such reads."""
+    """Returns a warning about such reads."""
     others = f" and {len(paths) - 1} others" if len(paths) > 1 else ""
     return (
         "tfdist: policies: after optimizer.apply this train_step reads weights as they were before the update, which "
@@ -53,7 +53,7 @@ def _read(graph: Any, count: int, variables: Sequence[Any]) -> list[Any]:
 
 
 def _handles(variable: Any) -> list[int]:
-    """Ids of the handles of a Keras variable's copies."""
+    """Returns the ids of the handles of a Keras variable's copies."""
     value = keras_variables.tf_variable(variable)
     copies = getattr(value, "values", None) or [value]
     return [id(copy.handle) for copy in copies if hasattr(copy, "handle")]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weighs each replica's gradients and losses, so that those of all are those of the global batch.
+"""Weights of each replica's gradients and losses, by which their sum is the gradient or loss of the global batch.
 
-A mean over a replica's examples counts by the replica's share of the batch, and a sum as it is. Keras divides its own
-means by the number of replicas; within `global_losses.counted_as_one` nobody does.
+A mean over a replica's examples is weighted by the replica's share of the batch; a sum is not weighted. Keras divides
+its own means by the number of replicas, except within `global_losses.counted_as_one`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class LossWeights:
       model: the model.
       shares: the replicas' shares of the batch; None if they are known to be equal.
       num_replicas: replicas on all workers.
-      has_own_loss: whether the step's losses were divided by nobody.
+      has_own_loss: True if the step's losses were not divided by the number of replicas.
     """
 
     model: keras.Model
@@ -41,7 +41,7 @@ class LossWeights:
 
     @property
     def transform(self) -> Callable[[Sequence[Any]], list[Any]] | None:
-        """Makes a replica's gradients its part in those of the global batch; None if they are that already."""
+        """Function that weights a replica's gradients for the sum over replicas; None if the weights are 1."""
         if self.has_own_loss:
             return lambda gradients: [None if g is None else adding_up.times(g, self._share()) for g in gradients]
         if self.shares is None or self._are_all_sums():
@@ -67,9 +67,9 @@ class LossWeights:
         return changes
 
     def _of_keras_losses(self) -> list[tuple[Any, Callable[[], Any]]]:
-        """The metrics of losses whose weights Keras gets wrong, with those they must have.
+        """Returns the metrics of losses that Keras weights wrongly, with the correct weights.
 
-        Keras weighs each replica's loss by its examples, which is wrong for sums, and not at all for the losses of
+        Keras weights each replica's loss by its examples, which is wrong for sums; it doesn't weight the losses of
         single outputs.
         """
         shares, sums = self.shares, sum_losses(self.model)
@@ -90,16 +90,16 @@ class LossWeights:
 
 
 def sum_losses(model: keras.Model) -> list[Any]:
-    """Those of them that are sums over the examples."""
+    """Returns the losses of the model that are sums over the examples."""
     return [loss for loss in compiled_losses.losses(model) if is_sum(loss)]
 
 
 def _weighed(shares: Shares, gradients: Sequence[Any]) -> list[Any]:
-    """Gradients of a mean over this replica's examples, which Keras has divided by the number of replicas."""
+    """Weights gradients of a mean over this replica's examples, which Keras has divided by the number of replicas."""
     replica = replicas.current()
     present = [gradient for gradient in gradients if gradient is not None]
     share = shares.of_replica(replica) * shares.num_replicas
-    # The usual even batch passes through without touching, or copying, a gradient.
+    # In the usual case of an even batch no gradient is copied.
     weighed = tf.cond(
         shares.is_even(replica), lambda: _same(present), lambda: [adding_up.times(g, share) for g in present]
     )
@@ -108,7 +108,7 @@ def _weighed(shares: Shares, gradients: Sequence[Any]) -> list[Any]:
 
 
 def _if_even(shares: Shares, gradients: Sequence[Any]) -> list[Any]:
-    """For a model of which one loss is a sum and another a mean: one weight can't be right for both."""
+    """Raises at an uneven batch of a model with a sum and a mean as losses: no single weight is right for both."""
     replica = replicas.current()
     message = (
         "compile(loss=...): losses with reduction='sum' beside losses with a mean can't be weighed for a batch "
@@ -130,11 +130,11 @@ def _weighing(metric: Any, weight: Callable[[], Any]) -> Callable[..., Any]:
 
 
 def _weighing_scalars(metric: Any, weight: Callable[[], Any]) -> Callable[..., Any]:
-    """Counts a single number that a step computes of its examples, such as its loss, by the replica's share of them."""
+    """Weights a scalar that a step computes from its examples, such as its loss, by the replica's share of them."""
     update_state = metric.update_state
 
     def update(values: Any, sample_weight: Any = None) -> Any:
-        # An integer is a count, which adds up over the replicas.
+        # An integer is a count, which is summed over the replicas.
         is_number = tf.as_dtype(getattr(values, "dtype", "int32")).is_floating
         if getattr(values, "shape", (0,)) != () or not is_number:
             return update_state(values, sample_weight)
@@ -144,7 +144,7 @@ def _weighing_scalars(metric: Any, weight: Callable[[], Any]) -> Callable[..., A
 
 
 def _without_nan(metric: Any) -> Callable[..., Any]:
-    """Keras weighs the loss by its examples: the NaN of a replica without any must not count."""
+    """Ignores the NaN of a replica without examples, in the loss that Keras weights by examples."""
     update_state = metric.update_state
 
     def update(values: Any, sample_weight: Any = None) -> Any:
@@ -155,7 +155,7 @@ def _without_nan(metric: Any) -> Callable[..., Any]:
 
 def _update_weighed(update_state: Callable[..., Any], values: Any, weight: Any) -> Any:
     weight = tf.cast(weight, tf.float32)
-    # Without examples a mean is NaN; no share of it is nothing.
+    # Without examples a mean is NaN, and NaN times a weight of 0 is NaN.
     values = tf.where(weight > 0, values, tf.zeros_like(values))
     return update_state(values, sample_weight=weight)
 

@@ -12,9 +12,9 @@ import tensorflow as tf
 
 
 class Packing:
-    """A result in as few tensors as possible, because each costs a round trip: scalars are stacked, one per dtype.
+    """Packs a result into as few tensors as possible, because each costs a round trip: scalars are stacked by dtype.
 
-    `pack` is called while the step is traced and remembers the structure; the other methods go by it.
+    `pack` is called while the step is traced, and records the structure for the other methods.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Packing:
         return len(self._scalars) + sum(shape.rank != 0 for shape in self._shapes)
 
     def pack(self, result: Any) -> list[tf.Tensor]:
-        """The tensors of `result`, a structure of tensors, variables and other values, packed."""
+        """Packs the tensors of `result`, a structure of tensors, variables and other values."""
         self._result = tf.nest.map_structure(_read_variable, result)
         flat = [leaf for leaf in tf.nest.flatten(self._result, expand_composites=True) if tf.is_tensor(leaf)]
         self.dtypes = [tensor.dtype for tensor in flat]
@@ -43,7 +43,7 @@ class Packing:
         return stacked + [tensor for tensor in flat if tensor.shape.rank != 0]
 
     def unpack(self, outputs: Sequence[tf.Tensor]) -> list[np.ndarray]:
-        """Fetches what `pack` gave: the values of the flat result, in its order."""
+        """Fetches the tensors that `pack` returned; returns the values of the flat result, in order."""
         values = [output.numpy() for output in outputs]
         flat: list[Any] = [None] * len(self.dtypes)
         packed = len(self._scalars)
@@ -54,7 +54,7 @@ class Packing:
         return [next(rest) if value is None else value for value in flat]
 
     def rebuild(self, flat: Sequence[Any]) -> Any:
-        """The structure that was packed, with these values for its tensors."""
+        """Returns the structure that was packed, with these values for its tensors."""
         tensors = []
         for value, dtype, shape in zip(flat, self.dtypes, self._shapes, strict=True):
             tensor = tf.convert_to_tensor(value, dtype)
@@ -69,5 +69,5 @@ class Packing:
 
 
 def _read_variable(leaf: Any) -> Any:
-    """Keras' variables and TensorFlow's both count as tensors, but only their values can travel."""
+    """Reads a variable of Keras or TensorFlow: only its value can be sent."""
     return tf.convert_to_tensor(leaf) if hasattr(leaf, "assign") else leaf

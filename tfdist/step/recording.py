@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records the variable writes of a train step while it is traced, and holds them back.
 
-A write of a Keras variable becomes a tensor in the scope's mapping. That can't be where the write stands in a
-conditional, a loop or a function, nor for a variable of which a gradient is taken later, nor for what asks for more of
-a variable than its value. Such a variable gets a stand-in on the replica, a `LocalVariable`, from the step's first
-operation on: so the step is traced anew once it is known which variables these are (`Findings`).
+A write of a Keras variable becomes a tensor in the scope's mapping. This is impossible if the write is in a
+conditional, a loop or a function, if a gradient with respect to the variable is taken later, or if the step uses more
+of the variable than its value. Such a variable is replaced by a `LocalVariable` on the replica, a stand-in, from the
+step's first operation on. So a trace that finds such variables is discarded, and the step is traced again (`Findings`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tfdist.step import late_reads
 
 
 class TraceAgain(Exception):  # noqa: N818, it is no error
-    """The step has to be traced anew, with what was found out about it."""
+    """The step must be traced again, with the new findings."""
 
 
 class Findings:
@@ -41,18 +41,18 @@ class Findings:
         self._is_new = self._has_warned = False
 
     def needs_stand_in(self, *variables: Any) -> bool:
-        """Notes variables; whether one of them is new."""
+        """Notes variables that need a stand-in; returns True if one of them is new."""
         return self._note(any(id(each) not in self.stand_ins for each in variables)) and not self.stand_ins.update(
             {id(each): each for each in variables}
         )
 
     def ask_for_stand_in(self, variable: Any) -> None:
-        """Has the step traced anew with a stand-in for a variable, unless it has one."""
+        """Raises `TraceAgain` to trace the step with a stand-in for a variable, unless it has one."""
         if self.needs_stand_in(variable):
             raise TraceAgain(AGAIN)
 
     def is_state(self, variable: Any) -> bool:
-        """Notes a metric's variable; whether it is new."""
+        """Notes a metric's variable that is no sum; returns True if it is new."""
         is_new = self._note(id(variable) not in self.states)
         self.states.add(id(variable))
         return is_new
@@ -68,7 +68,7 @@ class Findings:
             try:
                 traced = trace()
             except Exception:
-                # An error may be due to a tensor in place of a variable, or wrapped by what traces.
+                # A tensor in place of a variable may cause the error; and Keras or AutoGraph may wrap `TraceAgain`.
                 if not self._is_new:
                     raise
             else:
@@ -87,7 +87,7 @@ class Write(NamedTuple):
     Attributes:
       variable: a Keras variable.
       value: a tensor of the graph of the step.
-      position: how many calls of `optimizer.apply` came before.
+      position: number of calls of `optimizer.apply` before the write.
     """
 
     variable: Any
@@ -96,15 +96,15 @@ class Write(NamedTuple):
 
 
 class Recording(symbolic_build.Reading):
-    """A scope that keeps writes back, and remembers them.
+    """Scope that holds writes back, and records them.
 
     Args:
-      starts: (variable, tensor) for those that don't begin with their own value.
-      findings: what is known of the step.
+      starts: (variable, tensor) of the variables that don't begin with their own value.
+      findings: results of earlier traces of the step.
     """
 
     def __init__(self, starts: Sequence[tuple[Any, tf.Tensor]], findings: Findings) -> None:
-        # Without `collect_losses` what layers add to the loss would be left out.
+        # Without `collect_losses` the losses that layers add would be ignored.
         super().__init__(starts, collect_losses=True, initialize_variables=False)
         self.graph = tf.compat.v1.get_default_graph()
         self.num_applied = 0
@@ -143,11 +143,11 @@ class Recording(symbolic_build.Reading):
         return tf.compat.v1.get_default_graph() is self.graph
 
     def applied(self, optimizer: Any, variables: Sequence[Any]) -> None:
-        """Says that the optimizer updates these variables now; what was written before is assigned before that."""
+        """Notes that the optimizer updates these variables here; earlier writes are assigned before the update."""
         if self.is_at_the_top():
             self._note_writes()
         else:
-            # Their values are there only once the conditional is.
+            # Their values are available only after the conditional.
             self._held += [(v, self.get_current_value(v), self.num_applied) for v in self._take_touched()]
         self.num_applied += 1
         self._updated.update({id(variable): variable for variable in variables})
@@ -156,12 +156,12 @@ class Recording(symbolic_build.Reading):
             if variable is not optimizer_variables.learning_rate_of(optimizer):
                 self.state_mapping.pop(id(variable), None)
         if self.is_at_the_top() and not hasattr(optimizer, "inner_optimizer"):
-            # The one part of the update that is known beforehand.
+            # The only result of the update that is known before it.
             counted = tf.convert_to_tensor(optimizer.iterations)
             self.state_mapping[id(optimizer.iterations)] = counted + tf.ones([], counted.dtype)
 
     def writes(self) -> list[Write]:
-        """All writes; call it once the step was traced."""
+        """Returns all writes, after the step was traced."""
         self._findings.late_reads = self._reads.paths()
         self._note_writes()
         with self.at_the_top():
@@ -183,7 +183,7 @@ class Recording(symbolic_build.Reading):
 
     @contextlib.contextmanager
     def at_the_top(self) -> Iterator[None]:
-        """Within this block operations are made in the graph of the step, outside of its conditionals."""
+        """Context in which operations are added to the graph of the step, outside of its conditionals."""
         if self.is_at_the_top():
             yield
             return
@@ -191,8 +191,8 @@ class Recording(symbolic_build.Reading):
             yield
 
     def start_of(self, variable: Any) -> tf.Tensor | None:
-        """The tensor that a variable of `starts` began with."""
+        """Returns the initial tensor of a variable of `starts`."""
         return self._unwritten.get(id(variable))
 
 
-AGAIN = "policies: the step is traced anew, with a stand-in for a variable that it writes"
+AGAIN = "policies: the step is traced again, with a stand-in for a variable that it writes"

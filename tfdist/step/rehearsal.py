@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the variables of a step before the step is traced on replicas.
+"""Creates the variables of a step before the step is traced on replicas.
 
-On one device a step may make variables while it is traced for the first time: slots of an optimizer, weights of a layer
-that nobody has called before, a seed generator. On several replicas, or for workers, it can't. So such a step is traced
-once for its variables alone, by one replica, into a graph that is thrown away (`compat.scratch_trace`).
+On one device a step may create variables in its first trace: slots of an optimizer, weights of a layer that was not
+called before, a seed generator. On several replicas, or on workers, it can't. So such a step is traced once for its
+variables alone, by one replica, into a graph that is discarded (`compat.scratch_trace`).
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from tfdist.compat import (
 )
 from tfdist.step import keras_steps, one_replica, used_objects
 
-# Each pass makes what the one before could not come to, such as gradients of weights that were not there yet.
+# Each pass creates variables that the previous one could not reach, such as slots of newly created weights.
 _MAX_PASSES = 6
 _KEPT = "_tfdist_rehearsed"
 
 
 def before_keras(strategy: tf.distribute.Strategy, model: keras.Model, step: str) -> None:
-    """Has Keras build a model, which it is about to do, as far as it can, and the rest made by a rehearsal.
+    """Builds a model before Keras does: as far as Keras can, and the rest by a rehearsal.
 
-    Keras builds a model by calling it with a batch, if there is a strategy alone. A model without `call`, or one that
-    is called otherwise than with the batch by its own `train_step`, can't be built so.
+    Keras builds a model by calling it with a batch, only if there is a strategy. This fails for a model without `call`,
+    and for a model whose own `train_step` calls it with other arguments than the batch.
 
     Args:
       strategy: the model's strategy.
       model: the model.
-      step: the name of its method that is going to be run.
+      step: name of the method that will run.
     """
 
     def build(by_keras: Callable[..., None], batch: Any) -> None:
@@ -61,7 +61,7 @@ def before_keras(strategy: tf.distribute.Strategy, model: keras.Model, step: str
         is_of_its_own = model.built and used_objects.is_overridden(model, step)
         if refused is not None and failed is not None and not is_of_its_own:
             raise refused
-        # Both were given one example; the step may want a whole batch, and make no more variables than there are.
+        # Both had one example. The step may need a whole batch, and may have created all its variables.
         if failed is not None and is_of_its_own and strategy.num_replicas_in_sync > 1:
             _warn_about_parts(strategy, model, step, failed)
 
@@ -86,16 +86,16 @@ def before(
     arguments: Sequence[Any],
     named: Mapping[str, Any] | None = None,
 ) -> Exception | None:
-    """Makes the variables that the first call of `function` would make, unless there is nothing to be made.
+    """Creates the variables that the first call of `function` would create, if any may be missing.
 
     Args:
       strategy: the strategy to whose replicas `function` will be given.
       function: a step.
       arguments: its arguments: tensors, arrays or `tf.TypeSpec`s of one replica, and anything else.
-      named: those that are given by keyword.
+      named: keyword arguments.
 
     Returns:
-      The error at which a rehearsal ended; most often the step itself would raise it too.
+      The error at which a rehearsal ended; usually the step itself would raise it too.
     """
     named = named or {}
     found = used_objects.used_by(function, *arguments, *named.values())
@@ -103,7 +103,7 @@ def before(
     needs_seeds = "random" in used_objects.names_used_by(function) and not global_seeds.are_made()
     if not (unbuilt or needs_seeds or any(used_objects.is_of_a_user(each) for each in found)):
         return None
-    # One that makes nothing is not tried for ever.
+    # A step that creates nothing is not rehearsed again.
     rehearsed = _rehearsed(strategy, found)
     code = getattr(used_objects.inner(function), "__code__", None)
     key = code, frozenset(map(id, unbuilt)), len(found)
@@ -127,16 +127,16 @@ def rehearse(
     named: Mapping[str, Any],
     found: Sequence[Any],
 ) -> Exception | None:
-    """Makes the variables that a call of `function` would make; see `before`.
+    """Creates the variables that a call of `function` would create; see `before`.
 
     Returns:
-      The error at which it ended; most often the step has it, too.
+      The error at which it ended; usually the step itself would raise it too.
     """
     optimizers = [each for each in found if isinstance(each, keras.optimizers.Optimizer)]
-    # One that is wrapped for loss scaling is built by the one around it.
+    # A LossScaleOptimizer builds its inner optimizer.
     inner = {id(getattr(each, "inner_optimizer", None)) for each in optimizers}
     optimizers = [each for each in optimizers if id(each) not in inner]
-    # What is traced takes no arguments by keyword.
+    # The traced function takes positional arguments only.
     specs = tuple(tf.nest.map_structure(_spec, argument) for argument in (*arguments, *named.values()))
     if keras_steps.classify(function) == "other":
         function = autograph_rules.converted(function, by_default=True)
@@ -151,7 +151,7 @@ def rehearse(
 
         made, error = scratch_trace.trace(strategy.scope, on_replica, specs)
         built = [_build(strategy, *each) for each in applied]
-        # Gradients of weights that were not there yet were None, on which a step may branch.
+        # Gradients of weights that did not exist yet were None, on which a step may branch.
         if not (made or (error is not None and any(built))):
             return error
     return error
@@ -167,7 +167,7 @@ def _noting(optimizer: Any, applied: list[tuple[Any, list[Any]]]) -> Callable[..
 
 
 def _build(strategy: tf.distribute.Strategy, optimizer: Any, variables: list[Any]) -> bool:
-    """Builds the optimizer for the variables that it updates; whether there was something to be done."""
+    """Builds the optimizer for the variables that it updates; returns False if nothing was built."""
     if optimizer.built or any(keras_variables.tf_variable(variable) is None for variable in variables):
         return False
     plain_loops.take_over(strategy, optimizer)

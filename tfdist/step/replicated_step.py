@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a Keras step on all replicas of a synchronous strategy.
 
-A step is a bound `train_step` or `test_step` of a Keras model; any other function passes through untouched. Around it:
+A step is a bound `train_step` or `test_step` of a Keras model; any other function runs unchanged. Around it:
 
 - no side effect runs before the input batch arrives;
 - optimizers are built before anything is traced, so that slots are not created inside a loop;
-- each replica's gradients count by its share of the global batch, so that they are those of the mean over all of its
-  examples; a replica without examples contributes nothing;
+- each replica's gradients are weighted by its share of the global batch, so that their sum is the gradient of the mean
+  over all examples; a replica without examples contributes nothing;
 - the optimizer patches put clipping, accumulation and loss scaling after the sum over replicas;
-- the logs become those of the whole global batch, in one reduction, whatever their number;
-- statistics kept by layers, such as BatchNormalization's, and weights that the step assigns itself are averaged, so
-  that every replica keeps the same.
+- the logs are those of the whole global batch, in one reduction for all of them;
+- statistics of layers, such as BatchNormalization, and weights that the step assigns itself are averaged, so that
+  they are equal on all replicas.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tfdist.data import splitting
 from tfdist.data.shares import Shares, Sum
 from tfdist.step import copies, empty_parts, global_losses, loss_weights, whole_step
 
-# One step at a time: what `global_losses.counted_as_one` sets belongs to the strategy, and two threads may fit two
+# One trace at a time: `global_losses.counted_as_one` sets an attribute of the strategy, and two threads may fit two
 # models.
 _TRACING = threading.RLock()
 TRAIN, TEST = "train_step", "test_step"
@@ -38,7 +38,7 @@ REDUCED = "_tfdist_reduced"
 
 
 def model_of(function: Any) -> keras.Model | None:
-    """The model whose step this is, or None if it is no Keras step."""
+    """Returns the model of a Keras step; None for any other function."""
     model = getattr(function, "__self__", None)
     is_step = trainers.is_trainer(model) and getattr(function, "__name__", "") in (TRAIN, TEST)
     return model if is_step else None
@@ -56,7 +56,7 @@ def run_step(strategy: Any, run: Callable[[Any], Any], step: Any, data: Any, sum
       strategy: the strategy.
       run: runs the step on data as the stock strategy does and returns its logs per replica.
       step: a bound `train_step` or `test_step`.
-      data: the step's argument: distributed values, or what every replica gets.
+      data: the step's argument: distributed values, or a value for every replica.
       sum_over_workers: sums tensors over all workers.
 
     Returns:
@@ -88,7 +88,7 @@ def run_step(strategy: Any, run: Callable[[Any], Any], step: Any, data: Any, sum
 
 
 def run_prediction(strategy: Any, run: Callable[[Any], Any], model: keras.Model | None, data: Any) -> Any:
-    """Runs Keras' step of `predict` on all replicas, of which some may have no examples."""
+    """Runs Keras' step of `predict` on all replicas, some of which may have no examples."""
     parts = [*_local(strategy, data).values()]
     if not _is_to_be_filled(strategy, model, data, parts):
         return run(data)
@@ -108,7 +108,7 @@ def _is_to_be_filled(strategy: Any, model: keras.Model | None, data: Any, parts:
 
 @contextlib.contextmanager
 def _filled(strategy: Any, step: Any, data: Any, parts: dict[str, Any]) -> Iterator[Any]:
-    """The data for the step that runs in this block, in which every replica has an example; those added don't count."""
+    """Yields the step's data with an example on every replica; results of added examples are removed."""
     model, values = step.__self__, [*parts.values()]
     if not _is_to_be_filled(strategy, model, data, values):
         yield data
@@ -130,7 +130,7 @@ def _is_divided(data: Any) -> bool:
 
 
 def _distributed(like: Any, parts: Sequence[Any]) -> Any:
-    """A structure like `like`, of what each replica of this process is given."""
+    """Returns a structure like `like`, of distributed values with these parts."""
     flat = [list(values) for values in zip(*(tf.nest.flatten(part) for part in parts), strict=True)]
     leaves = [values_of_replicas.of(values) if len(values) > 1 else values[0] for values in flat]
     return tf.nest.pack_sequence_as(like, leaves)
@@ -156,7 +156,7 @@ def prepare(strategy: Any, model: keras.Model) -> None:
     if type(model).train_step is keras.Model.train_step:
         for variable in model.trainable_variables:
             _check_scope(strategy, variable)
-    # A model of its own train_step may use its own optimizers on parts of itself: only Keras' one is known to take all.
+    # A model's own train_step may apply several optimizers to parts of the model; Keras' one updates all weights.
     optimizer = model.optimizer
     if optimizer is None or optimizer.built or not model.trainable_variables:
         return
@@ -188,16 +188,16 @@ def _local(strategy: Any, data: Any) -> dict[str, Any]:
 
 
 class _MetricResults:
-    """Finds the results of metrics in a step's logs, and computes these anew from the counts of all replicas."""
+    """Finds results of metrics in a step's logs, and recomputes them from the counts of all replicas."""
 
     def __init__(self, model: keras.Model) -> None:
         self._metrics = [metric for metric in model.metrics if copies.counts(metric)]
-        # By the id of a tensor: the tensor, which keeps the id its own, the metric, and where in its result it is.
+        # By tensor id: the tensor (held so that the id is not reused), the metric, and the index in its result.
         self._results: dict[int, tuple[Any, Any, int]] = {}
 
     @property
     def counters(self) -> list[Any]:
-        """The variables in which those metrics count that the logs tell of."""
+        """Variables of the metrics whose results are in the logs."""
         told = {id(metric) for _, metric, _ in self._results.values()}
         return [v for metric in self._metrics if id(metric) in told for v in metric.variables]
 
@@ -206,7 +206,7 @@ class _MetricResults:
         return [(metric, "result", self._remembering(metric)) for metric in self._metrics]
 
     def keep(self, logs: Sequence[Any]) -> None:
-        """Forgets all results but these, of the first replica."""
+        """Keeps only the results in these logs, of the first replica."""
         ids = {id(leaf) for leaf in logs}
         self._results = {key: found for key, found in self._results.items() if key in ids}
 
@@ -242,7 +242,7 @@ class _WrittenWeights:
 
     @property
     def found(self) -> list[Any]:
-        """The Keras variables, once the step was traced."""
+        """Keras variables that the traced step assigns."""
         return list(self._found.values())
 
     def changes(self) -> list[tuple[Any, str, Any]]:

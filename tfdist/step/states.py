@@ -13,17 +13,17 @@ from tfdist.step.adding_up import Contribution, times
 
 @dataclasses.dataclass
 class State:
-    """A variable that is assigned a value of its own."""
+    """Non-trainable variable, with the reduction of its values over replicas."""
 
     variable: Any
-    # "mean", "sum", "maximum" or "minimum" of those of the replicas.
+    # Reduction over replicas: "mean", "sum", "maximum" or "minimum".
     mode: str
-    # How many calls of `apply` come before.
+    # Number of calls of `apply` before the write.
     position: int
 
 
 def summable(value: tf.Tensor, weight: Any) -> tf.Tensor:
-    """The value as it can be added up."""
+    """Returns a value that can be summed over replicas."""
     return times(value, weight) if value.dtype.is_floating else tf.cast(value, tf.int64)
 
 
@@ -35,7 +35,7 @@ def change(value: tf.Tensor, before: tf.Tensor | None) -> tf.Tensor:
 
 
 def moved(variable: Any, change: tf.Tensor, total: Contribution) -> tf.Tensor:
-    """A state after changes by replicas that began with different values."""
+    """Returns the new value of a state, from differences of replicas that began with different values."""
     now = tf.convert_to_tensor(variable)
     if change.dtype.is_floating:
         return now + tf.cast(tf.math.divide_no_nan(change, tf.cast(total.weight, change.dtype)), now.dtype)
@@ -43,11 +43,11 @@ def moved(variable: Any, change: tf.Tensor, total: Contribution) -> tf.Tensor:
 
 
 def mean(variable: Any, value: tf.Tensor, total: Contribution) -> tf.Tensor:
-    """The mean of a state over the replicas' examples."""
+    """Returns the mean of a state over the replicas' examples."""
     dtype = tf.as_dtype(variable.dtype)
     if value.dtype.is_floating:
         average = tf.math.divide_no_nan(value, tf.cast(total.weight, value.dtype))
-        # Contributions without any example say nothing.
+        # Contributions without examples leave the value unchanged.
         return tf.cast(tf.where(total.weight > 0, average, tf.cast(tf.convert_to_tensor(variable), value.dtype)), dtype)
-    # Seeds and counts: all replicas of a step began with the same value and came to the same one.
+    # Seeds and counts: all replicas of a step begin with the same value, and end with the same value.
     return tf.cast(value // tf.cast(total.replicas, value.dtype), dtype)

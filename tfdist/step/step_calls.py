@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls an engine's Python for each batch: from the graph that Keras traces, or at once outside of graphs."""
+"""Calls an engine's Python function for each batch: by an operation of Keras' graph, or directly outside of graphs."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tfdist.step import keras_steps
 
 
 class StepCalls:
-    """Traces steps, and calls Python with them for each batch.
+    """Traces steps, and calls a Python function with the traced step for each batch.
 
     Args:
-      trace: traces a model's bound `train_step` for batches like that of a handle; `dtypes` of the result are those of
-        what `make` returns.
-      make: given what `trace` has returned and a pass, does what Python has to do for the next batch; a method of an
-        object that this one does not keep alive, nor do the graphs.
+      trace: traces a model's bound `train_step` for batches like the batch of a handle; its result has the attribute
+        `dtypes`, of the results of `make`.
+      make: makes the next step, from the result of `trace` and a pass over the data. A bound method: neither this
+        object nor a graph keeps its owner alive.
     """
 
     def __init__(
@@ -29,16 +29,16 @@ class StepCalls:
     ) -> None:
         self._trace = weakref.WeakMethod(trace)
         self._make = weakref.WeakMethod(make)
-        # The step of a custom loop that was run outside of a graph last.
+        # The last step of a custom loop outside of graphs.
         self._traced: dict[Any, Any] = {}
 
     def run(self, step: Callable[..., Any], handle: handles.BatchHandle) -> tuple[Any, list[Any]]:
-        """Returns what `trace` has returned, and what `make` returns for the batch of this handle."""
+        """Returns the results of `trace`, and of `make` for the batch of this handle."""
         if tf.executing_eagerly():
             traced = self._outside_of_a_graph(step, handle)
             return traced, self._of(self._make)(traced, handles.registry.pass_of(handle.content))
         traced = self._of(self._trace)(step, handle)
-        # TensorFlow keeps the Python of operations for ever: it must not keep the model, which its graph does instead.
+        # TensorFlow never frees Python functions of operations, so they must not hold the model; the graph holds it.
         own_attributes.setdefault(tf.compat.v1.get_default_graph(), "_tfdist_steps", list).append(traced)
         make_of: Any = self._make
         traced_of: Any = weakref.ref(traced)

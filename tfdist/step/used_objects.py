@@ -115,7 +115,7 @@ def _of_function(function: types.FunctionType) -> Iterator[Any]:
     if (function.__module__ or "").split(".")[0] in _LIBRARIES:
         return
     for cell in function.__closure__ or ():
-        # A cell is empty where what it names is not made yet.
+        # The cell of a name that is not defined yet is empty.
         yield from [cell.cell_contents] if cell != types.CellType() else []
     yield from function.__defaults__ or ()
     names = dict.fromkeys(name for code in _codes(function.__code__) for name in code.co_names)

@@ -19,8 +19,8 @@ def kind(value: tf.Tensor, start: tf.Tensor) -> str:
     """Returns the kind of change from `start` to `value`, two tensors of one graph.
 
     Returns:
-      ADDITION: `start + x`; MAXIMUM, MINIMUM: of `start` and `x`; NEW: `x`, where x does not depend on `start`. OTHER
-      is what is not recognised.
+      ADDITION: `start + x`; MAXIMUM, MINIMUM: of `start` and `x`; NEW: `x`, where x does not depend on `start`. OTHER:
+      not recognised.
     """
     if value is start:
         return ADDITION

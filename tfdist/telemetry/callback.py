@@ -20,8 +20,8 @@ from tfdist.telemetry.report import Recorder, Sums
 class Telemetry(keras.callbacks.Callback):
     """Writes TensorBoard scalars about the updates, against `optimizer.iterations`.
 
-    `tfdist/speed/updates_per_sec`. Under the mirrored strategies `tfdist/speed/examples_per_sec`, with `BackupWorkers` or
-    if all batches have one static size. Under a strategy with policies also, as means per update since the last
+    `tfdist/speed/updates_per_sec`. Under the mirrored strategies `tfdist/speed/examples_per_sec`, with `BackupWorkers`
+    or if all batches have one static size. Under a strategy with policies also, as means per update since the last
     point: `tfdist/accepted/<worker>` and `tfdist/dropped/<worker>` (gradients), `tfdist/wait/per_update_secs` and
     `tfdist/wait/first_to_last_secs`. The time of validation is left out.
 
