@@ -107,7 +107,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         self.distribution = Distribution(Recorder([f"worker:{index}" for index in range(num_workers)]))
         if cluster is None or not is_training or num_workers == 1:
             # An evaluator would be looked for among the workers.
-            resolver = cluster_resolver if is_training else _nobody_else()
+            resolver = cluster_resolver if is_training else _empty_resolver()
             super().__init__(resolver, communication_options)
             self._is_cluster_of_one = cluster is not None and is_training
             self.distribution.saved_state = saving.PoliciesToSave(policies if is_training else ())
@@ -363,7 +363,7 @@ def _cluster(resolver: Any) -> clusters.Cluster | None:
     return cluster
 
 
-def _nobody_else() -> tf.distribute.cluster_resolver.ClusterResolver:
+def _empty_resolver() -> tf.distribute.cluster_resolver.ClusterResolver:
     return tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
 
 

@@ -57,20 +57,20 @@ class _Shared:
 
     def __init__(self, runner: RoundRunner) -> None:
         self.runner = runner
-        # None between updates: it leads to the model, and so to the strategy.
+        # None between updates, because it references the model, and thereby the strategy.
         self.job: _Job | None = None
         self.is_closed = False
 
 
 class ThreadedEngine:
-    """Makes updates from contributions of this process' devices, as a policy says.
+    """Makes updates from the contributions of this process' devices that a policy accepts.
 
     Args:
       strategy: the strategy whose devices compute.
-      policy: says which contributions count; `begin` was called.
-      names: what the replicas are called, such as "worker:0".
-      on_update: told of each update that was made, and of how many examples; it must not lead to the strategy.
-      stall_timeout_secs: how long an update may wait while nothing is heard of any replica.
+      policy: decides which contributions count; `begin` was called.
+      names: names of the replicas, such as "worker:0".
+      on_update: called with each update and its number of examples; it must not reference the strategy.
+      stall_timeout_secs: longest wait of an update without progress of any replica.
     """
 
     def __init__(
@@ -96,15 +96,15 @@ class ThreadedEngine:
         self.close = weakref.finalize(self, _close, self._shared, self._reporter, self._threads)
 
     def distribute(self, dataset: tf.data.Dataset) -> replica_batches.ReplicaDataset:
-        """A data set whose global batches are divided among the devices."""
+        """Returns a data set of handles whose global batches are divided among the devices."""
         return replica_batches.ReplicaDataset(self, dataset, len(self._threads))
 
     def distribute_own(self, datasets: Sequence[tf.data.Dataset]) -> replica_batches.ReplicaDataset:
-        """The same of one data set for each device, which reads it in its thread."""
+        """Returns a data set of handles, from one data set per device, which the device's thread reads."""
         return replica_batches.ReplicaDatasetFromFunction(self, datasets)
 
     def open(self, dataset: replica_batches.ReplicaDataset, fit: Fit | None) -> ReplicaIterator:
-        """Opens a pass over a data set, whoever reads it."""
+        """Opens a pass over a data set, for any loop."""
         del fit
         return dataset.iterate()
 
@@ -116,21 +116,21 @@ class ThreadedEngine:
           handle: of a data set of this engine.
 
         Returns:
-          What the step returns, for all devices together.
+          The step's result for all devices together.
 
         Raises:
-          Exception: what a replica raised.
-          TimeoutError: nothing was heard of the replicas for too long.
+          Exception: the exception of a replica.
+          TimeoutError: no replica made progress for `stall_timeout_secs`.
         """
         traced, flat = self._calls.run(step, handle)
         return traced.rebuild(flat)
 
     def batch(self, handle: BatchHandle) -> Any:
-        """The batch that a handle stands for, as distributed values."""
+        """Returns the batch of a handle, as distributed values."""
         return replica_batches.distributed(handle)
 
     def example(self, handle: BatchHandle) -> Any:
-        """One replica's part of the batch, or a part that looks like it."""
+        """Returns a replica's part of the batch, or a part with the same spec."""
         return registry.pass_of(handle.content).example()
 
     def trace(self, step: Callable[..., Any], handle: BatchHandle) -> ThreadedStep:
@@ -179,7 +179,7 @@ def _check_xla(model: Any) -> None:
 
 
 def _serve(shared: _Shared, replica: int) -> None:
-    """Contributes until the engine is closed; a replica's thread."""
+    """Contributes until the engine is closed; runs in a replica's thread."""
     attempt = 0
     while True:
         local_step = shared.runner.start(replica, lambda: shared.is_closed)
@@ -190,7 +190,7 @@ def _serve(shared: _Shared, replica: int) -> None:
             if job is not None:
                 _contribute(shared.runner, job, replica, local_step, attempt)
         except Exception as error:
-            # Whatever the user's step raises belongs to the user.
+            # Errors of the user's step are raised to the user.
             shared.runner.fail(replica, local_step, error, isinstance(error, tf.errors.OutOfRangeError))
         else:
             if job is None:
@@ -210,7 +210,7 @@ def _close(shared: _Shared, reporter: watch.StallReporter, threads: Sequence[thr
     shared.is_closed = True
     shared.runner.wake()
     reporter.stop()
-    # A thread that returns from TensorFlow to a Python that has ended would abort the process.
+    # A thread that returns from TensorFlow after Python has ended aborts the process.
     deadline = time.monotonic() + _CLOSING_SECS
     for thread in threads:
         if thread.is_alive() and thread is not threading.current_thread():

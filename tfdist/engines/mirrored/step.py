@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The traced pieces of a train step whose replicas are the devices of one process.
+"""Traced functions of a train step whose replicas are the devices of one process.
 
     contribute    on a replica's device    reads its copies of the variables, computes; the result goes to the first
                                            device
     update        on all devices           adds up on the first device, then applies to every copy
 
-Whoever contributes to an update, the contributions are on one device and come in the order of the replicas: so an
-update is one program, and gives the same sum in whichever order they arrived.
+The contributions of an update are on one device, in the order of the replicas. So the update is the same function for
+any contributors, and its sum does not depend on the order of arrival.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tfdist.step import copies, global_losses, one_replica
 from tfdist.step.contribution import Contribution, TrainStep, add_up
 from tfdist.step.packing import Packing
 
-# Where the batch is read, and cut into parts.
+# Device that reads the batch, and cuts it into parts.
 _HOST = "/device:CPU:0"
 
 
@@ -34,8 +34,8 @@ class ThreadedStep:
     Args:
       strategy: the strategy in whose scope it is traced.
       step: a model's bound `train_step`.
-      element_spec: the structure of `tf.TypeSpec`s of what a replica is given.
-      is_whole: whether that is the whole batch, of which it takes its part.
+      element_spec: the structure of `tf.TypeSpec`s of a replica's input.
+      is_whole: True if the input is the whole batch, from which the replica takes its part.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ThreadedStep:
         self._updates: dict[int, Callable[..., Any]] = {}
 
     def prepare(self, num_contributions: int) -> None:
-        """Traces the update from so many contributions, if it was not; only then are `dtypes` known."""
+        """Traces the update from this number of contributions, unless it was; `dtypes` are known afterwards."""
         if num_contributions not in self._updates:
             specs = self._specs * num_contributions
             self._updates[num_contributions] = concrete_calls.bare(
@@ -74,11 +74,11 @@ class ThreadedStep:
         return self._packing.dtypes
 
     def rebuild(self, flat: Sequence[Any]) -> Any:
-        """Packs flat logs into what Keras' step returns."""
+        """Packs flat logs into the structure of the step's result."""
         return self._packing.rebuild(flat)
 
     def contribute(self, replica: int, batch: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
-        """Computes a replica's contribution, flat, from what it is given, flat."""
+        """Computes a replica's flat contribution from its flat input."""
         return self._contribute[replica](*batch)
 
     def update(self, contributions: Sequence[Sequence[tf.Tensor]]) -> list[np.ndarray]:
@@ -121,7 +121,7 @@ class ThreadedStep:
 
 @contextlib.contextmanager
 def _updating_all(model: Any) -> Iterator[None]:
-    """Within this block, `optimizer.apply`, called on one replica with a sum over all, updates every copy alike."""
+    """Context in which `optimizer.apply`, called on one replica with the sum over all, updates every copy."""
     changes: list[tuple[Any, str, Any]] = []
     for optimizer in optimizer_patches.optimizers_of(model):
         changes += optimizer_patches.without_merge_call(optimizer)
@@ -131,14 +131,14 @@ def _updating_all(model: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _written_everywhere(variables: Iterable[Any]) -> Iterator[None]:
-    """Within this block, what one replica assigns goes to all copies; else those of no aggregation keep it apart."""
+    """Context in which an assignment on one replica writes all copies, also of variables without aggregation."""
     changed = [variable for variable in variables if variable.aggregation == tf.VariableAggregation.NONE]
     with replica_writes.aggregated(changed, tf.VariableAggregation.ONLY_FIRST_REPLICA):
         yield
 
 
 def _variables_of(model: Any) -> list[Any]:
-    """The mirrored variables that optimizers may write."""
+    """Returns the mirrored variables that optimizers may write."""
     variables = list(model.trainable_variables)
     for optimizer in optimizer_patches.optimizers_of(model):
         inner = getattr(optimizer, "inner_optimizer", optimizer)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The data of a strategy with a policy: this worker's part of each batch.
 
-In `fit` an iterator gives handles, and reads nothing: a second thread reads the part when it computes a contribution.
-Everybody else (`evaluate`, `predict`, a custom loop) gets the stock iterator over real batches.
+In `fit` an iterator returns handles, and reads nothing: a second thread reads the part when it computes a contribution.
+Other loops (`evaluate`, `predict`, custom loops) use the stock iterator over batches.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Pass:
 
     Attributes:
       number: the same on all workers.
-      iterator: over this worker's parts, of which the second thread alone reads.
+      iterator: iterator over this worker's parts, read by the second thread only.
       kind: of the handles.
     """
 
@@ -36,13 +36,13 @@ class Pass:
 
 
 class PartIterator(handles.HandleIterator):
-    """Gives a handle for each batch of one pass.
+    """Iterator over the handles of one pass.
 
-    Where the number of batches is not known, or there is no end, it does not end: `run` says so.
+    It never ends if the number of batches is unknown or infinite; then `run` raises the end of the data.
 
     Args:
-      begin: begins the pass, once a handle is asked for: Keras makes iterators that it never uses.
-      left: how many batches there are; below zero if their number is not known, or there is no end.
+      begin: begins the pass, at the first handle: Keras makes iterators that it never uses.
+      left: number of batches; below zero if it is unknown or infinite.
     """
 
     def __init__(self, begin: Callable[[], Pass], left: int) -> None:
@@ -72,7 +72,7 @@ def part_of(dataset: tf.data.Dataset, part: int, num_parts: int) -> tf.data.Data
 
 
 def without_total(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """The same for a data set of this worker's own, of which nobody knows what the others have."""
+    """Returns a data set like `part_of` for a worker's own data; the size of the whole batch is unknown."""
     is_tuple = isinstance(dataset.element_spec, tuple)
     pair = tf.autograph.experimental.do_not_convert(lambda *element: (element if is_tuple else element[0], ()))
     return _in_order(dataset.map(pair))
@@ -80,6 +80,6 @@ def without_total(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 def _in_order(dataset: tf.data.Dataset) -> tf.data.Dataset:
     options = tf.data.Options()
-    # Workers that process the same batches in different orders would take overlapping parts.
+    # Workers with different orders of the batches would take overlapping parts.
     options.deterministic = True
     return dataset.with_options(options).prefetch(1)

@@ -47,13 +47,13 @@ from tfdist.runtime.quorum_messages import Verdict
 from tfdist.step.step_calls import StepCalls
 
 _POLL_SECS = 0.5
-# How long the program's end waits for a contribution that is still being computed.
+# Longest wait, at the end of the program, for a contribution in progress.
 _END_SECS = 10.0
 
 
 @dataclasses.dataclass(eq=False)
 class _Round:
-    """An update that Keras' step waits for, and this worker's contribution to it once that is there."""
+    """Update that Keras' step waits for, with this worker's contribution once it is computed."""
 
     traced: QuorumStep
     of: Pass
@@ -70,8 +70,8 @@ class QuorumEngine:
       worker: this worker's number.
       client: its connection to the quorum server.
       sum_over_workers: sums tensors over all workers, in cross-replica context.
-      prepare: checks and builds what must be there before a model's step is traced.
-      record: told of each update, and of how many examples it was made.
+      prepare: checks and builds a model before its step is traced.
+      record: called with each update and its number of examples.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class QuorumEngine:
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Ends; may be called again."""
+        """Ends the threads; may be called again."""
         self._reporter.stop()
         with self._changed:
             self._is_closing = True
@@ -123,7 +123,7 @@ class QuorumEngine:
     # In Keras' thread.
 
     def distribute(self, own: tf.data.Dataset, whole: Callable[[], Any]) -> CountedDataset:
-        """A data set for `fit`, which reads this worker's parts, and for others; `whole` makes the stock one."""
+        """Returns a data set of handles over this worker's parts, for `fit`; other loops read `whole()`."""
         return CountedDataset(self, own, whole)
 
     def open(self, dataset: CountedDataset, fit: Fit | None) -> PartIterator | None:
@@ -132,14 +132,14 @@ class QuorumEngine:
             return None
 
         def begin() -> Pass:
-            # On every worker, also on one who will be late for the whole pass: a shuffle draws a new order at each.
+            # On every worker, even a late one: each new iterator of a shuffle draws a new order.
             dataset.opened += 1
             return self._begin_pass(iter(dataset.own), dataset.own.element_spec)
 
         return PartIterator(begin, dataset.cardinality)
 
     def rest(self, iterator: Any, left: int, element_spec: Any) -> PartIterator:
-        """Opens a pass over what an iterator has left."""
+        """Opens a pass over the rest of an iterator."""
         return PartIterator(lambda: self._begin_pass(iterator, element_spec), left)
 
     def _begin_pass(self, iterator: Any, element_spec: Any) -> Pass:
@@ -147,18 +147,18 @@ class QuorumEngine:
         return Pass(next(self._passes), iterator, registry.kind(self, element_spec))
 
     def run(self, step: Callable[..., Any], handle: BatchHandle) -> Any:
-        """Makes an update of a batch that all workers have; in cross-replica context, in a graph or eagerly.
+        """Makes an update from one batch of all workers; in cross-replica context, in a graph or eagerly.
 
         Args:
           step: a model's bound `train_step`.
           handle: of a data set of this engine.
 
         Returns:
-          What the step returns, for all workers together.
+          The step's result for all workers together.
 
         Raises:
           ConnectionError: the quorum server or another worker is gone.
-          tf.errors.OutOfRangeError: the data are at their end, on all workers.
+          tf.errors.OutOfRangeError: the data have ended, on all workers.
         """
         traced, flat = self._calls.run(step, handle)
         return traced.update(flat)
@@ -171,7 +171,7 @@ class QuorumEngine:
     # In Keras' step.
 
     def _make_round(self, traced: QuorumStep, of: Pass) -> list[tf.Tensor]:
-        """Waits until the next update can be made; returns what this worker gives to it."""
+        """Waits until the next update is decided; returns this worker's contribution to it, or zeros."""
         self._raised = None
         try:
             return self._round_of(traced, of)
@@ -186,7 +186,7 @@ class QuorumEngine:
             is_late = self._is_computing
             self._changed.notify_all()
         if is_late:
-            # Else the second thread says at once that it has started, which says this too.
+            # Otherwise the second thread reports at once that it has started, which implies this.
             self._client.want(of.number, current.step)
         try:
             with self._reporter.waiting("an update"):
@@ -246,7 +246,7 @@ class QuorumEngine:
         except tf.errors.OutOfRangeError:
             self._client.ended(of.number, current.step)
             return
-        # Before it is announced: whoever hears that it counts will look for it.
+        # Before the report: Keras' step reads it as soon as it is accepted.
         current.contribution = contribution
         self._client.arrived(of.number, current.step, examples)
 
@@ -265,7 +265,7 @@ def _update(verdict: Verdict) -> Update:
         step=verdict.step + 1,
         contributors=contributors,
         dropped=verdict.dropped(),
-        # The policies that work here take gradients of the current step only.
+        # Synchronous policies accept gradients of the current step only.
         staleness=(0,) * len(contributors),
         wait_secs=verdict.wait_secs,
         spread_secs=verdict.spread_secs,

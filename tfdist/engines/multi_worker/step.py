@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The traced pieces of a train step whose gradients are added up by all-reduce, of those who have arrived.
+"""Traced functions of a train step whose gradients are summed by an all-reduce of the workers that have arrived.
 
 contribute    in a thread of its own, without collectives: a contribution, as flat tensors
-nothing       the same tensors, of zeros and without rows: what a worker gives that has not arrived
-update        in Keras' step, on all workers at once: adds up what they give, and applies the sum
+nothing       the same tensors, of zeros and without rows: the contribution of a late worker
+update        in Keras' step, on all workers at once: sums their contributions, and applies the sum
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class QuorumStep:
       sum_over_workers: sums tensors over all workers, in cross-replica context.
 
     Attributes:
-      nothing: what a worker gives that has not arrived: flat tensors.
+      nothing: the contribution of a late worker: flat tensors.
     """
 
     def __init__(
@@ -53,27 +53,27 @@ class QuorumStep:
 
     @property
     def dtypes(self) -> list[tf.DType]:
-        """The dtypes of a contribution, flat."""
+        """Dtypes of a flat contribution."""
         return [spec.dtype for spec in self._specs]
 
     def contribute(self, iterator: Any) -> tuple[list[tf.Tensor], int]:
         """Computes a contribution from the next batch of an iterator; returns it flat, and its number of examples.
 
         Raises:
-          tf.errors.OutOfRangeError: the data are at their end.
+          tf.errors.OutOfRangeError: the data have ended.
         """
         examples, *flat = self._contribute(iterator)
-        # To read it is to wait for the device.
+        # This read waits for the device.
         return flat, int(examples.numpy())
 
     def update(self, flat: Sequence[tf.Tensor]) -> Any:
-        """Makes an update from what all workers give; in cross-replica context, in a graph or eagerly.
+        """Makes an update from the contributions of all workers; in cross-replica context, in a graph or eagerly.
 
         Args:
-          flat: what this worker gives: a contribution, or `nothing`.
+          flat: this worker's contribution, or `nothing`.
 
         Returns:
-          What Keras' step returns, for all workers together.
+          The result of Keras' step for all workers together.
         """
         for tensor, spec in zip(flat, self._specs, strict=True):
             if not tf.executing_eagerly():
@@ -83,7 +83,7 @@ class QuorumStep:
 
     def _update(self, flat: Sequence[tf.Tensor]) -> Any:
         own = self._pack(flat)
-        # This worker's own counts so far: what all count together is added up along with the gradients.
+        # This worker's own counts so far: their sum over workers is part of the gradients' all-reduce.
         counters = [copies.copies_of(variable)[0] for variable in self._step.counters]
         counts = [counter + tf.cast(count, counter.dtype) for counter, count in zip(counters, own.counts, strict=True)]
         total = self._add_up(own._replace(counts=counts))
@@ -111,7 +111,7 @@ class QuorumStep:
             return tf.IndexedSlices(rows.values, rows.indices, tf.constant(list(shape), rows.indices.dtype))
 
     def _without_reduction(self) -> list[tuple[Any, str, Any]]:
-        """Has the optimizers take gradients as they are: they were added up already."""
+        """Returns patches by which the optimizers don't reduce gradients, which are summed already."""
         return [
             optimizer_patches.without_all_reduce(each) for each in optimizer_patches.optimizers_of(self._step.model)
         ]
@@ -120,12 +120,12 @@ class QuorumStep:
         batch, total = iterator.get_next()
         with self._as_replica(), global_losses.counted_as_one(self._strategy, self._user_step):
             contribution = self._step.contribute(batch, total if tf.is_tensor(total) else None)
-        # The shape of a whole table is no number that adds up.
+        # The shape of the table must not be summed.
         rows_only = [_without_shape(gradient) for gradient in contribution.gradients]
         contribution = self._template = contribution._replace(gradients=rows_only)
         flat = tf.nest.flatten(contribution, expand_composites=True)
         examples = splitting.rows(batch)
-        # Counted once all else is there, so that reading the count is waiting for the rest.
+        # Computed after all other tensors, so that a read of the count waits for them.
         with tf.control_dependencies(flat):
             count = tf.constant(0, tf.int64) if examples is None else tf.identity(examples)
         return [count, *flat]
@@ -145,5 +145,5 @@ def _without_shape(gradient: Any) -> Any:
 
 
 def _nothing(spec: tf.TensorSpec) -> tf.Tensor:
-    # Only rows of sparse gradients are of unknown number, and of these there are none.
+    # Only sparse gradients have an unknown number of rows, which is 0 here.
     return tf.zeros([size or 0 for size in spec.shape], spec.dtype)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine of `ParameterServerStrategy` with a policy: an update is made of the contributions of several workers.
+"""The engine of `ParameterServerStrategy` with a policy: updates from the contributions of several workers.
 
 How an update flows:
 
@@ -50,25 +50,25 @@ from tfdist.runtime.round_runner import RoundRunner
 
 @dataclasses.dataclass(eq=False)
 class _Residence:
-    """The step that workers contribute to until something else is scheduled."""
+    """Step that workers contribute to until another function is scheduled."""
 
     step: AggregatedStep
     iterator: WorkerIterator
-    # Where the chief reads the data: each worker's part of this update's batch, flat.
+    # If the chief reads the data: each worker's part of this update's batch, flat.
     parts: list[list[tf.Tensor]] | None = None
 
 
 class AggregatedEngine:
-    """Makes updates from contributions, as a policy says.
+    """Makes updates from the contributions that a policy accepts.
 
     Args:
       strategy: the strategy whose cluster it drives.
-      engine: what drives everything but training there.
-      policy: says which contributions count; `begin` was called.
+      engine: runs all steps but training steps on these workers.
+      policy: decides which contributions count; `begin` was called.
       transfer: how variables and gradients cross the network.
-      on_update: told of each update that was made.
-      stall_timeout_secs: how long to wait for lost workers that are needed.
-      warmup: says how many workers take part at first; all if not given.
+      on_update: called with each update.
+      stall_timeout_secs: longest wait for lost workers without which no update is possible.
+      warmup: decides how many workers take part at first; all by default.
     """
 
     _runner_type = RoundRunner
@@ -118,8 +118,8 @@ class AggregatedEngine:
           The flat logs after it.
 
         Raises:
-          tf.errors.OutOfRangeError: the data are at their end.
-          TimeoutError: too many workers were lost, for too long.
+          tf.errors.OutOfRangeError: the data have ended.
+          TimeoutError: too many workers were lost for `stall_timeout_secs`.
         """
         with self._reporter.waiting("an update"):
             is_chief_fed = iterator.feed(False) == "chief"
@@ -139,7 +139,7 @@ class AggregatedEngine:
 
     @contextlib.contextmanager
     def _phase(self, step: AggregatedStep) -> Iterator[None]:
-        """Within this block an update is made by those whom the warmup phase lets take part."""
+        """Context of one update, in which only the workers of the warmup phase take part."""
         warmup = self._warmup
         if warmup is None or warmup.is_over:
             yield
@@ -155,14 +155,14 @@ class AggregatedEngine:
                 epochs.check_counts(step.model)
 
     def close(self) -> None:
-        """Gives the workers' threads back, and ends this engine's own."""
+        """Returns the workers' threads to the coordinator, and ends this engine's own thread."""
         self._leave()
         self._reporter.stop()
 
     def _collect(self, step: AggregatedStep, iterator: WorkerIterator, parts: list[list[tf.Tensor]] | None) -> Any:
         def check() -> None:
             self._check()
-            # Another thread of the program may have scheduled something meanwhile.
+            # Another thread of the program may have scheduled a function in the meantime.
             self._reside(step, iterator, parts)
 
         return self._runner.collect(check)
@@ -184,7 +184,7 @@ class AggregatedEngine:
         return [part_of(batch, iterator.element_spec, worker, self._count) for worker in range(self._count)]
 
     def _reside(self, step: AggregatedStep, iterator: WorkerIterator, parts: list[list[tf.Tensor]] | None) -> None:
-        """Makes the workers' threads serve these updates, if they don't yet."""
+        """Schedules the closures that contribute to these updates, unless they run already."""
         present = self._residence
         if present is not None and present.step is step and present.iterator is iterator:
             present.parts = parts
@@ -196,7 +196,7 @@ class AggregatedEngine:
             closures.schedule(self._engine.coordinator, self._serve, residence, on_workers)
 
     def _on_workers(self, iterator: WorkerIterator, parts: list[list[tf.Tensor]] | None) -> Any:
-        """The iterators over the workers' data, for their threads, if the workers have any."""
+        """Returns the workers' iterators; None if the chief reads the data."""
         return iterator.on_workers() if parts is None else None
 
     def _leave(self) -> None:
@@ -204,7 +204,7 @@ class AggregatedEngine:
         self._runner.wake()
 
     def _serve(self, residence: _Residence, iterator_on_worker: Any) -> None:
-        """Contributes until something else is scheduled; in the thread of the worker that took this closure."""
+        """Contributes until another function is scheduled; runs in the thread of the closure's worker."""
         worker = closures.this_worker()
         self._runner.bring_back(worker)
         while True:
@@ -217,7 +217,7 @@ class AggregatedEngine:
                 if closures.is_task_failure(error):
                     self._lose(worker)
                     raise
-                # Whatever the user's step raises belongs to the user, with its own type and message.
+                # Errors of the user's step are raised to the user, with their type and message.
                 closures.clear_error()
                 is_end = isinstance(error, tf.errors.OutOfRangeError)
                 residence.iterator.ended |= is_end

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The traced pieces of a train step whose gradients are aggregated on the parameter servers.
+"""Traced functions of a train step whose gradients are aggregated on the parameter servers.
 
     contribute    on a worker                    reads the variables, computes; the result stays there
     push          worker to parameter servers    each gradient to the server of its variable; the result stays there
     update        on the parameter servers       adds up what was pushed, and applies it
 
-What passes between them are handles of the chief to tensors elsewhere. Nothing is accumulated before it is known who
-takes part: a worker that dies while it pushes leaves handles that nobody uses.
+They exchange handles: the chief's references to remote tensors. Gradients are summed only after the policy has chosen
+the contributors, so a worker that dies during a push leaves unused handles, and no partial sum.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class AggregatedStep:
       step: a model's bound `train_step`.
       transfer: how variables and gradients cross the network.
       element_spec: the structure of `tf.TypeSpec`s of a worker's batch.
-      total_num_replicas: into how many parts a batch is cut.
-      replicas_to_aggregate: of how many contributions an update is expected to be made. Others are traced when they
-        come, which waits for every worker that is up, also for one that is stopped.
-      is_weighted: whether gradients come with weights of their own.
+      total_num_replicas: number of parts of a batch.
+      replicas_to_aggregate: expected number of contributions of an update. An update from another number is traced on
+        first use, which waits for every worker that is up, even if it is stopped.
+      is_weighted: True if the gradients of each contribution have a weight.
       is_relative: see `TrainStep`.
     """
 
@@ -74,7 +74,7 @@ class AggregatedStep:
 
     @property
     def model(self) -> Any:
-        """The Keras model that it is the step of."""
+        """The Keras model of the step."""
         return self._step.model
 
     @property
@@ -87,23 +87,23 @@ class AggregatedStep:
         return self._packing.rebuild(flat)
 
     def contribute(self, iterator: Any) -> list[tf.Tensor]:
-        """Computes a contribution from the next batch of a worker's iterator, on the default device, a worker."""
+        """Computes a contribution from a worker's next batch, on the default device, which is the worker."""
         return self._from_iterator(iterator)
 
     def contribute_from(self, batch: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Computes a contribution from a batch that the chief has, flat, on the default device, a worker."""
+        """Computes a contribution from a flat batch of the chief, on the default device, which is the worker."""
         if self._from_batch is None:
             raise RuntimeError("contribute_from() before prepare_for_batches()")
         return self._from_batch(*batch)
 
     def prepare_for_batches(self) -> None:
-        """Traces what `contribute_from` runs; only Keras' thread may call it."""
+        """Traces the function of `contribute_from`; only Keras' thread may call it."""
         if self._from_batch is None:
             specs = tf.nest.flatten(self._spec, expand_composites=True)
             self._from_batch = self._step.settled(lambda: self._trace(self._contribute_batch, specs))
 
     def push(self, contribution: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Sends a contribution from the worker that computed it, the default device, to the parameter servers."""
+        """Sends a contribution from its worker, the default device, to the parameter servers."""
         return self._push(*contribution)
 
     def update(
@@ -112,8 +112,8 @@ class AggregatedStep:
         """Makes an update from contributions that were pushed, and returns the flat logs after it.
 
         Args:
-          contributions: what `push` gave, for each.
-          weights: what to multiply the gradients of each by, if it was built for weights.
+          contributions: results of `push`.
+          weights: factors of each contribution's gradients, if `is_weighted`.
         """
         update = self._update_from(len(contributions))
         tensors = [tensor for each in contributions for tensor in each]
@@ -150,7 +150,7 @@ class AggregatedStep:
         return self._bundles.pack(tf.nest.flatten(contribution, expand_composites=True))
 
     def _place(self, contribution: Contribution) -> None:
-        """Decides where the parts of a contribution go: a gradient to its variable, the rest to the first one's."""
+        """Chooses the devices of a contribution: a gradient's is its variable's, the others' the first variable's."""
         self._template = contribution
         self._devices = [variable.value.device for variable in self._step.variables()]
         self._home = (self._devices or ["/job:ps/replica:0/task:0/device:CPU:0"])[0]
@@ -193,6 +193,6 @@ class AggregatedStep:
 
 
 def part_of(batch: Sequence[tf.Tensor], spec: Any, part: int, num_parts: int) -> list[tf.Tensor]:
-    """A worker's part of a flat batch."""
+    """Returns a worker's part of a flat batch."""
     whole = tf.nest.pack_sequence_as(spec, batch, expand_composites=True)
     return tf.nest.flatten(splitting.cut(whole, part, num_parts), expand_composites=True)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine of `ParameterServerStrategy` with policies of asynchronous training.
 
-It is that of aggregated.py, except that workers do not go step by step with Keras: each takes what is next of the data,
-computes, sends its gradient to the parameter servers, and goes on, as long as the policies let it. What they have
-given waits on the parameter servers. Each step of Keras' loop makes one update from what the policies choose.
+It differs from aggregated.py in that workers are not synchronized with Keras' steps. Each worker takes the next data,
+computes, sends its gradient to the parameter servers, and starts again as soon as the policies allow it. Gradients wait
+on the parameter servers. Each step of Keras' loop makes one update from the gradients that the policies choose.
 
     Keras' loop (chief)        a worker's thread (chief)          the worker          the parameter servers
                                start(): may it?
@@ -14,8 +14,8 @@ given waits on the parameter servers. Each step of Keras' loop makes one update 
       update  ------------------------------------------------------------------->   weigh, add up, apply
       applied()
 
-A pass over data of known length has as many steps as batches, and each of them was used for one update. If gradients
-were dropped there are fewer updates than steps; the steps at the end of such a pass change nothing.
+A pass over data of known length has one step per batch. If gradients were dropped, there are fewer updates than steps,
+and the last steps of the pass change nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tfdist.runtime.stream_runner import StreamRunner
 
 
 class AsynchronousEngine(aggregated.AggregatedEngine):
-    """Makes updates from contributions that workers give whenever they have them. See `AggregatedEngine`."""
+    """Makes updates from contributions that arrive at any time. See `AggregatedEngine` for the arguments."""
 
     _runner: StreamRunner
     _runner_type = StreamRunner
@@ -48,7 +48,7 @@ class AsynchronousEngine(aggregated.AggregatedEngine):
         self._iterator: WorkerIterator | None = None
         self._feed = Feed()
         self._logs: list[np.ndarray] | None = None
-        # How many updates had been made when this pass began; None once it was said that it had too few.
+        # Number of updates at the beginning of this pass; None after the warning about too few updates.
         self._begun_at: int | None = 0
 
     def prepare(self, step: Callable[..., Any], element_spec: Any) -> AggregatedStep:
@@ -74,7 +74,7 @@ class AsynchronousEngine(aggregated.AggregatedEngine):
                     try:
                         made = self._update(step, iterator)
                     except BaseException:
-                        # Before what was given is discarded: nobody starts anew on what has just failed.
+                        # Before the contributions are discarded, so that no worker starts again with the failed step.
                         self._leave()
                         raise
             if made is None:
@@ -85,7 +85,7 @@ class AsynchronousEngine(aggregated.AggregatedEngine):
         return self._logs
 
     def _update(self, step: AggregatedStep, iterator: WorkerIterator) -> tuple[Update, list[np.ndarray]] | None:
-        """Makes an update, and returns it with the logs after it; None if nothing is left to make one from."""
+        """Makes an update, and returns it with the logs after it; None if no gradient is left."""
         collected = self._collect(step, iterator, None)
         if collected is None:
             return None
@@ -99,7 +99,7 @@ class AsynchronousEngine(aggregated.AggregatedEngine):
         """Prepares for another step function, or another pass over the data."""
         if step is self._step and iterator is self._iterator:
             return
-        # What is left, or is being computed, is of another model, or of a `fit` that was not brought to its end.
+        # Remaining contributions are of another model, or of a `fit` that was interrupted.
         self._leave()
         self._runner.discard()
         if step is not self._step:
@@ -133,7 +133,7 @@ class AsynchronousEngine(aggregated.AggregatedEngine):
             iterator.redeem_ahead()
 
     def _without_update(self, iterator: WorkerIterator) -> list[np.ndarray]:
-        """Nothing is left of this pass; says so to Keras, or does nothing if Keras counts on another step."""
+        """Ends a pass without gradients: raises the end of the data, or makes an empty step if Keras expects one."""
         if not iterator.counted or self._logs is None:
             iterator.ended = True
             raise tf.errors.OutOfRangeError(None, None, "End of sequence")
@@ -149,7 +149,7 @@ class AsynchronousEngine(aggregated.AggregatedEngine):
     def _lose(self, worker: int, is_so: Callable[[], bool] = lambda: True) -> None:
         def release() -> None:
             self._feed.release(worker)
-            # Those who have nothing left to do may take what it leaves.
+            # Idle workers may take its remaining data.
             self._runner.resume()
 
         self._runner.lose(worker, is_so, release)
@@ -183,7 +183,7 @@ class AsynchronousEngine(aggregated.AggregatedEngine):
             self._runner.end(worker, lambda: self._feed is not feed or feed.has_more(worker))
             return
         contribution = step.contribute_from(source) if feed.from_chief else step.contribute(source)
-        # What is slow is so after it has read the variables: a delay before would leave its gradient fresh.
+        # After the variables were read: an earlier delay would not make the gradient stale.
         delay_hook.before_contribution(worker, next(self._attempts[worker]))
         if self._runner.is_wanted(worker, local_step):
             self._runner.hand_over(worker, local_step, step.push(contribution))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches among the arguments of `strategy.run`: which step takes them, and from where."""
+"""Batches among the arguments of `strategy.run`: their specs, their values, and the step that reads them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tfdist.engines.parameter_server.worker_data import Batch, WorkerIterator, f
 
 
 def spec_of(leaf: Any) -> Any:
-    """The spec that a step is traced for: of a batch its structure, and not which batch it is."""
+    """Returns the spec that a step is traced for: for a batch its structure, without its number."""
     if isinstance(leaf, WorkerBatch):
         return leaf.structure
     return tf.type_spec_from_value(leaf) if tf.is_tensor(leaf) else leaf
 
 
 def unused(handles: Sequence[int]) -> Batch | None:
-    """The one batch that these handles stand for, if it is one, and no step has had it; it counts as used then."""
+    """Returns the batch of these handles and marks it as used; None if they have several, or it was used before."""
     if len(set(handles)) != 1:
         return None
     batch = find_batch(handles[0])
@@ -31,7 +31,7 @@ def unused(handles: Sequence[int]) -> Batch | None:
 
 
 def parts_on_chief(numbers: Sequence[int], handles: Sequence[WorkerBatch]) -> list[Any]:
-    """The values of the parts that these handles stand for, flat; `numbers` says of which batches they are."""
+    """Returns the values of the parts that these handles stand for, flat; `numbers` are the batches' numbers."""
     parts = []
     for number, handle in zip(numbers, handles, strict=True):
         whole = tf.nest.pack_sequence_as(handle.whole_spec, find_batch(number).values(), expand_composites=True)
@@ -40,8 +40,8 @@ def parts_on_chief(numbers: Sequence[int], handles: Sequence[WorkerBatch]) -> li
 
 
 def takes_batches_itself(kind: str, iterator: WorkerIterator) -> bool:
-    """True if the traced step reads its batch from an iterator on the worker; else it is handed the batch.
+    """Returns True if the traced step reads its batch from an iterator on the worker; else the batch is an argument.
 
-    Where a policy has the workers read parts of batches, all other steps are handed whole ones by the chief.
+    If a policy makes the workers read parts of batches, the chief sends whole batches to all other steps.
     """
     return iterator.feed(by_chief=kind in ("test", "predict") or iterator.is_cut) == "worker" and iterator.shares_known

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Variables on the parameter servers that the chief sees in program order and that the workers count in exactly.
+"""Variables on the parameter servers with ordered access by the chief, and atomic increments by the workers.
 
-Two things are wrong with the stock variable under asynchronous workers:
+The stock variable has two defects under asynchronous workers:
 
 * The chief does not know that steps it scheduled are still running. A metric that is read, or reset, in between
 counts a part of
   them. Here, reading or writing a variable on the chief first waits for every step scheduled before (`barrier`).
-* Keras' `Variable.assign_add(x)` is `assign(self + x)`: read, add, write. Of two workers that do so at once one is
+* Keras' `Variable.assign_add(x)` is `assign(self + x)`: read, add, write. If two workers do so at once, one addition is
 lost. Here, when
   the value assigned is an addition to (or subtraction from) a read of the same variable, with no write between, it
-  becomes the one atomic operation that was meant. The two are equal for a single worker, so nothing is lost where it
-  does not matter.
+  becomes one atomic addition. With a single worker the result is the same.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class CoordinatedVariable(server_variables.ServerVariable):
         self._for_data: tf.Variable | None = None
 
     def read_ahead(self, value: tf.Tensor | None) -> None:
-        """Has reads in the graph of `value` take it as what they read, until there is a write; None ends that."""
+        """Makes reads in the graph of `value` return it until the next write; None restores reads of the variable."""
         self._ahead = value
 
     # Reads.
@@ -63,7 +62,7 @@ class CoordinatedVariable(server_variables.ServerVariable):
         value = self._as_read_ahead() if is_whole else None
         if value is None:
             value = read(*args, **kwargs)
-        # A part, or a permutation, of the variable is not what an addition to it begins with.
+        # An addition to the variable begins with the whole variable, not with a part or a permutation of it.
         if is_whole and tf.is_tensor(value) and hasattr(value, "graph"):
             self._reads.setdefault(value.graph, {})[value.op.name] = self._state_in(value.graph)
         return value
@@ -89,9 +88,9 @@ class CoordinatedVariable(server_variables.ServerVariable):
         return self._read(super()._dense_var_to_tensor, is_whole=is_whole, dtype=dtype, name=name, as_ref=as_ref)
 
     def _copy_for_data(self) -> tf.Variable:
-        """A variable of the chief's own with the value that this one has when a data set first uses it.
+        """Makes a variable on the chief with the current value, when a data set first uses this variable.
 
-        A function of a data set can't reach a variable on another machine, and the chief reads ahead of the steps.
+        A function of a data set can't read a variable on another machine, and the chief prefetches ahead of the steps.
         """
         if self._for_data is None:
             with tf.init_scope(), tf.device("/device:CPU:0"):
@@ -104,7 +103,7 @@ class CoordinatedVariable(server_variables.ServerVariable):
         value = self._ahead
         if value is None or value.graph is not tf.compat.v1.get_default_graph():
             return None
-        # Where it is updated it is nearer than what was read ahead on the worker.
+        # In an update the variable is local, and the value that was read ahead is on the worker.
         if tf.distribute.get_replica_context() is None or replicas.is_updating():
             return None
         if self._num_writes(value.graph):
@@ -147,7 +146,7 @@ class CoordinatedVariable(server_variables.ServerVariable):
     def assign_sub(
         self, delta: Any, use_locking: bool | None = None, name: str | None = None, read_value: bool = True
     ) -> Any:
-        """See `tf.Variable.assign_sub`; what is scaled is taken off a large variable in one pass over its memory."""
+        """See `tf.Variable.assign_sub`; fuses scaling and subtraction into one pass over a large variable."""
         scaled = None if tf.executing_eagerly() else self._match_scaling(delta)
         if scaled is None:
             options = {"use_locking": use_locking, "name": name, "read_value": read_value}
@@ -162,7 +161,7 @@ class CoordinatedVariable(server_variables.ServerVariable):
         return self.read_after(operation) if read_value else operation
 
     def __getitem__(self, key: Any) -> tf.Tensor:
-        """See `tf.Variable`; what is returned can be assigned to."""
+        """See `tf.Variable`; the result has `assign`."""
         part = super().__getitem__(key)
         part.assign = lambda value, name=None: self._write(lambda: self.stored[key].assign(value, name))
         return part
@@ -179,7 +178,7 @@ class CoordinatedVariable(server_variables.ServerVariable):
         return write(*args, **kwargs)
 
     def _state_in(self, graph: Any) -> tuple[int, int]:
-        """Changes with each write: one in a branch is no operation of `graph` yet, one traced before is no call."""
+        """Returns a state that changes with each write, in a branch that is still traced, or in a called function."""
         return self._writes, self._num_writes(graph)
 
     def _num_writes(self, graph: Any) -> int:
@@ -208,7 +207,7 @@ class CoordinatedVariable(server_variables.ServerVariable):
         return None
 
     def _match_scaling(self, value: Any) -> tuple[tf.Tensor, tf.Tensor] | None:
-        """The scalar and the tensor of which `value` is the product, if it is, and large."""
+        """Returns the scalar and the tensor of a large product `value`; None if it is no product, or small."""
         if is_small(self) or not self.dtype.is_floating or not tf.is_symbolic_tensor(value):
             return None
         if value.op.type != "Mul" or value.dtype != self.dtype:
@@ -240,7 +239,7 @@ class CoordinatedVariable(server_variables.ServerVariable):
 
 @contextlib.contextmanager
 def watched(watcher: Callable[[CoordinatedVariable], None]) -> Iterator[None]:
-    """Within this block, `watcher` is told of each write that is traced, in this thread, before it is."""
+    """Context in which `watcher` is called before each write that this thread traces."""
     before = getattr(_watchers, "writes", ())
     _watchers.writes = (*before, watcher)
     try:
@@ -266,7 +265,7 @@ for _name in (*_SCATTERS, "batch_scatter_update"):
 
 
 class _Addition:
-    """`value` is added to the variable (`sign` 1) or taken off it (-1)."""
+    """Addition (`sign` 1) of `value` to the variable, or subtraction (-1)."""
 
     def __init__(self, value: tf.Tensor, sign: int):
         self.value = value
@@ -280,7 +279,7 @@ def _behind(tensor: tf.Tensor, types: tuple[str, ...]) -> tf.Tensor:
 
 
 def coordinate(variable: Any, barrier: Callable[..., None]) -> Any:
-    """Returns what `ParameterServerStrategy` made, as a `CoordinatedVariable` where it is a single variable."""
+    """Wraps a stock variable in a `CoordinatedVariable`, if it is a single variable."""
     if server_variables.is_single(variable):
         return CoordinatedVariable(variable.get(), barrier)
     return variable

@@ -16,7 +16,7 @@ How a step flows:
                       for all steps,
                       then reads
 
-The main thread owns the order of steps; each worker's thread owns what runs on its worker; both meet in `step_queue`.
+The main thread owns the order of steps, and each worker's thread owns the calls of its worker. They share `step_queue`.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class CoordinatedEngine:
 
     Args:
       strategy: The strategy whose cluster it drives.
-      num_workers: How many workers that cluster has.
-      data_service_address: Given whether the data are endless, returns the address of the tf.data service's dispatcher
-        for them, "grpc://host:port", and starts it if need be.
-      clock: Seconds, monotonic; tests put their own here.
-      stall_timeout_secs: How long no step may complete before the wait for one ends with an error.
-      on_update: Told of each update: who made it, and how many others were made since its worker began. An update
-        counts from when the chief hears of it.
+      num_workers: Number of workers in the cluster.
+      data_service_address: Returns the address of the tf.data service's dispatcher, "grpc://host:port", and starts it
+        if needed; called with True if the data are endless.
+      clock: Returns seconds, monotonic; replaced in tests.
+      stall_timeout_secs: Longest time without a completed step, after which a wait raises an error.
+      on_update: Called with each `Update`: its worker, and its staleness. An update counts when its result arrives at
+        the chief.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class CoordinatedEngine:
         self.data_service_address = data_service_address
         # Each worker computes one step while the next one waits in the queue; more would only make the logs older.
         self.window = 2 * num_workers + 1
-        # Called before a step is queued; another engine that occupies the workers leaves them then.
+        # Called before a step is queued; another engine that occupies the workers' threads returns them then.
         self.before_queueing: Callable[[], None] = lambda: None
         self._queue = StepQueue(self.coordinator, num_workers, clock, stall_timeout_secs, on_update)
         self._reporter = watch.StallReporter(self.waited_for, progress=self._queue.progress, clock=clock)
@@ -81,7 +81,7 @@ class CoordinatedEngine:
         return WorkerIterator(self, dataset)
 
     def make_room(self) -> None:
-        """Waits until another step may be queued. Raises what went wrong in a step before."""
+        """Waits until another step may be queued. Raises the error of an earlier step."""
         self._queue.wait_until(lambda: self._queue.num_pending < self.window)
 
     def step(
@@ -96,22 +96,22 @@ class CoordinatedEngine:
         """Queues a step whose result is a running total, such as Keras' logs.
 
         Args:
-          program: What to run.
-          tensors: What it takes beside the batch.
-          iterator: Where the batch comes from.
-          last: Whether it is the last step of its pass.
-          is_update: Whether it trains.
-          batch: Which batch it takes, where that may be used again.
+          program: The traced step.
+          tensors: Its arguments besides the batch.
+          iterator: The pass over the data.
+          last: True for the last step of the pass.
+          is_update: True if the step trains.
+          batch: The batch, if a later step may use it again.
 
         Returns:
-          The flat result of the newest finished step; it is this step's own if `last`, or if none was finished since
-          the chief last wrote a variable (reset the metrics, say).
+          The flat result of the newest finished step. This step's own result if `last`, or if no step was finished
+          since the chief last wrote a variable (reset the metrics, for example).
 
         Raises:
           tf.errors.OutOfRangeError: No worker has data left.
         """
         if last:
-            # Its result is the total of all of them, and workers do not end in the order in which they began.
+            # Its result must include all earlier steps, which may finish in another order than they began.
             self._queue.wait_until(self._queue.is_empty)
         step = Step(program, tensors, iterator, is_update=is_update, batch=batch)
         if iterator is not None and not iterator.counted:
@@ -151,7 +151,7 @@ class CoordinatedEngine:
         iterator: WorkerIterator | None,
         batch: Batch | None = None,
     ) -> concurrent.futures.Future:
-        """Queues a step; the future gets its own result, or None when there were no data for it."""
+        """Queues a step; returns a future of its result, which is None if no data were left."""
         result: concurrent.futures.Future = concurrent.futures.Future()
         self._put(Step(program, tensors, iterator, result=result, batch=batch))
         return result
@@ -165,10 +165,10 @@ class CoordinatedEngine:
         return value
 
     def barrier(self, writes: bool) -> None:
-        """Waits for all steps queued so far: what the chief reads or writes next comes after them.
+        """Waits for all queued steps, so that the chief's next read or write is ordered behind them.
 
         Args:
-          writes: Whether the chief is about to write; logs of steps before are then out of date.
+          writes: True if the chief is about to write; then logs of earlier steps are invalid.
         """
         if closures.current_worker() is not None:
             return
@@ -178,11 +178,11 @@ class CoordinatedEngine:
             self._queue.logs = None
 
     def waited_for(self) -> str:
-        """Names the workers that hold up the steps under way."""
+        """Returns the names of the workers that the steps in flight wait for."""
         return self._queue.waited_for()
 
     def close(self) -> None:
-        """Gives up what is under way, and ends the engine's own thread."""
+        """Cancels the steps in flight, and ends the engine's own thread."""
         self._reporter.stop()
         self._queue.forget_steps()
 

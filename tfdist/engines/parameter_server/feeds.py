@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches, or parts of them, for workers that go on by themselves instead of step by step.
+"""Sources of batches, or of parts of batches, for workers that are not synchronized with Keras' steps.
 
-    Shares    data cut into shares beforehand: a worker reads its own, and then one that nobody reads (its worker was
-              lost, or does not take part yet), from where that one was left
-    Streams   each worker has an iterator of its own, and reads it to its end
-    Parts     the chief reads the data, and a worker asks for the next part
+    Shares    one shard of the data per worker: a worker reads its own shard, and then a shard without a reader (its
+              worker was lost, or doesn't take part yet), from the position of its last reader
+    Streams   each worker reads its own iterator to the end
+    Parts     the chief reads the data, and a worker takes the next part
 
-All three are asked in the workers' threads on the chief. A part that was taken and not used, because its worker was
-lost, is given out again; so each is used once.
+The workers' threads on the chief call them. A part that was taken and not used, because its worker was lost, is
+assigned again; so each part is used once.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ import tensorflow as tf
 
 
 class Feed:
-    """Interface of all three; each call is about one worker.
+    """Interface of all three; each call concerns one worker.
 
     Attributes:
-      from_chief: whether `take` gives a batch rather than an iterator on the worker.
+      from_chief: True if `take` returns a batch, and not an iterator on the worker.
     """
 
     from_chief = False
 
     def arrive(self, worker: int, iterator: Any) -> None:
-        """Says that `worker` is there, with an iterator of its own if each has one."""
+        """Notes that `worker` takes part, with its own iterator if each worker has one."""
 
     def take(self, worker: int) -> Any | None:
-        """The source of the next contribution of `worker`; None at the end."""
+        """Returns the source of the next contribution of `worker`; None at the end."""
         raise NotImplementedError
 
     def used(self, worker: int) -> None:
-        """Says that a contribution was made of what `worker` took."""
+        """Notes that the last `take` of `worker` was used in a contribution."""
 
     def ended(self, worker: int) -> None:
-        """Says that the iterator that was given to `worker` is at its end."""
+        """Notes that the iterator of `worker` has ended."""
 
     def has_more(self, worker: int) -> bool:
-        """True if `take` has something for `worker`, as far as is known."""
+        """Returns True if `take` has a source for `worker`, or may have one."""
         raise NotImplementedError
 
     def release(self, worker: int) -> None:
-        """Says that `worker` was lost."""
+        """Notes that `worker` was lost."""
 
 
 class Streams(Feed):
     """An iterator on each worker.
 
     Args:
-      used: told of each contribution, so that a worker that comes back leaves out what it has used.
+      used: called for each contribution, so that a restarted worker skips the batches that it has used.
     """
 
     def __init__(self, used: Callable[[int], None] = lambda worker: None) -> None:
@@ -64,26 +64,26 @@ class Streams(Feed):
         self._at_end: set[int] = set()
 
     def arrive(self, worker: int, iterator: Any) -> None:
-        """Says that `worker` is there, with an iterator of its own."""
+        """Notes that `worker` takes part, with its own iterator."""
         with self._lock:
             self._iterators[worker] = iterator
 
     def take(self, worker: int) -> Any | None:
-        """The iterator with the next batch of `worker`; None at the end."""
+        """Returns the iterator of `worker`; None at the end."""
         with self._lock:
             return None if worker in self._at_end else self._iterators[worker]
 
     def used(self, worker: int) -> None:
-        """Says that a contribution was made of what `worker` took."""
+        """Notes that the last `take` of `worker` was used in a contribution."""
         self._used(worker)
 
     def ended(self, worker: int) -> None:
-        """Says that what was given to `worker` is at its end."""
+        """Notes that the iterator of `worker` has ended."""
         with self._lock:
             self._at_end.add(worker)
 
     def has_more(self, worker: int) -> bool:
-        """True if `take` has something for `worker`."""
+        """Returns True if `take` has a source for `worker`."""
         with self._lock:
             return worker not in self._at_end
 
@@ -92,9 +92,9 @@ class Shares(Feed):
     """Shares of the data, each read by one worker at a time.
 
     Args:
-      count: how many shares there are, one for each worker.
+      count: number of shares, one for each worker.
       open_share: makes an iterator over share `share` without its first `position` parts, on the worker of this thread.
-      forget: told of a worker that was lost, with the iterators on it.
+      forget: called with a worker that was lost, whose iterators are gone.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Shares(Feed):
         self._iterators: dict[int, Any] = {}
 
     def take(self, worker: int) -> Any | None:
-        """The iterator over the share of `worker`; None if nobody needs it any more."""
+        """Returns the iterator over the share of `worker`, or over a share without a reader; None at the end."""
         with self._lock:
             if worker not in self._held:
                 if not self._free:
@@ -120,29 +120,29 @@ class Shares(Feed):
                 self._held[worker] = share
             share = self._held[worker]
         if worker not in self._iterators:
-            # Only this worker's thread comes here for it.
+            # Only this worker's thread opens it.
             self._iterators[worker] = self._open_share(share, self._positions[share])
         return self._iterators[worker]
 
     def used(self, worker: int) -> None:
-        """Says that a contribution was made of what `worker` took."""
+        """Notes that the last `take` of `worker` was used in a contribution."""
         with self._lock:
             if worker in self._held:
                 self._positions[self._held[worker]] += 1
 
     def ended(self, worker: int) -> None:
-        """Says that the share of `worker` is at its end."""
+        """Notes that the share of `worker` has ended."""
         with self._lock:
             self._held.pop(worker, None)
             self._iterators.pop(worker, None)
 
     def has_more(self, worker: int) -> bool:
-        """True if `take` has something for `worker`."""
+        """Returns True if `take` has a source for `worker`."""
         with self._lock:
             return worker in self._held or bool(self._free)
 
     def release(self, worker: int) -> None:
-        """Says that `worker` was lost: another one may go on with its share."""
+        """Notes that `worker` was lost: another worker may continue its share."""
         with self._lock:
             if (share := self._held.pop(worker, None)) is not None:
                 self._free.add(share)
@@ -154,7 +154,7 @@ class Parts(Feed):
     """Parts of batches that the chief reads.
 
     Args:
-      read: gives the parts of the next batch, each a flat list of tensors.
+      read: returns the parts of the next batch, each a flat list of tensors.
     """
 
     from_chief = True
@@ -162,14 +162,14 @@ class Parts(Feed):
     def __init__(self, read: Callable[[], list[Any]]) -> None:
         self._read = read
         self._lock = threading.Lock()
-        # Reading may take long, and nobody else waits for it.
+        # A lock of its own, because reading may take long.
         self._reading = threading.Lock()
         self._parts: collections.deque[Any] = collections.deque()
         self._taken: dict[int, Any] = {}
         self._at_end = False
 
     def take(self, worker: int) -> Any | None:
-        """The next part; None at the end."""
+        """Returns the next part; None at the end."""
         while True:
             with self._lock:
                 if self._parts:
@@ -195,18 +195,18 @@ class Parts(Feed):
             self._parts.extend(parts)
 
     def has_more(self, worker: int) -> bool:
-        """True if `take` has something for `worker`, as far as is known."""
+        """Returns True if `take` has a source for `worker`, or may have one."""
         del worker
         with self._lock:
             return bool(self._parts) or not self._at_end
 
     def used(self, worker: int) -> None:
-        """Says that a contribution was made of what `worker` took."""
+        """Notes that the last `take` of `worker` was used in a contribution."""
         with self._lock:
             self._taken.pop(worker, None)
 
     def release(self, worker: int) -> None:
-        """Says that `worker` was lost: another one computes from what it had taken."""
+        """Notes that `worker` was lost: another worker takes its part."""
         with self._lock:
             if (part := self._taken.pop(worker, None)) is not None:
                 self._parts.appendleft(part)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data sets and iterators of workers within a `tf.function`: as arguments, captured, and made there.
+"""Data sets and iterators of workers within a `tf.function`: arguments, captures, and those created in it.
 
-In the graph each is one int64, the number of the data set or of the pass. Their methods leave operations that call the
-chief's Python each time they run: `iter` begins a pass, `next` gives a handle (`worker_batch`).
+In the graph each is an int64, the number of the data set or of the pass. Their methods add operations that call the
+chief's Python at each execution: `iter` begins a pass, `next` returns a handle (`worker_batch`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Optional:
 
     Args:
       has_value: a bool scalar.
-      batch: the handle, which means nothing at the end of the data.
+      batch: the handle; invalid at the end of the data.
     """
 
     def __init__(self, has_value: tf.Tensor, batch: WorkerBatch):
@@ -49,7 +49,7 @@ class Optional:
         return self._has_value
 
     def get_value(self) -> WorkerBatch:
-        """The handle of the batch."""
+        """Returns the handle of the batch."""
         if tf.executing_eagerly() and not bool(self._has_value):
             raise tf.errors.InvalidArgumentError(None, None, "The given optional does not have a value.")
         return self._batch
@@ -73,11 +73,11 @@ class GraphIterator(tf.experimental.ExtensionType, LoopIterator):
         return self.get_next()
 
     def get_next(self) -> WorkerBatch:
-        """The handle of the next batch; the operation fails with `tf.errors.OutOfRangeError` at the end."""
+        """Returns the handle of the next batch; the operation fails with `tf.errors.OutOfRangeError` at the end."""
         return self._handle(*_call(_next_handle, self.id, [tf.int64]))
 
     def get_next_as_optional(self) -> Optional:
-        """The handle of the next batch, or the end of the data."""
+        """Returns the handle of the next batch, or the end of the data."""
         has_value, handle = _call(_next_or_end, self.id, [tf.bool, tf.int64])
         return Optional(has_value, self._handle(handle))
 
@@ -97,7 +97,7 @@ class GraphDataset(tf.experimental.ExtensionType, LoopIterable):
     structure: str
 
     def __iter__(self) -> GraphIterator:
-        # One pass is kept for each place of the program that begins them, until that begins the next.
+        # Each call site keeps its last pass alive until it begins the next.
         begun: list[Pass] = []
 
         def begin(dataset_id: tf.Tensor) -> list[Any]:
@@ -121,11 +121,11 @@ class GraphDataset(tf.experimental.ExtensionType, LoopIterable):
 
 
 class HandleType(tf.types.experimental.TraceType):
-    """Makes a `tf.function` take a data set or an iterator by its number: one trace for all with the same structure.
+    """Trace type of a data set or an iterator, passed by its number: one trace for all of the same structure.
 
     Args:
-      make: makes what the function gets in its place, from the number and the structure.
-      structure: describes the batches.
+      make: makes the object for the traced function, from the number and the structure.
+      structure: description of the batches.
     """
 
     def __init__(self, make: Callable[..., Any], structure: str):

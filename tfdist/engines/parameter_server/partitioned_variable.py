@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A variable whose rows are spread over several parameter servers, in the shape that Keras 3 can use.
+"""A variable sharded by rows over several parameter servers, with an interface that Keras 3 can use.
 
-TensorFlow's `ShardedVariable` (made where the strategy has a `variable_partitioner`) has no handle, so that neither a
-gradient tape nor Keras' optimizers know what to do with it. Here the whole variable is read once per step, by putting
-the shards together, and what was read serves as the handle: gradients are taken with respect to it. Writes are split
-and go to each shard.
+TensorFlow's `ShardedVariable` (of a strategy with a `variable_partitioner`) has no handle, so neither gradient tapes
+nor Keras' optimizers support it. Here the whole variable is read once per step, by concatenating the shards, and this
+read is the handle: gradients are taken with respect to it. Writes are split into the shards.
 
 Source of the layout: "div" partitioning of `tf.distribute.experimental.ParameterServerStrategy`: consecutive rows,
 the first shards one row larger where the rows don't divide evenly.
@@ -25,10 +24,10 @@ VARIABLE_VALUE = "VARIABLE_VALUE"
 
 
 class PartitionedVariable(CoordinatedVariable):
-    """Several variables that look like one.
+    """Several shards with the interface of one variable.
 
     Args:
-      shards: The stock variable that holds them.
+      shards: The stock `ShardedVariable`.
       barrier: See `CoordinatedVariable`.
     """
 
@@ -56,7 +55,7 @@ class PartitionedVariable(CoordinatedVariable):
         return self.stored.variables
 
     def _match_scaling(self, value: Any) -> None:
-        """Gradient descent in one pass over the memory is for one variable; each shard is given its rows instead."""
+        """Returns None: the fused gradient descent is for single variables; each shard is assigned its rows."""
 
     def _handles(self) -> list[Any]:
         return [shard.handle for shard in self.variables]
@@ -73,7 +72,7 @@ class PartitionedVariable(CoordinatedVariable):
 
 
 class _Whole:
-    """`ShardedVariable` with what it lacks of a variable's interface."""
+    """`ShardedVariable` with the missing parts of a variable's interface."""
 
     def __init__(self, shards: server_variables.ShardedVariable):
         self._shards = shards
@@ -88,7 +87,7 @@ class _Whole:
         return getattr(self._shards, name)
 
     def value(self) -> tf.Tensor:
-        """The whole value, shape and dtype of the variable; within one graph read once between two writes."""
+        """Returns the whole value; within one graph it is read once between two writes."""
         if tf.executing_eagerly():
             return self._concatenated()
         value = _of_this_graph(self._read)
@@ -101,11 +100,11 @@ class _Whole:
             first = value if read is None else read
             self._first = weakref.ref(first.graph), first
         server_variables.watch(first, self.trainable)
-        # What is read after a write is another tensor, of the same variable to a tape.
+        # A read after a write is another tensor, but the same variable for a tape.
         return value if value is first else _read_again(first, value)
 
     def _read_in_the_step(self) -> tf.Tensor | None:
-        """Reads it outside of the loop, conditional or function that is traced, if one is."""
+        """Reads the variable outside of the traced loop, conditional or function, if there is one."""
         graph = current = tf.compat.v1.get_default_graph()
         while isinstance(outer := getattr(graph, "outer_graph", None), tf.Graph) and outer.building_function:
             graph = outer
@@ -115,7 +114,7 @@ class _Whole:
             return self._concatenated()
 
     def first_read(self) -> tf.Tensor | None:
-        """The value that this graph, or one around it, has read first."""
+        """Returns the first read in this graph, or in an enclosing graph."""
         return _of_this_graph(self._first)
 
     def __getitem__(self, key: Any) -> tf.Tensor:
@@ -191,20 +190,20 @@ class _Whole:
 
 
 def _of_this_graph(read: tuple[weakref.ref, tf.Tensor] | None) -> tf.Tensor | None:
-    """The value that was read, if it was in the graph that is traced or in one around it."""
+    """Returns the tensor of a read, if it is in the current graph or in an enclosing graph."""
     graph, value = (read[0](), read[1]) if read else (None, None)
     return value if any(each is graph for each in enclosing_graphs.enclosing()) else None
 
 
 @tf.custom_gradient
 def _read_again(first: tf.Tensor, value: tf.Tensor) -> Any:
-    """`value`, of which gradients are those of `first`."""
+    """Returns `value` with the gradients of `first`."""
     del first
     return tf.identity(value), lambda gradient: (gradient, None)
 
 
 def partition(variable: Any, barrier: Callable[..., None]) -> Any:
-    """Returns what `ParameterServerStrategy` made, as a `PartitionedVariable` where it is in shards."""
+    """Wraps a stock variable in a `PartitionedVariable`, if it is sharded."""
     if isinstance(variable, server_variables.ShardedVariable):
         return PartitionedVariable(variable, barrier)
     return variable

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step on its way through `CoordinatedEngine`."""
+"""A step in the queue of `CoordinatedEngine`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tfdist.engines.parameter_server.worker_data import Batch, WorkerIterator
 
 @dataclasses.dataclass(eq=False)
 class Step:
-    """A step: its program, its batch, and the futures that get its result."""
+    """Program and batch of a step, and the futures of its result."""
 
     program: Program
     tensors: Sequence[tf.Tensor]
@@ -26,18 +26,18 @@ class Step:
     result: concurrent.futures.Future | None = None
     worker_fed: bool = False
     queued: bool = False
-    # True for an update; and the number of updates made when it was begun last.
+    # True for an update; and the number of updates when it was last started.
     is_update: bool = False
     local_step: int = 0
-    # The batch that it takes, for a loop that may use it again.
+    # The batch, for a loop that may use it again.
     batch: Batch | None = None
 
     def suits(self, worker: int) -> bool:
-        """True if `worker` could make it now. Only that worker's thread calls this."""
+        """Returns True if `worker` can run the step now. Only that worker's thread calls this."""
         return self.queued and (not self.worker_fed or self.iterator.has_batch(worker))
 
 
 def resolve(future: concurrent.futures.Future | None, value: Any) -> None:
-    """Gives the future its result, if somebody waits for it and has none yet."""
+    """Sets the result of a future, unless it is None or done."""
     if future is not None and not future.done():
         future.set_result(value)

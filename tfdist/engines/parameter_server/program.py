@@ -19,7 +19,7 @@ from tfdist.engines.parameter_server.worker_batch import WorkerBatch, flat_specs
 from tfdist.step import keras_steps, one_replica
 from tfdist.step.packing import Packing
 
-# About what a perceptron of ten layers with Adam comes to.
+# About the operations of a perceptron of ten layers with Adam.
 _SMALL_STEP_OPERATIONS = 3000
 
 
@@ -32,17 +32,17 @@ class Program:
     Args:
       strategy: The strategy in whose scope `fn` is traced.
       fn: The user's step.
-      args: Its positional arguments; tensors and `WorkerBatch`es are placeholders for what comes at run time.
+      args: Its positional arguments; tensors and `WorkerBatch`es are placeholders for the values at run time.
       kwargs: Its keyword arguments, likewise.
-      worker_fed: Whether the batch is taken from an iterator on the worker.
-      in_parts: Whether each part of a batch among the arguments is given by itself.
-      accumulation: Where the worker adds gradients up; then its sums come last among the arguments.
-      transfer: How variables and gradients cross the network; as stock TensorFlow sends them if not given.
+      worker_fed: True if the batch is read from an iterator on the worker.
+      in_parts: True if each part of a batch is an argument.
+      accumulation: Accumulators of the worker's gradients, which are then the last arguments.
+      transfer: Form in which variables and gradients cross the network; stock TensorFlow's by default.
     """
 
-    # Whether gradients that are accumulated make an update.
+    # False if the step only accumulates gradients.
     _updates = True
-    # The same step, adding its gradients to the worker's sums instead of updating.
+    # The same step, which accumulates its gradients instead of updating.
     adding: Program | None = None
 
     def __init__(
@@ -80,25 +80,25 @@ class Program:
         return self._packing.dtypes
 
     def flatten_arguments(self, args: tuple, kwargs: dict[str, Any]) -> list[tf.Tensor]:
-        """The tensors among the arguments of one call, flat, without the batch."""
+        """Returns the tensors among the arguments of one call, flat, without the batch."""
         leaves = [
             leaf for leaf in tf.nest.flatten((args, kwargs)) if _is_tensor(leaf) and not isinstance(leaf, WorkerBatch)
         ]
         return tf.nest.flatten(leaves, expand_composites=True)
 
     def run(self, *inputs: Any) -> list[tf.Tensor]:
-        """Runs it on the device of the calling thread; the result stays there (see `fetch`)."""
+        """Runs the step on the device of the calling thread; the result stays there (see `fetch`)."""
         return self._run(*inputs)
 
     def run_silently(self, *inputs: Any) -> Sequence[tf.Tensor]:
-        """Runs it for its effects alone, which spares it what only the result needs (see `prepare_silent`)."""
+        """Runs the step without computing its result (see `prepare_silent`)."""
         return (self._silent or self._run)(*inputs)
 
     def prepare_silent(self) -> None:
         """Traces the step without its result, where that is cheap; only the main thread may call it.
 
-        Reading the metrics for a result that nobody looks at is a good part of a small step. A large one would hardly
-        notice, but would take long to trace again.
+        Reading the metrics for an unused result takes a good part of a small step. In a large step the share is small,
+        and a second trace takes long.
         """
         if (
             self._silent is None
@@ -116,15 +116,15 @@ class Program:
         return other
 
     def fetch(self, outputs: Sequence[tf.Tensor]) -> list[np.ndarray]:
-        """Brings the outputs of `run` to the chief, in the order of the flat result."""
+        """Copies the outputs of `run` to the chief, in the order of the flat result."""
         return self._packing.unpack(outputs[: self._packing.num_outputs])
 
     def batch_in(self, outputs: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
-        """The batch that `run` has taken, where it lives; empty unless a custom loop may use it again."""
+        """Returns the batch of `run`, on its device; empty unless a custom loop may use it again."""
         return outputs[self._packing.num_outputs :] if self._keeps_batch else ()
 
     def rebuild(self, flat: Sequence[Any]) -> Any:
-        """Packs a flat result into what `fn` returned."""
+        """Packs a flat result into the structure that `fn` returned."""
         return self._packing.rebuild(flat)
 
     def _trace(self, on_worker: Callable[..., list[tf.Tensor]]) -> Callable[..., list[tf.Tensor]]:
@@ -151,7 +151,7 @@ class Program:
         return []
 
     def _result_of(self, *inputs: Any) -> tuple[Any, Any]:
-        """The result of `fn`, and the batch that it was given."""
+        """Returns the result of `fn`, and its batch."""
         batch, rest = self._take_batch(list(inputs))
         supply, parts = iter(rest), iter(batch if self._in_parts else ())
         leaves = [self._fill(leaf, batch, parts, supply) for leaf in self._leaves]
@@ -180,7 +180,7 @@ class Program:
         return tf.nest.pack_sequence_as(leaf, components, expand_composites=True)
 
     def _call(self, args: tuple, kwargs: dict[str, Any], batch: Any) -> Any:
-        # Its device has no job: it is the one of the worker that runs the step.
+        # A device without a job is on the worker that runs the step.
         worker, kind = self._strategy.extended.worker_devices[0], keras_steps.classify(self._fn)
         sending = {"train": self._transfer.training, "test": self._transfer.reading}.get(kind)
         model = keras_steps.model_of(self._fn)
@@ -194,7 +194,7 @@ class Program:
 
 
 def _converted(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Lets a user's function use Python's control flow on tensors, as it might where it is run eagerly."""
+    """Converts a user's function by AutoGraph, so that Python's control flow on tensors works as it does eagerly."""
     if keras_steps.classify(fn) != "other":
         return fn
     return autograph_rules.converted(fn, by_default=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives a step of `strategy.run` to the engine: which batch it gets, and whether its result is waited for."""
+"""Dispatch of a step of `strategy.run` to the engine, with its batch; waits for the result where needed."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tfdist.engines.parameter_server.worker_data import Batch, WorkerIterator
 def dispatch(
     engine: CoordinatedEngine, kind: str, program: Program, tensors: list[tf.Tensor], batch: Batch | None
 ) -> list[np.ndarray]:
-    """Queues a step, or makes it, as its kind wants; returns its flat result.
+    """Queues or runs a step, by its kind; returns its flat result.
 
     Args:
-      engine: the engine whose workers make it.
+      engine: the engine of the workers.
       kind: see `keras_steps.classify`.
       program: the traced step.
-      tensors: what it takes beside the batch.
-      batch: the batch that it takes; None if that, or parts of several, are among the tensors.
+      tensors: arguments besides the batch.
+      batch: the batch; None if the batch, or parts of several batches, are among the tensors.
     """
     if batch is None:
         return engine.call(program, tensors, None)
@@ -41,7 +41,7 @@ def dispatch(
 
 
 def _predict(engine: CoordinatedEngine, program: Program, iterator: WorkerIterator) -> list[np.ndarray]:
-    """Returns the predictions for the next batch; those for the ones after it are under way meanwhile."""
+    """Returns the predictions for the next batch, while steps for later batches are in flight."""
     ahead = iterator.started
     with contextlib.suppress(tf.errors.OutOfRangeError):
         while len(ahead) < engine.window:

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps that are queued, run and handed back: what the chief's main thread and the workers' threads share.
+"""Queue of steps in flight, shared by the chief's main thread and the workers' threads.
 
-A step is *pending* from `put()` until it has been made, has failed, or has turned out to have no data. Errors of the
-user's code are kept and raised in the main thread at its next call; errors of lost tasks go to the coordinator, which
-gives the closure to another worker.
+A step is *pending* from `put()` until it is done, has failed, or finds no data. Errors of the user's code are stored,
+and raised in the main thread at its next call. Errors of lost tasks are left to the coordinator, which reschedules the
+closure on another worker.
 
-When the data are at their end on one worker only, its closure is handed back for another worker to take, and the
-worker's thread is *parked*: the coordinator offers no choice of worker, and would else offer the same closure to the
-same worker again and again.
+If the data have ended on one worker only, its closure is rescheduled for another worker, and the worker's thread is
+*parked*: the coordinator doesn't support a choice of worker, and could schedule the closure on the same worker again.
 """
 
 from __future__ import annotations
@@ -27,17 +26,16 @@ from tfdist.engines.parameter_server.pending_step import Step, resolve
 from tfdist.engines.parameter_server.worker_data import WorkerIterator
 from tfdist.policies.base import Update
 
-# How long a wait sleeps before it looks for lost tasks again. It bounds how late an error is seen, not how late a
-# result is.
+# Interval at which a wait checks for lost tasks. It delays the detection of errors, not the results.
 _POLL_SECS = 0.5
 # Fetching logs costs a round trip on the worker's thread. Progress bars draw at most 20 times a second.
 _LOG_INTERVAL_SECS = 0.05
-# After an error of the user's code the other workers may end the step they are in, for this long.
+# After an error of the user's code, other workers have this long to finish their current step.
 _ERROR_GRACE_SECS = 15.0
 
 
 class StepQueue:
-    """Steps under way over all workers, under one condition variable.
+    """Steps in flight on all workers, under one condition variable.
 
     Args:
       coordinator: schedules closures on the workers.
@@ -77,20 +75,20 @@ class StepQueue:
 
     @property
     def num_pending(self) -> int:
-        """Number of steps under way."""
+        """Number of steps in flight."""
         return len(self._pending)
 
     def is_empty(self) -> bool:
-        """True if no step is under way."""
+        """True if no step is in flight."""
         return not self._pending
 
     @property
     def needs_waiting(self) -> bool:
-        """True if a step is under way, or an error or a warning of earlier steps is still to be raised."""
+        """True if a step is in flight, or an error or a warning of earlier steps was not raised yet."""
         return bool(self._pending) or self._error is not None or self._cut_short is not None
 
     def ask_for_logs(self, always: bool) -> bool:
-        """Decides if the next step fetches its result as logs, and notes that logs are on their way then."""
+        """Returns True if the next step must fetch its result as logs, and notes that it will."""
         with self._changed:
             wants_logs = (
                 always or self.logs is None or (not self._logs_on_their_way and self._clock() >= self._logs_due_at)
@@ -99,20 +97,20 @@ class StepQueue:
         return wants_logs
 
     def waited_for(self) -> str:
-        """Names those who hold up the steps under way."""
+        """Returns the names of the tasks that the steps in flight wait for."""
         with self._changed:
             busy = [f"worker:{worker}" for worker in sorted(self._running)]
             lost = [f"worker:{worker} (lost; it has to be started again)" for worker in sorted(self._gone())]
         return ", ".join(busy + lost) or "any worker, to take it"
 
     def progress(self) -> tuple[str, int] | None:
-        """For the reporter: what is going on, and a number that changes when it gets on."""
+        """Returns the current activity and a number that changes with progress, for the stall reporter."""
         return ("a step", self._finished) if self._pending else None
 
     # Waiting.
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Waits for a condition, which steps may meet. Raises what went wrong in one of them."""
+        """Waits for a condition that depends on the steps. Raises the error of a failed step."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._error is not None or self._handed_back or condition(), _POLL_SECS)
@@ -130,16 +128,16 @@ class StepQueue:
         self._warn_of_lost_batches()
 
     def _warn_of_lost_batches(self) -> None:
-        """Once a pass is over: says what of it was never used because a worker was lost."""
+        """Warns, after a pass, of batches that were not used because a worker was lost."""
         if self._cut_short is None or self._pending:
             return
         loss, self._cut_short = self._cut_short.loss(self._gone()), None
         if loss:
-            # The caller is in Keras or in this library: no line of the user's own to point at.
+            # The caller is in Keras or in this library, so no stack level shows a line of the user's code.
             warnings.warn(loss, RuntimeWarning, stacklevel=1)
 
     def _raise_error(self) -> None:
-        """Lets the other steps end, and raises the error once."""
+        """Waits for the other steps to end, and raises the error once."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._pending) == len(self._handed_back), timeout=_ERROR_GRACE_SECS)
             error, self._error = self._error, None
@@ -148,14 +146,14 @@ class StepQueue:
             raise error
 
     def _raise_failure(self) -> None:
-        """Raises what the coordinator could not mend, such as a lost parameter server."""
+        """Raises the coordinator's fatal error, such as the loss of a parameter server."""
         try:
             closures.raise_failure(self._coordinator)
         finally:
             self.forget_steps()
 
     def _raise_stall(self) -> None:
-        """Ends a wait for what may never come."""
+        """Raises TimeoutError if no step was completed for `stall_timeout_secs`."""
         missing = self.waited_for()
         self.forget_steps()
         raise TimeoutError(
@@ -165,7 +163,7 @@ class StepQueue:
         )
 
     def forget_steps(self) -> None:
-        """Gives up what is under way; the caller raises why. What still runs then counts for nothing."""
+        """Cancels the steps in flight; the caller raises the reason. Their late results are ignored."""
         with self._changed:
             self._pending.clear()
             self._handed_back.clear()
@@ -186,7 +184,7 @@ class StepQueue:
         self._schedule(step)
 
     def _schedule(self, step: Step) -> None:
-        """Only the main thread queues: the coordinator raises its errors there, after waiting for steps in flight."""
+        """Schedules a closure. Main thread only: the coordinator waits for closures, and raises their errors, there."""
         step.worker_fed = step.iterator is not None and step.iterator.feed(False) == "worker"
         try:
             on_workers = step.iterator.on_workers() if step.worker_fed else None
@@ -203,7 +201,7 @@ class StepQueue:
         """Runs a step; in the thread of the worker that took it."""
         worker = closures.this_worker()
         with self._changed:
-            # It takes closures only while it is up.
+            # A worker that executes a closure is not lost.
             self._lost.discard(worker)
             if step not in self._pending:
                 return
@@ -220,12 +218,12 @@ class StepQueue:
             if closures.is_task_failure(error):
                 self._lose(step, worker)
                 raise
-            # Whatever the user's step raises belongs to the user, with its own type and message.
+            # Errors of the user's step are raised to the user, with their type and message.
             closures.clear_error()
             self._finish(step, worker, error=error)
 
     def _lose(self, step: Step, worker: int) -> None:
-        """The worker is gone; the coordinator will queue the step again."""
+        """Notes the loss of the worker; the coordinator will reschedule the step."""
         with self._changed:
             self._lost.add(worker)
             if step.worker_fed:
@@ -259,7 +257,7 @@ class StepQueue:
         self._finish(step, worker, values)
 
     def _batch(self, step: Step, iterator_on_worker: Any) -> list[Any] | None:
-        """The first arguments of the program: none, the iterator, or the batch; None if this worker has none left."""
+        """Returns the program's first arguments: [], the iterator or the batch; None if the worker has no data left."""
         if iterator_on_worker is None:
             return []
         if step.iterator.shares_known:
@@ -304,15 +302,15 @@ class StepQueue:
     # The end of the data.
 
     def _hand_back(self, step: Step, worker: int) -> None:
-        """This worker has no data left: another one takes the step, or nobody if all are at their end."""
+        """Reschedules a step of a worker without data for another worker; ends it if no worker has data."""
         iterator = step.iterator
         with self._changed:
             self._running.discard(worker)
             self._progressed_at = self._clock()
             iterator.exhausted.add(worker)
-            if self._nobody_has_data(step):
+            if self._no_worker_has_data(step):
                 if not iterator.ended:
-                    # Once for a pass, however many steps find out.
+                    # Once per pass, although several steps may find the end.
                     self._cut_short = iterator
                 iterator.ended = True
                 self._drop(step)
@@ -322,11 +320,11 @@ class StepQueue:
                 self._changed.notify_all()
         self._park(worker)
 
-    def _nobody_has_data(self, step: Step) -> bool:
+    def _no_worker_has_data(self, step: Step) -> bool:
         return step.worker_fed and len(step.iterator.exhausted | self._gone()) == self._num_workers
 
     def _gone(self) -> set[int]:
-        """The workers that are lost and not back yet. The coordinator also knows of those lost between two steps."""
+        """Returns the workers that are lost now, those that the coordinator lost between two steps included."""
         return self._lost | closures.lost_workers(self._coordinator)
 
     def _drop(self, step: Step) -> None:
@@ -338,11 +336,11 @@ class StepQueue:
         self._changed.notify_all()
 
     def _park(self, worker: int) -> None:
-        """Keeps the worker of this thread from taking the same step again, until there is one for it or none at all."""
+        """Blocks this worker's thread until there is a step for it, or no step at all."""
         with self._changed:
             while self._pending and not self._has_work(worker) and not closures.has_failed(self._coordinator):
                 self._changed.wait(_POLL_SECS)
 
     def _has_work(self, worker: int) -> bool:
-        """True if a step waits that the worker can make, or that nobody can and that it therefore has to drop."""
-        return any(step.suits(worker) or (step.queued and self._nobody_has_data(step)) for step in self._pending)
+        """Returns True if a step waits that the worker can make, or must drop because no worker can make it."""
+        return any(step.suits(worker) or (step.queued and self._no_worker_has_data(step)) for step in self._pending)
