@@ -2,6 +2,7 @@
 """The one wall to TensorFlow and Keras: what tfdist needs from below their public surface, a module for each reason.
 
 Here, and nowhere else, are private names, methods that are replaced, frames of callers and edits of traced graphs. Each
-module says why there is no public way, restores what it changes, and lists in `NEEDS` the names that it takes;
+module says why there is no public way, restores what it changes (or says that the change is permanent), and lists in
+`NEEDS` the names that it uses;
 `versions.check` says in one line which of them the installed versions lack.
 """

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one place that touches `ClusterCoordinator` below its public surface.
+"""Access to `ClusterCoordinator` below its public surface, which no other module has.
 
-`ClusterCoordinator.schedule` takes `tf.function`s only, and tells nobody on which worker a closure runs or when it
-ends. The queue beneath it takes any callable, and runs it in the thread that is bound to the worker; this is what
-lets the engine do its bookkeeping where the work is done. `tests/engines/test_closures.py` fails loudly when
-TensorFlow changes any of it.
+`ClusterCoordinator.schedule` takes `tf.function`s only, and doesn't report the worker of a closure or its end. The
+queue beneath it takes any callable, and runs it in the thread of a worker, so that the engine can track each closure in
+that thread. `tests/compat/test_closures.py` fails if TensorFlow changes any of it.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ NEEDS = (
     "tensorflow.python.eager.context:context",
 )
 
-# What a lost or restarting task looks like from the chief. The coordinator decides which of them it can mend; a
-# closure that meets one passes it on untouched.
+# Errors by which the chief sees a lost or restarting task. The coordinator decides which of them it can retry; a
+# closure raises them unchanged.
 _TASK_FAILURES = (
     tf.errors.UnavailableError,
     tf.errors.AbortedError,

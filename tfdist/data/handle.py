@@ -15,9 +15,10 @@ each step is therefore in the graph: an operation that calls Python, or plain op
 | averaging | the batch itself, from tf.data | the step of each replica; an average if one is due |
 | warmup | parts of the batch, or their iterator | the step of one replica, of several, or of none |
 
-Who owns what. A `HandleKind` is the type of all handles that one trace serves; this module has the only registry of
-kinds and passes. The registry keeps neither engines nor passes alive: a strategy owns its engine, Keras owns the
-iterator, and the iterator owns its pass. The pass owns the position in the data.
+Ownership. A `HandleKind` is the type of all handles that one trace serves. This module has the registry of the kinds
+and passes of these engines; parameter servers have their own (`engines/parameter_server/worker_batch`). The registry
+keeps neither engines nor passes alive: a strategy owns its engine, Keras owns the iterator, and the iterator owns its
+pass. The pass owns the position in the data.
 
 The end of the data. An iterator ends where the number of batches is known, which all workers have compared. Where it
 is not known under a multi-worker policy, `run` raises `tf.errors.OutOfRangeError` on all workers for the same step,
