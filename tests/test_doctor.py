@@ -171,9 +171,9 @@ def test_tasks_that_meet_compare_versions_and_clocks(monkeypatch):
     assert found[0][1] == ("wrong", "worker:1 has tfdist 2 where 1 is here; install the same on all")
     assert found[1][1][1] == "worker:0 has tfdist 1 where 2 is here; install the same on all"
     answer = {"task": "worker:1", "versions": {}, "skew": -7.25}
-    (_, skew) = doctor_meeting._compare(tfdist.Task("worker", 1), "a:1", answer, {})
+    (_, skew) = doctor_meeting.compare(tfdist.Task("worker", 1), "a:1", answer, {})
     assert skew == ("warning", "the clock of worker:1 is -7.2 s off from this one; synchronise them")
-    (other,) = doctor_meeting._compare(tfdist.Task("worker", 1), "a:1", {**answer, "task": "worker:9"}, {})
+    (other,) = doctor_meeting.compare(tfdist.Task("worker", 1), "a:1", {**answer, "task": "worker:9"}, {})
     assert "'worker:9' answers there" in other[1]
 
 
@@ -206,7 +206,7 @@ def test_a_task_that_does_not_come_is_named():
 def visitors(ports):
     """A task that answers; its address and who asks."""
     with contextlib.ExitStack() as stack:
-        asked = doctor_meeting._Callers(cluster(*ports), {"tfdist": "1"})
+        asked = doctor_meeting.Callers(cluster(*ports), {"tfdist": "1"})
         sockets = _line_server.listen(f"127.0.0.1:{ports[0]}", ["127.0.0.1:1"])
         stack.enter_context(_line_server.LineServer(sockets, asked.converse))
         yield sockets[0].getsockname(), asked
@@ -225,7 +225,9 @@ def test_strangers_that_came_first_and_stay_delay_no_meeting(words):
             stranger = stack.enter_context(socket.create_connection(address, 10))
             with contextlib.suppress(ConnectionError):
                 stranger.sendall(words)
-        found = doctor_meeting._ask(cluster(*reservation.ports, index=1), tfdist.Task("worker", 0), time.monotonic())
+        found = doctor_meeting.ask_task(
+            cluster(*reservation.ports, index=1), tfdist.Task("worker", 0), time.monotonic()
+        )
         assert isinstance(found, dict) and found["task"] == "worker:0"
         asked.wait_for_all(60)
         assert not asked._not_asked
@@ -248,7 +250,7 @@ def test_garbage_at_a_tasks_address_is_a_line(answer):
 
         thread = threading.Thread(target=pretend)
         thread.start()
-        found = doctor_meeting._ask(cluster(1, server.getsockname()[1]), tfdist.Task("worker", 1), time.monotonic())
+        found = doctor_meeting.ask_task(cluster(1, server.getsockname()[1]), tfdist.Task("worker", 1), time.monotonic())
         thread.join()
     assert isinstance(found, str) and len(found) < 100
 
@@ -256,8 +258,8 @@ def test_garbage_at_a_tasks_address_is_a_line(answer):
 def test_an_answer_cannot_write_to_the_terminal():
     said = "\x1b[2J" * 100
     answer = {"task": "worker:1", "versions": {"tfdist": said, "keras": said}, "skew": 0.0}
-    lines = doctor_meeting._compare(tfdist.Task("worker", 1), "a:1", answer, {"tfdist": "1"})
-    lines += doctor_meeting._compare(tfdist.Task("worker", 1), "a:1", {**answer, "task": said}, {})
+    lines = doctor_meeting.compare(tfdist.Task("worker", 1), "a:1", answer, {"tfdist": "1"})
+    lines += doctor_meeting.compare(tfdist.Task("worker", 1), "a:1", {**answer, "task": said}, {})
     assert all("\x1b" not in text and len(text) < 250 for _, text in lines)
 
 

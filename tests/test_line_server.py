@@ -157,9 +157,9 @@ def test_all_meet_while_a_flood_goes_on(secret: str):
 @given(st.lists(st.binary(max_size=60) | st.sampled_from([b"tfdist met", b"tfdist x y z a"]), max_size=5))
 def test_no_lines_of_a_stranger_end_a_conversation_badly(lines: list[bytes]):
     met: list[str] = []
-    answering = rendezvous._Answering.__new__(rendezvous._Answering)
+    answering = rendezvous.Answering.__new__(rendezvous.Answering)
     answering._cluster, answering._secret, answering._on_met = TWO, b"a secret", met.append
-    visitors = doctor_meeting._Callers(TWO, {})
+    visitors = doctor_meeting.Callers(TWO, {})
     for conversation in (answering._converse(), visitors.converse()):
         next(conversation)
         with contextlib.suppress(StopIteration):
@@ -171,9 +171,9 @@ def test_no_lines_of_a_stranger_end_a_conversation_badly(lines: list[bytes]):
 
 @given(st.binary(max_size=80) | st.binary(max_size=40).map(lambda data: b"tfdist " + data))
 def test_no_answer_of_a_stranger_is_a_meeting(answer: bytes):
-    assert rendezvous._judge(answer, TWO, Task("worker", 1))
+    assert rendezvous.judge(answer, TWO, Task("worker", 1))
     with contextlib.suppress(ValueError):
-        doctor_meeting._parse(answer)
+        doctor_meeting.parse(answer)
 
 
 # Addresses.

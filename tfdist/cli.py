@@ -32,7 +32,7 @@ Starts the same script as every task of a cluster, each with its own TF_CONFIG.
 platforms (tfdist launch PLATFORM --help lists the flags of one):
 """
 # Each is a module of tfdist.launchers with `main(arguments)`, imported only when it is used.
-_PLATFORMS = {
+PLATFORMS = {
     "local": "processes on this machine",
     "ssh": "machines reached by ssh",
     "slurm": "a Slurm job",
@@ -78,11 +78,11 @@ def _run(arguments: list[str]) -> int:
 
 def _launch(arguments: list[str]) -> int:
     if not arguments or arguments[0] in _HELP:
-        platforms = "".join(f"  {name:12}{text}\n" for name, text in _PLATFORMS.items())
+        platforms = "".join(f"  {name:12}{text}\n" for name, text in PLATFORMS.items())
         return _print(_LAUNCH_USAGE + platforms, asked=bool(arguments))
     platform, *rest = arguments
-    if platform not in _PLATFORMS:
-        known = ", ".join(_PLATFORMS)
+    if platform not in PLATFORMS:
+        known = ", ".join(PLATFORMS)
         raise _UsageError(f"unknown platform; there is: {known} (see tfdist launch --help). Received: {platform!r}")
     return _call(f"tfdist.launchers.{platform}", rest, f"tfdist launch {platform}")
 

@@ -41,7 +41,7 @@ def meet(cluster: Cluster, mine: Mapping[str, str], timeout_secs: float) -> list
     if not others or cluster.task not in cluster.tasks:
         return []
     deadline = time.monotonic() + timeout_secs
-    callers = _Callers(cluster, mine)
+    callers = Callers(cluster, mine)
     try:
         listening = _line_server.listen(cluster.address(), map(cluster.address, others))
     except OSError as error:
@@ -50,7 +50,7 @@ def meet(cluster: Cluster, mine: Mapping[str, str], timeout_secs: float) -> list
     with _line_server.LineServer(listening, callers.converse) as answering, asking as pool:
 
         def ask(task: Task) -> dict[str, Any] | str:
-            answer = _ask(cluster, task, deadline)
+            answer = ask_task(cluster, task, deadline)
             if isinstance(answer, dict) and not callers.wait_for(task, _CALL_BACK_SECS):
                 answering.listen_everywhere()
             return answer
@@ -60,11 +60,12 @@ def meet(cluster: Cluster, mine: Mapping[str, str], timeout_secs: float) -> list
         callers.wait_for_all(max(0.0, deadline - time.monotonic()))
     found: list[tuple[str, str]] = []
     for task, answer in zip(others, answers, strict=True):
-        found += _compare(task, cluster.address(task), answer, mine)
+        found += compare(task, cluster.address(task), answer, mine)
     return found
 
 
-def _compare(task: Task, address: str, answer: dict[str, Any] | str, mine: Mapping[str, str]) -> list[tuple[str, str]]:
+def compare(task: Task, address: str, answer: dict[str, Any] | str, mine: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Returns findings, (severity, text), about another task's answer, or about the reason why there is none."""
     if isinstance(answer, str):
         return [("wrong", f"{task} at {address}: {answer}; does it run, and is no firewall between?")]
     if answer.get("task") != str(task):
@@ -87,7 +88,7 @@ def _printable(value: object) -> str:
     return ascii(value)[:_MAX_PRINTED]
 
 
-class _Callers:
+class Callers:
     """Answers the tasks that connect to this task's port, and records which tasks have connected."""
 
     def __init__(self, cluster: Cluster, mine: Mapping[str, str]) -> None:
@@ -97,6 +98,7 @@ class _Callers:
         self._changed = threading.Condition()
 
     def converse(self) -> _line_server.Conversation:
+        """Answers one caller; see `_line_server.LineServer`."""
         asking = yield b""
         answer = json.dumps({**self._answer, "time": time.time()})
         yield f"{answer}\n".encode()
@@ -119,7 +121,7 @@ def _name(task: Task) -> bytes:
     return json.dumps(str(task)).encode()
 
 
-def _ask(cluster: Cluster, task: Task, deadline: float) -> dict[str, Any] | str:
+def ask_task(cluster: Cluster, task: Task, deadline: float) -> dict[str, Any] | str:
     """Calls a task until it answers.
 
     Returns:
@@ -133,7 +135,7 @@ def _ask(cluster: Cluster, task: Task, deadline: float) -> dict[str, Any] | str:
             ) as connection:
                 started = time.time()
                 connection.sendall(_name(cluster.task) + b"\n")
-                answer = _parse(_sockets.read_line(connection, _ANSWER_SECS))
+                answer = parse(_sockets.read_line(connection, _ANSWER_SECS))
                 with contextlib.suppress(OSError):
                     connection.sendall(b"\n")  # Acknowledges the answer.
                 middle, half = (started + time.time()) / 2, (time.time() - started) / 2
@@ -145,7 +147,7 @@ def _ask(cluster: Cluster, task: Task, deadline: float) -> dict[str, Any] | str:
         time.sleep(min(_RETRY_SECS, max(0.0, deadline - time.monotonic())))
 
 
-def _parse(line: bytes) -> dict[str, Any]:
+def parse(line: bytes) -> dict[str, Any]:
     """Parses an answer.
 
     Raises:

@@ -52,14 +52,14 @@ def test_nothing_to_do_is_an_error_that_shows_the_usage(arguments, capsys):
 )
 def test_what_is_unknown_is_one_line_and_code_2(arguments, line, capsys):
     assert cli.main(arguments) == 2
-    assert capsys.readouterr().err == line.format(platforms=", ".join(cli._PLATFORMS))
+    assert capsys.readouterr().err == line.format(platforms=", ".join(cli.PLATFORMS))
 
 
 def test_every_platform_has_a_command():
-    assert all(callable(importlib.import_module(f"tfdist.launchers.{name}").main) for name in cli._PLATFORMS)
+    assert all(callable(importlib.import_module(f"tfdist.launchers.{name}").main) for name in cli.PLATFORMS)
 
 
-@pytest.mark.parametrize("platform", cli._PLATFORMS)
+@pytest.mark.parametrize("platform", cli.PLATFORMS)
 def test_every_platform_has_a_front_a_flagfile_and_a_page(platform, capsys):
     root = pathlib.Path(cli.__file__).resolve().parents[1]
     assert f'["launch", "{platform}", *sys.argv[1:]]' in (root / "launch" / f"{platform}.py").read_text()
@@ -76,7 +76,7 @@ def test_every_platform_has_a_front_a_flagfile_and_a_page(platform, capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["launch", "--help"], *(["launch", p, "--help"] for p in cli._PLATFORMS)]
+    "arguments", [["--help"], ["launch", "--help"], *(["launch", p, "--help"] for p in cli.PLATFORMS)]
 )
 def test_the_command_imports_no_tensorflow(arguments):
     code = f"import sys; from tfdist import cli; cli.main({arguments}); sys.exit('tensorflow' in sys.modules)"

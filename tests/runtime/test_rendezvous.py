@@ -103,13 +103,13 @@ def test_a_server_of_another_kind_has_met_all_already():
     ],
 )
 def test_a_wrong_answer_is_no_meeting(answer, reason):
-    assert reason in rendezvous._judge(answer, cluster([1, 2], 0), Task("worker", 1))
+    assert reason in rendezvous.judge(answer, cluster([1, 2], 0), Task("worker", 1))
 
 
 def test_an_address_that_leads_to_another_task_is_said():
     described = cluster([1, 2], 0)
-    answer = rendezvous._hello(described, "nonce")
-    assert rendezvous._judge(answer, described, Task("worker", 1)) == "the task there says that it is 'worker:0'"
+    answer = rendezvous.hello(described, "nonce")
+    assert rendezvous.judge(answer, described, Task("worker", 1)) == "the task there says that it is 'worker:0'"
 
 
 # Strangers.
@@ -119,7 +119,7 @@ def test_an_address_that_leads_to_another_task_is_said():
 def listening(described: Cluster, secret: str = "") -> Iterator[tuple[list[tuple[str, int]], list[str]]]:
     """A task that listens and waits: at which addresses, and whom it has met."""
     met: list[str] = []
-    answering = rendezvous._Answering(described, secret.encode(), met.append)
+    answering = rendezvous.Answering(described, secret.encode(), met.append)
     with answering:
         yield [each.getsockname()[:2] for each in answering._server._sockets], met
 
@@ -151,7 +151,7 @@ def test_strangers_that_came_first_and_stay_delay_no_meeting(words: bytes, secre
     with PortReservation(2) as reserved, contextlib.ExitStack() as stack:
         (address,), met = stack.enter_context(listening(cluster(reserved.ports, 0), secret))
         crowd(stack, address, 3 * _line_server.MOST_PEERS, words)
-        assert rendezvous._ask(cluster(reserved.ports, 1), Task("worker", 0), secret.encode()) is None
+        assert rendezvous.ask(cluster(reserved.ports, 1), Task("worker", 0), secret.encode()) is None
         assert met == ["worker:1"]
 
 
@@ -160,7 +160,7 @@ def test_endless_data_are_cut_off():
         with socket.create_connection(address, 10) as stranger, pytest.raises(ConnectionError):
             while True:
                 stranger.sendall(bytes(1 << 16))
-        assert rendezvous._ask(cluster(reserved.ports, 1), Task("worker", 0)) is None
+        assert rendezvous.ask(cluster(reserved.ports, 1), Task("worker", 0)) is None
         assert met == ["worker:1"]
 
 
@@ -168,15 +168,15 @@ def test_a_stranger_cannot_say_that_it_is_a_task():
     with PortReservation(2) as reserved, listening(cluster(reserved.ports, 0), "a secret") as ((address,), met):
         described = cluster(reserved.ports, 1)
         for guessed in ("", "another"):
-            assert "TFDIST_JOB_SECRET" in str(rendezvous._ask(described, Task("worker", 0), guessed.encode()))
+            assert "TFDIST_JOB_SECRET" in str(rendezvous.ask(described, Task("worker", 0), guessed.encode()))
         with socket.create_connection(address, 10) as stranger, stranger.makefile("rb") as lines:
             hello = lines.readline().decode().split()
             # What the task proves elsewhere is no proof here: it is of another nonce.
-            stranger.sendall(rendezvous._hello(described, hello[3], hello[3] + "0"))
-            stranger.sendall(rendezvous._MET)
-            assert lines.readline() == rendezvous._REFUSED
+            stranger.sendall(rendezvous.hello(described, hello[3], hello[3] + "0"))
+            stranger.sendall(rendezvous.MET)
+            assert lines.readline() == rendezvous.REFUSED
         assert met == []
-        assert rendezvous._ask(described, Task("worker", 0), b"a secret") is None
+        assert rendezvous.ask(described, Task("worker", 0), b"a secret") is None
         assert met == ["worker:1"]
 
 
@@ -195,7 +195,7 @@ def test_a_false_task_at_a_tasks_address_is_no_meeting_under_a_secret():
     with PortReservation(1) as reserved, socket.create_server(("127.0.0.1", 0)) as server:
         described = cluster([reserved.ports[0], server.getsockname()[1]], 0)
         answers = [b"\x00\x00\x1e\x04\x00\x00\x00\x00\x00"]  # as TensorFlow's server
-        answers.append(rendezvous._hello(described.with_task(Task("worker", 1)), "nonce"))
+        answers.append(rendezvous.hello(described.with_task(Task("worker", 1)), "nonce"))
 
         def pretend() -> None:
             for number in itertools.count():
@@ -203,7 +203,7 @@ def test_a_false_task_at_a_tasks_address_is_no_meeting_under_a_secret():
                     with server.accept()[0] as connection:
                         connection.sendall(answers[number % 2])
                         connection.recv(4096)
-                        connection.sendall(rendezvous._MET)
+                        connection.sendall(rendezvous.MET)
                 except OSError:
                     return
 
@@ -225,5 +225,5 @@ def test_garbage_at_a_tasks_address_is_a_reason(garbage: bytes):
 
         thread = threading.Thread(target=answer)
         thread.start()
-        assert rendezvous._ask(cluster([1, server.getsockname()[1]], 0), Task("worker", 1)) is not None
+        assert rendezvous.ask(cluster([1, server.getsockname()[1]], 0), Task("worker", 1)) is not None
         thread.join()

@@ -42,7 +42,7 @@ def test_the_one_whose_last_start_is_the_longest_ago_starts_first():
         count = len(started)
         threads.append(threading.Thread(target=wait_to_start, args=(replica,), daemon=True))
         threads[-1].start()
-        _until(lambda: replica in runner._waiting or len(started) > count)
+        _until(lambda: replica in runner.waiting or len(started) > count)
 
     def give(replica: int) -> None:
         count = len(started)
@@ -61,7 +61,7 @@ def test_the_one_whose_last_start_is_the_longest_ago_starts_first():
     assert started == [2, 0, 1, 3]
     come(0)
     come(2)
-    assert runner._waiting == {0, 2}
+    assert runner.waiting == {0, 2}
     give(1)
     give(3)
     assert started == [2, 0, 1, 3, 2, 0]
@@ -81,7 +81,7 @@ def test_one_that_has_nothing_left_to_compute_from_keeps_nobody_waiting():
     is_over = threading.Event()
     waiting = threading.Thread(target=runner.start, args=(0, is_over.is_set), daemon=True)
     waiting.start()
-    _until(lambda: runner._waiting == {0})
+    _until(lambda: runner.waiting == {0})
     assert runner.start(1, lambda: False) == 0
     is_over.set()
     runner.wake()

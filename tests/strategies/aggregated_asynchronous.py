@@ -36,7 +36,7 @@ def slow() -> Iterator[None]:
         if replica == NUM_WORKERS - 1:
             time.sleep(0.05)
 
-    delay_hook.uninstall(delay_hook._hook)
+    delay_hook.clear()
     delay_hook.install(delay)
     yield
     delay_hook.uninstall(delay)

@@ -88,7 +88,7 @@ class Straggler:
 def straggler() -> Iterator[Straggler]:
     """The last worker."""
     made = Straggler(NUM_WORKERS - 1)
-    delay_hook.uninstall(delay_hook._hook)
+    delay_hook.clear()
     delay_hook.install(made)
     yield made
     made.release()

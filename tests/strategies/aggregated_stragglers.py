@@ -103,7 +103,7 @@ def test_the_number_of_spares_follows_the_delays(
 ) -> None:
     strategy = with_policies(tfdist.BackupWorkers(spares="auto"))
     model = compiled(strategy)
-    delay_hook.uninstall(delay_hook._hook)
+    delay_hook.clear()
     with tfdist.testing.Delays({f"worker:{LAST}": tfdist.testing.constant(0.3)}):
         fit(model, epochs=2)
     assert "tfdist: spares 0 -> 1 of 4 replicas" in capfd.readouterr().err

@@ -58,8 +58,8 @@ def _staging(original: Callable[..., Any], task: str) -> Callable[..., Any]:
         written = _text(original(self, staged, *args, **kwargs))
         # A number may have been added.
         target = prefix + written[len(staged) :]
-        with _locked(target, fcntl.LOCK_EX):
-            _publish(written, target)
+        with locked(target, fcntl.LOCK_EX):
+            publish(written, target)
         return tf.constant(target)
 
     return save
@@ -69,13 +69,14 @@ def _undisturbed(original: Callable[..., Any]) -> Callable[..., Any]:
     def restore(self: Any, save_path: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(save_path, str | os.PathLike):
             return original(self, save_path, *args, **kwargs)
-        with _locked(os.fspath(save_path), fcntl.LOCK_SH):
+        with locked(os.fspath(save_path), fcntl.LOCK_SH):
             return original(self, save_path, *args, **kwargs)
 
     return restore
 
 
-def _publish(written: str, target: str) -> None:
+def publish(written: str, target: str) -> None:
+    """Moves a complete checkpoint to its destination; discards it if the one there has the same values."""
     paths = tf.io.gfile.glob(f"{written}.*")
     if _have_same_values(written, target):
         for path in paths:
@@ -106,7 +107,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _locked(prefix: str, kind: int) -> Iterator[None]:
+def locked(prefix: str, kind: int) -> Iterator[None]:
     """Holds the lock of the directory with this checkpoint, where its file system has such locks."""
     try:
         directory = os.open(prefix.rpartition("/")[0] or ".", os.O_RDONLY)

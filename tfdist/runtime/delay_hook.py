@@ -56,6 +56,13 @@ def uninstall(hook: Hook) -> None:
             _hook = _no_delay
 
 
+def clear() -> None:
+    """Removes the hook, whichever it is; the environment variable is not read any more."""
+    global _hook
+    with _lock:
+        _hook = _no_delay
+
+
 def _no_delay(replica: int, attempt: int) -> None:
     pass
 

@@ -34,8 +34,8 @@ from tfdist.cluster import Cluster, Task
 from tfdist.runtime import watch
 
 _MAGIC = b"tfdist"
-_MET = b"tfdist met\n"
-_REFUSED = b"tfdist refused\n"
+MET = b"tfdist met\n"
+REFUSED = b"tfdist refused\n"
 # Result for a port at which TensorFlow's server answers: that task has met all others already.
 _SERVING = "serving"
 # Result for a task that has proved its identity, but whose last answer is missing.
@@ -75,7 +75,7 @@ def meet(
     others = [task for task in cluster.training_tasks if task != cluster.task]
     search = _Search(cluster, others, secret.encode(), mutual=True)
     write = write or watch.say
-    with _Answering(cluster, secret.encode(), search.was_asked_by) as answering:
+    with Answering(cluster, secret.encode(), search.was_asked_by) as answering:
         fallback = _AllInterfaces(search, answering, write, clock)
         _complete(search, timeout_secs, every_secs, write, clock, fallback.check)
 
@@ -144,7 +144,8 @@ def _digest(cluster: Cluster) -> str:
     return hashlib.sha256(tasks.encode()).hexdigest()[:16]
 
 
-def _hello(cluster: Cluster, *words: str) -> bytes:
+def hello(cluster: Cluster, *words: str) -> bytes:
+    """Returns this task's line that names its cluster and itself, followed by `words`."""
     return b" ".join([_MAGIC, _digest(cluster).encode(), str(cluster.task).encode(), *map(str.encode, words)]) + b"\n"
 
 
@@ -166,7 +167,7 @@ def answers(address: str, timeout_secs: float) -> bool:
     return True
 
 
-class _Answering:
+class Answering:
     """Server on this task's port that identifies the task to callers."""
 
     def __init__(self, cluster: Cluster, secret: bytes, on_met: Callable[[str], None]) -> None:
@@ -175,7 +176,7 @@ class _Answering:
         self._on_met = on_met
         self._server = _line_server.LineServer(_listen(cluster), self._converse)
 
-    def __enter__(self) -> _Answering:
+    def __enter__(self) -> Answering:
         self._server.__enter__()
         return self
 
@@ -183,21 +184,22 @@ class _Answering:
         self._server.__exit__(*exception)
 
     def listen_everywhere(self) -> None:
+        """See `_line_server.LineServer`."""
         self._server.listen_everywhere()
 
     def _converse(self) -> _line_server.Conversation:
         mine, nonce = str(self._cluster.task), _nonce()
-        words = (yield _hello(self._cluster, nonce)).decode(errors="replace").split()
+        words = (yield hello(self._cluster, nonce)).decode(errors="replace").split()
         if len(words) != 5 or words[:2] != [_MAGIC.decode(), _digest(self._cluster)]:
             return
         task, asked, proof = words[2:]
         if not _is_same(proof, _proof(self._secret, "caller", task, mine, nonce, asked)):
-            yield _REFUSED
+            yield REFUSED
             return
         answer = _proof(self._secret, "answering", task, mine, nonce, asked)
-        if (yield f"{_MAGIC.decode()} {answer}\n".encode()) + b"\n" == _MET:
+        if (yield f"{_MAGIC.decode()} {answer}\n".encode()) + b"\n" == MET:
             self._on_met(task)
-            yield _MET
+            yield MET
 
 
 class _AllInterfaces:
@@ -209,7 +211,7 @@ class _AllInterfaces:
     """
 
     def __init__(
-        self, search: _Search, answering: _Answering, write: Callable[[str], object], clock: Callable[[], float]
+        self, search: _Search, answering: Answering, write: Callable[[str], object], clock: Callable[[], float]
     ) -> None:
         self._search = search
         self._answering = answering
@@ -312,7 +314,7 @@ class _Search:
     def _ask_until_met(self, task: Task) -> None:
         has_proved = False
         while not self._stop.is_set():
-            reason = _ask(self.cluster, task, self._secret)
+            reason = ask(self.cluster, task, self._secret)
             has_proved = has_proved or reason == _PROVED
             if reason == _SERVING and self._secret and not has_proved:
                 reason = "something serves there that has not proved to belong to this job; start all tasks again"
@@ -327,7 +329,7 @@ class _Search:
             self._stop.wait(_RETRY_SECS)
 
 
-def _ask(cluster: Cluster, task: Task, secret: bytes = b"") -> str | None:
+def ask(cluster: Cluster, task: Task, secret: bytes = b"") -> str | None:
     """Calls a task once.
 
     Returns:
@@ -339,13 +341,13 @@ def _ask(cluster: Cluster, task: Task, secret: bytes = b"") -> str | None:
     try:
         with socket.create_connection((host, port), timeout=_PROBE_SECS) as connection:
             answer = _read_line(connection)
-            reason = _judge(answer, cluster, task)
+            reason = judge(answer, cluster, task)
             if reason is not None:
                 return reason
             proved = _prove(connection, cluster, task, secret, answer.decode(errors="replace").split()[3])
             if proved:
-                connection.sendall(_MET)
-                return None if _read_line(connection) == _MET else _PROVED
+                connection.sendall(MET)
+                return None if _read_line(connection) == MET else _PROVED
             return _UNPROVED
     except socket.gaierror as error:
         return f"its name can't be resolved: {error.strerror}"
@@ -360,7 +362,7 @@ def _ask(cluster: Cluster, task: Task, secret: bytes = b"") -> str | None:
 def _prove(connection: socket.socket, cluster: Cluster, task: Task, secret: bytes, nonce: str) -> bool:
     """Proves this task's identity; returns True if the other task has proved its own."""
     mine, own = str(cluster.task), _nonce()
-    connection.sendall(_hello(cluster, own, _proof(secret, "caller", mine, str(task), nonce, own)))
+    connection.sendall(hello(cluster, own, _proof(secret, "caller", mine, str(task), nonce, own)))
     words = _read_line(connection).decode(errors="replace").split()
     expected = _proof(secret, "answering", mine, str(task), nonce, own)
     return len(words) == 2 and words[0] == _MAGIC.decode() and _is_same(words[1], expected)
@@ -371,7 +373,8 @@ def _read_line(connection: socket.socket) -> bytes:
     return _sockets.read_line(connection, _PROBE_SECS, _MAGIC)
 
 
-def _judge(answer: bytes, cluster: Cluster, task: Task) -> str | None:
+def judge(answer: bytes, cluster: Cluster, task: Task) -> str | None:
+    """Returns the reason why an answer is not from `task` of this cluster; None if it is."""
     if not answer:
         return "closed the connection"
     if not answer.startswith(_MAGIC):

@@ -44,6 +44,12 @@ class StreamRunner(round_runner.RoundRunner):
         # Replicas that wait to start.
         self._waiting: set[int] = set()
 
+    @property
+    def waiting(self) -> frozenset[int]:
+        """Replicas that wait to start."""
+        with self._lock:
+            return frozenset(self._waiting)
+
     # In a replica's thread.
 
     def start(self, replica: int, is_over: Callable[[], bool]) -> int | None:

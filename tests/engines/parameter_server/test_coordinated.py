@@ -163,7 +163,7 @@ def test_logs_are_fetched_only_when_they_are_due() -> None:
             passed.step()
         engine.barrier(writes=False)
         assert passed.program.fetched == 1
-        now[0] += step_queue._LOG_INTERVAL_SECS
+        now[0] += step_queue.LOG_INTERVAL_SECS
         passed.step()
         engine.barrier(writes=False)
         assert passed.program.fetched == 2

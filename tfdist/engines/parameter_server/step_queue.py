@@ -29,7 +29,7 @@ from tfdist.policies.base import Update
 # Interval at which a wait checks for lost tasks. It delays the detection of errors, not the results.
 _POLL_SECS = 0.5
 # Fetching logs costs a round trip on the worker's thread. Progress bars draw at most 20 times a second.
-_LOG_INTERVAL_SECS = 0.05
+LOG_INTERVAL_SECS = 0.05
 # After an error of the user's code, other workers have this long to finish their current step.
 _ERROR_GRACE_SECS = 15.0
 
@@ -292,7 +292,7 @@ class StepQueue:
         if step.wants_logs:
             self._logs_on_their_way = False
             self.logs = values
-            self._logs_due_at = self._clock() + _LOG_INTERVAL_SECS
+            self._logs_due_at = self._clock() + LOG_INTERVAL_SECS
 
     def _count_update(self, step: Step, worker: int) -> None:
         staleness = self._updates - step.local_step
