@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts the servers of the tf.data service that prepare batches for `data_sharding="dynamic"`.
 
-A client of the service goes on asking a producer that is dead, for ever, because it might come back; and what a dead
+A client of the service retries a dead producer without end, because it might be restarted; and what a dead
 producer had taken on is lost with it. So data that end are prepared here, in the chief's process: a pass can then
 lose no more than the batches that a lost worker had fetched, and it always ends. Endless data have no end to wait
 for, and those that remain go on producing: the workers prepare them together, where they know of a dispatcher.
@@ -32,7 +32,7 @@ class DataService:
         self._host = host
         self._shared = shared
         self._dispatcher: tf.data.experimental.service.DispatchServer | None = None
-        # What is started lives as long as it is held.
+        # The servers run for the lifetime of these objects.
         self._own: tuple[str, list[Any]] | None = None
 
     def prepare(self) -> None:

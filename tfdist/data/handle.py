@@ -49,7 +49,7 @@ class HandleKind:
     Attributes:
       number: its place in the registry.
       engine_of: returns the engine that the handles are for, or None if it is gone.
-      element_spec: the structure of `tf.TypeSpec`s of a batch, or of what the engine reads in place of one.
+      element_spec: the structure of `tf.TypeSpec`s of a batch, or of the engine's own elements.
       form: for the engine, hashable: how it runs a step on such a batch.
       content_spec: the structure of `tf.TypeSpec`s of a handle's content.
     """
@@ -116,7 +116,7 @@ registry = _Registry()
 
 
 class BatchHandle(distributed_data.CompositeBatch, tf.distribute.DistributedValues):
-    """Stands for a batch in `strategy.run(step, (handle,))`.
+    """Handle of a batch, for `strategy.run(step, (handle,))`.
 
     Args:
       kind: its type.
@@ -221,7 +221,7 @@ class DistributedDataset(distributed_data.DistributedDatasetBase):
 
 
 class CountedDataset(DistributedDataset):
-    """A data set whose passes read nothing, and open no iterator, before Keras asks for the first handle.
+    """Data set whose passes read nothing, and open no iterator, before the first handle.
 
     `Resume` has to open as many iterators as there were, so it asks for their number; without the attribute `passes` it
     counts how often Keras asks for an iterator.

@@ -25,7 +25,7 @@ def find_cluster(resolver: tf.distribute.cluster_resolver.ClusterResolver | None
 
 
 def num_workers_of(cluster: Cluster | None, num_workers: int) -> int:
-    """Workers of the cluster, or as many as are started where there is none."""
+    """Returns the number of workers of the cluster, or of the embedded cluster if there is none."""
     return num_workers if cluster is None else len(cluster.jobs["worker"])
 
 

@@ -60,27 +60,27 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
     Every worker runs the same script. Without TF_CONFIG it trains alone on the local devices, and so does an evaluator.
 
     With a policy, `fit` makes each update from the gradients that the policy accepts: all workers take part in every
-    all-reduce at once, and one that is not done gives nothing to it and goes on computing. Custom loops and
+    all-reduce at once; a late worker contributes zeros and continues to compute. Custom loops and
     `train_on_batch` stay synchronous.
 
     Args:
       cluster_resolver: a `tf.distribute.cluster_resolver.ClusterResolver`; TF_CONFIG by default.
       communication_options: a `tf.distribute.experimental.CommunicationOptions`.
-      policies: which gradients count and when, a list of one policy such as `tfdist.BackupWorkers`. Empty: all do.
-      start_timeout_secs: how long to wait for all workers to come.
-      stall_timeout_secs: how long an update may wait, with a policy, while nothing is heard of the workers that it
-        waits for. A worker whose process has ended is an error at once.
+      policies: policies that decide which gradients count, such as `[tfdist.BackupWorkers(spares=1)]`. Empty: all do.
+      start_timeout_secs: longest wait for the start of all workers.
+      stall_timeout_secs: longest wait of an update, with a policy, without progress of the workers that it waits for.
+        A worker whose process has ended is an error at once.
 
     Raises:
       ClusterError: the cluster's description can't be right.
-      TimeoutError: a worker did not come in time; the message names it.
+      TimeoutError: a worker did not start in time; the message names it.
       ValueError: the policy makes no sense here, or a timeout is not positive.
       ConnectionError: the workers do not belong to one job; they have different secrets.
     """
 
     # None without a policy.
     _quorum: quorum.QuorumEngine | None = None
-    # Such as a job of several workers of which the launcher gave up all but one.
+    # For example a job of several workers of which the launcher has given up all but one.
     _is_cluster_of_one = False
     # On the chief, with a policy.
     _quorum_server: quorum_server.QuorumServer | None = None
@@ -191,7 +191,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         replicated_step.prepare(self, model)
 
     def _record(self, update: Update, examples: int) -> None:
-        # The quorum server alone has the policy that decides, and all hear what it was.
+        # Only the quorum server's policy decides; every worker receives the result.
         self._num_contributed = len(update.contributors)
         self.distribution.recorder.record(update, examples)
 
@@ -222,7 +222,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         _common.replay_generator(self, epoch_iterator)
         dataset = array_data.untuned(dataset, epoch_iterator)
         if self._quorum is not None:
-            # Else it would show in a step that there is none, which ends an execution of several steps in the middle.
+            # With an unknown size the end shows within a step, which ends an execution of several steps in the middle.
             dataset = array_data.sized(dataset, epoch_iterator)
         return unread_iterators.left_out(self._divided(dataset, options), epoch_iterator)
 
@@ -259,7 +259,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         dealt = splitting.deal(dataset, parts, count).prefetch(len(parts))
         distributed = self._read_directly(super().distribute_datasets_from_function(lambda context: dealt))
         distributed = first_batch.explained(distributed, splitting.explain)
-        if is_known:  # All workers come to the end in the same step.
+        if is_known:  # All workers reach the end in the same step.
             distributed_data.assume_full_batches(distributed)
         if not (self._quorum or self._averaging or self._warming):
             return distributed
@@ -305,7 +305,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
             found = self.distribution.agreement.gather(
                 [f"{size} batches", *_sources(dataset)], "comparing the data sets"
             )
-            # What the data sets begin with says most: lengths of arrays, numbers of files.
+            # Also those of the sources: they show different lengths of arrays, or numbers of files.
             for traits in zip(*found.values(), strict=False):
                 if len(set(traits)) > 1:
                     shown = ", ".join(f"{task}: {trait}" for task, trait in zip(found, traits, strict=True))
@@ -368,7 +368,7 @@ def _empty_resolver() -> tf.distribute.cluster_resolver.ClusterResolver:
 
 
 def _before_context() -> None:
-    """Says in one line what the stock strategy would say after the other workers had come."""
+    """Raises in one line the error that the stock strategy raises only after all workers have started."""
     if eager_context.has_begun():
         raise RuntimeError(
             "MultiWorkerMirroredStrategy must be built before TensorFlow is used; move it up, before the first tensor, "

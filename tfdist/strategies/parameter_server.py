@@ -67,14 +67,14 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       cluster_resolver: As for the stock strategy. Without one the cluster is taken from TF_CONFIG; without that
         either, `num_workers` worker and `num_ps` ps processes are started on this machine, and end with this program.
       variable_partitioner: As for the stock strategy: how to split variables over the parameter servers.
-      policies: Which contributions count and when. Empty: asynchronous.
+      policies: Policies that decide which gradients count. Empty: asynchronous training.
       data_sharding: Each worker's share of the data that `fit` trains on. `"shard"`: worker i of n takes the batches
         i, i + n, ...; `"replicate"`: all of it; `"dynamic"`: whichever batch is next when it asks, through tf.data
         service.
       num_workers: Workers to start where there is no cluster.
       num_ps: Parameter servers to start where there is no cluster.
-      start_timeout_secs: How long to wait for the other tasks to come up.
-      stall_timeout_secs: How long to wait for lost tasks without which training can't go on.
+      start_timeout_secs: Longest wait for the start of the other tasks.
+      stall_timeout_secs: Longest wait for lost tasks without which training can't continue.
       transfer: How variables and gradients cross the network. `"auto"`: small ones together, and products with large
         kernels on the parameter servers where a short measurement says that this is faster; `"plain"`: as stock
         TensorFlow sends them.
@@ -82,7 +82,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     Raises:
       ValueError: An argument is out of range.
       ClusterError: TF_CONFIG is not a parameter-server cluster.
-      TimeoutError: A task did not come up in time; the message names it.
+      TimeoutError: A task did not start in time; the message names it.
       RuntimeError: This program has built a ParameterServerStrategy before.
       SystemExit: In a `worker` or `ps` task, once the chief is done.
     """
@@ -148,7 +148,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         strategy_order.joined_cluster()
 
     def _aggregate(self, composed: composition.Composition, stall_timeout_secs: float) -> None:
-        """Lets policies decide what updates are made of, if there are any."""
+        """Builds the engine of the policies, if there are any."""
         aggregation = composed.aggregation
         if aggregation is None:
             return
@@ -157,7 +157,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         self._aggregated = engine(
             self, self._engine, aggregation, self._transfer, record, stall_timeout_secs, composed.warmup
         )
-        # A batch is cut into what an update is made of.
+        # A batch is cut into the parts of an update.
         if not aggregation.is_synchronous:
             self._num_parts = aggregation.replicas_to_aggregate
         elif self._data_sharding == "shard":
@@ -183,7 +183,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         return self._scope()
 
     def _begin_call(self) -> None:
-        # What workers have given for a pass, or read of it, is dropped when another one begins.
+        # Contributions to a pass, and batches read ahead, are dropped when another pass begins.
         overlapping_loops.begin(self, is_exclusive=True, nests=not isinstance(self._aggregated, AsynchronousEngine))
 
     def _create_coordinated(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
@@ -242,7 +242,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 
         In Keras' loop the steps overlap, and the logs returned are those of the newest finished one. Any other
         function is waited for, and its own result returned. In a function given to `ClusterCoordinator.schedule` it
-        means what it means in the stock strategy.
+        is the stock method.
         """
         if tf.distribute.in_cross_replica_context() and self._on_worker():
             return super().run(fn, args, kwargs, options)

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The handle that stands for a batch in the chief's loop, and when the batch itself gets to the chief.
+"""Handles of batches in the chief's loop, and the transfer of a batch to the chief.
 
-A **handle** (`WorkerBatch`) is given for each batch by `next(iterator)`. It names the pass and the position; in graph
-form it is one int64. Unpacking it gives handles of its parts, which stand for the same batch. Inside the function that
-`strategy.run` is given, each is the batch, or the part.
+`next(iterator)` returns a **handle** (`WorkerBatch`) of each batch. It has the pass and the position; in a graph it is
+one int64. Unpacking it returns handles of the parts of the batch. Inside a function given to `strategy.run`, a handle
+is replaced by the batch, or by the part.
 
-The **owner** of a batch is whoever reads it:
+The **owner** of a batch is the process that reads it:
 
-* Until a handle is used, nobody has read the batch.
-* The first `strategy.run` that is given the handle, or parts of it, has the batch read: on the worker that takes the
-  step, from that worker's share, or by the chief, where it feeds this pass. The worker keeps the batch for as long as
-  the handle lives.
-* Where the value is looked at on the chief (`numpy()`, a TensorFlow operation, `print`, `strategy.gather`,
-  `experimental_local_results`), the batch is *materialised*: fetched from the worker that has it, or, if nobody has,
-  read. If this is the first batch that the pass gives, the chief feeds the whole pass from then on.
-* A second `strategy.run` with the same handle may be taken by another worker; and one that is given several batches at
-  once takes them from different ones. Such batches are materialised, and sent along with the step.
+* A batch is not read before its handle is used.
+* The first `strategy.run` with the handle, or with parts of it, reads the batch: on the worker of the step, from this
+  worker's share, or on the chief, if the chief feeds this pass. The worker keeps the batch for the lifetime of the
+  handle.
+* If the chief needs the value (`numpy()`, a TensorFlow operation, `print`, `strategy.gather`,
+  `experimental_local_results`), the batch is *materialised*: fetched from its worker, or read if no worker has it. If
+  this is the first batch of the pass, the chief feeds the whole pass from then on.
+* A second `strategy.run` with the same handle may run on another worker, and a step with several batches needs the
+  batches of several workers. Such batches are materialised, and sent with the step.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ import tensorflow as tf
 
 from tfdist.compat import own_attributes, python_operation
 
-# A handle is the number of its pass, and in the lower bits that of the batch. Zero is "the next one".
+# A handle has the number of its pass, and in the lower bits the number of the batch. Batch 0 is "the next batch".
 _POSITION_BITS = 40
 
 _passes: weakref.WeakValueDictionary[int, Pass] = weakref.WeakValueDictionary()
-# By the description of a part: the spec of the whole batch, that of the part, and how many leaves come before it.
+# By the description of a part: spec of the whole batch, spec of the part, number of leaves before the part.
 _layouts: dict[str, tuple[Any, Any, int]] = {}
 
 
@@ -41,7 +41,7 @@ class BatchOfPass(Protocol):
     """The part of a batch that a handle needs."""
 
     def values(self) -> list[Any]:
-        """The batch on the chief, flat."""
+        """Returns the batch on the chief, flat."""
         ...
 
 
@@ -55,23 +55,23 @@ class Pass(Protocol):
     id: int
 
     def batch(self, number: int) -> BatchOfPass:
-        """The batch that a handle of this number stands for."""
+        """Returns the batch of this number."""
         ...
 
     def next_for_graph(self) -> int:
-        """The int64 of a handle of the next batch, for a handle that is made within a graph."""
+        """Returns the int64 of a handle of the next batch, for a handle made within a graph."""
         ...
 
 
 class WorkerBatch(tf.experimental.ExtensionType, tf.distribute.DistributedValues):
-    """A handle for one batch that lives on the workers, or for a part of it.
+    """Handle of a batch on the workers, or of a part of it.
 
     It stands for the batch in `strategy.run(fn, args=(batch,))`; inside `fn` it is the batch itself. It can be unpacked
-    as the batch could; and where a tensor is needed, it becomes the batch's value.
+    like the batch, and is converted to the batch's value where a tensor is needed.
 
     Attributes:
-      handle: int64 scalar, which batch of which pass.
-      structure: describes the part, so that a `tf.function` is traced anew for another one.
+      handle: int64 scalar, the numbers of pass and batch.
+      structure: description of the part; a `tf.function` is traced for each structure.
     """
 
     handle: tf.Tensor
@@ -81,15 +81,15 @@ class WorkerBatch(tf.experimental.ExtensionType, tf.distribute.DistributedValues
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
     class Spec:
-        """The type spec that TensorFlow derives, but for one method, which it calls for each step."""
+        """The type spec that TensorFlow derives, with a faster version of a method that each step calls."""
 
         def to_tensors(self, value: WorkerBatch) -> list[tf.Tensor]:
-            """See `tf.types.experimental.TraceType`: what the inherited one gives, in a twentieth of its time."""
+            """See `tf.types.experimental.TraceType`: the result of the inherited method, in a twentieth of its time."""
             return [value.handle]
 
     @property
     def element_spec(self) -> Any:
-        """The structure of `tf.TypeSpec`s of what it stands for."""
+        """The structure of `tf.TypeSpec`s of the batch, or of the part."""
         return _layouts[self.structure][1]
 
     @property
@@ -98,17 +98,17 @@ class WorkerBatch(tf.experimental.ExtensionType, tf.distribute.DistributedValues
         return _layouts[self.structure][0]
 
     def pick(self, batch: Any) -> Any:
-        """The part of a whole batch that it stands for."""
+        """Returns the handle's part of a whole batch."""
         _, part, before = _layouts[self.structure]
         count = len(tf.nest.flatten(part))
         return tf.nest.pack_sequence_as(part, tf.nest.flatten(batch)[before : before + count])
 
     def part(self, key: Any) -> WorkerBatch:
-        """A handle of the component at this index or key."""
+        """Returns a handle of the component at this index or key."""
         whole, part, before = _layouts[self.structure]
         if not isinstance(part, list | tuple | dict):
             raise TypeError(f"a batch of {part!r} has no parts; look at it with tf.convert_to_tensor(batch)")
-        # Numbered, the leaves of a component tell where it begins.
+        # The number of a component's first leaf is its offset.
         numbered = tf.nest.pack_sequence_as(part, range(len(tf.nest.flatten(part))))
         leaves = tf.nest.flatten(numbered[key])
         first = before + (leaves[0] if leaves else 0)
@@ -156,7 +156,7 @@ class WorkerBatch(tf.experimental.ExtensionType, tf.distribute.DistributedValues
         return self.element_spec.dtype
 
     def value(self) -> Any:
-        """The batch, or the part, itself, brought to the chief."""
+        """Copies the batch, or the part, to the chief."""
         whole = self.whole_spec
         specs = flat_specs(whole)
         if tf.executing_eagerly():
@@ -204,12 +204,12 @@ for _name in ("neg", "abs", "lt", "le", "gt", "ge", "float", "int", "bool"):
 
 
 def handle_of(iterator_id: int, number: int) -> int:
-    """The int64 for a batch of a pass."""
+    """Returns the int64 for a batch of a pass."""
     return (iterator_id << _POSITION_BITS) | number
 
 
 def register(begun: Pass) -> None:
-    """Makes a pass known by its number, as long as it lives."""
+    """Registers a pass by its number, for its lifetime."""
     _passes[begun.id] = begun
 
 
@@ -224,17 +224,17 @@ def find_batch(handle: int) -> BatchOfPass:
 
 
 def number_in(handle: int) -> int:
-    """The number of a handle's batch within its pass; 0 stands for whichever is the next."""
+    """Returns the number of a handle's batch within its pass; 0 for the next batch."""
     return handle & ((1 << _POSITION_BITS) - 1)
 
 
 def describe(whole: Any, part: Any, first: int = 0) -> str:
-    """The description of a part, by which its specs are found.
+    """Returns a description of a part, the key of its specs.
 
     Args:
-      whole: the specs of a batch.
-      part: those of the part.
-      first: how many leaves of the batch come before it.
+      whole: specs of a batch.
+      part: specs of the part.
+      first: number of leaves of the batch before the part.
     """
     text = repr((whole, first, part))
     _layouts.setdefault(text, (whole, part, first))
@@ -242,28 +242,28 @@ def describe(whole: Any, part: Any, first: int = 0) -> str:
 
 
 def handle(number: int, structure: str, batch: BatchOfPass | None = None) -> WorkerBatch:
-    """A handle of the batch that this int64 stands for; it keeps the state of the batch, if it is given that."""
+    """Returns a handle from its int64; it keeps `batch`, the state of the batch, alive."""
     return _keeping(WorkerBatch(handle=tf.constant(number, tf.int64), structure=structure), batch)
 
 
 def _keeping(handle: WorkerBatch, batch: BatchOfPass | None) -> WorkerBatch:
-    # Extension types can't be changed by their users; this is no part of the value.
+    # Extension types are immutable; this attribute is no part of the value.
     own_attributes.put(handle, "_batch", batch)
     return handle
 
 
 def flat_specs(spec: Any) -> list[tf.TensorSpec]:
-    """The specs of a batch's tensors, those that make up ragged and sparse ones among them."""
+    """Returns the specs of a batch's tensors, components of ragged and sparse tensors included."""
     return tf.nest.flatten(spec, expand_composites=True)
 
 
 def as_specs(*structures: Any) -> list[Any]:
-    """The structures with the spec of a batch, or part of one, where they have its handle."""
+    """Replaces handles in the structures by the specs of their batches or parts."""
     return _replaced(structures, lambda handle: handle.element_spec)
 
 
 def as_values(*structures: Any) -> list[Any]:
-    """The structures with a batch, or part of one, on the chief where they have its handle."""
+    """Replaces handles in the structures by the values of their batches or parts, on the chief."""
     return _replaced(structures, lambda handle: handle.value())
 
 
@@ -275,12 +275,12 @@ def _replaced(structures: Sequence[Any], replace: Callable[[WorkerBatch], Any]) 
 
 
 def handles_in(arguments: Any) -> list[WorkerBatch]:
-    """The handles among arguments."""
+    """Returns the handles among arguments."""
     return [leaf for leaf in tf.nest.flatten(arguments) if isinstance(leaf, WorkerBatch)]
 
 
 def looked_at(value: Any) -> Any:
-    """The value, on the chief, of a structure in which there may be handles."""
+    """Replaces handles in a structure by their values on the chief."""
     return tf.nest.map_structure(lambda leaf: leaf.value() if isinstance(leaf, WorkerBatch) else leaf, value)
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data that the workers read, and the handles by which the chief speaks of it.
+"""Passes over data that the workers read, and their handles in the chief's loop.
 
-Who owns what: the chief owns a `WorkerDataset` (a description, shipped to each worker once) and, per pass over it, a
-`WorkerIterator`. The batches themselves live on the workers; what the chief's loop gets from `next(iterator)` is a
-`WorkerBatch`, a handle for "the next batch of this iterator, on whichever worker takes the step" (`worker_batch`).
+Ownership: the chief owns a `WorkerDataset` (a description, shipped to each worker once) and, per pass over it, a
+`WorkerIterator`. The batches themselves are on the workers; `next(iterator)` returns a `WorkerBatch`, a handle of "the
+next batch of this iterator, on the worker that runs the step" (`worker_batch`).
 
 There are two ways to feed a step:
 
@@ -33,7 +33,7 @@ from tfdist.engines.parameter_server.worker_batch import WorkerBatch
 from tfdist.engines.parameter_server.worker_dataset import WorkerDataset
 
 _iterator_ids = itertools.count(1)
-# Handles that were made within a graph have nobody else who keeps the state of their batch.
+# The states of this many batches are kept for handles made within a graph, which hold no reference.
 _KEPT_FOR_GRAPHS = 8
 
 
@@ -54,17 +54,17 @@ class Steps(Protocol):
 
 
 class Batch:
-    """The state of one batch, for as long as there is a handle of it.
+    """State of one batch, for the lifetime of its handles.
 
     Args:
-      iterator: the pass that it belongs to.
-      number: which one, from 1 on; 0 for whichever is the next.
+      iterator: the pass.
+      number: number of the batch, from 1 on; 0 for the next batch.
     """
 
     def __init__(self, iterator: WorkerIterator, number: int = 0):
         self.iterator = iterator
         self.number = number
-        # Whether a step has it, or has been given the chief's value.
+        # True if a step has read the batch, or was given the chief's value.
         self.is_used = False
         # Flat, on the worker that has read it.
         self.on_worker: Sequence[tf.Tensor] | None = None
@@ -73,11 +73,11 @@ class Batch:
 
     @property
     def handle(self) -> int:
-        """The int64 that says which batch this is."""
+        """Returns the int64 of a handle of this batch."""
         return worker_batch.handle_of(self.iterator.id, self.number)
 
     def values(self) -> list[tf.Tensor]:
-        """The batch on the chief, flat. Any step under way that has it is waited for."""
+        """Returns the batch on the chief, flat; waits for a step in flight that has it."""
         if self.on_chief is None:
             self.on_chief = self._fetch() if self.is_used else self.iterator.read_for_chief()
             self.is_used = True
@@ -95,12 +95,11 @@ class Batch:
 
 
 class WorkerIterator(LoopIterator):
-    """One pass over a `WorkerDataset`, in the chief's hands. `next` gives handles, never data.
+    """The chief's iterator of one pass over a `WorkerDataset`. `next` returns handles, never data.
 
-    It is no `tf.distribute.DistributedIterator`, because Keras would hand such a one into a `tf.function` as a whole
-    instead of taking one batch at a time. It ends with `StopIteration`, or with `tf.errors.OutOfRangeError` where not
-    one handle was given since `iter(self)`: Keras zips over it `steps_per_execution` at a time, and tells the two
-    apart.
+    It is no `tf.distribute.DistributedIterator`, because Keras would pass such an iterator to a `tf.function` as a
+    whole, instead of a batch at a time. It ends with `StopIteration`; with `tf.errors.OutOfRangeError` if no handle
+    was returned since `iter(self)`. Keras takes `steps_per_execution` handles at a time, and distinguishes the two.
     """
 
     def __init__(self, engine: Steps, dataset: WorkerDataset):
@@ -128,11 +127,11 @@ class WorkerIterator(LoopIterator):
         self._number = 0
         self.id = next(_iterator_ids)
         self._structure = worker_batch.describe(dataset.batch_spec, dataset.batch_spec)
-        # The state of the batches that a loop of the user's has handles of, by number.
+        # The states of batches whose handles a user's loop has, by number.
         self._batches: weakref.WeakValueDictionary[int, Batch] = weakref.WeakValueDictionary()
         self._kept_for_graphs: collections.deque[Batch] = collections.deque(maxlen=_KEPT_FOR_GRAPHS)
         worker_batch.register(self)
-        # Keras uses each batch once, so one handle does for all: "the next batch".
+        # Keras uses each batch once, so a single handle is enough: "the next batch".
         self._next_one = worker_batch.handle(worker_batch.handle_of(self.id, 0), self._structure)
 
     @property
@@ -146,15 +145,15 @@ class WorkerIterator(LoopIterator):
 
     @property
     def counted(self) -> bool:
-        """True if the number of batches is known (or endless), so that handles can be given ahead of the data."""
+        """True if the number of batches is known or infinite, so that handles don't wait for the data."""
         return self._cardinality != tf.data.UNKNOWN_CARDINALITY
 
     @property
     def is_last(self) -> bool:
-        """True if the handle given last was the last one."""
+        """True if the last handle was the last one of the pass."""
         if self._handles_given == self._cardinality:
             return True
-        # Where the chief feeds, it can look whether there is another.
+        # If the chief feeds, it can check for another batch.
         return self.ended or (not self.counted and self._local is not None and not self._has_next())
 
     def __iter__(self) -> WorkerIterator:
@@ -178,7 +177,7 @@ class WorkerIterator(LoopIterator):
         return next(self)
 
     def get_next_as_optional(self) -> graph_data.Optional:
-        """A handle of the next batch, or the end of the data."""
+        """Returns a handle of the next batch, or the end of the data."""
         if not tf.executing_eagerly():
             return self._in_graph().get_next_as_optional()
         try:
@@ -190,13 +189,13 @@ class WorkerIterator(LoopIterator):
         return worker_batch.handle(batch.handle, self._structure, batch)
 
     def next_for_graph(self) -> int:
-        """The int64 of a handle of the next batch, for a handle that is made within a graph."""
+        """Returns the int64 of a handle of the next batch, for a handle made within a graph."""
         batch = self._give_batch()
         self._kept_for_graphs.append(batch)
         return batch.handle
 
     def __tf_tracing_type__(self, context: Any) -> graph_data.HandleType:
-        """A `tf.function` takes an iterator by its number (`graph_data`)."""
+        """Passes the iterator to a `tf.function` by its number (`graph_data`)."""
         return graph_data.HandleType(graph_data.GraphIterator, self._structure)
 
     def _in_graph(self) -> graph_data.GraphIterator:
@@ -204,7 +203,7 @@ class WorkerIterator(LoopIterator):
 
     def _give_batch(self) -> Batch:
         if not self.counted:
-            # A loop of the user's ends at the end of the data, which only a reader knows.
+            # A user's loop ends at the end of the data, which only a reader detects.
             self.feed(by_chief=True)
         self._give()
         batch = self._batches[self._handles_given] = Batch(self, self._handles_given)
@@ -223,7 +222,7 @@ class WorkerIterator(LoopIterator):
         self._given_since_iter += 1
 
     def batch(self, number: int) -> Batch:
-        """The state of a batch, by its number; of 0 that of whichever is the next."""
+        """Returns the state of a batch by its number; of the next batch for 0."""
         if not number:
             return Batch(self)
         batch = self._batches.get(number)
@@ -235,20 +234,20 @@ class WorkerIterator(LoopIterator):
         return batch
 
     def _begin_fit(self) -> None:
-        """Reads the first batch before the first step of `fit`, if it has to be cut and the chief is to read it."""
+        """Reads the first batch before the first step of `fit`, if it must be cut and the chief reads it."""
         if running_loop.iterating_fit() is not None and self._dataset.num_parts > 1 and self._dataset.lives_in_python:
             self._cut_into = self._dataset.num_parts
             self.feed(by_chief=True)
 
     def read_for_chief(self) -> list[Any]:
-        """The next batch, flat, for the chief to look at."""
+        """Returns the next batch, flat, for use on the chief."""
         if self.feed(by_chief=True) == "worker":
             return list(self._engine.read_batch(self, self._next_one))
         self.redeem()
         return self.next_local_batch()
 
     def wait_for_steps(self) -> None:
-        """Waits for all steps that are under way."""
+        """Waits for all steps in flight."""
         self._engine.barrier(writes=False)
 
     @property
@@ -257,7 +256,7 @@ class WorkerIterator(LoopIterator):
         return self.counted and self._dataset.share(0) is not None
 
     def has_batch(self, worker: int) -> bool:
-        """True if `worker` may have a batch left. Only that worker's thread calls this."""
+        """Returns True if `worker` may have a batch left. Only that worker's thread calls this."""
         share = self._dataset.share(worker)
         return worker not in self.exhausted and (share is None or self._taken[worker] < share)
 
@@ -270,17 +269,17 @@ class WorkerIterator(LoopIterator):
         self._updates += 1
 
     def _position(self, worker: int) -> int:
-        """Number of batches that a worker leaves out when it comes back."""
+        """Returns the number of batches that a restarted worker skips."""
         return self._updates - 1 if self._updates else self._taken[worker]
 
     def loss(self, gone: set[int]) -> str | None:
-        """Describes the batches of this pass, which is over, that lost workers left unused; None if there are none.
+        """Describes the unused batches of lost workers, after the pass; None if there are none.
 
         Args:
-          gone: The workers that are lost and not back.
+          gone: The workers that are still lost.
         """
-        # A worker that is back makes up for what was left of its share; what it had fetched is lost where the batches
-        # are no worker's own.
+        # A restarted worker reads the rest of its share. If batches belong to no worker, those that it had fetched are
+        # lost.
         is_dealt_out = self._dataset.is_dealt_out
         workers = self.lost if is_dealt_out else gone - self.exhausted
         missing = self._cardinality - sum(self._taken.values())
@@ -297,7 +296,7 @@ class WorkerIterator(LoopIterator):
         return f"Pass {self._number} over the data ended without {what}. {names} was lost; {why}."
 
     def feed(self, by_chief: bool) -> str:
-        """Decides, at the first step, who feeds this pass."""
+        """Decides, at the first step, if the chief or the workers feed this pass."""
         with self._lock:
             if self._feed is None:
                 self._feed = "chief" if by_chief or self._dataset.lives_in_python else "worker"
@@ -306,7 +305,7 @@ class WorkerIterator(LoopIterator):
             return self._feed
 
     def on_workers(self) -> tf.distribute.coordinator.PerWorkerValue:
-        """The iterators on the workers, made when the first step needs them."""
+        """Returns the iterators on the workers, made at the first step."""
         with self._lock:
             if self._on_workers is None:
                 self._on_workers = self._dataset.iterate_on_workers(self._position)
@@ -314,22 +313,22 @@ class WorkerIterator(LoopIterator):
             return self._on_workers
 
     def redeem(self) -> None:
-        """Says that the batch of one more handle was fed by the chief."""
+        """Counts a handle whose batch the chief has fed."""
         self._redeemed += 1
 
     def next_local_batch(self) -> list[tf.Tensor]:
-        """The chief's next batch, flat. Raises `tf.errors.OutOfRangeError` at the end."""
+        """Returns the chief's next batch, flat. Raises `tf.errors.OutOfRangeError` at the end."""
         return self._waiting.popleft() if self._waiting else self._read()
 
     def read_ahead(self) -> list[tf.Tensor]:
-        """The chief's next batch, flat, perhaps before there is a handle for it; any thread may call it."""
+        """Returns the chief's next batch, flat, possibly before its handle exists; any thread may call it."""
         with self._reading:
             batch = self.next_local_batch()
             self.started.append(None)
             return batch
 
     def redeem_ahead(self) -> None:
-        """Says that one more handle's batch was one of `read_ahead`."""
+        """Counts a handle whose batch `read_ahead` has read."""
         with self._reading:
             if self.started:
                 self.started.popleft()
@@ -346,21 +345,21 @@ class WorkerIterator(LoopIterator):
         return self._dataset.is_shared_out
 
     def open_shares(self) -> Callable[[int, int], Any]:
-        """For a new pass: a function from a share and a number of parts to leave out to an iterator over it.
+        """Begins a pass over the shares; returns a function (share, number of parts to skip) -> iterator.
 
-        The function makes the iterator on the worker in whose thread it is called.
+        The function makes the iterator on the worker of the calling thread.
         """
         return self._dataset.open_shares()
 
     def forget_shares(self, worker: int) -> None:
-        """Says that `worker` was lost, with what was opened there."""
+        """Notes that `worker` was lost, with its iterators."""
         self._dataset.forget_shares(worker)
 
     def _has_next(self) -> bool:
-        """True if there is a batch for one more handle. Where the chief feeds, it reads that far ahead.
+        """Returns True if there is a batch for another handle. If the chief feeds, it reads this batch ahead.
 
-        So the end is known before a step is begun: one that fails takes the results of the others of its execution
-        along (`steps_per_execution`).
+        So the end is known before a step begins: a step that fails at the end would discard the results of the other
+        steps of its execution (`steps_per_execution`).
         """
         with self._reading:
             return self._looks_ahead()

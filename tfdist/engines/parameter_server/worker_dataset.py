@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A data set that the workers read: who gets which batches, and how it gets there."""
+"""A data set that the workers read: its division into shares, and its transfer to the workers."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class Workers(Protocol):
 
 
 class WorkerDataset(distributed_data.DistributedDatasetBase):
-    """A data set of which each worker reads its share.
+    """Data set of which each worker reads its share.
 
-    It says that it is the stock `DistributedDataset`, which shares nothing with it but its interface, because Keras
-    goes by that class when it decides what `fit` takes.
+    It is an instance of the class of the stock `DistributedDataset`, although it has only the interface in common,
+    because Keras checks for this class.
 
     Args:
       engine: The engine whose workers read it.
@@ -53,7 +53,7 @@ class WorkerDataset(distributed_data.DistributedDatasetBase):
       sharding: `"replicate"`: each worker reads all of it; `"shard"`: worker i of n reads the batches i, i + n, ...;
         `"dynamic"`: each batch goes to the worker that asks first (tf.data service); `"deal"`: worker i of n reads part
         i of n of every batch.
-      num_parts: into how many parts, one after the other, a worker's batches are cut.
+      num_parts: number of consecutive parts into which a worker's batches are cut.
     """
 
     def __init__(self, engine: Workers, dataset: tf.data.Dataset, sharding: str, num_parts: int = 1):
@@ -69,9 +69,9 @@ class WorkerDataset(distributed_data.DistributedDatasetBase):
         self._described: DatasetGraph | None = None
         self._share_builder: Callable[[tf.Tensor], tf.data.Dataset] | None = None
         self.passes = 0
-        # Passes that each worker has begun since it built its share. Only that worker's thread looks at its own.
+        # Number of passes that each worker has begun since it built its share. Only that worker's thread reads it.
         self._begun: dict[int, int] = {}
-        # What `open_shares` has built, by worker and share, with the number of passes begun.
+        # Data sets of `open_shares`, by worker and share, with the number of passes begun.
         self._opened: dict[tuple[int, int], tuple[tf.data.Dataset, int]] = {}
 
     @property
@@ -86,12 +86,12 @@ class WorkerDataset(distributed_data.DistributedDatasetBase):
 
     @property
     def cardinality(self) -> int:
-        """Batches in one pass, or one of tf.data's constants for an unknown or endless number."""
+        """Number of batches in a pass, or tf.data's constant for an unknown or infinite number."""
         return self._cardinality
 
     @property
     def lives_in_python(self) -> bool:
-        """True if it calls Python of this process, so that only the chief can read it."""
+        """True if the data set calls Python of this process, so that only the chief can read it."""
         return self._graph().lives_in_python
 
     @property
@@ -117,48 +117,48 @@ class WorkerDataset(distributed_data.DistributedDatasetBase):
         return functools.reduce(reduce_func, self, initial_state)
 
     def __tf_tracing_type__(self, context: Any) -> graph_data.HandleType:
-        """A `tf.function` takes a data set by its number (`graph_data`)."""
+        """Passes the data set to a `tf.function` by its number (`graph_data`)."""
         return graph_data.HandleType(graph_data.GraphDataset, self._structure)
 
     def _in_graph(self) -> graph_data.GraphDataset:
         return graph_data.GraphDataset(tf.constant(self.id, tf.int64), self._structure)
 
     def after(self, passes: int, batches: int) -> WorkerDataset:
-        """The rest of a pass; see `progress.Restart.after`. Each worker gets its share of it."""
+        """Returns the rest of a pass, shared among the workers; see `progress.Restart.after`."""
         rest = WorkerDataset(self._engine, self._dataset.skip(batches), self._sharding, self._num_parts)
         return self._gone_on_with(rest, passes, batches)
 
     def _gone_on_with(self, rest: WorkerDataset, passes: int, batches: int) -> WorkerDataset:
-        # Workers come to the order of a pass by its number.
+        # The number of a pass determines its order on the workers.
         rest.passes = self.passes + passes
         self.passes = rest.passes + (batches > 0)
         return rest
 
     @property
     def num_parts(self) -> int:
-        """Into how many parts each batch is cut."""
+        """Number of parts into which each batch is cut."""
         return self._engine.num_workers if self._sharding == "deal" else self._num_parts
 
     def check_first_batch(self) -> None:
         """Raises ValueError if the first batch can't be cut into parts.
 
-        The worker that cuts it would see that too, but what it raises comes late and in many words. Batches that are
-        made by `batch` and not changed any more can always be cut. Data of the chief's Python may come only once:
-        their iterator looks at them.
+        The worker that cuts the batch would raise too, but later and with a long message. Batches of `batch` that are
+        not changed afterwards can always be cut. Data from the chief's Python may be readable only once, so their
+        iterator checks them.
         """
         if self.num_parts == 1 or self.lives_in_python or self._graph().has_even_batches:
             return
-        # An error may be this process', which need not be able to read the data.
+        # This process may be unable to read the data.
         with contextlib.suppress(tf.errors.OpError):
             for batch in rebuild(self._graph().without_shuffles(), self.batch_spec).take(1):
                 splitting.check_examples(batch, self.num_parts)
 
     def local_iterator(self) -> Iterator[Any]:
-        """An iterator of the chief's own, over the whole."""
+        """Returns the chief's own iterator, over the whole data set."""
         return iter(self._dataset)
 
     def placeholder(self) -> Any:
-        """One batch of zeros, for building a model; a real one where the shape or the kind of a component is open."""
+        """Returns a batch of zeros, for building a model; a real batch if the spec of a component is not static."""
         specs = tf.nest.flatten(self.batch_spec)
         if all(
             isinstance(s, tf.TensorSpec) and s.shape.rank is not None and s.shape[1:].is_fully_defined() for s in specs
@@ -205,7 +205,7 @@ class WorkerDataset(distributed_data.DistributedDatasetBase):
             key = closures.this_worker(), share
             dataset, begun = self._opened.pop(key, (None, 0))
             if dataset is None or position:
-                # Built anew where a pass is gone on with: each iterator of one data set draws another order.
+                # Built again to continue a pass: each new iterator of a data set draws another order.
                 dataset, begun = build(tf.constant(share, tf.int64)), 0
             progress.begin_passes(dataset, number - 1 - begun, self._graph().caches, begun)
             self._opened[key] = dataset, number
@@ -214,7 +214,7 @@ class WorkerDataset(distributed_data.DistributedDatasetBase):
         return open_share
 
     def forget_shares(self, worker: int) -> None:
-        """Says that `worker` was lost, with what was built there."""
+        """Notes that `worker` was lost, with its data sets."""
         for key in [key for key in list(self._opened) if key[0] == worker]:
             self._opened.pop(key, None)
 
@@ -224,7 +224,7 @@ class WorkerDataset(distributed_data.DistributedDatasetBase):
         """Starts a pass: one iterator on each worker over its share.
 
         Args:
-          position: How many batches of its share a worker leaves out: one that comes back goes on where it was.
+          position: Returns the number of batches that a worker skips; a restarted worker continues its share.
         """
         self.passes += 1
         create = functools.partial(closures.create_on_workers, self._engine.coordinator)
@@ -255,16 +255,16 @@ class WorkerDataset(distributed_data.DistributedDatasetBase):
         return dataset
 
     def _catch_up(self, dataset: tf.data.Dataset, worker: int, number: int) -> None:
-        """Brings a worker that has built its share anew to the order that pass `number` has for the others.
+        """Advances a worker that has rebuilt its share to the order that pass `number` has on the other workers.
 
-        Each iterator draws a new order. What is cached is in the order of the first, which has to be read then.
+        Each iterator draws a new order. A cache has the order of the first pass, which must be read then.
         """
         begun = self._begun[worker]
         progress.begin_passes(dataset, number - 1 - begun, self._graph().caches, begun)
         self._begun[worker] = max(self._begun[worker], number)
 
     def _shares(self) -> Callable[[int], tf.data.Dataset]:
-        """A function that rebuilds a worker's share, to be called where the worker is the default device."""
+        """Returns a function that rebuilds a worker's share, called with the worker as the default device."""
         is_shared = self._sharding in ("shard", "deal")
         if is_shared:
             # Shares of different orders would overlap.
@@ -273,7 +273,7 @@ class WorkerDataset(distributed_data.DistributedDatasetBase):
         return lambda worker: build(tf.constant(worker if is_shared else 0, tf.int64))
 
     def _rebuilder(self, graph: DatasetGraph, num_shards: int) -> Callable[[tf.Tensor], tf.data.Dataset]:
-        """A function from the index of a shard to the shard, which carries the data set inside."""
+        """Returns a function from the index of a shard to the shard; it contains the data set."""
         if graph.num_bytes > _MAX_SHIPPED_BYTES:
             raise ValueError(
                 f"The data set holds {graph.num_bytes / 2**30:.1f} GiB in memory, more than the 2 GiB that a worker "
@@ -285,9 +285,9 @@ class WorkerDataset(distributed_data.DistributedDatasetBase):
         def build(shard: tf.Tensor) -> tf.data.Dataset:
             dataset = rebuild(text, spec)
             if self._sharding == "deal":
-                # A lone worker gets batches as they are, whatever they are made of.
+                # A single worker reads whole batches, of any structure.
                 parts = (splitting.deal(dataset, [shard], num_shards) if num_shards > 1 else dataset).prefetch(1)
-                # A worker whose contribution was withdrawn makes another one for the same update, and must not run out.
+                # A worker whose contribution was withdrawn makes another one for the same update: it needs more data.
                 return parts.repeat(2) if self.cardinality >= 0 else parts
             return self._cut(dataset.shard(num_shards, shard) if num_shards > 1 else dataset)
 
@@ -299,7 +299,7 @@ class WorkerDataset(distributed_data.DistributedDatasetBase):
         return splitting.deal(dataset, range(self._num_parts), self._num_parts)
 
     def _join_service(self) -> Callable[[], tf.data.Dataset]:
-        """A function that makes the worker a consumer of a new pass of the tf.data service."""
+        """Returns a function that makes the worker a consumer of a new pass of the tf.data service."""
         endless = self.cardinality == tf.data.INFINITE_CARDINALITY
         service, spec = tf.data.experimental.service, self.batch_spec
         address = self._engine.data_service_address(endless)
