@@ -47,12 +47,12 @@ def apply_accumulated(
     whole, update = optimizer._backend_apply_gradients, optimizer._backend_update_step
 
     def whole_without(*args: Any) -> Any:
-        # Asked first: whether it accumulates.
+        # First read: decides if the optimizer accumulates.
         object.__setattr__(optimizer, _STEPS, None)
         return whole(*args)
 
     def update_with(*args: Any) -> Any:
-        # Asked later, for its iterations: over how many steps.
+        # Later reads, for the iterations: number of steps.
         object.__setattr__(optimizer, _STEPS, count)
         return update(*args)
 

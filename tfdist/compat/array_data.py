@@ -29,7 +29,7 @@ def untuned(dataset: tf.data.Dataset, epoch_iterator: Any) -> tf.data.Dataset:
 
     Args:
       dataset: any data set.
-      epoch_iterator: who distributes it; Keras' epoch iterator, if it is for one of a model's loops.
+      epoch_iterator: the caller of the distribution; Keras' epoch iterator in a model's loops.
 
     Returns:
       The data set to use in its place.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base classes of what AutoGraph turns into a loop of the graph.
+"""Base classes of objects whose iteration AutoGraph converts into a loop of the graph.
 
 There is no public way: `for x in iterator` in a `tf.function` becomes a loop in the graph for tensors, for tf.data's
 own classes, and for what is derived from these two. Keras hands each `tf.distribute.DistributedIterator`, the public

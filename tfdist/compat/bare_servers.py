@@ -35,7 +35,7 @@ _KINDS = ("purelib", "platlib")
 
 
 def skip_package_init() -> bool:
-    """From now on `import tensorflow` gives this process an empty package, of which modules can be imported.
+    """Replaces `tensorflow` in this process by an empty package, of which modules can be imported.
 
     Does nothing where TensorFlow was imported before, or where its import loads libraries.
 
@@ -89,7 +89,7 @@ def start(jobs: Mapping[str, Mapping[int, str]], job: str, index: int, threads_p
 
 
 def run_data_worker(dispatcher: str, host: str) -> None:
-    """Runs a tf.data service worker in this process for ever; Python stands still until it is registered.
+    """Runs a tf.data service worker in this process, without end; Python is blocked until it is registered.
 
     Args:
       dispatcher: "host:port" of the dispatcher.

@@ -43,7 +43,7 @@ def install(task: str) -> None:
     """Has this process write each checkpoint under a name of its own, and put it in its place when it is whole.
 
     Args:
-      task: tells the workers apart, such as "worker:1".
+      task: name of this worker, such as "worker:1".
     """
     replacing.once(checkpoint.TrackableSaver, "save", lambda original: _staging(original, task))
     replacing.once(checkpoint.TrackableSaver, "restore", _undisturbed)
@@ -96,7 +96,7 @@ def _have_same_values(written: str, target: str) -> bool:
         names = shapes.keys() - {_OBJECT_GRAPH}
         return all(_is_same(one.get_tensor(name), other.get_tensor(name)) for name in names)
     except (tf.errors.OpError, ValueError, RuntimeError):
-        # There is none yet, or one that was cut short.
+        # There is no checkpoint yet, or an incomplete one.
         return False
 
 

@@ -3,12 +3,12 @@
 
 Keras 3 has no notion of a chief: all workers would write the same files at once. Reading a model's variables may need
 all workers, so all of them go through the same saving; the others do it in a directory of their own that is removed.
-When a save returns, on any worker, the chief's file is complete. A progress bar that nobody asked for
-(`verbose="auto"`, Keras' default) is the chief's too: all workers have the same logs.
+When a save returns, on any worker, the chief's file is complete. With `verbose="auto"`, Keras' default,
+only the chief shows a progress bar: all workers have the same logs.
 
 There is no public way: callbacks and models write by functions that none of them takes as an argument. So the functions
 and methods in `_WRAPPED` are replaced, for good, for models of a `MultiWorkerMirroredStrategy` on several workers; any
-other model is saved by Keras as ever. `check` says whether Keras still has what is wrapped.
+other model is saved by stock Keras. `check` compares the installed Keras with the functions that are wrapped.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def _wrap_backup_begin(original: Callable[..., Any]) -> Callable[..., Any]:
         if has_backup and model.optimizer is not None and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
         saved_attributes.find_out()
-        # The chief alone reads, so that all go on from the same state, whoever sees which files.
+        # Only the chief reads, so that all workers continue from the same state, whichever files each of them sees.
         epoch = agreement.from_chief(lambda: (original(callback, logs), model._initial_epoch)[1], what)
         model._initial_epoch = epoch
         if has_backup:
@@ -271,7 +271,7 @@ def _redirect(callback: Any, model: Any, *names: str) -> None:
             setattr(callback, name, _in_scratch(path))
 
 
-# What is wrapped: its owner, its name, how, and the parameters that it must begin with.
+# (owner, name, wrapper, first parameters) of each wrapped function.
 _WRAPPED: tuple[tuple[Any, str, Callable[..., Any], tuple[str, ...]], ...] = (
     (saving_lib, "save_model", _wrap_save, ("model", "filepath")),
     (saving_lib, "save_weights_only", _wrap_save, ("model", "filepath")),

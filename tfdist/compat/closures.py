@@ -60,7 +60,7 @@ def schedule(
 
 
 def before_use(coordinator: tf.distribute.coordinator.ClusterCoordinator, function: Callable[[], None]) -> None:
-    """Calls `function` whenever a program that has the coordinator too schedules on it or waits for what it scheduled.
+    """Calls `function` whenever the program itself schedules on the coordinator, or waits for its closures.
 
     A closure that resides in a worker's thread would else keep that program's own closures waiting for ever.
     """
@@ -80,7 +80,7 @@ def _preceded(function: Callable[[], None], method: Callable[..., Any], coordina
 def create_on_workers(
     coordinator: tf.distribute.coordinator.ClusterCoordinator, function: Callable[..., Any], *args: Any
 ) -> tf.distribute.coordinator.PerWorkerValue:
-    """Runs `function(*args)` once for each worker, and again for one that comes back; the values stay there."""
+    """Runs `function(*args)` once on each worker, and again on a restarted worker; the values stay there."""
     return coordinator._create_per_worker_resources(function, args)
 
 

@@ -36,7 +36,7 @@ def join(cluster_spec: tf.train.ClusterSpec) -> None:
     """
     filters = server_lib.ClusterDeviceFilters()
     for index in range(cluster_spec.num_tasks("worker")):
-        # A worker need not hear of other workers that come and go.
+        # A worker doesn't need the state of other workers.
         filters.set_device_filters("worker", index, ["/job:ps", f"/job:{CHIEF_JOB}"])
     # As the stock strategy has them: one call under way to each worker, and no asynchronous executors, so that a lost
     # worker is noticed by the call that meets it.

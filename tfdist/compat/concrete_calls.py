@@ -18,12 +18,12 @@ NEEDS = (
 
 
 def bare(concrete: Any) -> Callable[..., Sequence[tf.Tensor]]:
-    """A function of flat tensors that does what a concrete function of flat tensors does."""
+    """Returns a callable equivalent of a concrete function of flat tensors, with less overhead."""
     function, captured = concrete._inference_function, list(concrete.captured_inputs)
 
     def call(*flat: tf.Tensor) -> Sequence[tf.Tensor]:
         return function.call_flat(*flat, *captured)
 
-    # What was captured lives as long as the graph.
+    # Captured tensors live as long as the graph.
     call.graph = concrete.graph
     return call

@@ -44,7 +44,7 @@ def configure_coordination(
     Args:
       leader: the task that runs the service, such as "/job:worker/replica:0/task:0".
       jobs: for each job how many tasks it has.
-      start_timeout_secs: how long to wait for all tasks to come.
+      start_timeout_secs: longest wait for the start of all tasks.
       heartbeat_timeout_secs: for how long a task may be silent before it is taken for dead.
     """
     job_type = collective_all_reduce_strategy.coordination_config_pb2.CoordinatedJob
@@ -70,7 +70,7 @@ def get_key(key: str, timeout_ms: int) -> str:
     """The text under a key, which is waited for.
 
     Raises:
-      tf.errors.DeadlineExceededError: there was none for so long.
+      tf.errors.DeadlineExceededError: there was no value before the timeout.
       tf.errors.OpError: the service does not answer.
     """
     return context.context().get_config_key_value(key, timeout_ms)
@@ -82,5 +82,5 @@ def delete_key(key: str) -> None:
 
 
 def report_error(message: str) -> None:
-    """Has what the other tasks wait for raise `tf.errors.AbortedError` with this message."""
+    """Makes pending calls of the other tasks raise `tf.errors.AbortedError` with this message."""
     context.context().report_error_to_cluster(tf.errors.ABORTED, message)

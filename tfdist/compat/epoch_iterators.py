@@ -45,7 +45,7 @@ class EpochIterator:
 
     @classmethod
     def of(cls, model: keras.Model) -> EpochIterator | None:
-        """That of a `fit` of this model that is running, in a frame below this call; None if there is none."""
+        """Returns the epoch iterator of a running `fit` of this model, in a caller's frame; None if there is none."""
         frame = running_loop.frame_of(sys._getframe(1), model)
         found = frame.f_locals.get("epoch_iterator") if frame else None
         return cls(found) if isinstance(found, TFEpochIterator) else None
@@ -94,7 +94,7 @@ class EpochIterator:
         own_attributes.put(self._iterator, "_get_iterator", wrap(self._iterator._get_iterator))
 
     def continue_epochs(self, batches: int) -> None:
-        """Has the next epoch go on with a new iterator over the data, of which so many batches are taken."""
+        """Makes the next epoch continue a new iterator over the data, of which `batches` are counted as taken."""
         self._iterator._current_iterator = iter(self._iterator._get_iterator())
         self._iterator._steps_seen = batches
 

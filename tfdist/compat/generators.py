@@ -26,7 +26,7 @@ _MOST_KEPT = 256
 
 
 class Replayed:
-    """A function that begins passes, each of which is given again if it turns out to be Keras' own.
+    """Callable that begins passes; batches that only Keras' model building has read are yielded again.
 
     Args:
       make: begins a pass; what it yields may be yielded by no later one.

@@ -72,7 +72,7 @@ def optimizers_of(model: keras.Model) -> list[Any]:
 def sum_over_replicas(gradients: Gradients) -> list[Any]:
     """The sums over all replicas, in replica context; None stays None."""
     sums: list[Any] = [None] * len(gradients)
-    # TensorFlow packs what it sums together into one tensor, of one dtype.
+    # TensorFlow packs the tensors of one reduction into one tensor, of one dtype.
     for dtype in dict.fromkeys(gradient.dtype for gradient in gradients if gradient is not None):
         chosen = [index for index, each in enumerate(gradients) if each is not None and each.dtype == dtype]
         varying = [index for index in chosen if _varies(gradients[index])]
@@ -98,8 +98,8 @@ def _all_reduce(values: Gradients) -> Sequence[Any]:
     _check_can_meet(context)
     if not context.strategy.extended._use_merge_call():
         return context.all_reduce(tf.distribute.ReduceOp.SUM, values)
-    # ReplicaContext.all_reduce does this too, but gives the sum a gradient of its own. TensorFlow registers that for
-    # ever, and with it the graph, the strategy and what they hold. Nobody takes the gradient of a sum of gradients.
+    # ReplicaContext.all_reduce does this too, but gives the sum a gradient of its own. TensorFlow never
+    # frees this registration, nor the graph and the strategy that it references. No code needs that gradient.
     return context.merge_call(_reduce_together, args=tuple(values))
 
 

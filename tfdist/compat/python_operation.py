@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls Python from a graph so that what goes wrong in it is told in few words.
+"""Calls Python from a graph, with short error messages.
 
 An operation that calls Python passes on a few of Python's exceptions, none of TensorFlow's, and surrounds the message
 with the places where each operation of the way was defined. Of all that, the user needs what the failing operation
@@ -21,11 +21,11 @@ from tensorflow.python.util import tf_stack
 NEEDS = ("tensorflow.python.util.tf_stack:StackTraceFilter.get_filtered_filenames",)
 
 _PACKAGE = str(pathlib.Path(__file__).resolve().parents[1])
-# What is nobody's own code: this library, what is installed, and Python itself.
+# Code that is not the user's: this library, installed packages, and Python itself.
 _FOREIGN = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen", _PACKAGE)
 _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line \d+, in .*')
 _ROOT_ERROR = re.compile(r"  \(\d+\) [A-Z_]+: +(?P<said>.*)")
-# Lines that say through which operations and machines an error came.
+# Lines about the operations and machines that have forwarded an error.
 _WAY = re.compile(r"Graph execution error:|Detected at node |<stack traces unavailable>|\s*\[\[\{\{node |\s*$")
 
 
@@ -33,7 +33,7 @@ def call(function: Callable[..., list[np.ndarray]], inputs: Sequence[tf.Tensor],
     """Leaves an operation in the graph that calls `function` with the values of `inputs`.
 
     Args:
-      function: Gets eager tensors; what it raises is raised by the operation, as far as operations can.
+      function: Called with eager tensors; the operation raises its exceptions, as far as operations can.
       inputs: Its arguments.
       dtypes: Those of its results.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The variables that `ParameterServerStrategy` makes, and what gradient tapes are told of them.
+"""Wrappers of the variables of `ParameterServerStrategy`, and their registration with gradient tapes.
 
 There is no public way: the strategy's variables are of two private classes, one of which stands before the variable on
 the parameter server and the other for its shards. A subclass of the first is a variable to everything that goes by its
@@ -57,7 +57,7 @@ class ServerVariable(ps_values.CachingVariable):
         return self._v._serialize_to_tensors()
 
     def restored(self, tensors: dict[str, Any]) -> Any:
-        """Gives the variable on the parameter server what a checkpoint has."""
+        """Restores the variable on the parameter server from a checkpoint's tensors."""
         return self._v._restore_from_tensors(tensors)
 
     def read_after(self, operation: Any) -> Any:

@@ -36,7 +36,7 @@ _called: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def build(model: keras.Model, batch: Any) -> None:
-    """Builds what is not built yet, if the batch has ragged or sparse parts or metrics are to be built."""
+    """Builds the unbuilt parts of a model, if the batch has ragged or sparse parts or metrics are unbuilt."""
     loss, has_metrics, has_dense = model._compile_loss, has_unbuilt_metrics(model), is_dense(batch)
     if has_dense and not has_metrics:
         return
@@ -72,7 +72,7 @@ def is_dense(batch: Any) -> bool:
 
 
 def by_keras(model: keras.Model, batch: Any) -> None:
-    """Builds what is not built yet as Keras does, from the specs of a batch or a batch."""
+    """Builds the unbuilt parts of a model as Keras does, from a batch or its specs."""
     model._symbolic_build(data_batch=batch)
 
 
@@ -80,7 +80,7 @@ def instead(model: keras.Model, build_instead: Callable[[Callable[..., Any], Any
     """Has Keras call `build_instead` the next time that it builds this model from a batch.
 
     Args:
-      model: a model of which Keras says that it is about to build it.
+      model: a model that Keras is about to build.
       build_instead: called with the method that Keras would call, and a batch: arrays, tensors or `KerasTensor`s.
     """
     original = model._symbolic_build

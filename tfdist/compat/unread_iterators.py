@@ -31,11 +31,11 @@ _ENUMERATE = EpochIterator._enumerate_iterator.__code__
 
 
 def left_out(distributed: Any, epoch_iterator: Any) -> Any:
-    """The distributed data set, of which Keras is given an empty iterator where it will not read it.
+    """Returns a distributed data set with empty iterators where Keras makes an iterator that it doesn't read.
 
     Args:
-      distributed: what a strategy has made of a data set.
-      epoch_iterator: who distributes it; Keras' epoch iterator, if it is for one of a model's loops.
+      distributed: a strategy's distributed data set.
+      epoch_iterator: the caller of the distribution; Keras' epoch iterator in a model's loops.
     """
     if isinstance(distributed, tf.distribute.DistributedDataset) and array_data.is_in_order(epoch_iterator):
         distributed.__class__ = _leaving_out(type(distributed))

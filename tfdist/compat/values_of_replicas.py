@@ -16,7 +16,7 @@ NEEDS = ("tensorflow.python.distribute.distribute_utils:regroup",)
 
 
 def of(values: Sequence[Any], always_wrap: bool = True) -> Any:
-    """One distributed value, or a structure of these, of what the first, second, ... replica of this process has.
+    """Returns a distributed value, or a structure of these, from the values of this process' replicas in order.
 
     Args:
       values: a value, or a structure of values, for each replica.

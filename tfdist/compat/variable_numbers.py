@@ -18,7 +18,7 @@ _KINDS = {"__int__": int, "__float__": float, "__complex__": complex}
 
 
 def define() -> None:
-    """Adds what is missing; the number is that of the variable as it is read outside of replicas."""
+    """Adds the missing methods; they use the value of the variable outside of replicas."""
     for name, kind in _KINDS.items():
         if not hasattr(values.DistributedVariable, name):
             setattr(values.DistributedVariable, name, _reading(kind))

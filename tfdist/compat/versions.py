@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks, before anything trains, that TensorFlow and Keras have the private names that tfdist needs.
 
-Each module of `tfdist.compat` lists in `NEEDS` what it takes from below their public surface:
+Each module of `tfdist.compat` lists in `NEEDS` the names that it uses below their public surface:
 
     "package.module:name"                   something in a module
     "package.module:Class.attribute"        an attribute; one that objects get is found in the code of the class
     "package.module:function(one, other)"   arguments or local variables of a function
 
-The lists are read from the source: a module that imports a name that is gone can't be imported to be asked.
+The lists are read from the source: a module that imports a missing name can't be imported.
 """
 
 from __future__ import annotations
