@@ -22,7 +22,7 @@ iterator, and the iterator owns its pass. The pass owns the position in the data
 The end of the data. An iterator ends where the number of batches is known, which all workers have compared. Where it
 is not known under a multi-worker policy, `run` raises `tf.errors.OutOfRangeError` on all workers for the same step,
 before any of its operations writes; Keras takes that for the end of the epoch. Of `steps_per_execution` steps those
-before it are made then, but Keras calls no callback for them.
+before it are made then (`compat.step_errors` has Keras call its callbacks for them).
 """
 
 from __future__ import annotations
@@ -211,6 +211,10 @@ class DistributedDataset(distributed_data.DistributedDatasetBase):
     def raised_in_step(self) -> BaseException | None:
         """What Python raised in the last step, if it did and the engine knows."""
         return getattr(self._engine, "raised_in_step", lambda: None)()
+
+    def has_cut_execution(self) -> bool:
+        """Whether the data came to their end within the last execution, after a step of it was made."""
+        return getattr(self._engine, "has_cut_execution", lambda: False)()
 
     def __iter__(self) -> Any:
         if not tf.executing_eagerly():
