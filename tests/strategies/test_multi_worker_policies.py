@@ -51,10 +51,15 @@ class Logs(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         self.batches.append(dict(logs))
 
-def results(made, scope, optimizer, rows=45, **options):
+def results(made, scope, optimizer, rows=45, is_length_known=True, **options):
     model, target = made(optimizer, scope, **options)
     logs, target = Logs(), tf.nest.map_structure(lambda array: array[:rows], target)
-    fitted = model.fit(x[:rows], target, batch_size=8, epochs=2, shuffle=False, verbose=0, callbacks=[logs])
+    options = {"epochs": 2, "verbose": 0, "callbacks": [logs]}
+    if is_length_known:
+        fitted = model.fit(x[:rows], target, batch_size=8, shuffle=False, **options)
+    else:
+        batches = tf.data.Dataset.from_tensor_slices((x, target)).batch(8)
+        fitted = model.fit(batches.filter(lambda *batch: True), **options)
     return [model.get_weights(), fitted.history, logs.batches]
 
 def largest(a, b):
@@ -69,6 +74,11 @@ cases = {
     "adam, a table": (table, lambda: optimizers.Adam(0.01), {}),
     "loss scale, steps_per_execution": (
         dense, lambda: optimizers.LossScaleOptimizer(optimizers.SGD(0.1)), {"steps_per_execution": 4}),
+    # The last two of six batches are an execution, too.
+    "unknown length, steps_per_execution": (
+        dense, lambda: optimizers.SGD(0.1), {"steps_per_execution": 4, "is_length_known": False}),
+    "unknown length, whole executions": (
+        dense, lambda: optimizers.SGD(0.1), {"steps_per_execution": 3, "is_length_known": False}),
     "a sum, eagerly": (dense, lambda: optimizers.SGD(0.01), {
         "loss": keras.losses.MeanSquaredError(reduction="sum"), "run_eagerly": True}),
 }

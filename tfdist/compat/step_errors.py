@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has `fit` raise what Python raised within a step, and not what TensorFlow makes of it.
+"""Has `fit` raise what Python raised within a step, and call its callbacks for an execution that the data's end cut.
 
 An operation that calls Python passes on a few kinds of exceptions; a ConnectionError becomes a
 `tf.errors.UnknownError`, which no program that handles lost connections catches. There is no public way out of the step
-for it. Keras enters `catch_stop_iteration` of its epoch iterator around the steps of an epoch, so this method is
-replaced, once in a process; nothing changes for data sets that don't have the method `raised_in_step`.
+for it. And where the length of the data is not known, a step itself says that they are at their end: where several
+steps make an execution, Keras would call no callback for those that were made.
+
+Keras enters `catch_stop_iteration` of its epoch iterator around the steps of an epoch, so this method is replaced, once
+in a process; nothing changes for data sets without the methods `raised_in_step` and `has_cut_execution`.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from typing import Any
 import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TFEpochIterator
 
-from tfdist.compat import replacing
+from tfdist.compat import replacing, running_loop
 
 NEEDS = (
     "keras.src.backend.tensorflow.trainer:TFEpochIterator.catch_stop_iteration",
@@ -37,6 +40,8 @@ def _keeping_types(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
             try:
                 yield
             except tf.errors.OutOfRangeError:
+                if getattr(self._distributed_dataset, "has_cut_execution", lambda: False)():
+                    running_loop.end_execution()
                 raise
             except tf.errors.OpError:
                 raised = getattr(self._distributed_dataset, "raised_in_step", lambda: None)()

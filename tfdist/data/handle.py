@@ -23,7 +23,7 @@ pass. The pass owns the position in the data.
 The end of the data. An iterator ends where the number of batches is known, which all workers have compared. Where it
 is not known under a multi-worker policy, `run` raises `tf.errors.OutOfRangeError` on all workers for the same step,
 before any of its operations writes; Keras takes that for the end of the epoch. Of `steps_per_execution` steps those
-before it are made then, but Keras calls no callback for them.
+before it are made then (`compat.step_errors` has Keras call its callbacks for them).
 """
 
 from __future__ import annotations
@@ -212,6 +212,10 @@ class DistributedDataset(distributed_data.DistributedDatasetBase):
     def raised_in_step(self) -> BaseException | None:
         """Returns the Python exception of the last step, if the engine knows of any."""
         return getattr(self._engine, "raised_in_step", lambda: None)()
+
+    def has_cut_execution(self) -> bool:
+        """Whether the data came to their end within the last execution, after a step of it was made."""
+        return getattr(self._engine, "has_cut_execution", lambda: False)()
 
     def __iter__(self) -> Any:
         if not tf.executing_eagerly():

@@ -25,11 +25,13 @@ class Pass:
       number: the same on all workers.
       iterator: iterator over this worker's parts, read by the second thread only.
       kind: of the handles.
+      made: updates since Keras began an execution of `steps_per_execution` steps.
     """
 
     number: int
     iterator: Any
     kind: handles.HandleKind
+    made: int = 0
 
     def __post_init__(self) -> None:
         self.handle = self.kind.handle(handles.registry.open(self))
@@ -50,6 +52,12 @@ class PartIterator(handles.HandleIterator):
         self._begin = begin
         self._left = left
         self._pass: Pass | None = None
+
+    def __iter__(self) -> PartIterator:
+        if self._pass is not None:
+            self._pass.made = 0
+        super().__iter__()
+        return self
 
     def next_handle(self) -> handles.BatchHandle | None:
         """See `HandleIterator`."""

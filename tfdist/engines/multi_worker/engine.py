@@ -98,6 +98,8 @@ class QuorumEngine:
         self._error: BaseException | None = None
         # Exception of the last round.
         self._raised: BaseException | None = None
+        # The pass whose data came to their end in a step.
+        self._ended: Pass | None = None
         self._is_computing = False
         self._is_closing = False
         self._thread = threading.Thread(target=self._compute, name="tfdist-contributions", daemon=True)
@@ -196,8 +198,10 @@ class QuorumEngine:
             with self._changed:
                 self._round = None
         if verdict is None:
+            self._ended = of
             raise tf.errors.OutOfRangeError(None, None, "End of sequence")
         self._step += 1
+        of.made += 1
         self._record(_update(verdict), verdict.count)
         is_contributor = self._worker in verdict.contributors()
         return _given(current) if is_contributor else traced.nothing
@@ -206,6 +210,11 @@ class QuorumEngine:
         """Returns the exception of the last round, if any, and forgets it."""
         raised, self._raised = self._raised, None
         return raised
+
+    def has_cut_execution(self) -> bool:
+        """Whether the data came to their end within the last execution, after a step of it was made."""
+        ended, self._ended = self._ended, None
+        return ended is not None and ended.made > 0
 
     def _check(self) -> None:
         with self._changed:
