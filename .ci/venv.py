@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes .venv and installs tfdist into it: `python .ci/venv.py experiments,test`. Standard library only.
 
-`python .ci/venv.py experiments,test oldest` makes .venv-oldest instead, of the versions in constraints-oldest.txt; `newest`
-makes .venv-newest, of the newest versions that setup.py admits.
+`python .ci/venv.py experiments,test oldest` makes .venv-oldest instead, of the versions in constraints-oldest.txt;
+`newest` makes .venv-newest, of the newest versions that setup.py admits.
 
 A second run with nothing changed returns at once: a stamp per set of extras remembers what the installation was made
 from. A lock lets several makes run at the same time, and a half-made environment (Ctrl-C while pip runs) is completed

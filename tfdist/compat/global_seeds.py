@@ -30,7 +30,7 @@ _COPY = "_tfdist_global_seeds"
 
 
 def are_made() -> bool:
-    """Whether Keras has made the generator in this thread."""
+    """Returns True if Keras has made the generator in this thread."""
     return global_state.get_global_attribute(_NAME) is not None
 
 

@@ -214,7 +214,7 @@ class DistributedDataset(distributed_data.DistributedDatasetBase):
         return getattr(self._engine, "raised_in_step", lambda: None)()
 
     def has_cut_execution(self) -> bool:
-        """Whether the data came to their end within the last execution, after a step of it was made."""
+        """Returns True if the data ended within the last execution, after at least one of its steps."""
         return getattr(self._engine, "has_cut_execution", lambda: False)()
 
     def __iter__(self) -> Any:

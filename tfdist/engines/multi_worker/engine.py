@@ -212,7 +212,7 @@ class QuorumEngine:
         return raised
 
     def has_cut_execution(self) -> bool:
-        """Whether the data came to their end within the last execution, after a step of it was made."""
+        """Returns True if the data ended within the last execution, after at least one of its steps."""
         ended, self._ended = self._ended, None
         return ended is not None and ended.made > 0
 
