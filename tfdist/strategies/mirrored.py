@@ -27,8 +27,9 @@ from tfdist.engines.averaging.engine import AveragingEngine
 from tfdist.engines.mirrored.engine import ThreadedEngine
 from tfdist.policies import composition
 from tfdist.policies.base import Aggregation
+from tfdist.policies.saved_state import SavedState
 from tfdist.runtime import allocator, cpus
-from tfdist.strategies import _common, saving, warming
+from tfdist.strategies import _common, warming
 from tfdist.telemetry.report import Recorder, Report
 
 # TensorFlow tells the collectives of a process apart by numbers that each strategy counts from this one.
@@ -88,7 +89,7 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
             self._averaging = AveragingEngine(self, composed.averaging, replicas, self._sum_over_workers, 1)
         self._is_exclusive = bool(policies)
         self._warming = warming.on_devices(self, composed.warmup, self._recorder)
-        self._policies_to_save = saving.PoliciesToSave(policies, self._warming, self._averaging)
+        self.saved_state = SavedState(policies, [self._warming, self._averaging])
 
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Runs `fn` on every replica. With a policy, the `train_step` that `fit` hands in makes an update."""

@@ -42,9 +42,10 @@ from tfdist.engines.multi_worker import data as quorum_data
 from tfdist.engines.multi_worker import engine as quorum
 from tfdist.policies import composition
 from tfdist.policies.base import Aggregation, Update
+from tfdist.policies.saved_state import SavedState
 from tfdist.runtime import allocator, cpus, own_address, quorum_client, quorum_server, rendezvous, watch
 from tfdist.step import copies, replicated_step
-from tfdist.strategies import _common, saving, warming
+from tfdist.strategies import _common, warming
 from tfdist.telemetry.report import Recorder, Report
 
 _POLICY = tf.data.experimental.AutoShardPolicy
@@ -110,7 +111,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
             resolver = cluster_resolver if is_training else _nobody_else()
             super().__init__(resolver, communication_options)
             self._is_cluster_of_one = cluster is not None and is_training
-            self._policies_to_save = saving.PoliciesToSave(policies if is_training else ())
+            self.saved_state = SavedState(policies if is_training else ())
             _common.mend_keras(self)
             return
         _before_context()
@@ -133,7 +134,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         if composed.averaging:
             parts, sum_up = self._parts(), self._sum_over_workers
             self._averaging = AveragingEngine(self, composed.averaging, parts, sum_up, num_workers)
-        self._policies_to_save = saving.PoliciesToSave(policies, self._warming, self._averaging)
+        self.saved_state = SavedState(policies, [self._warming, self._averaging])
 
     def _join(self, cluster: clusters.Cluster) -> None:
         # Each call needs all workers, in the same order on all.

@@ -35,6 +35,7 @@ from tfdist.engines.averaging import data as averaging_data
 from tfdist.engines.averaging import step as averaging_step
 from tfdist.engines.averaging.collective import Average, Count
 from tfdist.policies.parameter_averaging import ParameterAveraging
+from tfdist.policies.saved_state import SavedState
 from tfdist.step import replicated_step, whole_step
 
 _AVERAGE = "_tfdist_average"
@@ -42,7 +43,7 @@ _AVERAGE = "_tfdist_average"
 _READERS = ("save", "save_weights", "export")
 
 
-class AveragingEngine:
+class AveragingEngine(SavedState):
     """Makes the steps of this worker's replicas, and averages.
 
     Args:

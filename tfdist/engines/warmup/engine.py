@@ -31,6 +31,7 @@ from tfdist.data import splitting
 from tfdist.engines.warmup import data as warmup_data
 from tfdist.engines.warmup.data import Source
 from tfdist.policies.base import Update
+from tfdist.policies.saved_state import SavedState
 from tfdist.policies.warmup import Warmup
 from tfdist.step import copies, one_replica, replicated_step
 
@@ -58,7 +59,7 @@ class Peers:
     give: Callable[[Sequence[Any]], None]
 
 
-class WarmupEngine:
+class WarmupEngine(SavedState):
     """Leads `fit` through the phase.
 
     Args:
@@ -93,7 +94,7 @@ class WarmupEngine:
         return self._warmup.is_over
 
     @property
-    def is_ahead(self) -> bool:
+    def is_chief_ahead(self) -> bool:
         """Whether the first replica has trained alone since it gave its state to all; the same in all processes."""
         return self._is_ahead
 
@@ -119,7 +120,7 @@ class WarmupEngine:
     def open(self, dataset: _WarmupDataset, fit: running_loop.Fit | None) -> _WarmupIterator | None:
         """Opens a pass of `fit` that begins in the phase."""
         if fit is None:
-            self.settle()
+            self.share_state()
             return None
         if self.is_over_now():
             dataset.begun += 1
@@ -133,9 +134,10 @@ class WarmupEngine:
             self._open()
         return self.is_over
 
-    def go_on_in_epoch(self) -> None:
-        """Says that `fit` begins in the middle of an epoch."""
-        self._is_first_of_epoch, self._goes_on_in_epoch = False, True
+    def take(self, state: dict[str, Any], is_in_epoch: bool) -> None:
+        """See `SavedState.take`."""
+        if is_in_epoch:
+            self._is_first_of_epoch, self._goes_on_in_epoch = False, True
 
     # In Keras' loop.
 
@@ -229,7 +231,7 @@ class WarmupEngine:
         self._is_ahead = False
         return is_ended or not any(word["ended"] for word in words)
 
-    def settle(self) -> None:
+    def share_state(self) -> None:
         """The same for the model that was trained last, before anything else is done with it."""
         model = self._model()
         if model is not None:
