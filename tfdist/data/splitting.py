@@ -189,6 +189,29 @@ def part_spec(element_spec: Any, num_parts: int) -> Any:
     return tf.nest.map_structure(tf.type_spec_from_value, first.get_concrete_function(element_spec).structured_outputs)
 
 
+def empty(batch: Any) -> Any:
+    """No example of a batch."""
+    # Of more parts than a batch has examples the first one is empty.
+    return cut(batch, 0, 2**40)
+
+
+def any_size(batch: Any) -> Any:
+    """The batch, of which the shapes don't say how many examples it has."""
+
+    def forget(leaf: Any) -> Any:
+        return _with_size(leaf, None) if isinstance(leaf, tf.Tensor) and leaf.shape.rank else leaf
+
+    return tf.nest.map_structure(forget, batch)
+
+
+def num_batches(datasets: Sequence[tf.data.Dataset], elements_each: int = 1) -> int:
+    """The number of batches of which each data set has so many elements, or one of tf.data's constants."""
+    counts = [int(dataset.cardinality()) for dataset in datasets]
+    if tf.data.UNKNOWN_CARDINALITY in counts:
+        return tf.data.UNKNOWN_CARDINALITY
+    return min((count // elements_each for count in counts if count >= 0), default=tf.data.INFINITE_CARDINALITY)
+
+
 def _with_size(piece: tf.Tensor, size: int | None) -> tf.Tensor:
     if size is None:
         # Forgets what static slicing found out.

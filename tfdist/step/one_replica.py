@@ -17,7 +17,6 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat import fresh_threads, keras_variables, optimizer_patches, replicas
-from tfdist.data import handle as handles
 from tfdist.step import adding_up, copies
 
 
@@ -130,22 +129,9 @@ def variables_of(model: keras.Model) -> list[Any]:
     return list({id(variable): variable for variable in variables}.values())
 
 
-def outputs_of(step: Callable[[Any], Any], model: keras.Model, device: str, spec: Any) -> Any:
-    """What `step` would return on one device, as zeros; nothing is run.
-
-    Args:
-      step: the model's step.
-      model: see `alone`.
-      device: see `alone`.
-      spec: the structure of `tf.TypeSpec`s of a batch.
-    """
-
-    def trace(*flat: tf.Tensor) -> Any:
-        with alone(model, device):
-            return step(handles.without_optionals(tf.nest.pack_sequence_as(spec, flat, expand_composites=True)))
-
-    traced = tf.function(trace, autograph=False)
-    outputs = traced.get_concrete_function(*tf.nest.flatten(spec, expand_composites=True)).structured_outputs
+def zeros_of(function: Callable[[Any], Any], spec: Any) -> Any:
+    """What `function` would return for an argument of this structure of specs, as zeros; it is traced, and not run."""
+    outputs = tf.function(function, autograph=False).get_concrete_function(spec).structured_outputs
     return tf.nest.map_structure(lambda each: tf.zeros([size or 0 for size in each.shape], each.dtype), outputs)
 
 

@@ -40,12 +40,14 @@ from tfdist.engines.averaging.engine import AveragingEngine
 from tfdist.engines.multi_worker import agreement as agreements
 from tfdist.engines.multi_worker import data as quorum_data
 from tfdist.engines.multi_worker import engine as quorum
+from tfdist.engines.warmup import data as warmup_data
+from tfdist.engines.warmup.engine import WarmupEngine
 from tfdist.policies import composition
 from tfdist.policies.base import Aggregation, Update
 from tfdist.policies.saved_state import SavedState
 from tfdist.runtime import allocator, cpus, own_address, quorum_client, quorum_server, rendezvous, watch
 from tfdist.step import copies, replicated_step
-from tfdist.strategies import _common, warming
+from tfdist.strategies import _common
 from tfdist.telemetry.report import Recorder, Report
 
 _POLICY = tf.data.experimental.AutoShardPolicy
@@ -104,6 +106,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         num_workers = 1 if cluster is None else len(cluster.training_tasks)
         composed = composition.compose(policies if is_training else (), "MultiWorkerMirroredStrategy", num_workers)
         policy = self._aggregation = composed.aggregation
+        self._warmup = composed.warmup
         self._gathers: dict[Any, Any] = {}
         self._recorder = Recorder([f"worker:{index}" for index in range(num_workers)])
         if cluster is None or not is_training or num_workers == 1:
@@ -130,9 +133,11 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         self._join(cluster)
         if policy:
             self._start_quorum(policy, cluster, stall_timeout_secs)
-        self._warming = warming.on_workers(self, composed.warmup, self._recorder, self._agreements())
+        parts, sum_up = self._parts(), self._sum_over_workers
+        if composed.warmup:
+            replica, record = [replicas.worker_index(self)], self._recorder.record
+            self._warming = WarmupEngine(self, composed.warmup, replica, sum_up, record, self._agreement)
         if composed.averaging:
-            parts, sum_up = self._parts(), self._sum_over_workers
             self._averaging = AveragingEngine(self, composed.averaging, parts, sum_up, num_workers)
         self.saved_state = SavedState(policies, [self._warming, self._averaging])
 
@@ -265,7 +270,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         own = quorum_data.part_of(dataset, parts[0], count)
         whole = self._quorum.distribute(own, lambda: distributed) if self._quorum else distributed
         whole = self._averaging.distribute(dataset, lambda: distributed) if self._averaging else whole
-        return warming.with_worker(self._warming, whole, own, self._quorum)
+        return self._warming.distribute(whole, [own], warmup_data.PAIRS) if self._warming else whole
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset], options: Any = None
@@ -281,7 +286,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         own = quorum_data.without_total(read)
         whole = self._quorum.distribute(own, lambda: distributed) if self._quorum else distributed
         whole = self._averaging.distribute_own(read, lambda: distributed) if self._averaging else whole
-        return warming.with_worker(self._warming, whole, own, self._quorum, self._sum_over_workers)
+        return self._warming.distribute(whole, [own], warmup_data.PAIRS, False) if self._warming else whole
 
     def _read_directly(self, distributed: Any) -> Any:
         return direct_iterators.read_directly(distributed, self.extended.worker_devices)
