@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One pass over the data in the warmup phase: what this process reads of each batch, and the parts of its replicas."""
+"""The data of a warmup phase: what this process reads of each batch, and the parts of its replicas."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -11,42 +11,90 @@ import tensorflow as tf
 from tfdist.data import handle as handles
 from tfdist.data import splitting
 
-# What the elements of the data sets are: whole batches, of which each replica takes its part; parts of this process'
-# replicas, read in turn from one data set or each from its own; or pairs of a part and a number of examples.
+# Kinds of elements: whole batches, of which each replica takes its part; parts of this process' replicas, read in turn
+# from one data set, or each from its own; or pairs of a part and a number of examples.
 BATCHES, PARTS, PAIRS = "batches", "parts", "pairs"
 
 
-class Batches:
-    """Reads one pass.
+class WarmupDataset(handles.CountedDataset):
+    """A data set that begins with the phase.
 
     Args:
-      datasets: one for all replicas of this process, or one for each.
+      engine: opens passes over it.
+      whole: the data set as the strategy makes it without a phase.
+      datasets: what this process reads in the phase: one data set for all its replicas, or one for each.
       elements: kind of their elements, such as `PARTS`.
-      num_replicas: number of replicas of this process.
       is_same_length: whether all processes come to the end of the data in the same step.
+    """
+
+    def __init__(
+        self, engine: Any, whole: Any, datasets: Sequence[tf.data.Dataset], elements: str, is_same_length: bool
+    ) -> None:
+        super().__init__(engine, datasets[0], lambda: whole)
+        self.datasets = datasets
+        self.elements = elements
+        self.is_same_length = is_same_length
+
+    @property
+    def passes(self) -> int:
+        """Number of iterators that were opened over the data, those that `whole` counts included."""
+        return self.opened + getattr(self.whole, "passes", 0)
+
+    @property
+    def cardinality(self) -> Any:
+        """See `DistributedDataset.cardinality`."""
+        return self.whole.cardinality
+
+    def raised_in_step(self) -> BaseException | None:
+        """See `DistributedDataset.raised_in_step`."""
+        return getattr(self.whole, "raised_in_step", lambda: None)()
+
+
+class Pass(handles.HandleIterator):
+    """One pass of `fit` that begins in the phase.
+
+    Args:
+      dataset: the data set.
+      num_replicas: number of replicas of this process.
+      begin_update: given this pass, returns the next handle, None at the end, or what makes the handles from now on.
 
     Attributes:
       element_spec: structure of `tf.TypeSpec`s of an element.
       left: number of batches that are left; below zero if it is not known, or there is no end.
     """
 
-    def __init__(
-        self, datasets: Sequence[tf.data.Dataset], elements: str, num_replicas: int, is_same_length: bool
-    ) -> None:
-        self.elements = elements
-        self.is_same_length = is_same_length
-        self.element_spec = datasets[0].element_spec
-        # Opened also where all batches are left to others: a shuffle draws a new order for each iterator.
-        self._iterators = [iter(dataset) for dataset in datasets]
-        self._num_elements = _num_elements(elements, num_replicas)
-        self.left = splitting.num_batches(datasets, self._num_elements // len(datasets))
-        self._ahead: list[Any] | None = None
+    left = 0
+
+    def __init__(self, dataset: WarmupDataset, num_replicas: int, begin_update: Callable[[Pass], Any]) -> None:
+        super().__init__()
+        self.dataset = dataset
+        self.element_spec = dataset.datasets[0].element_spec
+        self._num_elements = _num_elements(dataset.elements, num_replicas)
+        self._begin_update = begin_update
+        self._iterators: list[Any] = []
+        self._ahead: list[Any] = []
         self._num_skipped = 0
         self._kinds: dict[Any, handles.HandleKind] = {}
+        self._rest: handles.HandleIterator | None = None
+
+    def next_handle(self) -> handles.BatchHandle | None:
+        """See `HandleIterator`."""
+        if not self._iterators:
+            # Not before the first handle is asked for: Keras makes iterators that it never uses. But also where all
+            # batches are left to others: a shuffle draws a new order for each iterator.
+            self._iterators = [iter(dataset) for dataset in self.dataset.datasets]
+            self.left = splitting.num_batches(self.dataset.datasets, self._num_elements // len(self._iterators))
+            self.dataset.opened += 1
+        if self._rest is None:
+            found = self._begin_update(self)
+            if not isinstance(found, handles.HandleIterator):
+                return found
+            self._rest = found
+        return self._rest.next_handle()
 
     def has_next(self) -> bool:
         """True if there is another batch, which is read ahead if their number is not known."""
-        if self._ahead is None and self.left == tf.data.UNKNOWN_CARDINALITY:
+        if self.left == tf.data.UNKNOWN_CARDINALITY and not self._ahead:
             try:
                 self._ahead = _read(self._iterators, self._num_elements)
             except tf.errors.OutOfRangeError:
@@ -55,12 +103,12 @@ class Batches:
 
     def skip(self) -> list[Any]:
         """Leaves the next batch, which there is, to other processes; it is not read before it must be."""
-        self._num_skipped += self._ahead is None
+        self._num_skipped += not self._ahead
         return self._passed([])
 
     def take(self) -> list[Any]:
         """The elements of the next batch, which there is, or the iterators to read them from in the step: sooner."""
-        return self._passed(self.iterators() if self._ahead is None else self._ahead)
+        return self._passed(self._ahead or self.iterators())
 
     def iterators(self) -> list[Any]:
         """The iterators, past the batches that were skipped."""
@@ -70,16 +118,16 @@ class Batches:
         return self._iterators
 
     def _passed(self, content: list[Any]) -> list[Any]:
-        self._ahead = None
+        self._ahead = []
         self.left -= self.left > 0
         return content
 
-    def handle(self, engine: Any, form: Any, content: list[Any]) -> handles.BatchHandle:
-        """A handle of this form for the result of `take` or `skip`. Each kind is looked up once in a pass."""
-        key = form, _is_to_be_read(content)
+    def handle(self, engine: Any, count: int, content: list[Any]) -> handles.BatchHandle:
+        """A handle for `count` replicas and the result of `take` or `skip`. Each kind is looked up once in a pass."""
+        key = count, _is_to_be_read(content)
         if key not in self._kinds:
-            spec = tf.type_spec_from_value if _is_to_be_read(content) else lambda element: self.element_spec
-            self._kinds[key] = handles.registry.kind(engine, self.element_spec, form, [spec(each) for each in content])
+            specs = [tf.type_spec_from_value(each) if key[1] else self.element_spec for each in content]
+            self._kinds[key] = handles.registry.kind(engine, self.element_spec, (count, self.dataset.elements), specs)
         return self._kinds[key].handle(content)
 
 
@@ -87,8 +135,8 @@ def parts_of(content: list[Any], elements: str, replicas: Sequence[int], num_rep
     """The parts of this process' replicas, in a graph or outside.
 
     Args:
-      content: result of `Batches.take`.
-      elements: kind of its elements, such as `BATCHES`.
+      content: result of `Pass.take`.
+      elements: kind of its elements, such as `PARTS`.
       replicas: numbers of this process' replicas.
       num_replicas: number of replicas in all processes.
     """
@@ -101,7 +149,6 @@ def parts_of(content: list[Any], elements: str, replicas: Sequence[int], num_rep
 
 
 def _num_elements(elements: str, num_replicas: int) -> int:
-    """The number of elements that a process with so many replicas reads of each batch."""
     return 1 if elements == BATCHES else num_replicas
 
 

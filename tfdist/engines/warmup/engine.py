@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +15,7 @@ from tfdist.compat import epoch_logs, running_loop, values_of_replicas
 from tfdist.data import handle as handles
 from tfdist.data import splitting
 from tfdist.data.shares import Sum
-from tfdist.engines.warmup.data import BATCHES, Batches, parts_of
+from tfdist.engines.warmup.data import BATCHES, Pass, WarmupDataset, parts_of
 from tfdist.policies.base import Update
 from tfdist.policies.saved_state import SavedState
 from tfdist.policies.warmup import Warmup
@@ -72,39 +71,29 @@ class WarmupEngine(SavedState):
     def distribute(
         self, whole: Any, datasets: Sequence[tf.data.Dataset], elements: str, is_same_length: bool = True
     ) -> Any:
-        """A data set that begins with the phase.
-
-        Args:
-          whole: the data set as the strategy makes it without a phase.
-          datasets: the same for `Batches`.
-          elements: kind of their elements, such as `PARTS`.
-          is_same_length: whether all processes come to the end of the data in the same step.
-        """
+        """A data set that begins with the phase; for the arguments see `WarmupDataset`."""
         if self._warmup.is_over or not tf.executing_eagerly():
             return whole
-        begin = functools.partial(Batches, datasets, elements, len(self._replicas), is_same_length)
-        return _WarmupDataset(self, whole, begin)
+        return WarmupDataset(self, whole, datasets, elements, is_same_length)
 
-    def open(self, dataset: _WarmupDataset, fit: running_loop.Fit | None) -> _Pass | None:
+    def open(self, dataset: WarmupDataset, fit: running_loop.Fit | None) -> Pass | None:
         """Opens a pass of the phase; None if it is one of the data set `whole`."""
-        is_same_fit = fit is not None and self._callbacks() is fit.callbacks
-        if not is_same_fit:
+        if fit is None or self._callbacks() is not fit.callbacks:
             # What an interrupted `fit` has left, too.
             self.meet(is_ended=True)
-        if fit is None:
-            return None
-        if not is_same_fit:
+            if fit is None:
+                return None
             self._callbacks = weakref.ref(fit.callbacks)
             self._is_first_of_epoch, self._is_resumed_in_epoch = not self._is_resumed_in_epoch, False
             self._watch_epoch(fit.model)
         if self._is_first_of_epoch and self._warmup.taking_part_next(True) == self._warmup.total_num_replicas:
             self._count_update()
         if not self._warmup.is_over:
-            return _Pass(self, dataset, fit.model)
+            return Pass(dataset, len(self._replicas), lambda a_pass: self._begin_update(a_pass, fit.model))
         dataset.opened += not hasattr(dataset.whole, "passes")
         return None
 
-    def begin_update(self, whole: Any, batches: Batches, model: keras.Model) -> Any:
+    def _begin_update(self, of: Pass, model: keras.Model) -> Any:
         """Begins an update that Keras asks for.
 
         Returns:
@@ -112,10 +101,10 @@ class WarmupEngine(SavedState):
         """
         warmup = self._warmup
         count = warmup.taking_part_next(self._is_first_of_epoch)
-        rest = getattr(whole, "rest", None) if count == warmup.total_num_replicas else None
+        rest = getattr(of.dataset.whole, "rest", None) if count == warmup.total_num_replicas else None
         # What makes the rest is to find the end itself: nothing must have been read ahead.
-        has_next = batches.left != 0 if rest else batches.has_next()
-        if count > 1 and not (self._ahead or rest or batches.is_same_length):
+        has_next = of.left != 0 if rest else of.has_next()
+        if count > 1 and not (self._ahead or rest or of.dataset.is_same_length):
             (missing,) = self._sum_over_workers([tf.constant(int(not has_next), tf.int64)])
             has_next = not int(missing)
         # Where some have to catch up, the end of the data is the end of an epoch, where all meet.
@@ -124,14 +113,14 @@ class WarmupEngine(SavedState):
         self._count_update()
         self._ahead = model if count == 1 else None
         if rest:
-            return rest(batches.iterators(), batches.left)
+            return rest(of.iterators(), of.left)
         if not warmup.is_over:
-            size = splitting.static_size(batches.element_spec) or 0
-            num_parts = warmup.total_num_replicas if batches.elements == BATCHES else 1
+            size = splitting.static_size(of.element_spec) or 0
+            num_parts = warmup.total_num_replicas if of.dataset.elements == BATCHES else 1
             update = Update(warmup.begun, tuple(range(count)), (), (0,) * count, 0.0, 0.0, ())
             self._record(update, size * count // num_parts)
-        content = batches.take() if count > 1 or 0 in self._replicas else batches.skip()
-        return batches.handle(self, (count, batches.elements), content)
+        is_needed = count > 1 or 0 in self._replicas
+        return of.handle(self, count, of.take() if is_needed else of.skip())
 
     def run(self, step: Callable[..., Any], handle: handles.BatchHandle) -> Any:
         """Makes an update; in a graph, or eagerly.
@@ -205,59 +194,3 @@ class WarmupEngine(SavedState):
             found = self._agreement.from_chief(plain, self._what)
         self._watch_epoch(model)
         return found
-
-
-class _WarmupDataset(handles.CountedDataset):
-    """A data set that begins with the phase.
-
-    Args:
-      engine: the engine.
-      whole: see `WarmupEngine.distribute`.
-      begin: begins a pass in the phase.
-    """
-
-    def __init__(self, engine: WarmupEngine, whole: Any, begin: Callable[[], Batches]) -> None:
-        super().__init__(engine, whole, lambda: whole)
-        self._begin = begin
-
-    def begin(self) -> Batches:
-        """Begins a pass in the phase, and counts it."""
-        self.opened += 1
-        return self._begin()
-
-    @property
-    def passes(self) -> int:
-        """Number of iterators that were opened over the data, those that `whole` counts included."""
-        return self.opened + getattr(self.whole, "passes", 0)
-
-    @property
-    def cardinality(self) -> Any:
-        """See `DistributedDataset.cardinality`."""
-        return self.whole.cardinality
-
-    def raised_in_step(self) -> BaseException | None:
-        """See `DistributedDataset.raised_in_step`."""
-        return getattr(self.whole, "raised_in_step", lambda: None)()
-
-
-class _Pass(handles.HandleIterator):
-    """One pass of `fit` that begins in the phase."""
-
-    def __init__(self, engine: WarmupEngine, dataset: _WarmupDataset, model: keras.Model) -> None:
-        super().__init__()
-        self._engine = engine
-        self._dataset = dataset
-        self._model = model
-        self._batches: Batches | None = None
-        self._rest: handles.HandleIterator | None = None
-
-    def next_handle(self) -> handles.BatchHandle | None:
-        """See `HandleIterator`."""
-        if self._rest is None:
-            # Not before the first handle is asked for: Keras makes iterators that it never uses.
-            self._batches = self._batches or self._dataset.begin()
-            found = self._engine.begin_update(self._dataset.whole, self._batches, self._model)
-            if not isinstance(found, handles.HandleIterator):
-                return found
-            self._rest = found
-        return self._rest.next_handle()
