@@ -204,12 +204,25 @@ def any_size(batch: Any) -> Any:
     return tf.nest.map_structure(forget, batch)
 
 
-def num_batches(datasets: Sequence[tf.data.Dataset], elements_each: int = 1) -> int:
-    """The number of batches of which each data set has so many elements, or one of tf.data's constants."""
+def groups_of(dataset: tf.data.Dataset, count: int) -> tf.data.Dataset:
+    """Tuples of `count` successive elements; fewer at the end are left out. It is read once, as a shuffle needs it."""
+    if count == 1:
+        return tf.data.Dataset.zip((dataset,))
+    is_tuple = isinstance(dataset.element_spec, tuple)
+
+    def group(*windows: Any) -> tuple[Any, ...]:
+        elements = tf.data.Dataset.zip(windows if is_tuple else windows[0])
+        return tuple(elements.skip(index).take(1).get_single_element() for index in range(count))
+
+    return dataset.window(count, drop_remainder=True).map(tf.autograph.experimental.do_not_convert(group))
+
+
+def num_batches(datasets: Sequence[tf.data.Dataset]) -> int:
+    """The number of elements of the shortest data set, or one of tf.data's constants."""
     counts = [int(dataset.cardinality()) for dataset in datasets]
     if tf.data.UNKNOWN_CARDINALITY in counts:
         return tf.data.UNKNOWN_CARDINALITY
-    return min((count // elements_each for count in counts if count >= 0), default=tf.data.INFINITE_CARDINALITY)
+    return min((count for count in counts if count >= 0), default=tf.data.INFINITE_CARDINALITY)
 
 
 def _with_size(piece: tf.Tensor, size: int | None) -> tf.Tensor:

@@ -21,11 +21,10 @@ from tfdist.compat import (
 )
 from tfdist.data import progress, splitting
 from tfdist.data.handle import BatchHandle
-from tfdist.data.replica_batches import ReplicaDataset
+from tfdist.data.replica_batches import ReplicaDataset, ReplicaDatasetFromFunction
 from tfdist.engines.averaging import data as averaging_data
 from tfdist.engines.averaging.engine import AveragingEngine
 from tfdist.engines.mirrored.engine import ThreadedEngine
-from tfdist.engines.warmup import data as warmup_data
 from tfdist.engines.warmup.engine import WarmupEngine
 from tfdist.policies import composition
 from tfdist.policies.base import Aggregation
@@ -123,7 +122,7 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
                 "experimental_distribute_dataset: with a warmup phase it takes a tf.data.Dataset and no options; leave "
                 f"them away. Received: dataset={dataset!r}, options={options!r}"
             )
-        return self._warming.distribute(whole, [dataset.prefetch(1)], warmup_data.BATCHES)
+        return self._warming.distribute(whole, [dataset.prefetch(1)], is_whole=True)
 
     def _divided(self, dataset: Any, options: Any) -> Any:
         replicas = self.num_replicas_in_sync
@@ -167,8 +166,10 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
             whole = self._averaging.distribute_own(dataset_fn(tf.distribute.InputContext(1, 0, count)), lambda: stock)
         if self._warming is None or not tf.executing_eagerly():
             return whole
-        datasets = getattr(whole, "datasets", None) or [dataset_fn(tf.distribute.InputContext(1, 0, count))]
-        return self._warming.distribute(whole, datasets, warmup_data.PARTS)
+        if isinstance(whole, ReplicaDatasetFromFunction):
+            return self._warming.distribute(whole, whole.datasets)
+        groups = splitting.groups_of(dataset_fn(tf.distribute.InputContext(1, 0, count)), count)
+        return self._warming.distribute(whole, [groups])
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """See the stock method. Of a handle: what one replica's part of the batch looks like."""

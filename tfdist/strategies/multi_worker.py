@@ -40,7 +40,6 @@ from tfdist.engines.averaging.engine import AveragingEngine
 from tfdist.engines.multi_worker import agreement as agreements
 from tfdist.engines.multi_worker import data as quorum_data
 from tfdist.engines.multi_worker import engine as quorum
-from tfdist.engines.warmup import data as warmup_data
 from tfdist.engines.warmup.engine import WarmupEngine
 from tfdist.policies import composition
 from tfdist.policies.base import Aggregation, Update
@@ -270,7 +269,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         own = quorum_data.part_of(dataset, parts[0], count)
         whole = self._quorum.distribute(own, lambda: distributed) if self._quorum else distributed
         whole = self._averaging.distribute(dataset, lambda: distributed) if self._averaging else whole
-        return self._warming.distribute(whole, [own], warmup_data.PAIRS) if self._warming else whole
+        return self._warming.distribute(whole, [own]) if self._warming else whole
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset], options: Any = None
@@ -286,7 +285,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         own = quorum_data.without_total(read)
         whole = self._quorum.distribute(own, lambda: distributed) if self._quorum else distributed
         whole = self._averaging.distribute_own(read, lambda: distributed) if self._averaging else whole
-        return self._warming.distribute(whole, [own], warmup_data.PAIRS, False) if self._warming else whole
+        return self._warming.distribute(whole, [own], is_same_length=False) if self._warming else whole
 
     def _read_directly(self, distributed: Any) -> Any:
         return direct_iterators.read_directly(distributed, self.extended.worker_devices)

@@ -11,10 +11,6 @@ import tensorflow as tf
 from tfdist.data import handle as handles
 from tfdist.data import splitting
 
-# Kinds of elements: whole batches, of which each replica takes its part; parts of this process' replicas, read in turn
-# from one data set, or each from its own; or pairs of a part and a number of examples.
-BATCHES, PARTS, PAIRS = "batches", "parts", "pairs"
-
 
 class WarmupDataset(handles.CountedDataset):
     """A data set that begins with the phase.
@@ -22,17 +18,18 @@ class WarmupDataset(handles.CountedDataset):
     Args:
       engine: opens passes over it.
       whole: the data set as the strategy makes it without a phase.
-      datasets: what this process reads in the phase: one data set for all its replicas, or one for each.
-      elements: kind of their elements, such as `PARTS`.
+      datasets: what this process reads in the phase: parts of batches, by a data set for each of its replicas; or else
+        one data set, of tuples that begin with their parts.
+      is_whole: whether it is one data set of whole batches instead, of which each replica takes its part.
       is_same_length: whether all processes come to the end of the data in the same step.
     """
 
     def __init__(
-        self, engine: Any, whole: Any, datasets: Sequence[tf.data.Dataset], elements: str, is_same_length: bool
+        self, engine: Any, whole: Any, datasets: Sequence[tf.data.Dataset], is_whole: bool, is_same_length: bool
     ) -> None:
         super().__init__(engine, datasets[0], lambda: whole)
         self.datasets = datasets
-        self.elements = elements
+        self.is_whole = is_whole
         self.is_same_length = is_same_length
 
     @property
@@ -55,7 +52,6 @@ class Pass(handles.HandleIterator):
 
     Args:
       dataset: the data set.
-      num_replicas: number of replicas of this process.
       begin_update: given this pass, returns the next handle, None at the end, or what makes the handles from now on.
 
     Attributes:
@@ -65,11 +61,10 @@ class Pass(handles.HandleIterator):
 
     left = 0
 
-    def __init__(self, dataset: WarmupDataset, num_replicas: int, begin_update: Callable[[Pass], Any]) -> None:
+    def __init__(self, dataset: WarmupDataset, begin_update: Callable[[Pass], Any]) -> None:
         super().__init__()
         self.dataset = dataset
         self.element_spec = dataset.datasets[0].element_spec
-        self._num_elements = _num_elements(dataset.elements, num_replicas)
         self._begin_update = begin_update
         self._iterators: list[Any] = []
         self._ahead: list[Any] = []
@@ -83,7 +78,7 @@ class Pass(handles.HandleIterator):
             # Not before the first handle is asked for: Keras makes iterators that it never uses. But also where all
             # batches are left to others: a shuffle draws a new order for each iterator.
             self._iterators = [iter(dataset) for dataset in self.dataset.datasets]
-            self.left = splitting.num_batches(self.dataset.datasets, self._num_elements // len(self._iterators))
+            self.left = splitting.num_batches(self.dataset.datasets)
             self.dataset.opened += 1
         if self._rest is None:
             found = self._begin_update(self)
@@ -96,7 +91,7 @@ class Pass(handles.HandleIterator):
         """True if there is another batch, which is read ahead if their number is not known."""
         if self.left == tf.data.UNKNOWN_CARDINALITY and not self._ahead:
             try:
-                self._ahead = _read(self._iterators, self._num_elements)
+                self._ahead = _read(self._iterators)
             except tf.errors.OutOfRangeError:
                 self.left = 0
         return self.left != 0
@@ -113,7 +108,7 @@ class Pass(handles.HandleIterator):
     def iterators(self) -> list[Any]:
         """The iterators, past the batches that were skipped."""
         for _ in range(self._num_skipped):
-            _read(self._iterators, self._num_elements)
+            _read(self._iterators)
         self._num_skipped = 0
         return self._iterators
 
@@ -127,33 +122,31 @@ class Pass(handles.HandleIterator):
         key = count, _is_to_be_read(content)
         if key not in self._kinds:
             specs = [tf.type_spec_from_value(each) if key[1] else self.element_spec for each in content]
-            self._kinds[key] = handles.registry.kind(engine, self.element_spec, (count, self.dataset.elements), specs)
+            self._kinds[key] = handles.registry.kind(engine, self.element_spec, (count, self.dataset.is_whole), specs)
         return self._kinds[key].handle(content)
 
 
-def parts_of(content: list[Any], elements: str, replicas: Sequence[int], num_replicas: int) -> list[Any]:
+def parts_of(content: list[Any], is_whole: bool, replicas: Sequence[int], num_replicas: int) -> list[Any]:
     """The parts of this process' replicas, in a graph or outside.
 
     Args:
       content: result of `Pass.take`.
-      elements: kind of its elements, such as `PARTS`.
+      is_whole: whether that is a whole batch.
       replicas: numbers of this process' replicas.
       num_replicas: number of replicas in all processes.
     """
     with tf.device("/device:CPU:0"):
         if _is_to_be_read(content):
-            content = _read(content, _num_elements(elements, len(replicas)))
-        if elements == BATCHES:
-            content = [splitting.cut(content[0], replica, num_replicas) for replica in replicas]
-    return [handles.without_optionals(each[0] if elements == PAIRS else each) for each in content]
+            content = _read(content)
+        if is_whole:
+            parts = [splitting.cut(content[0], replica, num_replicas) for replica in replicas]
+        else:
+            parts = content if len(content) > 1 else content[0][: len(replicas)]
+    return [handles.without_optionals(part) for part in parts]
 
 
-def _num_elements(elements: str, num_replicas: int) -> int:
-    return 1 if elements == BATCHES else num_replicas
-
-
-def _read(iterators: Sequence[Any], num_elements: int) -> list[Any]:
-    return [iterator.get_next() for iterator in iterators for _ in range(num_elements // len(iterators))]
+def _read(iterators: Sequence[Any]) -> list[Any]:
+    return [iterator.get_next() for iterator in iterators]
 
 
 def _is_to_be_read(content: Sequence[Any]) -> bool:

@@ -15,7 +15,7 @@ from tfdist.compat import epoch_logs, running_loop, values_of_replicas
 from tfdist.data import handle as handles
 from tfdist.data import splitting
 from tfdist.data.shares import Sum
-from tfdist.engines.warmup.data import BATCHES, Pass, WarmupDataset, parts_of
+from tfdist.engines.warmup.data import Pass, WarmupDataset, parts_of
 from tfdist.policies.base import Update
 from tfdist.policies.saved_state import SavedState
 from tfdist.policies.warmup import Warmup
@@ -69,12 +69,12 @@ class WarmupEngine(SavedState):
         self._is_resumed_in_epoch = is_in_epoch
 
     def distribute(
-        self, whole: Any, datasets: Sequence[tf.data.Dataset], elements: str, is_same_length: bool = True
+        self, whole: Any, datasets: Sequence[tf.data.Dataset], is_whole: bool = False, is_same_length: bool = True
     ) -> Any:
         """A data set that begins with the phase; for the arguments see `WarmupDataset`."""
         if self._warmup.is_over or not tf.executing_eagerly():
             return whole
-        return WarmupDataset(self, whole, datasets, elements, is_same_length)
+        return WarmupDataset(self, whole, datasets, is_whole, is_same_length)
 
     def open(self, dataset: WarmupDataset, fit: running_loop.Fit | None) -> Pass | None:
         """Opens a pass of the phase; None if it is one of the data set `whole`."""
@@ -89,7 +89,7 @@ class WarmupEngine(SavedState):
         if self._is_first_of_epoch and self._warmup.taking_part_next(True) == self._warmup.total_num_replicas:
             self._count_update()
         if not self._warmup.is_over:
-            return Pass(dataset, len(self._replicas), lambda a_pass: self._begin_update(a_pass, fit.model))
+            return Pass(dataset, lambda a_pass: self._begin_update(a_pass, fit.model))
         dataset.opened += not hasattr(dataset.whole, "passes")
         return None
 
@@ -116,7 +116,7 @@ class WarmupEngine(SavedState):
             return rest(of.iterators(), of.left)
         if not warmup.is_over:
             size = splitting.static_size(of.element_spec) or 0
-            num_parts = warmup.total_num_replicas if of.dataset.elements == BATCHES else 1
+            num_parts = warmup.total_num_replicas if of.dataset.is_whole else 1
             update = Update(warmup.begun, tuple(range(count)), (), (0,) * count, 0.0, 0.0, ())
             self._record(update, size * count // num_parts)
         is_needed = count > 1 or 0 in self._replicas
@@ -132,7 +132,7 @@ class WarmupEngine(SavedState):
         Returns:
           What the step returns; zeros where the process waits.
         """
-        (count, elements), content, total = handle.kind.form, handle.content, self._warmup.total_num_replicas
+        (count, is_whole), content, total = handle.kind.form, handle.content, self._warmup.total_num_replicas
         model: keras.Model = getattr(step, "__self__")  # noqa: B009
 
         def alone(part: Any) -> Any:
@@ -144,7 +144,7 @@ class WarmupEngine(SavedState):
             replicated_step.prepare(self._strategy, model)
             if not content:
                 return one_replica.zeros_of(alone, handle.kind.element_spec[0])
-        parts = parts_of(content, elements, self._replicas, total)
+        parts = parts_of(content, is_whole, self._replicas, total)
         if count == 1:
             return alone(parts[0])
         if count < total:
