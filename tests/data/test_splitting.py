@@ -38,7 +38,7 @@ def test_groups_of_keep_pairs_and_leave_out_what_is_left_over() -> None:
     pairs = tf.data.Dataset.from_tensor_slices(([1, 2, 3], [4, 5, 6]))
     groups = splitting.groups_of(pairs, 2)
     assert [tf.nest.map_structure(int, group) for group in groups] == [((1, 4), (2, 5))]
-    assert splitting.num_batches([groups]) == 1
+    assert int(groups.cardinality()) == 1
 
 
 def test_components_of_different_sizes_are_refused() -> None:

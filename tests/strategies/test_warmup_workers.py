@@ -131,7 +131,9 @@ def own(context):
     count = 12 if context.input_pipeline_id == 0 else 20
     return tf.data.Dataset.from_tensor_slices((x[:count], y[:count])).batch(4)
 seen = []
-watch = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(strategy.replicas_to_aggregate))
+def look(batch, logs):
+    seen.append(strategy.replicas_to_aggregate)
+watch = keras.callbacks.LambdaCallback(on_train_batch_end=look)
 model.fit(strategy.distribute_datasets_from_function(own), epochs=1, verbose=0, callbacks=[watch])
 report("seen", seen)
 report("state", state(model))

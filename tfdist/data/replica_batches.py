@@ -177,7 +177,7 @@ class ReplicaDatasetFromFunction(ReplicaDataset):
     @property
     def cardinality(self) -> int:
         """See `DistributedDataset.cardinality`."""
-        return splitting.num_batches(self.datasets)
+        return int(tf.data.Dataset.zip(tuple(self.datasets)).cardinality())
 
     def iterate(self) -> ReplicaIterator:
         """See `ReplicaDataset.iterate`."""

@@ -217,14 +217,6 @@ def groups_of(dataset: tf.data.Dataset, count: int) -> tf.data.Dataset:
     return dataset.window(count, drop_remainder=True).map(tf.autograph.experimental.do_not_convert(group))
 
 
-def num_batches(datasets: Sequence[tf.data.Dataset]) -> int:
-    """The number of elements of the shortest data set, or one of tf.data's constants."""
-    counts = [int(dataset.cardinality()) for dataset in datasets]
-    if tf.data.UNKNOWN_CARDINALITY in counts:
-        return tf.data.UNKNOWN_CARDINALITY
-    return min((count for count in counts if count >= 0), default=tf.data.INFINITE_CARDINALITY)
-
-
 def _with_size(piece: tf.Tensor, size: int | None) -> tf.Tensor:
     if size is None:
         # Forgets what static slicing found out.

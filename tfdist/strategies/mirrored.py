@@ -26,9 +26,8 @@ from tfdist.engines.averaging import data as averaging_data
 from tfdist.engines.averaging.engine import AveragingEngine
 from tfdist.engines.mirrored.engine import ThreadedEngine
 from tfdist.engines.warmup.engine import WarmupEngine
-from tfdist.policies import composition
+from tfdist.policies import composition, saved_state
 from tfdist.policies.base import Aggregation
-from tfdist.policies.saved_state import SavedState
 from tfdist.runtime import allocator, cpus
 from tfdist.strategies import _common
 from tfdist.telemetry.report import Recorder, Report
@@ -93,7 +92,7 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
         if composed.warmup:
             replicas, sum_up = range(self.num_replicas_in_sync), self._sum_over_workers
             self._warming = WarmupEngine(self, composed.warmup, replicas, sum_up, self._recorder.record)
-        self.saved_state = SavedState(policies, [self._warming, self._averaging])
+        self.saved_state = saved_state.SavedState(policies, [self._warming, self._averaging])
 
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Runs `fn` on every replica. With a policy, the `train_step` that `fit` hands in makes an update."""

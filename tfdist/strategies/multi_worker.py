@@ -41,9 +41,8 @@ from tfdist.engines.multi_worker import agreement as agreements
 from tfdist.engines.multi_worker import data as quorum_data
 from tfdist.engines.multi_worker import engine as quorum
 from tfdist.engines.warmup.engine import WarmupEngine
-from tfdist.policies import composition
+from tfdist.policies import composition, saved_state
 from tfdist.policies.base import Aggregation, Update
-from tfdist.policies.saved_state import SavedState
 from tfdist.runtime import allocator, cpus, own_address, quorum_client, quorum_server, rendezvous, watch
 from tfdist.step import copies, replicated_step
 from tfdist.strategies import _common
@@ -113,7 +112,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
             resolver = cluster_resolver if is_training else _nobody_else()
             super().__init__(resolver, communication_options)
             self._is_cluster_of_one = cluster is not None and is_training
-            self.saved_state = SavedState(policies if is_training else ())
+            self.saved_state = saved_state.SavedState(policies if is_training else ())
             _common.mend_keras(self)
             return
         _before_context()
@@ -134,11 +133,10 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
             self._start_quorum(policy, cluster, stall_timeout_secs)
         parts, sum_up = self._parts(), self._sum_over_workers
         if composed.warmup:
-            replica, record = [replicas.worker_index(self)], self._recorder.record
-            self._warming = WarmupEngine(self, composed.warmup, replica, sum_up, record, self._agreement)
+            self._warming = WarmupEngine(self, composed.warmup, parts, sum_up, self._recorder.record, self._agreement)
         if composed.averaging:
             self._averaging = AveragingEngine(self, composed.averaging, parts, sum_up, num_workers)
-        self.saved_state = SavedState(policies, [self._warming, self._averaging])
+        self.saved_state = saved_state.SavedState(policies, [self._warming, self._averaging])
 
     def _join(self, cluster: clusters.Cluster) -> None:
         # Each call needs all workers, in the same order on all.

@@ -47,8 +47,7 @@ from tfdist.engines.parameter_server.transfer import plan as transfer_plan
 from tfdist.engines.parameter_server.worker_batch import WorkerBatch
 from tfdist.engines.parameter_server.worker_data import WorkerIterator, find_iterator
 from tfdist.engines.parameter_server.worker_dataset import WorkerDataset, WorkerDatasetFromFunction
-from tfdist.policies import composition
-from tfdist.policies.saved_state import SavedState
+from tfdist.policies import composition, saved_state
 from tfdist.runtime import rendezvous, watch
 from tfdist.serving import embedded
 from tfdist.step import function_keys, in_scope, keras_steps, one_replica, rehearsal
@@ -140,7 +139,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         self._aggregated: AggregatedEngine | None = None
         self._num_parts = 1
         self._aggregate(composed, stall_timeout_secs)
-        self.saved_state = SavedState(policies)
+        self.saved_state = saved_state.SavedState(policies)
         watch.InterruptEscape(self._engine.waited_for).install()
         strategy_order.joined_cluster()
 

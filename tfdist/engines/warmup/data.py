@@ -27,7 +27,7 @@ class WarmupDataset(handles.CountedDataset):
     def __init__(
         self, engine: Any, whole: Any, datasets: Sequence[tf.data.Dataset], is_whole: bool, is_same_length: bool
     ) -> None:
-        super().__init__(engine, datasets[0], lambda: whole)
+        super().__init__(engine, tf.data.Dataset.zip(tuple(datasets)), lambda: whole)
         self.datasets = datasets
         self.is_whole = is_whole
         self.is_same_length = is_same_length
@@ -36,11 +36,6 @@ class WarmupDataset(handles.CountedDataset):
     def passes(self) -> int:
         """Number of iterators that were opened over the data, those that `whole` counts included."""
         return self.opened + getattr(self.whole, "passes", 0)
-
-    @property
-    def cardinality(self) -> Any:
-        """See `DistributedDataset.cardinality`."""
-        return self.whole.cardinality
 
     def raised_in_step(self) -> BaseException | None:
         """See `DistributedDataset.raised_in_step`."""
@@ -78,7 +73,7 @@ class Pass(handles.HandleIterator):
             # Not before the first handle is asked for: Keras makes iterators that it never uses. But also where all
             # batches are left to others: a shuffle draws a new order for each iterator.
             self._iterators = [iter(dataset) for dataset in self.dataset.datasets]
-            self.left = splitting.num_batches(self.dataset.datasets)
+            self.left = self.dataset.cardinality
             self.dataset.opened += 1
         if self._rest is None:
             found = self._begin_update(self)
@@ -96,15 +91,6 @@ class Pass(handles.HandleIterator):
                 self.left = 0
         return self.left != 0
 
-    def skip(self) -> list[Any]:
-        """Leaves the next batch, which there is, to other processes; it is not read before it must be."""
-        self._num_skipped += not self._ahead
-        return self._passed([])
-
-    def take(self) -> list[Any]:
-        """The elements of the next batch, which there is, or the iterators to read them from in the step: sooner."""
-        return self._passed(self._ahead or self.iterators())
-
     def iterators(self) -> list[Any]:
         """The iterators, past the batches that were skipped."""
         for _ in range(self._num_skipped):
@@ -112,13 +98,20 @@ class Pass(handles.HandleIterator):
         self._num_skipped = 0
         return self._iterators
 
-    def _passed(self, content: list[Any]) -> list[Any]:
+    def handle(self, engine: Any, count: int, is_read: bool) -> handles.BatchHandle:
+        """A handle of the next batch, which there is.
+
+        Args:
+          engine: runs the step.
+          count: number of replicas that take part.
+          is_read: whether this process reads it, or the step from the iterators, which is quicker; if not, it is read
+            when a later one is.
+        """
+        content = (self._ahead or self.iterators()) if is_read else []
+        self._num_skipped += not (is_read or self._ahead)
         self._ahead = []
         self.left -= self.left > 0
-        return content
-
-    def handle(self, engine: Any, count: int, content: list[Any]) -> handles.BatchHandle:
-        """A handle for `count` replicas and the result of `take` or `skip`. Each kind is looked up once in a pass."""
+        # Each kind is looked up once in a pass: this is on the way of every step.
         key = count, _is_to_be_read(content)
         if key not in self._kinds:
             specs = [tf.type_spec_from_value(each) if key[1] else self.element_spec for each in content]
@@ -130,8 +123,8 @@ def parts_of(content: list[Any], is_whole: bool, replicas: Sequence[int], num_re
     """The parts of this process' replicas, in a graph or outside.
 
     Args:
-      content: result of `Pass.take`.
-      is_whole: whether that is a whole batch.
+      content: of a handle.
+      is_whole: see `WarmupDataset`.
       replicas: numbers of this process' replicas.
       num_replicas: number of replicas in all processes.
     """

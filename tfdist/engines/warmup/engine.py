@@ -119,8 +119,7 @@ class WarmupEngine(SavedState):
             num_parts = warmup.total_num_replicas if of.dataset.is_whole else 1
             update = Update(warmup.begun, tuple(range(count)), (), (0,) * count, 0.0, 0.0, ())
             self._record(update, size * count // num_parts)
-        is_needed = count > 1 or 0 in self._replicas
-        return of.handle(self, count, of.take() if is_needed else of.skip())
+        return of.handle(self, count, is_read=count > 1 or 0 in self._replicas)
 
     def run(self, step: Callable[..., Any], handle: handles.BatchHandle) -> Any:
         """Makes an update; in a graph, or eagerly.
