@@ -123,13 +123,13 @@ report("second", second.history)
 report("state", state(model))
 """
 
-# The workers' own data are not equally long: 3 and 5 batches.
+# The workers' own data are 3 and 5 batches, and nobody knows before.
 LENGTHS = """
 strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout_secs=60, policies=[tfdist.Warmup(steps=2)])
 model = dense(strategy)
 def own(context):
     count = 12 if context.input_pipeline_id == 0 else 20
-    return tf.data.Dataset.from_tensor_slices((x[:count], y[:count])).batch(4)
+    return tf.data.Dataset.from_tensor_slices((x[:count], y[:count])).batch(4).filter(lambda *_: True)
 seen = []
 def look(batch, logs):
     seen.append(strategy.replicas_to_aggregate)
