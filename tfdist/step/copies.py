@@ -34,6 +34,12 @@ def counts(metric: Any) -> bool:
     return bool(metric.variables) and all(is_mirrored(v) and is_counter(v) for v in metric.variables)
 
 
+def own_sum(variable: Any) -> tf.Tensor:
+    """The sum over the copies in this process; int64 of integers."""
+    values = [_summable(copy) for copy in copies_of(variable)]
+    return values[0] if len(values) == 1 else tf.add_n(values)
+
+
 def assign_all(variable: Any, value: tf.Tensor) -> None:
     """Gives all copies in this process one value."""
     for copy in copies_of(variable):

@@ -193,9 +193,7 @@ class Average:
     def _own_sum(self, variable: Any) -> tf.Tensor:
         """The sum over this worker's replicas."""
         with tf.device(self._strategy.extended.worker_devices[0]):
-            values = [tf.convert_to_tensor(copy) for copy in copies.copies_of(variable)]
-            values = [value if value.dtype.is_floating else tf.cast(value, tf.int64) for value in values]
-            return values[0] if len(values) == 1 else tf.add_n(values)
+            return copies.own_sum(variable)
 
     def _bytes_of(self, tensors: Sequence[Any]) -> int:
         size = sum(tf.TensorShape(each.shape).num_elements() * tf.as_dtype(each.dtype).size for each in tensors)
@@ -260,6 +258,5 @@ def _divided(total: tf.Tensor, count: int) -> tf.Tensor:
 
 def _counters(model: keras.Model) -> list[Any] | None:
     """The variables in which the model's metrics count, or None if sums over the replicas are not what they mean."""
-    variables = [variable for metric in model.metrics for variable in metric.variables]
-    is_sum = all(copies.is_mirrored(variable) and copies.is_counter(variable) for variable in variables)
-    return variables if variables and is_sum else None
+    metrics = [metric for metric in model.metrics if metric.variables]
+    return [v for metric in metrics for v in metric.variables] if metrics and all(map(copies.counts, metrics)) else None
