@@ -24,6 +24,23 @@ def test_a_lone_replica_gets_a_batch_as_it_is() -> None:
     assert splitting.cut(given, 0, 1) is given
 
 
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_groups_of_a_shuffled_data_set_have_each_element_once(count: int) -> None:
+    dataset = tf.data.Dataset.range(12).shuffle(12).map(lambda n: {"n": tf.fill([n], n), "twice": 2 * n})
+    groups = list(splitting.groups_of(dataset, count))
+    assert all(len(group) == count for group in groups)
+    elements = [element for group in groups for element in group]
+    assert sorted(int(element["twice"]) for element in elements) == list(range(0, 24, 2))
+    assert all(2 * element["n"].shape[0] == int(element["twice"]) for element in elements)
+
+
+def test_groups_of_keep_pairs_and_leave_out_what_is_left_over() -> None:
+    pairs = tf.data.Dataset.from_tensor_slices(([1, 2, 3], [4, 5, 6]))
+    groups = splitting.groups_of(pairs, 2)
+    assert [tf.nest.map_structure(int, group) for group in groups] == [((1, 4), (2, 5))]
+    assert int(groups.cardinality()) == 1
+
+
 def test_components_of_different_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match=r"different batch sizes.*tf\.repeat.*Received: batch sizes \[3, 6\]"):
         splitting.check_batched({"table": tf.TensorSpec([3]), "x": tf.TensorSpec([6, 2])}, 2)

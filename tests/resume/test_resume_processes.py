@@ -52,8 +52,11 @@ def train(checkpoints, *callbacks):
     iterations = int(tf.convert_to_tensor(model.optimizer.iterations.value))
     return {"steps": resume.step, "iterations": iterations, "bits": bits, "loss": history["loss"][-1]}
 
+beginning = strategy.distribution.saved_state.state()
 found = {"resumed": train("checkpoints", Misfortune())}
 if made == "MultiWorkerMirroredStrategy":
+    # A phase that is over begins again, too.
+    strategy.distribution.saved_state.restore(beginning, is_in_epoch=False)
     # The attempt that comes to the end trains again, without an interruption.
     found["calm"] = train("calm")
 with open(f"{folder}/{task}-{attempt}.json", "w") as file:

@@ -211,6 +211,22 @@ def test_replicas_may_be_given_their_parts_by_a_function(cpus: Sequence[str]):
         np.testing.assert_allclose(one, other, atol=1e-5)
 
 
+def test_replicas_with_data_of_their_own_go_on_where_they_are(cpus: Sequence[str]):
+    def own(context):
+        return tf.data.Dataset.from_tensor_slices((X[:40], Y[:40])).batch(4)
+
+    policies = [tfdist.Warmup(steps=7), tfdist.BackupWorkers(spares=0)]
+    strategy = tfdist.MirroredStrategy(cpus[:2], policies=policies)
+    model = compiled(strategy, dense, lambda: OPTIMIZERS.SGD(0.1))
+    model.fit(strategy.distribute_datasets_from_function(own), epochs=2, verbose=0)
+    # Both replicas have the same data, so each update is that of one device.
+    alone = compiled(tf.distribute.get_strategy(), dense, lambda: OPTIMIZERS.SGD(0.1))
+    alone.fit(own(None), epochs=2, verbose=0)
+    for one, other in zip(alone.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+    assert strategy.report().accepted == {"worker:0": 20, "worker:1": 13}
+
+
 @pytest.mark.slow
 def test_what_is_left_of_an_interrupted_fit_is_given_to_all(cpus: Sequence[str]):
     class Interrupted(keras.callbacks.Callback):

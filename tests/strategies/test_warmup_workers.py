@@ -123,6 +123,22 @@ report("second", second.history)
 report("state", state(model))
 """
 
+# The workers' own data are 3 and 5 batches, and nobody knows before.
+LENGTHS = """
+strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout_secs=60, policies=[tfdist.Warmup(steps=2)])
+model = dense(strategy)
+def own(context):
+    count = 12 if context.input_pipeline_id == 0 else 20
+    return tf.data.Dataset.from_tensor_slices((x[:count], y[:count])).batch(4).filter(lambda *_: True)
+seen = []
+def look(batch, logs):
+    seen.append(strategy.replicas_to_aggregate)
+watch = keras.callbacks.LambdaCallback(on_train_batch_end=look)
+model.fit(strategy.distribute_datasets_from_function(own), epochs=1, verbose=0, callbacks=[watch])
+report("seen", seen)
+report("state", state(model))
+"""
+
 # The first worker stays in the phase until it is killed.
 KILLED = """
 import time
@@ -168,6 +184,13 @@ def test_workers_that_join_one_at_a_time_add_their_parts(tmp_path: pathlib.Path)
         assert other["seen"] == found[0]["seen"] == [1] * 4 + [2] * 4 + [3] * 10
     for one, expected in zip(found[0]["state"], found[0]["expected"], strict=True):
         np.testing.assert_allclose(one, expected, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_pass_ends_with_the_shortest_data_of_all(tmp_path: pathlib.Path):
+    first, second = process_cluster.run(PREPARED + LENGTHS, tmp_path, timeout_secs=250)
+    assert first == second
+    assert first["seen"] == [1, 1, 2]
 
 
 def test_who_waits_says_for_whom_and_ends_if_that_one_dies(tmp_path: pathlib.Path):

@@ -12,7 +12,7 @@ from typing import Any
 
 import keras
 
-from tfdist.compat import own_attributes
+from tfdist.compat import own_attributes, running_loop
 
 NEEDS = ("keras.src.trainers.trainer:Trainer._get_metrics_result_or_logs(logs)",)
 
@@ -24,6 +24,19 @@ Logs = Callable[[Any], Any]
 def of(model: keras.Model) -> Logs:
     """The function that makes a model's logs of an epoch from those of its last step."""
     return getattr(model, _NAME)
+
+
+def change_once(model: keras.Model, change: Callable[[Any, Logs], Any]) -> None:
+    """Has `change` make the logs when `fit` ends its next epoch, of those of the last step and of what made them."""
+    beneath = of(model)
+
+    def logs_of_epoch(logs: Any) -> Any:
+        if not running_loop.is_called_by_fit():
+            return beneath(logs)
+        remove(model, logs_of_epoch)
+        return change(logs, beneath)
+
+    put(model, logs_of_epoch)
 
 
 def put(model: keras.Model, function: Logs) -> None:

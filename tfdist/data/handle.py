@@ -13,7 +13,7 @@ each step is therefore in the graph: an operation that calls Python, or plain op
 | mirrored | number of the pass | an operation in which the threads of all devices contribute and update |
 | multi_worker | number of the pass | an operation that waits for this worker's contribution; all-reduce, update |
 | averaging | the batch itself, from tf.data | the step of each replica; an average if one is due |
-| warmup | parts of the batch, or their iterator | the step of one replica, of several, or of none |
+| warmup | elements of the data, or iterators over them | the step of one replica, of several, or of none |
 
 Ownership. A `HandleKind` is the type of all handles that one trace serves. This module has the registry of the kinds
 and passes of these engines; parameter servers have their own (`engines/parameter_server/worker_batch`). The registry
@@ -240,6 +240,15 @@ class CountedDataset(DistributedDataset):
     def passes(self) -> int:
         """Number of iterators over the data that were opened in `fit`."""
         return self.opened
+
+    def rest(self, iterators: Sequence[Any], left: int) -> HandleIterator:
+        """Opens a pass over what iterators over the engine's own data have left.
+
+        Args:
+          iterators: one for all replicas of this process, or one for each.
+          left: how many batches they have left; below zero if their number is not known, or there is no end.
+        """
+        return self._engine.rest(self, iterators, left)
 
 
 class HandleIterator:

@@ -147,6 +147,11 @@ class ReplicaDataset(handles.CountedDataset):
         """Opens a pass over the data."""
         return ReplicaIterator(self)
 
+    def rest(self, iterators: Sequence[Iterator[Any]], left: int) -> ReplicaIterator:
+        """See `CountedDataset.rest`."""
+        del left
+        return ReplicaIterator(self, iterators[0])
+
     def read(self) -> Iterator[Any]:
         """Iterates over the whole batches, or over the parts of the first replica."""
         self.opened += 1
@@ -167,33 +172,34 @@ class ReplicaDatasetFromFunction(ReplicaDataset):
 
     def __init__(self, engine: Any, datasets: Sequence[tf.data.Dataset]) -> None:
         super().__init__(engine, datasets[0], len(datasets))
-        self._datasets = [dataset.prefetch(1) for dataset in datasets]
+        self.datasets = [dataset.prefetch(1) for dataset in datasets]
 
     @property
     def cardinality(self) -> int:
         """See `DistributedDataset.cardinality`."""
-        counts = [int(dataset.cardinality()) for dataset in self._datasets]
-        if tf.data.UNKNOWN_CARDINALITY in counts:
-            return tf.data.UNKNOWN_CARDINALITY
-        return min((count for count in counts if count >= 0), default=tf.data.INFINITE_CARDINALITY)
+        return int(tf.data.Dataset.zip(tuple(self.datasets)).cardinality())
 
     def iterate(self) -> ReplicaIterator:
         """See `ReplicaDataset.iterate`."""
         return _OwnIterator(self)
 
+    def rest(self, iterators: Sequence[Iterator[Any]], left: int) -> ReplicaIterator:
+        """See `CountedDataset.rest`; an iterator for each replica."""
+        return _OwnIterator(self, iterators, left)
+
     def read_own(self) -> list[Iterator[Any]]:
         """An iterator for each replica."""
-        return [iter(dataset) for dataset in self._datasets]
+        return [iter(dataset) for dataset in self.datasets]
 
 
 class ReplicaIterator(handles.HandleIterator):
-    """One pass over a `ReplicaDataset`."""
+    """One pass over a `ReplicaDataset`, or the rest of one that a source was opened for."""
 
-    def __init__(self, dataset: ReplicaDataset) -> None:
+    def __init__(self, dataset: ReplicaDataset, source: Iterator[Any] | None = None) -> None:
         super().__init__()
         self._dataset = dataset
         # Made when the first batch is wanted: Keras makes iterators that it never uses.
-        self._source: Iterator[Any] | None = None
+        self._source = source
         self._waiting: collections.deque[Any] = collections.deque()
         # The batch after those, or the error in place of it.
         self._ahead: Any = None
@@ -234,11 +240,16 @@ class ReplicaIterator(handles.HandleIterator):
 class _OwnIterator(ReplicaIterator):
     """One pass over a `ReplicaDatasetFromFunction`: gives handles without reading."""
 
-    def __init__(self, dataset: ReplicaDatasetFromFunction) -> None:
+    def __init__(
+        self,
+        dataset: ReplicaDatasetFromFunction,
+        own: Sequence[Iterator[Any]] | None = None,
+        count: int | None = None,
+    ) -> None:
         super().__init__(dataset)
-        count = dataset.cardinality
+        count = dataset.cardinality if count is None else count
         self._left = itertools.repeat(True, count) if count >= 0 else itertools.repeat(True)
-        self._own: list[Iterator[Any]] | None = None
+        self._own = own
         self._datasets = dataset
 
     def read_ahead(self) -> None:

@@ -189,6 +189,34 @@ def part_spec(element_spec: Any, num_parts: int) -> Any:
     return tf.nest.map_structure(tf.type_spec_from_value, first.get_concrete_function(element_spec).structured_outputs)
 
 
+def empty(batch: Any) -> Any:
+    """No example of a batch."""
+    # Of more parts than a batch has examples the first one is empty.
+    return cut(batch, 0, 2**40)
+
+
+def any_size(batch: Any) -> Any:
+    """The batch, of which the shapes don't say how many examples it has."""
+
+    def forget(leaf: Any) -> Any:
+        return _with_size(leaf, None) if isinstance(leaf, tf.Tensor) and leaf.shape.rank else leaf
+
+    return tf.nest.map_structure(forget, batch)
+
+
+def groups_of(dataset: tf.data.Dataset, count: int) -> tf.data.Dataset:
+    """Tuples of `count` successive elements; fewer at the end are left out. It is read once, as a shuffle needs it."""
+    if count == 1:
+        return tf.data.Dataset.zip((dataset,))
+    is_tuple = isinstance(dataset.element_spec, tuple)
+
+    def group(*windows: Any) -> tuple[Any, ...]:
+        elements = tf.data.Dataset.zip(windows if is_tuple else windows[0])
+        return tuple(elements.skip(index).take(1).get_single_element() for index in range(count))
+
+    return dataset.window(count, drop_remainder=True).map(tf.autograph.experimental.do_not_convert(group))
+
+
 def _with_size(piece: tf.Tensor, size: int | None) -> tf.Tensor:
     if size is None:
         # Forgets what static slicing found out.

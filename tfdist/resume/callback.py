@@ -164,8 +164,7 @@ class Resume(keras.callbacks.Callback):
             os.kill(os.getpid(), self._signals.received)
 
     def _is_due(self) -> bool:
-        policies = contents.policies_of(self.model)
-        is_synchronized = lambda: policies is None or policies.is_synchronized  # noqa: E731
+        is_synchronized = lambda: contents.saved_state_of(self.model).is_synchronized  # noqa: E731
         return self._others.is_due(self._step, self._signals.received is not None, is_synchronized)
 
     # Saving.
@@ -173,10 +172,9 @@ class Resume(keras.callbacks.Callback):
     def _save(self, is_end: bool = False) -> None:
         if self._step == self._saved_step and not is_end:
             return
-        policies = contents.policies_of(self.model)
-        if policies is not None:
-            # A call that all workers make, because they save after the same steps.
-            policies.synchronize()
+        strategy_state = contents.saved_state_of(self.model)
+        # A call that all workers make, because they save after the same steps.
+        strategy_state.synchronize()
         self._saved_step = self._step
         agreement = self._agreement()
         is_writer = agreement is None or agreement.is_chief
@@ -184,7 +182,7 @@ class Resume(keras.callbacks.Callback):
         metrics = contents.metrics_of(self.model) if self._epoch_step else []
         with self.model.distribute_strategy.scope():
             # Each worker has a part of the counts, so all workers must read them together.
-            is_ahead = policies is not None and policies.is_chief_ahead
+            is_ahead = strategy_state.is_chief_ahead
             counts = [contents.count_of(metric, is_ahead) for metric in metrics if is_writer or not is_ahead]
             if not is_writer:
                 return
@@ -195,7 +193,7 @@ class Resume(keras.callbacks.Callback):
             "variables": contents.described(variables),
             "metrics": contents.described(metrics),
             "optimizers": contents.built_of(self.model),
-            "policies": policies.state() if policies is not None else {},
+            "policies": strategy_state.state(),
             # Number of epochs of a `fit` that has ended, by itself or stopped early.
             "ended": self.params["epochs"] if is_end else None,
             "keras": keras.__version__,
@@ -250,9 +248,7 @@ class Resume(keras.callbacks.Callback):
             if [kind for _, *kind in state["metrics"]] != [kind for _, *kind in contents.described(metrics)]:
                 self._metrics = None
                 self._announce("the metrics of this epoch count from here on: before its first step there are none")
-        policies = contents.policies_of(self.model)
-        if policies is not None:
-            policies.restore(state["policies"], bool(place.step))
+        contents.saved_state_of(self.model).restore(state["policies"], bool(place.step))
         self._expect_position().go_to(place)
         self._step, self._epoch, self._epoch_step = found["step"], place.epoch, place.step
         return True

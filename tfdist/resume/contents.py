@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat import optimizer_patches, optimizer_variables, symbolic_build
+from tfdist.policies.saved_state import SavedState
 from tfdist.step import copies, one_replica
 
 
@@ -30,8 +31,7 @@ def built_of(model: keras.Model) -> list[list[int] | None]:
 def variables_of(model: keras.Model) -> list[Any]:
     """Returns the variables of the model, its optimizers and policies, without metrics, in the same order each run."""
     metrics = {id(variable) for variable in metrics_of(model)}
-    policies = policies_of(model)
-    found = [*one_replica.variables_of(model), *(policies.variables(model) if policies is not None else [])]
+    found = [*one_replica.variables_of(model), *saved_state_of(model).variables(model)]
     return [variable for variable in found if id(variable) not in metrics]
 
 
@@ -86,10 +86,10 @@ def distribution_of(model: keras.Model) -> Any:
     return getattr(model.distribute_strategy, "distribution", None)
 
 
-def policies_of(model: keras.Model) -> Any:
-    """Returns the policies that a tfdist strategy has to save; None for another strategy."""
+def saved_state_of(model: keras.Model) -> SavedState:
+    """Returns the state that the model's strategy has to save; none if it is no strategy of tfdist."""
     distribution = distribution_of(model)
-    return distribution and distribution.saved_state
+    return SavedState() if distribution is None else distribution.saved_state
 
 
 def build(model: keras.Model, optimizers: Sequence[Sequence[int] | None], element_spec: Any) -> None:

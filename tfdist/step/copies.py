@@ -34,6 +34,12 @@ def counts(metric: Any) -> bool:
     return bool(metric.variables) and all(is_mirrored(v) and is_counter(v) for v in metric.variables)
 
 
+def own_sum(variable: Any) -> tf.Tensor:
+    """The sum over the copies in this process; int64 of integers."""
+    values = [_summable(copy) for copy in copies_of(variable)]
+    return values[0] if len(values) == 1 else tf.add_n(values)
+
+
 def assign_all(variable: Any, value: tf.Tensor) -> None:
     """Gives all copies in this process one value."""
     for copy in copies_of(variable):
@@ -41,19 +47,11 @@ def assign_all(variable: Any, value: tf.Tensor) -> None:
             copy.assign(tf.cast(value, copy.dtype))
 
 
-def broadcast_here(variables: Sequence[Any]) -> None:
-    """Gives all copies in this process the first one's value."""
-    for variable in variables:
-        first, *others = copies_of(variable)
-        for copy in others:
-            copy.assign(first)
-
-
 def broadcast(variables: Sequence[Any], is_first: bool, sum_over_workers: Sum) -> None:
-    """Gives all workers the first one's values.
+    """Gives all copies in all workers the value of the first copy in the first one.
 
     Args:
-      variables: Keras variables; of one copy on each worker, or with the same value in all copies of a worker.
+      variables: Keras variables.
       is_first: whether this worker is the first one.
       sum_over_workers: sums tensors over all workers.
     """

@@ -17,8 +17,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat import fresh_threads, keras_variables, optimizer_patches, replicas
-from tfdist.data import handle as handles
-from tfdist.step import copies
+from tfdist.step import adding_up, copies
 
 
 @contextlib.contextmanager
@@ -63,21 +62,60 @@ def replica_on(strategy: tf.distribute.Strategy, device: str) -> Iterator[None]:
 
     A plain replica context, which unlike the threads of the stock `run` also holds inside of conditionals.
     """
-    with tf.device(device), _OneReplica(strategy, 0):
+    with tf.device(device), OneReplica(strategy, 0):
         yield
 
 
-class _OneReplica(tf.distribute.ReplicaContext):
-    """The replica context of a step that one replica makes, in which there is nothing to be reduced over replicas.
+class OneReplica(tf.distribute.ReplicaContext):
+    """The replica context of a step that one replica makes, in which nothing is reduced over replicas.
 
     The stock one would leave a few operations for it, and a line in the log.
+
+    Args:
+      strategy: the strategy.
+      replica: the replica's number among all.
+      stands_for: how many replicas a reduction is over; it gives what it would if all had this one's value.
+      is_alone: whether `merge_call`, in which replicas meet, calls its function for this replica alone.
     """
 
+    def __init__(self, strategy: Any, replica: Any, stands_for: int = 1, is_alone: bool = False) -> None:
+        super().__init__(strategy, replica)
+        self._stands_for = stands_for
+        self._is_alone = is_alone
+
+    def _merge_call(self, merge_fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return merge_fn(_Nobody(), *args, **kwargs) if self._is_alone else super()._merge_call(merge_fn, args, kwargs)
+
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
-        """Returns `value`, as tensors."""
-        del reduce_op, options
+        """Returns the reduction of `value`, as tensors."""
+        del options
+        is_sum = str(getattr(reduce_op, "value", reduce_op)).upper() == "SUM"
+        factor = float(self._stands_for) if is_sum else 1.0
         return tf.nest.map_structure(
-            lambda leaf: leaf if isinstance(leaf, tf.IndexedSlices) else tf.convert_to_tensor(leaf), value
+            lambda leaf: adding_up.times(
+                leaf if isinstance(leaf, tf.IndexedSlices) else tf.convert_to_tensor(leaf), factor
+            ),
+            value,
+        )
+
+
+class _Nobody:
+    """Stands for the strategy where all replicas would meet: there is only one."""
+
+    @property
+    def extended(self) -> _Nobody:
+        return self
+
+    def update(
+        self, var: Any, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None, group: bool = True
+    ) -> Any:
+        del group
+        return fn(var, *args, **(kwargs or {}))
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotImplementedError(
+            "ParameterAveraging: each replica makes its train_step alone, so the step can't ask for the others with "
+            f"merge_call(...). Received: a function that uses strategy.{name}"
         )
 
 
@@ -91,22 +129,9 @@ def variables_of(model: keras.Model) -> list[Any]:
     return list({id(variable): variable for variable in variables}.values())
 
 
-def outputs_of(step: Callable[[Any], Any], model: keras.Model, device: str, spec: Any) -> Any:
-    """What `step` would return on one device, as zeros; nothing is run.
-
-    Args:
-      step: the model's step.
-      model: see `alone`.
-      device: see `alone`.
-      spec: the structure of `tf.TypeSpec`s of a batch.
-    """
-
-    def trace(*flat: tf.Tensor) -> Any:
-        with alone(model, device):
-            return step(handles.without_optionals(tf.nest.pack_sequence_as(spec, flat, expand_composites=True)))
-
-    traced = tf.function(trace, autograph=False)
-    outputs = traced.get_concrete_function(*tf.nest.flatten(spec, expand_composites=True)).structured_outputs
+def zeros_of(function: Callable[[Any], Any], spec: Any) -> Any:
+    """What `function` would return for an argument of this structure of specs, as zeros; it is traced, and not run."""
+    outputs = tf.function(function, autograph=False).get_concrete_function(spec).structured_outputs
     return tf.nest.map_structure(lambda each: tf.zeros([size or 0 for size in each.shape], each.dtype), outputs)
 
 

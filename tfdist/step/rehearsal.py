@@ -62,7 +62,8 @@ def before_keras(strategy: tf.distribute.Strategy, model: keras.Model, step: str
         if refused is not None and failed is not None and not is_of_its_own:
             raise refused
         # Both had one example. The step may need a whole batch, and may have created all its variables.
-        if failed is not None and is_of_its_own and strategy.num_replicas_in_sync > 1:
+        is_about_shapes = isinstance(failed, ValueError | tf.errors.InvalidArgumentError)
+        if is_about_shapes and is_of_its_own and strategy.num_replicas_in_sync > 1:
             _warn_about_parts(strategy, model, step, failed)
 
     symbolic_build.instead(model, build)

@@ -32,6 +32,7 @@ from tfdist.engines.averaging.engine import AveragingEngine
 from tfdist.engines.base import Engine
 from tfdist.engines.warmup.engine import WarmupEngine
 from tfdist.policies.base import Aggregation
+from tfdist.policies.warmup import Warmup
 from tfdist.step import in_scope, keras_steps, rehearsal, replicated_step, used_objects
 
 
@@ -41,6 +42,7 @@ class KerasSteps(tf.distribute.Strategy):
     # Where replicas train alone.
     _averaging: AveragingEngine | None = None
     _warming: WarmupEngine | None = None
+    _warmup: Warmup | None = None
     # What decides about each update after the phase.
     _aggregation: Aggregation | None = None
     # How many gradients the last update was made of, where the decision is made elsewhere.
@@ -73,8 +75,8 @@ class KerasSteps(tf.distribute.Strategy):
     @property
     def replicas_to_aggregate(self) -> int:
         """Number of gradients in the current update: 1 while one replica trains alone in a warmup phase."""
-        if self._warming is not None and not self._warming.is_over:
-            return self._warming.num_taking_part
+        if self._warmup is not None and not self._warmup.is_over:
+            return self._warmup.num_taking_part
         if self._aggregation is None:
             return self.num_replicas_in_sync
         return self._num_contributed or self._aggregation.replicas_to_aggregate

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tfdist.engines.multi_worker.agreement import Agreement
+from tfdist.policies.saved_state import SavedState
 from tfdist.serving.embedded import Attachment
-from tfdist.strategies.saving import PoliciesToSave
 from tfdist.telemetry.report import Recorder
 
 
@@ -30,7 +30,7 @@ class Distribution:
     """
 
     recorder: Recorder
-    saved_state: PoliciesToSave = dataclasses.field(default_factory=lambda: PoliciesToSave(()))
+    saved_state: SavedState = dataclasses.field(default_factory=SavedState)
     agreement: Agreement | None = None
     broadcast: Callable[[Sequence[Any]], None] = lambda variables: None
     serving: Attachment | None = None

@@ -21,14 +21,16 @@ from tfdist.compat import (
 )
 from tfdist.data import progress, splitting
 from tfdist.data.handle import BatchHandle
-from tfdist.data.replica_batches import ReplicaDataset
+from tfdist.data.replica_batches import ReplicaDataset, ReplicaDatasetFromFunction
 from tfdist.engines.averaging import data as averaging_data
 from tfdist.engines.averaging.engine import AveragingEngine
 from tfdist.engines.mirrored.engine import ThreadedEngine
+from tfdist.engines.warmup.engine import WarmupEngine
 from tfdist.policies import composition
 from tfdist.policies.base import Aggregation
+from tfdist.policies.saved_state import SavedState
 from tfdist.runtime import allocator, cpus
-from tfdist.strategies import _common, saving, warming
+from tfdist.strategies import _common
 from tfdist.strategies.distribution import Distribution
 from tfdist.telemetry.report import Recorder, Report
 
@@ -78,6 +80,7 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
         super().__init__(devices, cross_device_ops)
         composed = composition.compose(policies, "MirroredStrategy", self.num_replicas_in_sync)
         policy = self._aggregation = composed.aggregation
+        self._warmup = composed.warmup
         _common.mend_keras(self)
         names = [f"worker:{replica}" for replica in range(self.num_replicas_in_sync)]
         self.distribution = Distribution(Recorder(names, is_complete=policy is not None))
@@ -87,8 +90,10 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
             replicas = range(self.num_replicas_in_sync)
             self._averaging = AveragingEngine(self, composed.averaging, replicas, self._sum_over_workers, 1)
         self._is_exclusive = bool(policies)
-        self._warming = warming.on_devices(self, composed.warmup, self.distribution.recorder)
-        self.distribution.saved_state = saving.PoliciesToSave(policies, self._warming, self._averaging)
+        if composed.warmup:
+            replicas, sum_up = range(self.num_replicas_in_sync), self._sum_over_workers
+            self._warming = WarmupEngine(self, composed.warmup, replicas, sum_up, record)
+        self.distribution.saved_state = SavedState(policies, [self._warming, self._averaging])
 
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Runs `fn` on every replica. With a policy, the `train_step` that `fit` hands in makes an update."""
@@ -109,7 +114,15 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
         return distributed if options is not None else progress.remember(distributed, dataset, self._distributed)
 
     def _distributed(self, dataset: Any, options: Any = None) -> Any:
-        return warming.with_batches(self._warming, self._divided(dataset, options), dataset, options)
+        whole = self._divided(dataset, options)
+        if self._warming is None or whole is dataset or not tf.executing_eagerly():
+            return whole
+        if options is not None or not isinstance(dataset, tf.data.Dataset):
+            raise ValueError(
+                "experimental_distribute_dataset: with a warmup phase it takes a tf.data.Dataset and no options; leave "
+                f"them away. Received: dataset={dataset!r}, options={options!r}"
+            )
+        return self._warming.distribute(whole, [dataset.prefetch(1)], is_whole=True)
 
     def _divided(self, dataset: Any, options: Any) -> Any:
         replicas = self.num_replicas_in_sync
@@ -151,7 +164,12 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
         if self._averaging is not None and options is None and tf.executing_eagerly():
             stock = whole
             whole = self._averaging.distribute_own(dataset_fn(tf.distribute.InputContext(1, 0, count)), lambda: stock)
-        return warming.with_own(self._warming, whole, lambda: dataset_fn(tf.distribute.InputContext(1, 0, count)))
+        if self._warming is None or not tf.executing_eagerly():
+            return whole
+        if isinstance(whole, ReplicaDatasetFromFunction):
+            return self._warming.distribute(whole, whole.datasets)
+        groups = splitting.groups_of(dataset_fn(tf.distribute.InputContext(1, 0, count)), count)
+        return self._warming.distribute(whole, [groups])
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """See the stock method. Of a handle: what one replica's part of the batch looks like."""

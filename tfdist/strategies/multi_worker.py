@@ -40,11 +40,13 @@ from tfdist.engines.averaging.engine import AveragingEngine
 from tfdist.engines.multi_worker import agreement as agreements
 from tfdist.engines.multi_worker import data as quorum_data
 from tfdist.engines.multi_worker import engine as quorum
+from tfdist.engines.warmup.engine import WarmupEngine
 from tfdist.policies import composition
 from tfdist.policies.base import Aggregation, Update
+from tfdist.policies.saved_state import SavedState
 from tfdist.runtime import allocator, cpus, own_address, quorum_client, quorum_server, rendezvous, watch
 from tfdist.step import copies, replicated_step
-from tfdist.strategies import _common, saving, warming
+from tfdist.strategies import _common
 from tfdist.strategies.distribution import Distribution
 from tfdist.telemetry.report import Recorder, Report
 
@@ -103,6 +105,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         num_workers = 1 if cluster is None else len(cluster.training_tasks)
         composed = composition.compose(policies if is_training else (), "MultiWorkerMirroredStrategy", num_workers)
         policy = self._aggregation = composed.aggregation
+        self._warmup = composed.warmup
         self._gathers: dict[Any, Any] = {}
         self.distribution = Distribution(Recorder([f"worker:{index}" for index in range(num_workers)]))
         if cluster is None or not is_training or num_workers == 1:
@@ -110,7 +113,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
             resolver = cluster_resolver if is_training else _empty_resolver()
             super().__init__(resolver, communication_options)
             self._is_cluster_of_one = cluster is not None and is_training
-            self.distribution.saved_state = saving.PoliciesToSave(policies if is_training else ())
+            self.distribution.saved_state = SavedState(policies if is_training else ())
             _common.mend_keras(self)
             return
         _before_context()
@@ -129,11 +132,12 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         self._join(cluster)
         if policy:
             self._start_quorum(policy, cluster, stall_timeout_secs)
-        self._warming = warming.on_workers(self, composed.warmup, self.distribution, self._agreements())
+        parts, sum_up, record = self._parts(), self._sum_over_workers, self.distribution.recorder.record
+        if composed.warmup:
+            self._warming = WarmupEngine(self, composed.warmup, parts, sum_up, record, self._agreements())
         if composed.averaging:
-            parts, sum_up = self._parts(), self._sum_over_workers
             self._averaging = AveragingEngine(self, composed.averaging, parts, sum_up, num_workers)
-        self.distribution.saved_state = saving.PoliciesToSave(policies, self._warming, self._averaging)
+        self.distribution.saved_state = SavedState(policies, [self._warming, self._averaging])
 
     def _join(self, cluster: clusters.Cluster) -> None:
         # Each call needs all workers, in the same order on all.
@@ -266,7 +270,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         own = quorum_data.part_of(dataset, parts[0], count)
         whole = self._quorum.distribute(own, lambda: distributed) if self._quorum else distributed
         whole = self._averaging.distribute(dataset, lambda: distributed) if self._averaging else whole
-        return warming.with_worker(self._warming, whole, own, self._quorum)
+        return self._warming.distribute(whole, [own]) if self._warming else whole
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset], options: Any = None
@@ -282,7 +286,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         own = quorum_data.without_total(read)
         whole = self._quorum.distribute(own, lambda: distributed) if self._quorum else distributed
         whole = self._averaging.distribute_own(read, lambda: distributed) if self._averaging else whole
-        return warming.with_worker(self._warming, whole, own, self._quorum, self._sum_over_workers)
+        return self._warming.distribute(whole, [own], is_same_length=False) if self._warming else whole
 
     def _read_directly(self, distributed: Any) -> Any:
         return direct_iterators.read_directly(distributed, self.extended.worker_devices)

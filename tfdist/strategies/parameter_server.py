@@ -48,10 +48,11 @@ from tfdist.engines.parameter_server.worker_batch import WorkerBatch
 from tfdist.engines.parameter_server.worker_data import WorkerIterator, find_iterator
 from tfdist.engines.parameter_server.worker_dataset import WorkerDataset, WorkerDatasetFromFunction
 from tfdist.policies import composition
+from tfdist.policies.saved_state import SavedState
 from tfdist.runtime import rendezvous, watch
 from tfdist.serving import embedded
 from tfdist.step import function_keys, in_scope, keras_steps, one_replica, rehearsal
-from tfdist.strategies import _parameter_server_arguments, saving
+from tfdist.strategies import _parameter_server_arguments
 from tfdist.strategies.distribution import Distribution
 from tfdist.telemetry.report import Recorder, Report
 
@@ -117,9 +118,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         is_dynamic = data_sharding == "dynamic"
         self._serving = serving = embedded.attach(cluster, num_workers, num_ps, start_timeout_secs, is_dynamic)
         names = [f"worker:{index}" for index in range(serving.num_workers)]
-        self.distribution = Distribution(
-            Recorder(names, is_complete=True), saving.PoliciesToSave(policies), serving=serving
-        )
+        self.distribution = Distribution(Recorder(names, is_complete=True), SavedState(policies), serving=serving)
         with rendezvous.naming_port(cluster):
             super().__init__(serving.resolver(), variable_partitioner)
         # `run` and `reduce` of this class choose the worker themselves; the stock check would only warn.

@@ -80,7 +80,7 @@ class Average:
         self._shown: list[tf.Variable] = []
         self._counters: list[Any] | None = None
         self._structure: Any = None
-        self._settle: Callable[[], Any] | None = None
+        self._synchronize: Callable[[], Any] | None = None
         self._finish: Callable[[], Any] | None = None
 
     def is_of(self, optimizers: Sequence[Any]) -> bool:
@@ -88,7 +88,7 @@ class Average:
         return [id(each) for each in optimizers] == [id(each) for each in self._optimizers]
 
     @property
-    def is_level(self) -> bool:
+    def is_synchronized(self) -> bool:
         """Whether no step was made since the last average; outside of a graph."""
         return not int(self.count.alone.numpy())
 
@@ -116,7 +116,7 @@ class Average:
         counters = _counters(self._model) if is_stock else None
         if [id(each) for each in counters or []] != [id(each) for each in self._counters or []]:
             # `compile` has brought other metrics.
-            self._settle = None
+            self._synchronize = None
         self._counters, self._structure = counters, results[0]
         last = [] if self._counters is not None else _mean(results, shares)
         self.count.steps.assign_add(1)
@@ -136,12 +136,14 @@ class Average:
         else:
             tf.cond(self.count.alone >= self._policy.every_steps, average, _nothing)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Averages if a step was made since the last average; outside of a graph."""
-        if self.is_level:
+        if self.is_synchronized:
             return
-        settle = self._settle = self._settle or tf.function(lambda: self._average(self._shown), autograph=False)
-        settle()
+        synchronize = self._synchronize = self._synchronize or tf.function(
+            lambda: self._average(self._shown), autograph=False
+        )
+        synchronize()
 
     def finish(self) -> None:
         """Averages what is not averaged in between; outside of a graph."""
@@ -193,9 +195,7 @@ class Average:
     def _own_sum(self, variable: Any) -> tf.Tensor:
         """The sum over this worker's replicas."""
         with tf.device(self._strategy.extended.worker_devices[0]):
-            values = [tf.convert_to_tensor(copy) for copy in copies.copies_of(variable)]
-            values = [value if value.dtype.is_floating else tf.cast(value, tf.int64) for value in values]
-            return values[0] if len(values) == 1 else tf.add_n(values)
+            return copies.own_sum(variable)
 
     def _bytes_of(self, tensors: Sequence[Any]) -> int:
         size = sum(tf.TensorShape(each.shape).num_elements() * tf.as_dtype(each.dtype).size for each in tensors)
@@ -222,7 +222,7 @@ class Average:
         self._shown, self._last = fresh_threads.call(
             lambda: [[_zeros(*like) for like in each] for each in (likes, shapes)]
         )
-        self._settle = None
+        self._synchronize = None
 
 
 def _counter() -> tf.Variable:
@@ -260,6 +260,5 @@ def _divided(total: tf.Tensor, count: int) -> tf.Tensor:
 
 def _counters(model: keras.Model) -> list[Any] | None:
     """The variables in which the model's metrics count, or None if sums over the replicas are not what they mean."""
-    variables = [variable for metric in model.metrics for variable in metric.variables]
-    is_sum = all(copies.is_mirrored(variable) and copies.is_counter(variable) for variable in variables)
-    return variables if variables and is_sum else None
+    metrics = [metric for metric in model.metrics if metric.variables]
+    return [v for metric in metrics for v in metric.variables] if metrics and all(map(copies.counts, metrics)) else None

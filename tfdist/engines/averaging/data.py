@@ -32,8 +32,7 @@ def whole_batches(engine: Any, dataset: tf.data.Dataset, num_replicas: int) -> t
 
 def own_parts(engine: Any, dataset: tf.data.Dataset, num_local_replicas: int) -> tf.data.Dataset:
     """The same from a data set of this worker's own, whose elements go to its replicas in turn."""
-    shards = [dataset.shard(num_local_replicas, index) for index in range(num_local_replicas)]
-    return _in_handles(engine, tf.data.Dataset.zip(tuple(shards)), _OWN)
+    return _in_handles(engine, splitting.groups_of(dataset, num_local_replicas), _OWN)
 
 
 def is_plain(dataset: Any, options: Any) -> bool:

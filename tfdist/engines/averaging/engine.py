@@ -35,6 +35,7 @@ from tfdist.engines.averaging import data as averaging_data
 from tfdist.engines.averaging import step as averaging_step
 from tfdist.engines.averaging.collective import Average, Count
 from tfdist.policies.parameter_averaging import ParameterAveraging
+from tfdist.policies.saved_state import SavedState
 from tfdist.step import replicated_step, whole_step
 
 _AVERAGE = "_tfdist_average"
@@ -42,7 +43,7 @@ _AVERAGE = "_tfdist_average"
 _READERS = ("save", "save_weights", "export")
 
 
-class AveragingEngine:
+class AveragingEngine(SavedState):
     """Makes the steps of this worker's replicas, and averages.
 
     Args:
@@ -82,7 +83,7 @@ class AveragingEngine:
 
     def open(self, dataset: DistributedDataset, fit: Fit | None) -> Any:
         """Opens a pass of `fit` over a data set; averages first what was begun, also by an interrupted `fit`."""
-        self.settle()
+        self.synchronize()
         if fit is None:
             return None
         self._attend(fit)
@@ -139,17 +140,17 @@ class AveragingEngine:
             callbacks.callbacks = [settling, *callbacks.callbacks]
 
     @property
-    def is_level(self) -> bool:
+    def is_synchronized(self) -> bool:
         """Whether the step that was made last ended with an average."""
         average = self._current()
-        return average is None or average.is_level
+        return average is None or average.is_synchronized
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Averages what was begun; nothing if nothing was. All workers call it at the same place."""
         average = self._current()
         if average is not None:
             with self._strategy.scope():
-                average.settle()
+                average.synchronize()
 
     def variables(self, model: keras.Model) -> list[Any]:
         """The Keras variables that the averages of this model depend on, besides its own and its optimizers'."""
@@ -158,7 +159,7 @@ class AveragingEngine:
 
     def finish(self) -> None:
         """Brings the replicas together for good, also where their optimizers kept what is theirs."""
-        self.settle()
+        self.synchronize()
         average = self._current()
         if average is not None:
             with self._strategy.scope():
@@ -201,7 +202,7 @@ class _Settling(keras.callbacks.Callback):
 
     def _settling(self, reader: Callable[..., Any]) -> Callable[..., Any]:
         def read(*args: Any, **kwargs: Any) -> Any:
-            self._engine.settle()
+            self._engine.synchronize()
             return reader(*args, **kwargs)
 
         own_attributes.put(read, _AVERAGE, True)
@@ -209,11 +210,11 @@ class _Settling(keras.callbacks.Callback):
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Before Keras resets the metrics, which the average adds up."""
-        self._engine.settle()
+        self._engine.synchronize()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Averages, and tells those after it what the logs are now."""
-        self._engine.settle()
+        self._engine.synchronize()
         shown = self._engine.shown()
         if logs is not None and shown and not shown.keys() <= self.model.get_metrics_result().keys():
             logs.update({name: value for name, value in shown.items() if name in logs})

@@ -57,7 +57,7 @@ class Outer:
 
     def move(self, means: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """From the means of the parameters to where all replicas go on."""
-        with tf.device(self._device), averaging_step.Alone(self._strategy, 0):
+        with tf.device(self._device), averaging_step.context(self._strategy, 0):
             differences = [last.value - mean for last, mean in zip(self._last, means, strict=True)]
             with optimizer_patches.attributes(averaging_step.changes(self._optimizer, 1.0)):
                 self._optimizer.apply(differences, self._last)

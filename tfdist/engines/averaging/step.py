@@ -22,7 +22,7 @@ import tensorflow as tf
 from tfdist.compat import flat_layers, optimizer_patches, optimizer_variables, replica_writes, replicas
 from tfdist.data import splitting
 from tfdist.data.shares import Part
-from tfdist.step import adding_up, contribution, copies, global_losses
+from tfdist.step import adding_up, contribution, copies, global_losses, one_replica
 
 
 def step_alone(strategy: Any, step: Callable[..., Any], parts: Sequence[Part]) -> list[Any]:
@@ -44,8 +44,7 @@ def step_alone(strategy: Any, step: Callable[..., Any], parts: Sequence[Part]) -
     results = []
     with written_alone(_variables(model)):
         for index, part in enumerate(parts):
-            replica = replicas.in_sync_group(strategy, index)
-            with tf.device(strategy.extended.worker_devices[index]), Alone(strategy, replica):
+            with tf.device(strategy.extended.worker_devices[index]), context(strategy, index):
                 results.append(_step(strategy, step, model, part, index))
     return results
 
@@ -106,48 +105,12 @@ def _overwriting(optimizer: Any) -> Callable[[Sequence[Any]], None]:
     return overwrite
 
 
-class Alone(tf.distribute.ReplicaContext):
-    """The context of a replica that meets no other."""
-
-    def __init__(self, strategy: Any, replica_id_in_sync_group: Any) -> None:
-        super().__init__(strategy, replica_id_in_sync_group)
-        # Within the context the strategy may say that it is one.
-        self._num_replicas = replicas.count(strategy)
-
-    def _merge_call(self, merge_fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        return merge_fn(_Nobody(), *args, **kwargs)
-
-    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
-        """What all replicas would come to if they had this one's value."""
-        del options
-        is_sum = str(getattr(reduce_op, "value", reduce_op)).upper() == "SUM"
-        factor = float(self._num_replicas) if is_sum else 1.0
-        return tf.nest.map_structure(
-            lambda leaf: adding_up.times(
-                leaf if isinstance(leaf, tf.IndexedSlices) else tf.convert_to_tensor(leaf), factor
-            ),
-            value,
-        )
-
-
-class _Nobody:
-    """Stands for the strategy where all replicas would meet: there is only one."""
-
-    @property
-    def extended(self) -> _Nobody:
-        return self
-
-    def update(
-        self, var: Any, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None, group: bool = True
-    ) -> Any:
-        del group
-        return fn(var, *args, **(kwargs or {}))
-
-    def __getattr__(self, name: str) -> Any:
-        raise NotImplementedError(
-            "ParameterAveraging: each replica makes its train_step alone, so the step can't ask for the others with "
-            f"merge_call(...). Received: a function that uses strategy.{name}"
-        )
+def context(strategy: Any, index: int) -> one_replica.OneReplica:
+    """The context of one of this worker's replicas, which meets no other."""
+    # Within the context the strategy may say that it is one replica.
+    return one_replica.OneReplica(
+        strategy, replicas.in_sync_group(strategy, index), replicas.count(strategy), is_alone=True
+    )
 
 
 @contextlib.contextmanager
@@ -165,11 +128,9 @@ def written_alone(variables: Iterable[Any]) -> Iterator[None]:
 
 def _variables(model: keras.Model) -> list[Any]:
     """What a train step may write."""
-    variables = [*model.variables, *(v for metric in model.metrics for v in metric.variables)]
-    for optimizer in optimizer_patches.optimizers_of(model):
-        inner = getattr(optimizer, "inner_optimizer", optimizer)
-        variables += [*optimizer.variables, *(optimizer_variables.trained_by(inner) if inner.built else [])]
-    return variables
+    optimizers = [each for each in optimizer_patches.optimizers_of(model) if each.built]
+    trained = [variable for each in optimizers for variable in optimizer_variables.trained_by(each)]
+    return [*one_replica.variables_of(model), *trained]
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ import atexit
 import dataclasses
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -140,9 +140,9 @@ class QuorumEngine:
 
         return PartIterator(begin, dataset.cardinality)
 
-    def rest(self, iterator: Any, left: int, element_spec: Any) -> PartIterator:
-        """Opens a pass over the rest of an iterator."""
-        return PartIterator(lambda: self._begin_pass(iterator, element_spec), left)
+    def rest(self, dataset: CountedDataset, iterators: Sequence[Any], left: int) -> PartIterator:
+        """See `CountedDataset.rest`."""
+        return PartIterator(lambda: self._begin_pass(iterators[0], dataset.own.element_spec), left)
 
     def _begin_pass(self, iterator: Any, element_spec: Any) -> Pass:
         # All workers begin the same passes, in the same order.

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The data of a warmup phase: what this process reads of each batch, and the handles that say what is done with it.
-
-A pass over the data that begins in the phase goes on with the same iterator when the phase is over, so that all
-replicas are at the same batch; a pass that begins afterwards is one of the strategy without a warmup.
-"""
+"""The data of a warmup phase: what this process reads of each batch, and the parts of its replicas."""
 
 from __future__ import annotations
 
@@ -12,202 +8,139 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.compat import values_of_replicas
 from tfdist.data import handle as handles
 from tfdist.data import splitting
-from tfdist.data.replica_batches import ReplicaDataset
-
-# Of more parts than a batch has examples the first one is empty.
-_MANY = 2**40
-
-Rest = Callable[[Any, int, Any], handles.HandleIterator]
 
 
-class Source:
-    """One pass over the data, of which this process reads the parts of its replicas.
-
-    Attributes:
-      part_spec: the structure of `tf.TypeSpec`s of a part.
-      kinds: those of the handles that were given, by their form.
-    """
-
-    def __init__(self, part_spec: Any) -> None:
-        self.part_spec = part_spec
-        self.kinds: dict[Any, handles.HandleKind] = {}
-
-    def has_next(self, is_rest: bool) -> bool:
-        """Whether there is another batch; where the rest begins with it, true also if the rest itself will tell."""
-        raise NotImplementedError
-
-    def have_all_next(self, is_rest: bool) -> bool:
-        """Whether all processes have another batch; all ask at once."""
-        return self.has_next(is_rest)
-
-    def take(self) -> list[Any]:
-        """The parts of the next batch, which there is."""
-        raise NotImplementedError
-
-    def skip(self) -> None:
-        """Leaves the next batch, which there is, to other processes."""
-        self.take()
-
-    def alone(self) -> Any:
-        """The first replica's part of the next batch, or a `tf.data.Iterator` to read it from."""
-        return self.take()[0]
-
-    def rest(self) -> Any:
-        """Returns a `HandleIterator` over the rest of this pass; None if no other engine goes on with it."""
-        return None
-
-
-class PartSource(Source):
-    """Reads a data set whose elements are parts of batches.
+class WarmupDataset(handles.CountedDataset):
+    """A data set that begins with the phase.
 
     Args:
-      dataset: what this process reads.
-      parts_of: gives the parts that an element is of.
-      part_spec: see `Source`.
-      have_all: given whether this process has another batch, says whether all have; None if that is the same.
-      rest: given the iterator, the number of batches left and the data set's element spec, returns what `Source.rest`
-        does; all processes then hear of the end of the data from there.
-      group: how many elements of the data set make one here.
+      engine: opens passes over it.
+      whole: the data set as the strategy makes it without a phase.
+      datasets: what this process reads in the phase: parts of batches, by a data set for each of its replicas; or else
+        one data set, of tuples that begin with their parts.
+      is_whole: whether it is one data set of whole batches instead, of which each replica takes its part.
+      is_same_length: whether all processes come to the end of the data in the same step.
     """
 
     def __init__(
-        self,
-        dataset: tf.data.Dataset,
-        parts_of: Callable[[Any], list[Any]],
-        part_spec: Any,
-        have_all: Callable[[bool], bool] | None = None,
-        rest: Rest | None = None,
-        group: int = 1,
+        self, engine: Any, whole: Any, datasets: Sequence[tf.data.Dataset], is_whole: bool, is_same_length: bool
     ) -> None:
-        super().__init__(part_spec)
-        self._element_spec = dataset.element_spec
-        # Opened also where the batches are left to others: a shuffle draws a new order whenever that is done.
-        self._iterator: Any = iter(dataset)
-        self._group = group
-        if group > 1:
-            # Takes them from one iterator in turn.
-            self._iterator = zip(*[self._iterator] * group, strict=False)
-        self._parts_of = parts_of
-        self._have_all = have_all
-        self._rest = rest
-        # Below zero: the number is not known, or there is no end.
-        cardinality = int(dataset.cardinality())
-        self._left = cardinality // group if cardinality > 0 else cardinality
-        self._left_to_others = 0
-        self._ahead: Any = None
+        super().__init__(engine, tf.data.Dataset.zip(tuple(datasets)), lambda: whole)
+        self.datasets = datasets
+        self.is_whole = is_whole
+        self.is_same_length = is_same_length
 
-    def has_next(self, is_rest: bool) -> bool:
-        """See `Source`. If the number of batches is not known, it reads the next one to find out."""
-        if self._left != tf.data.UNKNOWN_CARDINALITY or (is_rest and self._rest):
-            return self._left != 0
-        if self._ahead is None:
-            self._ahead = next(self._iterator, None)
-        return self._ahead is not None
+    @property
+    def passes(self) -> int:
+        """Number of iterators that were opened over the data, those that `whole` counts included."""
+        return self.opened + getattr(self.whole, "passes", 0)
 
-    def have_all_next(self, is_rest: bool) -> bool:
-        """See `Source`."""
-        has_next = self.has_next(is_rest)
-        return has_next if self._have_all is None or (is_rest and self._rest) else self._have_all(has_next)
-
-    def skip(self) -> None:
-        """See `Source`. It is not read before it must be."""
-        self._left_to_others += self._ahead is None
-        self._ahead = None
-        self._left -= self._left > 0
-
-    def take(self) -> list[Any]:
-        """See `Source`."""
-        self._catch_up()
-        element = next(self._iterator) if self._ahead is None else self._ahead
-        self._ahead = None
-        self._left -= self._left > 0
-        return self._parts_of(element)
-
-    def alone(self) -> Any:
-        """See `Source`. The step reads the batch if it can, which spares Keras' loop a good part of a small step."""
-        if self._group > 1 or self._ahead is not None or self._left_to_others:
-            return super().alone()
-        self._left -= self._left > 0
-        return self._iterator
-
-    def rest(self) -> Any:
-        """See `Source`."""
-        self._catch_up()
-        return self._rest and self._rest(self._iterator, self._left, self._element_spec)
-
-    def _catch_up(self) -> None:
-        for _ in range(self._left_to_others):
-            next(self._iterator)
-        self._left_to_others = 0
+    def raised_in_step(self) -> BaseException | None:
+        """See `DistributedDataset.raised_in_step`."""
+        return getattr(self.whole, "raised_in_step", lambda: None)()
 
 
-class ReplicaSource(Source):
-    """Reads a `ReplicaDataset`, whose handles make the rest of the pass.
+class Pass(handles.HandleIterator):
+    """One pass of `fit` that begins in the phase.
 
     Args:
       dataset: the data set.
+      begin_update: given this pass, returns the next handle, None at the end, or what makes the handles from now on.
+
+    Attributes:
+      element_spec: structure of `tf.TypeSpec`s of an element.
+      left: number of batches that are left; below zero if it is not known, or there is no end.
     """
 
-    def __init__(self, dataset: ReplicaDataset) -> None:
-        is_whole, num_parts = dataset.is_whole, dataset.num_parts
-        super().__init__(splitting.part_spec(dataset.element_spec, num_parts) if is_whole else dataset.element_spec)
-        self._iterator = iter(dataset)
-        self._handle: Any = None
+    left = 0
 
-    def has_next(self, is_rest: bool) -> bool:
-        """See `Source`."""
-        del is_rest
-        self._handle = self._handle or self._iterator.next_handle()
-        return self._handle is not None
+    def __init__(self, dataset: WarmupDataset, begin_update: Callable[[Pass], Any]) -> None:
+        super().__init__()
+        self.dataset = dataset
+        self.element_spec = dataset.datasets[0].element_spec
+        self._begin_update = begin_update
+        self._iterators: list[Any] = []
+        self._ahead: list[Any] = []
+        self._num_skipped = 0
+        self._kinds: dict[Any, handles.HandleKind] = {}
+        self._rest: handles.HandleIterator | None = None
 
-    def take(self) -> list[Any]:
-        """See `Source`."""
-        self._handle = None
-        return self._iterator.take().parts()
-
-    def rest(self) -> Any:
-        """See `Source`."""
-        return self
-
-    def next_handle(self) -> Any:
+    def next_handle(self) -> handles.BatchHandle | None:
         """See `HandleIterator`."""
-        handle = self._handle if self.has_next(is_rest=True) else None
-        self._handle = None
-        return handle
+        if not self._iterators:
+            # Not before the first handle is asked for: Keras makes iterators that it never uses. But also where all
+            # batches are left to others: a shuffle draws a new order for each iterator.
+            self._iterators = [iter(dataset) for dataset in self.dataset.datasets]
+            self.left = self.dataset.cardinality
+            self.dataset.opened += 1
+        if self._rest is None:
+            found = self._begin_update(self)
+            if not isinstance(found, handles.HandleIterator):
+                return found
+            self._rest = found
+        return self._rest.next_handle()
+
+    def has_next(self) -> bool:
+        """True if there is another batch, which is read ahead if their number is not known."""
+        if self.left == tf.data.UNKNOWN_CARDINALITY and not self._ahead:
+            try:
+                self._ahead = _read(self._iterators)
+            except tf.errors.OutOfRangeError:
+                self.left = 0
+        return self.left != 0
+
+    def iterators(self) -> list[Any]:
+        """The iterators, past the batches that were skipped."""
+        for _ in range(self._num_skipped):
+            _read(self._iterators)
+        self._num_skipped = 0
+        return self._iterators
+
+    def handle(self, engine: Any, count: int, is_read: bool) -> handles.BatchHandle:
+        """A handle of the next batch, which there is.
+
+        Args:
+          engine: runs the step.
+          count: number of replicas that take part.
+          is_read: whether this process reads it, or the step from the iterators, which is quicker; if not, it is read
+            when a later one is.
+        """
+        content = (self._ahead or self.iterators()) if is_read else []
+        self._num_skipped += not (is_read or self._ahead)
+        self._ahead = []
+        self.left -= self.left > 0
+        # Each kind is looked up once in a pass: this is on the way of every step.
+        key = count, _is_to_be_read(content)
+        if key not in self._kinds:
+            specs = [tf.type_spec_from_value(each) if key[1] else self.element_spec for each in content]
+            self._kinds[key] = handles.registry.kind(engine, self.element_spec, (count, self.dataset.is_whole), specs)
+        return self._kinds[key].handle(content)
 
 
-def batch_of(parts: Sequence[Any], taking_part: Sequence[bool]) -> Any:
-    """What each replica of this process trains on, as distributed values.
+def parts_of(content: list[Any], is_whole: bool, replicas: Sequence[int], num_replicas: int) -> list[Any]:
+    """The parts of this process' replicas, in a graph or outside.
 
     Args:
-      parts: the part of each.
-      taking_part: whether each takes part, if not all replicas of all processes do: the others get no example.
+      content: of a handle.
+      is_whole: see `WarmupDataset`.
+      replicas: numbers of this process' replicas.
+      num_replicas: number of replicas in all processes.
     """
-    if taking_part:
-        # All processes must see from the shapes that replicas have different numbers of examples.
-        pairs = zip(parts, taking_part, strict=True)
-        parts = [_of_any_size(part) if takes else splitting.cut(part, 0, _MANY) for part, takes in pairs]
-    return values_of_replicas.of([handles.without_optionals(part) for part in parts])
+    with tf.device("/device:CPU:0"):
+        if _is_to_be_read(content):
+            content = _read(content)
+        if is_whole:
+            parts = [splitting.cut(content[0], replica, num_replicas) for replica in replicas]
+        else:
+            parts = content if len(content) > 1 else content[0][: len(replicas)]
+    return [handles.without_optionals(part) for part in parts]
 
 
-def parts_of(dataset: tf.data.Dataset, num_parts: int) -> tf.data.Dataset:
-    """All parts of each batch of a data set: tuples."""
-    is_tuple = isinstance(dataset.element_spec, tuple)
-
-    def cut(*element: Any) -> tuple[Any, ...]:
-        batch = element if is_tuple else element[0]
-        return tuple(splitting.cut(batch, part, num_parts) for part in range(num_parts))
-
-    return dataset.map(tf.autograph.experimental.do_not_convert(cut)).prefetch(1)
+def _read(iterators: Sequence[Any]) -> list[Any]:
+    return [iterator.get_next() for iterator in iterators]
 
 
-def _of_any_size(part: Any) -> Any:
-    def forget(leaf: Any) -> Any:
-        if not isinstance(leaf, tf.Tensor) or not leaf.shape.rank:
-            return leaf
-        return tf.raw_ops.PlaceholderWithDefault(input=leaf, shape=[None, *leaf.shape.as_list()[1:]])
-
-    return tf.nest.map_structure(forget, part)
+def _is_to_be_read(content: Sequence[Any]) -> bool:
+    return bool(content) and isinstance(content[0], tf.data.Iterator)

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State that a checkpoint has besides a model's variables: a strategy's policies and engines say what theirs is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tfdist.policies.base import Policy
+
+
+class SavedState:
+    """State of policies and engines, `strategy.distribution.saved_state`.
+
+    An engine that has something to save is a subclass, and overrides what it has.
+
+    Args:
+      policies: the user's argument of the strategy.
+      engines: the strategy's engines that have something to save; None for one that it does not need.
+    """
+
+    _policies: Mapping[str, Policy] = {}
+    _engines: Sequence[SavedState] = ()
+
+    def __init__(self, policies: Sequence[Policy] = (), engines: Sequence[SavedState | None] = ()) -> None:
+        self._policies = {type(policy).__name__: policy for policy in policies}
+        self._engines = [engine for engine in engines if engine is not None]
+
+    def state(self) -> dict[str, Any]:
+        """Returns the state of each policy (JSON data), by its name."""
+        return {name: policy.state() for name, policy in self._policies.items()}
+
+    def restore(self, state: dict[str, Any], is_in_epoch: bool) -> None:
+        """Restores what `state` returned; `is_in_epoch` is True if `fit` continues in the middle of an epoch."""
+        for name in self._policies.keys() & state.keys():
+            self._policies[name].restore(state[name])
+        for engine in self._engines:
+            engine.restore(state, is_in_epoch)
+
+    def variables(self, model: Any) -> list[Any]:
+        """Returns Keras variables that belong neither to the model nor to its optimizers, which must be built."""
+        return [variable for engine in self._engines for variable in engine.variables(model)]
+
+    def synchronize(self) -> None:
+        """Brings the model's variables to the values that are to be saved; all workers call it at the same place."""
+        for engine in self._engines:
+            engine.synchronize()
+
+    @property
+    def is_synchronized(self) -> bool:
+        """True if the step that was made last needed all workers, so that no worker is ahead."""
+        return all(engine.is_synchronized for engine in self._engines)
+
+    @property
+    def is_chief_ahead(self) -> bool:
+        """True if the chief has trained alone, and the other workers wait elsewhere for its state."""
+        return any(engine.is_chief_ahead for engine in self._engines)
