@@ -8,6 +8,7 @@ pyproject.toml (pytest-timeout).
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import pathlib
@@ -17,6 +18,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
+import prefork
 import psutil
 import pytest
 
@@ -71,6 +73,14 @@ def cpus() -> list[str]:
 
     _split_cpu()
     return [device.name for device in tf.config.list_logical_devices("CPU")]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Starts what forks programs, once for all processes of a run."""
+    if prefork.VARIABLE not in os.environ:
+        stack = contextlib.ExitStack()
+        stack.enter_context(prefork.servers())
+        config.add_cleanup(stack.close)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

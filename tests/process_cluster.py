@@ -15,11 +15,12 @@ import os
 import pathlib
 import signal
 import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+import prefork
 
 from tfdist import Cluster, Task
 from tfdist.launchers.ports import PortReservation
@@ -43,7 +44,7 @@ def report(key, value):
 class Worker:
     """One running worker."""
 
-    process: subprocess.Popen[str]
+    process: prefork.Process
     shared: pathlib.Path
     index: int
 
@@ -126,25 +127,20 @@ def _start(
     index: int,
     env: Mapping[str, str],
 ) -> Worker:
-    log = stack.enter_context((shared / f"{index}.log").open("w"))
+    log = stack.enter_context((shared / f"{index}.log").open("wb"))
     environment = {
         **os.environ,
-        "PYTHONUNBUFFERED": "1",
-        # Of a crash in native code the output tells where Python was.
-        "PYTHONFAULTHANDLER": "1",
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "TF_CONFIG": cluster.to_tf_config(),
         "TFDIST_TEST_SHARED": str(shared),
         **env,
     }
-    process = subprocess.Popen(
-        [sys.executable, str(path)], env=environment, stdout=log, stderr=subprocess.STDOUT, text=True, cwd=shared
-    )
+    process = prefork.start(path, environment, log, shared, cluster.task.index)
     stack.callback(_end, process)
     return Worker(process, shared, index)
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def _end(process: prefork.Process) -> None:
     if process.poll() is None:
         process.kill()
     process.wait()
