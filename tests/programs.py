@@ -12,13 +12,13 @@ import pathlib
 import subprocess
 import sys
 import textwrap
-import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, BinaryIO
 
 import prefork
 import psutil
+from waiting import await_output
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 _MARK = "TFDIST_TEST_MARK"
@@ -55,12 +55,7 @@ class Program:
 
     def wait_for_output(self, text: str, timeout_secs: float = 100) -> None:
         """Returns when `text` was written."""
-        deadline = time.monotonic() + timeout_secs
-        while text not in self.output:
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                raise AssertionError(f"{text!r} was not written:\n{self.output}")
-            # Only the interval of looking: what is waited for is the text.
-            time.sleep(0.05)
+        await_output(self, text, timeout_secs)
 
     def family(self) -> list[psutil.Process]:
         """Every process alive that carries the mark: the program and all that it started."""

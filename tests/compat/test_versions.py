@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import pathlib
 import re
 import subprocess
@@ -57,10 +58,15 @@ def _forms(name: str) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("module", TREES)
 def test_private_attributes_are_among_the_needs(module: str):
-    own = private_names.defined(ast.parse(path.read_text(encoding="utf-8")) for path in COMPAT.parent.rglob("*.py"))
     needs = {part for each in versions.all_needs().values() for need in each for part in re.split(r"[:.(]", need)}
     used = {found[1] for found in map(private_names.private_attribute, ast.walk(TREES[module])) if found}
-    assert {name for name in used - own if not name.startswith("_tfdist_")} <= needs
+    assert {name for name in used - _own() if not name.startswith("_tfdist_")} <= needs
+
+
+@functools.cache
+def _own() -> set[str]:
+    """The private names that tfdist itself defines."""
+    return private_names.defined(ast.parse(path.read_text(encoding="utf-8")) for path in COMPAT.parent.rglob("*.py"))
 
 
 def test_the_versions_that_setup_admits_are_those_that_are_said():

@@ -51,7 +51,7 @@ def run(ids: Sequence[str], plugin: str, report: pathlib.Path, timeout_secs: flo
             *(sys.executable, "-m", "pytest", "-q", "-p", plugin, "-p", "no:cacheprovider"),
             *(f"--junitxml={report}", "--timeout=240", "--tb=short", *ids),
         ],
-        env={**os.environ, "PYTHONPATH": f"{HERE}{os.pathsep}{os.environ['PYTHONPATH']}"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent), os.environ["PYTHONPATH"]])},
         capture_output=True,
         text=True,
         timeout=timeout_secs,
