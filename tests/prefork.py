@@ -22,7 +22,7 @@ import tempfile
 import time
 import types
 from collections.abc import Iterator, Mapping
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 VARIABLE = "TFDIST_TEST_PREFORK"
 _SERVERS = 2
@@ -135,7 +135,7 @@ def _serve(address: str) -> tuple[dict[str, Any], int]:
         while True:
             for key, _ in selector.select():
                 if key.fileobj is sys.stdin:
-                    sys.exit()
+                    _end([each.data[0] for each in selector.get_map().values() if each.data])
                 if key.fileobj is not listener:
                     selector.unregister(key.fileobj)
                     _report(key.fd, *key.data)
@@ -155,6 +155,14 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], int]:
     first, (output,), _, _ = socket.recv_fds(connection, 1, 1)
     with connection.makefile("rb") as rest:
         return json.loads(first + rest.readline()), output
+
+
+def _end(running: list[int]) -> NoReturn:
+    """Pytest has ended, by a signal perhaps: so do the programs that it has left."""
+    for pid in running:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    sys.exit()
 
 
 def _report(pidfd: int, pid: int, connection: socket.socket) -> None:
