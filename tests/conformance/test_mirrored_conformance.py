@@ -15,7 +15,8 @@ class TestMirrored(Conformance):
     slow = frozenset({"fewer examples than replicas", "batches of one size", "constraint", "constraint, sum loss"})
 
     @pytest.fixture(scope="class")
-    def strategy(self, cpus: list[str]) -> tfdist.MirroredStrategy:
+    @classmethod
+    def strategy(cls, cpus: list[str]) -> tfdist.MirroredStrategy:
         return tfdist.MirroredStrategy(cpus[:2])
 
 
@@ -33,5 +34,6 @@ class TestBackupWorkers(Conformance):
     )
 
     @pytest.fixture(scope="class")
-    def strategy(self, cpus: list[str]) -> tfdist.MirroredStrategy:
+    @classmethod
+    def strategy(cls, cpus: list[str]) -> tfdist.MirroredStrategy:
         return tfdist.MirroredStrategy(cpus[:2], policies=[tfdist.BackupWorkers(spares=0)])
