@@ -26,6 +26,7 @@ def on_one_device(name: str) -> Any:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Gives a class derived from `Conformance` its cases; for modules to import."""
     if "case" in metafunc.fixturenames:
+        assert metafunc.cls.left_out | metafunc.cls.slow <= CASES.keys()
         cases = [case for case in CASES if case not in metafunc.cls.left_out]
         marks = dict.fromkeys(metafunc.cls.slow, (pytest.mark.slow,))
         metafunc.parametrize("case", [pytest.param(case, marks=marks.get(case, ()), id=case) for case in cases])

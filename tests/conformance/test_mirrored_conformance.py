@@ -11,8 +11,22 @@ import tfdist
 pytestmark = pytest.mark.devices
 
 
+# They show again what others show: two sizes, or two kinds, at a time are enough for each kind of code.
+SLOW = frozenset(
+    {
+        *("fewer examples than replicas", "batches of one size", "constraint", "constraint, sum loss"),
+        *("GRU, both directions", "penalties, sum, one example left", "penalties, sum_over_batch_size, uneven"),
+        *(f"step {step}, fewer examples than replicas" for step in ("of_keras", "of_both")),
+        *(
+            f"loss {loss}, fewer examples than replicas"
+            for loss in ("one number, tf.function", "one per example", "one number of a class")
+        ),
+    }
+)
+
+
 class TestMirrored(Conformance):
-    slow = frozenset({"fewer examples than replicas", "batches of one size", "constraint", "constraint, sum loss"})
+    slow = SLOW
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -27,9 +41,9 @@ class TestBackupWorkers(Conformance):
     slow = frozenset(
         {
             *("steps_per_execution", "run_eagerly", "validation_split", "steps_per_epoch", "sample_weight"),
-            *("fewer examples than replicas", "batches of one size", "sum loss", "class weights", "dicts"),
+            *("sum loss", "class weights", "dicts", "ema overwrites", "sgd", "ConvLSTM"),
             *("embedding", "embedding, steps_per_execution", "embedding, clipnorm"),
-            *("constraint", "constraint, sum loss", "ema overwrites", "sgd", "GRU, both directions", "ConvLSTM"),
+            *SLOW,
         }
     )
 
