@@ -8,6 +8,7 @@ pyproject.toml (pytest-timeout).
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import pathlib
@@ -17,6 +18,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
+import prefork
 import psutil
 import pytest
 
@@ -41,11 +43,14 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 _LONGEST_FILES = (
     "test_parameter_server.py",
     "test_parameter_server_policies.py",
-    "test_mirrored.py",
+    "test_mirrored_conformance.py",
+    "test_guide_loops.py",
     "test_embedded.py",
+    "test_resume_processes.py",
     "test_multi_worker.py",
-    "test_own_steps.py",
+    "test_resume.py",
     "test_multi_worker_failures.py",
+    "test_resume_strategies.py",
     "test_mirrored_policies.py",
     "test_pod_group.py",
 )
@@ -71,6 +76,14 @@ def cpus() -> list[str]:
 
     _split_cpu()
     return [device.name for device in tf.config.list_logical_devices("CPU")]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Starts what forks programs, once for all processes of a run."""
+    if prefork.VARIABLE not in os.environ:
+        stack = contextlib.ExitStack()
+        stack.enter_context(prefork.servers())
+        config.add_cleanup(stack.close)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -15,11 +15,13 @@ import os
 import pathlib
 import signal
 import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+import prefork
+from waiting import await_output
 
 from tfdist import Cluster, Task
 from tfdist.launchers.ports import PortReservation
@@ -43,7 +45,7 @@ def report(key, value):
 class Worker:
     """One running worker."""
 
-    process: subprocess.Popen[str]
+    process: prefork.Process
     shared: pathlib.Path
     index: int
 
@@ -69,12 +71,7 @@ class Worker:
 
     def wait_for_output(self, text: str, timeout_secs: float = 60) -> None:
         """Returns when it has written `text`."""
-        deadline = time.monotonic() + timeout_secs
-        while text not in self.output:
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                raise AssertionError(f"worker {self.index} did not write {text!r}:\n{self.output}")
-            # Only the interval of looking: what is waited for is the text.
-            time.sleep(0.05)
+        await_output(self, text, timeout_secs)
 
     def interrupt(self) -> None:
         """What Ctrl-C does to it."""
@@ -126,25 +123,20 @@ def _start(
     index: int,
     env: Mapping[str, str],
 ) -> Worker:
-    log = stack.enter_context((shared / f"{index}.log").open("w"))
+    log = stack.enter_context((shared / f"{index}.log").open("wb"))
     environment = {
         **os.environ,
-        "PYTHONUNBUFFERED": "1",
-        # Of a crash in native code the output tells where Python was.
-        "PYTHONFAULTHANDLER": "1",
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "TF_CONFIG": cluster.to_tf_config(),
         "TFDIST_TEST_SHARED": str(shared),
         **env,
     }
-    process = subprocess.Popen(
-        [sys.executable, str(path)], env=environment, stdout=log, stderr=subprocess.STDOUT, text=True, cwd=shared
-    )
+    process = prefork.start(path, environment, log, shared, cluster.task.index)
     stack.callback(_end, process)
     return Worker(process, shared, index)
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def _end(process: prefork.Process) -> None:
     if process.poll() is None:
         process.kill()
     process.wait()

@@ -12,11 +12,13 @@ import pathlib
 import subprocess
 import sys
 import textwrap
-import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, BinaryIO
 
+import prefork
 import psutil
+from waiting import await_output
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 _MARK = "TFDIST_TEST_MARK"
@@ -37,7 +39,7 @@ def model(strategy, optimizer="sgd"):
 class Program:
     """One running program. Made by `running`."""
 
-    def __init__(self, process: subprocess.Popen[bytes], log: pathlib.Path, mark: str) -> None:
+    def __init__(self, process: subprocess.Popen[bytes] | prefork.Process, log: pathlib.Path, mark: str) -> None:
         self.process = process
         self._log = log
         self._mark = mark
@@ -53,16 +55,16 @@ class Program:
 
     def wait_for_output(self, text: str, timeout_secs: float = 100) -> None:
         """Returns when `text` was written."""
-        deadline = time.monotonic() + timeout_secs
-        while text not in self.output:
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                raise AssertionError(f"{text!r} was not written:\n{self.output}")
-            # Only the interval of looking: what is waited for is the text.
-            time.sleep(0.05)
+        await_output(self, text, timeout_secs)
 
     def family(self) -> list[psutil.Process]:
         """Every process alive that carries the mark: the program and all that it started."""
-        return [process for process in psutil.process_iter() if _carries(process, self._mark)]
+        return [
+            process
+            for process in psutil.process_iter()
+            # /proc shows the environment that a fork's server began with.
+            if _carries(process, self._mark) or (process.pid == self.process.pid and self.process.poll() is None)
+        ]
 
 
 def _carries(process: psutil.Process, mark: str) -> bool:
@@ -79,23 +81,34 @@ def running(
     """Starts Python code (after `_HEADER`) in `directory`; what is left of its family is killed at the end."""
     path = directory / f"{name}.py"
     path.write_text(_HEADER + textwrap.dedent(script))
-    with _started([sys.executable, str(path)], directory, env, name) as program:
+
+    def start(environment: Mapping[str, str], output: BinaryIO) -> prefork.Process:
+        return prefork.start(path, environment, output, directory)
+
+    with _started(start, directory, env, name) as program:
         yield program
 
 
 @contextlib.contextmanager
 def serving(env: Mapping[str, str], directory: pathlib.Path, name: str = "serving") -> Iterator[Program]:
     """Starts the task that TF_CONFIG in `env` names, as a process that only serves."""
-    with _started([sys.executable, "-m", "tfdist.serving.task"], directory, env, name) as program:
+    command = [sys.executable, "-m", "tfdist.serving.task"]
+
+    def start(environment: Mapping[str, str], output: BinaryIO) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT, cwd=directory)
+
+    with _started(start, directory, env, name) as program:
         yield program
 
 
 @contextlib.contextmanager
-def _started(command: list[str], directory: pathlib.Path, env: Mapping[str, str], name: str) -> Iterator[Program]:
+def _started(
+    start: Callable[[Mapping[str, str], BinaryIO], Any], directory: pathlib.Path, env: Mapping[str, str], name: str
+) -> Iterator[Program]:
     log, mark = directory / f"{name}.log", uuid.uuid4().hex
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", _MARK: mark, **env}
     with log.open("wb") as output:
-        process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT, cwd=directory)
+        process = start(environment, output)
     program = Program(process, log, mark)
     try:
         yield program

@@ -10,6 +10,7 @@ import time
 
 import control_plane
 import pytest
+from waiting import wait_until
 
 from tfdist.launchers import kubernetes, requests
 
@@ -162,7 +163,4 @@ def test_name_taken_between_rehearsal_and_creation_is_rolled_back(api, monkeypat
     monkeypatch.setattr(kubernetes.kubernetes_submit, "_run", run)
     with pytest.raises(requests.LaunchError, match=r"networkpolicies.networking.k8s.io run1; nothing is left of"):
         launch(namespace, "/app/train.py")
-    deadline = time.monotonic() + SECS
-    while any(api.items(namespace, plural) for plural in ("services", "jobs", "secrets")):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: not any(api.items(namespace, plural) for plural in ("services", "jobs", "secrets")), SECS)

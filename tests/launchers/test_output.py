@@ -9,16 +9,9 @@ import threading
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import Clock
 
 from tfdist.launchers.output import Console, LineReader
-
-
-class Clock:
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 def lines_of(*chunks, **options):

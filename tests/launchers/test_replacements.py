@@ -7,6 +7,7 @@ import math
 import signal
 
 import pytest
+from waiting import Clock
 
 from tfdist.cluster import Cluster, Task
 from tfdist.launchers import attempts, local, requests, running, ssh
@@ -18,15 +19,6 @@ from tfdist.launchers.shape import Shape
 # The rule.
 
 
-class Clock:
-    """A time that only tests move."""
-
-    now = 100.0
-
-    def __call__(self):
-        return self.now
-
-
 def test_a_failure_long_after_the_start_begins_a_new_row():
     rows = FailureRows(settled_secs=30.0)
     assert [rows.add("a", secs) for secs in (1.0, 29.9, 30.0, 0.0, math.inf)] == [1, 2, 1, 2, 1]
@@ -34,7 +26,7 @@ def test_a_failure_long_after_the_start_begins_a_new_row():
 
 
 def test_the_first_replacement_is_at_once_and_the_next_are_later_and_later():
-    replacements = Replacements(Restarts(max_worker_restarts=4, backoff_secs=2.0), Clock())
+    replacements = Replacements(Restarts(max_worker_restarts=4, backoff_secs=2.0), Clock(100.0))
     found = [replacements.failed("a", ran_secs=1.0) for _ in range(5)]
     assert found == [(1, 0.0), (2, 2.0), (3, 4.0), (4, 8.0), (5, None)]
     assert replacements.failed("a", ran_secs=30.0) == (1, 0.0), "it had come back"
@@ -45,7 +37,7 @@ def test_with_no_replacement_allowed_the_first_failure_is_the_last():
 
 
 def test_a_task_is_due_once_and_when_its_time_has_come():
-    clock = Clock()
+    clock = Clock(100.0)
     replacements = Replacements(Restarts(), clock)
     assert (replacements.wait_secs(), replacements.due()) == (None, [])
     replacements.failed("a", 1.0, least_secs=0.5)

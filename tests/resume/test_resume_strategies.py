@@ -50,7 +50,8 @@ def _train(policies: list[Any], callbacks: list[Any], jobs: str = "shuffled") ->
     ("policies", "save_freq", "after", "data"),
     [
         (list, 5, 18, "shuffled"),
-        (list, 5, 18, "arrays"),
+        # Arrays go on under one worker's strategy, too, in test_resume_one_worker.py.
+        pytest.param(list, 5, 18, "arrays", marks=pytest.mark.slow),
         # What is saved is an average; so a checkpoint is not to come between two of them.
         (_averaging(4), 4, 18, "shuffled"),
         (_averaging(3, outer=_outer), 6, 21, "shuffled"),

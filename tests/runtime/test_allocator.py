@@ -10,6 +10,9 @@ import sys
 
 import pytest
 
+import tfdist
+from tfdist.runtime import allocator
+
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
 
 _PROGRAM = """
@@ -96,20 +99,13 @@ def test_threads_share_few_arenas_where_that_is_wanted(few):
     assert arenas <= int(count) if few == "few" else arenas > int(count)
 
 
-_CONSTRUCTING = """
-import json, sys
-import tfdist
-from tfdist.runtime import allocator
-
-asked = []
-allocator.keep_freed_memory = asked.append
-getattr(tfdist, sys.argv[1])()
-print(json.dumps(asked))
-"""
-
-
+@pytest.mark.devices
 @pytest.mark.parametrize("strategy", ["MirroredStrategy", "MultiWorkerMirroredStrategy"])
-def test_a_strategy_changes_the_allocator_of_launched_processes_only(strategy):
-    assert json.loads(_output(_CONSTRUCTING, strategy).splitlines()[-1]) == []
-    launched = _output(_CONSTRUCTING, strategy, TFDIST_LAUNCHER="local")
-    assert json.loads(launched.splitlines()[-1]) == [strategy == "MultiWorkerMirroredStrategy"]
+def test_a_strategy_changes_the_allocator_of_launched_processes_only(strategy, monkeypatch: pytest.MonkeyPatch):
+    asked: list[bool] = []
+    monkeypatch.setattr(allocator, "keep_freed_memory", asked.append)
+    getattr(tfdist, strategy)()
+    assert asked == []
+    monkeypatch.setenv("TFDIST_LAUNCHER", "local")
+    getattr(tfdist, strategy)()
+    assert asked == [strategy == "MultiWorkerMirroredStrategy"]

@@ -8,20 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from waiting import Clock
 
 from tfdist.policies.backup_workers import BackupWorkers
 from tfdist.runtime import round_runner as module
 from tfdist.runtime.round_runner import RoundRunner
-
-
-class Clock:
-    """Time passes when it is told to."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Table:

@@ -4,22 +4,15 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
+from waiting import wait_until
 
 import tfdist
 from tfdist.policies.asynchronous import Asynchronous
 from tfdist.runtime.stream_runner import StreamRunner
 
 pytestmark = pytest.mark.timeout(60)
-
-
-def _until(condition) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def test_the_one_whose_last_start_is_the_longest_ago_starts_first():
@@ -42,7 +35,7 @@ def test_the_one_whose_last_start_is_the_longest_ago_starts_first():
         count = len(started)
         threads.append(threading.Thread(target=wait_to_start, args=(replica,), daemon=True))
         threads[-1].start()
-        _until(lambda: replica in runner.waiting or len(started) > count)
+        wait_until(lambda: replica in runner.waiting or len(started) > count)
 
     def give(replica: int) -> None:
         count = len(started)
@@ -50,7 +43,7 @@ def test_the_one_whose_last_start_is_the_longest_ago_starts_first():
             runner.hand_over(replica, local_steps[replica], "gradient")
             runner.collect()
         runner.applied()
-        _until(lambda: len(started) == count + 1)
+        wait_until(lambda: len(started) == count + 1)
 
     for replica in (2, 0, 3, 1):
         come(replica)
@@ -81,7 +74,7 @@ def test_one_that_has_nothing_left_to_compute_from_keeps_nobody_waiting():
     is_over = threading.Event()
     waiting = threading.Thread(target=runner.start, args=(0, is_over.is_set), daemon=True)
     waiting.start()
-    _until(lambda: runner.waiting == {0})
+    wait_until(lambda: runner.waiting == {0})
     assert runner.start(1, lambda: False) == 0
     is_over.set()
     runner.wake()

@@ -9,16 +9,9 @@ import signal
 import threading
 
 import pytest
+from waiting import Clock
 
 from tfdist.runtime.watch import BlockedCall, InterruptEscape, StallReporter
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def reporter(clock: Clock, lines: list[str], **options):

@@ -14,12 +14,12 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import programs
 import psutil
 import pytest
+from waiting import wait_until
 
 from tfdist import Cluster, ClusterError, Task
 from tfdist.cluster import DATA_SERVICE_VARIABLE, JOB_SECRET_VARIABLE
@@ -154,13 +154,6 @@ def ask(dispatcher: subprocess.Popen[str]) -> str:
     dispatcher.stdin.write("registered?\n")
     dispatcher.stdin.flush()
     return dispatcher.stdout.readline()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
 
 
 STATES = [absent, silent, stopped, registered, killed, late]

@@ -95,17 +95,6 @@ def straggler() -> Iterator[Straggler]:
     delay_hook.uninstall(made)
 
 
-class Logs(keras.callbacks.Callback):
-    """Keeps the logs of every batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.batches: list[dict[str, float]] = []
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.batches.append({key: float(value) for key, value in logs.items()})
-
-
 def layers() -> keras.Model:
     return keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(1)])
 

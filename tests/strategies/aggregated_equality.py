@@ -10,7 +10,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from aggregated_cluster import BATCH, COUNT, IDS, STEPS, Logs, X, Y, compiled, layers
+from aggregated_cluster import BATCH, COUNT, IDS, STEPS, X, Y, compiled, layers
+from training import Logs
 
 OPTIMIZERS = keras.optimizers
 EPOCHS = 2

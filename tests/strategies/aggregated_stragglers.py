@@ -12,7 +12,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from aggregated_cluster import BATCH, COUNT, NUM_WORKERS, STEPS, Logs, Straggler, X, Y, compiled
+from aggregated_cluster import BATCH, COUNT, NUM_WORKERS, STEPS, Straggler, X, Y, compiled
+from training import Logs
 
 import tfdist
 from tfdist.compat import closures

@@ -31,11 +31,17 @@ def checks(files: Sequence[pathlib.Path]) -> list[tuple[str, str]]:
     ]
 
 
-def run(files: Sequence[pathlib.Path], plugin: str, report: pathlib.Path, timeout_secs: float) -> Outcomes:
+def selected(request: pytest.FixtureRequest) -> list[str]:
+    """Ids of the checks whose tests of this module are to run: `-k` and single ids choose them."""
+    chosen = [item.callspec.params for item in request.session.items if item.path == request.path]
+    return [f"{HERE / params['file']}.py::{params['name']}" for params in chosen]
+
+
+def run(ids: Sequence[str], plugin: str, report: pathlib.Path, timeout_secs: float) -> Outcomes:
     """What went wrong in each check; one that did not run is missing.
 
     Args:
-      files: the files of checks.
+      ids: of the checks.
       plugin: the module with their fixtures.
       report: a file to write to.
       timeout_secs: for all of them together.
@@ -43,9 +49,9 @@ def run(files: Sequence[pathlib.Path], plugin: str, report: pathlib.Path, timeou
     done = subprocess.run(
         [
             *(sys.executable, "-m", "pytest", "-q", "-p", plugin, "-p", "no:cacheprovider"),
-            *(f"--junitxml={report}", "--timeout=240", "--tb=short", *map(str, files)),
+            *(f"--junitxml={report}", "--timeout=240", "--tb=short", *ids),
         ],
-        env={**os.environ, "PYTHONPATH": f"{HERE}{os.pathsep}{os.environ['PYTHONPATH']}"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent), os.environ["PYTHONPATH"]])},
         capture_output=True,
         text=True,
         timeout=timeout_secs,

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -203,9 +204,15 @@ def plainly_looped(strategy: Any, in_scope: bool, in_graph: bool, is_scaled: boo
 
 
 def assert_like_one_device(strategy: Any, trained: Any, *arguments: Any, **options: Any) -> None:
-    """Trains on one device and under the strategy, and compares all numbers."""
-    one, many = (trained(each, *arguments, **options) for each in (tf.distribute.get_strategy(), strategy))
+    """Trains on one device, once for all strategies, and under the strategy; compares all numbers."""
+    one = _on_one_device(trained, arguments, tuple(options.items()))
+    many = trained(strategy, *arguments, **options)
     tf.nest.map_structure(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), one, many)
+
+
+@functools.cache
+def _on_one_device(trained: Any, arguments: tuple[Any, ...], options: tuple[tuple[str, Any], ...]) -> Any:
+    return trained(tf.distribute.get_strategy(), *arguments, **dict(options))
 
 
 class Stacked(keras.Sequential):

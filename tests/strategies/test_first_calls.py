@@ -137,9 +137,15 @@ def test_a_decorated_step_runs_beside_keras_own_seed_generator(cpus: list[str]) 
 
 @plain_loops
 def test_a_loop_without_run_trains_as_on_one_device(
-    strategy: Any, in_scope: bool, in_graph: bool, is_scaled: bool
+    cpus: list[str], in_scope: bool, in_graph: bool, is_scaled: bool
 ) -> None:
-    first_call_models.assert_like_one_device(strategy, plainly_looped, in_scope, in_graph, is_scaled)
+    many = tfdist.MirroredStrategy(cpus[:2])
+    first_call_models.assert_like_one_device(many, plainly_looped, in_scope, in_graph, is_scaled)
+
+
+def test_a_loop_without_run_trains_beside_a_policy(cpus: list[str]) -> None:
+    many = tfdist.MirroredStrategy(cpus[:2], policies=[tfdist.BackupWorkers(spares=0)])
+    first_call_models.assert_like_one_device(many, plainly_looped, True, True, True)
 
 
 @pytest.mark.parametrize("is_built", [True, False])

@@ -17,8 +17,9 @@ CHECKS = child_pytest.checks(FILES)
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> child_pytest.Outcomes:
-    return child_pytest.run(FILES, PLUGIN, tmp_path_factory.mktemp("aggregated") / "report.xml", 1500)
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> child_pytest.Outcomes:
+    report = tmp_path_factory.mktemp("aggregated") / "report.xml"
+    return child_pytest.run(child_pytest.selected(request), PLUGIN, report, 1500)
 
 
 @pytest.mark.parametrize(("file", "name"), CHECKS, ids=[name for _, name in CHECKS])

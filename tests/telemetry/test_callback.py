@@ -15,6 +15,7 @@ import process_cluster
 import programs
 import pytest
 import tensorflow as tf
+from waiting import Clock
 
 import tfdist
 from tfdist.policies.base import Update
@@ -42,16 +43,6 @@ def event_files(log_dir: pathlib.Path) -> list[pathlib.Path]:
     return sorted(log_dir.rglob("*tfevents*"))
 
 
-class Clock:
-    """Says that each batch took a second."""
-
-    def __init__(self) -> None:
-        self.secs = 0.0
-
-    def __call__(self) -> float:
-        return self.secs
-
-
 class Engine(keras.callbacks.Callback):
     """Does, before Telemetry sees a batch, what an engine does: it records the update, and time passes."""
 
@@ -60,7 +51,7 @@ class Engine(keras.callbacks.Callback):
         self.clock, self.recorder, self.examples = clock, recorder, examples
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.clock.secs += 1.0
+        self.clock.now += 1.0
         if self.recorder is not None:
             # Worker 1 is late every other time.
             late = batch % 2
@@ -78,7 +69,7 @@ class Engine(keras.callbacks.Callback):
             )
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.clock.secs += 1000.0
+        self.clock.now += 1000.0
 
 
 def compiled(strategy: Any, **optimizer: Any) -> keras.Model:

@@ -62,8 +62,7 @@ def before_keras(strategy: tf.distribute.Strategy, model: keras.Model, step: str
         if refused is not None and failed is not None and not is_of_its_own:
             raise refused
         # Both had one example. The step may need a whole batch, and may have created all its variables.
-        is_about_shapes = isinstance(failed, ValueError | tf.errors.InvalidArgumentError)
-        if is_about_shapes and is_of_its_own and strategy.num_replicas_in_sync > 1:
+        if failed is not None and is_of_its_own and isinstance(failed, ValueError | tf.errors.InvalidArgumentError):
             _warn_about_parts(strategy, model, step, failed)
 
     symbolic_build.instead(model, build)
@@ -71,6 +70,8 @@ def before_keras(strategy: tf.distribute.Strategy, model: keras.Model, step: str
 
 def _warn_about_parts(strategy: tf.distribute.Strategy, model: keras.Model, step: str, error: Exception) -> None:
     name, replicas = type(strategy).__name__, strategy.num_replicas_in_sync
+    if replicas == 1:
+        return
     first_line = str(error).partition("\n")[0]
     warnings.warn(
         f"{type(model).__name__}.{step} fails when it is given one example. {name} divides the first axis of each "

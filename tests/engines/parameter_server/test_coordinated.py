@@ -17,6 +17,7 @@ import tensorflow as tf
 from fake_cluster import Batch, FakeCluster, FakeDataset, FakeProgram, running_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waiting import wait_until
 
 from tfdist.compat import closures
 from tfdist.engines.parameter_server import step_queue, worker_data
@@ -504,13 +505,6 @@ def test_what_the_coordinator_can_not_mend_is_raised_and_then_forgotten() -> Non
         with pytest.raises(tf.errors.UnavailableError, match="ps:0 is lost"):
             engine.barrier(writes=False)
         gate.open()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)  # only the interval of looking
 
 
 # Whatever the workers do.

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a strategy must pass under each policy that lets all replicas count: a class to be derived from."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import own_models
+import pytest
+import tensorflow as tf
+from cases import CASES
+from training import OPTIMIZERS, OwnStep, X, Y, assert_close, dense_model, trained
+
+
+@functools.cache
+def on_one_device(name: str) -> Any:
+    """The numbers of a case, which all strategies are compared with."""
+    return CASES[name](tf.distribute.get_strategy())
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Gives a class derived from `Conformance` its cases; for modules to import."""
+    if "case" in metafunc.fixturenames:
+        assert metafunc.cls.left_out | metafunc.cls.slow <= CASES.keys()
+        cases = [case for case in CASES if case not in metafunc.cls.left_out]
+        marks = dict.fromkeys(metafunc.cls.slow, (pytest.mark.slow,))
+        metafunc.parametrize("case", [pytest.param(case, marks=marks.get(case, ()), id=case) for case in cases])
+
+
+class Conformance:
+    """Tests of a strategy that a subclass gives as the fixture `strategy`.
+
+    Attributes:
+      left_out: names of cases that the strategy does not promise.
+      slow: names of cases that show again what others show.
+      logs_within: the relative error of logs that a step of its own computes from the weights.
+    """
+
+    left_out: frozenset[str] = frozenset()
+    slow: frozenset[str] = frozenset()
+    logs_within = 0.05
+
+    def test_numbers_are_those_of_one_device(self, strategy: Any, case: str) -> None:
+        for one, many in zip(on_one_device(case), CASES[case](strategy), strict=True):
+            assert_close(one, many)
+
+    def test_own_train_step_keeps_its_logs(self, strategy: Any) -> None:
+        one, many = (
+            trained(each, lambda: OPTIMIZERS.SGD(0.1), model=OwnStep, metrics=None)
+            for each in (tf.distribute.get_strategy(), strategy)
+        )
+        assert_close(one[0], many[0])
+        assert many[2][-1].keys() == {"own", "constant"}
+        assert many[2][-1]["constant"] == pytest.approx(2.5)
+        assert many[2][-1]["own"] == pytest.approx(one[2][-1]["own"], rel=self.logs_within)
+
+    # Counts.
+
+    def test_evaluate_and_predict_see_every_example_once(self, strategy: Any) -> None:
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((1,)), keras.layers.Rescaling(2.0)])
+            model.compile(loss="mse", metrics=["mae"])
+        x = np.arange(21, dtype=np.float32)[:, None]
+        np.testing.assert_array_equal(model.predict(x, batch_size=8, verbose=0), 2 * x)
+        assert model.evaluate(x, 0 * x, batch_size=8, verbose=0)[1] == pytest.approx(2 * x.mean())
+
+    def test_every_batch_of_a_generator_is_used_once(self, strategy: Any) -> None:
+        with strategy.scope():
+            model = Counting()
+            model.compile("sgd", "mse")
+        model.optimizer.build(model.trainable_variables)
+        history = model.fit(numbers(12), validation_data=numbers(7), verbose=0).history
+        assert history == {"seen": [sum(range(48))], "val_seen": [sum(range(28))]}
+        some = model.fit(numbers(12), steps_per_epoch=5, epochs=2, verbose=0).history["seen"]
+        assert some == [sum(range(20)), sum(range(20, 40))]
+        assert model.evaluate(numbers(9), verbose=0, return_dict=True) == {"seen": sum(range(36))}
+
+    @pytest.mark.parametrize("batch_size", [8, 1], ids=["one over", "always fewer examples than replicas"])
+    def test_replicas_without_examples_leave_no_trace(self, strategy: Any, batch_size: int) -> None:
+        x, y = X[:9], Y[:9]  # in batches of 8 one example is left over: a replica has none
+        layers = [keras.layers.Dense(4), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((3,)), *layers])
+            model.compile("adam", "mse", metrics=["mae"])
+        history = model.fit(x, y, batch_size=batch_size, epochs=2, verbose=0).history
+        assert np.isfinite([*history["loss"], *history["mae"]]).all()
+        for variable in model.variables:
+            copies = [copy.numpy() for copy in variable.value.values]
+            assert np.isfinite(copies).all(), variable.path
+        assert model.predict(x, batch_size=batch_size, verbose=0).shape == (9, 1)
+
+    def test_evaluate_after_an_own_step_counts_no_empty_replica(self, strategy: Any) -> None:
+        with strategy.scope():
+            model = PenalizedOwn()
+            model.build()
+            model.compile("sgd", "mse")
+        found = model.evaluate(X[:9], Y[:9], batch_size=8, verbose=0, return_dict=True)["loss"]
+        penalties = [0.1 * np.mean(np.square(model.first(X[rows]))) for rows in (slice(8), slice(8, 9))]
+        expected = np.mean((model.predict(X[:9], verbose=0) - Y[:9]) ** 2) + np.dot(penalties, [8 / 9, 1 / 9])
+        assert found == pytest.approx(expected, rel=1e-5)
+
+    def test_steps_on_single_batches(self, strategy: Any) -> None:
+        with strategy.scope():
+            model = dense_model()
+            model.compile(OPTIMIZERS.Adam(0.01), "mse", metrics=["mae"])
+        before = model.test_on_batch(X, Y, return_dict=True)
+        assert before == pytest.approx(model.evaluate(X, Y, verbose=0, return_dict=True), abs=1e-6)
+        losses = [model.train_on_batch(X[:7], Y[:7])[0] for _ in range(20)]
+        assert losses[-1] < losses[0]
+        assert int(model.optimizer.iterations.numpy()) == 20
+        np.testing.assert_allclose(model.predict_on_batch(X), model.predict(X, verbose=0), atol=1e-6)
+
+    def test_metric_variable_of_aggregation_mean_is_read(self, strategy: Any) -> None:
+        with strategy.scope():
+            metric = keras.metrics.Metric(name="largest")
+            largest = metric.add_variable((), "ones", name="largest", aggregation="mean")
+        assert float(tf.convert_to_tensor(largest.value)) == 1.0
+
+    # Callbacks, and going on.
+
+    def test_callbacks_stop_schedule_save_and_restore(self, strategy: Any, tmp_path: pathlib.Path) -> None:
+        callbacks = keras.callbacks
+        with strategy.scope():
+            model = dense_model()
+            model.compile(OPTIMIZERS.Adam(0.01), "mse")
+        rates: list[float] = []
+        history = model.fit(
+            *(X, Y),
+            batch_size=8,
+            epochs=5,
+            verbose=0,
+            validation_data=(X, Y),
+            callbacks=[
+                callbacks.EarlyStopping("val_loss", patience=0, min_delta=100),
+                callbacks.LearningRateScheduler(lambda epoch: rates.append(0.5**epoch) or 0.5**epoch),
+                callbacks.ModelCheckpoint(tmp_path / "{epoch}.keras"),
+                callbacks.BackupAndRestore(tmp_path / "backup", delete_checkpoint=False),
+            ],
+        ).history
+        assert len(history["loss"]) == len(rates) == 2
+        assert float(model.optimizer.learning_rate.numpy()) == 0.5
+        with strategy.scope():
+            loaded = keras.saving.load_model(tmp_path / "2.keras")
+        np.testing.assert_array_equal(loaded.predict(X, verbose=0), model.predict(X, verbose=0))
+        assert int(loaded.optimizer.iterations.numpy()) == 12
+        restored = callbacks.BackupAndRestore(tmp_path / "backup")
+        rest = loaded.fit(X, Y, batch_size=8, epochs=3, verbose=0, callbacks=[restored])
+        assert len(rest.history["loss"]) == 1
+
+    # Errors.
+
+    def test_exception_in_the_model_keeps_its_message(self, strategy: Any) -> None:
+        class Failing(OwnStep):
+            def call(self, x):
+                raise LookupError("my own words")
+
+        with strategy.scope():
+            model = Failing()
+            model.compile("sgd", "mse")
+        with pytest.raises(Exception, match="my own words"):
+            model.fit(X, Y, verbose=0)
+
+    @pytest.mark.parametrize("size", [8, None], ids=["known sizes", "unknown sizes"])
+    def test_batch_of_several_first_dimensions_is_refused(self, strategy: Any, size: int | None) -> None:
+        scales = np.ones(3, np.float32)
+        data = tf.data.Dataset.from_tensor_slices((X[:40], Y[:40])).batch(8, drop_remainder=size is not None)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        before = model.get_weights()
+        message = r"^dataset: .*different (batch sizes|numbers of examples).*Received"
+        with pytest.raises(ValueError, match=message) as raised:
+            model.fit(data.map(lambda x, y: ((scales, x), y)), verbose=0)
+        assert "\n" not in str(raised.value)
+        tf.nest.map_structure(np.testing.assert_array_equal, model.get_weights(), before)
+
+    def test_xla_is_refused_where_it_cannot_be(self, strategy: Any) -> None:
+        with strategy.scope():
+            model = dense_model()
+            model.compile("sgd", "mse", jit_compile=True)
+        with pytest.raises(ValueError, match=r"jit_compile=True\): XLA can't compile"):
+            model.fit(X, Y, verbose=0)
+
+    def test_policies_that_are_none_are_refused(self, strategy: Any) -> None:
+        with pytest.raises(ValueError, match="policies must be a list of policies"):
+            type(strategy)(policies=["backup"])
+
+
+class PenalizedOwn(own_models.stepping(own_models.mean_by_hand)):
+    def __init__(self):
+        super().__init__()
+        self.penalty = own_models.Penalty()
+
+    def call(self, x, training=False):
+        return self.second(self.penalty(self.first(x)))
+
+
+class Counting(keras.Model):
+    """Adds up what it is trained on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = keras.metrics.Sum(name="seen")
+        self.scale = self.add_weight(name="scale")
+
+    def call(self, x: Any) -> Any:
+        return x * self.scale
+
+    def train_step(self, data: Any) -> Any:
+        self.seen.update_state(keras.ops.cast(data[0], "int32"))
+        return {"seen": self.seen.result()}
+
+    test_step = train_step
+
+
+def numbers(batches: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    for index in range(batches):
+        batch = np.arange(4 * index, 4 * index + 4, dtype=np.float32)[:, None]
+        yield batch, batch

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models with steps and losses of their own, as users write them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+
+class Own(keras.Model):
+    """Two layers, to be given a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)
+        self.tracker = keras.metrics.Mean(name="tracked")
+
+    def build(self, input_shape: Any = None) -> None:
+        self.first.build((None, 3))
+        self.second.build((None, 8))
+        self.built = True
+
+    def call(self, x, training=False):
+        return self.second(self.first(x))
+
+    def update(self, loss_of: Callable[[], tf.Tensor]) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = loss_of()
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        self.tracker.update_state(loss)
+        return loss
+
+
+def stepping(train_step: Callable[[Any, Any, Any], Any]) -> type[Own]:
+    """A model of `Own` with this step."""
+
+    class Stepping(Own):
+        def train_step(self, data):
+            return train_step(self, *data)
+
+    return Stepping
+
+
+def mean_by_hand(model, x, y):
+    return {"loss": model.update(lambda: tf.reduce_mean((model(x) - y) ** 2))}
+
+
+def of_keras(model, x, y):
+    return {"loss": model.update(lambda: model.compute_loss(x, y, model(x, training=True)))}
+
+
+def tracked(model, x, y):
+    model.update(lambda: tf.reduce_mean((model(x) - y) ** 2))
+    return {"tracked": model.tracker.result()}
+
+
+def of_both(model, x, y):
+    squares = keras.losses.MeanSquaredError()
+    return {"loss": model.update(lambda: squares(y, model(x)) + tf.reduce_mean(tf.abs(model(x))))}
+
+
+def average_by_tensorflow(model, x, y):
+    squares = lambda: tf.reduce_sum((model(x) - y) ** 2, 1)  # noqa: E731
+    return {"loss": model.update(lambda: tf.nn.compute_average_loss(squares()))}
+
+
+def by_hand(model, x, y):
+    """Assigns the weights, without an optimizer."""
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean((model(x) - y) ** 2)
+    for weight, gradient in zip(model.trainable_variables, tape.gradient(loss, model.trainable_variables), strict=True):
+        weight.assign_sub(0.1 * gradient)
+    return {"loss": loss}
+
+
+class Decorated(stepping(mean_by_hand)):
+    train_step = tf.function(stepping(mean_by_hand).train_step)
+
+
+class OwnLoss(Own):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return tf.reduce_mean(tf.abs(y - y_pred)) + 0.1 * tf.reduce_sum(self.first.kernel**2)
+
+
+# Losses.
+
+
+def one_number(y, predicted):
+    return tf.reduce_mean((y - predicted) ** 2)
+
+
+def one_per_example(y, predicted):
+    return tf.reduce_mean(tf.abs(y - predicted), -1)
+
+
+class OneNumber(keras.losses.Loss):
+    def call(self, y_true, y_pred):
+        return tf.reduce_mean((y_true - y_pred) ** 2)
+
+
+class Penalty(keras.layers.Layer):
+    def call(self, x):
+        self.add_loss(0.1 * keras.ops.mean(keras.ops.square(x)))
+        return x
+
+
+class Endpoint(keras.layers.Layer):
+    """Takes the targets as an input and adds the loss, in place of `compile(loss=...)`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss_fn = keras.losses.MeanSquaredError()
+
+    def call(self, predicted, targets):
+        self.add_loss(self.loss_fn(targets, predicted))
+        return predicted
+
+
+class Rows(keras.Model):
+    """Multiplies rows with a kernel, be they ragged or sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = self.add_weight(shape=(5, 1), initializer=keras.initializers.RandomNormal(seed=3), name="k")
+
+    def call(self, x: Any) -> Any:
+        if isinstance(x, tf.SparseTensor):
+            return tf.sparse.sparse_dense_matmul(x, tf.convert_to_tensor(self.kernel))
+        return tf.matmul(x.to_tensor(shape=(None, 5)), tf.convert_to_tensor(self.kernel))

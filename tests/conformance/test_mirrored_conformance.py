@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MirroredStrategy without a policy, and with one under which all replicas count, is as one device."""
+
+from __future__ import annotations
+
+import pytest
+from conformance import Conformance, pytest_generate_tests  # noqa: F401
+
+import tfdist
+
+pytestmark = pytest.mark.devices
+
+
+# They show again what others show: two sizes, or two kinds, at a time are enough for each kind of code.
+SLOW = frozenset(
+    {
+        *("fewer examples than replicas", "batches of one size", "constraint", "constraint, sum loss"),
+        *("GRU, both directions", "penalties, sum, one example left", "penalties, sum_over_batch_size, uneven"),
+        *(f"step {step}, fewer examples than replicas" for step in ("of_keras", "of_both")),
+        *(
+            f"loss {loss}, fewer examples than replicas"
+            for loss in ("one number, tf.function", "one per example", "one number of a class")
+        ),
+    }
+)
+
+
+class TestMirrored(Conformance):
+    slow = SLOW
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def strategy(cls, cpus: list[str]) -> tfdist.MirroredStrategy:
+        return tfdist.MirroredStrategy(cpus[:2])
+
+
+class TestBackupWorkers(Conformance):
+    # One device reads its weights after the update, a contribution those before.
+    logs_within = 0.1
+    left_out = frozenset({"step tracked, one over", "step tracked, fewer examples than replicas"})
+    slow = frozenset(
+        {
+            *("steps_per_execution", "run_eagerly", "validation_split", "steps_per_epoch", "sample_weight"),
+            *("sum loss", "class weights", "dicts", "ema overwrites", "sgd", "ConvLSTM"),
+            *("embedding", "embedding, steps_per_execution", "embedding, clipnorm"),
+            *SLOW,
+        }
+    )
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def strategy(cls, cpus: list[str]) -> tfdist.MirroredStrategy:
+        return tfdist.MirroredStrategy(cpus[:2], policies=[tfdist.BackupWorkers(spares=0)])

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trains small models under a strategy and returns all numbers, to be compared with those of one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+# 45 examples in batches of 8: the last batch has 5, which two replicas can't share evenly.
+RANDOM = np.random.default_rng(0)
+X = RANDOM.random((45, 3), np.float32)
+Y = RANDOM.random((45, 1), np.float32)
+OPTIMIZERS = keras.optimizers
+
+
+class Logs(keras.callbacks.Callback):
+    """Keeps the logs of every batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.batches.append({key: float(value) for key, value in logs.items()})
+
+
+def dense_model() -> keras.Model:
+    return keras.Sequential([keras.Input((3,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(1)])
+
+
+def two_ends() -> keras.Model:
+    first, second = keras.Input((3,), name="first"), keras.Input((2,), name="second")
+    joined = keras.layers.Concatenate()([first, second])
+    outputs = {"sum": keras.layers.Dense(1, name="sum")(joined), "kind": keras.layers.Dense(4, name="kind")(joined)}
+    return keras.Model({"first": first, "second": second}, outputs)
+
+
+class OwnStep(keras.Model):
+    """A subclassed model with its own train_step and logs, which does not call scale_loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        self.mean = keras.metrics.Mean(name="own")
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x=x, y=y, y_pred=self(x, training=True))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        self.mean.update_state(tf.abs(y - self(x)))
+        return {"own": self.mean.result(), "constant": 2.5}
+
+
+def trained(
+    strategy: Any,
+    optimizer: Callable[[], Any],
+    model: Callable[[], Any] = dense_model,
+    calls: Sequence[str] = (),
+    **options: Any,
+) -> Any:
+    """(weights, history, logs of batches) after 12 steps, and the results of `calls`.
+
+    To trace a test step and a predict step takes as long as to train, so that only those tests do it which are about
+    more than the update.
+    """
+    fit = {"batch_size": 8, "epochs": 2, "shuffle": False, **options.pop("fit", {})}
+    data = options.pop("data", (X, Y))
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        made = model()
+        made.compile(optimizer(), **{"loss": "mse", "metrics": ["mae"], **options})
+    logs = Logs()
+    history = made.fit(*data, verbose=0, callbacks=[logs], **fit).history
+    after = {
+        "evaluate": lambda: made.evaluate(*data[:2], batch_size=8, verbose=0, return_dict=True),
+        "predict": lambda: made.predict(data[0], batch_size=8, verbose=0),
+    }
+    return made.get_weights(), history, logs.batches, *(after[call]() for call in calls)
+
+
+def assert_close(expected: Any, found: Any) -> None:
+    """Compares the numbers of two structures."""
+    tf.nest.map_structure(lambda a, b: np.testing.assert_allclose(b, a, atol=1e-5), expected, found)
+
+
+def assert_like_one_device(strategy: Any, optimizer: Callable[[], Any], **options: Any) -> None:
+    """Trains on one device and under the strategy, and compares all numbers."""
+    one, many = (trained(s, optimizer, **dict(options)) for s in (tf.distribute.get_strategy(), strategy))
+    for alone, together in zip(one, many, strict=True):
+        assert_close(alone, together)
