@@ -84,7 +84,7 @@ from tfdist.serving import embedded as serving
 from tfdist.launchers.requests import Restarts
 
 said = queue.SimpleQueue()
-serving.watch.say = said.put
+serving.messages.say = said.put
 serving._RESTARTS = Restarts(max_worker_restarts=2, backoff_secs=0.001, settled_secs=1000.0)
 
 class Embedded(serving.EmbeddedCluster):

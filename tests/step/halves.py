@@ -12,7 +12,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.data import splitting
-from tfdist.step.contribution import Contribution, TrainStep, add_up
+from tfdist.step.contribution import Contribution, add_up
+from tfdist.step.split_train_step import SplitTrainStep
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.random((30, 3), np.float32)
@@ -41,7 +42,7 @@ class Halves:
         self, model: keras.Model, contributors: Sequence[int] = range(NUM_PARTS), size: int | None = None
     ) -> None:
         self.model = model
-        self.step = TrainStep(model.train_step, NUM_PARTS, can_take_maxima=True)
+        self.step = SplitTrainStep(model.train_step, NUM_PARTS, can_take_maxima=True)
         specs = [tf.TensorSpec([size, width], tf.float32) for width in (3, 1)]
         self.replicas = [
             self.step.settled(

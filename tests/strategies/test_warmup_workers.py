@@ -142,7 +142,6 @@ report("state", state(model))
 # The first worker stays in the phase until it is killed.
 KILLED = """
 import time
-from tfdist.runtime import watch
 strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout_secs=60, policies=[tfdist.Warmup(epochs=2)])
 strategy.distribution.agreement.reporter._interval_secs = 1.0
 model = dense(strategy)

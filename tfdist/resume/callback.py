@@ -22,7 +22,7 @@ from tfdist.policies.base import is_count
 from tfdist.resume import contents, preemption
 from tfdist.resume.checkpoint import Checkpoint, CheckpointDirectory, check_same
 from tfdist.resume.position import DataPosition, Place, is_fitting, put_last
-from tfdist.runtime import watch
+from tfdist.runtime import messages
 
 # Numbers the calls of `fit` in this program; all workers make these calls in the same order.
 _NUMBERS = itertools.count()
@@ -303,4 +303,4 @@ def _exit_now() -> None:
 
 
 def _say(line: str) -> None:
-    watch.say(f"tfdist: {line}")
+    messages.say(f"tfdist: {line}")

@@ -17,7 +17,7 @@ import keras
 
 from tfdist.compat import epoch_iterators, running_loop
 from tfdist.data import progress
-from tfdist.runtime import watch
+from tfdist.runtime import messages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +126,7 @@ class DataPosition:
         if restart is not None:
             return restart.after(passes, batches)
         if batches:
-            watch.say(
+            messages.say(
                 f"tfdist: a {type(self._epochs.dataset).__name__} of the user's own can't be begun in the "
                 "middle; the rest of the epoch is made from its first batches"
             )

@@ -30,8 +30,8 @@ from collections.abc import Callable, Sequence
 
 from tfdist import _line_server, _sockets
 from tfdist.policies.base import Aggregation
+from tfdist.runtime import messages
 from tfdist.runtime import quorum_messages as wire
-from tfdist.runtime import watch
 from tfdist.runtime.quorum_messages import Act, Doing, Kind, ProtocolError, Report, Verdict
 
 STATUS_EVERY_SECS = 2.0
@@ -83,7 +83,7 @@ class QuorumServer:
         host: str,
         *,
         clock: Callable[[], float] = time.monotonic,
-        say: Callable[[str], object] = lambda text: watch.say(f"tfdist: {text}"),
+        say: Callable[[str], object] = lambda text: messages.say(f"tfdist: {text}"),
     ) -> None:
         self._policy = policy
         self._names = tuple(names)

@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from tfdist import _addresses, _line_server, _sockets
 from tfdist.cluster import Cluster, Task
-from tfdist.runtime import watch
+from tfdist.runtime import messages
 
 _MAGIC = b"tfdist"
 MET = b"tfdist met\n"
@@ -74,7 +74,7 @@ def meet(
     """
     others = [task for task in cluster.training_tasks if task != cluster.task]
     search = _Search(cluster, others, secret.encode(), mutual=True)
-    write = write or watch.say
+    write = write or messages.say
     with Answering(cluster, secret.encode(), search.was_asked_by) as answering:
         fallback = _AllInterfaces(search, answering, write, clock)
         _complete(search, timeout_secs, every_secs, write, clock, fallback.check)
@@ -106,7 +106,7 @@ def reach(
     Raises:
       TimeoutError: tasks are still missing. The message names them and the reasons.
     """
-    _complete(_Search(cluster, tasks), timeout_secs, every_secs, write or watch.say, clock, check, name)
+    _complete(_Search(cluster, tasks), timeout_secs, every_secs, write or messages.say, clock, check, name)
 
 
 def _complete(

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from tfdist.policies.base import Aggregation, Update
-from tfdist.runtime import watch
+from tfdist.runtime import messages
 
 POLL_SECS = 0.5
 # An accepted contribution that is not delivered within this time is dropped, and another replica replaces it.
@@ -49,7 +49,7 @@ class RoundRunner:
         names: Sequence[str],
         stall_timeout_secs: float,
         clock: Callable[[], float] = time.monotonic,
-        say: Callable[[str], object] = lambda text: watch.say(f"tfdist: {text}"),
+        say: Callable[[str], object] = lambda text: messages.say(f"tfdist: {text}"),
     ) -> None:
         self._policy = policy
         self._names = list(names)

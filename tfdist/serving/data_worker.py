@@ -20,7 +20,7 @@ from tfdist.cluster import Cluster, data_service_address
 from tfdist.compat import bare_servers
 from tfdist.launchers import interpreter
 from tfdist.launchers.processes import Process, Supervisor
-from tfdist.runtime import allocator, rendezvous, watch
+from tfdist.runtime import allocator, messages, rendezvous
 
 _POLL_SECS = 0.5
 _MOST_PAUSE_SECS = 60.0
@@ -74,7 +74,7 @@ class _RestartingWorker:
                 child = self._start()
             except OSError as error:
                 failures += 1
-                watch.say(f"tfdist: the data worker of {self._task} can't be started: {error}")
+                messages.say(f"tfdist: the data worker of {self._task} can't be started: {error}")
                 continue
             if child is None:
                 return
@@ -82,7 +82,7 @@ class _RestartingWorker:
             failures = failures + 1 if child.ran_secs < _STABLE_SECS else 1
             if not self._stopped.is_set():
                 tail = " | ".join(child.tail[-3:])
-                watch.say(f"tfdist: the data worker of {self._task} ended with code {code}. {tail}".rstrip())
+                messages.say(f"tfdist: the data worker of {self._task} ended with code {code}. {tail}".rstrip())
 
     def stop(self) -> None:
         """Ends the data worker, and starts no other."""

@@ -24,7 +24,7 @@ from tfdist.launchers.ports import PortReservation
 from tfdist.launchers.processes import Process, Supervisor
 from tfdist.launchers.replacements import Replacements
 from tfdist.launchers.requests import Restarts
-from tfdist.runtime import keepalive, rendezvous, watch
+from tfdist.runtime import keepalive, messages, rendezvous
 from tfdist.serving.task import done_mark, serve
 
 __all__ = ["Attachment", "EmbeddedCluster", "attach", "check_sizes", "cluster_of", "serve"]
@@ -140,7 +140,7 @@ def _follow_notices(reader: Reader, watched: keepalive.Keepalive) -> None:
         for line in reader.new_lines():
             if line.startswith(GIVEN_UP):
                 task = line.removeprefix(GIVEN_UP)
-                watch.say(f"tfdist: the launcher has given up {task}; going on without it")
+                messages.say(f"tfdist: the launcher has given up {task}; going on without it")
                 watched.end(task)
         time.sleep(_NOTICE_SECS)
 
@@ -230,11 +230,11 @@ class EmbeddedCluster:
                     self._processes[name] = self._start(_task(name))
                 except OSError as error:
                     replacements.failed(name, 0.0, least_secs=_RESTARTS.backoff_secs)
-                    watch.say(f"tfdist: {name} of the embedded cluster could not be started: {error}")
+                    messages.say(f"tfdist: {name} of the embedded cluster could not be started: {error}")
             if ended:
                 ended.wait()
                 line = f"tfdist: {ended.name} ended with code {ended.returncode}{next_start}. {_tail(ended)}"
-                watch.say(line.rstrip())
+                messages.say(line.rstrip())
 
 
 def _register_failure(replacements: Replacements, ended: Process) -> str:

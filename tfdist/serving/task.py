@@ -28,7 +28,7 @@ from typing import Any
 from tfdist.cluster import JOB_SECRET_VARIABLE, Cluster, Task
 from tfdist.compat import bare_servers
 from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE
-from tfdist.runtime import allocator, keepalive, rendezvous, watch
+from tfdist.runtime import allocator, keepalive, messages, rendezvous
 from tfdist.serving import data_worker, task_server
 
 _POLL_SECS = 0.5
@@ -56,7 +56,7 @@ def serve(cluster: Cluster, start_timeout_secs: float = 300.0) -> int:
         try:
             _prepare(mark.parent)
         except OSError as error:
-            watch.say(f"tfdist: {cluster.task}: {error}")
+            messages.say(f"tfdist: {cluster.task}: {error}")
             return 1
     server = None
     try:
@@ -82,7 +82,7 @@ def _start_server(cluster: Cluster) -> Any:
         with rendezvous.naming_port(cluster):
             return task_server.start(cluster)
     except OSError as error:
-        watch.say(f"tfdist: {error.strerror}")
+        messages.say(f"tfdist: {error.strerror}")
         return None
 
 
@@ -123,13 +123,13 @@ def _await_chief(
         elif is_asked_to_end.is_set() and (not seen or now - last_seen > _CHIEF_ENDED_SECS):
             return TRY_AGAIN_EXIT_CODE
         elif seen and now - last_seen > _CHIEF_LOST_SECS:
-            watch.say(
+            messages.say(
                 f"tfdist: {cluster.task}: the chief at {chief} has been gone for {_CHIEF_LOST_SECS:.0f} s; "
                 f"ending with code {TRY_AGAIN_EXIT_CODE}"
             )
             return TRY_AGAIN_EXIT_CODE
         elif not seen and now - waiting_since > start_timeout_secs:
-            watch.say(
+            messages.say(
                 f"tfdist: {cluster.task}: the chief at {chief} did not come up within "
                 f"start_timeout_secs={start_timeout_secs:g}"
             )

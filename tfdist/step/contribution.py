@@ -1,400 +1,95 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Keras train step in two halves: the contribution of one replica, and the update from several contributions.
-
-    contribute(batch)        on a replica: the user's train_step. It writes to no variable: the gradients and all
-                             intended writes are returned as a `Contribution`
-    add_up(contributions)    sums contributions; the engine chooses the method and the device
-    update(total)            one update of the model, equal to the update of a single device with all examples
-    logs(...)                the logs for Keras
-
-So a dropped contribution changes nothing: no weight, no metric, and no statistics of a BatchNormalization. Work that is
-done once per update (clipping, weight decay, loss scaling, EMA, constraints, the count of iterations) is in `update`,
-in the real `optimizer.apply`.
-
-Writes are held back as follows. `optimizer.apply` is replaced on the optimizer instances while the step is traced. The
-rest of the step runs in a `keras.StatelessScope` (`recording`), in which Keras' variables are read and written in a
-mapping. Variables in which a metric counts (aggregation "sum") start at zero there, so that their final values are this
-batch's counts. Values written before `optimizer.apply`, such as a learning rate, are assigned before the update, and
-the others after it. A `tf.Variable` that Keras has not made is written at once.
-"""
+"""Contributions of replicas to an update, and their sum."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-import keras
 import tensorflow as tf
 
-from tfdist.compat import additional_losses, compiled_losses, keras_variables, optimizer_patches
-from tfdist.data import handle as handles
-from tfdist.data import splitting
-from tfdist.step import empty_parts, recording, states, value_changes
-from tfdist.step.adding_up import Contribution, add_up, times, weigh
-from tfdist.step.apply_calls import Applied, apply_if, capture
-from tfdist.step.model_losses import is_sum
-from tfdist.step.recording import Findings, Recording, TraceAgain
-from tfdist.step.states import State
 
-__all__ = ["Contribution", "TrainStep", "add_up", "weigh"]
+class Contribution(NamedTuple):
+    """Contribution of one replica to an update, or the sum of several. A structure for `tf.nest`; tensors add up.
 
-Place = Callable[[Any], contextlib.AbstractContextManager]
-Assign = Callable[[Any, tf.Tensor], Any]
-
-
-@dataclasses.dataclass
-class _Layout:
-    """Targets of the parts of a contribution: optimizers, variables and logs; complete once the step was traced."""
-
-    applied: list[Applied] = dataclasses.field(default_factory=list)
-    counters: list[Any] = dataclasses.field(default_factory=list)
-    states: list[State] = dataclasses.field(default_factory=list)
-    # The step's result, with a number for each leaf that is shipped and a metric's key for the others.
-    logs: Any = None
-
-
-class TrainStep:
-    """The two halves of a model's `train_step`.
-
-    Args:
-      step: a bound `train_step`, or Keras' wrapper around it.
-      total_num_replicas: largest number of replicas that contribute.
-      loss_divisor: Keras' divisor of each replica's loss: `num_replicas_in_sync` of the strategy.
-      is_relative: True if a contribution has the difference of each state, and not its new value: for replicas that
-        begin with different values.
-      can_take_maxima: True if contributions are summed by `add_up`, and not by an all-reduce.
+    Attributes:
+      gradients: times `weight`, unless the loss is a sum over examples; one flat list for all optimizers, dense or
+        `tf.IndexedSlices`.
+      counts: increments of the variables in which metrics count.
+      states: the new values of other variables: floats (statistics of layers) times `weight`; integers (seeds), int64.
+      logs: results of the step other than metrics, times `weight`, float32.
+      weight: float32 scalar; the number of examples, or 1 where all replicas are known to have equally many.
+      replicas: float32 scalar; 1.
+      applies: for each conditional `optimizer.apply`, `weight` if the condition held, else 0.
+      maxima: states of metrics that are reduced by the maximum instead of the sum.
     """
 
-    def __init__(
-        self,
-        step: Callable[..., Any],
-        total_num_replicas: int,
-        loss_divisor: int = 1,
-        is_relative: bool = False,
-        can_take_maxima: bool = False,
-    ) -> None:
-        self._step = step
-        self.model: keras.Model = getattr(step, "__self__")  # noqa: B009, Keras' wrapper has it too
-        self._total_num_replicas = total_num_replicas
-        self._loss_divisor = loss_divisor
-        self._is_relative = is_relative
-        self._can_take_maxima = can_take_maxima or total_num_replicas == 1
-        self._findings = Findings()
-        self._layout = _Layout()
-        self._is_sum = _is_sum(self.model)
-        # True if all replicas are known to have equally many examples.
-        self._is_even = False
-
-    @property
-    def counters(self) -> list[Any]:
-        """The variables that `Contribution.counts` belongs to."""
-        return self._layout.counters
-
-    def settled(self, trace: Callable[[], Any]) -> Any:
-        """Calls `trace`, which traces `contribute`, until a trace finds nothing new; returns its result."""
-        return self._findings.settled(trace)
-
-    def written_past_keras(self, written: Any) -> None:
-        """Requests a stand-in for a Keras variable whose `tf.Variable` the step writes directly.
-
-        Raises:
-          TraceAgain: the step has to be traced anew; see `settled`.
-          ValueError: the write is after `optimizer.apply`.
-        """
-        of_optimizer = getattr(self.model.optimizer, "variables", ())
-        for variable in (*self.model.variables, *self.model.metrics_variables, *of_optimizer):
-            if keras_variables.tf_variable(variable) is written:
-                self._findings.ask_for_stand_in(variable)
-                raise ValueError(
-                    "policies: after optimizer.apply a train_step must not write variables past Keras, because the "
-                    "update is made later; use variable.assign(value) of the Keras variable. Received: a write of "
-                    f"{variable.path!r}"
-                )
-
-    def contribute(self, batch: Any, batch_rows: tf.Tensor | None = None) -> Contribution:
-        """Computes a replica's contribution from its part of the batch; call it in a graph, in replica context.
-
-        Args:
-          batch: the replica's part.
-          batch_rows: int64 scalar, the number of examples in all parts together, if known. Without it the metrics of
-            single losses, and of losses that are sums, differ from those of one device.
-
-        Raises:
-          TraceAgain: the step has to be traced anew; see `settled`.
-        """
-        layout = self._layout = _Layout()
-        is_filled = self._may_be_empty(batch)
-        starts, begun_with = self._starts()
-        scope = Recording(starts, self._findings)
-        changed = [(o, "apply", capture(o, layout.applied, scope)) for o in optimizer_patches.optimizers_of(self.model)]
-        changed += self._loss_trackers(batch, batch_rows) + self._penalties(batch, batch_rows)
-        with optimizer_patches.attributes(changed), scope:
-            compiled_losses.forget_added(self.model)
-            # Keras represents None as an empty Optional.
-            batch_given = empty_parts.filled(batch, batch) if is_filled else batch
-            result = self._step(handles.without_optionals(batch_given))
-        writes = scope.writes()
-        weight, rows = self._weight(batch), splitting.rows(batch)
-        counts, new_states, maxima = self._sort(writes, scope, begun_with, weight)
-        if rows is not None and is_filled:
-            counts = [tf.where(rows > 0, count, tf.zeros_like(count)) for count in counts]
-        return Contribution(
-            [
-                gradient if self._is_sum else times(gradient, weight)
-                for call in layout.applied
-                for gradient in call.gradients()
-            ],
-            counts,
-            new_states,
-            [
-                times(tf.cast(leaf, tf.float32), weight)
-                for leaf in self._shipped(result, [write.variable for write in writes])
-            ],
-            tf.convert_to_tensor(weight),
-            tf.constant(1.0),
-            tuple(times(each.flag.read_value(), weight) for each in layout.applied if each.flag is not None),
-            tuple(maxima),
-        )
-
-    def _may_be_empty(self, batch: Any) -> bool:
-        return self._total_num_replicas > 1 and empty_parts.may_occur([batch]) and empty_parts.are_refused(self.model)
-
-    def _starts(self) -> tuple[list[tuple[Any, tf.Tensor]], dict[int, tf.Tensor]]:
-        """Returns the initial values of the variables (zero for metrics' sums), and of other states by variable id."""
-        metrics = [variable for metric in self.model.metrics for variable in metric.variables]
-        counters = [v for v in metrics if v.aggregation == "sum" and id(v) not in self._findings.states]
-        counted = {id(variable) for variable in counters}
-        others = [variable for variable in metrics if id(variable) not in counted]
-        if self._is_relative:
-            others += self.model.non_trainable_variables
-        states = {id(variable): (variable, tf.identity(tf.convert_to_tensor(variable))) for variable in others}
-        zeros = [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in counters]
-        return [*zeros, *states.values()], {key: start for key, (_, start) in states.items()}
-
-    def _sort(
-        self, writes: Sequence[recording.Write], scope: Recording, begun_with: dict[int, tf.Tensor], weight: Any
-    ) -> tuple[list[tf.Tensor], list[tf.Tensor], list[tf.Tensor]]:
-        """Sorts writes into counts, states and maxima."""
-        counts, new_states, maxima = [], [], []
-        metrics = {id(variable) for metric in self.model.metrics for variable in metric.variables}
-        for variable, value, position in writes:
-            mode = self._mode(variable, value, scope) if id(variable) in metrics else "mean"
-            if mode == "count":
-                self._layout.counters.append(variable)
-                counts.append(value)
-                continue
-            self._layout.states.append(State(variable, mode, position))
-            if mode in (value_changes.MAXIMUM, value_changes.MINIMUM):
-                maxima.append(value if mode == value_changes.MAXIMUM else -value)
-            elif mode == "sum":
-                new_states.append(value)
-            else:
-                new_states.append(
-                    states.summable(
-                        states.change(value, begun_with.get(id(variable)) if self._is_relative else None), weight
-                    )
-                )
-        return counts, new_states, maxima
-
-    def _mode(self, variable: Any, value: tf.Tensor, scope: Recording) -> str:
-        """Returns the reduction over replicas of a metric's variable."""
-        is_sum, is_state = variable.aggregation == "sum", id(variable) in self._findings.states
-        is_readable = id(variable) not in self._findings.stand_ins
-        start = scope.start_of(variable)
-        kind = value_changes.kind(value, start) if is_readable and start is not None else value_changes.OTHER
-        if is_sum and kind == value_changes.NEW:
-            return "sum"
-        if is_sum and not is_state:
-            if is_readable and kind == value_changes.ADDITION:
-                return "count"
-            self._findings.is_state(variable)
-            raise TraceAgain(recording.AGAIN)
-        is_extreme = kind in (value_changes.MAXIMUM, value_changes.MINIMUM) and variable.dtype != "bool"
-        if is_extreme and self._can_take_maxima:
-            return kind
-        if is_sum and self._total_num_replicas > 1:
-            raise ValueError(
-                "metrics=[...]: under policies each replica counts its own examples and the counts are added up, so a "
-                "metric's variable has to be updated as assign(variable + x), outside of conditionals, or on parameter "
-                "servers as a maximum or minimum; one made by add_variable(aggregation='mean') has the mean "
-                f"over the replicas. Received: variable {variable.path!r}, which is no sum"
-            )
-        return "mean"
-
-    def _weight(self, batch: Any) -> tf.Tensor | float:
-        rows = splitting.rows(batch)
-        self._is_even = rows is None or splitting.static_size(batch) is not None
-        return 1.0 if self._is_even else tf.cast(rows, tf.float32)
-
-    def _loss_trackers(self, batch: Any, batch_rows: tf.Tensor | None) -> list[tuple[Any, str, Any]]:
-        """Returns patches by which metrics of losses count as on one device.
-
-        Keras weights each replica's loss by its examples, which is wrong for sums; it doesn't weight the losses of
-        single outputs.
-        """
-        rows, num_replicas = splitting.rows(batch), self._total_num_replicas
-        if rows is None or not compiled_losses.losses(self.model):
-            return []
-        total = single = None
-        if batch_rows is not None:
-            total = batch_rows / num_replicas if self._is_sum else None
-            single = 1 / num_replicas if self._is_sum else rows / tf.maximum(batch_rows, 1)
-        # The mean over replicas of the scaled sums is the total. Keras has multiplied by `loss_divisor` already.
-        scale = num_replicas / self._loss_divisor if self._is_sum else 1.0
-        weights = [(compiled_losses.tracker_of(self.model), total)]
-        # One for each loss, or none for a single one.
-        weights += [(metric, single) for metric in compiled_losses.trackers_of_single(self.model)]
-        return [(metric, "update_state", _weighing(metric, scale, weight, rows)) for metric, weight in weights]
-
-    def _penalties(self, batch: Any, batch_rows: tf.Tensor | None) -> list[tuple[Any, str, Any]]:
-        """Returns patches that weight penalties by the replica's examples if losses are sums, as on one device."""
-        if not self._is_sum or self._total_num_replicas == 1:
-            return []
-        rows = splitting.rows(batch)
-        is_known = rows is not None and batch_rows is not None
-        share = rows / tf.maximum(batch_rows, 1) if is_known else 1 / self._total_num_replicas
-        # Keras has divided them by `loss_divisor`.
-        return [additional_losses.multiplied(self.model, lambda: share * self._loss_divisor)]
-
-    def _shipped(self, result: Any, written: Sequence[Any]) -> list[Any]:
-        """Returns the leaves of the step's result that can't be computed from the metrics after the update."""
-        ids = {id(variable) for variable in written}
-        metrics: dict[str, Any] = {}
-        for metric in self.model.metrics:
-            # A step may return another value under the name of a metric that it doesn't update.
-            if any(id(variable) in ids for variable in metric.variables):
-                value = metric.result()
-                metrics.update(value if isinstance(value, dict) else {metric.name: value})
-        shipped: list[Any] = []
-
-        def place(path: tuple[Any, ...], leaf: Any) -> Any:
-            if len(path) == 1 and path[0] in metrics:
-                return path[0]
-            shipped.append(leaf)
-            return len(shipped) - 1
-
-        if isinstance(result, dict):
-            self._layout.logs = {
-                key: place((key,), value)
-                if not tf.nest.is_nested(value)
-                else tf.nest.map_structure(lambda leaf: place((), leaf), value)
-                for key, value in result.items()
-            }
-        else:
-            self._layout.logs = tf.nest.map_structure(lambda leaf: place((), leaf), result)
-        return shipped
-
-    # The second half.
-
-    def variables(self) -> list[Any]:
-        """Returns the variables of the gradients, in the order of `Contribution.gradients`."""
-        return [
-            variable
-            for each in self._layout.applied
-            for variable, has_gradient in zip(each.variables, each.present, strict=True)
-            if has_gradient
-        ]
-
-    def update(
-        self,
-        total: Contribution,
-        place: Place = lambda variable: contextlib.nullcontext(),
-        num_contributions: int | None = None,
-        assign: Assign = lambda variable, value: variable.assign(value),
-    ) -> None:
-        """Updates the model from the sum of contributions; `counts` are left to the engine.
-
-        Args:
-          total: the sum of the contributions.
-          place: returns a context in which a variable's gradient is scaled, on the device of the variable.
-          num_contributions: number of contributions, if it is constant; it may save a pass over the gradients.
-          assign: assigns the new value of a variable of `states`.
-        """
-        gradients, applies = iter(total.gradients), iter(total.applies)
-        assign_states = self._assigner(total, assign)
-        for position, each in enumerate(self._layout.applied):
-            assign_states(position)
-            applied = next(applies) if each.flag is not None else None
-            factor = self._factor(total, num_contributions, applied)
-            scaled: list[Any] = []
-            for variable, has_gradient in zip(each.variables, each.present, strict=True):
-                with place(variable):
-                    scaled.append(times(next(gradients), factor) if has_gradient else None)
-            if applied is None:
-                each.optimizer.apply(scaled, each.variables)
-            else:
-                apply_if(applied > 0, each.optimizer, scaled, each.variables)
-        assign_states(len(self._layout.applied))
-
-    def _assigner(self, total: Contribution, assign: Assign) -> Callable[[int], None]:
-        """Returns a function that assigns the states written after a number of calls of `apply`."""
-        values, maxima = iter(total.states), iter(total.maxima)
-        new: list[tuple[State, tf.Tensor]] = []
-        for state in self._layout.states:
-            is_extreme = state.mode in (value_changes.MAXIMUM, value_changes.MINIMUM)
-            new.append((state, next(maxima) if is_extreme else next(values)))
-
-        def value_of(state: State, value: tf.Tensor) -> tf.Tensor:
-            if state.mode == "mean":
-                return (states.moved if self._is_relative else states.mean)(state.variable, value, total)
-            return tf.cast(-value if state.mode == value_changes.MINIMUM else value, state.variable.dtype)
-
-        def assign_at(position: int) -> None:
-            for state, value in new:
-                if state.position == position:
-                    assign(state.variable, value_of(state, value))
-
-        return assign_at
-
-    def _factor(
-        self, total: Contribution, num_contributions: int | None, applied: tf.Tensor | None = None
-    ) -> tf.Tensor | float:
-        """Returns the factor from the sum of gradients to the gradient of one device; float64, for float64 models.
-
-        For a conditional `apply` it gives the mean over the replicas whose condition held; `applied` is their weight.
-        """
-        if applied is not None and not self._is_sum:
-            return tf.math.divide_no_nan(tf.cast(self._loss_divisor, tf.float64), tf.cast(applied, tf.float64))
-        if self._is_sum or self._is_even:
-            count = num_contributions or tf.cast(total.replicas, tf.float64)
-            return (self._total_num_replicas if self._is_sum else self._loss_divisor) / count
-        return tf.math.divide_no_nan(tf.cast(self._loss_divisor, tf.float64), tf.cast(total.weight, tf.float64))
-
-    def logs(self, total: Contribution, counts: Sequence[tf.Tensor] | None = None) -> Any:
-        """Returns the logs for Keras: results of the metrics so far, and the other logs of this update's batch.
-
-        Args:
-          total: the sum of the contributions.
-          counts: values of `counters`, if reading the variables would give other values.
-        """
-        mapping = list(zip(self.counters, counts, strict=True)) if counts is not None else []
-        with keras.StatelessScope(mapping) if mapping else contextlib.nullcontext():
-            metrics = self.model.get_metrics_result()
-        means = [tf.math.divide_no_nan(leaf, total.weight) for leaf in total.logs]
-        pick = lambda leaf: metrics[leaf] if isinstance(leaf, str) else means[leaf]  # noqa: E731
-        return tf.nest.map_structure(pick, self._layout.logs)
+    gradients: list[Any]
+    counts: list[tf.Tensor]
+    states: list[tf.Tensor]
+    logs: list[tf.Tensor]
+    weight: tf.Tensor
+    replicas: tf.Tensor
+    applies: Sequence[tf.Tensor] = ()
+    maxima: Sequence[tf.Tensor] = ()
 
 
-def _is_sum(model: keras.Model) -> bool:
-    """Returns True if the loss is a sum over the examples, and not a mean."""
-    reductions = {is_sum(loss) for loss in compiled_losses.losses(model)}
-    if len(reductions) > 1:
-        raise ValueError(
-            "compile(loss=...): under policies all losses must have one kind of reduction, a sum or a mean, so that a "
-            "replica's gradient can be weighed. Received: both kinds"
-        )
-    return True in reductions
+def add_up(contributions: Sequence[Contribution], place: Sequence[Any] | None = None) -> Contribution:
+    """Returns the sum of contributions.
+
+    Args:
+      contributions: of one step, all of the same structure.
+      place: for each gradient the device of the addition; its own device by default.
+    """
+    if len(contributions) == 1:
+        return contributions[0]
+    devices = iter(place or [None] * len(contributions[0].gradients))
+    gradients = [
+        _add_on(next(devices), parts) for parts in zip(*(each.gradients for each in contributions), strict=True)
+    ]
+    rest = [tf.nest.flatten(each._replace(gradients=[], maxima=())) for each in contributions]
+    sums = [tf.add_n(parts) for parts in zip(*rest, strict=True)]
+    maxima = [
+        functools.reduce(tf.maximum, parts) for parts in zip(*(each.maxima for each in contributions), strict=True)
+    ]
+    packed = tf.nest.pack_sequence_as(contributions[0]._replace(gradients=[], maxima=()), sums)
+    return packed._replace(gradients=gradients, maxima=tuple(maxima))
 
 
-def _weighing(metric: Any, scale: float, weight: Any, rows: tf.Tensor) -> Callable[..., Any]:
-    update_state = metric.update_state
+def weigh(contribution: Contribution, weight: tf.Tensor, place: Sequence[Any]) -> Contribution:
+    """Multiplies the gradients of a contribution by a weight; counts and states are not changed.
 
-    def update(values: Any, sample_weight: Any = None) -> Any:
-        # Losses that layers add are usually means, which are NaN if there are no examples.
-        values = tf.where(rows > 0, values, tf.zeros_like(values))
-        values = values if scale == 1.0 else values * tf.cast(scale, values.dtype)
-        return update_state(values, sample_weight=sample_weight if weight is None else tf.cast(weight, tf.float32))
+    Args:
+      contribution: of one replica.
+      weight: float32 scalar.
+      place: for each gradient the device of the multiplication.
+    """
+    gradients = []
+    for gradient, device in zip(contribution.gradients, place, strict=True):
+        with tf.device(device):
+            gradients.append(times(gradient, weight))
+    return contribution._replace(gradients=gradients)
 
-    return update
+
+def _add_on(device: Any, parts: Sequence[Any]) -> Any:
+    with tf.device(device) if device else contextlib.nullcontext():
+        if not isinstance(parts[0], tf.IndexedSlices):
+            return tf.add_n(parts)
+        values = tf.concat([part.values for part in parts], 0)
+        indices = tf.concat([part.indices for part in parts], 0)
+        return tf.IndexedSlices(values, indices, parts[0].dense_shape)
+
+
+def times(gradient: Any, factor: Any) -> Any:
+    """Multiplies a gradient by a scalar, in the gradient's dtype; zeros if the scalar is 0, also for NaN."""
+    if isinstance(factor, float) and factor == 1.0:
+        return gradient
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(times(gradient.values, factor), gradient.indices, gradient.dense_shape)
+    if isinstance(factor, float) and factor:
+        # As below, but on several elements at once.
+        return gradient * tf.cast(factor, gradient.dtype)
+    # Without examples a gradient may be NaN; its product with 0 must be 0.
+    return tf.math.multiply_no_nan(gradient, tf.cast(factor, gradient.dtype))

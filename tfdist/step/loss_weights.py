@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfdist.compat import additional_losses, compiled_losses, replicas
 from tfdist.data.shares import Shares
-from tfdist.step import adding_up
+from tfdist.step import contribution
 from tfdist.step.model_losses import is_sum
 
 _OF_SCALARS = (keras.metrics.Mean, keras.metrics.Sum)
@@ -43,7 +43,7 @@ class LossWeights:
     def transform(self) -> Callable[[Sequence[Any]], list[Any]] | None:
         """Function that weights a replica's gradients for the sum over replicas; None if the weights are 1."""
         if self.has_own_loss:
-            return lambda gradients: [None if g is None else adding_up.times(g, self._share()) for g in gradients]
+            return lambda gradients: [None if g is None else contribution.times(g, self._share()) for g in gradients]
         if self.shares is None or self._are_all_sums():
             return None
         weigh = _if_even if sum_losses(self.model) else _weighed
@@ -101,7 +101,7 @@ def _weighed(shares: Shares, gradients: Sequence[Any]) -> list[Any]:
     share = shares.of_replica(replica) * shares.num_replicas
     # In the usual case of an even batch no gradient is copied.
     weighed = tf.cond(
-        shares.is_even(replica), lambda: _same(present), lambda: [adding_up.times(g, share) for g in present]
+        shares.is_even(replica), lambda: _same(present), lambda: [contribution.times(g, share) for g in present]
     )
     rest = iter([weighed] if len(present) == 1 and not isinstance(weighed, list | tuple) else weighed)
     return [None if gradient is None else next(rest) for gradient in gradients]

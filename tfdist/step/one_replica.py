@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat import fresh_threads, keras_variables, optimizer_patches, replicas
-from tfdist.step import adding_up, copies
+from tfdist.step import contribution, copies
 
 
 @contextlib.contextmanager
@@ -92,7 +92,7 @@ class OneReplica(tf.distribute.ReplicaContext):
         is_sum = str(getattr(reduce_op, "value", reduce_op)).upper() == "SUM"
         factor = float(self._stands_for) if is_sum else 1.0
         return tf.nest.map_structure(
-            lambda leaf: adding_up.times(
+            lambda leaf: contribution.times(
                 leaf if isinstance(leaf, tf.IndexedSlices) else tf.convert_to_tensor(leaf), factor
             ),
             value,

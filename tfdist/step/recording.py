@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfdist.compat import keras_variables, optimizer_variables, symbolic_build
 from tfdist.compat.local_variable import LocalVariable
-from tfdist.runtime import watch
+from tfdist.runtime import messages
 from tfdist.step import late_reads
 
 
@@ -78,7 +78,7 @@ class Findings:
     def _warn(self) -> None:
         if self.late_reads and not self._has_warned:
             self._has_warned = True
-            watch.say(late_reads.message(self.late_reads))
+            messages.say(late_reads.message(self.late_reads))
 
 
 class Write(NamedTuple):

@@ -27,7 +27,7 @@ import tensorflow as tf
 from tfdist.compat import flat_layers, keras_variables, optimizer_patches, own_attributes, trainers, values_of_replicas
 from tfdist.data import splitting
 from tfdist.data.shares import Shares, Sum
-from tfdist.step import copies, empty_parts, global_losses, loss_weights, whole_step
+from tfdist.step import copies, empty_parts, global_losses, loss_weights, write_order
 
 # One trace at a time: `global_losses.counted_as_one` sets an attribute of the strategy, and two threads may fit two
 # models.
@@ -67,7 +67,7 @@ def run_step(strategy: Any, run: Callable[[Any], Any], step: Any, data: Any, sum
     if training:
         prepare(strategy, model)
     parts = _local(strategy, data)
-    with whole_step.writes_after_inputs(parts):
+    with write_order.writes_after_inputs(parts):
         shares = Shares.of(strategy, data, [*parts.values()], sum_over_workers)
         with _TRACING, global_losses.counted_as_one(strategy, step) as has_own_loss:
             weights = loss_weights.LossWeights(model, shares, strategy.num_replicas_in_sync, has_own_loss)

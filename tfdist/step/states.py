@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.step.adding_up import Contribution, times
+from tfdist.step.contribution import Contribution, times
 
 
 @dataclasses.dataclass

@@ -4,12 +4,9 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import secrets
-import signal
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -44,7 +41,7 @@ from tfdist.engines.warmup.engine import WarmupEngine
 from tfdist.policies import composition
 from tfdist.policies.base import Aggregation, Update
 from tfdist.policies.saved_state import SavedState
-from tfdist.runtime import allocator, cpus, own_address, quorum_client, quorum_server, rendezvous, watch
+from tfdist.runtime import allocator, cpus, messages, own_address, quorum_client, quorum_server, rendezvous, stalls
 from tfdist.step import copies, replicated_step
 from tfdist.strategies import _common
 from tfdist.strategies.distribution import Distribution
@@ -123,7 +120,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
             tf.config.threading.set_inter_op_parallelism_threads(count + 1)
         rendezvous.meet(cluster, start_timeout_secs, secret=os.environ.get(_SECRET, ""))
         _configure_coordination(cluster, start_timeout_secs)
-        with _interruptible():
+        with stalls.interrupt_ends_process():
             super().__init__(cluster_resolver, communication_options)
         initial_values.take_all_dtypes(self)
         _common.mend_keras(self)
@@ -148,7 +145,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         chief_writes.install()
         checkpoint_files.install(str(cluster.task))
         agreements.tell_others_of_errors(cluster.task)
-        watch.InterruptEscape(agreement.waited_for, on_interrupt=agreements.end_soon_after_exit).install()
+        stalls.InterruptEscape(agreement.waited_for, on_interrupt=agreements.end_soon_after_exit).install()
         agreement.reporter.start()
         atexit.register(agreement.reporter.stop)
 
@@ -172,7 +169,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         def start_server() -> dict[str, Any]:
             secret = own or secrets.token_hex(32)
             hosts = [_addresses.split(cluster.address(task))[0] for task in tasks]
-            host = own_address.reachable(hosts[0], hosts, lambda line: watch.say(f"tfdist: {line}"))
+            host = own_address.reachable(hosts[0], hosts, lambda line: messages.say(f"tfdist: {line}"))
             self._quorum_server = quorum_server.QuorumServer(policy, names, secret.encode(), host)
             self._quorum_server.start()
             atexit.register(self._quorum_server.close)
@@ -388,16 +385,3 @@ def _configure_coordination(cluster: clusters.Cluster, start_timeout_secs: float
         start_timeout_secs=start_timeout_secs,
         heartbeat_timeout_secs=_HEARTBEAT_TIMEOUT_SECS,
     )
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """Within this block Ctrl-C ends the process at once: TensorFlow's start lets no Python run."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)

@@ -49,7 +49,7 @@ from tfdist.engines.parameter_server.worker_data import WorkerIterator, find_ite
 from tfdist.engines.parameter_server.worker_dataset import WorkerDataset, WorkerDatasetFromFunction
 from tfdist.policies import composition
 from tfdist.policies.saved_state import SavedState
-from tfdist.runtime import rendezvous, watch
+from tfdist.runtime import rendezvous, stalls
 from tfdist.serving import embedded
 from tfdist.step import function_keys, in_scope, keras_steps, one_replica, rehearsal
 from tfdist.strategies import _parameter_server_arguments
@@ -143,7 +143,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         self._num_parts = 1
         self._aggregate(composed, stall_timeout_secs)
         self.distribution.coordinator = self._engine.coordinator
-        watch.InterruptEscape(self._engine.waited_for).install()
+        stalls.InterruptEscape(self._engine.waited_for).install()
         strategy_order.joined_cluster()
 
     def _aggregate(self, composed: composition.Composition, stall_timeout_secs: float) -> None:

@@ -36,7 +36,7 @@ from tfdist.engines.averaging import step as averaging_step
 from tfdist.engines.averaging.collective import Average, Count
 from tfdist.policies.parameter_averaging import ParameterAveraging
 from tfdist.policies.saved_state import SavedState
-from tfdist.step import replicated_step, whole_step
+from tfdist.step import replicated_step, write_order
 
 _AVERAGE = "_tfdist_average"
 # What reads a model's variables, where all workers must take part anyway.
@@ -103,7 +103,7 @@ class AveragingEngine(SavedState):
         replicated_step.check_xla(self._strategy, model)
         replicated_step.prepare(self._strategy, model)
         num_replicas = self._strategy.num_replicas_in_sync
-        with whole_step.writes_after_inputs(dict.fromkeys(self._strategy.extended.worker_devices, handle.content)):
+        with write_order.writes_after_inputs(dict.fromkeys(self._strategy.extended.worker_devices, handle.content)):
             average = self._average_of(model)
             parts = averaging_data.parts(handle, self._replicas, num_replicas)
             average.begin_step()

@@ -22,7 +22,7 @@ import tensorflow as tf
 from tfdist.compat import flat_layers, optimizer_patches, optimizer_variables, replica_writes, replicas
 from tfdist.data import splitting
 from tfdist.data.shares import Part
-from tfdist.step import adding_up, contribution, copies, global_losses, one_replica
+from tfdist.step import contribution, copies, global_losses, one_replica, split_train_step
 
 
 def step_alone(strategy: Any, step: Callable[..., Any], parts: Sequence[Part]) -> list[Any]:
@@ -53,7 +53,7 @@ def _step(strategy: Any, step: Callable[..., Any], model: keras.Model, part: Par
     count = strategy.num_replicas_in_sync
     with global_losses.counted_as_one(strategy, step) as has_own_loss:
         divisor = 1 if has_own_loss else count
-        of_losses = contribution.TrainStep(step, count, loss_divisor=divisor)
+        of_losses = split_train_step.SplitTrainStep(step, count, loss_divisor=divisor)
         factor = float(count) if of_losses._is_sum else share(part, count) * count * divisor
         taps = of_losses._loss_trackers(part.batch, part.total)
         for optimizer in optimizer_patches.optimizers_of(model):
@@ -92,7 +92,7 @@ def _scaled(optimizer: Any, factor: tf.Tensor | float) -> Callable[..., Any]:
                 f"policies: the optimizer {optimizer.name!r} must have its variables before a step is traced; call "
                 "optimizer.build(variables) after the model is built. Received: an optimizer that was not built"
             )
-        return apply([g if g is None else adding_up.times(g, factor) for g in grads], trainable_variables)
+        return apply([g if g is None else contribution.times(g, factor) for g in grads], trainable_variables)
 
     return scaled
 

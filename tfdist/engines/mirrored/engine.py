@@ -36,7 +36,7 @@ from tfdist.data.handle import BatchHandle, registry
 from tfdist.data.replica_batches import OwnParts, ReplicaIterator, WholeBatch
 from tfdist.engines.mirrored.step import ThreadedStep
 from tfdist.policies.base import Aggregation, Update
-from tfdist.runtime import delay_hook, watch
+from tfdist.runtime import delay_hook, stalls
 from tfdist.runtime.round_runner import RoundRunner
 from tfdist.step import replicated_step
 from tfdist.step.step_calls import StepCalls
@@ -84,7 +84,7 @@ class ThreadedEngine:
         self._policy = policy
         self._on_update = on_update
         self._shared = _Shared(RoundRunner(policy, names, stall_timeout_secs))
-        self._reporter = watch.StallReporter(self._shared.runner.waited_for)
+        self._reporter = stalls.StallReporter(self._shared.runner.waited_for)
         self._threads = [
             threading.Thread(target=_serve, args=(self._shared, replica), name=f"tfdist {name}", daemon=True)
             for replica, name in enumerate(names)
@@ -206,7 +206,7 @@ def _contribute(runner: RoundRunner, job: _Job, replica: int, local_step: int, a
         runner.deliver(replica, local_step, contribution)
 
 
-def _close(shared: _Shared, reporter: watch.StallReporter, threads: Sequence[threading.Thread]) -> None:
+def _close(shared: _Shared, reporter: stalls.StallReporter, threads: Sequence[threading.Thread]) -> None:
     shared.is_closed = True
     shared.runner.wake()
     reporter.stop()

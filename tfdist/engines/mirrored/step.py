@@ -21,8 +21,9 @@ import tensorflow as tf
 from tfdist.compat import concrete_calls, optimizer_patches, optimizer_variables, replica_writes
 from tfdist.data import splitting
 from tfdist.step import copies, global_losses, one_replica
-from tfdist.step.contribution import Contribution, TrainStep, add_up
+from tfdist.step.contribution import Contribution, add_up
 from tfdist.step.packing import Packing
+from tfdist.step.split_train_step import SplitTrainStep
 
 # Device that reads the batch, and cuts it into parts.
 _HOST = "/device:CPU:0"
@@ -47,7 +48,7 @@ class ThreadedStep:
         self._is_whole = is_whole
         self._user_step = step
         divisor = 1 if global_losses.has_own_loss(step) else len(self._devices)
-        self._step = TrainStep(step, len(self._devices), loss_divisor=divisor, can_take_maxima=True)
+        self._step = SplitTrainStep(step, len(self._devices), loss_divisor=divisor, can_take_maxima=True)
         self._template: Contribution | None = None
         flat = tf.nest.flatten(element_spec, expand_composites=True)
         replicas = [

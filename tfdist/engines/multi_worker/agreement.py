@@ -26,7 +26,7 @@ import tensorflow as tf
 
 from tfdist.cluster import Task
 from tfdist.compat import eager_context
-from tfdist.runtime import watch
+from tfdist.runtime import stalls
 
 # Timeout of one read from the service, during which Python can't deliver Ctrl-C.
 _ASK_MS = 1000
@@ -48,8 +48,8 @@ class Agreement:
         self.task, self.tasks = task, tuple(tasks)
         self._count = 0
         self._checks = 0
-        self._blocked = watch.BlockedCall("a step, or another call that needs all workers,")
-        self.reporter = watch.StallReporter(self.waited_for, progress=self._progress)
+        self._blocked = stalls.BlockedCall("a step, or another call that needs all workers,")
+        self.reporter = stalls.StallReporter(self.waited_for, progress=self._progress)
 
     @property
     def is_chief(self) -> bool:

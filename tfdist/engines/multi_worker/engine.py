@@ -41,7 +41,7 @@ from tfdist.data.shares import Sum
 from tfdist.engines.multi_worker.data import PartIterator, Pass
 from tfdist.engines.multi_worker.step import QuorumStep
 from tfdist.policies.base import Update
-from tfdist.runtime import delay_hook, watch
+from tfdist.runtime import delay_hook, stalls
 from tfdist.runtime.quorum_client import QuorumClient
 from tfdist.runtime.quorum_messages import Verdict
 from tfdist.step.step_calls import StepCalls
@@ -103,7 +103,7 @@ class QuorumEngine:
         self._is_computing = False
         self._is_closing = False
         self._thread = threading.Thread(target=self._compute, name="tfdist-contributions", daemon=True)
-        self._reporter = watch.StallReporter(client.waited_for)
+        self._reporter = stalls.StallReporter(client.waited_for)
 
     def start(self) -> None:
         """Starts the second thread; it ends with the program."""

@@ -17,8 +17,9 @@ import tensorflow as tf
 from tfdist.compat import optimizer_patches, replicas
 from tfdist.data import splitting
 from tfdist.data.shares import Sum
-from tfdist.step import copies, global_losses, one_replica, whole_step
-from tfdist.step.contribution import Contribution, TrainStep
+from tfdist.step import copies, global_losses, one_replica, write_order
+from tfdist.step.contribution import Contribution
+from tfdist.step.split_train_step import SplitTrainStep
 
 
 class QuorumStep:
@@ -43,7 +44,7 @@ class QuorumStep:
         self._device = strategy.extended.worker_devices[0]
         count = strategy.num_replicas_in_sync
         self._user_step = step
-        self._step = TrainStep(step, count, loss_divisor=1 if global_losses.has_own_loss(step) else count)
+        self._step = SplitTrainStep(step, count, loss_divisor=1 if global_losses.has_own_loss(step) else count)
         self._template: Contribution | None = None
         specs = [tf.data.IteratorSpec(element_spec)]
         self._contribute = self._step.settled(lambda: one_replica.trace(strategy, self._contribute_next, specs))
@@ -78,7 +79,7 @@ class QuorumStep:
         for tensor, spec in zip(flat, self._specs, strict=True):
             if not tf.executing_eagerly():
                 tensor.set_shape(spec.shape)
-        with whole_step.writes_after_inputs({self._device: list(flat)}):
+        with write_order.writes_after_inputs({self._device: list(flat)}):
             return self._update(flat)
 
     def _update(self, flat: Sequence[tf.Tensor]) -> Any:

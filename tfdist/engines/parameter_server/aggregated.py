@@ -44,7 +44,7 @@ from tfdist.engines.parameter_server.transfer.plan import TransferPlan
 from tfdist.engines.parameter_server.worker_data import WorkerIterator
 from tfdist.policies.base import Aggregation, Update
 from tfdist.policies.warmup import Warmup
-from tfdist.runtime import delay_hook, watch
+from tfdist.runtime import delay_hook, stalls
 from tfdist.runtime.round_runner import RoundRunner
 
 
@@ -95,7 +95,7 @@ class AggregatedEngine:
         self._updates = 0
         self._residence: _Residence | None = None
         self._attempts = [itertools.count() for _ in names]
-        self._reporter = watch.StallReporter(self._runner.waited_for)
+        self._reporter = stalls.StallReporter(self._runner.waited_for)
         self._reporter.start()
         engine.before_queueing = self._leave
         closures.before_use(engine.coordinator, self._leave)

@@ -22,8 +22,9 @@ from tfdist.engines.parameter_server import coordinated_variable
 from tfdist.engines.parameter_server.transfer.bundles import Bundles
 from tfdist.engines.parameter_server.transfer.plan import TransferPlan
 from tfdist.step import one_replica
-from tfdist.step.contribution import Contribution, TrainStep, add_up, weigh
+from tfdist.step.contribution import Contribution, add_up, weigh
 from tfdist.step.packing import Packing
+from tfdist.step.split_train_step import SplitTrainStep
 
 
 class AggregatedStep:
@@ -38,7 +39,7 @@ class AggregatedStep:
       replicas_to_aggregate: expected number of contributions of an update. An update from another number is traced on
         first use, which waits for every worker that is up, even if it is stopped.
       is_weighted: True if the gradients of each contribution have a weight.
-      is_relative: see `TrainStep`.
+      is_relative: see `SplitTrainStep`.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class AggregatedStep:
         self._strategy = strategy
         self._transfer = transfer
         self._spec = element_spec
-        self._step = TrainStep(step, total_num_replicas, is_relative=is_relative, can_take_maxima=True)
+        self._step = SplitTrainStep(step, total_num_replicas, is_relative=is_relative, can_take_maxima=True)
         self._is_weighted = is_weighted
         self._template: Contribution | None = None
         self._bundles: Bundles | None = None

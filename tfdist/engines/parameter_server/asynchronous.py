@@ -32,7 +32,7 @@ from tfdist.engines.parameter_server.aggregated_step import AggregatedStep, part
 from tfdist.engines.parameter_server.feeds import Feed, Parts, Shares, Streams
 from tfdist.engines.parameter_server.worker_data import WorkerIterator
 from tfdist.policies.base import Update
-from tfdist.runtime import delay_hook, watch
+from tfdist.runtime import delay_hook, messages
 from tfdist.runtime.stream_runner import StreamRunner
 
 
@@ -138,7 +138,7 @@ class AsynchronousEngine(aggregated.AggregatedEngine):
             iterator.ended = True
             raise tf.errors.OutOfRangeError(None, None, "End of sequence")
         if self._begun_at is not None:
-            watch.say(
+            messages.say(
                 f"tfdist: this pass over the data made {self._updates - self._begun_at} updates, fewer than it has "
                 "batches: gradients were dropped, or workers were lost with what they had read"
             )

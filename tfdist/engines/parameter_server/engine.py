@@ -37,7 +37,7 @@ from tfdist.engines.parameter_server.worker_batch import WorkerBatch
 from tfdist.engines.parameter_server.worker_data import Batch, WorkerIterator
 from tfdist.engines.parameter_server.worker_dataset import WorkerDataset
 from tfdist.policies.base import Update
-from tfdist.runtime import watch
+from tfdist.runtime import stalls
 
 
 class CoordinatedEngine:
@@ -71,7 +71,7 @@ class CoordinatedEngine:
         # Called before a step is queued; another engine that occupies the workers' threads returns them then.
         self.before_queueing: Callable[[], None] = lambda: None
         self._queue = StepQueue(self.coordinator, num_workers, clock, stall_timeout_secs, on_update)
-        self._reporter = watch.StallReporter(self.waited_for, progress=self._queue.progress, clock=clock)
+        self._reporter = stalls.StallReporter(self.waited_for, progress=self._queue.progress, clock=clock)
         self._reporter.start()
 
     # What the main thread calls.

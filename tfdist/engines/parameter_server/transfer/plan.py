@@ -29,7 +29,7 @@ import tensorflow as tf
 
 from tfdist.engines.parameter_server.transfer import factors, lookups, products, small_variables, speed
 from tfdist.engines.parameter_server.transfer.bundles import Bundles
-from tfdist.runtime import watch
+from tfdist.runtime import messages
 
 MODES = ("auto", "plain")
 
@@ -149,7 +149,7 @@ def of(
     num_ps: int,
     has_gpu: bool,
     measure: Callable[[], speed.Speed] = speed.measure,
-    say: Callable[[str], object] = watch.say,
+    say: Callable[[str], object] = messages.say,
 ) -> TransferPlan:
     """The plan for `ParameterServerStrategy(transfer=mode)`.
 

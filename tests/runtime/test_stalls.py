@@ -11,7 +11,7 @@ import threading
 import pytest
 from waiting import Clock
 
-from tfdist.runtime.watch import BlockedCall, InterruptEscape, StallReporter
+from tfdist.runtime.stalls import BlockedCall, InterruptEscape, StallReporter
 
 
 def reporter(clock: Clock, lines: list[str], **options):

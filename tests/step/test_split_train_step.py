@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 from halves import NUM_PARTS, Halves, X, Y, assert_close, batches, dense, made, state
 
-from tfdist.step.contribution import TrainStep
+from tfdist.step.split_train_step import SplitTrainStep
 
 pytestmark = pytest.mark.devices
 
@@ -263,4 +263,4 @@ def test_two_kinds_of_losses_are_refused() -> None:
     batch = tf.constant(X[:2]), {name: tf.constant(Y[:2]) for name in ("a", "b")}
     model._symbolic_build(data_batch=batch)
     with pytest.raises(ValueError, match="Received: both kinds"):
-        TrainStep(model.train_step, NUM_PARTS)
+        SplitTrainStep(model.train_step, NUM_PARTS)

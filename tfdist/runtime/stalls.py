@@ -13,6 +13,8 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from tfdist.runtime import messages
+
 _JOIN_SECS = 2.0
 
 
@@ -46,7 +48,7 @@ class StallReporter:
         self._interval_secs = interval_secs
         self._progress = progress
         self._clock = clock
-        self._write = write or say
+        self._write = write or messages.say
         self._blocks: list[tuple[str, Any]] = []
         self._last: tuple[str, Any] | None = None
         self._since = self._reported = clock()
@@ -194,12 +196,20 @@ class InterruptEscape:
     def _watch(self, read: int) -> None:
         while signals := os.read(read, 64):
             if signal.SIGINT in signals and not self._delivered.wait(self._grace_secs):
-                say(f"tfdist: interrupted while waiting for {self._describe()}")
+                messages.say(f"tfdist: interrupted while waiting for {self._describe()}")
                 os._exit(130)
             self._delivered.clear()
         os.close(read)
 
 
-def say(line: str) -> None:
-    """Writes a line to standard error."""
-    print(line, file=sys.stderr, flush=True)  # noqa: T201
+@contextlib.contextmanager
+def interrupt_ends_process() -> Iterator[None]:
+    """Within this block Ctrl-C ends the process at once: TensorFlow's start lets no Python run."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
