@@ -215,7 +215,9 @@ class Cluster:
         for job, role in (("ps", "to hold the variables"), ("worker", "to train"), ("chief", "to coordinate")):
             if job not in self.jobs and job != self.task.type:
                 problem = f'lists no job "{job}", and {strategy} needs at least one task {role}'
-                raise _wrong("cluster", problem, f'add "{job}": ["host:port"]', sorted(map(str, self.tasks)))
+                flag = {"ps": "--num_ps=1", "worker": "--num_workers=1", "chief": "--chief"}[job]
+                remedy = f'add "{job}": ["host:port"], or give tfdist launch {flag}'
+                raise _wrong("cluster", problem, remedy, sorted(map(str, self.tasks)))
         if self.task.type == "chief":
             self._check_dense("worker", strategy)
             self._check_dense("ps", strategy)

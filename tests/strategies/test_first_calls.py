@@ -32,7 +32,7 @@ def test_a_model_without_call_trains_as_on_one_device(strategy: Any, model: type
 
 def test_a_batch_without_an_axis_of_examples_is_named(strategy: Any) -> None:
     with (
-        pytest.warns(RuntimeWarning, match=r"Stacked\.train_step fails when it is given one example.*put them there"),
+        pytest.warns(RuntimeWarning, match=r"Stacked\.train_step fails with a part of a batch.*put them there"),
         pytest.raises(ValueError, match="slice index 1 of dimension 0"),
     ):
         first_call_models.fitted_with_pairs(strategy)

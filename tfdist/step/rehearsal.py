@@ -61,7 +61,7 @@ def before_keras(strategy: tf.distribute.Strategy, model: keras.Model, step: str
         is_of_its_own = model.built and used_objects.is_overridden(model, step)
         if refused is not None and failed is not None and not is_of_its_own:
             raise refused
-        # Both had one example. The step may need a whole batch, and may have created all its variables.
+        # Both had a part of a batch. The step may need a whole batch, and may have created all its variables.
         if failed is not None and is_of_its_own and isinstance(failed, ValueError | tf.errors.InvalidArgumentError):
             _warn_about_parts(strategy, model, step, failed)
 
@@ -74,7 +74,7 @@ def _warn_about_parts(strategy: tf.distribute.Strategy, model: keras.Model, step
         return
     first_line = str(error).partition("\n")[0]
     warnings.warn(
-        f"{type(model).__name__}.{step} fails when it is given one example. {name} divides the first axis of each "
+        f"{type(model).__name__}.{step} fails with a part of a batch. {name} divides the first axis of each "
         f"batch among {replicas} replicas: if that is not the axis of the examples, put them there, or use "
         f"ParameterServerStrategy, whose workers take whole batches. Received: {type(error).__name__}: {first_line}",
         RuntimeWarning,
