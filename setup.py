@@ -52,7 +52,7 @@ setuptools.setup(
     package_data={"tfdist": ["py.typed"]},
     zip_safe=False,
     python_requires=">=3.11,<3.14",
-    install_requires=["absl-py>=2.1", "keras>=3.12", "numpy>=1.26", "pyyaml>=6.0", "tensorflow>=2.20,<2.22"],
+    install_requires=["absl-py>=2.1", "keras>=3.15", "numpy>=1.26", "pyyaml>=6.0", "tensorflow>=2.20,<2.22"],
     extras_require={
         "gpu": ["tensorflow[and-cuda]>=2.20,<2.22"],
         "tensorboard": _TENSORBOARD,

@@ -23,7 +23,7 @@ NEEDS = (
     "keras.src.random.seed_generator:global_seed_generator",
 )
 
-# Under which Keras keeps it; Keras 3.12 has no constant for it.
+# The name under which Keras keeps it.
 _NAME = "global_seed_generator"
 # An attribute of a strategy: (a generator made outside of its scope, a copy of it in the scope).
 _COPY = "_tfdist_global_seeds"
