@@ -15,7 +15,7 @@ PARALLEL = -n 4 --dist loadfile --no-loadscope-reorder
 
 SRC =
 
-.PHONY: help demo chaos programs fuzz test test-all test-fast test-keras test-kubernetes test-slurm test-ssh test-versions test-oldest test-newest lint format bench venv venv-dev venv-bench python clean
+.PHONY: help demo chaos programs fuzz test test-all test-fast test-keras test-kubernetes test-slurm test-ssh test-versions test-oldest test-newest lint format bench bench-torch venv venv-dev venv-bench python clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null || grep '##' Makefile
@@ -69,6 +69,10 @@ fuzz: venv  ## train random models on one device and under each strategy; FLAGS=
 
 bench: venv-bench  ## measure against stock TensorFlow (about an hour); FLAGS="--rows=... --sizes=..."
 	$(BIN)/python benchmarks/run.py $(FLAGS)
+
+bench-torch: python  ## measure several workers against PyTorch's DistributedDataParallel (20 minutes)
+	@$(PYTHON) .ci/venv.py bench,bench-torch
+	$(BIN)/python benchmarks/run.py --rows=torch,steps_per_execution $(FLAGS)
 
 programs: venv  ## run tutorials and examples of others, in SRC, under each strategy (hours); FLAGS="--programs=... --kinds=..."
 	$(BIN)/python experiments/programs/run.py --src $(SRC) $(FLAGS)

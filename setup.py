@@ -7,7 +7,8 @@ import re
 import setuptools
 
 _HERE = pathlib.Path(__file__).parent
-_TESTS = ["hypothesis>=6.100", "psutil>=5.9", "pytest>=8.4", "pytest-timeout>=2.3", "pytest-xdist>=3.6"]
+_MPI = ["mpi4py>=4.1", "mpich>=4.3"]
+_TESTS = [*_MPI, "hypothesis>=6.100", "psutil>=5.9", "pytest>=8.4", "pytest-timeout>=2.3", "pytest-xdist>=3.6"]
 _TENSORBOARD = ["tensorboard>=2.20,<2.22"]
 _EXPERIMENTS = ["matplotlib>=3.8", "scikit-learn>=1.5", *_TENSORBOARD]
 
@@ -54,10 +55,12 @@ setuptools.setup(
     python_requires=">=3.11,<3.14",
     install_requires=["absl-py>=2.1", "keras>=3.15", "numpy>=1.26", "pyyaml>=6.0", "tensorflow>=2.20,<2.22"],
     extras_require={
+        "mpi": _MPI,
         "gpu": ["tensorflow[and-cuda]>=2.20,<2.22"],
         "tensorboard": _TENSORBOARD,
         "experiments": _EXPERIMENTS,
-        "bench": ["psutil>=5.9", "tf-keras>=2.20,<2.22"],
+        "bench": [*_MPI, "psutil>=5.9", "tf-keras>=2.20,<2.22"],
+        "bench-torch": ["torch>=2.5"],
         "test": _TESTS,
         "dev": [*_TESTS, *_EXPERIMENTS, "build>=1.2", "pyright[nodejs]>=1.1.390", "ruff>=0.9"],
     },

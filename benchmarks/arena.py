@@ -43,10 +43,19 @@ class Team:
       num_workers: worker processes; 0 for a contender that is one process.
       num_ps: parameter servers; with any, only the chief is told to train.
       own_cores: whether each process keeps to a core, as if on a machine of its own; the first one to the first.
+      checkout: directory of another version of this repository, whose contender and package are run; None for this one.
     """
 
-    def __init__(self, contender: str, size: str, num_workers: int = 0, num_ps: int = 0, own_cores: bool = False):
-        self.name = contender
+    def __init__(
+        self,
+        contender: str,
+        size: str,
+        num_workers: int = 0,
+        num_ps: int = 0,
+        own_cores: bool = False,
+        checkout: pathlib.Path | None = None,
+    ):
+        self.name = contender if checkout is None else f"{contender} ({checkout.name})"
         self.steps = 0
         self._folder = tempfile.TemporaryDirectory()
         self._listener = Listener(f"{self._folder.name}/arena")
@@ -56,13 +65,15 @@ class Team:
         self._connections: list[Connection] = []
         self._ports = PortReservation(local.Job(("",), num_workers, num_ps).num_ports if num_workers else 0)
         self._expected = max(1, num_workers if not num_ps else 1)
-        arguments = (str(_SCRIPT), f"--contender={contender}", f"--size={size}", f"--address={self._listener.address}")
+        script = _SCRIPT if checkout is None else checkout.resolve() / "benchmarks" / _SCRIPT.name
+        path = {"PYTHONPATH": str(script.parent.parent)}
+        arguments = (str(script), f"--contender={contender}", f"--size={size}", f"--address={self._listener.address}")
         cores = itertools.cycle(sorted(os.sched_getaffinity(0)) if own_cores else [None])
         tasks = _tasks(arguments, num_workers, num_ps, self._ports.ports)
         for (task, command, env), core in zip(tasks, cores, strict=False):
             environment = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
             keeping = [] if core is None else [f"--core={core}"]
-            self._supervisor.start(task, [*command, f"--task={task}", *keeping], environment | _QUIET | env)
+            self._supervisor.start(task, [*command, f"--task={task}", *keeping], environment | _QUIET | path | env)
 
     def wait_ready(self) -> None:
         """Waits until every process that trains has called."""

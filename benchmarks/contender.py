@@ -173,22 +173,38 @@ def _mirrored_no_policy() -> Loop:
     return _mirrored(tfdist.MirroredStrategy, num_devices=4, late=range(4))
 
 
-def _multi_worker(keras: ModuleType, strategy: Any, late: Sequence[int] = (), counts_end_of_epoch: bool = True) -> Loop:
+def _multi_worker(
+    keras: ModuleType,
+    strategy: Any,
+    late: Sequence[int] = (),
+    counts_end_of_epoch: bool = True,
+    steps_per_execution: int = 1,
+) -> Loop:
     import models
 
     size = models.SIZES[FLAGS.size]
     with strategy.scope():
-        model = models.compiled(keras, size)
+        model = models.compiled(keras, size, steps_per_execution=steps_per_execution)
     data = models.dataset(size, replicas=strategy.num_replicas_in_sync)
     return _fit_loop(keras, model, data, late, counts_end_of_epoch)
 
 
-def _multi_worker_tfdist() -> Loop:
+def _multi_worker_tfdist(communication: str | None = None, steps_per_execution: int = 1, num_threads: int = 0) -> Loop:
     import keras
+    import tensorflow as tf
 
     tfdist = _tfdist()
+    tf.config.threading.set_intra_op_parallelism_threads(num_threads)
+    # Versions before the argument have only one way.
+    how = {"communication": communication} if communication else {}
+    strategy = tfdist.MultiWorkerMirroredStrategy(**how)
+    return _multi_worker(keras, strategy, steps_per_execution=steps_per_execution)
 
-    return _multi_worker(keras, tfdist.MultiWorkerMirroredStrategy())
+
+def _multi_worker_torch() -> Loop:
+    import torch_ddp
+
+    return torch_ddp.loop_of(FLAGS.size)
 
 
 def _multi_worker_warmup() -> Loop:
@@ -326,6 +342,11 @@ def _serve_or_resolver() -> Any:
 
 
 CONTENDERS: dict[str, Callable[[], Loop]] = {
+    "multi_worker/tensorflow": functools.partial(_multi_worker_tfdist, "tensorflow", 1, 1),
+    "multi_worker/tensorflow x16": functools.partial(_multi_worker_tfdist, "tensorflow", 16, 1),
+    "multi_worker/mpi": functools.partial(_multi_worker_tfdist, "mpi", 1, 1),
+    "multi_worker/mpi x16": functools.partial(_multi_worker_tfdist, "mpi", 16, 1),
+    "multi_worker/torch": _multi_worker_torch,
     "mirrored/tfdist": _mirrored_tfdist,
     "mirrored/stock": _mirrored_stock,
     "mirrored/no policy": _mirrored_no_policy,

@@ -39,6 +39,7 @@ class Stage:
       num_workers, num_ps: processes of each contender's cluster, a chief aside; 0 for one process.
       num_replicas: who contributes to an update, for the limit.
       spares: backup workers among them, for the limit.
+      multiple_of: of which number the steps of a segment are a multiple.
       starts: how often the contenders are started, each time for the rounds of each measurement. Of two processes that
         run the same program one is some hundredths faster than the other, for as long as they live: a row that is to
         tell so little apart needs several.
@@ -51,6 +52,7 @@ class Stage:
     num_ps: int = 0
     num_replicas: int = 0
     spares: int = 0
+    multiple_of: int = 1
     starts: int = 1
 
 
@@ -60,6 +62,13 @@ _MULTI_WORKER = Measurement("multi_worker", {"tf_keras": 1.0})
 _PARAMETER_SERVER = Measurement(
     "parameter_server", {"bare": 0.95, "tf_keras": 2.0}, sizes=("tiny", "1M", "25M", "deep")
 )
+# Not in the table: PyTorch is an extra of its own, and MPI another.
+_TORCH_BY_MPI = Measurement("torch", {"torch": 1.0})
+_TORCH_BY_TENSORFLOW = Measurement("torch", {"torch": 0.6})
+
+
+def _at_once(rival: str, least: float) -> tuple[Measurement, ...]:
+    return (Measurement("steps_per_execution", {rival: least}, sizes=("tiny",)),)
 
 
 def _heavy_tail(rival: str) -> tuple[Measurement, ...]:
@@ -80,6 +89,17 @@ def _one_spare(rival: str) -> tuple[Measurement, ...]:
 STAGES = (
     Stage("mirrored", ("tfdist", "stock"), (_MIRRORED,), starts=5),
     Stage("multi_worker", ("tfdist", "tf_keras"), (_MULTI_WORKER,), num_workers=2),
+    Stage("multi_worker", ("mpi", "torch"), (_TORCH_BY_MPI,), num_workers=2, starts=3),
+    Stage("multi_worker", ("tensorflow", "torch"), (_TORCH_BY_TENSORFLOW,), num_workers=2, starts=3),
+    Stage("multi_worker", ("mpi x16", "mpi"), _at_once("mpi", 3.0), num_workers=2, multiple_of=16, starts=3),
+    Stage(
+        "multi_worker",
+        ("tensorflow x16", "tensorflow"),
+        _at_once("tensorflow", 1.5),
+        num_workers=2,
+        multiple_of=16,
+        starts=3,
+    ),
     Stage("parameter_server", ("tfdist", "bare", "tf_keras"), (_PARAMETER_SERVER,), num_workers=3, num_ps=1, starts=3),
     Stage("parameter_server", ("spares=2", "spares=0"), _heavy_tail("spares=0"), 8, 1, num_replicas=8, spares=2),
     Stage("multi_worker", ("spares=2", "no policy"), _heavy_tail("no policy"), 8, num_replicas=8, spares=2),

@@ -37,13 +37,16 @@ HERE = pathlib.Path(__file__).resolve().parent
 
 ROWS = tuple(dict.fromkeys(measurement.row for stage in STAGES for measurement in stage.measurements))
 STRATEGIES = tuple(dict.fromkeys(stage.strategy for stage in STAGES))
+BEFORE = "before"
 SIZES = ("tiny", "1M", "25M", "deep")
+# These need more than `make bench` installs, or measure something else than steps.
+_ON_REQUEST = ("torch", "steps_per_execution")
 _EVERYTHING = (*ROWS, *asynchrony.ROWS, warmup.ROW, "startup", "deaths", "telemetry", "traffic", "first_step")
 
 flags.DEFINE_list(
     "rows",
-    [*ROWS, *asynchrony.ROWS, warmup.ROW, "startup"],
-    "What to measure; also: deaths, telemetry, traffic, first_step.",
+    [*(row for row in ROWS if row not in _ON_REQUEST), *asynchrony.ROWS, warmup.ROW, "startup"],
+    f"What to measure; also: {', '.join(_ON_REQUEST)}, deaths, telemetry, traffic, first_step.",
 )
 flags.DEFINE_list("sizes", list(SIZES), "Models to measure with.")
 flags.DEFINE_list("strategies", list(STRATEGIES), "The strategies to measure them with.")
@@ -51,6 +54,11 @@ flags.DEFINE_integer("rounds", None, "Segments of each contender, if not those o
 flags.DEFINE_float("segment_secs", None, "About how long a segment takes, if not as in each row.", lower_bound=0.1)
 flags.DEFINE_float("deaths_secs", 120.0, "How long workers are killed in the row deaths.", lower_bound=10.0)
 flags.DEFINE_integer("telemetry_pairs", 60, "Pairs of epochs in the row telemetry.", lower_bound=2)
+flags.DEFINE_string(
+    "against",
+    None,
+    "Checkout of another version, measured as one more rival, called before; for the rows that live in rows.py.",
+)
 flags.DEFINE_string("output", os.path.relpath(HERE / "results" / "latest.json"), "Where the samples go.")
 flags.register_validator("rows", lambda rows: set(rows) <= set(_EVERYTHING), f"use any of {', '.join(_EVERYTHING)}")
 flags.register_validator(
@@ -127,7 +135,11 @@ def _measure(stage: Stage, size: str) -> Iterator[dict[str, Any]]:
     for start in range(1, stage.starts + 1):
         with contextlib.ExitStack() as stack:
             names = [f"{stage.strategy}/{contender}" for contender in stage.contenders]
-            teams = [stack.enter_context(arena.Team(name, size, stage.num_workers, stage.num_ps)) for name in names]
+            cluster = size, stage.num_workers, stage.num_ps
+            teams = [stack.enter_context(arena.Team(name, *cluster)) for name in names]
+            if FLAGS.against:
+                checkout = pathlib.Path(FLAGS.against)
+                teams.append(stack.enter_context(arena.Team(names[0], *cluster, checkout=checkout)))
             for team in teams:
                 _say(f"{size}: starting {team.name}" + (f", {start} of {stage.starts}" if stage.starts > 1 else ""))
                 team.wait_ready()
@@ -142,13 +154,16 @@ def _duel(stage: Stage, measurement: Measurement, size: str, teams: Sequence[are
     """The rates of tfdist and of each rival, in steps per second by round; by contender, tfdist's first."""
     scenario, title = measurement.scenario, f"{measurement.row} {stage.strategy} {measurement.scenario.name} {size}"
     rounds = FLAGS.rounds or measurement.rounds
-    for team, spares in zip(teams, [stage.spares] + [0] * (len(teams) - 1), strict=True):
+    before = [BEFORE] if FLAGS.against else []
+    contenders = (*stage.contenders, *before)
+    for team, contender in zip(teams, contenders, strict=True):
+        spares = stage.spares if contender in (stage.contenders[0], BEFORE) else 0
         _say(f"{title}: warming up {team.name}")
         _warm_up(team, spares, stage, measurement)
     delays = lambda number: scenario.delays(number).to_json() if scenario.delays_by_worker else ""  # noqa: E731
     duel = arena.duel(teams, rounds, delays, lambda text: _say(f"{title}: {text}"))
     _say("")
-    rates = dict(zip(stage.contenders, duel.values(), strict=True))
+    rates = dict(zip(contenders, duel.values(), strict=True))
     if "limit" in measurement.rivals:
         steps = teams[0].steps
         rates["limit"] = [scenario.limit(n, stage.spares, stage.num_replicas, steps) for n in range(rounds)]
@@ -159,7 +174,8 @@ def _results(
     stage: Stage, measurement: Measurement, size: str, rates: dict[str, list[float]]
 ) -> Iterator[dict[str, Any]]:
     head = {"row": measurement.row, "strategy": stage.strategy, "delays": measurement.scenario.name, "size": size}
-    for rival, least in measurement.rivals.items():
+    before = {BEFORE: None} if FLAGS.against else {}
+    for rival, least in (measurement.rivals | before).items():
         yield head | {"rival": rival} | _compare(least, rates[stage.contenders[0]], rates[rival])
 
 
@@ -168,7 +184,7 @@ def _warm_up(team: arena.Team, spares: int, stage: Stage, measurement: Measureme
     if not scenario.delays_by_worker:
         # Asynchronous workers each need several steps, or only the last one would count.
         is_asynchronous = stage.num_ps and not stage.num_replicas
-        team.calibrate(secs, 4 * stage.num_workers if is_asynchronous else 1)
+        team.calibrate(secs, 4 * stage.num_workers if is_asynchronous else stage.multiple_of)
         return
     # Where delays say how long a step takes, no trial is needed.
     rate = statistics.mean(scenario.limit(seed, spares, stage.num_replicas, 100) for seed in range(10))

@@ -44,16 +44,17 @@ _LONGEST_FILES = (
     "test_parameter_server.py",
     "test_parameter_server_policies.py",
     "test_mirrored_conformance.py",
-    "test_guide_loops.py",
+    "test_multi_worker_conformance.py",
     "test_embedded.py",
     "test_resume_processes.py",
-    "test_multi_worker.py",
     "test_resume.py",
     "test_multi_worker_failures.py",
     "test_resume_strategies.py",
     "test_mirrored_policies.py",
     "test_pod_group.py",
 )
+# What fails in these shows its values, too.
+pytest.register_assert_rewrite("conformance", "training")
 LOGICAL_CPUS = 4
 _GRACE_SECS = 5.0
 # Set by pytest itself, and by whichever test is the first to import TensorFlow, h5py or scikit-learn.
@@ -84,6 +85,12 @@ def pytest_configure(config: pytest.Config) -> None:
         stack = contextlib.ExitStack()
         stack.enter_context(prefork.servers())
         config.add_cleanup(stack.close)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Marks the tests that a class of `tests/conformance` inherits and calls slow."""
+    if getattr(item, "originalname", item.name) in getattr(getattr(item, "cls", None), "slow_tests", ()):
+        item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -230,7 +230,7 @@ def test_strangers_that_came_first_and_stay_delay_no_meeting(words):
         )
         assert isinstance(found, dict) and found["task"] == "worker:0"
         asked.wait_for_all(60)
-        assert not asked._not_asked
+        assert asked.wait_for(tfdist.Task("worker", 1), 0)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,8 @@ MODULES = sorted((ROOT / "tfdist").rglob("*.py"))
 # Which parts of tfdist each part may import. A new part gets a line here, and the arrow must point one way. Lower parts
 # come first. An import for type checkers counts: an arrow is an arrow.
 _SOCKETS = {"_addresses", "_line_server", "_sockets"}
-_STEPS = {"compat", "data", "policies", "runtime", "step"}
+_STEPS = {"compat", "data", "policies", "runtime", "step", "transport"}
+_ENGINES = {*_STEPS, "engines.base"}
 ARROWS: dict[str, set[str]] = {
     "_addresses": set(),
     "_sockets": set(),
@@ -33,19 +34,22 @@ ARROWS: dict[str, set[str]] = {
     "policies": set(),
     "runtime": {*_SOCKETS, "cluster", "policies"},
     "compat": {"runtime"},
+    "transport": {"compat", "launchers", "runtime"},
     "data": {"compat", "runtime"},
-    "step": {"compat", "data", "runtime"},
-    # Engines don't import each other.
+    "step": {"compat", "data", "runtime", "transport"},
     "engines": set(),
-    "engines.mirrored": _STEPS,
-    "engines.multi_worker": {*_STEPS, "cluster"},
-    "engines.averaging": _STEPS,
-    "engines.warmup": _STEPS,
-    "engines.parameter_server": _STEPS,
+    "engines.base": {"policies"},
+    # Engines don't import each other.
+    "engines.mirrored": _ENGINES,
+    "engines.multi_worker": {*_ENGINES, "cluster"},
+    "engines.averaging": _ENGINES,
+    "engines.synchronous": _ENGINES,
+    "engines.warmup": _ENGINES,
+    "engines.parameter_server": _ENGINES,
     "telemetry": {"cluster", "compat", "data", "policies"},
     "launchers": {"__init__", *_SOCKETS, "cluster"},
     "serving": {"_addresses", "cluster", "compat", "data", "launchers", "runtime"},
-    "strategies": {"_addresses", "cluster", "engines", *_STEPS, "serving", "telemetry"},
+    "strategies": {"_addresses", "cluster", "engines", *_STEPS, "launchers", "serving", "telemetry"},
     "resume": {*_STEPS, "launchers"},
     "learning_rate": set(),
     "schedules": set(),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,13 @@ RANDOM = np.random.default_rng(0)
 X = RANDOM.random((45, 3), np.float32)
 Y = RANDOM.random((45, 1), np.float32)
 OPTIMIZERS = keras.optimizers
+# For a strategy whose workers take batches in any order: all examples are one batch.
+SETTINGS = types.SimpleNamespace(in_one_batch=False)
+
+
+def batch_size(size: int) -> int:
+    """The size of a batch of a case that is about batches of this one."""
+    return len(X) if SETTINGS.in_one_batch else size
 
 
 class Logs(keras.callbacks.Callback):
@@ -72,6 +80,7 @@ def trained(
     more than the update.
     """
     fit = {"batch_size": 8, "epochs": 2, "shuffle": False, **options.pop("fit", {})}
+    fit["batch_size"] = batch_size(fit["batch_size"])
     data = options.pop("data", (X, Y))
     keras.utils.set_random_seed(3)
     with strategy.scope():
@@ -86,8 +95,18 @@ def trained(
     return made.get_weights(), history, logs.batches, *(after[call]() for call in calls)
 
 
+def build_metrics(model: keras.Model, x: Any, y: Any) -> None:
+    """Makes the variables of the metrics, which Keras makes when they are first used."""
+    with model.distribute_strategy.scope():
+        predicted = model(x)
+        model.compute_loss(x, y, predicted)
+        model.compute_metrics(x, y, predicted)
+        model.reset_metrics()
+
+
 def assert_close(expected: Any, found: Any) -> None:
     """Compares the numbers of two structures."""
+    tf.nest.assert_same_structure(expected, found)
     tf.nest.map_structure(lambda a, b: np.testing.assert_allclose(b, a, atol=1e-5), expected, found)
 
 

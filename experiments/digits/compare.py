@@ -54,10 +54,10 @@ def compare(output_dir: pathlib.Path, epochs: int, arguments: list[str]) -> int:
     for strategy in STRATEGIES:
         histories[strategy], problem = _run(strategy, output_dir / strategy, epochs, arguments)
         problems.extend([problem] if problem else [])
-    summary = {strategy: _summary(rows) for strategy, rows in histories.items() if rows}
+    summary = {strategy: summarize(rows) for strategy, rows in histories.items() if rows}
     _print_table(summary)
     _save(output_dir, summary)
-    problems.extend(_missed(summary))
+    problems.extend(missed(summary))
     for problem in problems:
         print(f"FAILED: {problem}", file=sys.stderr)
     return 1 if problems else 0
@@ -72,9 +72,9 @@ def _run(strategy: str, run_dir: pathlib.Path, epochs: int, arguments: list[str]
     with LogFile(run_dir / "log.txt") as log, processes.Supervisor(log) as supervisor:
         process = supervisor.start(strategy, _command(strategy, arguments), _environment())
         while supervisor.wait_first_exit(_POLL_SECS) is None:
-            display.show(_rows(run_dir))
+            display.show(rows_of(run_dir))
         process.wait()
-    rows = _rows(run_dir)
+    rows = rows_of(run_dir)
     if process.returncode or len(rows) < epochs:
         display.fail("\n".join(process.tail))
         return rows, f"{strategy} ended with exit code {process.returncode}; all it printed is in {run_dir / 'log.txt'}"
@@ -94,7 +94,7 @@ def _environment() -> dict[str, str]:
     return {name: value for name, value in (_QUIET | os.environ).items() if name != "TF_CONFIG"}
 
 
-def _rows(run_dir: pathlib.Path) -> list[Row]:
+def rows_of(run_dir: pathlib.Path) -> list[Row]:
     path = run_dir / "epochs.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     # The last line may be half written.
@@ -157,7 +157,7 @@ class Display:
         sys.stdout.flush()
 
 
-def _summary(rows: list[Row]) -> Row:
+def summarize(rows: list[Row]) -> Row:
     # The first epoch builds the graph, which says nothing about the speed of an update.
     speeds = [row["updates_per_sec"] for row in rows[1:]] or [rows[0]["updates_per_sec"]]
     return {
@@ -190,7 +190,7 @@ def _short(path: pathlib.Path) -> str:
     return str(path) if relative.startswith("..") else relative
 
 
-def _missed(summary: dict[str, Row]) -> list[str]:
+def missed(summary: dict[str, Row]) -> list[str]:
     expected = json.loads((HERE / "expected.json").read_text())
     problems = []
     for strategy, row in summary.items():

@@ -73,7 +73,7 @@ def compare(output_dir: pathlib.Path, ns: Sequence[int], setting: Mapping[str, A
     problems: list[str] = []
     print(_HEAD, flush=True)
     for run in runs(ns):
-        problem = _train(run, ns, setting, output_dir / run.name)
+        problem = train(run, ns, setting, output_dir / run.name)
         if problem:
             problems.append(problem)
             continue
@@ -95,7 +95,7 @@ def delays(setting: Mapping[str, Any]) -> str:
     )
 
 
-def _train(run: Run, ns: Sequence[int], setting: Mapping[str, Any], run_dir: pathlib.Path) -> str | None:
+def train(run: Run, ns: Sequence[int], setting: Mapping[str, Any], run_dir: pathlib.Path) -> str | None:
     """Trains once; returns what went wrong, if anything did."""
     shutil.rmtree(run_dir, ignore_errors=True)
     run_dir.mkdir(parents=True)

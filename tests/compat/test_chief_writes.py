@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the chief's writing rests on inside Keras. What it does is in test_multi_worker.py."""
+"""What the chief's writing rests on inside Keras. What it does is in multi_worker_checks.py."""
 
 from __future__ import annotations
 

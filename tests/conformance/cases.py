@@ -1,33 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is trained under a strategy and on one device, by name: functions of a strategy that return numbers."""
+"""What is trained under a strategy and on one device, by name: functions of a strategy that return numbers.
+
+Each is given a directory as well, for what it writes: one for all workers, which is empty before.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
+import itertools
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
+import first_call_models
+import guide_loops
 import keras
 import numpy as np
 import own_models
+import pytest
 import tensorflow as tf
 import training
-from training import OPTIMIZERS, RANDOM, X, Y
+from cutting_off import CutOff, CutOffError
+from training import OPTIMIZERS, RANDOM, X, Y, batch_size
+
+import tfdist
 
 LAYERS = keras.layers
-CASES: dict[str, Callable[[Any], Any]] = {}
+CASES: dict[str, Callable[[Any, pathlib.Path], Any]] = {}
 BOTH = ["evaluate", "predict"]
 
 
 def _add(name: str, optimizer: Callable[[], Any], **options: Any) -> None:
-    CASES[name] = lambda strategy: training.trained(strategy, optimizer, **dict(options))
+    CASES[name] = lambda strategy, directory: training.trained(strategy, optimizer, **dict(options))
 
 
 def _case(name: str, *arguments: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Adds a function of a strategy and these arguments. Nothing starts TensorFlow's runtime before it is called."""
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
-        CASES[name] = lambda strategy: function(strategy, *arguments)
+        takes_directory = "directory" in inspect.signature(function).parameters
+        CASES[name] = lambda strategy, directory: function(
+            strategy, *([directory] if takes_directory else []), *arguments
+        )
         return function
 
     return add
@@ -52,15 +68,42 @@ _add(
 
 # Ways to fit.
 
-_adam = functools.partial(_add, optimizer=lambda: OPTIMIZERS.Adam(0.01))
-_adam("steps_per_execution", steps_per_execution=4, calls=BOTH)
-_adam("run_eagerly", run_eagerly=True, calls=BOTH)
-_adam("validation_split", fit={"validation_split": 0.2})
-_adam("steps_per_epoch", fit={"steps_per_epoch": 3})
-_adam("sample_weight", fit={"sample_weight": np.linspace(0, 2, 45, dtype=np.float32)})
-_adam("fewer examples than replicas", fit={"batch_size": 1, "epochs": 1}, calls=BOTH)
-_adam("batches of one size", fit={"batch_size": 9}, calls=BOTH)
-_adam("sum loss", loss=keras.losses.MeanSquaredError(reduction="sum"), calls=BOTH)
+_sgd = functools.partial(_add, optimizer=lambda: OPTIMIZERS.SGD(0.1))
+_sgd("steps_per_execution", steps_per_execution=4, calls=BOTH)
+_sgd("run_eagerly", run_eagerly=True, calls=BOTH)
+_sgd("validation_split", fit={"validation_split": 0.2})
+_sgd("steps_per_epoch", fit={"steps_per_epoch": 3})
+_sgd("sample_weight", fit={"sample_weight": np.linspace(0, 2, 45, dtype=np.float32)})
+_sgd("fewer examples than replicas", fit={"batch_size": 1, "epochs": 1}, calls=BOTH)
+_sgd("one example left", data=(X[:9], Y[:9]), fit={"validation_data": (X, Y)})
+_sgd("batches of one size", fit={"batch_size": 9}, calls=BOTH)
+for _name, _count, _options in (
+    ("sum loss", 45, {"calls": BOTH}),
+    ("sum loss, even parts", 40, {}),
+    ("sum loss, eagerly", 45, {"run_eagerly": True}),
+):
+    _sum = keras.losses.MeanSquaredError(reduction="sum")
+    _add(_name, lambda: OPTIMIZERS.SGD(0.01), loss=_sum, data=(X[:_count], Y[:_count]), **_options)
+
+
+def _through_python(x: tf.Tensor, y: tf.Tensor) -> Any:
+    return tf.ensure_shape(tf.py_function(lambda x: x, [x], x.dtype), x.shape), y
+
+
+@_case("unknown length", lambda data: data.filter(lambda x, y: True), 1)
+# The last two of six batches are an execution, too.
+@_case("unknown length, steps_per_execution", lambda data: data.filter(lambda x, y: True), 4)
+@_case("unknown length, whole executions", lambda data: data.filter(lambda x, y: True), 3)
+@_case("from Python", lambda data: data.map(_through_python), 1)
+def _piped(strategy: Any, change: Callable[[Any], Any], steps_per_execution: int) -> Any:
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = training.dense_model()
+        model.compile(OPTIMIZERS.SGD(0.1), "mse", metrics=["mae"], steps_per_execution=steps_per_execution)
+    data = change(tf.data.Dataset.from_tensor_slices((X, Y)).batch(batch_size(8)))
+    history = model.fit(data, epochs=2, verbose=0).history
+    return history, model.get_weights(), model.evaluate(data, verbose=0)
+
 
 # Models and data.
 
@@ -85,17 +128,20 @@ _add("embedding", lambda: OPTIMIZERS.SGD(0.1), **_rows)
 # Within one execution of several steps, the last batch has fewer rows than those before.
 _add("embedding, steps_per_execution", lambda: OPTIMIZERS.SGD(0.1), steps_per_execution=4, **_rows)
 _add("embedding, clipnorm", lambda: OPTIMIZERS.Adam(0.01, clipnorm=0.1), steps_per_execution=4, **_rows)
-_adam(
-    "dicts",
-    model=training.two_ends,
-    data=(
-        {"first": X, "second": RANDOM.random((45, 2), np.float32)},
-        {"sum": Y, "kind": RANDOM.integers(0, 4, (45,))},
-    ),
-    loss={"sum": "mse", "kind": keras.losses.SparseCategoricalCrossentropy(from_logits=True)},
-    metrics={"sum": ["mae"], "kind": ["accuracy"]},
-    calls=BOTH,
+_TWO_ENDS = (
+    {"first": X, "second": RANDOM.random((45, 2), np.float32)},
+    {"sum": Y, "kind": RANDOM.integers(0, 4, (45,))},
 )
+# In 40 examples all batches are even.
+for _name, _count in (("dicts", 45), ("dicts, even parts", 40)):
+    _sgd(
+        _name,
+        model=training.two_ends,
+        data=tuple({key: part[:_count] for key, part in each.items()} for each in _TWO_ENDS),
+        loss={"sum": "mse", "kind": keras.losses.SparseCategoricalCrossentropy(from_logits=True)},
+        metrics={"sum": ["mae"], "kind": ["accuracy"]},
+        calls=BOTH,
+    )
 
 
 def _constrained() -> keras.Model:
@@ -124,6 +170,19 @@ _add(
     fit={"batch_size": 1, "epochs": 1},
 )
 
+
+def _masked() -> keras.Model:
+    return keras.Sequential([keras.Input((3,)), own_models.Masked(), LAYERS.Dense(1)])
+
+
+def _normalized() -> keras.Model:
+    dense = LAYERS.SpectralNormalization(LAYERS.Dense(8))
+    return keras.Sequential([keras.Input((3,)), dense, LAYERS.Dense(1)])
+
+
+_add("mask", lambda: OPTIMIZERS.SGD(0.005), model=_masked, metrics=None)
+_add("spectral normalization", lambda: OPTIMIZERS.SGD(0.005), model=_normalized, metrics=None)
+
 # The last batch of 4 has one example, for two replicas.
 SEQUENCES = RANDOM.random((9, 5, 2), np.float32)
 
@@ -137,7 +196,7 @@ def _sequences(strategy: Any, recurrent: Callable[[], Any]) -> list[Any]:
         model = keras.Sequential([keras.Input((5, 2)), recurrent(), LAYERS.Flatten(), LAYERS.Dense(1)])
         model.compile("adam", "mse", metrics=["mae"])
     x, y = SEQUENCES, Y[:9]
-    fit = model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0, validation_data=(x[:5], y[:5]))
+    fit = model.fit(x, y, batch_size=batch_size(4), epochs=2, shuffle=False, verbose=0, validation_data=(x[:5], y[:5]))
     return [
         fit.history,
         model.evaluate(x[:1], y[:1], verbose=0),
@@ -158,13 +217,29 @@ def _not_dense(strategy: Any, kind: str) -> Any:
     with strategy.scope():
         model = own_models.Rows()
         model.compile(OPTIMIZERS.SGD(0.1), "mse", metrics=["mae"])
-    history = model.fit(tf.data.Dataset.from_tensor_slices((rows, Y[:10])).batch(4), epochs=2, verbose=0).history
+    history = model.fit(
+        tf.data.Dataset.from_tensor_slices((rows, Y[:10])).batch(batch_size(4)), epochs=2, verbose=0
+    ).history
     return model.get_weights(), history
+
+
+@_case("interrupted and resumed")
+def _resumed(strategy: Any, directory: pathlib.Path) -> Any:
+    """Numbers of the epochs after the interruption, which is between two checkpoints within an epoch."""
+    for cut_off in ([CutOff(2 if training.SETTINGS.in_one_batch else 9)], []):
+        keras.utils.set_random_seed(3)
+        with strategy.scope():
+            model = training.dense_model()
+            model.compile(OPTIMIZERS.SGD(0.1, momentum=0.9), "mse", metrics=["mae"])
+        data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(batch_size(8))
+        resume = tfdist.callbacks.Resume(directory, 1 if training.SETTINGS.in_one_batch else 4)
+        with pytest.raises(CutOffError) if cut_off else contextlib.nullcontext():
+            history = model.fit(data, epochs=3, verbose=0, callbacks=[resume, *cut_off]).history
+    return history, resume.step, int(model.optimizer.iterations.numpy()), model.get_weights()
 
 
 # Steps of their own.
 
-_sgd = functools.partial(_add, optimizer=lambda: OPTIMIZERS.SGD(0.1))
 _own = functools.partial(_sgd, metrics=None)
 SIZES = {"one over": 8, "fewer examples than replicas": 1}
 for _words, _size in SIZES.items():
@@ -177,8 +252,20 @@ for _words, _size in SIZES.items():
         _own(f"step {_step.__name__}, {_words}", model=own_models.stepping(_step), fit=_fit, **_options)
     _own(f"step tracked, {_words}", model=own_models.stepping(own_models.tracked), fit=_fit)
 _own("step decorated", model=own_models.Decorated, fit={"epochs": 1})
+_own("step with slices", model=own_models.Slices)
 _own("step that assigns", model=own_models.stepping(own_models.by_hand), fit={"epochs": 1})
-_adam("own compute_loss", model=own_models.OwnLoss, calls=["evaluate"])
+_add("own compute_loss", lambda: OPTIMIZERS.Adam(0.01), model=own_models.OwnLoss, calls=["evaluate"])
+
+
+@_case("metric that shows its variable")
+def _shown(strategy: Any) -> list[Any]:
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = training.dense_model()
+        model.compile(OPTIMIZERS.SGD(0.1), "mse", metrics=[own_models.Total()])
+    fit = {"batch_size": batch_size(8), "epochs": 2, "shuffle": False, "verbose": 0}
+    return [model.fit(X, Y, **fit).history, model.evaluate(X, Y, batch_size=8, verbose=0)]
+
 
 # Losses of users' code, and penalties.
 
@@ -195,7 +282,7 @@ for _words, _size in SIZES.items():
 
 @_case("loss beside one of Keras")
 def _two_losses(strategy: Any) -> list[Any]:
-    data = tf.data.Dataset.from_tensor_slices((X, (Y, 2 * Y))).batch(8)
+    data = tf.data.Dataset.from_tensor_slices((X, (Y, 2 * Y))).batch(batch_size(8))
     keras.utils.set_random_seed(0)
     with strategy.scope():
         inputs = keras.Input((3,))
@@ -232,5 +319,44 @@ def _added_losses(strategy: Any, run_eagerly: bool) -> list[Any]:
         model = keras.Model([x, targets], own_models.Endpoint()(LAYERS.Dense(1)(x), targets))
         model.compile(OPTIMIZERS.Adam(0.01), run_eagerly=run_eagerly)
     data = {"x": X[:40], "targets": Y[:40]}
-    history = model.fit(data, batch_size=8, epochs=2, shuffle=False, verbose=0).history
+    history = model.fit(data, batch_size=batch_size(8), epochs=2, shuffle=False, verbose=0).history
     return [history, model.evaluate(data, batch_size=8, verbose=0), model.get_weights()]
+
+
+# Variables that a step makes when it is called for the first time.
+
+_first = {
+    "step without call": (first_call_models.fitted, first_call_models.Pair),
+    "optimizer of its own": (first_call_models.fitted, first_call_models.Compiled),
+    "seed generator": (first_call_models.fitted, first_call_models.Noisy, "mse"),
+    "layer with Trainer": (first_call_models.fitted, first_call_models.Mixed, "mse", 9),
+    "seeds from outside": (first_call_models.fitted_with_seeds_from_outside,),
+    "loop": (first_call_models.looped, False),
+    "loop, built": (first_call_models.looped, True),
+    "loop, by name": (first_call_models.looped, False, True),
+}
+for _words, (_function, *_arguments) in _first.items():
+    _case(f"first call, {_words}", *_arguments)(_function)
+for _words in ("eager", "traced"):
+    _case(f"first call, no run, {_words}", _words == "traced")(
+        lambda strategy, is_traced: first_call_models.looped_without_run(strategy, is_traced)[0]
+    )
+_options = ({}, {"gradient_accumulation_steps": 2}, {"use_ema": True, "weight_decay": 0.1})
+for _words, _given in zip(("plain", "accumulation", "ema, decay"), _options, strict=True):
+    _case(f"no run, optimizer alone, {_words}", _given)(first_call_models.updated)
+for _scope, _graph, _scale in itertools.product(("in scope", "out of it"), ("graph", "eager"), ("", ", loss scale")):
+    _plain = (_scope == "in scope", _graph == "graph", bool(_scale))
+    _case(f"no run, {_scope}, {_graph}{_scale}", *_plain)(first_call_models.plainly_looped)
+
+# Scaled gradients go the same way wherever the step is.
+SCALED_AGAIN = frozenset(
+    name
+    for name in CASES
+    if name.startswith("no run") and "scale" in name and name != "no run, in scope, graph, loss scale"
+)
+
+# Loops as guides write them.
+
+LOOPS = frozenset(f"loop, {name}" for name in guide_loops.NAMES)
+for _name in guide_loops.NAMES:
+    CASES[f"loop, {_name}"] = functools.partial(guide_loops.run, _name)

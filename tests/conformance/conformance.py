@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import functools
 import pathlib
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -14,40 +15,80 @@ import own_models
 import pytest
 import tensorflow as tf
 from cases import CASES
-from training import OPTIMIZERS, OwnStep, X, Y, assert_close, dense_model, trained
+from overlapping import during_fit
+from training import OPTIMIZERS, OwnStep, X, Y, assert_close, assert_like_one_device, dense_model, trained
 
 
 @functools.cache
 def on_one_device(name: str) -> Any:
     """The numbers of a case, which all strategies are compared with."""
-    return CASES[name](tf.distribute.get_strategy())
+    with tempfile.TemporaryDirectory() as directory:
+        return CASES[name](tf.distribute.get_strategy(), pathlib.Path(directory))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Gives a class derived from `Conformance` its cases; for modules to import."""
+    """Gives a class derived from `Numbers` its cases; for modules to import."""
     if "case" in metafunc.fixturenames:
-        assert metafunc.cls.left_out | metafunc.cls.slow <= CASES.keys()
-        cases = [case for case in CASES if case not in metafunc.cls.left_out]
-        marks = dict.fromkeys(metafunc.cls.slow, (pytest.mark.slow,))
-        metafunc.parametrize("case", [pytest.param(case, marks=marks.get(case, ()), id=case) for case in cases])
+        marks = {True: [pytest.mark.slow], False: []}
+        cases = metafunc.cls.cases().items()
+        metafunc.parametrize("case", [pytest.param(case, marks=marks[is_slow], id=case) for case, is_slow in cases])
 
 
-class Conformance:
-    """Tests of a strategy that a subclass gives as the fixture `strategy`.
+class Numbers:
+    """The comparison of a strategy, that a subclass gives as the fixture `strategy`, with one device.
 
     Attributes:
+      only: names of cases, if the strategy promises no others.
       left_out: names of cases that the strategy does not promise.
       slow: names of cases that show again what others show.
+      quick: names of all cases that do not; if it is given, `slow` is not.
+      slow_tests: names of tests that show again what others show; `tests/conftest.py` marks them.
+    """
+
+    only: frozenset[str] | None = None
+    left_out: frozenset[str] = frozenset()
+    slow: frozenset[str] = frozenset()
+    quick: frozenset[str] | None = None
+    slow_tests: frozenset[str] = frozenset()
+
+    @classmethod
+    def cases(cls) -> dict[str, bool]:
+        """Whether a case is slow, for all that the strategy promises."""
+        promised = (CASES.keys() if cls.only is None else cls.only) - cls.left_out
+        slow = cls.slow if cls.quick is None else promised - cls.quick
+        unknown = (promised | cls.left_out | slow | (cls.quick or frozenset())) - CASES.keys()
+        assert not unknown, unknown
+        return {case: case in slow for case in CASES if case in promised}
+
+    @classmethod
+    def checks(cls) -> list[tuple[str, bool]]:
+        """Names of the tests, and whether they are slow; each case has one."""
+        numbers = Numbers.test_numbers_are_those_of_one_device.__name__
+        tests = [name for name in dir(cls) if name.startswith("test_") and getattr(cls, name) and name != numbers]
+        assert cls.slow_tests <= set(tests)
+        found = [(name, name in cls.slow_tests) for name in tests]
+        return found + [(f"{numbers}[{case}]", is_slow) for case, is_slow in cls.cases().items()]
+
+    def expected(self, case: str, found: Any, directory: pathlib.Path) -> Any:
+        """The numbers of one device; those of several processes that find the same are compared here."""
+        del found, directory
+        return on_one_device(case)
+
+    def test_numbers_are_those_of_one_device(self, strategy: Any, case: str, tmp_path: pathlib.Path) -> None:
+        found = CASES[case](strategy, tmp_path)
+        assert_close(self.expected(case, found, tmp_path), found)
+
+
+class Conformance(Numbers):
+    """The same, and counts, callbacks, resumption and errors.
+
+    Attributes:
+      is_exclusive: whether only one model at a time is trained, in one thread.
       logs_within: the relative error of logs that a step of its own computes from the weights.
     """
 
-    left_out: frozenset[str] = frozenset()
-    slow: frozenset[str] = frozenset()
+    is_exclusive = True
     logs_within = 0.05
-
-    def test_numbers_are_those_of_one_device(self, strategy: Any, case: str) -> None:
-        for one, many in zip(on_one_device(case), CASES[case](strategy), strict=True):
-            assert_close(one, many)
 
     def test_own_train_step_keeps_its_logs(self, strategy: Any) -> None:
         one, many = (
@@ -90,7 +131,7 @@ class Conformance:
         history = model.fit(x, y, batch_size=batch_size, epochs=2, verbose=0).history
         assert np.isfinite([*history["loss"], *history["mae"]]).all()
         for variable in model.variables:
-            copies = [copy.numpy() for copy in variable.value.values]
+            copies = [copy.numpy() for copy in strategy.experimental_local_results(variable.value)]
             assert np.isfinite(copies).all(), variable.path
         assert model.predict(x, batch_size=batch_size, verbose=0).shape == (9, 1)
 
@@ -114,6 +155,20 @@ class Conformance:
         assert losses[-1] < losses[0]
         assert int(model.optimizer.iterations.numpy()) == 20
         np.testing.assert_allclose(model.predict_on_batch(X), model.predict(X, verbose=0), atol=1e-6)
+
+    @pytest.mark.parametrize("run_eagerly", [False, True])
+    def test_model_compiled_again_trains_as_compiled_last(self, strategy: Any, run_eagerly: bool) -> None:
+        with strategy.scope():
+            model = dense_model()
+            model.compile(OPTIMIZERS.SGD(0.0), "mse", run_eagerly=run_eagerly)
+        model.fit(X, Y, batch_size=8, epochs=1, verbose=0)
+        before = model.get_weights()
+        with strategy.scope():
+            model.compile(OPTIMIZERS.SGD(0.1), "mae", metrics=["mse"], run_eagerly=run_eagerly)
+        history = model.fit(X, Y, batch_size=8, epochs=1, verbose=0).history
+        assert set(history) == {"loss", "mse"}
+        assert int(model.optimizer.iterations.numpy()) == 6
+        assert any(np.abs(old - new).max() > 1e-4 for old, new in zip(before, model.get_weights(), strict=True))
 
     def test_metric_variable_of_aggregation_mean_is_read(self, strategy: Any) -> None:
         with strategy.scope():
@@ -140,6 +195,8 @@ class Conformance:
                 callbacks.LearningRateScheduler(lambda epoch: rates.append(0.5**epoch) or 0.5**epoch),
                 callbacks.ModelCheckpoint(tmp_path / "{epoch}.keras"),
                 callbacks.BackupAndRestore(tmp_path / "backup", delete_checkpoint=False),
+                callbacks.CSVLogger(tmp_path / "log.csv"),
+                callbacks.TensorBoard(tmp_path / "board"),
             ],
         ).history
         assert len(history["loss"]) == len(rates) == 2
@@ -151,6 +208,29 @@ class Conformance:
         restored = callbacks.BackupAndRestore(tmp_path / "backup")
         rest = loaded.fit(X, Y, batch_size=8, epochs=3, verbose=0, callbacks=[restored])
         assert len(rest.history["loss"]) == 1
+        assert int(loaded.optimizer.iterations.numpy()) == 18
+        assert len((tmp_path / "log.csv").read_text().splitlines()) == 3
+        assert sorted(path.name for path in (tmp_path / "board").iterdir()) == ["train", "validation"]
+
+    # Calls that overlap.
+
+    def test_second_thread_is_refused_during_a_fit(self, strategy: Any) -> None:
+        model, other = small(strategy), small(strategy)
+        refused = [fitting(model), fitting(other), predicting(model)] if self.is_exclusive else [fitting(model)]
+        for call in refused:
+            error = during_fit(fitting(model), call).error
+            assert "overlaps with another thread's call" in error
+            assert "\n" not in error
+        assert (int(model.optimizer.iterations), int(other.optimizer.iterations)) == (6 * len(refused), 0)
+
+    def test_calls_within_callbacks_work(self, strategy: Any) -> None:
+        model, other = small(strategy), small(strategy)
+        evaluating = functools.partial(other.evaluate, X, Y, batch_size=8, verbose=0)
+        for call in (predicting(model), evaluating, fitting(other)):
+            meanwhile = during_fit(fitting(model), call, in_thread=False)
+            assert not meanwhile.error
+            assert meanwhile.result is not None
+        assert (int(model.optimizer.iterations), int(other.optimizer.iterations)) == (18, 6)
 
     # Errors.
 
@@ -164,6 +244,46 @@ class Conformance:
             model.compile("sgd", "mse")
         with pytest.raises(Exception, match="my own words"):
             model.fit(X, Y, verbose=0)
+
+    def test_exception_in_the_step_keeps_its_type(self, strategy: Any) -> None:
+        class Wrong(OwnStep):
+            def train_step(self, data):
+                raise LookupError("my own words")
+
+        with strategy.scope():
+            model = Wrong()
+            model.build((None, 3))
+            model.compile("sgd", "mse")
+        with pytest.raises(LookupError, match="my own words"):
+            model.fit(X, Y, verbose=0)
+
+    def test_error_of_an_operation_is_raised_and_the_next_fit_is_clean(self, strategy: Any) -> None:
+        class Failing(OwnStep):
+            def call(self, x):
+                with tf.control_dependencies([tf.debugging.assert_less(tf.reduce_sum(x), -1.0, "my own words")]):
+                    return self.dense(x)
+
+        with strategy.scope():
+            model = Failing()
+            model.dense.build((None, 3))
+            model.built = True
+            model.compile("sgd", "mse")
+        with pytest.raises((tf.errors.InvalidArgumentError, ValueError), match="my own words"):
+            model.fit(X, Y, batch_size=8, verbose=0)
+        assert_like_one_device(strategy, lambda: OPTIMIZERS.SGD(0.1))
+
+    def test_error_of_the_data_is_raised(self, strategy: Any) -> None:
+        def batches() -> Iterator[Any]:
+            yield X[:8], Y[:8]
+            raise LookupError("my own words")
+
+        spec = (tf.TensorSpec([None, 3], tf.float32), tf.TensorSpec([None, 1], tf.float32))
+        with strategy.scope():
+            model = dense_model()
+            model.compile("sgd", "mse")
+        with pytest.raises(Exception, match="my own words"):
+            model.fit(tf.data.Dataset.from_generator(batches, output_signature=spec), verbose=0)
+        assert int(model.optimizer.iterations.numpy()) <= 1
 
     @pytest.mark.parametrize("size", [8, None], ids=["known sizes", "unknown sizes"])
     def test_batch_of_several_first_dimensions_is_refused(self, strategy: Any, size: int | None) -> None:
@@ -183,12 +303,27 @@ class Conformance:
         with strategy.scope():
             model = dense_model()
             model.compile("sgd", "mse", jit_compile=True)
-        with pytest.raises(ValueError, match=r"jit_compile=True\): XLA can't compile"):
+        with pytest.raises(ValueError, match=r"jit_compile=True(\): XLA can't compile| cannot hold)"):
             model.fit(X, Y, verbose=0)
 
     def test_policies_that_are_none_are_refused(self, strategy: Any) -> None:
         with pytest.raises(ValueError, match="policies must be a list of policies"):
             type(strategy)(policies=["backup"])
+
+
+def small(strategy: Any) -> keras.Model:
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    return model
+
+
+def fitting(model: keras.Model) -> Callable[..., Any]:
+    return functools.partial(model.fit, X, Y, batch_size=8, verbose=0)
+
+
+def predicting(model: keras.Model) -> Callable[[], Any]:
+    return functools.partial(model.predict, X, batch_size=8, verbose=0)
 
 
 class PenalizedOwn(own_models.stepping(own_models.mean_by_hand)):

@@ -85,6 +85,26 @@ class OwnLoss(Own):
         return tf.reduce_mean(tf.abs(y - y_pred)) + 0.1 * tf.reduce_sum(self.first.kernel**2)
 
 
+class Slices(stepping(mean_by_hand)):
+    """Writes a part of a variable, and adds a derivative along the examples to the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = self.add_weight(shape=(6, 2), initializer="ones", trainable=False, name="table")
+
+    def train_step(self, data):
+        x, y = data
+        self.table.value[1:3].assign(self.table.value[3:5] + 1.0)
+        self.table.value[3:5].assign(self.table.value[1:3] * 0.5)
+
+        def loss() -> tf.Tensor:
+            with tf.autodiff.ForwardAccumulator(x, tf.ones_like(x)) as forward:
+                outputs = self(x)
+            return tf.reduce_mean((outputs - y) ** 2) + tf.reduce_mean(forward.jvp(outputs) ** 2)
+
+        return {"loss": self.update(loss)}
+
+
 # Losses.
 
 
@@ -105,6 +125,18 @@ class Penalty(keras.layers.Layer):
     def call(self, x):
         self.add_loss(0.1 * keras.ops.mean(keras.ops.square(x)))
         return x
+
+
+class Masked(keras.layers.Layer):
+    """Multiplies only some of the rows by a large kernel."""
+
+    def build(self, shape: Any) -> None:
+        self.kernel = self.add_weight(shape=(3, 16384), name="kernel")
+
+    def call(self, rows: Any) -> Any:
+        mask = rows[:, 0] > 0.5
+        product = tf.matmul(tf.boolean_mask(rows, mask), self.kernel)
+        return tf.scatter_nd(tf.where(mask), product, [tf.shape(rows, tf.int64)[0], 16384])
 
 
 class Endpoint(keras.layers.Layer):
@@ -130,3 +162,17 @@ class Rows(keras.Model):
         if isinstance(x, tf.SparseTensor):
             return tf.sparse.sparse_dense_matmul(x, tf.convert_to_tensor(self.kernel))
         return tf.matmul(x.to_tensor(shape=(None, 5)), tf.convert_to_tensor(self.kernel))
+
+
+class Total(keras.metrics.Metric):
+    """Shows its variable."""
+
+    def __init__(self) -> None:
+        super().__init__(name="total")
+        self.total = self.add_variable((), "zeros", name="total")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.total.assign_add(keras.ops.sum(y_pred))
+
+    def result(self):
+        return self.total

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import pytest
+from averaging import AveragingEveryStep
+from cases import CASES, LOOPS, SCALED_AGAIN
 from conformance import Conformance, pytest_generate_tests  # noqa: F401
 
 import tfdist
@@ -21,11 +23,15 @@ SLOW = frozenset(
             f"loss {loss}, fewer examples than replicas"
             for loss in ("one number, tf.function", "one per example", "one number of a class")
         ),
+        *("one example left", "unknown length, whole executions", "sum loss, eagerly"),
+        *("sum loss, even parts", "dicts, even parts"),
+        *SCALED_AGAIN,
     }
 )
 
 
 class TestMirrored(Conformance):
+    is_exclusive = False
     slow = SLOW
 
     @pytest.fixture(scope="class")
@@ -37,17 +43,27 @@ class TestMirrored(Conformance):
 class TestBackupWorkers(Conformance):
     # One device reads its weights after the update, a contribution those before.
     logs_within = 0.1
-    left_out = frozenset({"step tracked, one over", "step tracked, fewer examples than replicas"})
-    slow = frozenset(
-        {
-            *("steps_per_execution", "run_eagerly", "validation_split", "steps_per_epoch", "sample_weight"),
-            *("sum loss", "class weights", "dicts", "ema overwrites", "sgd", "ConvLSTM"),
-            *("embedding", "embedding, steps_per_execution", "embedding, clipnorm"),
-            *SLOW,
-        }
-    )
+    # Loops unpack batches, which are handles here.
+    left_out = LOOPS | {"step tracked, one over", "step tracked, fewer examples than replicas"}
+    slow = SLOW | {
+        *("steps_per_execution", "run_eagerly", "validation_split", "steps_per_epoch", "sample_weight"),
+        *("sum loss", "class weights", "dicts", "ema overwrites", "sgd", "ConvLSTM"),
+        *("embedding", "embedding, steps_per_execution", "embedding, clipnorm"),
+        # Nothing of a policy is in a loop without `run`; one is enough.
+        *(name for name in CASES if "no run" in name and name != "no run, in scope, graph, loss scale"),
+        "first call, loop, by name",
+    }
 
     @pytest.fixture(scope="class")
     @classmethod
     def strategy(cls, cpus: list[str]) -> tfdist.MirroredStrategy:
         return tfdist.MirroredStrategy(cpus[:2], policies=[tfdist.BackupWorkers(spares=0)])
+
+
+class TestParameterAveraging(AveragingEveryStep):
+    quick = frozenset({"sgd", "one example left", "sum loss, eagerly"})
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def strategy(cls, cpus: list[str]) -> tfdist.MirroredStrategy:
+        return tfdist.MirroredStrategy(cpus[:2], policies=[tfdist.ParameterAveraging(1)])

@@ -40,7 +40,7 @@ def test_handles_of_two_passes_share_one_trace():
         return handle.content
 
     kind = registry.kind(engine, SPEC)
-    found = [registry.pass_of(number_of(kind.handle(registry.open(each)))) for each in passes]
+    found = [registry.find(number_of(kind.handle(registry.open(each)))) for each in passes]
     assert found == passes
     assert traces == [engine]
     # Another form is another type, and traced by itself.
@@ -81,7 +81,7 @@ def test_registry_keeps_neither_engines_nor_passes():
     gc.collect()
     assert kind.engine_of() is None
     with pytest.raises(KeyError):
-        registry.pass_of(number)
+        registry.find(number)
     registry.kind(Engine(), SPEC)
     with pytest.raises(KeyError):
         registry.kind_of(kind.number)

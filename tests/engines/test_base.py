@@ -1,23 +1,131 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each engine of the all-reduce strategies has the protocol that data sets and strategies go by."""
+"""Each engine has the protocol that data sets, strategies and checkpoints go by."""
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import pathlib
+import threading
+from typing import Any
+from unittest import mock
 
 import pytest
 
-from tfdist.engines.averaging.engine import AveragingEngine
+import tfdist
+from tfdist import engines
+from tfdist.compat import step_errors
 from tfdist.engines.base import Engine
 from tfdist.engines.mirrored.engine import ThreadedEngine
 from tfdist.engines.multi_worker.engine import QuorumEngine
-from tfdist.engines.warmup.engine import WarmupEngine
+from tfdist.policies.saved_state import SavedState
+from tfdist.strategies.distribution import Distribution
+from tfdist.telemetry.report import Recorder
+
+pytestmark = pytest.mark.devices
+
+ROOT = pathlib.Path(engines.__file__).parent
+MEMBERS = [name for name in (*vars(SavedState), *vars(Engine)) if not name.startswith("_")]
 
 
-@pytest.mark.devices
-@pytest.mark.parametrize("engine", [AveragingEngine, ThreadedEngine, QuorumEngine, WarmupEngine])
-def test_engine_methods_have_the_parameters_of_the_protocol(engine: type):
+def _engines() -> list[type]:
+    """Classes of the package that are named as engines."""
+    modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sorted(ROOT.rglob("*.py"))]
+    found = [importlib.import_module(f"tfdist.engines.{name}") for name in modules if not name.endswith("__init__")]
+    classes = [each for module in found for each in vars(module).values() if inspect.isclass(each)]
+    return list(dict.fromkeys(each for each in classes if each.__name__.endswith("Engine") and each is not Engine))
+
+
+@pytest.mark.parametrize("engine", _engines())
+def test_engine_has_the_members_of_the_protocol(engine: type):
     assert issubclass(engine, Engine)
-    for name in ("open", "run"):
-        wanted, found = inspect.signature(getattr(Engine, name)), inspect.signature(getattr(engine, name))
-        assert list(found.parameters) == list(wanted.parameters)
+    assert not inspect.isabstract(engine)
+    for name in MEMBERS:
+        wanted, found = getattr(Engine, name), getattr(engine, name)
+        assert isinstance(found, property) == isinstance(wanted, property), name
+        if not isinstance(found, property):
+            assert list(inspect.signature(found).parameters) == list(inspect.signature(wanted).parameters), name
+
+
+def test_every_engine_is_found():
+    assert {each.__name__ for each in _engines()} == {
+        "AggregatedEngine",
+        "AsynchronousEngine",
+        "AveragingEngine",
+        "CoordinatedEngine",
+        "QuorumEngine",
+        "SynchronousEngine",
+        "ThreadedEngine",
+        "WarmupEngine",
+    }
+
+
+def _names_of_threads() -> set[str]:
+    return {thread.name for thread in threading.enumerate()}
+
+
+class _Client:
+    """Stands for the connection to a quorum server."""
+
+    def waited_for(self) -> str:
+        return "nobody"
+
+    def close(self) -> None:
+        """There is no connection."""
+
+
+def _threaded() -> Any:
+    policy = tfdist.BackupWorkers(spares=1)
+    policy.begin(2, "MirroredStrategy")
+    engine = ThreadedEngine(_Client(), policy, ["a", "b"], lambda update, count: None, 60.0)  # pyright: ignore
+    engine._start()
+    return engine
+
+
+def _quorum() -> Any:
+    nothing = lambda *given: None  # noqa: E731
+    engine = QuorumEngine(None, 0, _Client(), nothing, nothing, nothing)  # pyright: ignore
+    # Keras' loop of this process stays as it is, for other tests.
+    with mock.patch.object(step_errors, "install"):
+        engine.start()
+    return engine
+
+
+@pytest.mark.parametrize("start", [_threaded, _quorum])
+def test_close_ends_threads_and_may_be_called_again(start: Any):
+    before = _names_of_threads()
+    engine = start()
+    assert _names_of_threads() > before
+    engine.barrier()
+    for _ in range(2):
+        engine.close()
+        assert _names_of_threads() == before
+
+
+class _Own(Engine):
+    """An engine that notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def open(self, dataset: Any, fit: Any) -> None:
+        """Nothing is read."""
+
+    def run(self, step: Any, handle: Any) -> None:
+        """Nothing is run."""
+
+    def barrier(self, writes: bool = False) -> None:
+        self.calls.append(f"barrier {writes}")
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+def test_distribution_reaches_all_engines_of_a_strategy():
+    distribution, own = Distribution(Recorder([])), [_Own(), _Own()]
+    distribution.take([], own[0], None, own[1])
+    distribution.barrier(writes=True)
+    distribution.saved_state.synchronize()
+    distribution.close()
+    assert [each.calls for each in own] == [["barrier True", "barrier False", "close"]] * 2
+    assert distribution.saved_state.is_synchronized and not distribution.saved_state.is_chief_ahead

@@ -36,19 +36,19 @@ def test_every_strategy_has_an_expected_accuracy_of_at_least_97_percent(compare:
 
 
 def test_a_strategy_below_its_expected_accuracy_is_named(compare: ModuleType):
-    summary = {"mirrored": compare._summary([_row(1, 0.99)]), "multi_worker": compare._summary([_row(1, 0.95)])}
-    (problem,) = compare._missed(summary)
+    summary = {"mirrored": compare.summarize([_row(1, 0.99)]), "multi_worker": compare.summarize([_row(1, 0.95)])}
+    (problem,) = compare.missed(summary)
     assert problem.startswith("multi_worker reached a validation accuracy of 95.00%")
 
 
 def test_the_first_epoch_does_not_count_for_the_speed(compare: ModuleType):
-    summary = compare._summary([_row(1), _row(2), _row(3), _row(4, 0.98)])
+    summary = compare.summarize([_row(1), _row(2), _row(3), _row(4, 0.98)])
     assert summary == {"seconds": 8.0, "updates": 224, "updates_per_sec": 43.0, "validation_accuracy": 0.98}
 
 
 def test_a_half_written_line_is_left_for_later(compare: ModuleType, tmp_path: pathlib.Path):
     (tmp_path / "epochs.jsonl").write_text(json.dumps(_row(1)) + "\n" + json.dumps(_row(2))[:20])
-    assert compare._rows(tmp_path) == [_row(1)]
+    assert compare.rows_of(tmp_path) == [_row(1)]
 
 
 def test_the_plot_shows_the_strategies_that_have_results(compare: ModuleType, tmp_path: pathlib.Path):

@@ -86,7 +86,7 @@ def test_four_workers_of_their_own_processes_are_about_n_updates_stale(
         "seed": 1,
     }
     run = softsync_runs.Run(4, "inverse")
-    assert softsync_runs._train(run, [4], tiny | {"mean_secs": 0.1}, tmp_path) is None
+    assert softsync_runs.train(run, [4], tiny | {"mean_secs": 0.1}, tmp_path) is None
     row = softsync_runs.summarize(run, tmp_path)
     assert row["updates"] == 120
     # On a busy machine workers wait for each other, and their gradients are fresher: at the extreme (N - 1) / 2.

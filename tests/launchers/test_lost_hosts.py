@@ -223,7 +223,7 @@ def test_a_connection_carries_signals_and_notices():
     given, taken = os.pipe()
     os.write(taken, b"\0\x0f" + bytes([ssh_task.NOTICE]) + b"given up worker:1\n" + b"\0\x02")
     os.close(taken)
-    assert list(ssh_task._received(given)) == [15, "given up worker:1", 2]
+    assert list(ssh_task.received_from(given)) == [15, "given up worker:1", 2]
     os.close(given)
 
 
@@ -285,5 +285,5 @@ def test_a_privileged_port_is_not_called_in_use(monkeypatch):
     monkeypatch.setattr(socket.socket, "bind", refuse)
     answer = ssh_task.probe({"directory": ".", "files": [], "ports": [80], "gpus": 0})
     assert answer["taken"] == {"80": "privileged"}
-    problems = ssh_preflight._problems(json.loads(json.dumps(answer)), {"gpus": 0}, {})
+    problems = ssh_preflight.problems_of(json.loads(json.dumps(answer)), {"gpus": 0}, {})
     assert problems == ["lets this user not listen on port 80, which is privileged; use a --port from 1024"]

@@ -17,6 +17,7 @@ TRAINING = """
 import os, sys, time
 import keras, numpy as np, tensorflow as tf
 import tfdist
+from tfdist.compat import closures
 
 if os.environ["TFDIST_TASK_RESTART"] != "0":
     print("back", flush=True)
@@ -39,8 +40,8 @@ class Told(keras.callbacks.Callback):
             open("pipe").read()
         if batch == 300:
             # By now the loss was noticed; how long TensorFlow takes to meet the new one is not what is tested.
-            worker, deadline = strategy.distribution.coordinator._cluster.workers[1], time.monotonic() + 60
-            while worker._is_dead_with_error and time.monotonic() < deadline:
+            deadline = time.monotonic() + 60
+            while closures.lost_workers(strategy.distribution.coordinator) and time.monotonic() < deadline:
                 time.sleep(0.01)
 
 model.fit(data.map(fetched), steps_per_epoch=600, verbose=0, callbacks=[Told()])

@@ -84,19 +84,6 @@ def test_what_auto_has_chosen_is_kept(tmp_path: pathlib.Path):
     assert policy.state() == strategy_state
 
 
-def test_backup_workers_make_every_step_once(tmp_path: pathlib.Path):
-    """Which gradient is added first is left to chance, so the last digits are."""
-    policies = lambda: [tfdist.BackupWorkers(spares=0)]  # noqa: E731
-    with pytest.raises(CutOffError):
-        _train(policies(), [tfdist.callbacks.Resume(tmp_path, 5), CutOff(18)])
-    resume = tfdist.callbacks.Resume(tmp_path, 5)
-    values, _ = _train(policies(), [resume])
-    calm, _ = _train(policies(), [])
-    assert resume.step == 36
-    for value, expected in zip(values, calm, strict=True):
-        np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-6)
-
-
 def test_data_of_the_user_s_own_distribution_go_on_from_a_pass_s_beginning(
     tmp_path: pathlib.Path, capfd: pytest.CaptureFixture
 ):

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 
 from tfdist import Cluster, Task, _line_server
@@ -120,8 +121,10 @@ def listening(described: Cluster, secret: str = "") -> Iterator[tuple[list[tuple
     """A task that listens and waits: at which addresses, and whom it has met."""
     met: list[str] = []
     answering = rendezvous.Answering(described, secret.encode(), met.append)
+    port = int(described.address().rpartition(":")[2])
     with answering:
-        yield [each.getsockname()[:2] for each in answering._server._sockets], met
+        opened = [each for each in psutil.Process().net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+        yield [tuple(each.laddr) for each in opened if each.laddr.port == port], met
 
 
 def crowd(stack: contextlib.ExitStack, address: tuple[str, int], count: int, words: bytes) -> None:

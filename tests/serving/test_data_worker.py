@@ -47,7 +47,7 @@ class Setting:
     """One worker, its chief and its dispatcher."""
 
     def __init__(self, stack: contextlib.ExitStack, directory: pathlib.Path) -> None:
-        self._stack = stack
+        self.stack = stack
         self._directory = directory
         reserved = stack.enter_context(PortReservation(4))
         chief, worker, ps, self.service = reserved.ports
@@ -71,7 +71,7 @@ class Setting:
             DATA_SERVICE_VARIABLE: f"127.0.0.1:{self.service}",
             JOB_SECRET_VARIABLE: SECRET,
         }
-        self.worker = self._stack.enter_context(programs.serving(env, self._directory))
+        self.worker = self.stack.enter_context(programs.serving(env, self._directory))
         assert self._chief_was_asked.wait(60), self.worker.output
         return self.worker
 
@@ -79,7 +79,7 @@ class Setting:
         """A real one, in a process of its own."""
         command = [sys.executable, "-c", DISPATCHER, str(self.service)]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._stack.callback(_end, process)
+        self.stack.callback(_end, process)
         assert process.stdout.readline() == "up\n"
         return process
 
@@ -115,11 +115,11 @@ def absent(setting: Setting) -> None:
 
 def silent(setting: Setting) -> None:
     """Accepts connections, and says nothing."""
-    server = setting._stack.enter_context(socket.create_server(("127.0.0.1", setting.service)))
+    server = setting.stack.enter_context(socket.create_server(("127.0.0.1", setting.service)))
     worker = setting.start_worker()
     with server.accept()[0]:
         pass  # The look of the worker itself.
-    setting._stack.enter_context(server.accept()[0])
+    setting.stack.enter_context(server.accept()[0])
     assert worker.process.poll() is None
 
 

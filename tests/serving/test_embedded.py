@@ -138,6 +138,7 @@ def assert_nobody_is_left(program: programs.Program) -> None:
 # For scripts: waits for what sends no signal; sleeps only between two looks.
 WAIT = """
 import time
+from tfdist.compat import closures
 
 def wait_until(condition, timeout_secs=60):
     deadline = time.monotonic() + timeout_secs
@@ -159,19 +160,19 @@ def test_a_killed_worker_is_started_again_and_training_goes_on(tmp_path: pathlib
         class Kill(keras.callbacks.Callback):
             def on_train_batch_end(self, batch, logs=None):
                 if batch == 20:
-                    os.kill(embedded._processes["worker:0"].pid, signal.SIGKILL)
+                    os.kill(embedded.pid("worker:0"), signal.SIGKILL)
 
         made.fit(data, steps_per_epoch=200, verbose=0, callbacks=[Kill()])
         print("iterations", int(made.optimizer.iterations), flush=True)
         # Now while nobody is at work, so that the chief learns of it only when it gives out the next step.
-        before = embedded._processes["worker:1"]
-        os.kill(before.pid, signal.SIGKILL)
-        before.wait()
+        before = embedded.pid("worker:1")
+        os.kill(before, signal.SIGKILL)
+        wait_until(lambda: embedded.pid("worker:1") != before)
         host, _, port = embedded.cluster.address(tfdist.Task("worker", 1)).rpartition(":")
 
         def answers():
             with contextlib.suppress(OSError), socket.create_connection((host, int(port))):
-                return embedded._processes["worker:1"] is not before
+                return embedded.pid("worker:1") not in (None, before)
 
         wait_until(answers)
         made.fit(data, steps_per_epoch=50, epochs=2, verbose=0)
@@ -219,9 +220,9 @@ def test_a_worker_that_is_back_goes_on_with_its_share_in_the_order_of_the_others
                 if self.epoch == 1 and batch == 60:
                     os.kill(strategy.distribution.serving.embedded.pid("worker:0"), signal.SIGKILL)
                 if self.epoch == 1 and batch == 75:
-                    worker = strategy._engine.coordinator._cluster.workers[0]
-                    wait_until(lambda: worker._is_dead_with_error is not None)
-                    wait_until(lambda: not worker._is_dead_with_error)
+                    coordinator = strategy.distribution.coordinator
+                    wait_until(lambda: 0 in closures.lost_workers(coordinator))
+                    wait_until(lambda: 0 not in closures.lost_workers(coordinator))
 
         history = made.fit(data, epochs=4, verbose=0, callbacks=[Kill()]).history
         print("sums", *(int(value) for value in history["sum"]), flush=True)
@@ -242,8 +243,8 @@ def test_a_worker_that_never_comes_back_is_not_waited_for(tmp_path: pathlib.Path
     script = f"""
         import warnings
         warnings.simplefilter("always")
-        strategy = tfdist.ParameterServerStrategy(num_workers=2, num_ps=1, data_sharding="{sharding}")
-        strategy._engine._queue.stall_timeout_secs = 4.0
+        strategy = tfdist.ParameterServerStrategy(
+            num_workers=2, num_ps=1, data_sharding="{sharding}", stall_timeout_secs=4.0)
         embedded = strategy.distribution.serving.embedded
         embedded._start = lambda task: embedded._processes[str(task)]
         made = model(strategy)
@@ -252,7 +253,7 @@ def test_a_worker_that_never_comes_back_is_not_waited_for(tmp_path: pathlib.Path
         class Kill(keras.callbacks.Callback):
             def on_train_batch_end(self, batch, logs=None):
                 if self.worker and batch == 30:
-                    os.kill(embedded._processes[self.worker].pid, signal.SIGKILL)
+                    os.kill(embedded.pid(self.worker), signal.SIGKILL)
                     self.worker = None
 
         kill = Kill()

@@ -38,7 +38,7 @@ def test_the_secret_of_the_job_is_in_the_name(folder: pathlib.Path, monkeypatch:
 
 def test_a_name_that_can_be_guessed_is_kept_from_others(folder: pathlib.Path) -> None:
     (folder / "of" / "an earlier attempt").mkdir(parents=True)
-    serving_task._prepare(folder)
+    serving_task.prepare(folder)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert list(folder.iterdir()) == []
 
@@ -48,7 +48,7 @@ def test_a_name_that_can_not_be_guessed_leaves_no_folder(folder: pathlib.Path, m
     folder = serving_task.done_mark(CLUSTER, CLUSTER.task).parent
     folder.mkdir()
     (folder / "done").write_text("by the chief of an earlier attempt")
-    serving_task._prepare(folder)
+    serving_task.prepare(folder)
     assert not folder.exists()
 
 
@@ -92,6 +92,6 @@ def test_a_mark_in_a_folder_of_another_user_does_not_count(
     folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder.mkdir()
-    assert serving_task._is_ours(folder)
+    assert serving_task.is_ours(folder)
     monkeypatch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
-    assert not serving_task._is_ours(folder)
+    assert not serving_task.is_ours(folder)

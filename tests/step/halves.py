@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from training import build_metrics
 
 from tfdist.data import splitting
 from tfdist.step.contribution import Contribution, add_up
@@ -29,8 +30,7 @@ def made(model: Callable[[], keras.Model] = dense, optimizer: Any = "sgd", **opt
     keras.utils.set_random_seed(3)
     result = model()
     result.compile(keras.optimizers.get(optimizer), **{"loss": "mse", "metrics": ["mae"], **options})
-    batch = tf.constant(X[:2]), tf.constant(Y[:2])
-    result._symbolic_build(data_batch=batch)
+    build_metrics(result, tf.constant(X[:2]), tf.constant(Y[:2]))
     result.optimizer.build(result.trainable_variables)
     return result
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from halves import NUM_PARTS, Halves, X, Y, assert_close, batches, dense, made, state
+from training import build_metrics
 
 from tfdist.step.split_train_step import SplitTrainStep
 
@@ -245,7 +246,7 @@ def test_optimizers_metrics_and_layers_are_left_as_they_were() -> None:
     model = made()
     Halves(model)(X[:9], Y[:9])
     assert "apply" not in vars(model.optimizer)
-    assert "update_state" not in vars(model._loss_tracker)
+    assert "update_state" not in vars(model.metrics[0])
 
 
 def test_what_cannot_be_taken_apart_is_said() -> None:
@@ -261,6 +262,6 @@ def test_two_kinds_of_losses_are_refused() -> None:
     model = keras.Model(x, {name: keras.layers.Dense(1, name=name)(x) for name in ("a", "b")})
     model.compile("sgd", {"a": "mse", "b": keras.losses.MeanSquaredError(reduction="sum")})
     batch = tf.constant(X[:2]), {name: tf.constant(Y[:2]) for name in ("a", "b")}
-    model._symbolic_build(data_batch=batch)
+    build_metrics(model, *batch)
     with pytest.raises(ValueError, match="Received: both kinds"):
         SplitTrainStep(model.train_step, NUM_PARTS)

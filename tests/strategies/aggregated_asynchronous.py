@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import keras
@@ -185,14 +186,17 @@ def test_after_the_warmup_phase_all_take_part_in_the_same_fit(
 
 def test_replicas_join_one_at_a_time(with_policies: Policies) -> None:
     strategy = with_policies(tfdist.Warmup(steps=STEPS, ramp=True), tfdist.BackupWorkers(spares=1))
-    model, contributors = compiled(strategy), []
-    strategy._aggregated._on_update = lambda update, *rest: contributors.append(set(update.contributors))
-    model.fit(X, Y, batch_size=BATCH, epochs=4, verbose=0)
+    model, accepted = compiled(strategy), [strategy.report().accepted]
+    note = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: accepted.append(strategy.report().accepted)
+    )
+    model.fit(X, Y, batch_size=BATCH, epochs=4, verbose=0, callbacks=[note])
+    contributors = [{name for name in after if after[name] > before[name]} for before, after in pairwise(accepted)]
     stages = [contributors[STEPS * stage : STEPS * (stage + 1)] for stage in range(4)]
     for stage, updates in enumerate(stages):
         # One of those that take part is a spare, but the last one counts.
         assert {len(each) for each in updates} == {max(1, stage)}
-        assert set.union(*updates) <= set(range(stage + 1))
+        assert set.union(*updates) <= {f"worker:{index}" for index in range(stage + 1)}
 
 
 def test_what_is_too_old_is_dropped_and_the_pass_still_ends(

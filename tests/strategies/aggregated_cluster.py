@@ -41,8 +41,7 @@ def with_policies(cluster: tfdist.ParameterServerStrategy) -> Callable[..., tfdi
     """The same cluster under other policies, and with a report of its own: a process can join only one."""
 
     def change(*policies: Any) -> tfdist.ParameterServerStrategy:
-        assert cluster._aggregated is not None
-        cluster._aggregated.close()
+        cluster._training.close()
         cluster.distribution.recorder = Recorder(cluster.distribution.recorder.names)
         composed = composition.compose(policies, "ParameterServerStrategy", NUM_WORKERS)
         cluster._aggregate(composed, stall_timeout_secs=STALL_SECS)

@@ -29,9 +29,8 @@ def _evaluate(model: Any) -> Callable[[], Any]:
     return lambda: model.evaluate(X, Y, batch_size=BATCH, verbose=0)
 
 
-@pytest.mark.parametrize("make", [lambda: tfdist.SoftSync(1), lambda: tfdist.BackupWorkers(spares=0)])
-def test_other_threads_are_refused_during_a_fit(with_policies: Policies, make: Callable[[], Any]) -> None:
-    strategy = with_policies(make())
+def test_other_threads_are_refused_during_a_fit(with_policies: Policies) -> None:
+    strategy = with_policies(tfdist.SoftSync(1))
     model, other = compiled(strategy), compiled(strategy)
     for call in (_fit(model), _fit(other), _evaluate(model), _predict(model)):
         error = during_fit(_fit(model), call).error
@@ -40,9 +39,8 @@ def test_other_threads_are_refused_during_a_fit(with_policies: Policies, make: C
     assert (int(model.optimizer.iterations), int(other.optimizer.iterations)) == (4 * STEPS, 0)
 
 
-@pytest.mark.parametrize("make", [lambda: tfdist.SoftSync(1), lambda: tfdist.BackupWorkers(spares=0)])
-def test_callbacks_of_a_fit_may_evaluate_and_predict(with_policies: Policies, make: Callable[[], Any]) -> None:
-    strategy = with_policies(make())
+def test_callbacks_of_a_fit_may_evaluate_and_predict(with_policies: Policies) -> None:
+    strategy = with_policies(tfdist.SoftSync(1))
     model, other = compiled(strategy), compiled(strategy)
     for call in (_evaluate(other), _predict(model), _predict(other)):
         meanwhile = during_fit(_fit(model), call, in_thread=False)

@@ -4,15 +4,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import types
-from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
+from training import assert_close, batch_size
 
 X = np.random.default_rng(0).random((40, 3), np.float32)
 Y = np.random.default_rng(1).random((40, 1), np.float32)
@@ -127,19 +125,18 @@ def fitted_with_seeds_from_outside(strategy: Any) -> Any:
     return trained, states
 
 
-def fitted(strategy: Any, model: Any, loss: str | None = None, batch_size: int = 10) -> tuple[Any, Any]:
+def fitted(strategy: Any, model: Any, loss: str | None = None, size: int = 8) -> tuple[Any, Any]:
     """(history, weights) after two epochs."""
     keras.utils.set_random_seed(3)
     with strategy.scope():
         made = model()
         made.compile(keras.optimizers.Adam(0.01), loss=loss, jit_compile=False)
-    history = made.fit(
-        X, Y, batch_size=batch_size, epochs=2, shuffle=False, verbose=0, validation_data=(X[:10], Y[:10])
-    ).history
+    options = {"epochs": 2, "shuffle": False, "verbose": 0, "validation_data": (X[:10], Y[:10])}
+    history = made.fit(X, Y, batch_size=batch_size(size), **options).history
     return history, made.get_weights()[:4]
 
 
-def looped(strategy: Any, is_built: bool, batch_size: int = 10, by_name: bool = False) -> list[Any]:
+def looped(strategy: Any, is_built: bool, by_name: bool = False) -> list[Any]:
     """Losses and weights after one pass of a loop in which a layer and an optimizer are called for the first time."""
     keras.utils.set_random_seed(3)
     with strategy.scope():
@@ -163,19 +160,9 @@ def looped(strategy: Any, is_built: bool, batch_size: int = 10, by_name: bool = 
             return strategy.reduce("SUM", strategy.run(step, kwargs={"y": y, "x": x}), axis=None)
         return strategy.reduce("SUM", strategy.run(lambda batch: step(*batch), args=(data,)), axis=None)
 
-    batches = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices((X, Y)).batch(batch_size))
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(batch_size(10))
+    batches = strategy.experimental_distribute_dataset(data)
     return [[float(distributed(batch)) for batch in batches], *model.get_weights()]
-
-
-def plain_loops(test: Callable[..., None]) -> Callable[..., None]:
-    """Gives a test all kinds of `plainly_looped`, as arguments of the same names."""
-    for name, kinds, ids in (
-        ("is_scaled", [False, True], ["", "loss scaling"]),
-        ("in_graph", [True, False], None),
-        ("in_scope", [True, False], None),
-    ):
-        test = pytest.mark.parametrize(name, kinds, ids=ids)(test)
-    return test
 
 
 def plainly_looped(strategy: Any, in_scope: bool, in_graph: bool, is_scaled: bool = False) -> list[Any]:
@@ -203,16 +190,58 @@ def plainly_looped(strategy: Any, in_scope: bool, in_graph: bool, is_scaled: boo
     return [losses, float(metric.result()), optimizer.iterations.numpy(), scale, *model.get_weights()]
 
 
-def assert_like_one_device(strategy: Any, trained: Any, *arguments: Any, **options: Any) -> None:
-    """Trains on one device, once for all strategies, and under the strategy; compares all numbers."""
-    one = _on_one_device(trained, arguments, tuple(options.items()))
-    many = trained(strategy, *arguments, **options)
-    tf.nest.map_structure(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), one, many)
+def assert_like_one_device(strategy: Any, trained: Any, *arguments: Any) -> None:
+    """Trains on one device and under the strategy; compares all numbers."""
+    assert_close(trained(tf.distribute.get_strategy(), *arguments), trained(strategy, *arguments))
 
 
-@functools.cache
-def _on_one_device(trained: Any, arguments: tuple[Any, ...], options: tuple[tuple[str, Any], ...]) -> Any:
-    return trained(tf.distribute.get_strategy(), *arguments, **dict(options))
+def updated(strategy: Any, options: dict[str, Any]) -> list[np.ndarray]:
+    """A weight, and the variables of an optimizer that is called outside of `run`."""
+    with strategy.scope():
+        weight = keras.Variable([[1.0, 2.0], [3.0, 4.0]])
+        optimizer = keras.optimizers.Adam(0.1, **options)
+        for step in range(4):
+            optimizer.apply_gradients([(tf.constant([[1.0, -1.0], [0.5, step]]), weight)])
+        return [weight.numpy(), *(np.asarray(variable.numpy()) for variable in optimizer.variables)]
+
+
+class Net(keras.Model):
+    """Makes its weights when it is called for the first time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = keras.layers.Dense(6, activation="relu")
+        self.dropout = keras.layers.Dropout(0.2)
+        self.last = keras.layers.Dense(3)
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        return self.last(self.dropout(self.hidden(inputs), training=training))
+
+
+def looped_without_run(strategy: Any, is_traced: bool) -> tuple[list[float], Any]:
+    """The losses of a loop without `run` that is outside of the scope, and the model."""
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model, optimizer, mean = Net(), keras.optimizers.Adam(0.1), keras.metrics.Mean()
+        loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+    def step(x: Any, y: Any) -> None:
+        with tf.GradientTape() as tape:
+            loss = loss_of(y, model(x, training=True))
+        optimizer.apply_gradients(
+            zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables, strict=True)
+        )
+        mean(loss)
+
+    step = tf.function(step) if is_traced else step
+    x = np.random.default_rng(0).random((24, 5)).astype("float32")
+    losses = []
+    for _ in range(4):
+        mean.reset_state()
+        for part in np.split(np.arange(24), 3):
+            step(x[part], (x[part].sum(1) * 2).astype("int64") % 3)
+        losses.append(float(mean.result()))
+    return losses, model
 
 
 class Stacked(keras.Sequential):

@@ -607,6 +607,9 @@ def same_batches(monkeypatch: Any) -> None:
         monkeypatch.setitem(globals(), name, np.tile(globals()[name][:BATCH], (3, 1)))
 
 
+NAMES = [*LOOPS, *SAVING]
+
+
 def run(name: str, strategy: Any, directory: pathlib.Path) -> list[float]:
     """Runs a loop, and returns all its numbers; those that save write to a directory of their own."""
     if name in LOOPS:

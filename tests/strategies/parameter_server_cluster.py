@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One embedded cluster of 4 workers for all checks of `parameter_server_*.py`, and what they have in common.
+"""One embedded cluster of 3 workers for all checks of `parameter_server_*.py`, and what they have in common.
 
 A plugin of the pytest that `test_parameter_server.py` starts: TensorFlow's context belongs to the cluster from then on.
 """
@@ -16,7 +16,7 @@ import tensorflow as tf
 
 import tfdist
 
-NUM_WORKERS = 4
+NUM_WORKERS = 3
 # 12 full batches of 16 and one of 11: no share is even.
 BATCH = 16
 COUNT = 203
@@ -35,9 +35,9 @@ def cluster() -> tfdist.ParameterServerStrategy:
 
 @pytest.fixture
 def strategy(cluster: tfdist.ParameterServerStrategy, request: Any) -> Iterator[tfdist.ParameterServerStrategy]:
-    cluster._data_sharding = getattr(request, "param", "shard")
+    cluster._engine.data_sharding = getattr(request, "param", "shard")
     yield cluster
-    cluster._data_sharding = "shard"
+    cluster._engine.data_sharding = "shard"
 
 
 class Batches(keras.metrics.Metric):

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Variables that a step makes when it is called for the first time. Run by `test_parameter_server.py`.
-
-With one batch per pass there is nothing asynchronous.
-"""
+"""Variables that a step makes when it is called for the first time. Run by `test_parameter_server.py`."""
 
 from __future__ import annotations
 
@@ -11,29 +8,14 @@ from typing import Any
 import first_call_models
 import keras
 import pytest
-from first_call_models import Compiled, Mixed, Noisy, Pair, fitted, looped, plain_loops, plainly_looped
-
-
-@pytest.mark.parametrize("model", [Pair, Compiled])
-def test_a_model_without_call_trains_as_on_one_device(strategy: Any, model: type) -> None:
-    first_call_models.assert_like_one_device(strategy, fitted, model, batch_size=40)
+from first_call_models import Mixed
 
 
 def test_a_step_of_its_own_takes_batches_without_an_axis_of_examples(strategy: Any) -> None:
     first_call_models.assert_like_one_device(strategy, first_call_models.fitted_with_pairs)
 
 
-def test_a_seed_generator_made_in_the_first_call_is_made(strategy: Any) -> None:
-    first_call_models.assert_like_one_device(strategy, fitted, Noisy, "mse", batch_size=40)
-
-
-@pytest.mark.parametrize(("is_built", "by_name"), [(True, False), (False, False), (False, True)])
-def test_a_custom_loop_makes_layers_and_slots(strategy: Any, is_built: bool, by_name: bool) -> None:
-    first_call_models.assert_like_one_device(strategy, looped, is_built, by_name=by_name, batch_size=40)
-
-
 def test_layer_mixed_with_trainer_is_refused_xla(strategy: Any) -> None:
-    first_call_models.assert_like_one_device(strategy, fitted, Mixed, "mse", batch_size=40)
     with strategy.scope():
         model = Mixed()
         model.compile("adam", "mse", jit_compile=True)
@@ -53,8 +35,7 @@ def test_a_model_made_outside_of_the_scope_is_named(strategy: Any) -> None:
         optimizer.build(model.trainable_variables)
 
 
-@plain_loops
-def test_a_loop_without_run_trains_as_on_one_device(
-    strategy: Any, in_scope: bool, in_graph: bool, is_scaled: bool
-) -> None:
-    first_call_models.assert_like_one_device(strategy, plainly_looped, in_scope, in_graph, is_scaled)
+@pytest.mark.parametrize("is_traced", [False, True], ids=["eager", "traced"])
+def test_weights_of_first_call_are_of_the_scope_of_their_layer(strategy: Any, is_traced: bool) -> None:
+    _, model = first_call_models.looped_without_run(strategy, is_traced)
+    assert all("/job:ps" in weight.value.device for weight in model.weights)

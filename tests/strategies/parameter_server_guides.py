@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Callable
 from typing import Any
 
-import guide_loops
 import keras
 import numpy as np
 import pytest
@@ -15,14 +13,6 @@ import tensorflow as tf
 from parameter_server_cluster import dataset, dense, layers
 
 COUNT = 26
-SYNCHRONOUS = [
-    "gradients_clipped_after_their_sum",
-    "loss_scaling",
-    "metrics_and_evaluation_within_the_loop",
-    "optimizers_made_outside_of_the_scope",
-    "seed_generators_made_outside_of_the_scope",
-    "weights_set_within_the_loop",
-]
 # Each example once.
 TOTAL = sum(range(COUNT))
 
@@ -255,18 +245,6 @@ def test_values_from_a_function(strategy: Any) -> None:
         lambda context: tf.constant(10 + context.replica_id_in_sync_group + context.num_replicas_in_sync)
     )
     assert int(strategy.run(lambda x: 2 * x, args=(values,))) == 22
-
-
-# Loops that other strategies run, too, on batches of which each worker has the same.
-
-
-@pytest.mark.parametrize("name", [*guide_loops.SAVING, *SYNCHRONOUS])
-def test_a_loop_of_synchronous_steps_is_that_of_one_device(
-    strategy: Any, name: str, tmp_path: pathlib.Path, monkeypatch: Any
-) -> None:
-    guide_loops.same_batches(monkeypatch)
-    found, expected = (guide_loops.run(name, each, tmp_path) for each in (strategy, tf.distribute.get_strategy()))
-    np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 # Optimizers.

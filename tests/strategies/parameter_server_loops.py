@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +26,7 @@ from parameter_server_cluster import (
     dense,
     fit,
 )
+from training import build_metrics
 
 from tfdist.compat import closures
 
@@ -58,26 +58,6 @@ def test_the_report_tells_how_stale_each_gradient_was(strategy: Any) -> None:
     assert sum(report.dropped.values()) == 0
 
 
-def test_schedules_early_stopping_and_logs_of_epochs(strategy: Any, tmp_path: pathlib.Path) -> None:
-    history = fit(
-        dense(strategy, lambda: keras.optimizers.SGD(1e-9)),
-        X,
-        Y,
-        epochs=9,
-        validation_split=0.2,
-        callbacks=[
-            keras.callbacks.EarlyStopping(patience=2, min_delta=1.0),
-            keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2),
-            keras.callbacks.CSVLogger(tmp_path / "log.csv"),
-            keras.callbacks.TensorBoard(tmp_path / "board"),
-        ],
-    )
-    assert len(history["loss"]) == 3
-    np.testing.assert_allclose(history["learning_rate"], [5e-10, 2.5e-10, 1.25e-10], rtol=1e-5)
-    assert len((tmp_path / "log.csv").read_text().splitlines()) == 4
-    assert sorted(path.name for path in (tmp_path / "board").iterdir()) == ["train", "validation"]
-
-
 def test_stopping_within_an_epoch(strategy: Any) -> None:
     class Stop(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -105,28 +85,6 @@ def test_the_learning_rate_is_the_one_set_before_the_step(strategy: Any) -> None
         np.testing.assert_array_equal(one, other)
 
 
-def test_checkpoints_hold_what_was_trained(strategy: Any, tmp_path: pathlib.Path) -> None:
-    model = dense(strategy)
-    fit(
-        model,
-        X,
-        Y,
-        epochs=2,
-        callbacks=[
-            keras.callbacks.ModelCheckpoint(tmp_path / "{epoch}.keras"),
-            keras.callbacks.ModelCheckpoint(tmp_path / "{epoch}.weights.h5", save_weights_only=True),
-        ],
-    )
-    alone = keras.models.load_model(tmp_path / "2.keras")
-    assert int(alone.optimizer.iterations) == 2 * STEPS
-    for one, other in zip(alone.get_weights(), model.get_weights(), strict=True):
-        np.testing.assert_array_equal(one, other)
-    model.load_weights(tmp_path / "1.weights.h5")
-    first = keras.models.load_model(tmp_path / "1.keras").get_weights()
-    for one, other in zip(model.get_weights(), first, strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
 def test_the_best_weights_are_kept_and_restored(strategy: Any, tmp_path: pathlib.Path) -> None:
     """With a learning rate that makes it worse in every epoch, the best are those of the first."""
     model = dense(strategy, lambda: keras.optimizers.SGD(-0.01))
@@ -149,16 +107,6 @@ def test_the_best_weights_are_kept_and_restored(strategy: Any, tmp_path: pathlib
     assert model.evaluate(X, Y, verbose=0)[0] == pytest.approx(min(history["val_loss"]), rel=1e-4)
 
 
-def test_a_loaded_model_goes_on_training(strategy: Any, tmp_path: pathlib.Path) -> None:
-    model = dense(strategy)
-    fit(model, X, Y)
-    model.save(tmp_path / "model.keras")
-    with strategy.scope():
-        loaded = keras.models.load_model(tmp_path / "model.keras")
-    fit(loaded, X, Y)
-    assert int(loaded.optimizer.iterations) == 2 * STEPS
-
-
 def test_interrupted_training_goes_on_where_it_was(strategy: Any, tmp_path: pathlib.Path) -> None:
     class Interrupt(keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -171,18 +119,6 @@ def test_interrupted_training_goes_on_where_it_was(strategy: Any, tmp_path: path
     history = fit(model, X, Y, epochs=4, callbacks=[keras.callbacks.BackupAndRestore(tmp_path)])
     assert len(history["loss"]) < 4
     assert int(model.optimizer.iterations) == 4 * STEPS
-
-
-def test_checkpoints_of_tensorflow(strategy: Any, tmp_path: pathlib.Path) -> None:
-    model = dense(strategy)
-    fit(model, X, Y)
-    checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
-    path, weights = checkpoint.save(os.fspath(tmp_path / "ckpt")), model.get_weights()
-    fit(model, X, Y)
-    checkpoint.restore(path)
-    assert int(model.optimizer.iterations) == STEPS
-    for one, other in zip(weights, model.get_weights(), strict=True):
-        np.testing.assert_array_equal(one, other)
 
 
 # Loops of the user's own.
@@ -236,7 +172,7 @@ def test_a_loop_with_the_coordinator(strategy: Any) -> None:
     model = dense(strategy)
     with strategy.scope():
         model.optimizer.build(model.trainable_variables)
-    model._symbolic_build(data_batch=(X[:1], Y[:1]))
+    build_metrics(model, X[:1], Y[:1])
     coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
     iterator = iter(coordinator.create_per_worker_dataset(lambda: dataset().repeat()))
     step = tf.function(lambda iterator: strategy.run(model.train_step, args=(next(iterator),)))
@@ -256,19 +192,6 @@ def healthy(strategy: Any) -> keras.Model:
 
 def works_again(strategy: Any) -> None:
     assert fit(healthy(strategy), X, Y)["batches"] == [STEPS]
-
-
-def test_an_error_while_tracing_reaches_the_user(strategy: Any) -> None:
-    class Broken(Own):
-        def train_step(self, data: Any) -> Any:
-            raise KeyError("my own message")
-
-    with strategy.scope():
-        model = Broken()
-        model.compile("sgd")
-    with pytest.raises(KeyError, match="my own message"):
-        fit(model, X, Y)
-    works_again(strategy)
 
 
 def test_shapes_that_do_not_fit_reach_the_user(strategy: Any) -> None:
@@ -312,16 +235,6 @@ def test_an_error_in_the_data_of_evaluate_and_predict_reaches_the_user(strategy:
     broken = dataset().map(lambda x, y: (tf.debugging.check_numerics(x / 0.0, "my own message"), y))
     with pytest.raises(Exception, match="my own message"):
         getattr(dense(strategy), method)(broken, verbose=0)
-    works_again(strategy)
-
-
-def test_an_error_in_a_generator_reaches_the_user(strategy: Any) -> None:
-    def generate() -> Any:
-        yield X[:BATCH], Y[:BATCH]
-        raise ValueError("my own message")
-
-    with pytest.raises(Exception, match="my own message"):
-        fit(dense(strategy), generate(), steps_per_epoch=5)
     works_again(strategy)
 
 

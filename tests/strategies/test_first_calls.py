@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Variables that a step makes when it is called for the first time are made under MirroredStrategy as on one device."""
+"""Variables that a step makes when it is first called under MirroredStrategy; `tests/conformance` has its numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from first_call_models import Compiled, Mixed, Noisy, Pair, Unseeded, fitted, looped, plain_loops, plainly_looped
+from first_call_models import Noisy, Unseeded, fitted, plainly_looped
 
 import tfdist
 
@@ -25,25 +25,12 @@ def strategy(request, cpus: list[str]) -> tfdist.MirroredStrategy:
     return tfdist.MirroredStrategy(cpus[:2], policies=policies)
 
 
-@pytest.mark.parametrize("model", [Pair, Compiled])
-def test_a_model_without_call_trains_as_on_one_device(strategy: Any, model: type) -> None:
-    first_call_models.assert_like_one_device(strategy, fitted, model)
-
-
 def test_a_batch_without_an_axis_of_examples_is_named(strategy: Any) -> None:
     with (
         pytest.warns(RuntimeWarning, match=r"Stacked\.train_step fails with a part of a batch.*put them there"),
         pytest.raises(ValueError, match="slice index 1 of dimension 0"),
     ):
         first_call_models.fitted_with_pairs(strategy)
-
-
-def test_a_seed_generator_made_in_the_first_call_is_made(strategy: Any) -> None:
-    first_call_models.assert_like_one_device(strategy, fitted, Noisy, "mse")
-
-
-def test_seed_generators_made_outside_of_the_scope_serve_replicas(strategy: Any) -> None:
-    first_call_models.assert_like_one_device(strategy, first_call_models.fitted_with_seeds_from_outside)
 
 
 def test_weights_made_outside_of_the_scope_are_named(strategy: Any) -> None:
@@ -109,10 +96,6 @@ def test_autograph_converts_a_step_and_not_the_library(cpus: list[str], has_seed
     assert "tf__run" not in found
 
 
-def test_layer_mixed_with_trainer_trains_as_on_one_device(strategy: Any) -> None:
-    first_call_models.assert_like_one_device(strategy, fitted, Mixed, "mse", batch_size=9)
-
-
 @pytest.mark.parametrize("is_early", [True, False])
 def test_keras_own_seed_generator_is_known_to_replicas(cpus: list[str], is_early: bool) -> None:
     keras.utils.clear_session()
@@ -133,28 +116,6 @@ def test_a_decorated_step_runs_beside_keras_own_seed_generator(cpus: list[str]) 
     step = tf.function(lambda: optimizer.apply([tf.ones([])], [weight]))
     many.run(step)
     assert float(weight.value.values[1]) == float(weight.value.values[0]) == 0.0
-
-
-@plain_loops
-def test_a_loop_without_run_trains_as_on_one_device(
-    cpus: list[str], in_scope: bool, in_graph: bool, is_scaled: bool
-) -> None:
-    many = tfdist.MirroredStrategy(cpus[:2])
-    first_call_models.assert_like_one_device(many, plainly_looped, in_scope, in_graph, is_scaled)
-
-
-def test_a_loop_without_run_trains_beside_a_policy(cpus: list[str]) -> None:
-    many = tfdist.MirroredStrategy(cpus[:2], policies=[tfdist.BackupWorkers(spares=0)])
-    first_call_models.assert_like_one_device(many, plainly_looped, True, True, True)
-
-
-@pytest.mark.parametrize("is_built", [True, False])
-def test_a_custom_loop_makes_layers_and_slots(strategy: Any, is_built: bool) -> None:
-    first_call_models.assert_like_one_device(strategy, looped, is_built)
-
-
-def test_arguments_may_be_given_by_name(cpus: list[str]) -> None:
-    first_call_models.assert_like_one_device(tfdist.MirroredStrategy(cpus[:2]), looped, False, by_name=True)
 
 
 @pytest.mark.parametrize("in_scope", [True, False])

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from training import OPTIMIZERS, Logs, X, Y, dense_model, two_ends
+from training import OPTIMIZERS, X, Y, dense_model, two_ends
 
 import tfdist
 
@@ -57,36 +57,6 @@ def test_batch_normalization_keeps_the_same_statistics_on_all_replicas(strategy)
         assert np.abs(first - 1).max() > 1e-3 or "mean" in variable.path
 
 
-def test_custom_loop_with_run(strategy):
-    dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8)
-
-    def sums_and_means(strategy: Any) -> Any:
-        keras.utils.set_random_seed(3)
-        with strategy.scope():
-            model = dense_model()
-            optimizer = OPTIMIZERS.Adam(0.01)
-            optimizer.build(model.trainable_variables)
-
-        def step(x, y):
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_sum((model(x) - y) ** 2) / 8
-            optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
-            return loss
-
-        @tf.function
-        def global_step(batch):
-            losses = strategy.run(step, args=batch)
-            return strategy.reduce("SUM", losses, axis=None), strategy.reduce("MEAN", losses, axis=None)
-
-        batches = strategy.experimental_distribute_dataset(dataset)
-        return np.array([[float(loss) for loss in global_step(batch)] for _ in range(5) for batch in batches]).T
-
-    alone, _ = sums_and_means(tf.distribute.get_strategy())
-    together, means = sums_and_means(strategy)
-    np.testing.assert_allclose(together, alone, atol=1e-5)
-    np.testing.assert_allclose(together, 2 * means, rtol=1e-6)
-
-
 def test_what_run_returns_may_be_reduced_as_a_structure(strategy):
     @tf.function
     def numbers():
@@ -112,17 +82,6 @@ def test_float16_skips_updates_that_are_not_finite_on_any_replica(strategy):
     assert float(model.optimizer.dynamic_scale.value.values[1]) == 2.0**14
     for old, new in zip(before, model.get_weights(), strict=True):
         np.testing.assert_array_equal(old, new)
-
-
-def test_logs_are_those_of_the_whole_batch(strategy):
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((1,)), keras.layers.Rescaling(1.0), keras.layers.Dense(1)])
-        model.compile(OPTIMIZERS.SGD(0.0), "mae", metrics=["mae"])
-    logs = Logs()
-    x = np.arange(11, dtype=np.float32)[:, None]
-    model.fit(x, 0 * x, batch_size=4, shuffle=False, verbose=0, callbacks=[logs])
-    kernel = abs(float(model.layers[1].kernel.numpy()[0, 0]))
-    assert [log["mae"] for log in logs.batches] == pytest.approx([kernel * x[:n].mean() for n in (4, 8, 11)], rel=1e-5)
 
 
 def test_mixed_loss_reductions_are_refused_only_where_they_matter(strategy):

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from training import OPTIMIZERS, Logs, OwnStep, X, Y, assert_close, assert_like_one_device, dense_model, trained
+from training import OPTIMIZERS, Logs, X, Y, assert_close, assert_like_one_device, dense_model, trained
 
 import tfdist
 from tfdist.runtime import delay_hook
@@ -121,8 +121,10 @@ def test_functions_of_ones_own_get_the_batch_itself(strategy):
 
     found = [float(in_graph(batch)) for batch in dataset]
     eagerly = [strategy.run(lambda data: tf.reduce_sum(data[0]), args=(batch,)) for batch in dataset]
-    np.testing.assert_allclose(found, [X[start : start + 8].sum() for start in range(0, 45, 8)], rtol=1e-5)
-    np.testing.assert_allclose(found, [float(strategy.reduce("SUM", each, axis=None)) for each in eagerly], rtol=1e-5)
+    np.testing.assert_allclose(found, [X[start : start + 8].sum() for start in range(0, 45, 8)], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        found, [float(strategy.reduce("SUM", each, axis=None)) for each in eagerly], rtol=1e-5, atol=1e-5
+    )
     with pytest.raises(TypeError, match=r"give it whole to strategy\.run"):
         tuple(next(iter(dataset)))
 
@@ -263,69 +265,6 @@ def test_the_number_of_spares_follows_what_the_devices_take(cpus, capfd):
 # What goes wrong.
 
 
-def failing(batch: np.ndarray) -> np.ndarray:
-    if (batch > 0.5).any():
-        raise ValueError("my own words")
-    return batch
-
-
-class Failing(OwnStep):
-    def call(self, x):
-        return self.dense(tf.ensure_shape(tf.numpy_function(failing, [x], tf.float32), x.shape))
-
-
-def test_what_a_replica_raises_is_raised_by_fit_and_the_next_fit_is_clean(strategy):
-    with strategy.scope():
-        model = Failing()
-        model.build((None, 3))
-        model.compile("sgd", "mse")
-    with pytest.raises(tf.errors.InvalidArgumentError, match="my own words"):
-        model.fit(X, Y, batch_size=8, verbose=0)
-    assert_like_one_device(strategy, lambda: OPTIMIZERS.SGD(0.1), calls=())
-
-
-def test_what_python_raises_while_the_step_is_traced_keeps_its_type(strategy):
-    class Wrong(OwnStep):
-        def train_step(self, data):
-            raise LookupError("my own words")
-
-    with strategy.scope():
-        model = Wrong()
-        model.build((None, 3))
-        model.compile("sgd", "mse")
-    with pytest.raises(LookupError, match="my own words"):
-        model.fit(X, Y, verbose=0)
-
-
-@pytest.mark.parametrize("run_eagerly", [False, True])
-def test_a_model_that_is_compiled_again_trains_with_what_it_was_compiled_with(strategy, run_eagerly):
-    with strategy.scope():
-        model = dense_model()
-        model.compile(OPTIMIZERS.SGD(0.0), "mse", run_eagerly=run_eagerly)
-    model.fit(X, Y, batch_size=8, epochs=1, verbose=0)
-    before = model.get_weights()
-    with strategy.scope():
-        model.compile(OPTIMIZERS.SGD(0.1), "mae", metrics=["mse"], run_eagerly=run_eagerly)
-    history = model.fit(X, Y, batch_size=8, epochs=1, verbose=0).history
-    assert set(history) == {"loss", "mse"}
-    assert int(model.optimizer.iterations.numpy()) > 0
-    assert any(np.abs(old - new).max() > 1e-4 for old, new in zip(before, model.get_weights(), strict=True))
-
-
-def test_errors_of_the_data_are_raised_by_fit(strategy):
-    def batches():
-        yield X[:8], Y[:8]
-        raise LookupError("my own words")
-
-    spec = (tf.TensorSpec([None, 3], tf.float32), tf.TensorSpec([None, 1], tf.float32))
-    with strategy.scope():
-        model = dense_model()
-        model.compile("sgd", "mse")
-    with pytest.raises(tf.errors.OpError, match="my own words"):
-        model.fit(tf.data.Dataset.from_generator(batches, output_signature=spec), verbose=0)
-    assert int(model.optimizer.iterations.numpy()) == 1
-
-
 def test_what_cannot_be_is_said_in_one_line(cpus, monkeypatch):
     with pytest.raises(ValueError, match=r"use spares <= 1. Received: spares=2, total_num_replicas=2"):
         tfdist.MirroredStrategy(cpus[:2], policies=[tfdist.BackupWorkers(spares=2)])
@@ -346,18 +285,20 @@ def test_one_device_without_spares_is_allowed(cpus):
 
 
 def test_a_strategy_that_nobody_needs_ends_its_threads(cpus):
-    def train() -> tuple[weakref.ref, list[threading.Thread]]:
+    def train() -> tuple[weakref.ref, set[threading.Thread]]:
+        before = set(threading.enumerate())
         strategy = tfdist.MirroredStrategy(cpus[:2], policies=[tfdist.BackupWorkers(spares=0)])
         with strategy.scope():
             model = dense_model()
             model.compile("sgd", "mse")
         model.fit(X, Y, batch_size=8, verbose=0)
-        return weakref.ref(strategy), list(strategy._engine._threads)
+        return weakref.ref(strategy), set(threading.enumerate()) - before
 
     alive, threads = train()
     keras.backend.clear_session()
     gc.collect()
     assert alive() is None
+    assert threads
     for thread in threads:
         thread.join(10)
         assert not thread.is_alive()

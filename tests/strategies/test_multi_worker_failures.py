@@ -3,19 +3,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import pathlib
-import sys
 from typing import Any
 
-import pytest
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-
 import process_cluster
+import pytest
 
 import tfdist
 from tfdist import Cluster, Task
 
+VARIABLE = "TFDIST_COMMUNICATION"
+_needs_mpi = pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="mpi4py is not installed")
+by_each_transport = pytest.mark.parametrize("kind", ["tensorflow", pytest.param("mpi", marks=_needs_mpi)])
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
 TRAINING = """
@@ -37,7 +37,7 @@ RAISES = "def misfortune():\n    raise LookupError('my own words')\n"
 DIES = "import signal\ndef misfortune():\n    os.kill(os.getpid(), signal.SIGKILL)\n"
 HANGS = """
 import time
-strategy.distribution.agreement.reporter._interval_secs = 6  # for the test; 30 s otherwise
+strategy.distribution.agreement.reporter.interval_secs = 6  # for the test; 30 s otherwise
 def misfortune():
     time.sleep(1000)
 """
@@ -99,24 +99,29 @@ def test_ctrl_c_ends_the_wait_for_a_worker(tmp_path: pathlib.Path):
         assert worker.wait() != 0
 
 
-def test_an_exception_of_one_worker_reaches_all_in_its_own_words(tmp_path: pathlib.Path):
-    with process_cluster.workers(TRAINING + RAISES + "train()", tmp_path) as running:
+@by_each_transport
+def test_an_exception_of_one_worker_reaches_all_in_its_own_words(tmp_path: pathlib.Path, kind: str):
+    with process_cluster.workers(TRAINING + RAISES + "train()", tmp_path, env={VARIABLE: kind}) as running:
         assert [worker.wait() for worker in running] == [1, 1]
         outputs = [worker.output for worker in running]
     assert "LookupError: my own words" in outputs[1].splitlines()[-1]
     assert "worker:1 ended with LookupError: my own words" in outputs[0]
 
 
-def test_a_dead_worker_is_an_error_of_the_others(tmp_path: pathlib.Path):
-    with process_cluster.workers(TRAINING + DIES + "train()", tmp_path) as running:
-        assert [worker.wait() for worker in running] == [1, -9]
-        assert "task:1" in running[0].output or "Connection reset" in running[0].output
+@by_each_transport
+def test_a_dead_worker_is_an_error_of_the_others(tmp_path: pathlib.Path, kind: str):
+    with process_cluster.workers(TRAINING + DIES + "train()", tmp_path, env={VARIABLE: kind}) as running:
+        assert [worker.wait(60) for worker in running] == [1, -9]
+        output = running[0].output
+    named = "some have ended or failed: worker:1" if kind == "mpi" else "task:1"
+    assert named in output or (kind != "mpi" and "Connection reset" in output)
 
 
 @pytest.mark.parametrize("eagerly", [False, True])
-def test_a_worker_that_hangs_is_named_and_ctrl_c_ends_all(tmp_path: pathlib.Path, eagerly: bool):
+@by_each_transport
+def test_a_worker_that_hangs_is_named_and_ctrl_c_ends_all(tmp_path: pathlib.Path, kind: str, eagerly: bool):
     training = TRAINING.replace('"mse"', f'"mse", run_eagerly={eagerly}')
-    with process_cluster.workers(training + HANGS + "train()", tmp_path) as running:
+    with process_cluster.workers(training + HANGS + "train()", tmp_path, env={VARIABLE: kind}) as running:
         running[0].wait_for_output("has not completed for")
         assert "waiting for worker:1" in running[0].output
         # The first is inside a collective, where Python can't be interrupted unless that is in a thread of its own; the

@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MultiWorkerMirroredStrategy with a policy, on real processes: the right numbers, no wait for stragglers, errors."""
+"""MultiWorkerMirroredStrategy with a policy, on real processes: no wait for stragglers, errors."""
 
 from __future__ import annotations
 
 import pathlib
-import sys
-
-import pytest
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import process_cluster
+import pytest
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
@@ -20,16 +16,6 @@ optimizers = keras.optimizers
 rng = np.random.default_rng(0)
 x, y = rng.random((45, 3), np.float32), rng.random((45, 1), np.float32)
 
-def table(optimizer, scope):
-    keras.utils.set_random_seed(3)
-    with scope.scope():
-        inputs = keras.Input((3,))
-        rows = keras.layers.Flatten()(keras.layers.Embedding(20, 4)(keras.ops.cast(inputs * 20, "int32")))
-        outputs = [keras.layers.Dense(1, name="a")(rows), keras.layers.Dense(1, name="b")(inputs)]
-        model = keras.Model(inputs, outputs)
-        model.compile(optimizer(), loss=["mse", "mae"], metrics=[["mae"], ["mse"]])
-    return model, [y, 2 * y]
-
 def dense(optimizer, scope, layers=lambda: (), **options):
     keras.utils.set_random_seed(3)
     with scope.scope():
@@ -37,56 +23,6 @@ def dense(optimizer, scope, layers=lambda: (), **options):
         model = keras.Sequential(hidden)
         model.compile(optimizer(), **{"loss": "mse", "metrics": ["mae"], **options})
     return model, y
-"""
-
-NUMBERS = """
-from tfdist.step import copies
-copies.BUCKET_BYTES = 64  # so that some tensors are large here
-strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout_secs=60, policies=[tfdist.BackupWorkers(spares=0)])
-one_device = tf.distribute.get_strategy()
-
-class Logs(keras.callbacks.Callback):
-    def on_train_begin(self, logs=None):
-        self.batches = []
-    def on_train_batch_end(self, batch, logs=None):
-        self.batches.append(dict(logs))
-
-def results(made, scope, optimizer, rows=45, is_length_known=True, **options):
-    model, target = made(optimizer, scope, **options)
-    logs, target = Logs(), tf.nest.map_structure(lambda array: array[:rows], target)
-    options = {"epochs": 2, "verbose": 0, "callbacks": [logs]}
-    if is_length_known:
-        fitted = model.fit(x[:rows], target, batch_size=8, shuffle=False, **options)
-    else:
-        batches = tf.data.Dataset.from_tensor_slices((x, target)).batch(8)
-        fitted = model.fit(batches.filter(lambda *batch: True), **options)
-    return [model.get_weights(), fitted.history, logs.batches]
-
-def largest(a, b):
-    pairs = zip(tf.nest.flatten(a), tf.nest.flatten(b), strict=True)
-    return max(float(np.abs(np.asarray(u) - np.asarray(v)).max()) for u, v in pairs)
-
-cases = {
-    "sgd, accumulation, clipping, ema": (dense, lambda: optimizers.SGD(
-        0.1, clipnorm=0.1, gradient_accumulation_steps=2, use_ema=True, ema_overwrite_frequency=3), {}),
-    # Two workers, and a last batch of one example.
-    "adam, a part without examples": (dense, lambda: optimizers.Adam(0.01), {"rows": 9}),
-    "adam, a table": (table, lambda: optimizers.Adam(0.01), {}),
-    "loss scale, steps_per_execution": (
-        dense, lambda: optimizers.LossScaleOptimizer(optimizers.SGD(0.1)), {"steps_per_execution": 4}),
-    # The last two of six batches are an execution, too.
-    "unknown length, steps_per_execution": (
-        dense, lambda: optimizers.SGD(0.1), {"steps_per_execution": 4, "is_length_known": False}),
-    "unknown length, whole executions": (
-        dense, lambda: optimizers.SGD(0.1), {"steps_per_execution": 3, "is_length_known": False}),
-    "a sum, eagerly": (dense, lambda: optimizers.SGD(0.01), {
-        "loss": keras.losses.MeanSquaredError(reduction="sum"), "run_eagerly": True}),
-}
-for name, (made, optimizer, options) in cases.items():
-    found = results(made, strategy, optimizer, **options)
-    report(name, [weight.tolist() for weight in found[0]])
-    if index == 0:
-        report("difference, " + name, largest(results(made, one_device, optimizer, **options), found))
 """
 
 # Worker 1 needs far longer for a contribution than the others do.
@@ -98,7 +34,7 @@ model, _ = dense(
 class Count(keras.callbacks.Callback):
     examples = 0
     def on_epoch_end(self, epoch, logs=None):
-        self.examples += int(tf.convert_to_tensor(model._loss_tracker.count))
+        self.examples += int(tf.convert_to_tensor(model.metrics[0].count))
 count = Count()
 
 def generate():
@@ -163,13 +99,6 @@ try:
 except ValueError as error:
     report("error", str(error))
 """
-
-
-def test_without_spares_the_numbers_are_those_of_one_device(tmp_path: pathlib.Path):
-    first, second = process_cluster.run(PREPARED + NUMBERS, tmp_path, timeout_secs=250)
-    for name in second:
-        assert first["difference, " + name] < 1e-5, name
-        assert first[name] == second[name]
 
 
 def test_a_straggler_is_not_waited_for_and_leaves_no_trace(tmp_path: pathlib.Path):

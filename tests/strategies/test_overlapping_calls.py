@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import pathlib
 import threading
 import weakref
 from collections.abc import Callable
@@ -13,7 +12,6 @@ from typing import Any
 
 import keras
 import numpy as np
-import process_cluster
 import pytest
 from overlapping import during_fit, in_thread
 
@@ -27,10 +25,7 @@ STEPS = 12
 POLICIES = {
     "none": list,
     "warmup": lambda: [tfdist.Warmup(steps=6)],
-    "averaging": lambda: [tfdist.ParameterAveraging(3)],
-    "backup": lambda: [tfdist.BackupWorkers(spares=0)],
 }
-with_policies = pytest.mark.parametrize("policies", [name for name in POLICIES if name != "none"])
 
 
 def _strategy(name: str) -> Any:
@@ -62,7 +57,8 @@ def _steps(model: keras.Model) -> int:
     return int(model.optimizer.iterations.numpy())
 
 
-@pytest.mark.parametrize("name", ["one worker", *POLICIES])
+# `tests/conformance` has this, and calls within callbacks, for the others.
+@pytest.mark.parametrize("name", ["one worker", "warmup"])
 def test_second_thread_fitting_a_model_is_refused(name: str):
     model = _model(_strategy(name))
     meanwhile = during_fit(_fit(model), _fit(model))
@@ -102,18 +98,16 @@ def test_two_models_train_in_two_threads(name: str):
     assert [_steps(model) for model in models] == [3 * STEPS] * 2
 
 
-@with_policies
-def test_other_models_are_refused_under_a_policy(policies: str):
-    strategy = _strategy(policies)
+def test_other_models_are_refused_under_a_policy():
+    strategy = _strategy("warmup")
     model, other = _model(strategy), _model(strategy)
     for call in (_fit(other), _evaluate(other), _predict(other)):
         assert "share one engine" in during_fit(_fit(model), call).error
     assert (_steps(model), _steps(other)) == (3 * STEPS, 0)
 
 
-@pytest.mark.parametrize("policies", POLICIES)
-def test_calls_within_callbacks_work(policies: str):
-    strategy = _strategy(policies)
+def test_calls_within_callbacks_work():
+    strategy = _strategy("warmup")
     model, other = _model(strategy), _model(strategy)
     for call in (_evaluate(model), _predict(model), _evaluate(other), _fit(other)):
         meanwhile = during_fit(_fit(model), call, in_thread=False)
@@ -162,45 +156,3 @@ def test_models_that_were_trained_are_freed():
     keras.backend.clear_session()
     gc.collect()
     assert gone() is None
-
-
-@pytest.mark.processes
-@pytest.mark.timeout(500)
-@pytest.mark.parametrize(
-    "policies", ["[]", pytest.param("[tfdist.BackupWorkers(spares=0)]", marks=pytest.mark.slow)], ids=["none", "backup"]
-)
-def test_threads_of_several_workers_are_refused(tmp_path: pathlib.Path, policies: str):
-    script = """
-    strategy = tfdist.MultiWorkerMirroredStrategy(policies=POLICIES)
-    sys.path.insert(0, TESTS)
-    from overlapping import during_fit
-    x = np.ones((48, 3), "float32")
-    with strategy.scope():
-        models = []
-        for _ in range(2):
-            models.append(keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)]))
-            models[-1].compile("sgd", "mse")
-    model, other = models
-    fit = lambda chosen: lambda **kwargs: chosen.fit(x, x[:, :1], batch_size=8, verbose=0, **kwargs)
-    predict = lambda chosen: lambda: chosen.predict(x, verbose=0)
-
-    def errors():
-        found = []
-        for call in (fit(model), fit(other), predict(model)):
-            try:
-                call()
-            except RuntimeError as error:
-                found.append(str(error))
-        return found
-
-    report("errors", during_fit(fit(model), errors).result)
-    within = during_fit(fit(model), lambda: (predict(model)(), fit(other)()), in_thread=False)
-    report("within", within.error)
-    report("steps", [int(tf.convert_to_tensor(chosen.optimizer.iterations.value)) for chosen in models])
-    """
-    script = script.replace("TESTS", repr(str(pathlib.Path(__file__).parents[1]))).replace("POLICIES", policies)
-    for found in process_cluster.run(script, tmp_path, timeout_secs=400):
-        assert len(found["errors"]) == 3
-        assert all("overlaps with another thread's call" in error for error in found["errors"])
-        assert not found["within"]
-        assert found["steps"] == [2 * 6, 6]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MirroredStrategy with ParameterAveraging: as synchronous SGD every step, as two averaged models otherwise."""
+"""MirroredStrategy with ParameterAveraging is as two models that are averaged."""
 
 from __future__ import annotations
 
@@ -28,11 +28,6 @@ BATCH, STEPS = 8, 6
 
 def averaging(cpus: list[str], every_steps: int, **options: Any) -> tfdist.MirroredStrategy:
     return tfdist.MirroredStrategy(cpus[:2], policies=[tfdist.ParameterAveraging(every_steps, **options)])
-
-
-@pytest.fixture(scope="session")
-def every_step(cpus: list[str]) -> tfdist.MirroredStrategy:
-    return averaging(cpus, 1)
 
 
 @pytest.fixture(scope="session")
@@ -67,50 +62,9 @@ def assert_close(expected: Any, found: Any, atol: float = 1e-6) -> None:
     tf.nest.map_structure(lambda a, b: np.testing.assert_allclose(b, a, atol=atol, rtol=1e-6), expected, found)
 
 
-# Every step.
-
-
-def embedding() -> keras.Model:
-    rows = [LAYERS.Lambda(lambda x: tf.cast(x * 5, tf.int32)), LAYERS.Embedding(5, 3), LAYERS.Flatten()]
-    return keras.Sequential([keras.Input((3,)), *rows, LAYERS.Dense(1)])
-
-
 def outputs() -> keras.Model:
     inputs = keras.Input((3,))
     return keras.Model(inputs, {"a": LAYERS.Dense(1)(inputs), "b": LAYERS.Dense(1)(inputs)})
-
-
-@pytest.mark.parametrize(
-    ("rows", "options"),
-    [
-        # The last of these batches has 5 examples, which two replicas don't share evenly.
-        pytest.param(45, {}, id="uneven"),
-        pytest.param(9, {"loss": keras.losses.MeanSquaredError(reduction="sum")}, id="sum, a part without examples"),
-        pytest.param(45, {"steps_per_execution": 4}, id="steps_per_execution", marks=pytest.mark.slow),
-        pytest.param(45, {"run_eagerly": True, "fit": {"epochs": 1}}, id="run_eagerly"),
-        pytest.param(
-            45, {"fit": {"validation_split": 0.3, "steps_per_epoch": 3}}, id="steps_per_epoch", marks=pytest.mark.slow
-        ),
-        pytest.param(45, {"make": embedding}, id="embedding", marks=pytest.mark.slow),
-        pytest.param(
-            45,
-            {"make": outputs, "loss": {"a": "mse", "b": "mae"}, "metrics": {"a": "mae"}, "target": ("a", "b")},
-            id="outputs",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_averaging_every_step_is_synchronous_sgd(every_step, rows: int, options: dict[str, Any]):
-    def trained(strategy: Any, fit: Any = None, target: Sequence[str] = (), **options: Any) -> Any:
-        model = compiled(strategy, lambda: OPTIMIZERS.SGD(0.05), **options)
-        y = dict.fromkeys(target, Y[:rows]) if target else Y[:rows]
-        fit = {"epochs": 2, "shuffle": False, "verbose": 0, "batch_size": BATCH, **(fit or {})}
-        batches: list[Any] = []
-        log = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: batches.append(dict(logs)))
-        history = model.fit(X[:rows], y, callbacks=[log], **fit).history
-        return model.get_weights(), history, batches, model.predict(X, batch_size=BATCH, verbose=0)
-
-    assert_close(trained(ONE_DEVICE, **dict(options)), trained(every_step, **dict(options)))
 
 
 # Periods of several steps, against models that train by themselves.

@@ -4,13 +4,9 @@
 from __future__ import annotations
 
 import pathlib
-import sys
-
-import pytest
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import process_cluster
+import pytest
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
@@ -34,47 +30,6 @@ def largest(a, b):
     pairs = zip(tf.nest.flatten(a), tf.nest.flatten(b), strict=True)
     return max(float(np.abs(np.asarray(u) - np.asarray(v)).max()) for u, v in pairs)
 """
-
-EVERY_STEP = """
-strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout_secs=60, policies=[tfdist.ParameterAveraging(1)])
-one_device = tf.distribute.get_strategy()
-
-class Logs(keras.callbacks.Callback):
-    def on_train_begin(self, logs=None):
-        self.batches = []
-    def on_train_batch_end(self, batch, logs=None):
-        self.batches.append(dict(logs))
-
-class OwnStep(keras.Sequential):
-    def train_step(self, data):
-        return {**super().train_step(data), "largest": tf.reduce_max(self.trainable_variables[0])}
-
-def results(scope, rows=45, fit={}, **options):
-    model, logs = dense(scope, **options), Logs()
-    arguments = {"batch_size": 8, "epochs": 3, "shuffle": False, "verbose": 0, "callbacks": [logs], **fit}
-    fitted = model.fit(x[:rows], y[:rows], **arguments)
-    model.fit(x[:rows], y[:rows], **arguments)
-    history = {name: fitted.history[name] for name in ("loss", "mae")}
-    batches = [{name: each[name] for name in ("loss", "mae")} for each in logs.batches]
-    return [model.get_weights(), history, batches, model.predict(x, batch_size=8, verbose=0)]
-
-cases = {
-    # Of the last batch of one example, one worker has none.
-    "a part without examples": {"rows": 9, "fit": {"validation_data": (x, y)}},
-    "steps_per_execution": {"steps_per_execution": 4},
-    "eagerly": {"run_eagerly": True, "fit": {"epochs": 1}},
-    "a sum": {"loss": keras.losses.MeanSquaredError(reduction="sum"), "optimizer": lambda: optimizers.SGD(0.01)},
-    "own step": {"kind": OwnStep},
-}
-for name, options in cases.items():
-    found = results(strategy, **options)
-    report(name, values(found[0]))
-    if index == 0:
-        # The logs of an own step are means of what the workers return.
-        compared = slice(1) if "kind" in options else slice(None)
-        report("difference, " + name, largest(results(one_device, **options)[compared], found[compared]))
-"""
-
 
 PERIODS = """
 strategy = tfdist.MultiWorkerMirroredStrategy(
@@ -140,13 +95,6 @@ try:
 except ValueError as error:
     report("refused", str(error))
 """
-
-
-def test_averaging_every_step_is_synchronous_sgd_on_one_device(tmp_path: pathlib.Path):
-    first, second = process_cluster.run(PREPARED + EVERY_STEP, tmp_path, timeout_secs=250)
-    for name in second:
-        assert first["difference, " + name] < 1e-6, name
-        assert first[name] == second[name]
 
 
 def test_what_anybody_looks_at_is_the_average(tmp_path: pathlib.Path):

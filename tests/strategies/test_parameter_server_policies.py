@@ -12,16 +12,14 @@ import pytest
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(1560)]
 
 PLUGIN = "aggregated_cluster"
-FILES = sorted(path for path in child_pytest.HERE.glob("aggregated_*.py") if path.stem != PLUGIN)
-CHECKS = child_pytest.checks(FILES)
+FILES = sorted(path for path in child_pytest.HERE.glob("*/aggregated_*.py") if path.stem != PLUGIN)
 
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> child_pytest.Outcomes:
-    report = tmp_path_factory.mktemp("aggregated") / "report.xml"
-    return child_pytest.run(child_pytest.selected(request), PLUGIN, report, 1500)
+    return child_pytest.run(request, PLUGIN, tmp_path_factory.mktemp("cluster"), 1500)
 
 
-@pytest.mark.parametrize(("file", "name"), CHECKS, ids=[name for _, name in CHECKS])
-def test_on_a_cluster(outcomes: child_pytest.Outcomes, file: str, name: str) -> None:
-    child_pytest.expect_success(outcomes, file, name)
+@pytest.mark.parametrize("check", child_pytest.checks(FILES))
+def test_on_a_cluster(outcomes: child_pytest.Outcomes, check: child_pytest.Check) -> None:
+    child_pytest.expect_success(outcomes, check)

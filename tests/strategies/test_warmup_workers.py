@@ -4,14 +4,10 @@
 from __future__ import annotations
 
 import pathlib
-import sys
 
 import numpy as np
-import pytest
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-
 import process_cluster
+import pytest
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
@@ -94,6 +90,18 @@ if index == 0:
     report("expected", state(alone))
 """
 
+# Four steps make an execution, and six the data: the last two are an execution, too, of which nobody knows before.
+CUT = """
+policies = [tfdist.Warmup(steps=2), tfdist.BackupWorkers(spares=0)]
+strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout_secs=60, policies=policies)
+model, ends = dense(strategy, steps_per_execution=4), []
+told = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: ends.append(batch))
+data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8).filter(lambda *batch: True)
+model.fit(data, epochs=2, verbose=0, callbacks=[told])
+report("ends", ends)
+report("iterations", int(model.optimizer.iterations.numpy()))
+"""
+
 # Only the first worker sees what happens in the phase, and stops there; its logs are no metrics.
 STOPPED = """
 class Own(keras.Sequential):
@@ -106,7 +114,8 @@ class Own(keras.Sequential):
         self.optimizer.apply(gradients, self.trainable_variables)
         return {"error": error_of_all}
 
-strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout_secs=60, policies=[tfdist.Warmup(steps=14)])
+warmup = tfdist.Warmup(steps=14)
+strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout_secs=60, policies=[warmup])
 model = dense(strategy, made=Own, loss=None, metrics=None)
 
 class StopAt2(keras.callbacks.Callback):
@@ -116,7 +125,7 @@ class StopAt2(keras.callbacks.Callback):
 
 first = model.fit(x, y, batch_size=8, epochs=4, verbose=0, callbacks=[StopAt2()] if index == 0 else [])
 report("first", first.history)
-report("begun", strategy._warming._warmup.begun)
+report("begun", warmup.begun)
 stopping = keras.callbacks.EarlyStopping(monitor="error", mode="min", min_delta=100.0, patience=2)
 second = model.fit(x, y, batch_size=8, epochs=8, verbose=0, callbacks=[stopping])
 report("second", second.history)
@@ -143,7 +152,7 @@ report("state", state(model))
 KILLED = """
 import time
 strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout_secs=60, policies=[tfdist.Warmup(epochs=2)])
-strategy.distribution.agreement.reporter._interval_secs = 1.0
+strategy.distribution.agreement.reporter.interval_secs = 1.0
 model = dense(strategy)
 def wait(batch, logs):
     while index == 0:
@@ -183,6 +192,11 @@ def test_workers_that_join_one_at_a_time_add_their_parts(tmp_path: pathlib.Path)
         assert other["seen"] == found[0]["seen"] == [1] * 4 + [2] * 4 + [3] * 10
     for one, expected in zip(found[0]["state"], found[0]["expected"], strict=True):
         np.testing.assert_allclose(one, expected, atol=1e-5)
+
+
+def test_the_end_of_the_data_cuts_an_execution_of_the_pass_with_the_phase(tmp_path: pathlib.Path):
+    for found in process_cluster.run(PREPARED + CUT, tmp_path):
+        assert found == {"ends": [3, 7, 3, 7], "iterations": 12}
 
 
 @pytest.mark.slow

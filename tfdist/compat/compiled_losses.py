@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The losses that a Keras model was compiled with, the metrics that show them, and those that its layers have left.
+"""The losses and functions that a Keras model was compiled with, metrics of losses, and losses that layers have left.
 
 There is no public way: `model.loss` is what `compile` was given, in one of a dozen forms, and Keras resolves it into
-an object that it keeps to itself; so it does with the metrics of the losses.
+an object that it keeps to itself; so it does with the metrics of the losses, and with a metric's function.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import keras
 
 NEEDS = (
+    "keras.src.metrics.reduction_metrics:MeanMetricWrapper._fn",
     "keras.src.trainers.compile_utils:CompileLoss._flat_losses",
     "keras.src.trainers.compile_utils:CompileLoss.metrics",
     "keras.src.trainers.trainer:Trainer._compile_loss",
@@ -34,6 +35,11 @@ def tracker_of(model: keras.Model) -> Any:
 def trackers_of_single(model: keras.Model) -> list[Any]:
     """The metrics of the single losses, in their order; none where there is only one."""
     return list(model._compile_loss.metrics)
+
+
+def function_of(metric: Any) -> Any:
+    """The function that a metric is the mean of; None if it wraps none."""
+    return getattr(metric, "_fn", None)
 
 
 def forget_added(model: keras.Model) -> None:

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the pipelines with which TensorFlow hands batches to replicas cheap: traced once, and not tuned.
+"""Makes the pipelines with which TensorFlow hands batches to replicas cheap, traced once and not tuned; and in order.
 
 For each pass over a distributed data set TensorFlow makes, besides the user's pipeline, one for each device, which
 fetches that device's batches. Its options can't be set from outside. Each has a thread for tuning, where there is
 nothing to tune, and may hold up the program when it is deleted, as `compat.array_data` tells. And for each, six
 functions are traced, which differ only in what they capture: half of the time of a small `predict`.
 
-Two functions are replaced, for good and for the whole process: who iterates later, and in which thread, is not known
+In a graph TensorFlow reads for all devices at once. An error of the data is raised for one of them, and for the next
+one the data are at their end: whichever comes first is raised, so that `fit` may end without an error. Read one after
+the other, the error comes first.
+
+Three functions are replaced, for good and for the whole process: who iterates later, and in which thread, is not known
 here.
 """
 
@@ -25,6 +29,8 @@ from tensorflow.python.ops import gen_dataset_ops
 from tfdist.compat import array_data, replacing
 
 NEEDS = (
+    "tensorflow.python.data.ops.multi_device_iterator_ops:OwnedMultiDeviceIterator._devices",
+    "tensorflow.python.data.ops.multi_device_iterator_ops:OwnedMultiDeviceIterator.get_next(device)",
     "tensorflow.python.data.ops.multi_device_iterator_ops:_PerDeviceGenerator.__init__(incarnation_id, source_device)",
     "tensorflow.python.data.ops.multi_device_iterator_ops:_PerDeviceGenerator._finalize_captured_args",
     "tensorflow.python.data.ops.multi_device_iterator_ops:_PerDeviceGenerator._finalize_func",
@@ -53,6 +59,21 @@ def leave_untuned() -> None:
     """Has the pipelines of devices made so from now on. Does nothing if it was called before."""
     replacing.once(multi_device_iterator_ops, "_create_device_dataset", _untuned)
     replacing.once(multi_device_iterator_ops._PerDeviceGenerator, "__init__", _traced_once)
+    replacing.once(multi_device_iterator_ops.OwnedMultiDeviceIterator, "get_next", _one_after_the_other)
+
+
+def _one_after_the_other(get_next: Callable[..., Any]) -> Callable[..., Any]:
+    def in_order(self: Any, device: Any = None) -> Any:
+        if device is not None:
+            return get_next(self, device)
+        found: list[Any] = []
+        for each in self._devices:
+            before = [leaf for leaf in tf.nest.flatten(found[-1:], expand_composites=True) if tf.is_tensor(leaf)]
+            with tf.device(each), tf.control_dependencies(before):
+                found.append(get_next(self, each))
+        return found
+
+    return in_order
 
 
 def _untuned(made: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,11 +17,29 @@ from tensorflow.python.framework import composite_tensor
 NEEDS = (
     "keras.src.trainers.data_adapters:is_tf_dataset",
     "tensorflow.python.distribute.input_lib:DistributedDataset._enable_get_next_as_optional",
+    "tensorflow.python.distribute.input_lib:DistributedDataset._type_spec",
     "tensorflow.python.framework.composite_tensor:CompositeTensor._type_spec",
 )
 
-# A subclass shares nothing with it but its interface.
-DistributedDatasetBase = input_lib.DistributedDataset
+
+class DistributedDatasetBase(input_lib.DistributedDataset):
+    """Base class of data sets, with no attribute of the private class's but those of the stock data set `whole`.
+
+    As an argument of a `tf.function` it is that stock data set: TensorFlow takes it apart by its private attributes.
+    """
+
+    whole: Any
+
+    @property
+    def _type_spec(self) -> Any:
+        return self.whole._type_spec
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") or name.startswith(("__", "_tfdist", "_make_whole")):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.whole, name)
+
+
 # A subclass has a property `_type_spec`.
 CompositeBatch = composite_tensor.CompositeTensor
 

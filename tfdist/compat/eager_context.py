@@ -19,6 +19,7 @@ NEEDS = (
     "tensorflow.python.eager.context:Context.configure_coordination_service",
     "tensorflow.python.eager.context:Context.delete_config_key_value",
     "tensorflow.python.eager.context:Context.get_config_key_value",
+    "tensorflow.python.eager.context:Context.get_task_states",
     "tensorflow.python.eager.context:Context.report_error_to_cluster",
     "tensorflow.python.eager.context:Context.set_config_key_value",
     "tensorflow.python.eager.context:context",
@@ -79,6 +80,20 @@ def get_key(key: str, timeout_ms: int) -> str:
 def delete_key(key: str) -> None:
     """Removes the text under a key, if there is some."""
     context.context().delete_config_key_value(key)
+
+
+def errors_of_tasks(jobs: Mapping[str, int]) -> dict[str, str]:
+    """What the service knows to be wrong with tasks, by "job:index"; nothing of those that are well.
+
+    Args:
+      jobs: for each job how many tasks it has.
+
+    Raises:
+      tf.errors.OpError: the service does not answer.
+    """
+    names = [f"{job}:{index}" for job, count in jobs.items() for index in range(count)]
+    states = context.context().get_task_states(list(jobs.items()))
+    return {name: str(state) for name, state in zip(names, states, strict=True) if state is not None}
 
 
 def report_error(message: str) -> None:

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gives collectives the keys by which the workers' parts of one operation find each other.
 
-TensorFlow draws a new key whenever a function is called, and hands it to the operations of that function. Two kinds
-of operation need another: one in a function that is called inside a conditional, which the key never reaches; and one
-in a loop whose shape differs from iteration to iteration, as the operations of one key must all have one shape. There
-is no public way to choose a key.
+TensorFlow draws a new key whenever a function is called, and hands it to the operations of that function. Three kinds
+of operation need another: one in a function that is called inside a conditional, which the key never reaches; one in a
+loop whose shape differs from iteration to iteration, as the operations of one key must all have one shape; and one in a
+step that is to be quick: all workers but the first ask the first one about each key that they have not met. There is no
+public way to choose a key.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,6 +34,7 @@ NEEDS = (
 )
 
 # Far above what TensorFlow, which counts from 1, draws in any run.
+_FIRST_FIXED_KEY = 1 << 29
 _FIRST_COUNTED_KEY = 1 << 30
 
 
@@ -41,12 +44,15 @@ class _Keys:
     def __init__(self, launcher: Any) -> None:
         self._launcher, self._original = launcher, launcher._next_instance_key
         self._counter: Any = None
-        self.is_counting = False
+        self._fixed = itertools.count(_FIRST_FIXED_KEY)
+        self.is_counting = self.is_fixed = False
 
     def __call__(self) -> Any:
         """The key of the collective that is traced now."""
         if self.is_counting:
             return self._counted()
+        if self.is_fixed and not tf.executing_eagerly():
+            return next(self._fixed)
         if _in_function_in_control_flow():
             return self._launcher._collective_keys.get_instance_key(self._launcher._group_key, self._launcher._device)
         return self._original()
@@ -71,14 +77,31 @@ def install(strategy: tf.distribute.Strategy) -> None:
 @contextlib.contextmanager
 def counted(strategy: tf.distribute.Strategy) -> Iterator[None]:
     """Within this block, each execution of a collective that is traced has a key of its own: shapes may differ."""
+    with _set(strategy, "is_counting"):
+        yield
+
+
+@contextlib.contextmanager
+def fixed(strategy: tf.distribute.Strategy) -> Iterator[None]:
+    """Within this block, all executions of a collective that is traced have one key.
+
+    They are of one shape then, and all workers trace the same functions in the same order. A collective ends on a
+    worker when the others have taken what it has sent, so the next one of this key finds nothing of the last.
+    """
+    with _set(strategy, "is_fixed"):
+        yield
+
+
+@contextlib.contextmanager
+def _set(strategy: tf.distribute.Strategy, name: str) -> Iterator[None]:
     keys = [launcher._next_instance_key for launcher in _launchers(strategy)]
     for each in keys:
-        each.is_counting = True
+        setattr(each, name, True)
     try:
         yield
     finally:
         for each in keys:
-            each.is_counting = False
+            setattr(each, name, False)
 
 
 def _launchers(strategy: tf.distribute.Strategy) -> list[Any]:

@@ -4,7 +4,8 @@
 Keras 3 reduces gradients inside `optimizer.apply`, after clipping, inside the conditional of gradient accumulation and
 after the finiteness check of loss scaling. On several replicas each of these is wrong or impossible. The patches
 move the reduction in front of these, so that the update is the one of a single device. They are attributes of optimizer
-*instances*, and only while the step is traced: no Keras class is changed.
+*instances*, and only while the step is traced: no Keras class is changed here. (`plain_loops` changes the classes, for
+loops without `strategy.run`.)
 """
 
 from __future__ import annotations
@@ -57,6 +58,51 @@ def patched(optimizers: Iterable[Any], weigh: Transform | None = None) -> Iterat
         for optimizer in optimizers:
             stack.enter_context(_patched(optimizer, weigh))
         yield
+
+
+class Postponed:
+    """One call of `optimizer.apply` in a step, and the update that is made after the step from the sums.
+
+    Args:
+      optimizer: a Keras optimizer, which is built.
+      weigh: see `patched`.
+
+    Attributes:
+      gradients: what `apply` was given, weighed; a sparse one is summed over the replicas already. None where there is
+        no gradient.
+    """
+
+    def __init__(self, optimizer: Any, weigh: Transform | None) -> None:
+        self._optimizer = optimizer
+        self._weigh = weigh
+        self._variables: Sequence[Any] | None = None
+        self.gradients: list[Any] = []
+
+    @property
+    def change(self) -> tuple[Any, str, Any]:
+        """The change, for `attributes`, by which `apply` keeps the gradients."""
+        return self._optimizer, "apply", self._keep
+
+    def _keep(self, grads: Gradients, trainable_variables: Sequence[Any] | None = None) -> None:
+        if self.gradients:
+            raise RuntimeError(f"train_step: it calls apply of {self._optimizer.name!r} twice, which Keras' does not")
+        grads, self._variables = list(grads), trainable_variables
+        for gradient, variable in zip(grads, trainable_variables or (), strict=False):
+            if isinstance(gradient, tf.Tensor):
+                gradient.set_shape(variable.shape)  # Not known by the gradients of some operations on rows.
+        grads = list(self._weigh(grads)) if self._weigh else grads
+        is_sparse = [isinstance(gradient, tf.IndexedSlices) for gradient in grads]
+        sums = sum_over_replicas([g if sparse else None for g, sparse in zip(grads, is_sparse, strict=True)])
+        self.gradients = [
+            total if sparse else gradient for gradient, total, sparse in zip(grads, sums, is_sparse, strict=True)
+        ]
+
+    def update(self, strategy: tf.distribute.Strategy, sums: Gradients) -> None:
+        """Makes the update on all replicas of this process, in cross-replica context, from the sums of `gradients`."""
+        inner = getattr(self._optimizer, "inner_optimizer", self._optimizer)
+        with attributes(_of_update(inner, list)):
+            apply = _without_result(lambda: self._optimizer.apply(sums, self._variables))
+            strategy.extended.call_for_each_replica(apply)
 
 
 def optimizers_of(model: keras.Model) -> list[Any]:
@@ -143,11 +189,14 @@ def _patched(optimizer: Any, weigh: Transform | None) -> Iterator[None]:
     changes: list[tuple[Any, str, Any]] = []
     if weigh or first_sum:
         changes.append((optimizer, "apply", _apply(optimizer, weigh, first_sum)))
-    changes.append((inner, _SUM, list if first_sum else _sum_pairs))
-    if _branches(inner):
-        changes.append((inner, "_backend_apply_gradients", _branching_apply(inner)))
-    with attributes(changes):
+    with attributes([*changes, *_of_update(inner, list if first_sum else _sum_pairs)]):
         yield
+
+
+def _of_update(inner: Any, sum_pairs: Callable[..., Any]) -> list[tuple[Any, str, Any]]:
+    """Returns the changes by which an optimizer that wraps no other sums by `sum_pairs`, and branches where it can."""
+    branching = [(inner, "_backend_apply_gradients", _branching_apply(inner))] if _branches(inner) else []
+    return [(inner, _SUM, sum_pairs), *branching]
 
 
 @contextlib.contextmanager

@@ -17,10 +17,10 @@ import keras
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 
 NEEDS = (
+    "keras.src.backend.tensorflow.trainer:TensorFlowTrainer._get_metrics_result_or_logs",
     "keras.src.backend.tensorflow.trainer:TensorFlowTrainer._maybe_symbolic_build(self, iterator)",
     "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.evaluate(self)",
-    "keras.src.backend.tensorflow.trainer:TensorFlowTrainer._get_metrics_result_or_logs",
-    "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.fit(self, callbacks, end_step, logs)",
+    "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.fit(self, callbacks, end_step, iterator, logs)",
     "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.predict(self)",
     "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.predict_on_batch(self)",
     "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.test_on_batch(self)",
@@ -109,17 +109,20 @@ def iterating_fit() -> Fit | None:
     return None if frame is None else Fit(frame.f_locals["self"], frame.f_locals["callbacks"])
 
 
-def end_execution() -> None:
-    """Calls the callbacks for the end of an execution that was cut short, if several steps make one.
+def end_cut_execution() -> None:
+    """Calls the callbacks for the end of an execution in which a step found no data, if steps before it were made.
 
     Keras calls them only after an execution that raised nothing. On one device the last one is such, however few of its
     `steps_per_execution` there were data for.
     """
     frame = fit_frame()
-    if frame is None or frame.f_locals["self"].steps_per_execution == 1:
+    if frame is None:
         return
-    logs = frame.f_locals["self"]._get_metrics_result_or_logs(frame.f_locals["logs"])
-    frame.f_locals["callbacks"].on_train_batch_end(frame.f_locals["end_step"], logs)
+    model, iterator = frame.f_locals["self"], frame.f_locals.get("iterator")
+    # The last of the handles is that of the step that found no data.
+    if model.steps_per_execution > 1 and getattr(iterator, "given_in_execution", 0) > 1:
+        logs = model._get_metrics_result_or_logs(frame.f_locals["logs"])
+        frame.f_locals["callbacks"].on_train_batch_end(frame.f_locals["end_step"], logs)
 
 
 def is_called_by_fit() -> bool:

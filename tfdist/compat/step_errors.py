@@ -7,7 +7,8 @@ for it. And where the length of the data is not known, a step itself says that t
 steps make an execution, Keras would call no callback for those that were made.
 
 Keras enters `catch_stop_iteration` of its epoch iterator around the steps of an epoch, so this method is replaced, once
-in a process; nothing changes for data sets without the methods `raised_in_step` and `has_cut_execution`.
+in a process; nothing changes for data sets without the method `raised_in_step`, nor for iterators without the attribute
+`given_in_execution`.
 """
 
 from __future__ import annotations
@@ -22,9 +23,8 @@ from keras.src.backend.tensorflow.trainer import TFEpochIterator
 from tfdist.compat import replacing, running_loop
 
 NEEDS = (
+    "keras.src.backend.tensorflow.trainer:TFEpochIterator._distributed_dataset",
     "keras.src.backend.tensorflow.trainer:TFEpochIterator.catch_stop_iteration",
-    # An attribute that the constructor sets: the class alone can't show it.
-    "keras.src.backend.tensorflow.trainer:TFEpochIterator",
 )
 
 
@@ -40,8 +40,7 @@ def _keeping_types(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
             try:
                 yield
             except tf.errors.OutOfRangeError:
-                if getattr(self._distributed_dataset, "has_cut_execution", lambda: False)():
-                    running_loop.end_execution()
+                running_loop.end_cut_execution()
                 raise
             except tf.errors.OpError:
                 raised = getattr(self._distributed_dataset, "raised_in_step", lambda: None)()

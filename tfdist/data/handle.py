@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The handle of a batch: what Keras carries from `next(iterator)` to `strategy.run`, under every all-reduce engine.
+"""The handle of a batch: what Keras carries from `next(iterator)` to `strategy.run`, under every engine.
 
     DistributedDataset.__iter__        opens a pass; Keras gets its iterator
     next(iterator)  ->  BatchHandle    names the engine and the pass, and reads at most data
@@ -14,11 +14,11 @@ each step is therefore in the graph: an operation that calls Python, or plain op
 | multi_worker | number of the pass | an operation that waits for this worker's contribution; all-reduce, update |
 | averaging | the batch itself, from tf.data | the step of each replica; an average if one is due |
 | warmup | elements of the data, or iterators over them | the step of one replica, of several, or of none |
+| parameter_server | numbers of pass and batch, an int64 | an operation that queues the step, or makes an update |
 
-Ownership. A `HandleKind` is the type of all handles that one trace serves. This module has the registry of the kinds
-and passes of these engines; parameter servers have their own (`engines/parameter_server/worker_batch`). The registry
-keeps neither engines nor passes alive: a strategy owns its engine, Keras owns the iterator, and the iterator owns its
-pass. The pass owns the position in the data.
+Ownership. A `HandleKind` is the type of all handles that one trace serves. This module has the registry of all kinds,
+passes and data sets that a graph names by number. It keeps none of them alive, nor the engines: a strategy owns its
+engine, Keras owns the iterator, and the iterator owns its pass. The pass owns the position in the data.
 
 The end of the data. An iterator ends where the number of batches is known, which all workers have compared. Where it
 is not known under a multi-worker policy, `run` raises `tf.errors.OutOfRangeError` on all workers for the same step,
@@ -38,6 +38,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.compat import distributed_data, running_loop
+from tfdist.data import splitting
 
 _PASS_NUMBER = tf.TensorSpec([], tf.int64)
 
@@ -52,6 +53,7 @@ class HandleKind:
       element_spec: the structure of `tf.TypeSpec`s of a batch, or of the engine's own elements.
       form: for the engine, hashable: how it runs a step on such a batch.
       content_spec: the structure of `tf.TypeSpec`s of a handle's content.
+      handle_type: the class of the handles.
     """
 
     number: int
@@ -59,23 +61,37 @@ class HandleKind:
     element_spec: Any
     form: Any
     content_spec: Any
+    handle_type: type[BatchHandle]
 
-    def handle(self, content: Any) -> BatchHandle:
+    @functools.cached_property
+    def spec(self) -> BatchHandleSpec:
+        """The type of the handles, for `tf.function` and tf.data."""
+        return BatchHandleSpec(self.number)
+
+    def handle(self, content: Any) -> Any:
         """A handle of this kind."""
         flat = [leaf for leaf in tf.nest.flatten(content, expand_composites=True) if leaf is not None]
-        return BatchHandle(self, flat)
+        return self.handle_type(self, flat)
 
 
 class _Registry:
-    """All kinds of handles, and the passes that are open."""
+    """All kinds of handles, and the passes and data sets that graphs name by number."""
 
     def __init__(self) -> None:
-        self._numbers = itertools.count()
+        # 0 names nothing.
+        self._numbers = itertools.count(1)
         self._kinds: dict[Hashable, HandleKind] = {}
         self._by_number: dict[int, HandleKind] = {}
-        self._passes: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._entries: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
-    def kind(self, engine: Any, element_spec: Any, form: Any = (), content_spec: Any = _PASS_NUMBER) -> HandleKind:
+    def kind(
+        self,
+        engine: Any,
+        element_spec: Any,
+        form: Any = (),
+        content_spec: Any = _PASS_NUMBER,
+        handle_type: type[BatchHandle] | None = None,
+    ) -> HandleKind:
         """The kind of these properties; the same object each time, so that a step is traced once.
 
         Args:
@@ -83,12 +99,13 @@ class _Registry:
           element_spec: see `HandleKind`.
           form: see `HandleKind`.
           content_spec: see `HandleKind`; the number of a pass by default.
+          handle_type: see `HandleKind`; `BatchHandle` by default.
         """
-        engine_of = weakref.ref(engine)
-        key = engine_of, repr(element_spec), form, repr(content_spec)
+        engine_of, handle_type = weakref.ref(engine), handle_type or BatchHandle
+        key = engine_of, repr(element_spec), form, repr(content_spec), handle_type
         if key not in self._kinds:
             self._forget_the_kinds_of_the_dead()
-            kind = HandleKind(next(self._numbers), engine_of, element_spec, form, content_spec)
+            kind = HandleKind(next(self._numbers), engine_of, element_spec, form, content_spec, handle_type)
             self._kinds[key] = self._by_number[kind.number] = kind
         return self._kinds[key]
 
@@ -96,16 +113,21 @@ class _Registry:
         """The kind with this number."""
         return self._by_number[number]
 
-    def open(self, a_pass: Any) -> tf.Tensor:
-        """Registers a pass, weakly; returns its number, the content of its handles."""
+    def add(self, entry: Any) -> int:
+        """Registers a pass or a data set, weakly; returns its number."""
         number = next(self._numbers)
-        self._passes[number] = a_pass
+        self._entries[number] = entry
+        return number
+
+    def open(self, a_pass: Any) -> tf.Tensor:
+        """Registers a pass, weakly; returns its number as a tensor, the content of its handles."""
+        number = self.add(a_pass)
         with tf.device("/device:CPU:0"):
             return tf.constant(number, tf.int64)
 
-    def pass_of(self, number: int | tf.Tensor) -> Any:
-        """The pass with this number."""
-        return self._passes[int(number)]
+    def find(self, number: int | tf.Tensor) -> Any:
+        """The pass, or the data set, with this number."""
+        return self._entries[int(number)]
 
     def _forget_the_kinds_of_the_dead(self) -> None:
         for key in [key for key, kind in self._kinds.items() if kind.engine_of() is None]:
@@ -129,11 +151,11 @@ class BatchHandle(distributed_data.CompositeBatch, tf.distribute.DistributedValu
 
     @property
     def _type_spec(self) -> BatchHandleSpec:
-        return BatchHandleSpec(self.kind.number)
+        return self.kind.spec
 
     @property
     def engine(self) -> Any:
-        """The engine that runs steps on it."""
+        """The `engines.base.Engine` that runs train steps on it."""
         return self.kind.engine_of()
 
     @property
@@ -161,7 +183,11 @@ class BatchHandleSpec(tf.TypeSpec):
     @property
     def value_type(self) -> type[BatchHandle]:
         """See `tf.TypeSpec`."""
-        return BatchHandle
+        return self.kind.handle_type
+
+    def to_tensors(self, value: BatchHandle) -> list[tf.Tensor]:
+        """See `tf.types.experimental.TraceType`: the inherited result, faster, because each step calls it."""
+        return list(value._flat)
 
     def _serialize(self) -> tuple[int]:
         return (self.kind.number,)
@@ -174,7 +200,7 @@ class BatchHandleSpec(tf.TypeSpec):
         return value._flat
 
     def _from_components(self, components: Sequence[tf.Tensor]) -> BatchHandle:
-        return BatchHandle(self.kind, components)
+        return self.kind.handle_type(self.kind, components)
 
 
 class DistributedDataset(distributed_data.DistributedDatasetBase):
@@ -209,19 +235,36 @@ class DistributedDataset(distributed_data.DistributedDatasetBase):
         """Batches in one pass, or one of tf.data's constants for an unknown or endless number."""
         return int(self.own.cardinality())
 
+    def in_graph(self) -> Any:
+        """Returns the data set over which a `tf.function` iterates."""
+        return self.whole
+
     def raised_in_step(self) -> BaseException | None:
         """Returns the Python exception of the last step, if the engine knows of any."""
-        return getattr(self._engine, "raised_in_step", lambda: None)()
-
-    def has_cut_execution(self) -> bool:
-        """Returns True if the data ended within the last execution, after at least one of its steps."""
-        return getattr(self._engine, "has_cut_execution", lambda: False)()
+        return self._engine.raised_in_step()
 
     def __iter__(self) -> Any:
         if not tf.executing_eagerly():
-            return iter(self.whole)
+            return iter(self.in_graph())
         opened = self._engine.open(self, running_loop.iterating_fit())
         return iter(self.whole) if opened is None else opened
+
+
+def in_handles(engine: Any, dataset: tf.data.Dataset, form: Hashable = ()) -> tf.data.Dataset:
+    """A data set of handles whose content is an element of `dataset`; Keras reads it in a graph, without Python.
+
+    Args:
+      engine: runs the steps on the handles.
+      dataset: yields what the engine makes a step of.
+      form: see `HandleKind`.
+    """
+    is_tuple = isinstance(dataset.element_spec, tuple)
+    kind = registry.kind(engine, dataset.element_spec, form, dataset.element_spec)
+
+    def give(*element: Any) -> BatchHandle:
+        return kind.handle(element if is_tuple else element[0])
+
+    return splitting.in_order(dataset.map(tf.autograph.experimental.do_not_convert(give))).prefetch(2)
 
 
 class CountedDataset(DistributedDataset):
@@ -257,24 +300,27 @@ class HandleIterator:
     It is no `tf.distribute.DistributedIterator`, because Keras would hand such a one into a `tf.function` as a whole
     instead of taking one batch at a time. It ends with `StopIteration`, or with `tf.errors.OutOfRangeError` where no
     handle was given since `iter(self)`: Keras zips over it `steps_per_execution` at a time, and tells the two apart.
+
+    Attributes:
+      given_in_execution: how many handles were given since `iter(self)`.
     """
 
     def __init__(self) -> None:
         self._is_ended = False
-        self._given_since_iter = 0
+        self.given_in_execution = 0
 
     def __iter__(self) -> HandleIterator:
-        self._given_since_iter = 0
+        self.given_in_execution = 0
         return self
 
     def __next__(self) -> BatchHandle:
         handle = None if self._is_ended else self.next_handle()
         if handle is None:
             self._is_ended = True
-            if self._given_since_iter:
+            if self.given_in_execution:
                 raise StopIteration
             raise tf.errors.OutOfRangeError(None, None, "End of sequence")
-        self._given_since_iter += 1
+        self.given_in_execution += 1
         return handle
 
     def next_handle(self) -> BatchHandle | None:

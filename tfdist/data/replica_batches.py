@@ -23,7 +23,7 @@ def distributed(handle: handles.BatchHandle) -> Any:
     """The batch that a handle stands for as distributed values, in a graph or outside."""
     num_parts, is_whole = handle.kind.form
     if tf.executing_eagerly():
-        parts = [handles.without_optionals(part) for part in handles.registry.pass_of(handle.content).take().parts()]
+        parts = [handles.without_optionals(part) for part in handles.registry.find(handle.content).take().parts()]
         return values_of_replicas.of(parts, always_wrap=False)
     element_spec = handle.kind.element_spec
     spec = splitting.part_spec(element_spec, num_parts) if is_whole else element_spec
@@ -37,7 +37,7 @@ def distributed(handle: handles.BatchHandle) -> Any:
 
 def _read(number: tf.Tensor) -> list[tf.Tensor]:
     try:
-        parts = handles.registry.pass_of(number).take().parts()
+        parts = handles.registry.find(number).take().parts()
         return [tensor for part in parts for tensor in _tensors(part)]
     except tf.errors.OutOfRangeError:
         # As the end of the data an operation passes on this one only.

@@ -46,11 +46,25 @@ class Shares:
         """Returns the shares of `data`, of which this worker has `batches`; None if all are known to be equal."""
         if strategy.num_replicas_in_sync == 1 or _are_surely_even(strategy, data, batches):
             return None
+        return cls.of_batches(
+            batches, lambda rows: sum_over_workers([tf.add_n(rows)])[0], strategy.num_replicas_in_sync
+        )
+
+    @classmethod
+    def of_batches(
+        cls, batches: list[Any], total_of: Callable[[list[tf.Tensor]], tf.Tensor], num_replicas: int
+    ) -> Shares | None:
+        """Returns the shares of the global batch that this worker has `batches` of; None without an axis of examples.
+
+        Args:
+          batches: one for each replica of this worker.
+          total_of: given their numbers of examples, returns that of the global batch.
+          num_replicas: replicas on all workers.
+        """
         rows = [splitting.rows(batch) for batch in batches]
         if any(count is None for count in rows):
             return None
-        (total,) = sum_over_workers([tf.add_n(rows)])
-        return cls(tuple(rows), total, strategy.num_replicas_in_sync)
+        return cls(tuple(rows), total_of(rows), num_replicas)
 
     def is_even(self, replica: int) -> tf.Tensor:
         """Returns True if a replica of this worker has exactly 1 / `num_replicas` of the batch."""

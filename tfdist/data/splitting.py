@@ -44,11 +44,15 @@ def deal(dataset: tf.data.Dataset, parts: Sequence[int | tf.Tensor], num_parts: 
         pieces = [cut(batch, part, num_parts) for part in parts]
         return pieces[0] if len(pieces) == 1 else _in_turn(pieces)
 
-    options = tf.data.Options()
-    # Workers that process the same batches in different orders would take overlapping shares.
-    options.deterministic = True
     transform = dataset.map if len(parts) == 1 else dataset.flat_map
-    return _with_cardinality(transform(shares).with_options(options), dataset, len(parts))
+    return _with_cardinality(in_order(transform(shares)), dataset, len(parts))
+
+
+def in_order(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """The data set, in one order: workers that read the same batches in different ones would take overlapping parts."""
+    options = tf.data.Options()
+    options.deterministic = True
+    return dataset.with_options(options)
 
 
 def is_shuffled_by_keras(dataset: Any) -> bool:

@@ -1,21 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The protocol of the engines of the all-reduce strategies: what data sets and a strategy's `run` need of each.
+"""The protocol of all engines: what data sets, strategies and checkpoints need of each.
 
 A strategy chooses its engines when it is built, and has each make its data sets: `distribute`, whose arguments depend
 on what there is to read. From there on the handle of each batch names its engine, so that one `run` serves all engines.
-Whatever else an engine has, such as the averages before a checkpoint, is between that engine and its strategy.
+What else an engine has, such as the averages before a checkpoint, is between that engine and its strategy.
 """
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
+
+from tfdist.policies.saved_state import SavedState
 
 
-@runtime_checkable
-class Engine(Protocol):
-    """Carries batches from a data set to updates."""
+class Engine(SavedState, abc.ABC):
+    """Carries batches from a data set to updates; saves no state of its own by default (see `SavedState`)."""
 
+    @abc.abstractmethod
     def open(self, dataset: Any, fit: Any) -> Iterator[Any] | None:
         """Opens a pass over a data set of this engine, outside of graphs.
 
@@ -26,12 +29,33 @@ class Engine(Protocol):
         Returns:
           An iterator over handles; None if the stock strategy's batches are to be read.
         """
-        ...
 
+    @abc.abstractmethod
     def run(self, step: Callable[..., Any], handle: Any) -> Any:
         """Runs a model's bound `train_step` on the batch of a handle; in cross-replica context, in a graph or eagerly.
 
         Returns:
           What the step returns, for all replicas of all workers together.
         """
-        ...
+
+    def raised_in_step(self) -> BaseException | None:
+        """Returns the Python exception of the last step, and forgets it, if TensorFlow raises another in its place."""
+        return None
+
+    def barrier(self, writes: bool = False) -> None:
+        """Waits until each step that was run has made its update, so that later reads and writes come after it.
+
+        By default there is nothing to wait for: the operations of a step make the update before Keras' function
+        returns, and late contributions only read variables.
+
+        Args:
+          writes: True if the caller is about to write variables; then earlier logs are invalid.
+        """
+        del writes
+
+    def synchronize(self) -> None:
+        """See `SavedState.synchronize`: by default the values after all steps."""
+        self.barrier()
+
+    def close(self) -> None:
+        """Ends the engine's threads, if it has any; may be called again."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from absl import flags
 
-from tfdist.launchers import command_line, kubernetes_submit, manifests, shape, tools, yaml_text
+from tfdist.launchers import command_line, communication, kubernetes_submit, manifests, shape, tools, yaml_text
 from tfdist.launchers.manifests import Pods
 from tfdist.launchers.requests import LaunchError
 from tfdist.launchers.shape import Shape
@@ -141,6 +141,7 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_string("gpu_resource", "nvidia.com/gpu", "what a GPU is called in the cluster", flag_values=values)
     flags.DEFINE_integer("gpus_per_worker", 0, "GPUs for each worker", flag_values=values)
     flags.DEFINE_integer("max_preemptions", 100, "preemptions that the job may have", flag_values=values)
+    communication.define_flag(values)
     forms = "job: Indexed Jobs; jobset: a JobSet, which starts all again when one fails; tfjob: Kubeflow's TFJob"
     flags.DEFINE_enum("form", "job", ["job", "jobset", "tfjob"], forms, flag_values=values)
 
@@ -216,5 +217,7 @@ def main(arguments: Sequence[str]) -> int:
 def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
     gpus = {values.gpu_resource: values.gpus_per_worker} if values.gpus_per_worker else {}
     more = {"accelerators": gpus, "max_preemptions": values.max_preemptions}
-    request = plan(pods_from_flags(values, command, Shape.from_flags(values), **more), values.form)
+    pods = pods_from_flags(values, command, Shape.from_flags(values), **more)
+    pods = dataclasses.replace(pods, env={**communication.environment(values.communication), **pods.env})
+    request = plan(pods, values.form)
     return command_line.submit_or_show(values, request, lambda: submit(request, values.start_timeout_secs))

@@ -11,12 +11,12 @@ import functools
 import pathlib
 import secrets
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from absl import flags
 
 from tfdist.cluster import DATA_SERVICE_VARIABLE, Task
-from tfdist.launchers import command_line, gpus, private_network, shape
+from tfdist.launchers import command_line, communication, gpus, private_network, shape
 from tfdist.launchers.ports import PortReservation
 from tfdist.launchers.requests import (
     TRY_AGAIN_EXIT_CODE,
@@ -58,6 +58,7 @@ class Job:
       evaluator: whether there is an evaluator beside the cluster.
       gpus_per_worker: number of GPUs for each worker; None divides all GPUs evenly.
       restarts: limits of restarts.
+      env: variables added to the environment.
 
     Raises:
       LaunchError: a number is out of range, or there is no script.
@@ -71,6 +72,7 @@ class Job:
     evaluator: bool = False
     gpus_per_worker: int | None = None
     restarts: Restarts = dataclasses.field(default_factory=Restarts)
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.shape.check_restarts(self.restarts)
@@ -120,6 +122,7 @@ def plan(
     for task in left.tasks:
         env = {"TF_CONFIG": left.cluster(left_addresses, task).to_tf_config(), **service}
         env |= {**visible.get(places[task], {}), "TFDIST_LAUNCHER": "local", "PYTHONUNBUFFERED": "1"}
+        env |= job.env
         tasks.append(TaskRequest(str(task), env, (python, *job.command)))
     return left.request(tasks, job.grace_secs, job.restarts)
 
@@ -157,6 +160,7 @@ def define_run_flags(values: flags.FlagValues, grace_period_secs: float) -> None
     flags.DEFINE_integer("max_worker_restarts", 3, worker_help, flag_values=values)
     least_help = "with how many workers to go on when some are given up; all by default"
     flags.DEFINE_integer("min_workers", None, least_help, flag_values=values)
+    communication.define_flag(values)
     flags.DEFINE_string("task_logs", None, "directory for files with each task's output", flag_values=values)
     flags.DEFINE_string("run", "", "folder in --task_logs; the time by default", flag_values=values)
     flags.DEFINE_boolean("tee", True, "print the tasks' output, also where it is logged", flag_values=values)
@@ -201,6 +205,7 @@ def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
         values.evaluator,
         values.gpus_per_worker,
         restarts_from_flags(values),
+        communication.environment(values.communication),
     )
     check_command(job.command)
     logs = logs_from_flags(values)

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 
 from absl import flags
 
-from tfdist.launchers import command_line, shape, slurm_time, tools
+from tfdist.launchers import command_line, communication, shape, slurm_time, tools
 from tfdist.launchers.requests import LaunchError, check_command
 from tfdist.launchers.shape import Shape
 from tfdist.launchers.slurm_task import MOST_WITHOUT_PORT
@@ -282,6 +282,7 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_float(
         "grace_period_secs", 30.0, "seconds for the other tasks after one has failed", flag_values=values
     )
+    communication.define_flag(values)
     flags.DEFINE_multi_string("env", [], "NAME=VALUE for all tasks; may be repeated", flag_values=values)
     flags.DEFINE_multi_string("sbatch", [], "one more option of sbatch; may be repeated", flag_values=values)
     flags.DEFINE_boolean("dry_run", False, "print the batch script, submit nothing", flag_values=values)
@@ -301,7 +302,7 @@ def job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> Job:
         **{name: getattr(values, name) for name in (*same, *limits)},
         grace_secs=values.grace_period_secs,
         directory=values.directory or str(pathlib.Path.cwd()),
-        env=tools.parse_environment("env", values.env),
+        env=communication.environment(values.communication) | tools.parse_environment("env", values.env),
         options={name: getattr(values, name) for name in _OPTIONS},
         extra=tuple(values.sbatch),
     )

@@ -18,7 +18,7 @@ from absl import flags
 
 import tfdist
 from tfdist.cluster import DATA_SERVICE_VARIABLE, Task
-from tfdist.launchers import command_line, hostfile, local, shape, ssh_client, ssh_preflight, tools
+from tfdist.launchers import command_line, communication, hostfile, local, shape, ssh_client, ssh_preflight, tools
 from tfdist.launchers.gpus import VISIBLE
 from tfdist.launchers.hostfile import Host
 from tfdist.launchers.requests import SENT_PREFIX, LaunchError, Request, Restarts, TaskRequest
@@ -209,7 +209,7 @@ def job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> Job:
         python=values.python,
         port=values.port,
         gpus_per_worker=values.gpus_per_worker,
-        env=tools.parse_environment("env", values.env),
+        env=communication.environment(values.communication) | tools.parse_environment("env", values.env),
         ssh_options=tuple(values.ssh),
         grace_secs=values.grace_period_secs,
         restarts=local.restarts_from_flags(values),

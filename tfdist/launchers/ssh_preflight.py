@@ -58,7 +58,7 @@ def check(
         if isinstance(answer, str):
             wrong.append(f"{login} {answer}")
             continue
-        wrong += [f"{login} {problem}" for problem in _problems(answer, asked[login], here)]
+        wrong += [f"{login} {problem}" for problem in problems_of(answer, asked[login], here)]
         if abs(answer["skew"]) > _MAX_SKEW_SECS:
             warnings.append(
                 f"the clock of {login} is {answer['skew']:+.0f} s off from this one; set it (timedatectl, chrony)"
@@ -94,7 +94,8 @@ def _probe(login: str, command: Sequence[str], asked: Mapping[str, Any], timeout
     return answer
 
 
-def _problems(answer: Mapping[str, Any], asked: Mapping[str, Any], here: Mapping[str, str]) -> list[str]:
+def problems_of(answer: Mapping[str, Any], asked: Mapping[str, Any], here: Mapping[str, str]) -> list[str]:
+    """Reasons for which a host can't run its tasks, from its answer and from what is asked of it."""
     found = []
     for name, version in here.items():
         there = answer["versions"].get(name)

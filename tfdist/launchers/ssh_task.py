@@ -117,7 +117,7 @@ def _run(command: Sequence[str], env: Mapping[str, str]) -> int:
             try:
                 # A connection that breaks while output is unread raises an error instead of end of file.
                 with contextlib.suppress(OSError):
-                    for received in _received(0):
+                    for received in received_from(0):
                         if isinstance(received, str):
                             notices.add(received)
                         else:
@@ -136,7 +136,7 @@ def _run(command: Sequence[str], env: Mapping[str, str]) -> int:
         return code if code >= 0 else 128 - code
 
 
-def _received(descriptor: int) -> Iterator[int | str]:
+def received_from(descriptor: int) -> Iterator[int | str]:
     """Yields the signals and notices from the launcher, until it is lost."""
     notice: bytearray | None = None
     while True:

@@ -45,7 +45,7 @@ class StallReporter:
         write: Callable[[str], object] | None = None,
     ) -> None:
         self._describe = describe
-        self._interval_secs = interval_secs
+        self.interval_secs = interval_secs
         self._progress = progress
         self._clock = clock
         self._write = write or messages.say
@@ -74,7 +74,7 @@ class StallReporter:
         now, current = self._clock(), (self._blocks[-1] if self._blocks else self._progress())
         if current is None or self._last is None or current[1] != self._last[1]:
             self._last, self._since, self._reported = current, now, now
-        elif now - self._reported >= self._interval_secs:
+        elif now - self._reported >= self.interval_secs:
             self._reported = now
             secs = now - self._since
             self._write(f"tfdist: {current[0]} has not completed for {secs:.0f} s; waiting for {self._describe()}")

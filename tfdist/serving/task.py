@@ -54,7 +54,7 @@ def serve(cluster: Cluster, start_timeout_secs: float = 300.0) -> int:
     mark = done_mark(cluster, cluster.task)
     if "chief" in cluster.jobs:
         try:
-            _prepare(mark.parent)
+            prepare(mark.parent)
         except OSError as error:
             messages.say(f"tfdist: {cluster.task}: {error}")
             return 1
@@ -71,7 +71,7 @@ def serve(cluster: Cluster, start_timeout_secs: float = 300.0) -> int:
             with _ending_with_chief() as is_asked_to_end:
                 return _await_chief(cluster, mark, start_timeout_secs, is_asked_to_end)
     finally:
-        if _is_ours(mark.parent):
+        if is_ours(mark.parent):
             shutil.rmtree(mark.parent, ignore_errors=True)
         del server
 
@@ -116,7 +116,7 @@ def _await_chief(
     chief = cluster.jobs["chief"][0]
     seen = False
     waiting_since = last_seen = time.monotonic()
-    while not (_is_ours(mark.parent) and mark.exists()):
+    while not (is_ours(mark.parent) and mark.exists()):
         now = time.monotonic()
         if rendezvous.answers(chief, _POLL_SECS):
             seen, last_seen = True, now
@@ -155,7 +155,7 @@ def _secret() -> bytes:
     return os.environ.get(JOB_SECRET_VARIABLE, "").encode(errors="surrogateescape")
 
 
-def _prepare(folder: pathlib.Path) -> None:
+def prepare(folder: pathlib.Path) -> None:
     """Removes the folder of an earlier attempt, and creates a new one if its name can be guessed by other users.
 
     A folder with a secret name is created by the chief, so that a killed task leaves no folder behind.
@@ -164,7 +164,7 @@ def _prepare(folder: pathlib.Path) -> None:
       OSError: the folder can't be created, or belongs to another user. The message is one line.
     """
     if folder.is_symlink() or folder.exists():
-        if not _is_ours(folder):
+        if not is_ours(folder):
             raise OSError(
                 f"{folder} is not a folder of this user, so that the chief can't say there that it is done; remove "
                 f"it, or set {JOB_SECRET_VARIABLE} to one random text for all tasks. Received: {_described(folder)}"
@@ -174,7 +174,7 @@ def _prepare(folder: pathlib.Path) -> None:
         folder.mkdir(mode=0o700)
 
 
-def _is_ours(folder: pathlib.Path) -> bool:
+def is_ours(folder: pathlib.Path) -> bool:
     """Returns True if this is a folder, and no link, that belongs to this user."""
     try:
         status = folder.lstat()

@@ -81,6 +81,4 @@ def _is_of_users_code(loss: Any) -> bool:
     """Returns True if the user's code computes a loss. It may be one number per batch, which Keras doesn't divide."""
     if not isinstance(loss, keras.losses.Loss):
         return False
-    function = getattr(loss, "fn", None)
-    is_of_keras = function is None or (getattr(function, "__module__", None) or "").startswith("keras.")
-    return not (is_of_keras and used_objects.is_of_keras(type(loss)))
+    return not used_objects.is_all_of_keras(loss, getattr(loss, "fn", None))

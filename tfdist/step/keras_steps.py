@@ -30,6 +30,12 @@ def model_of(fn: Callable[..., Any]) -> keras.Model | None:
     return owner if trainers.is_trainer(owner) else None
 
 
+def runs_eagerly(fn: Callable[..., Any]) -> bool:
+    """Returns True if `fn` is a method of a model compiled with `run_eagerly=True`."""
+    model = model_of(fn)
+    return model is not None and model.run_eagerly
+
+
 def traced_with(fn: Callable[..., Any]) -> dict[Any, Any] | None:
     """Returns the cache of a Keras step's traces, an attribute of the function that Keras has made of the step.
 

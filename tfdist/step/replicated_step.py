@@ -8,7 +8,8 @@ A step is a bound `train_step` or `test_step` of a Keras model; any other functi
 - each replica's gradients are weighted by its share of the global batch, so that their sum is the gradient of the mean
   over all examples; a replica without examples contributes nothing;
 - the optimizer patches put clipping, accumulation and loss scaling after the sum over replicas;
-- the logs are those of the whole global batch, in one reduction for all of them;
+- the logs are those of the whole global batch, in one reduction for all of them; in Keras' own step of one replica per
+  worker it is the reduction of the gradients, and the update follows it;
 - statistics of layers, such as BatchNormalization, and weights that the step assigns itself are averaged, so that
   they are equal on all replicas.
 """
@@ -24,10 +25,19 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat import flat_layers, keras_variables, optimizer_patches, own_attributes, trainers, values_of_replicas
+from tfdist.compat import (
+    compiled_losses,
+    flat_layers,
+    keras_variables,
+    optimizer_patches,
+    own_attributes,
+    replicas,
+    trainers,
+    values_of_replicas,
+)
 from tfdist.data import splitting
 from tfdist.data.shares import Shares, Sum
-from tfdist.step import copies, empty_parts, global_losses, loss_weights, write_order
+from tfdist.step import copies, empty_parts, global_losses, loss_weights, used_objects, write_order
 
 # One trace at a time: `global_losses.counted_as_one` sets an attribute of the strategy, and two threads may fit two
 # models.
@@ -49,7 +59,14 @@ def is_train_step(function: Any) -> bool:
     return model_of(function) is not None and function.__name__ == TRAIN
 
 
-def run_step(strategy: Any, run: Callable[[Any], Any], step: Any, data: Any, sum_over_workers: Sum) -> Any:
+def run_step(
+    strategy: Any,
+    run: Callable[[Any], Any],
+    step: Any,
+    data: Any,
+    sum_over_workers: Sum,
+    shares_of: Callable[[list[Any]], Shares | None] | None = None,
+) -> Any:
     """Runs a Keras step on all replicas.
 
     Args:
@@ -58,6 +75,8 @@ def run_step(strategy: Any, run: Callable[[Any], Any], step: Any, data: Any, sum
       step: a bound `train_step` or `test_step`.
       data: the step's argument: distributed values, or a value for every replica.
       sum_over_workers: sums tensors over all workers.
+      shares_of: returns the shares of the batch that this process' replicas have these parts of, None if they are
+        equal; by default the workers sum their numbers of examples.
 
     Returns:
       The logs, equal on all replicas and workers.
@@ -68,14 +87,14 @@ def run_step(strategy: Any, run: Callable[[Any], Any], step: Any, data: Any, sum
         prepare(strategy, model)
     parts = _local(strategy, data)
     with write_order.writes_after_inputs(parts):
-        shares = Shares.of(strategy, data, [*parts.values()], sum_over_workers)
+        batches = [*parts.values()]
+        shares = shares_of(batches) if shares_of else Shares.of(strategy, data, batches, sum_over_workers)
         with _TRACING, global_losses.counted_as_one(strategy, step) as has_own_loss:
             weights = loss_weights.LossWeights(model, shares, strategy.num_replicas_in_sync, has_own_loss)
-            patches = (
-                optimizer_patches.patched(optimizer_patches.optimizers_of(model), weights.transform)
-                if training
-                else contextlib.nullcontext()
-            )
+            postponed = None
+            if training and _updates_last(strategy, step):
+                postponed = optimizer_patches.Postponed(model.optimizer, weights.transform)
+            patches = _patches(model, weights, postponed) if training else contextlib.nullcontext()
             told, written = _MetricResults(model), _WrittenWeights(model)
             with (
                 patches,
@@ -84,7 +103,27 @@ def run_step(strategy: Any, run: Callable[[Any], Any], step: Any, data: Any, sum
             ):
                 logs = run(given)
         kept = [*flat_layers.statistics_of(model), *written.found] if training else []
-        return _Results(strategy, shares, sum_over_workers, told).merge(logs, kept)
+        return _Results(strategy, shares, sum_over_workers, told).merge(logs, kept, postponed)
+
+
+def _patches(model: keras.Model, weights: Any, postponed: Any) -> contextlib.AbstractContextManager:
+    if postponed:
+        return optimizer_patches.attributes([postponed.change])
+    return optimizer_patches.patched(optimizer_patches.optimizers_of(model), weights.transform)
+
+
+def _updates_last(strategy: Any, step: Any) -> bool:
+    """Returns True if an update after the step is the same, and saves a reduction over the workers.
+
+    After `optimizer.apply`, Keras' own step updates the metrics only. A metric of the user's may read a weight.
+    """
+    model = step.__self__
+    if any(used_objects.is_overridden(model, name) for name in (TRAIN, "compute_metrics")):
+        return False
+    is_one_per_worker = replicas.has_other_workers(strategy) and len(strategy.extended.worker_devices) == 1
+    return is_one_per_worker and all(
+        used_objects.is_all_of_keras(metric, compiled_losses.function_of(metric)) for metric in model.metrics
+    )
 
 
 def run_prediction(strategy: Any, run: Callable[[Any], Any], model: keras.Model | None, data: Any) -> Any:
@@ -268,18 +307,34 @@ class _Results:
     sum_over_workers: Sum
     told: _MetricResults
 
-    def merge(self, logs: Any, statistics: Sequence[Any]) -> Any:
-        """Averages these variables and returns the logs of the global batch, with one reduction for both."""
+    def merge(self, logs: Any, statistics: Sequence[Any], postponed: Any = None) -> Any:
+        """Averages variables, makes a postponed update and finds the logs, with one reduction for all of them.
+
+        Args:
+          logs: of each replica.
+          statistics: Keras variables to be averaged.
+          postponed: an `optimizer_patches.Postponed`, or None.
+
+        Returns:
+          The logs of the global batch.
+        """
         first = [self.strategy.experimental_local_results(leaf)[0] for leaf in tf.nest.flatten(logs)]
         self.told.keep(first)
         counters = self.told.counters
         others = [leaf for leaf, shown in zip(tf.nest.flatten(logs), first, strict=True) if not self.told.has(shown)]
         parts = [tf.add_n([tf.convert_to_tensor(copy) for copy in counter.value.values]) for counter in counters]
         parts += [self._mean_part(value) for value in [*others, *(variable.value for variable in statistics)]]
-        sums = self.sum_over_workers(parts)
+        gradients = postponed.gradients if postponed else []
+        # The last layers' gradients are there first. Sparse ones are sums already.
+        dense = [index for index, each in enumerate(gradients) if isinstance(each, tf.Tensor)][::-1]
+        sums = self.sum_over_workers([*(gradients[index] for index in dense), *parts])
+        sums_of_gradients, sums = sums[: len(dense)], sums[len(dense) :]
         counts, rest = sums[: len(counters)], sums[len(counters) :]
         for variable, mean in zip(statistics, rest[len(others) :], strict=True):
             copies.assign_all(variable, mean)
+        if postponed:
+            by_index = dict(zip(dense, sums_of_gradients, strict=True))
+            postponed.update(self.strategy, [by_index.get(index, each) for index, each in enumerate(gradients)])
         means = iter(rest)
         with keras.StatelessScope(state_mapping=list(zip(counters, counts, strict=True))):
             merged = [self.told.after(leaf) if self.told.has(leaf) else _like(next(means), leaf) for leaf in first]

@@ -36,7 +36,7 @@ class StepCalls:
         """Returns the results of `trace`, and of `make` for the batch of this handle."""
         if tf.executing_eagerly():
             traced = self._outside_of_a_graph(step, handle)
-            return traced, self._of(self._make)(traced, handles.registry.pass_of(handle.content))
+            return traced, self._of(self._make)(traced, handles.registry.find(handle.content))
         traced = self._of(self._trace)(step, handle)
         # TensorFlow never frees Python functions of operations, so they must not hold the model; the graph holds it.
         own_attributes.setdefault(tf.compat.v1.get_default_graph(), "_tfdist_steps", list).append(traced)
@@ -44,7 +44,7 @@ class StepCalls:
         traced_of: Any = weakref.ref(traced)
 
         def call(number: tf.Tensor) -> list[Any]:
-            return make_of()(traced_of(), handles.registry.pass_of(number))
+            return make_of()(traced_of(), handles.registry.find(number))
 
         return traced, python_operation.call(call, [handle.content], traced.dtypes)
 

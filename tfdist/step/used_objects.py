@@ -91,6 +91,12 @@ def is_of_keras(kind: type) -> bool:
     return kind.__module__.split(".")[0] == "keras"
 
 
+def is_all_of_keras(instance: Any, function: Callable[..., Any] | None) -> bool:
+    """Returns True if a loss or metric, and the function that it wraps, if any, are Keras' own."""
+    is_function = function is None or (getattr(function, "__module__", None) or "").startswith("keras.")
+    return is_function and is_of_keras(type(instance))
+
+
 def _within(each: Any) -> Iterator[Any]:
     if isinstance(each, types.ModuleType | type | str | bytes | int | float | None):
         return

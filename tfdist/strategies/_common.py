@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -29,7 +29,6 @@ from tfdist.compat import (
 )
 from tfdist.data.handle import BatchHandle
 from tfdist.engines.averaging.engine import AveragingEngine
-from tfdist.engines.base import Engine
 from tfdist.engines.warmup.engine import WarmupEngine
 from tfdist.policies.base import Aggregation
 from tfdist.policies.warmup import Warmup
@@ -88,26 +87,31 @@ class KerasSteps(tf.distribute.Strategy):
         """
 
         def stock(*given: Any) -> Any:
-            carried = global_seeds.carried(self, fn)
-            return super(KerasSteps, self).run(carried, args=given or args, kwargs=kwargs, options=options)
+            return self._run_stock(fn, given or args, kwargs, options)
 
         fn = decorated_methods.undecorated(fn)
         if any(isinstance(leaf, BatchHandle) for leaf in tf.nest.flatten((args, kwargs))):
-            is_step = len(args) == 1 and isinstance(args[0], BatchHandle) and not kwargs
-            if is_step and replicated_step.is_train_step(fn):
-                engine: Engine = args[0].engine
-                return tf.nest.map_structure(replicated_step.mark, engine.run(fn, args[0]))
+            is_batch = len(args) == 1 and isinstance(args[0], BatchHandle) and not kwargs
+            if is_batch and replicated_step.is_train_step(fn):
+                return tf.nest.map_structure(replicated_step.mark, args[0].engine.run(fn, args[0]))
             args, kwargs = tf.nest.map_structure(_distributed, (args, kwargs))
         if replicated_step.model_of(fn) is None or len(args) != 1 or kwargs:
-            if not tf.executing_eagerly():
-                rehearsal.before(self, fn, *self._of_first_replica((list(args), dict(kwargs or {}))))
-            if keras_steps.classify(fn) == "predict" and len(args) == 1:
-                models = [each for each in used_objects.used_by(fn) if trainers.is_trainer(each)]
-                return replicated_step.run_prediction(self, stock, models[0] if models else None, args[0])
-            return stock()
+            return self._run_function(stock, fn, args, kwargs)
         if not tf.executing_eagerly():
             self._build_for(fn, args[0])
         return replicated_step.run_step(self, stock, fn, args[0], self._sum_over_workers)
+
+    def _run_stock(self, fn: Any, args: Any, kwargs: Any = None, options: Any = None) -> Any:
+        return super().run(global_seeds.carried(self, fn), args=args, kwargs=kwargs, options=options)
+
+    def _run_function(self, stock: Callable[..., Any], fn: Any, args: Any, kwargs: Any) -> Any:
+        """Runs a function that is no train or test step of Keras, by the stock method."""
+        if not tf.executing_eagerly():
+            rehearsal.before(self, fn, *self._of_first_replica((list(args), dict(kwargs or {}))))
+        if keras_steps.classify(fn) == "predict" and len(args) == 1:
+            models = [each for each in used_objects.used_by(fn) if trainers.is_trainer(each)]
+            return replicated_step.run_prediction(self, stock, models[0] if models else None, args[0])
+        return stock()
 
     def _build_for(self, fn: Any, data: Any) -> None:
         """Makes the variables of a Keras step that `fit` does not build: in a loop of the user's own."""

@@ -7,7 +7,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tfdist.engines.base import Engine
 from tfdist.engines.multi_worker.agreement import Agreement
+from tfdist.policies.base import Policy
 from tfdist.policies.saved_state import SavedState
 from tfdist.serving.embedded import Attachment
 from tfdist.telemetry.report import Recorder
@@ -22,7 +24,8 @@ class Distribution:
 
     Attributes:
       recorder: statistics of the updates; records none without a policy.
-      saved_state: state of the policies, for checkpoints.
+      saved_state: state of the policies and engines, for checkpoints.
+      engines: the engines that the strategy has chosen.
       agreement: exchange of small values between workers; None if this process trains alone.
       broadcast: gives the chief's values to variables on all workers; needed only if there is an `agreement`.
       serving: the cluster's worker and ps processes, under ParameterServerStrategy only.
@@ -31,7 +34,23 @@ class Distribution:
 
     recorder: Recorder
     saved_state: SavedState = dataclasses.field(default_factory=SavedState)
+    engines: Sequence[Engine] = ()
     agreement: Agreement | None = None
     broadcast: Callable[[Sequence[Any]], None] = lambda variables: None
     serving: Attachment | None = None
     coordinator: Any = None
+
+    def take(self, policies: Sequence[Policy], *engines: Engine | None) -> None:
+        """Takes the policies of the strategy, and its engines; None is an engine that the strategy does not need."""
+        self.engines = [engine for engine in engines if engine is not None]
+        self.saved_state = SavedState(policies, self.engines)
+
+    def barrier(self, writes: bool = False) -> None:
+        """Waits for the steps of all engines; see `Engine.barrier`."""
+        for engine in self.engines:
+            engine.barrier(writes)
+
+    def close(self) -> None:
+        """Ends the threads of all engines; may be called again."""
+        for engine in self.engines:
+            engine.close()

@@ -28,7 +28,6 @@ from tfdist.engines.mirrored.engine import ThreadedEngine
 from tfdist.engines.warmup.engine import WarmupEngine
 from tfdist.policies import composition
 from tfdist.policies.base import Aggregation
-from tfdist.policies.saved_state import SavedState
 from tfdist.runtime import allocator, cpus
 from tfdist.strategies import _common
 from tfdist.strategies.distribution import Distribution
@@ -93,7 +92,7 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
         if composed.warmup:
             replicas, sum_up = range(self.num_replicas_in_sync), self._sum_over_workers
             self._warming = WarmupEngine(self, composed.warmup, replicas, sum_up, record)
-        self.distribution.saved_state = SavedState(policies, [self._warming, self._averaging])
+        self.distribution.take(policies, self._engine, self._warming, self._averaging)
 
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Runs `fn` on every replica. With a policy, the `train_step` that `fit` hands in makes an update."""

@@ -31,21 +31,22 @@ from tfdist.compat import (
     running_loop,
     unread_iterators,
 )
+from tfdist.data import parts as part_datasets
 from tfdist.data import progress, splitting
 from tfdist.data.handle import DistributedDataset
 from tfdist.engines.averaging.engine import AveragingEngine
 from tfdist.engines.multi_worker import agreement as agreements
-from tfdist.engines.multi_worker import data as quorum_data
 from tfdist.engines.multi_worker import engine as quorum
+from tfdist.engines.synchronous.engine import SynchronousEngine
 from tfdist.engines.warmup.engine import WarmupEngine
 from tfdist.policies import composition
 from tfdist.policies.base import Aggregation, Update
-from tfdist.policies.saved_state import SavedState
 from tfdist.runtime import allocator, cpus, messages, own_address, quorum_client, quorum_server, rendezvous, stalls
 from tfdist.step import copies, replicated_step
-from tfdist.strategies import _common
+from tfdist.strategies import _common, _communication
 from tfdist.strategies.distribution import Distribution
 from tfdist.telemetry.report import Recorder, Report
+from tfdist.transport.sums import WorkerSums
 
 _POLICY = tf.data.experimental.AutoShardPolicy
 # A worker that sends no heartbeat for this long is taken for dead, and the others get an error.
@@ -65,6 +66,9 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
     Args:
       cluster_resolver: a `tf.distribute.cluster_resolver.ClusterResolver`; TF_CONFIG by default.
       communication_options: a `tf.distribute.experimental.CommunicationOptions`.
+      communication: what sums tensors of CPUs over the workers: "mpi" for MPI, by mpi4py; "tensorflow" for
+        TensorFlow's collectives; "auto" for MPI where a launcher has set it up (`tfdist launch --communication=mpi`,
+        mpiexec, srun --mpi), and TensorFlow's collectives elsewhere. GPUs always use TensorFlow's, which have NCCL.
       policies: policies that decide which gradients count, such as `[tfdist.BackupWorkers(spares=1)]`. Empty: all do.
       start_timeout_secs: longest wait for the start of all workers.
       stall_timeout_secs: longest wait of an update, with a policy, without progress of the workers that it waits for.
@@ -73,12 +77,14 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
     Raises:
       ClusterError: the cluster's description can't be right.
       TimeoutError: a worker did not start in time; the message names it.
-      ValueError: the policy makes no sense here, or a timeout is not positive.
+      ValueError: the policy makes no sense here, MPI is asked for and can't be used, or a timeout is not positive.
       ConnectionError: the workers do not belong to one job; they have different secrets.
     """
 
     # None without a policy.
     _quorum: quorum.QuorumEngine | None = None
+    # None with a policy that decides about each update, and where a worker has several devices.
+    _synchronous: SynchronousEngine | None = None
     # For example a job of several workers of which the launcher has given up all but one.
     _is_cluster_of_one = False
     # On the chief, with a policy.
@@ -89,11 +95,13 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         cluster_resolver: Any = None,
         communication_options: Any = None,
         *,
+        communication: str = "auto",
         policies: Sequence[Any] = (),
         start_timeout_secs: float = 300.0,
         stall_timeout_secs: float = 600.0,
     ) -> None:
         composition.check(policies, "MultiWorkerMirroredStrategy")
+        _communication.check(communication)
         _common.check_timeouts(start_timeout_secs=start_timeout_secs, stall_timeout_secs=stall_timeout_secs)
         cluster = _cluster(cluster_resolver)
         allocator.keep_if_launched(few_arenas=True)
@@ -104,13 +112,14 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         policy = self._aggregation = composed.aggregation
         self._warmup = composed.warmup
         self._gathers: dict[Any, Any] = {}
+        self._sums = WorkerSums(self)
         self.distribution = Distribution(Recorder([f"worker:{index}" for index in range(num_workers)]))
         if cluster is None or not is_training or num_workers == 1:
             # An evaluator would be looked for among the workers.
             resolver = cluster_resolver if is_training else _empty_resolver()
             super().__init__(resolver, communication_options)
             self._is_cluster_of_one = cluster is not None and is_training
-            self.distribution.saved_state = SavedState(policies if is_training else ())
+            self.distribution.take(policies if is_training else ())
             _common.mend_keras(self)
             return
         _before_context()
@@ -127,6 +136,9 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         if policy or composed.warmup:
             self._check_devices(policy or composed.warmup)
         self._join(cluster)
+        found = _communication.connect(communication, self._agreements(), self.extended.worker_devices)
+        if found is not None:
+            self._sums.use(found.sum, self._agreements().reporter.waiting)
         if policy:
             self._start_quorum(policy, cluster, stall_timeout_secs)
         parts, sum_up, record = self._parts(), self._sum_over_workers, self.distribution.recorder.record
@@ -134,7 +146,13 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
             self._warming = WarmupEngine(self, composed.warmup, parts, sum_up, record, self._agreements())
         if composed.averaging:
             self._averaging = AveragingEngine(self, composed.averaging, parts, sum_up, num_workers)
-        self.distribution.saved_state = SavedState(policies, [self._warming, self._averaging])
+        elif not policy and len(self.extended.worker_devices) == 1:
+            self._synchronous = SynchronousEngine(self._run_synchronous, num_workers)
+        self.distribution.take(policies, self._quorum, self._warming, self._averaging, self._synchronous)
+
+    def _run_synchronous(self, step: Any, data: Any, shares_of: Any) -> Any:
+        run = lambda given: self._run_stock(step, (given,))  # noqa: E731
+        return replicated_step.run_step(self, run, step, data, self._sums.in_step, shares_of)
 
     def _join(self, cluster: clusters.Cluster) -> None:
         # Each call needs all workers, in the same order on all.
@@ -185,6 +203,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         )
         self._quorum = quorum.QuorumEngine(self, worker, client, self._sum_over_workers, self._prepare, self._record)
         self._quorum.start()
+        atexit.register(self.distribution.close)
         self.distribution.recorder.is_complete = True
 
     def _prepare(self, model: keras.Model) -> None:
@@ -222,7 +241,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         epoch_iterator = running_loop.calling_object()
         _common.replay_generator(self, epoch_iterator)
         dataset = array_data.untuned(dataset, epoch_iterator)
-        if self._quorum is not None:
+        if self._quorum or self._synchronous:
             # With an unknown size the end shows within a step, which ends an execution of several steps in the middle.
             dataset = array_data.sized(dataset, epoch_iterator)
         return unread_iterators.left_out(self._divided(dataset, options), epoch_iterator)
@@ -262,11 +281,14 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         distributed = first_batch.explained(distributed, splitting.explain)
         if is_known:  # All workers reach the end in the same step.
             distributed_data.assume_full_batches(distributed)
-        if not (self._quorum or self._averaging or self._warming):
+        if not (self._quorum or self._averaging or self._warming or self._synchronous):
             return distributed
-        own = quorum_data.part_of(dataset, parts[0], count)
+        own = part_datasets.part_of(dataset, parts[0], count)
         whole = self._quorum.distribute(own, lambda: distributed) if self._quorum else distributed
         whole = self._averaging.distribute(dataset, lambda: distributed) if self._averaging else whole
+        # Where the length is not known, the workers ask each other for the end.
+        if self._synchronous and is_known and tf.executing_eagerly():
+            whole = self._synchronous.distribute(own, dataset.element_spec, lambda: distributed)
         return self._warming.distribute(whole, [own]) if self._warming else whole
 
     def distribute_datasets_from_function(
@@ -280,7 +302,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
             return distributed
         workers, count = replicas.worker_count(self), self.num_replicas_in_sync
         read = dataset_fn(tf.distribute.InputContext(workers, replicas.worker_index(self), count))
-        own = quorum_data.without_total(read)
+        own = part_datasets.without_total(read)
         whole = self._quorum.distribute(own, lambda: distributed) if self._quorum else distributed
         whole = self._averaging.distribute_own(read, lambda: distributed) if self._averaging else whole
         return self._warming.distribute(whole, [own], is_same_length=False) if self._warming else whole
@@ -304,7 +326,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         size = int(dataset.cardinality())
         if self.distribution.agreement:
             found = self.distribution.agreement.gather(
-                [f"{size} batches", *_sources(dataset)], "comparing the data sets"
+                [*_sources(dataset), f"{size} batches"], "comparing the data sets"
             )
             # Also those of the sources: they show different lengths of arrays, or numbers of files.
             for traits in zip(*found.values(), strict=False):
@@ -326,17 +348,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         return self.distribution.agreement
 
     def _sum_over_workers(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        if not replicas.has_other_workers(self):
-            return list(tensors)
-        sums: list[Any] = list(tensors)
-        for dtype in sorted({tensor.dtype.name for tensor in tensors}):
-            chosen = [index for index, tensor in enumerate(tensors) if tensor.dtype.name == dtype]
-            flat = tf.concat([tf.reshape(tensors[index], [-1]) for index in chosen], 0)
-            with tf.device(replicas.worker_device(self)):
-                total = tf.distribute.Strategy.reduce(self, "SUM", tf.identity(flat), axis=None)
-            for index, piece in zip(chosen, tf.split(total, [tf.size(tensors[i]) for i in chosen]), strict=True):
-                sums[index] = tf.reshape(piece, tf.shape(tensors[index]))
-        return sums
+        return self._sums(tensors)
 
     def _broadcast_from_chief(self, variables: Sequence[Any]) -> None:
         copies.broadcast(variables, self._agreements().is_chief, self._sum_over_workers)

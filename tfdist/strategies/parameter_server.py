@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from tfdist.compat import (
@@ -26,32 +25,26 @@ from tfdist.compat import (
     late_builds,
     overlapping_loops,
     plain_loops,
-    python_operation,
     running_loop,
     scheduled_functions,
     strategy_order,
     symbolic_build,
     trainers,
 )
-from tfdist.data import splitting
-from tfdist.engines.parameter_server import batch_arguments, scope_checks, step_dispatch, worker_batch
-from tfdist.engines.parameter_server.accumulation import Accumulation
+from tfdist.engines.parameter_server import batch_arguments, scope_checks, worker_batch
 from tfdist.engines.parameter_server.aggregated import AggregatedEngine
-from tfdist.engines.parameter_server.aggregated_step import AggregatedStep
 from tfdist.engines.parameter_server.asynchronous import AsynchronousEngine
 from tfdist.engines.parameter_server.coordinated_variable import coordinate
 from tfdist.engines.parameter_server.engine import CoordinatedEngine
 from tfdist.engines.parameter_server.partitioned_variable import PartitionedVariable, partition
-from tfdist.engines.parameter_server.program import Program
 from tfdist.engines.parameter_server.transfer import plan as transfer_plan
 from tfdist.engines.parameter_server.worker_batch import WorkerBatch
-from tfdist.engines.parameter_server.worker_data import WorkerIterator, find_iterator
-from tfdist.engines.parameter_server.worker_dataset import WorkerDataset, WorkerDatasetFromFunction
+from tfdist.engines.parameter_server.worker_data import find_iterator
+from tfdist.engines.parameter_server.worker_dataset import WorkerDataset
 from tfdist.policies import composition
-from tfdist.policies.saved_state import SavedState
 from tfdist.runtime import rendezvous, stalls
 from tfdist.serving import embedded
-from tfdist.step import function_keys, in_scope, keras_steps, one_replica, rehearsal
+from tfdist.step import in_scope, keras_steps, rehearsal
 from tfdist.strategies import _parameter_server_arguments
 from tfdist.strategies.distribution import Distribution
 from tfdist.telemetry.report import Recorder, Report
@@ -114,11 +107,10 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         )
         creation_lines.remember()
         strategy_order.join_cluster()
-        self._data_sharding = data_sharding
         is_dynamic = data_sharding == "dynamic"
         self._serving = serving = embedded.attach(cluster, num_workers, num_ps, start_timeout_secs, is_dynamic)
         names = [f"worker:{index}" for index in range(serving.num_workers)]
-        self.distribution = Distribution(Recorder(names, is_complete=True), SavedState(policies), serving=serving)
+        self.distribution = Distribution(Recorder(names, is_complete=True), serving=serving)
         with rendezvous.naming_port(cluster):
             super().__init__(serving.resolver(), variable_partitioner)
         # `run` and `reduce` of this class choose the worker themselves; the stock check would only warn.
@@ -128,20 +120,21 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         plain_loops.allow(self)
         late_builds.allow(self, in_scope.redirected)
         autograph_rules.leave_library()
+        has_gpu = "GPU" in self.extended.worker_devices[0].upper()
+        self._transfer = transfer_plan.of(transfer, self._num_workers, self._num_ps, has_gpu)
         self._engine = CoordinatedEngine(
             self,
             serving.num_workers,
             serving.data_service_address,
             stall_timeout_secs=stall_timeout_secs,
             on_update=lambda update: self.distribution.recorder.record(update),
+            transfer=self._transfer,
+            data_sharding=data_sharding,
         )
-        has_gpu = "GPU" in self.extended.worker_devices[0].upper()
-        self._transfer = transfer_plan.of(transfer, self._num_workers, self._num_ps, has_gpu)
-        self._programs: dict[Any, Any] = {}
-        self._functions = function_keys.Traced()
-        self._aggregated: AggregatedEngine | None = None
-        self._num_parts = 1
+        # Makes the train steps of Keras' loop.
+        self._training: CoordinatedEngine | AggregatedEngine = self._engine
         self._aggregate(composed, stall_timeout_secs)
+        self.distribution.take(policies, *dict.fromkeys((self._engine, self._training)))
         self.distribution.coordinator = self._engine.coordinator
         stalls.InterruptEscape(self._engine.waited_for).install()
         strategy_order.joined_cluster()
@@ -153,14 +146,9 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             return
         engine = AggregatedEngine if aggregation.is_synchronous else AsynchronousEngine
         record = self.distribution.recorder.record
-        self._aggregated = engine(
+        self._training = engine(
             self, self._engine, aggregation, self._transfer, record, stall_timeout_secs, composed.warmup
         )
-        # A batch is cut into the parts of an update.
-        if not aggregation.is_synchronous:
-            self._num_parts = aggregation.replicas_to_aggregate
-        elif self._data_sharding == "shard":
-            self._num_parts = self._engine.num_workers
 
     def _connect_to_cluster(self, coordinator_name: str) -> None:
         del coordinator_name
@@ -183,17 +171,15 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 
     def _begin_call(self) -> None:
         # Contributions to a pass, and batches read ahead, are dropped when another pass begins.
-        overlapping_loops.begin(self, is_exclusive=True, nests=not isinstance(self._aggregated, AsynchronousEngine))
+        overlapping_loops.begin(self, is_exclusive=True, nests=not isinstance(self._training, AsynchronousEngine))
 
     def _create_coordinated(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         if isinstance(kwargs.get("colocate_with"), PartitionedVariable):
             # An optimizer's slot: its shape is that of the variable, so it falls into the same shards.
             del kwargs["colocate_with"]
         variable = next_creator(**kwargs)
-        return partition(coordinate(variable, self._barrier), self._barrier)
-
-    def _barrier(self, writes: bool) -> None:
-        self._engine.barrier(writes)
+        barrier = self.distribution.barrier
+        return partition(coordinate(variable, barrier), barrier)
 
     # Data.
 
@@ -208,15 +194,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         scheduled_functions.reset(self)
         caller = running_loop.calling_object()
         dataset = array_data.untuned(array_data.sized(dataset, caller), caller)
-        if self._data_sharding == "shard":
-            dataset = splitting.reorder_batches(dataset, seed=0)
-        if self._num_parts > 1:
-            splitting.check_batched(dataset.element_spec, self._num_parts)
-        if isinstance(self._aggregated, AsynchronousEngine):
-            described = WorkerDataset(self._engine, dataset, self._data_sharding, self._num_parts)
-        else:
-            is_dealt = self._aggregated is not None and self._data_sharding == "shard"
-            described = WorkerDataset(self._engine, dataset, "deal" if is_dealt else self._data_sharding)
+        described = self._training.distribute(dataset)
         if running_loop.iterating_fit() is not None:
             described.check_first_batch()
         return described
@@ -229,8 +207,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             return super().distribute_datasets_from_function(dataset_fn, options)
         count = self._engine.num_workers
         contexts = [tf.distribute.InputContext(count, worker, self.num_replicas_in_sync) for worker in range(count)]
-        num_parts = self._num_parts if isinstance(self._aggregated, AsynchronousEngine) else 1
-        return WorkerDatasetFromFunction(self._engine, [dataset_fn(context) for context in contexts], num_parts)
+        return self._training.distribute_own([dataset_fn(context) for context in contexts])
 
     # Steps.
 
@@ -243,125 +220,23 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         function is waited for, and its own result returned. In a function given to `ClusterCoordinator.schedule` it
         is the stock method.
         """
-        if tf.distribute.in_cross_replica_context() and self._on_worker():
+        if tf.distribute.in_cross_replica_context() and scheduled_functions.is_traced(self):
             return super().run(fn, args, kwargs, options)
-        given = tf.nest.map_structure(
-            lambda x: tf.convert_to_tensor(x) if isinstance(x, np.ndarray) else x, (args, kwargs or {})
-        )
-        kind = keras_steps.classify(fn)
+        args, kwargs = batch_arguments.in_tensors(args, kwargs or {})
         scope_checks.check_scope(fn)
         with tf.init_scope(), self.scope():  # `fit`, where optimizers are built, may be called outside of it.
-            keras_steps.check(fn, asynchronous=self._aggregated is None)
-        return (self._run_eagerly if tf.executing_eagerly() else self._run_in_graph)(kind, fn, *given)
-
-    def _on_worker(self) -> bool:
-        return scheduled_functions.is_traced(self)
-
-    def _run_eagerly(self, kind: str, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        model = keras_steps.model_of(fn)
-        if model is not None and model.run_eagerly:
-            return self._run_on_chief(fn, args, kwargs)
-        handles = worker_batch.handles_in((args, kwargs))
-        numbers = [int(handle.handle) for handle in handles]
-        if self._is_aggregated(kind, handles):
-            step = self._aggregated_step(fn, handles[0])
-            return step.rebuild(self._aggregated.step(step, find_iterator(numbers[0])))
-        batch = batch_arguments.unused(numbers)
-        iterator, in_parts = batch and batch.iterator, batch is None and bool(handles)
-        program = self._program(kind, fn, args, kwargs, iterator, in_parts)
-        parts = batch_arguments.parts_on_chief(numbers, handles) if in_parts else []
-        return program.rebuild(
-            step_dispatch.dispatch(self._engine, kind, program, parts + program.flatten_arguments(args, kwargs), batch)
-        )
-
-    def _run_on_chief(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Runs a step untraced, with a batch brought to the chief: prints and breakpoints in it see values."""
-        self._engine.barrier(writes=True)
-        args, kwargs = worker_batch.as_values(args, kwargs)
-        with self.scope(), one_replica.replica_on(self, cluster_joining.CHIEF_DEVICE):
-            return fn(*args, **kwargs)
-
-    def _program(
-        self,
-        kind: str,
-        fn: Any,
-        args: tuple,
-        kwargs: dict[str, Any],
-        iterator: WorkerIterator | None,
-        in_parts: bool,
-    ) -> Program:
-        worker_fed = iterator is not None and batch_arguments.takes_batches_itself(kind, iterator)
-        specs = tf.nest.map_structure(batch_arguments.spec_of, (args, kwargs))
-        programs, key = self._traced_with(fn), (function_keys.key_of(fn), worker_fed, in_parts, repr(specs))
-        if key not in programs:
-            rehearsal.before(self, fn, *worker_batch.as_specs(list(args), kwargs))
-            programs[key] = self._traced(fn, args, kwargs, worker_fed, in_parts)
-            self._functions.note(fn, programs, key)
-        return programs[key]
-
-    def _traced(self, fn: Any, args: tuple, kwargs: dict[str, Any], worker_fed: bool, in_parts: bool) -> Program:
-        optimizer, accumulation = keras_steps.accumulates(fn), None
-        if optimizer is not None and self._aggregated is None:
-            kept, key = self._traced_with(fn), ("accumulation", optimizer)
-            accumulation = kept.get(key) or kept.setdefault(key, Accumulation(self._engine.coordinator, optimizer))
-        return Program(self, fn, args, kwargs, worker_fed, in_parts, accumulation, self._transfer)
-
-    def _run_in_graph(self, kind: str, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Leaves an operation in the caller's graph that queues the step each time it runs."""
-        handles = worker_batch.handles_in((args, kwargs))
-        if self._is_aggregated(kind, handles):
-            return self._aggregate_in_graph(fn, handles[0])
-        rehearsal.before(self, fn, *worker_batch.as_specs(list(args), kwargs))
-        by_feed: dict[tuple[bool, bool], Program] = {}
-
-        def program_for(worker_fed: bool, in_parts: bool) -> Program:
-            if (worker_fed, in_parts) not in by_feed:
-                by_feed[worker_fed, in_parts] = self._traced(fn, args, kwargs, worker_fed, in_parts)
-            return by_feed[worker_fed, in_parts]
-
-        program = program_for(bool(handles) and kind not in ("test", "predict"), False)
-
-        def queue(*inputs: tf.Tensor) -> list[np.ndarray]:
-            numbers, tensors = [int(number) for number in inputs[: len(handles)]], list(inputs[len(handles) :])
-            batch = batch_arguments.unused(numbers)
-            if batch is None and handles:
-                parts = batch_arguments.parts_on_chief(numbers, handles)
-                return step_dispatch.dispatch(self._engine, kind, program_for(False, True), parts + tensors, None)
-            worker_fed = batch is not None and batch_arguments.takes_batches_itself(kind, batch.iterator)
-            return step_dispatch.dispatch(self._engine, kind, program_for(worker_fed, False), tensors, batch)
-
-        inputs = [handle.handle for handle in handles] + program.flatten_arguments(args, kwargs)
-        return program.rebuild(python_operation.call(queue, inputs, program.dtypes))
-
-    def _is_aggregated(self, kind: str, handles: Sequence[WorkerBatch]) -> bool:
-        """True if workers contribute to this step; a batch that the chief hands in whole is one worker's matter."""
-        return kind == "train" and len(handles) == 1 and self._aggregated is not None
-
-    def _aggregated_step(self, fn: Callable[..., Any], handle: WorkerBatch) -> AggregatedStep:
-        steps, key = self._traced_with(fn), (fn, "step", handle.structure)
-        if key not in steps:
-            rehearsal.before(self, fn, *worker_batch.as_specs([handle], {}))
-            spec, count = handle.element_spec, self._num_parts
-            steps[key] = self._aggregated.prepare(fn, splitting.part_spec(spec, count) if count > 1 else spec)
-        return steps[key]
-
-    def _traced_with(self, fn: Callable[..., Any]) -> dict[Any, Any]:
-        kept = keras_steps.traced_with(fn)
-        return self._programs if kept is None else kept
-
-    def _aggregate_in_graph(self, fn: Callable[..., Any], handle: WorkerBatch) -> Any:
-        """Leaves an operation in the caller's graph that makes an update each time it runs."""
-        step = self._aggregated_step(fn, handle)
-
-        def update(number: tf.Tensor) -> list[np.ndarray]:
-            return self._aggregated.step(step, find_iterator(int(number)))
-
-        return step.rebuild(python_operation.call(update, [handle.handle], step.dtypes))
+            keras_steps.check(fn, asynchronous=self._training is self._engine)
+        if tf.executing_eagerly() and keras_steps.runs_eagerly(fn):
+            return self._engine.run_on_chief(fn, args, kwargs)
+        if keras_steps.classify(fn) == "train" and len(args) == 1 and isinstance(args[0], WorkerBatch) and not kwargs:
+            return args[0].engine.run(fn, args[0])
+        # Other functions, and steps of batches that the chief hands in whole, are one worker's matter.
+        return self._engine.run_function(fn, args, kwargs)
 
     @property
     def replicas_to_aggregate(self) -> int:
         """Number of gradients of an update, at present: 1 without a policy."""
-        return self._aggregated.replicas_to_aggregate if self._aggregated else 1
+        return self._training.replicas_to_aggregate
 
     def report(self) -> Report:
         """Counts since the strategy was built."""
@@ -373,11 +248,11 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         """Reduces over `axis`; there is nothing to reduce over replicas, because one of them makes each step."""
         caller = running_loop.calling_object()
         if isinstance(value, WorkerBatch) and trainers.is_trainer(caller):
-            batch = find_iterator(int(value.handle)).placeholder()
+            batch = find_iterator(int(value.content)).placeholder()
             with self.scope():
                 symbolic_build.build(caller, batch)
             return batch
-        if self._on_worker():
+        if scheduled_functions.is_traced(self):
             return super().reduce(reduce_op, value, axis)
         value = worker_batch.looked_at(value)
         if axis is None:

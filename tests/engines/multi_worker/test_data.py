@@ -36,4 +36,4 @@ def test_iterator_gives_handles_without_reading(left: int, given: int):
     handles = [handle for _, handle in zip(range(10), iterator, strict=False)]
     assert len(handles) == given
     assert len(begun) == 1
-    assert all(handle.engine is engine and registry.pass_of(handle.content) is begun[0] for handle in handles)
+    assert all(handle.engine is engine and registry.find(handle.content) is begun[0] for handle in handles)

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from tfdist.compat import closures
 from tfdist.engines.parameter_server import engine as coordinated
-from tfdist.engines.parameter_server import step_queue
+from tfdist.engines.parameter_server import step_queue, worker_batch
 
 _here = threading.local()
 
@@ -186,6 +186,7 @@ class FakeDataset:
         self._cluster = cluster
         self._shares = list(shares)
         self._known = known
+        self.kind = worker_batch.kind_of(cluster, self.batch_spec)
 
     @property
     def is_dealt_out(self) -> bool:

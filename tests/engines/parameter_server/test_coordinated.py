@@ -555,3 +555,11 @@ def test_numbers_come_back_as_they_are() -> None:
     with running_engine(1) as (engine, cluster):
         (value,) = engine.call(FakeProgram(cluster, lambda: np.float32(0.1)), [], None)
         assert value.dtype == np.float32
+
+
+def test_close_may_be_called_again() -> None:
+    with running_engine(1) as (engine, cluster):
+        assert Pass(engine, cluster, [2]).run()
+        for _ in range(2):
+            engine.close()
+            engine.barrier()

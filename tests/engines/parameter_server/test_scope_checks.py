@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from training import build_metrics
 
 from tfdist.compat import creation_lines
 from tfdist.engines.parameter_server import scope_checks
@@ -45,7 +46,7 @@ def test_optimizers_and_metrics_have_to_be_made_in_scope_too(outside: str) -> No
             optimizer=optimizer if outside == "optimizer" else "sgd",
             metrics=[metric if outside == "metric" else "mae"],
         )
-        made._symbolic_build(data_batch=(X, Y))
+        build_metrics(made, X, Y)
     expectation = contextlib.nullcontext() if outside == "nothing" else pytest.raises(ValueError, match="made outside")
     with expectation:
         scope_checks.check_scope(made.test_step)

@@ -15,6 +15,7 @@ import tensorflow as tf
 from fake_cluster import FakeCluster, as_worker, running_engine
 
 from tfdist.compat import closures
+from tfdist.data.handle import BatchHandle, DistributedDataset
 from tfdist.engines.parameter_server.engine import CoordinatedEngine
 from tfdist.engines.parameter_server.worker_batch import WorkerBatch
 from tfdist.engines.parameter_server.worker_data import WorkerIterator, find_iterator
@@ -143,7 +144,7 @@ def test_it_is_described_and_sent_once(engine: CoordinatedEngine, monkeypatch: p
 # What the chief's loop sees.
 
 
-def handles_given(iterator: WorkerIterator) -> int:
+def handles_given(engine: CoordinatedEngine, iterator: WorkerIterator) -> int:
     """How many `next` gives."""
     count = 0
     while True:
@@ -151,19 +152,20 @@ def handles_given(iterator: WorkerIterator) -> int:
             handle = next(iterator)
         except (StopIteration, tf.errors.OutOfRangeError):
             return count
-        assert isinstance(handle, WorkerBatch)
+        assert isinstance(handle, BatchHandle)
+        assert handle.engine is engine
         count += 1
 
 
 def test_as_many_handles_as_batches(engine: CoordinatedEngine) -> None:
     iterator = iter(WorkerDataset(engine, numbers(), "shard"))
-    assert handles_given(iterator) == 10
-    assert handles_given(iterator) == 0
+    assert handles_given(engine, iterator) == 10
+    assert handles_given(engine, iterator) == 0
 
 
 def test_a_handle_leads_back_to_its_iterator(engine: CoordinatedEngine) -> None:
     iterators = [iter(WorkerDataset(engine, numbers(), "shard")) for _ in range(2)]
-    assert [find_iterator(int(next(iterator).handle)) for iterator in iterators] == iterators
+    assert [find_iterator(int(next(iterator).content)) for iterator in iterators] == iterators
 
 
 def test_the_tensors_of_a_handle_are_those_that_tensorflow_finds(engine: CoordinatedEngine) -> None:
@@ -171,7 +173,7 @@ def test_the_tensors_of_a_handle_are_those_that_tensorflow_finds(engine: Coordin
     handle = next(iter(WorkerDataset(engine, numbers(), "shard")))
     spec = tf.type_spec_from_value(handle)
     (found,), (expected,) = spec.to_tensors(handle), super(type(spec), spec).to_tensors(handle)
-    assert found is expected is handle.handle
+    assert found is expected is handle.content
 
 
 def test_a_handle_passes_through_a_function_which_is_traced_once(engine: CoordinatedEngine) -> None:
@@ -180,7 +182,7 @@ def test_a_handle_passes_through_a_function_which_is_traced_once(engine: Coordin
     @tf.function
     def through(batch: WorkerBatch) -> tf.Tensor:
         traced.append(batch.element_spec)
-        return batch.handle
+        return batch.content
 
     for _ in range(2):
         iterator = iter(WorkerDataset(engine, numbers(), "shard"))
@@ -195,8 +197,10 @@ def test_a_batch_unpacks_into_handles_of_its_parts(engine: CoordinatedEngine) ->
     batch = next(iter(WorkerDataset(engine, pairs, "shard")))
     first, rest = batch
     assert len(batch) == 2 and list(rest) == list(rest.keys()) == ["b", "a"]
-    assert {int(part.handle) for part in (first, rest, rest["a"], batch[1])} == {int(batch.handle)}
+    assert {int(part.content) for part in (first, rest, rest["a"], batch[1])} == {int(batch.content)}
     assert (first.dtype, rest["a"].shape.as_list()) == (tf.int64, [2, None])
+    again, _ = next(iter(WorkerDataset(engine, pairs, "shard")))
+    assert again.kind is first.kind, "a function is traced once for the parts of all batches"
     whole = ("first", {"a": "a", "b": "b"})
     assert (first.pick(whole), rest.pick(whole), dict(rest.items())["b"].pick(whole)) == ("first", whole[1], "b")
 
@@ -234,7 +238,7 @@ def test_iterating_inside_of_a_function_begins_a_pass_each_time(engine: Coordina
 
     @tf.function(autograph=False)
     def begin() -> tf.Tensor:
-        return iter(dataset).get_next_as_optional().get_value().handle
+        return iter(dataset).get_next_as_optional().get_value().content
 
     first, second = (find_iterator(int(begin())) for _ in range(2))
     assert first is not second
@@ -308,6 +312,7 @@ def test_where_a_shape_is_open_a_model_is_built_from_the_first_batch(engine: Coo
 def test_keras_takes_it_for_distributed_data(engine: CoordinatedEngine) -> None:
     dataset = WorkerDataset(engine, numbers(), "shard")
     assert isinstance(dataset, tf.distribute.DistributedDataset)
+    assert isinstance(dataset, DistributedDataset)
     assert not isinstance(iter(dataset), tf.distribute.DistributedIterator)
 
 

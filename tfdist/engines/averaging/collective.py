@@ -16,6 +16,7 @@ from tfdist.engines.averaging import slots as averaging_slots
 from tfdist.engines.averaging.outer_optimizer import Outer
 from tfdist.policies.parameter_averaging import ParameterAveraging
 from tfdist.step import copies
+from tfdist.transport import buckets
 
 
 @dataclasses.dataclass(eq=False)
@@ -168,7 +169,7 @@ class Average:
         logs = (self._counts() or [tf.identity(variable) for variable in self._last]) if shown else []
         own = [self._own_sum(variable) for variable in averaged]
         self.count.bytes_each = self._bytes_of([*own, *logs])
-        sums = copies.sum_in_buckets([*own, *logs], self._sum_over_workers)
+        sums = buckets.sum_in_buckets([*own, *logs], self._sum_over_workers)
         means = [_divided(total, self._strategy.num_replicas_in_sync) for total in sums[: len(averaged)]]
         if self._outer is not None:
             count = len(self._state.parameters)
@@ -185,7 +186,7 @@ class Average:
         return tf.constant(0)
 
     def _average_local(self) -> tf.Tensor:
-        sums = copies.sum_in_buckets(
+        sums = buckets.sum_in_buckets(
             [self._own_sum(variable) for variable in self._state.local], self._sum_over_workers
         )
         for variable, total in zip(self._state.local, sums, strict=True):

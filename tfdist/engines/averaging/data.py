@@ -27,12 +27,12 @@ def whole_batches(engine: Any, dataset: tf.data.Dataset, num_replicas: int) -> t
       ValueError: the elements are not batches.
     """
     splitting.check_batched(dataset.element_spec, num_replicas)
-    return _in_handles(engine, dataset, _WHOLE)
+    return handles.in_handles(engine, dataset, _WHOLE)
 
 
 def own_parts(engine: Any, dataset: tf.data.Dataset, num_local_replicas: int) -> tf.data.Dataset:
     """The same from a data set of this worker's own, whose elements go to its replicas in turn."""
-    return _in_handles(engine, splitting.groups_of(dataset, num_local_replicas), _OWN)
+    return handles.in_handles(engine, splitting.groups_of(dataset, num_local_replicas), _OWN)
 
 
 def is_plain(dataset: Any, options: Any) -> bool:
@@ -56,16 +56,3 @@ def parts(handle: handles.BatchHandle, replicas: Sequence[int], num_replicas: in
     rows = [splitting.rows(batch) for batch in content]
     is_all = len(rows) == num_replicas and None not in rows
     return [Part(batch, tf.add_n(rows) if is_all else None) for batch in content]
-
-
-def _in_handles(engine: Any, dataset: tf.data.Dataset, form: str) -> tf.data.Dataset:
-    is_tuple = isinstance(dataset.element_spec, tuple)
-    kind = handles.registry.kind(engine, dataset.element_spec, form, dataset.element_spec)
-
-    def give(*element: Any) -> handles.BatchHandle:
-        return kind.handle(element if is_tuple else element[0])
-
-    options = tf.data.Options()
-    # Workers that see the same batches in different orders would take overlapping parts.
-    options.deterministic = True
-    return dataset.map(tf.autograph.experimental.do_not_convert(give)).with_options(options).prefetch(2)

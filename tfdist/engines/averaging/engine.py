@@ -34,8 +34,8 @@ from tfdist.data.shares import Sum
 from tfdist.engines.averaging import data as averaging_data
 from tfdist.engines.averaging import step as averaging_step
 from tfdist.engines.averaging.collective import Average, Count
+from tfdist.engines.base import Engine
 from tfdist.policies.parameter_averaging import ParameterAveraging
-from tfdist.policies.saved_state import SavedState
 from tfdist.step import replicated_step, write_order
 
 _AVERAGE = "_tfdist_average"
@@ -43,7 +43,7 @@ _AVERAGE = "_tfdist_average"
 _READERS = ("save", "save_weights", "export")
 
 
-class AveragingEngine(SavedState):
+class AveragingEngine(Engine):
     """Makes the steps of this worker's replicas, and averages.
 
     Args:

@@ -34,6 +34,7 @@ from tfdist.compat.running_loop import Fit
 from tfdist.data import replica_batches
 from tfdist.data.handle import BatchHandle, registry
 from tfdist.data.replica_batches import OwnParts, ReplicaIterator, WholeBatch
+from tfdist.engines.base import Engine
 from tfdist.engines.mirrored.step import ThreadedStep
 from tfdist.policies.base import Aggregation, Update
 from tfdist.runtime import delay_hook, stalls
@@ -62,7 +63,7 @@ class _Shared:
         self.is_closed = False
 
 
-class ThreadedEngine:
+class ThreadedEngine(Engine):
     """Makes updates from the contributions of this process' devices that a policy accepts.
 
     Args:
@@ -92,8 +93,8 @@ class ThreadedEngine:
         self._is_started = False
         self._strategy = weakref.ref(strategy)
         self._calls = StepCalls(self.trace, self._step)
-        # Also at the end of the process.
-        self.close = weakref.finalize(self, _close, self._shared, self._reporter, self._threads)
+        # Called by `close`, when the engine is collected, or at the end of the process.
+        self._end_threads = weakref.finalize(self, _close, self._shared, self._reporter, self._threads)
 
     def distribute(self, dataset: tf.data.Dataset) -> replica_batches.ReplicaDataset:
         """Returns a data set of handles whose global batches are divided among the devices."""
@@ -131,7 +132,11 @@ class ThreadedEngine:
 
     def example(self, handle: BatchHandle) -> Any:
         """Returns a replica's part of the batch, or a part with the same spec."""
-        return registry.pass_of(handle.content).example()
+        return registry.find(handle.content).example()
+
+    def close(self) -> None:
+        """Ends the threads; may be called again."""
+        self._end_threads()
 
     def trace(self, step: Callable[..., Any], handle: BatchHandle) -> ThreadedStep:
         """Traces a model's `train_step` for batches like this one."""

@@ -116,6 +116,18 @@ class Agreement:
             return ", ".join(str(task) for task in others if not self._is_waiting(task)) or _all(others)
         return _all(others)
 
+    def check_others(self) -> None:
+        """Raises ConnectionError, with the names, if other workers have ended or failed."""
+        jobs = {job: sum(task.type == job for task in self.tasks) for job in dict.fromkeys(t.type for t in self.tasks)}
+        try:
+            states = eager_context.errors_of_tasks(jobs)
+        except tf.errors.OpError as error:
+            raise ConnectionError(f"the coordination service of {self.tasks[0]} does not answer: {error}") from None
+        lost = {task: text for task, text in states.items() if task != str(self.task)}
+        if lost:
+            shown = "; ".join(f"{task} ({text})" for task, text in lost.items())
+            raise ConnectionError(f"a sum over all workers will never come, as some have ended or failed: {shown}")
+
     def _is_waiting(self, task: Task) -> bool:
         try:
             return json.loads(eager_context.get_key(_state_key(task), _ASK_MS))

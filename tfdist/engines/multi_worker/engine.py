@@ -24,7 +24,6 @@ operation that calls Python, so it occupies one of TensorFlow's inter-op threads
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import itertools
 import threading
@@ -38,6 +37,7 @@ from tfdist.compat import step_errors
 from tfdist.compat.running_loop import Fit
 from tfdist.data.handle import BatchHandle, CountedDataset, registry
 from tfdist.data.shares import Sum
+from tfdist.engines.base import Engine
 from tfdist.engines.multi_worker.data import PartIterator, Pass
 from tfdist.engines.multi_worker.step import QuorumStep
 from tfdist.policies.base import Update
@@ -62,7 +62,7 @@ class _Round:
     contribution: list[tf.Tensor] | None = None
 
 
-class QuorumEngine:
+class QuorumEngine(Engine):
     """Runs quorum all-reduce on one worker.
 
     Args:
@@ -98,19 +98,16 @@ class QuorumEngine:
         self._error: BaseException | None = None
         # Exception of the last round.
         self._raised: BaseException | None = None
-        # The pass whose data came to their end in a step.
-        self._ended: Pass | None = None
         self._is_computing = False
         self._is_closing = False
         self._thread = threading.Thread(target=self._compute, name="tfdist-contributions", daemon=True)
         self._reporter = stalls.StallReporter(client.waited_for)
 
     def start(self) -> None:
-        """Starts the second thread; it ends with the program."""
+        """Starts the threads, which `close` ends."""
         step_errors.install()
         self._thread.start()
         self._reporter.start()
-        atexit.register(self.close)
 
     def close(self) -> None:
         """Ends the threads; may be called again."""
@@ -198,23 +195,16 @@ class QuorumEngine:
             with self._changed:
                 self._round = None
         if verdict is None:
-            self._ended = of
             raise tf.errors.OutOfRangeError(None, None, "End of sequence")
         self._step += 1
-        of.made += 1
         self._record(_update(verdict), verdict.count)
         is_contributor = self._worker in verdict.contributors()
         return _given(current) if is_contributor else traced.nothing
 
     def raised_in_step(self) -> BaseException | None:
-        """Returns the exception of the last round, if any, and forgets it."""
+        """See `Engine.raised_in_step`: the exception of the last round."""
         raised, self._raised = self._raised, None
         return raised
-
-    def has_cut_execution(self) -> bool:
-        """Returns True if the data ended within the last execution, after at least one of its steps."""
-        ended, self._ended = self._ended, None
-        return ended is not None and ended.made > 0
 
     def _check(self) -> None:
         with self._changed:

@@ -20,6 +20,7 @@ from tfdist.data.shares import Sum
 from tfdist.step import copies, global_losses, one_replica, write_order
 from tfdist.step.contribution import Contribution
 from tfdist.step.split_train_step import SplitTrainStep
+from tfdist.transport import buckets
 
 
 class QuorumStep:
@@ -97,7 +98,7 @@ class QuorumStep:
     def _add_up(self, own: Contribution) -> Contribution:
         is_sparse = [isinstance(gradient, tf.IndexedSlices) for gradient in own.gradients]
         dense = own._replace(gradients=[g for g, sparse in zip(own.gradients, is_sparse, strict=True) if not sparse])
-        sums = tf.nest.pack_sequence_as(dense, copies.sum_in_buckets(tf.nest.flatten(dense), self._sum_over_workers))
+        sums = tf.nest.pack_sequence_as(dense, buckets.sum_in_buckets(tf.nest.flatten(dense), self._sum_over_workers))
         rest = iter(sums.gradients)
         gradients = [
             self._add_up_rows(gradient, variable.shape) if sparse else next(rest)

@@ -30,22 +30,27 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import closures
-from tfdist.data import epochs
+from tfdist.compat import closures, python_operation
+from tfdist.compat.running_loop import Fit
+from tfdist.data import epochs, splitting
+from tfdist.engines.base import Engine
 from tfdist.engines.parameter_server.aggregated_step import AggregatedStep, part_of
 from tfdist.engines.parameter_server.engine import CoordinatedEngine
 from tfdist.engines.parameter_server.transfer.plan import TransferPlan
-from tfdist.engines.parameter_server.worker_data import WorkerIterator
+from tfdist.engines.parameter_server.worker_batch import WorkerBatch
+from tfdist.engines.parameter_server.worker_data import WorkerIterator, find_iterator
+from tfdist.engines.parameter_server.worker_dataset import WorkerDataset, WorkerDatasetFromFunction
 from tfdist.policies.base import Aggregation, Update
 from tfdist.policies.warmup import Warmup
 from tfdist.runtime import delay_hook, stalls
 from tfdist.runtime.round_runner import RoundRunner
+from tfdist.step import rehearsal
 
 
 @dataclasses.dataclass(eq=False)
@@ -58,12 +63,12 @@ class _Residence:
     parts: list[list[tf.Tensor]] | None = None
 
 
-class AggregatedEngine:
+class AggregatedEngine(Engine):
     """Makes updates from the contributions that a policy accepts.
 
     Args:
       strategy: the strategy whose cluster it drives.
-      engine: runs all steps but training steps on these workers.
+      engine: runs all functions but training steps on these workers.
       policy: decides which contributions count; `begin` was called.
       transfer: how variables and gradients cross the network.
       on_update: called with each update.
@@ -85,8 +90,13 @@ class AggregatedEngine:
     ) -> None:
         self._strategy = strategy
         self._engine = engine
+        self.num_workers = engine.num_workers
+        self.coordinator = engine.coordinator
+        self.data_service_address = engine.data_service_address
         self._on_update = on_update
         self._count = engine.num_workers
+        # Each update needs a part of the batch from each worker, if the workers share the data.
+        self._num_parts = self._count if engine.data_sharding == "shard" else 1
         names = [f"worker:{index}" for index in range(self._count)]
         self._policy = policy
         self._transfer = transfer
@@ -98,12 +108,60 @@ class AggregatedEngine:
         self._reporter = stalls.StallReporter(self._runner.waited_for)
         self._reporter.start()
         engine.before_queueing = self._leave
+        engine.programs.accumulates = False
         closures.before_use(engine.coordinator, self._leave)
 
     @property
     def replicas_to_aggregate(self) -> int:
         """Number of gradients of the next update."""
         return self._policy.replicas_to_aggregate
+
+    def distribute(self, dataset: tf.data.Dataset) -> WorkerDataset:
+        """Returns a data set of handles, of whose batches each worker reads its part."""
+        dataset, sharding = self._in_order(dataset), self._engine.data_sharding
+        return WorkerDataset(self, dataset, "deal" if sharding == "shard" else sharding)
+
+    def distribute_own(self, datasets: Sequence[tf.data.Dataset]) -> WorkerDataset:
+        """Returns a data set of handles, from one data set per worker."""
+        return WorkerDatasetFromFunction(self, datasets)
+
+    def _in_order(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        dataset = self._engine.in_order(dataset)
+        if self._num_parts > 1:
+            splitting.check_batched(dataset.element_spec, self._num_parts)
+        return dataset
+
+    def open(self, dataset: WorkerDataset, fit: Fit | None) -> WorkerIterator:
+        """Begins a pass over a data set, for any loop."""
+        del fit
+        return WorkerIterator(self._engine, dataset)
+
+    def run(self, step: Callable[..., Any], handle: WorkerBatch) -> Any:
+        """Makes an update from the contributions of several workers; in a graph or eagerly.
+
+        Args:
+          step: a model's bound `train_step`.
+          handle: of a data set of this engine.
+
+        Returns:
+          The logs after the update.
+        """
+        traced = self._traced(step, handle)
+        if tf.executing_eagerly():
+            return traced.rebuild(self.step(traced, find_iterator(int(handle.content))))
+
+        def update(number: tf.Tensor) -> list[np.ndarray]:
+            return self.step(traced, find_iterator(int(number)))
+
+        return traced.rebuild(python_operation.call(update, [handle.content], traced.dtypes))
+
+    def _traced(self, step: Callable[..., Any], handle: WorkerBatch) -> AggregatedStep:
+        steps, key = self._engine.programs.kept_for(step), (step, "step", handle.kind)
+        if key not in steps:
+            spec, count = handle.element_spec, self._num_parts
+            rehearsal.before(self._strategy, step, [spec])
+            steps[key] = self.prepare(step, splitting.part_spec(spec, count) if count > 1 else spec)
+        return steps[key]
 
     def prepare(self, step: Callable[..., Any], element_spec: Any) -> AggregatedStep:
         """Traces a model's `train_step` for the workers' batches of this structure."""
@@ -155,7 +213,7 @@ class AggregatedEngine:
                 epochs.check_counts(step.model)
 
     def close(self) -> None:
-        """Returns the workers' threads to the coordinator, and ends this engine's own thread."""
+        """Returns the workers' threads to the coordinator, and ends this engine's own thread; may be called again."""
         self._leave()
         self._reporter.stop()
 

@@ -20,7 +20,7 @@ and the last steps of the pass change nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ from tfdist.engines.parameter_server import aggregated
 from tfdist.engines.parameter_server.aggregated_step import AggregatedStep, part_of
 from tfdist.engines.parameter_server.feeds import Feed, Parts, Shares, Streams
 from tfdist.engines.parameter_server.worker_data import WorkerIterator
+from tfdist.engines.parameter_server.worker_dataset import WorkerDataset, WorkerDatasetFromFunction
 from tfdist.policies.base import Update
 from tfdist.runtime import delay_hook, messages
 from tfdist.runtime.stream_runner import StreamRunner
@@ -44,12 +45,22 @@ class AsynchronousEngine(aggregated.AggregatedEngine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # Any worker may contribute any part of a batch.
+        self._num_parts = self.replicas_to_aggregate
         self._step: AggregatedStep | None = None
         self._iterator: WorkerIterator | None = None
         self._feed = Feed()
         self._logs: list[np.ndarray] | None = None
         # Number of updates at the beginning of this pass; None after the warning about too few updates.
         self._begun_at: int | None = 0
+
+    def distribute(self, dataset: tf.data.Dataset) -> WorkerDataset:
+        """Returns a data set of handles, of whose batches each worker reads its share, in parts."""
+        return WorkerDataset(self, self._in_order(dataset), self._engine.data_sharding, self._num_parts)
+
+    def distribute_own(self, datasets: Sequence[tf.data.Dataset]) -> WorkerDataset:
+        """See `AggregatedEngine.distribute_own`; the batches are read in parts."""
+        return WorkerDatasetFromFunction(self, datasets, self._num_parts)
 
     def prepare(self, step: Callable[..., Any], element_spec: Any) -> AggregatedStep:
         """See `AggregatedEngine.prepare`."""

@@ -1,21 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches among the arguments of `strategy.run`: their specs, their values, and the step that reads them."""
+"""Arguments of `strategy.run`, and the batches among them: their specs, their values, and the step that reads them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdist.engines.parameter_server.worker_batch import WorkerBatch
 from tfdist.engines.parameter_server.worker_data import Batch, WorkerIterator, find_batch
 
 
+def in_tensors(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Replaces NumPy arrays by tensors, so that a step is not traced for each of their values."""
+    to_tensor = lambda leaf: tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf  # noqa: E731
+    return tf.nest.map_structure(to_tensor, (args, kwargs))
+
+
 def spec_of(leaf: Any) -> Any:
-    """Returns the spec that a step is traced for: for a batch its structure, without its number."""
+    """Returns the spec that a step is traced for: for a batch its kind, without its number."""
     if isinstance(leaf, WorkerBatch):
-        return leaf.structure
+        return leaf.kind.spec
     return tf.type_spec_from_value(leaf) if tf.is_tensor(leaf) else leaf
 
 

@@ -8,8 +8,8 @@ How a step flows:
                       waits until fewer
                       than `window` steps
                       are under way
-      strategy.run    step(): queues a
-                      closure        -->  takes the next closure,   -->  the traced step: reads its batch
+      the operation   step(): queues a
+      that run() left closure        -->  takes the next closure,   -->  the traced step: reads its batch
                       and returns         runs its Program               and the variables, updates the
                       the newest logs     on its worker             <--  variables (on the parameter servers)
       metric.result() barrier(): waits
@@ -22,6 +22,7 @@ The main thread owns the order of steps, and each worker's thread owns the calls
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,19 +30,26 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import closures
+from tfdist.compat import closures, cluster_joining, python_operation
+from tfdist.compat.running_loop import Fit
+from tfdist.data import splitting
+from tfdist.engines.base import Engine
+from tfdist.engines.parameter_server import batch_arguments, worker_batch
 from tfdist.engines.parameter_server.pending_step import Step
 from tfdist.engines.parameter_server.program import Program
+from tfdist.engines.parameter_server.programs import Programs
 from tfdist.engines.parameter_server.step_queue import StepQueue
+from tfdist.engines.parameter_server.transfer import plan
 from tfdist.engines.parameter_server.worker_batch import WorkerBatch
 from tfdist.engines.parameter_server.worker_data import Batch, WorkerIterator
-from tfdist.engines.parameter_server.worker_dataset import WorkerDataset
+from tfdist.engines.parameter_server.worker_dataset import WorkerDataset, WorkerDatasetFromFunction
 from tfdist.policies.base import Update
 from tfdist.runtime import stalls
+from tfdist.step import keras_steps, one_replica
 
 
-class CoordinatedEngine:
-    """Keeps a bounded window of steps in flight over all workers.
+class CoordinatedEngine(Engine):
+    """Runs functions on the workers; of Keras' steps it keeps a bounded window in flight.
 
     Args:
       strategy: The strategy whose cluster it drives.
@@ -52,7 +60,12 @@ class CoordinatedEngine:
       stall_timeout_secs: Longest time without a completed step, after which a wait raises an error.
       on_update: Called with each `Update`: its worker, and its staleness. An update counts when its result arrives at
         the chief.
+      transfer: Form in which variables and gradients cross the network; stock TensorFlow's by default.
+      data_sharding: See `ParameterServerStrategy`.
     """
+
+    # Number of gradients of an update.
+    replicas_to_aggregate = 1
 
     def __init__(
         self,
@@ -62,10 +75,15 @@ class CoordinatedEngine:
         clock: Callable[[], float] = time.monotonic,
         stall_timeout_secs: float = 600.0,
         on_update: Callable[[Update], object] = lambda update: None,
+        transfer: plan.TransferPlan | None = None,
+        data_sharding: str = "shard",
     ):
+        self._strategy = strategy
+        self.data_sharding = data_sharding
         self.num_workers = num_workers
         self.coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
         self.data_service_address = data_service_address
+        self.programs = Programs(strategy, self.coordinator, transfer or plan.plain())
         # Each worker computes one step while the next one waits in the queue; more would only make the logs older.
         self.window = 2 * num_workers + 1
         # Called before a step is queued; another engine that occupies the workers' threads returns them then.
@@ -74,11 +92,112 @@ class CoordinatedEngine:
         self._reporter = stalls.StallReporter(self.waited_for, progress=self._queue.progress, clock=clock)
         self._reporter.start()
 
-    # What the main thread calls.
+    # What the strategy and its data sets call.
 
-    def iterate(self, dataset: WorkerDataset) -> WorkerIterator:
-        """Begins a pass over a data set."""
+    def in_order(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """Returns the data set in an order that is the same for all workers, if each of them reads its share."""
+        return splitting.reorder_batches(dataset, seed=0) if self.data_sharding == "shard" else dataset
+
+    def distribute(self, dataset: tf.data.Dataset) -> WorkerDataset:
+        """Returns a data set of handles, of whose batches each worker reads its share."""
+        return WorkerDataset(self, self.in_order(dataset), self.data_sharding)
+
+    def distribute_own(self, datasets: Sequence[tf.data.Dataset]) -> WorkerDataset:
+        """Returns a data set of handles, from one data set per worker."""
+        return WorkerDatasetFromFunction(self, datasets)
+
+    def open(self, dataset: WorkerDataset, fit: Fit | None) -> WorkerIterator:
+        """Begins a pass over a data set, for any loop."""
+        del fit
         return WorkerIterator(self, dataset)
+
+    def run(self, step: Callable[..., Any], handle: WorkerBatch) -> Any:
+        """Makes an update from the batch of a handle, on one worker; see `run_function`."""
+        return self.run_function(step, (handle,), {})
+
+    def run_function(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Runs any function on one worker; in a graph it leaves an operation that does so each time it runs.
+
+        Returns:
+          The function's result; of a train or test step of Keras the newest logs (see `step`).
+        """
+        return (self._run_eagerly if tf.executing_eagerly() else self._run_in_graph)(fn, args, kwargs)
+
+    def run_on_chief(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Runs a function untraced, with a batch brought to the chief: prints and breakpoints in it see values."""
+        self.barrier(writes=True)
+        args, kwargs = worker_batch.as_values(args, kwargs)
+        with self._strategy.scope(), one_replica.replica_on(self._strategy, cluster_joining.CHIEF_DEVICE):
+            return fn(*args, **kwargs)
+
+    def _run_eagerly(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        kind, handles = keras_steps.classify(fn), worker_batch.handles_in((args, kwargs))
+        numbers = [int(handle.content) for handle in handles]
+        batch = batch_arguments.unused(numbers)
+        iterator, in_parts = batch and batch.iterator, batch is None and bool(handles)
+        program = self.programs.find(kind, fn, args, kwargs, iterator, in_parts)
+        parts = batch_arguments.parts_on_chief(numbers, handles) if in_parts else []
+        return program.rebuild(self._dispatch(kind, program, parts + program.flatten_arguments(args, kwargs), batch))
+
+    def _run_in_graph(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        kind, handles = keras_steps.classify(fn), worker_batch.handles_in((args, kwargs))
+        self.programs.rehearse(fn, args, kwargs)
+        by_feed: dict[tuple[bool, bool], Program] = {}
+
+        def program_for(worker_fed: bool, in_parts: bool) -> Program:
+            if (worker_fed, in_parts) not in by_feed:
+                by_feed[worker_fed, in_parts] = self.programs.trace(fn, args, kwargs, worker_fed, in_parts)
+            return by_feed[worker_fed, in_parts]
+
+        program = program_for(bool(handles) and kind not in ("test", "predict"), False)
+
+        def queue(*inputs: tf.Tensor) -> list[np.ndarray]:
+            numbers, tensors = [int(number) for number in inputs[: len(handles)]], list(inputs[len(handles) :])
+            batch = batch_arguments.unused(numbers)
+            if batch is None and handles:
+                parts = batch_arguments.parts_on_chief(numbers, handles)
+                return self._dispatch(kind, program_for(False, True), parts + tensors, None)
+            worker_fed = batch is not None and batch_arguments.takes_batches_itself(kind, batch.iterator)
+            return self._dispatch(kind, program_for(worker_fed, False), tensors, batch)
+
+        inputs = [handle.content for handle in handles] + program.flatten_arguments(args, kwargs)
+        return program.rebuild(python_operation.call(queue, inputs, program.dtypes))
+
+    def _dispatch(self, kind: str, program: Program, tensors: list[tf.Tensor], batch: Batch | None) -> list[np.ndarray]:
+        """Queues or runs a step, by its kind; returns its flat result.
+
+        Args:
+          kind: see `keras_steps.classify`.
+          program: the traced step.
+          tensors: arguments besides the batch.
+          batch: the batch; None if the batch, or parts of several batches, are among the tensors.
+        """
+        if batch is None:
+            return self.call(program, tensors, None)
+        iterator = batch.iterator
+        if kind == "predict":
+            return self._predict(program, iterator)
+        if iterator.feed(False) == "chief":
+            batch.on_chief = iterator.next_local_batch()
+            tensors = batch.on_chief + tensors
+            iterator.redeem()
+        if kind in ("train", "test") or not program.dtypes:
+            is_last, is_update = iterator.is_last, kind == "train"
+            return self.step(program, tensors, iterator, last=is_last, is_update=is_update, batch=batch)
+        return self.call(program, tensors, iterator, batch)
+
+    def _predict(self, program: Program, iterator: WorkerIterator) -> list[np.ndarray]:
+        """Returns the predictions for the next batch, while steps for later batches are in flight."""
+        ahead = iterator.started
+        with contextlib.suppress(tf.errors.OutOfRangeError):
+            while len(ahead) < self.window:
+                ahead.append(self.start(program, iterator.next_local_batch(), iterator))
+        if not ahead:
+            raise tf.errors.OutOfRangeError(None, None, "End of sequence")
+        iterator.redeem()
+        return self.wait_for(ahead.popleft())
+
+    # Steps of the main thread.
 
     def make_room(self) -> None:
         """Waits until another step may be queued. Raises the error of an earlier step."""
@@ -164,12 +283,8 @@ class CoordinatedEngine:
             raise tf.errors.OutOfRangeError(None, None, "End of sequence")
         return value
 
-    def barrier(self, writes: bool) -> None:
-        """Waits for all queued steps, so that the chief's next read or write is ordered behind them.
-
-        Args:
-          writes: True if the chief is about to write; then logs of earlier steps are invalid.
-        """
+    def barrier(self, writes: bool = False) -> None:
+        """See `Engine.barrier`: waits for all queued steps."""
         if closures.current_worker() is not None:
             return
         if self._queue.needs_waiting:
@@ -182,7 +297,7 @@ class CoordinatedEngine:
         return self._queue.waited_for()
 
     def close(self) -> None:
-        """Cancels the steps in flight, and ends the engine's own thread."""
+        """Cancels the steps in flight, and ends the engine's own thread; may be called again."""
         self._reporter.stop()
         self._queue.forget_steps()
 

@@ -1,35 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data sets and iterators of workers within a `tf.function`: arguments, captures, and those created in it.
 
-In the graph each is an int64, the number of the data set or of the pass. Their methods add operations that call the
+In the graph each is an int64, its number in the registry of `data/handle`. Their methods add operations that call the
 chief's Python at each execution: `iter` begins a pass, `next` returns a handle (`worker_batch`).
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfdist.compat import python_operation
 from tfdist.compat.autograph_loops import LoopIterable, LoopIterator
+from tfdist.data.handle import registry
 from tfdist.engines.parameter_server import worker_batch
 from tfdist.engines.parameter_server.worker_batch import Pass, WorkerBatch
-
-
-class Passes(Protocol):
-    """The part of a data set of workers that a graph needs."""
-
-    def __iter__(self) -> Pass:
-        """Begins a pass."""
-        ...
-
-
-# By number.
-datasets: weakref.WeakValueDictionary[int, Passes] = weakref.WeakValueDictionary()
 
 
 class Optional:
@@ -60,11 +48,11 @@ class GraphIterator(tf.experimental.ExtensionType, LoopIterator):
 
     Attributes:
       id: int64 scalar, the number of the pass.
-      structure: describes its batches.
+      kind: number of the kind of its handles.
     """
 
     id: tf.Tensor
-    structure: str
+    kind: int
 
     def __iter__(self) -> Iterator[WorkerBatch]:
         return self
@@ -82,7 +70,7 @@ class GraphIterator(tf.experimental.ExtensionType, LoopIterator):
         return Optional(has_value, self._handle(handle))
 
     def _handle(self, handle: tf.Tensor) -> WorkerBatch:
-        return WorkerBatch(handle=handle, structure=self.structure)
+        return registry.kind_of(self.kind).handle(handle)
 
 
 class GraphDataset(tf.experimental.ExtensionType, LoopIterable):
@@ -90,28 +78,28 @@ class GraphDataset(tf.experimental.ExtensionType, LoopIterable):
 
     Attributes:
       id: int64 scalar, the number of the data set.
-      structure: describes its batches.
+      kind: number of the kind of its handles.
     """
 
     id: tf.Tensor
-    structure: str
+    kind: int
 
     def __iter__(self) -> GraphIterator:
         # Each call site keeps its last pass alive until it begins the next.
         begun: list[Pass] = []
 
         def begin(dataset_id: tf.Tensor) -> list[Any]:
-            begun[:] = [datasets[int(dataset_id)].__iter__()]
+            begun[:] = [iter(registry.find(dataset_id))]
             return [np.int64(begun[0].id)]
 
-        return GraphIterator(*_call(begin, self.id, [tf.int64]), self.structure)
+        return GraphIterator(*_call(begin, self.id, [tf.int64]), self.kind)
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
         """See `tf.distribute.DistributedDataset`; AutoGraph makes a `for` loop of it."""
         iterator = iter(self)
 
         def step(_: tf.Tensor, handle: tf.Tensor, state: Any) -> tuple[tf.Tensor, tf.Tensor, Any]:
-            state = reduce_func(state, WorkerBatch(handle=handle, structure=self.structure))
+            state = reduce_func(state, registry.kind_of(self.kind).handle(handle))
             return *_next(iterator), state
 
         *_, state = tf.while_loop(
@@ -121,16 +109,16 @@ class GraphDataset(tf.experimental.ExtensionType, LoopIterable):
 
 
 class HandleType(tf.types.experimental.TraceType):
-    """Trace type of a data set or an iterator, passed by its number: one trace for all of the same structure.
+    """Trace type of a data set or an iterator, passed by its number: one trace for all of the same kind.
 
     Args:
-      make: makes the object for the traced function, from the number and the structure.
-      structure: description of the batches.
+      make: makes the object for the traced function, from its number and the kind.
+      kind: number of the kind of the handles.
     """
 
-    def __init__(self, make: Callable[..., Any], structure: str):
+    def __init__(self, make: Callable[..., Any], kind: int):
         self._make = make
-        self._structure = structure
+        self._kind = kind
 
     def is_subtype_of(self, other: Any) -> bool:
         """See `tf.types.experimental.TraceType`."""
@@ -142,7 +130,7 @@ class HandleType(tf.types.experimental.TraceType):
 
     def placeholder_value(self, placeholder_context: Any) -> Any:
         """See `tf.types.experimental.TraceType`."""
-        return self._make(_NUMBER.placeholder_value(placeholder_context), self._structure)
+        return self._make(_NUMBER.placeholder_value(placeholder_context), self._kind)
 
     def to_tensors(self, value: Any) -> list[tf.Tensor]:
         """See `tf.types.experimental.TraceType`."""
@@ -150,7 +138,7 @@ class HandleType(tf.types.experimental.TraceType):
 
     def from_tensors(self, tensors: Iterator[tf.Tensor]) -> Any:
         """See `tf.types.experimental.TraceType`."""
-        return self._make(next(tensors), self._structure)
+        return self._make(next(tensors), self._kind)
 
     def flatten(self) -> list[Any]:
         """See `tf.types.experimental.TraceType`."""
@@ -162,10 +150,10 @@ class HandleType(tf.types.experimental.TraceType):
         return value
 
     def __hash__(self) -> int:
-        return hash((self._make, self._structure))
+        return hash((self._make, self._kind))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, HandleType) and self._make is other._make and self._structure == other._structure
+        return isinstance(other, HandleType) and self._make is other._make and self._kind == other._kind
 
 
 _NUMBER = tf.TensorSpec([], tf.int64)
@@ -173,7 +161,7 @@ _NUMBER = tf.TensorSpec([], tf.int64)
 
 def _next(iterator: GraphIterator) -> tuple[tf.Tensor, tf.Tensor]:
     found = iterator.get_next_as_optional()
-    return found.has_value(), found._batch.handle
+    return found.has_value(), found._batch.content
 
 
 def _call(function: Callable[..., list[Any]], number: tf.Tensor, dtypes: Sequence[tf.DType]) -> list[tf.Tensor]:

@@ -75,6 +75,11 @@ class Program:
             self.adding = self._that_adds()
 
     @property
+    def graph(self) -> tf.Graph:
+        """The graph of the traced step."""
+        return self._run.graph
+
+    @property
     def dtypes(self) -> list[tf.DType]:
         """The dtypes of the flat result."""
         return self._packing.dtypes
@@ -103,7 +108,7 @@ class Program:
         if (
             self._silent is None
             and not self._keeps_batch
-            and len(self._run.graph.get_operations()) <= _SMALL_STEP_OPERATIONS
+            and len(self.graph.get_operations()) <= _SMALL_STEP_OPERATIONS
         ):
             self._silent = self._trace(self._for_effects)
         if self.adding is not None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Handles of batches in the chief's loop, and the transfer of a batch to the chief.
 
-`next(iterator)` returns a **handle** (`WorkerBatch`) of each batch. It has the pass and the position; in a graph it is
-one int64. Unpacking it returns handles of the parts of the batch. Inside a function given to `strategy.run`, a handle
-is replaced by the batch, or by the part.
+`next(iterator)` returns a **handle** of each batch: a `WorkerBatch`, which is a `BatchHandle` (`data/handle`). Its
+content is one int64 with the pass and the position. Unpacking it returns handles of the parts of the batch, which are
+of other kinds. Inside a function given to `strategy.run`, a handle is replaced by the batch, or by the part.
 
 The **owner** of a batch is the process that reads it:
 
@@ -20,21 +20,18 @@ The **owner** of a batch is the process that reads it:
 
 from __future__ import annotations
 
-import weakref
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import own_attributes, python_operation
+from tfdist.compat import python_operation
+from tfdist.data.handle import BatchHandle, HandleKind, registry
 
 # A handle has the number of its pass, and in the lower bits the number of the batch. Batch 0 is "the next batch".
 _POSITION_BITS = 40
-
-_passes: weakref.WeakValueDictionary[int, Pass] = weakref.WeakValueDictionary()
-# By the description of a part: spec of the whole batch, spec of the part, number of leaves before the part.
-_layouts: dict[str, tuple[Any, Any, int]] = {}
 
 
 class BatchOfPass(Protocol):
@@ -63,59 +60,69 @@ class Pass(Protocol):
         ...
 
 
-class WorkerBatch(tf.experimental.ExtensionType, tf.distribute.DistributedValues):
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Place of a part in its batch: the form of a handle's kind.
+
+    Attributes:
+      whole: the structure of `tf.TypeSpec`s of the whole batch.
+      text: description of that structure.
+      first: number of leaves of the batch before the part.
+    """
+
+    whole: Any = dataclasses.field(compare=False)
+    text: str
+    first: int
+
+
+class WorkerBatch(BatchHandle):
     """Handle of a batch on the workers, or of a part of it.
 
     It stands for the batch in `strategy.run(fn, args=(batch,))`; inside `fn` it is the batch itself. It can be unpacked
     like the batch, and is converted to the batch's value where a tensor is needed.
 
-    Attributes:
-      handle: int64 scalar, the numbers of pass and batch.
-      structure: description of the part; a `tf.function` is traced for each structure.
+    Args:
+      kind: its type, with a `Layout`; a `tf.function` is traced for each kind.
+      flat: its content, alone in a list: int64 scalar, the numbers of pass and batch.
+      batch: the state of the batch, which it keeps alive.
     """
 
-    handle: tf.Tensor
-    structure: str
+    def __init__(self, kind: HandleKind, flat: Sequence[tf.Tensor], batch: BatchOfPass | None = None) -> None:
+        super().__init__(kind, flat)
+        self._batch = batch
 
-    # ExtensionType lists what a subclass adds as fields, unless it is a method.
-    __hash__ = None  # pyright: ignore[reportAssignmentType]
-
-    class Spec:
-        """The type spec that TensorFlow derives, with a faster version of a method that each step calls."""
-
-        def to_tensors(self, value: WorkerBatch) -> list[tf.Tensor]:
-            """See `tf.types.experimental.TraceType`: the result of the inherited method, in a twentieth of its time."""
-            return [value.handle]
+    @property
+    def content(self) -> tf.Tensor:
+        """The numbers of pass and batch, an int64 scalar."""
+        return self._flat[0]
 
     @property
     def element_spec(self) -> Any:
         """The structure of `tf.TypeSpec`s of the batch, or of the part."""
-        return _layouts[self.structure][1]
+        return self.kind.element_spec
 
     @property
     def whole_spec(self) -> Any:
         """The structure of `tf.TypeSpec`s of the whole batch."""
-        return _layouts[self.structure][0]
+        return self.kind.form.whole
 
     def pick(self, batch: Any) -> Any:
         """Returns the handle's part of a whole batch."""
-        _, part, before = _layouts[self.structure]
+        part, first = self.element_spec, self.kind.form.first
         count = len(tf.nest.flatten(part))
-        return tf.nest.pack_sequence_as(part, tf.nest.flatten(batch)[before : before + count])
+        return tf.nest.pack_sequence_as(part, tf.nest.flatten(batch)[first : first + count])
 
     def part(self, key: Any) -> WorkerBatch:
         """Returns a handle of the component at this index or key."""
-        whole, part, before = _layouts[self.structure]
+        part, layout = self.element_spec, self.kind.form
         if not isinstance(part, list | tuple | dict):
             raise TypeError(f"a batch of {part!r} has no parts; look at it with tf.convert_to_tensor(batch)")
         # The number of a component's first leaf is its offset.
         numbered = tf.nest.pack_sequence_as(part, range(len(tf.nest.flatten(part))))
         leaves = tf.nest.flatten(numbered[key])
-        first = before + (leaves[0] if leaves else 0)
-        return self._like(describe(whole, part[key], first))
-
-    def _like(self, structure: str) -> WorkerBatch:
-        return _keeping(WorkerBatch(handle=self.handle, structure=structure), getattr(self, "_batch", None))
+        first = layout.first + (leaves[0] if leaves else 0)
+        kind = _kind_of(self.engine, part[key], dataclasses.replace(layout, first=first))
+        return WorkerBatch(kind, self._flat, self._batch)
 
     def __getitem__(self, key: Any) -> Any:
         part = self.element_spec
@@ -160,9 +167,9 @@ class WorkerBatch(tf.experimental.ExtensionType, tf.distribute.DistributedValues
         whole = self.whole_spec
         specs = flat_specs(whole)
         if tf.executing_eagerly():
-            flat = [tf.convert_to_tensor(leaf) for leaf in find_batch(int(self.handle)).values()]
+            flat = [tf.convert_to_tensor(leaf) for leaf in find_batch(int(self.content)).values()]
         else:
-            flat = python_operation.call(_values, [self.handle], [spec.dtype for spec in specs])
+            flat = python_operation.call(_values, [self.content], [spec.dtype for spec in specs])
             for tensor, spec in zip(flat, specs, strict=True):
                 tensor.set_shape(spec.shape)
         return self.pick(tf.nest.pack_sequence_as(whole, flat, expand_composites=True))
@@ -208,14 +215,9 @@ def handle_of(iterator_id: int, number: int) -> int:
     return (iterator_id << _POSITION_BITS) | number
 
 
-def register(begun: Pass) -> None:
-    """Registers a pass by its number, for its lifetime."""
-    _passes[begun.id] = begun
-
-
 def find_pass(handle: int) -> Pass:
     """Returns the pass that a handle belongs to."""
-    return _passes[handle >> _POSITION_BITS]
+    return registry.find(handle >> _POSITION_BITS)
 
 
 def find_batch(handle: int) -> BatchOfPass:
@@ -228,28 +230,23 @@ def number_in(handle: int) -> int:
     return handle & ((1 << _POSITION_BITS) - 1)
 
 
-def describe(whole: Any, part: Any, first: int = 0) -> str:
-    """Returns a description of a part, the key of its specs.
+def kind_of(engine: Any, element_spec: Any) -> HandleKind:
+    """Returns the kind of the handles of whole batches.
 
     Args:
-      whole: specs of a batch.
-      part: specs of the part.
-      first: number of leaves of the batch before the part.
+      engine: makes train steps of the batches.
+      element_spec: the structure of `tf.TypeSpec`s of a batch.
     """
-    text = repr((whole, first, part))
-    _layouts.setdefault(text, (whole, part, first))
-    return text
+    return _kind_of(engine, element_spec, Layout(element_spec, repr(element_spec), 0))
 
 
-def handle(number: int, structure: str, batch: BatchOfPass | None = None) -> WorkerBatch:
-    """Returns a handle from its int64; it keeps `batch`, the state of the batch, alive."""
-    return _keeping(WorkerBatch(handle=tf.constant(number, tf.int64), structure=structure), batch)
+def _kind_of(engine: Any, element_spec: Any, layout: Layout) -> HandleKind:
+    return registry.kind(engine, element_spec, layout, handle_type=WorkerBatch)
 
 
-def _keeping(handle: WorkerBatch, batch: BatchOfPass | None) -> WorkerBatch:
-    # Extension types are immutable; this attribute is no part of the value.
-    own_attributes.put(handle, "_batch", batch)
-    return handle
+def handle(number: int, kind: HandleKind, batch: BatchOfPass | None = None) -> WorkerBatch:
+    """Returns a handle of this kind from its int64; it keeps `batch`, the state of the batch, alive."""
+    return WorkerBatch(kind, [tf.constant(number, tf.int64)], batch)
 
 
 def flat_specs(spec: Any) -> list[tf.TensorSpec]:

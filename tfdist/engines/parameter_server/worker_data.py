@@ -16,7 +16,6 @@ There are two ways to feed a step:
 from __future__ import annotations
 
 import collections
-import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -28,11 +27,11 @@ from tfdist.compat import running_loop
 from tfdist.compat.autograph_loops import LoopIterator
 from tfdist.compat.cluster_joining import CHIEF_DEVICE
 from tfdist.data import splitting
+from tfdist.data.handle import HandleIterator, registry
 from tfdist.engines.parameter_server import graph_data, worker_batch
 from tfdist.engines.parameter_server.worker_batch import WorkerBatch
 from tfdist.engines.parameter_server.worker_dataset import WorkerDataset
 
-_iterator_ids = itertools.count(1)
 # The states of this many batches are kept for handles made within a graph, which hold no reference.
 _KEPT_FOR_GRAPHS = 8
 
@@ -94,20 +93,15 @@ class Batch:
             return [tf.identity(tensor) for tensor in self.on_worker]
 
 
-class WorkerIterator(LoopIterator):
-    """The chief's iterator of one pass over a `WorkerDataset`. `next` returns handles, never data.
-
-    It is no `tf.distribute.DistributedIterator`, because Keras would pass such an iterator to a `tf.function` as a
-    whole, instead of a batch at a time. It ends with `StopIteration`; with `tf.errors.OutOfRangeError` if no handle
-    was returned since `iter(self)`. Keras takes `steps_per_execution` handles at a time, and distinguishes the two.
-    """
+class WorkerIterator(HandleIterator, LoopIterator):
+    """The chief's iterator of one pass over a `WorkerDataset`. `next` returns handles, never data."""
 
     def __init__(self, engine: Steps, dataset: WorkerDataset):
+        super().__init__()
         self._engine = engine
         self._dataset = dataset
         self._cardinality = dataset.cardinality
         self._handles_given = 0
-        self._given_since_iter = 0
         self._redeemed = 0
         self._feed: str | None = None
         self._local: Iterator[Any] | None = None
@@ -125,14 +119,12 @@ class WorkerIterator(LoopIterator):
         self.lost: set[int] = set()
         self.ended = False
         self._number = 0
-        self.id = next(_iterator_ids)
-        self._structure = worker_batch.describe(dataset.batch_spec, dataset.batch_spec)
+        self.id = registry.add(self)
         # The states of batches whose handles a user's loop has, by number.
         self._batches: weakref.WeakValueDictionary[int, Batch] = weakref.WeakValueDictionary()
         self._kept_for_graphs: collections.deque[Batch] = collections.deque(maxlen=_KEPT_FOR_GRAPHS)
-        worker_batch.register(self)
         # Keras uses each batch once, so a single handle is enough: "the next batch".
-        self._next_one = worker_batch.handle(worker_batch.handle_of(self.id, 0), self._structure)
+        self._next_one = worker_batch.handle(worker_batch.handle_of(self.id, 0), dataset.kind)
 
     @property
     def element_spec(self) -> Any:
@@ -156,25 +148,21 @@ class WorkerIterator(LoopIterator):
         # If the chief feeds, it can check for another batch.
         return self.ended or (not self.counted and self._local is not None and not self._has_next())
 
-    def __iter__(self) -> WorkerIterator:
-        self._given_since_iter = 0
-        return self
-
     def __next__(self) -> WorkerBatch:
         if not tf.executing_eagerly():
             return self._in_graph().get_next()
+        return super().__next__()
+
+    def next_handle(self) -> WorkerBatch | None:
+        """See `HandleIterator`."""
         call = running_loop.call_name()
         if call is not None:
             if not self.counted and call == "predict":
                 # Keras takes the batches of `steps_per_execution` steps before it makes the first of them.
                 self.feed(by_chief=True)
-            self._give()
-            return self._next_one
-        return self._handle_of(self._give_batch())
-
-    def get_next(self) -> WorkerBatch:
-        """The same as `next(self)`."""
-        return next(self)
+            return self._next_one if self._give() else None
+        batch = self._give_batch()
+        return None if batch is None else worker_batch.handle(batch.handle, self._dataset.kind, batch)
 
     def get_next_as_optional(self) -> graph_data.Optional:
         """Returns a handle of the next batch, or the end of the data."""
@@ -185,41 +173,39 @@ class WorkerIterator(LoopIterator):
         except (StopIteration, tf.errors.OutOfRangeError):
             return graph_data.Optional(tf.constant(False), self._next_one)
 
-    def _handle_of(self, batch: Batch) -> WorkerBatch:
-        return worker_batch.handle(batch.handle, self._structure, batch)
-
     def next_for_graph(self) -> int:
         """Returns the int64 of a handle of the next batch, for a handle made within a graph."""
         batch = self._give_batch()
+        if batch is None:
+            raise StopIteration
         self._kept_for_graphs.append(batch)
         return batch.handle
 
     def __tf_tracing_type__(self, context: Any) -> graph_data.HandleType:
         """Passes the iterator to a `tf.function` by its number (`graph_data`)."""
-        return graph_data.HandleType(graph_data.GraphIterator, self._structure)
+        return graph_data.HandleType(graph_data.GraphIterator, self._dataset.kind.number)
 
     def _in_graph(self) -> graph_data.GraphIterator:
-        return graph_data.GraphIterator(tf.constant(self.id, tf.int64), self._structure)
+        return graph_data.GraphIterator(tf.constant(self.id, tf.int64), self._dataset.kind.number)
 
-    def _give_batch(self) -> Batch:
+    def _give_batch(self) -> Batch | None:
         if not self.counted:
             # A user's loop ends at the end of the data, which only a reader detects.
             self.feed(by_chief=True)
-        self._give()
+        if not self._give():
+            return None
         batch = self._batches[self._handles_given] = Batch(self, self._handles_given)
         return batch
 
-    def _give(self) -> None:
-        """Counts one more handle."""
+    def _give(self) -> bool:
+        """Counts one more handle; returns False at the end of the data."""
         self._engine.make_room()
         if not self._handles_given:
             self._begin_fit()
         if self._handles_given == self._cardinality or not self._has_next():
-            if self._given_since_iter:
-                raise StopIteration
-            raise tf.errors.OutOfRangeError(None, None, "End of sequence")
+            return False
         self._handles_given += 1
-        self._given_since_iter += 1
+        return True
 
     def batch(self, number: int) -> Batch:
         """Returns the state of a batch by its number; of the next batch for 0."""

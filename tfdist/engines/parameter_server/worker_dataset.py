@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -13,14 +12,14 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from tfdist.compat import batch_signature, closures, distributed_data
+from tfdist.compat import batch_signature, closures
 from tfdist.data import progress, splitting
 from tfdist.data.dataset_graph import DatasetGraph, rebuild
+from tfdist.data.handle import DistributedDataset, registry
 from tfdist.engines.parameter_server import graph_data, worker_batch
 
 # Protocol buffers end at 2 GiB; a data set is shipped inside one.
 _MAX_SHIPPED_BYTES = 2**31 - 2**20
-_dataset_ids = itertools.count(1)
 
 
 class Workers(Protocol):
@@ -36,16 +35,13 @@ class Workers(Protocol):
     coordinator: tf.distribute.coordinator.ClusterCoordinator
     data_service_address: Callable[[bool], str]
 
-    def iterate(self, dataset: WorkerDataset) -> worker_batch.Pass:
+    def open(self, dataset: WorkerDataset, fit: Any) -> worker_batch.Pass:
         """Begins a pass over the data."""
         ...
 
 
-class WorkerDataset(distributed_data.DistributedDatasetBase):
+class WorkerDataset(DistributedDataset):
     """Data set of which each worker reads its share.
-
-    It is an instance of the class of the stock `DistributedDataset`, although it has only the interface in common,
-    because Keras checks for this class.
 
     Args:
       engine: The engine whose workers read it.
@@ -57,11 +53,9 @@ class WorkerDataset(distributed_data.DistributedDatasetBase):
     """
 
     def __init__(self, engine: Workers, dataset: tf.data.Dataset, sharding: str, num_parts: int = 1):
-        self._engine = engine
-        self._dataset = dataset
-        self.id = next(_dataset_ids)
-        self._structure = worker_batch.describe(dataset.element_spec, dataset.element_spec)
-        graph_data.datasets[self.id] = self
+        super().__init__(engine, dataset, _refuse_stock)
+        self.kind = worker_batch.kind_of(engine, dataset.element_spec)
+        self.id = registry.add(self)
         self._sharding = sharding
         self._num_parts = num_parts
         self._cardinality = int(dataset.cardinality())
@@ -77,12 +71,12 @@ class WorkerDataset(distributed_data.DistributedDatasetBase):
     @property
     def element_spec(self) -> Any:
         """The structure of `tf.TypeSpec`s of a batch; as the signature of a `tf.function`, that of a handle."""
-        return batch_signature.of(self.batch_spec, tf.type_spec_from_value(worker_batch.handle(0, self._structure)))
+        return batch_signature.of(self.batch_spec, self.kind.spec)
 
     @property
     def batch_spec(self) -> Any:
         """The structure of `tf.TypeSpec`s of a batch."""
-        return self._dataset.element_spec
+        return self.own.element_spec
 
     @property
     def cardinality(self) -> int:
@@ -104,28 +98,26 @@ class WorkerDataset(distributed_data.DistributedDatasetBase):
 
     def _graph(self) -> DatasetGraph:
         if self._described is None:
-            self._described = DatasetGraph(self._dataset)
+            self._described = DatasetGraph(self.own)
         return self._described
 
-    def __iter__(self) -> Any:
-        return self._engine.iterate(self) if tf.executing_eagerly() else iter(self._in_graph())
+    def in_graph(self) -> graph_data.GraphDataset:
+        """See `DistributedDataset.in_graph`."""
+        return graph_data.GraphDataset(tf.constant(self.id, tf.int64), self.kind.number)
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
         """See `tf.distribute.DistributedDataset`."""
         if not tf.executing_eagerly():
-            return self._in_graph().reduce(initial_state, reduce_func)
+            return self.in_graph().reduce(initial_state, reduce_func)
         return functools.reduce(reduce_func, self, initial_state)
 
     def __tf_tracing_type__(self, context: Any) -> graph_data.HandleType:
         """Passes the data set to a `tf.function` by its number (`graph_data`)."""
-        return graph_data.HandleType(graph_data.GraphDataset, self._structure)
-
-    def _in_graph(self) -> graph_data.GraphDataset:
-        return graph_data.GraphDataset(tf.constant(self.id, tf.int64), self._structure)
+        return graph_data.HandleType(graph_data.GraphDataset, self.kind.number)
 
     def after(self, passes: int, batches: int) -> WorkerDataset:
         """Returns the rest of a pass, shared among the workers; see `progress.Restart.after`."""
-        rest = WorkerDataset(self._engine, self._dataset.skip(batches), self._sharding, self._num_parts)
+        rest = WorkerDataset(self._engine, self.own.skip(batches), self._sharding, self._num_parts)
         return self._gone_on_with(rest, passes, batches)
 
     def _gone_on_with(self, rest: WorkerDataset, passes: int, batches: int) -> WorkerDataset:
@@ -155,7 +147,7 @@ class WorkerDataset(distributed_data.DistributedDatasetBase):
 
     def local_iterator(self) -> Iterator[Any]:
         """Returns the chief's own iterator, over the whole data set."""
-        return iter(self._dataset)
+        return iter(self.own)
 
     def placeholder(self) -> Any:
         """Returns a batch of zeros, for building a model; a real batch if the spec of a component is not static."""
@@ -305,7 +297,7 @@ class WorkerDataset(distributed_data.DistributedDatasetBase):
         address = self._engine.data_service_address(endless)
         # Endless data may have several producers, which divide the sources among them; data that end have one.
         policy = service.ShardingPolicy.DYNAMIC if endless else service.ShardingPolicy.OFF
-        dataset_id, job = service.register_dataset(address, self._dataset), f"tfdist-{secrets.token_hex(8)}"
+        dataset_id, job = service.register_dataset(address, self.own), f"tfdist-{secrets.token_hex(8)}"
 
         @tf.function(autograph=False)
         def build() -> tf.data.Dataset:
@@ -341,6 +333,10 @@ class WorkerDatasetFromFunction(WorkerDataset):
     def _shares(self) -> Callable[[int], tf.data.Dataset]:
         builds = [self._rebuilder(DatasetGraph(dataset), 1) for dataset in self._datasets]
         return lambda worker: builds[worker](tf.constant(0, tf.int64))
+
+
+def _refuse_stock() -> Any:
+    raise RuntimeError("no stock data set reads what belongs to the workers")
 
 
 def _zeros(spec: tf.TensorSpec) -> tf.Tensor:

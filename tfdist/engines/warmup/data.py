@@ -35,11 +35,11 @@ class WarmupDataset(handles.CountedDataset):
     @property
     def passes(self) -> int:
         """Number of iterators that were opened over the data, those that `whole` counts included."""
-        return self.opened + getattr(self.whole, "passes", 0)
+        return self.opened + (self.whole.passes if isinstance(self.whole, handles.CountedDataset) else 0)
 
     def raised_in_step(self) -> BaseException | None:
         """See `DistributedDataset.raised_in_step`."""
-        return getattr(self.whole, "raised_in_step", lambda: None)()
+        return self.whole.raised_in_step() if isinstance(self.whole, handles.DistributedDataset) else None
 
 
 class Pass(handles.HandleIterator):

@@ -15,14 +15,14 @@ from tfdist.compat import epoch_logs, running_loop, values_of_replicas
 from tfdist.data import handle as handles
 from tfdist.data import splitting
 from tfdist.data.shares import Sum
+from tfdist.engines.base import Engine
 from tfdist.engines.warmup.data import Pass, WarmupDataset, parts_of
 from tfdist.policies.base import Update
-from tfdist.policies.saved_state import SavedState
 from tfdist.policies.warmup import Warmup
 from tfdist.step import copies, one_replica, replicated_step
 
 
-class WarmupEngine(SavedState):
+class WarmupEngine(Engine):
     """Makes the updates of the phase, and gives all replicas the first one's state.
 
     Args:
@@ -90,7 +90,7 @@ class WarmupEngine(SavedState):
             self._count_update()
         if not self._warmup.is_over:
             return Pass(dataset, lambda a_pass: self._begin_update(a_pass, fit.model))
-        dataset.opened += not hasattr(dataset.whole, "passes")
+        dataset.opened += not isinstance(dataset.whole, handles.CountedDataset)
         return None
 
     def _begin_update(self, of: Pass, model: keras.Model) -> Any:
@@ -101,7 +101,8 @@ class WarmupEngine(SavedState):
         """
         warmup = self._warmup
         count = warmup.taking_part_next(self._is_first_of_epoch)
-        rest = getattr(of.dataset.whole, "rest", None) if count == warmup.total_num_replicas else None
+        whole = of.dataset.whole
+        rest = whole.rest if count == warmup.total_num_replicas and isinstance(whole, handles.CountedDataset) else None
         # What makes the rest is to find the end itself: nothing must have been read ahead.
         has_next = of.left != 0 if rest else of.has_next()
         if count > 1 and not (self._ahead or rest or of.dataset.is_same_length):

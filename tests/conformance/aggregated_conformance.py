@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ParameterServerStrategy whose four workers all count is as one device. Run by `test_parameter_server_policies.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from cases import LOOPS
+from conformance import Conformance, Numbers, pytest_generate_tests  # noqa: F401
+from training import SETTINGS
+
+_LOOPS_OF_FIRST_CALLS = frozenset(f"first call, loop{words}" for words in ("", ", built", ", by name"))
+
+
+class TestAggregated(Conformance):
+    # Steps of custom loops are those of one worker: the next class.
+    # Logs of single outputs, and of losses that are sums, count each worker's part of a batch alike.
+    left_out = LOOPS | _LOOPS_OF_FIRST_CALLS | {"dicts", "sum loss"}
+    quick = frozenset(
+        {
+            *("sgd", "global_clipnorm", "decay, ema", "accumulation, clipnorm, ema", "loss scale"),
+            *("steps_per_execution", "validation_split", "steps_per_epoch", "sample_weight", "sum loss, even parts"),
+            *("unknown length", "from Python", "interrupted and resumed", "dicts, even parts", "ragged", "sparse"),
+            *("embedding", "embedding, clipnorm"),
+            *("mask", "spectral normalization", "step with slices"),
+            *("first call, step without call", "first call, optimizer of its own", "first call, seed generator"),
+        }
+    )
+    # `evaluate` reads whole batches.
+    slow_tests = frozenset(
+        {
+            "test_evaluate_after_an_own_step_counts_no_empty_replica",
+            "test_metric_variable_of_aggregation_mean_is_read",
+        }
+    )
+    # One device reads its weights after the update, a contribution those before.
+    logs_within = 0.1
+
+
+class TestLoopsBesideAPolicy(Numbers):
+    only = _LOOPS_OF_FIRST_CALLS
+    slow = frozenset({"first call, loop, by name"})
+
+    @pytest.fixture(autouse=True)
+    def order_does_not_matter(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        monkeypatch.setattr(SETTINGS, "in_one_batch", True)
+        yield

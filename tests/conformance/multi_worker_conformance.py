@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MultiWorkerMirroredStrategy on two workers is as one device. Run by `test_multi_worker_conformance.py`."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import multi_worker_cluster
+import pytest
+from averaging import LIKE_OTHERS, AveragingEveryStep
+from cases import LOOPS
+from conformance import Conformance, pytest_generate_tests  # noqa: F401
+
+import tfdist
+from tfdist.transport import buckets
+
+
+class Workers(Conformance):
+    # A worker's error ends the collectives of all for good.
+    test_error_of_an_operation_is_raised_and_the_next_fit_is_clean = None
+    test_error_of_the_data_is_raised = None
+
+    def expected(self, case: str, found: Any, directory: pathlib.Path) -> Any:
+        return multi_worker_cluster.of_one_device(case, found, directory)
+
+
+# Their steps, or their ways to the data, are those of other loops.
+_LIKE_OTHERS = {
+    f"loop, {name}"
+    for name in (
+        *("for_outside_of_a_traced_step", "captured_data_set", "enumerated_data_set", "batches_given_by_name"),
+        *("one_batch_again_and_again", "loop_within_a_replica", "structures_of_results", "gradient_penalty"),
+        *("two_optimizers_and_a_persistent_tape", "loss_scaling", "weights_set_within_the_loop"),
+        "train_step_of_keras_given_to_run",
+    )
+}
+
+
+# The calls that are refused are no matter of the policy.
+_AS_WITHOUT_POLICY = {
+    "test_calls_within_callbacks_work",
+    "test_second_thread_is_refused_during_a_fit",
+}
+
+
+class TestMultiWorker(Workers):
+    # The others are about the step, which is MirroredStrategy's.
+    slow_tests = frozenset(
+        {
+            "test_evaluate_after_an_own_step_counts_no_empty_replica",
+            "test_metric_variable_of_aggregation_mean_is_read",
+            "test_model_compiled_again_trains_as_compiled_last",
+            "test_steps_on_single_batches",
+        }
+    )
+    quick = LOOPS - _LIKE_OTHERS | {
+        *("adam", "accumulation, clipnorm, ema", "loss scale", "steps_per_execution", "sum loss, eagerly"),
+        *("embedding, steps_per_execution", "embedding, clipnorm", "unknown length", "ragged", "sparse"),
+        *("interrupted and resumed", "metric that shows its variable", "LSTM"),
+    }
+
+
+class TestBackupWorkers(Workers):
+    left_out = LOOPS
+    logs_within = 0.1
+    slow_tests = LIKE_OTHERS | _AS_WITHOUT_POLICY
+    quick = frozenset(
+        {
+            *("accumulation, clipnorm, ema", "one example left", "embedding, clipnorm", "loss scale"),
+            *("unknown length, steps_per_execution", "unknown length, whole executions", "sum loss, eagerly"),
+        }
+    )
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def strategy(cls) -> Iterator[tfdist.MultiWorkerMirroredStrategy]:
+        with pytest.MonkeyPatch.context() as patch:
+            # So that some tensors are large here.
+            patch.setattr(buckets, "BUCKET_BYTES", 64)
+            yield tfdist.MultiWorkerMirroredStrategy(start_timeout_secs=60, policies=[tfdist.BackupWorkers(spares=0)])
+
+
+class TestParameterAveraging(AveragingEveryStep, Workers):
+    quick = frozenset({"one example left", "steps_per_execution", "sum loss, eagerly"})
+    slow_tests = LIKE_OTHERS | _AS_WITHOUT_POLICY
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def strategy(cls) -> tfdist.MultiWorkerMirroredStrategy:
+        return tfdist.MultiWorkerMirroredStrategy(start_timeout_secs=60, policies=[tfdist.ParameterAveraging(1)])

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The flag --communication reaches every task, whatever starts it."""
+
+import pathlib
+
+import pytest
+from absl import flags
+
+from tfdist.launchers import kubernetes, local, slurm, ssh
+
+LAUNCHERS = {
+    local: [],
+    ssh: ["--hosts=a,b", "--directory=/work"],
+    slurm: [],
+    kubernetes: ["--image=image"],
+}
+
+
+@pytest.fixture
+def script(tmp_path: pathlib.Path) -> str:
+    path = tmp_path / "train.py"
+    path.write_text("")
+    return str(path)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS, ids=lambda launcher: launcher.__name__.rpartition(".")[2])
+@pytest.mark.parametrize("chosen", ["auto", "tensorflow", "mpi"])
+def test_every_task_is_told(launcher, chosen: str, script: str, capfd: pytest.CaptureFixture[str]):
+    given = ["--dry_run", *LAUNCHERS[launcher], *([] if chosen == "auto" else [f"--communication={chosen}"])]
+    assert launcher.main([*given, script]) == 0
+    shown = capfd.readouterr().out
+    assert ("TFDIST_COMMUNICATION" in shown) == (chosen != "auto")
+    assert chosen == "auto" or chosen in shown
+
+
+def test_another_word_is_refused(script: str):
+    with pytest.raises(flags.Error, match=r"--communication=gloo: value should be one of <auto\|tensorflow\|mpi>"):
+        local.main(["--communication=gloo", script])

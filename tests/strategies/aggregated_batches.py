@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What workers make of their parts of a batch, where all of them count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from aggregated_cluster import BATCH, IDS, X, Y, compiled, layers
+
+
+def embedding(num_rows: int) -> keras.Model:
+    numbers, ids = keras.Input((6,)), keras.Input((3,), dtype="int32")
+    rows = keras.layers.Flatten()(keras.layers.Embedding(num_rows, 4)(ids))
+    joined = keras.layers.Concatenate()([keras.layers.Dense(8, "relu")(numbers), rows])
+    return keras.Model([numbers, ids], [keras.layers.Dense(1, name="a")(joined), keras.layers.Dense(1, name="b")(rows)])
+
+
+def test_rows_of_an_embedding_are_gathered_where_the_table_is(strategy: Any) -> None:
+    # A small table would travel whole, with the other small variables.
+    model = compiled(strategy, lambda: embedding(num_rows=5000), metrics=[["mae"], ["mse"]])
+    model.fit([X, IDS], [Y, Y], batch_size=BATCH, verbose=0)
+    (step,) = vars(model.train_function)["_tfdist_traced"].values()
+    operations = step._from_iterator.graph.get_operations()
+    gathered = [
+        op for op in operations if op.type == "GatherV2" and "embedding" in op.name and "gradient" not in op.name
+    ]
+    table = next(v for v in model.trainable_variables if "embedding" in v.path)
+    assert gathered
+    assert all(op.device == table.value.device for op in gathered)
+    # What travels back is rows as well: indices and values, as many as were looked up.
+    gradient = step._template.gradients[[v.path for v in step._step.variables()].index(table.path)]
+    assert isinstance(gradient, tf.IndexedSlices)
+
+
+def dataset() -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH)
+
+
+def test_statistics_of_layers_are_those_of_all_workers(strategy: Any) -> None:
+    def make() -> keras.Model:
+        return keras.Sequential(
+            [
+                keras.Input((6,)),
+                keras.layers.BatchNormalization(momentum=0.5),
+                keras.layers.Dropout(0.2),
+                keras.layers.Dense(1),
+            ]
+        )
+
+    model = compiled(strategy, make)
+    model.fit(X[:16], Y[:16], batch_size=16, shuffle=False, verbose=0)
+    parts = X[:16].reshape(4, 4, 6)
+    np.testing.assert_allclose(model.layers[0].moving_mean.numpy(), 0.5 * parts.mean((0, 1)), atol=1e-5)
+    variance = 0.5 + 0.5 * parts.var(1).mean(0)
+    np.testing.assert_allclose(model.layers[0].moving_variance.numpy(), variance, atol=1e-5)
+
+
+def weighted(batches: tf.data.Dataset) -> tf.data.Dataset:
+    return batches.map(lambda x, y: (x, y, tf.ones([3])))
+
+
+def generated() -> tf.data.Dataset:
+    specs = tf.TensorSpec((6,)), tf.TensorSpec((1,))
+    return tf.data.Dataset.from_generator(lambda: zip(X, Y, strict=True), output_signature=specs).batch(BATCH)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: weighted(dataset().shuffle(9)), lambda: weighted(generated())],
+    ids=["read by workers", "from Python"],
+)
+def test_batch_of_unknown_different_sizes_is_refused_in_one_line(strategy: Any, make: Callable[[], Any]) -> None:
+    model = compiled(strategy, layers, "sgd")
+    before = model.get_weights()
+    with pytest.raises(ValueError, match=r"16 in batch\[1\], 3 in batch\[2\]$") as raised:
+        model.fit(make(), verbose=0)
+    assert "\n" not in str(raised.value)
+    tf.nest.map_structure(np.testing.assert_array_equal, model.get_weights(), before)

@@ -1,0 +1,378 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MultiWorkerMirroredStrategy without a policy, on two workers: data, variables, files and progress bars.
+
+Both workers run each check; `both` gives each what the two have found. Run by `test_multi_worker_conformance.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from training import OPTIMIZERS, X, Y, assert_close, dense_model
+
+import tfdist
+
+CALLBACKS = keras.callbacks
+NUMBERS = np.arange(21, dtype=np.float32)[:, None]
+
+Both = Callable[[Any], list[Any]]
+
+
+def index() -> int:
+    task = tfdist.Cluster.from_environment().task
+    assert task
+    return task.index
+
+
+def compiled(strategy: Any, make: Callable[[], keras.Model] = dense_model, optimizer: Any = None) -> keras.Model:
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = make()
+        model.compile(optimizer or OPTIMIZERS.Adam(0.01), "mse", metrics=["mae"])
+    return model
+
+
+def normalized() -> keras.Model:
+    hidden = [keras.layers.Dense(8), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)]
+    return keras.Sequential([keras.Input((3,)), *hidden, keras.layers.Dense(1)])
+
+
+# Data.
+
+
+def test_random_states_are_those_of_the_chief_from_the_start(first_draws: list[float], both: Both) -> None:
+    one, other = both(first_draws)
+    assert one == other
+
+
+def test_every_example_of_a_shuffle_is_used_once(strategy: Any, both: Both) -> None:
+    """Keras' unseeded shuffle of arrays, whose order must be the same on all workers."""
+    seen: list[list[float]] = []
+
+    class Seeing(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = self.add_weight(name="scale")
+
+        def call(self, x):
+            return x * self.scale
+
+        def train_step(self, data):
+            seen.append(np.asarray(data[0])[:, 0].tolist())
+            return {"rows": float(len(data[0]))}
+
+    with strategy.scope():
+        model = Seeing()
+        model.compile("sgd", "mse", run_eagerly=True)
+    model.fit(NUMBERS, NUMBERS, batch_size=8, epochs=1, verbose=0)
+    seen.clear()  # Keras built the model from a batch
+    model.fit(NUMBERS, NUMBERS, batch_size=8, epochs=2, verbose=0)
+    first, second = both(seen)
+    for steps in (slice(0, 3), slice(3, 6)):
+        used = [number for part in first[steps] + second[steps] for number in part]
+        assert sorted(used) == list(range(21))
+        assert used != list(range(21))
+
+
+def test_a_generator_of_dicts_is_predicted_in_order(strategy: Any) -> None:
+    """Of unknown length, with a last batch of a single example."""
+
+    def generate() -> Iterator[Any]:
+        for start in range(0, 17, 8):
+            yield {"a": NUMBERS[start : min(start + 8, 17)]}
+
+    signature = {"a": tf.TensorSpec((None, 1), tf.float32)}
+    generated = tf.data.Dataset.from_generator(generate, output_signature=signature)
+    with strategy.scope():
+        inputs = keras.Input((1,), name="a")
+        doubling = keras.Model(inputs, keras.layers.Rescaling(2.0)(inputs))
+        doubling.compile(loss="mse", metrics=["mae"])
+    predicted = doubling.predict(generated, verbose=0)[:, 0].tolist()
+    assert predicted == [2.0 * number for number in range(17)]
+    pairs = generated.map(lambda batch: (batch, 0 * batch["a"]))
+    assert doubling.evaluate(pairs, verbose=0)[1] == pytest.approx(np.mean(predicted))
+
+
+def test_the_unannounced_end_of_the_data_is_no_step(strategy: Any) -> None:
+    model = compiled(strategy)
+    model.fit(tf.data.Dataset.from_tensor_slices((X, Y)).filter(lambda x, y: True).batch(8), epochs=3, verbose=0)
+    assert int(model.optimizer.iterations) == 18
+
+
+def test_a_worker_without_examples_has_the_weights_of_the_other(strategy: Any, both: Both) -> None:
+    model = compiled(strategy, normalized)
+    history = model.fit(X[:9], Y[:9], batch_size=8, epochs=2, verbose=0, validation_split=0.2).history
+    assert np.isfinite(tf.nest.flatten(history)).all()
+    tf.nest.map_structure(np.testing.assert_array_equal, *both(model.get_weights()))
+
+
+def test_single_batches_train_all_workers(strategy: Any, both: Both) -> None:
+    with strategy.scope():
+        model = compiled(strategy)
+        own = X * (index() + 1)
+        assert_close(model(own).numpy(), model.predict_on_batch(own))
+    losses = [float(model.train_on_batch(X, Y)[0]) for _ in range(5)]
+    assert losses[-1] < losses[0]
+    tf.nest.map_structure(np.testing.assert_array_equal, *both(model.get_weights()))
+
+
+def test_gather_traces_once_for_values_of_all_lengths(strategy: Any) -> None:
+    start = index()
+    strategy._gathers.clear()
+    for step in (1, 2, 3):
+        gathered = strategy.gather(tf.range(start + step, dtype=tf.float32), axis=0)
+        assert gathered.numpy().tolist() == [*range(step), *range(step + 1)]
+    assert [each.experimental_get_tracing_count() for each in strategy._gathers.values()] == [1]
+    gathered = strategy.gather(tf.fill([2, start + 1], start), axis=1)
+    assert gathered.numpy().tolist() == [[0, 1, 1]] * 2
+
+
+# Variables.
+
+
+def test_variables_of_every_dtype_begin_as_on_the_chief(strategy: Any) -> None:
+    for dtype in ("int8", "uint8", "int16", "uint32", "bfloat16", "float16", "int64", "bool"):
+        with strategy.scope():
+            variable = tf.Variable(tf.cast([1 - index(), 1], dtype))
+        assert variable.dtype.name == dtype
+        assert tf.cast(variable, "int32").numpy().tolist() == [1, 1]
+
+
+def test_a_model_of_bfloat16_has_the_weights_of_the_chief(strategy: Any, both: Both) -> None:
+    with strategy.scope():
+        half = keras.Sequential([keras.Input((3,), dtype="bfloat16"), keras.layers.Dense(1, dtype="bfloat16")])
+        half.compile("sgd", "mse")
+    half.fit(np.ones([8, 3], np.float32), np.ones([8, 1], np.float32), batch_size=4, verbose=0)
+    one, other = both(tf.cast(half.weights[0], "float32").numpy().tolist())
+    assert one == other
+
+
+# Files.
+
+
+def test_the_chief_writes_and_everybody_reads(strategy: Any, both: Both, tmp_path: pathlib.Path) -> None:
+    out = tmp_path / "out"
+    model = compiled(strategy, normalized)
+    callbacks = [
+        CALLBACKS.ModelCheckpoint(out / "checkpoints" / "{epoch}.keras"),
+        CALLBACKS.ModelCheckpoint(out / "best.weights.h5", save_weights_only=True, save_best_only=True),
+        CALLBACKS.BackupAndRestore(out / "backup", delete_checkpoint=False),
+        CALLBACKS.TensorBoard(out / "board"),
+        CALLBACKS.CSVLogger(out / "log.csv"),
+    ]
+    model.fit(X, Y, batch_size=8, epochs=3, verbose=0, validation_split=0.2, callbacks=callbacks)
+    model.save(out / "model.keras")
+    # At once: when save returns, the chief's file is complete.
+    with strategy.scope():
+        loaded = keras.saving.load_model(out / "model.keras")
+    np.testing.assert_array_equal(loaded.predict(X, verbose=0), model.predict(X, verbose=0))
+    resume = CALLBACKS.BackupAndRestore(out / "backup")
+    rest = loaded.fit(X, Y, batch_size=8, epochs=5, verbose=0, callbacks=[resume]).history
+    assert len(rest["loss"]) == 2
+    tf.nest.map_structure(np.testing.assert_array_equal, *both(loaded.get_weights()))
+    with pytest.raises(OSError, match="nowhere"):
+        model.save(out / "nowhere" / "model.keras")
+    model.export(out / "exported", verbose=False)
+    both("written")
+    files = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
+    events = {name for name in files if "events" in name}
+    assert sorted(pathlib.Path(name).parent.name for name in events) == ["train", "validation"]
+    exported = {name for name in files if name.startswith("exported/")}
+    checkpoints = {f"checkpoints/{epoch}.keras" for epoch in (1, 2, 3)}
+    assert files - events - exported == checkpoints | {"best.weights.h5", "log.csv", "model.keras"}
+    assert len((out / "log.csv").read_text().splitlines()) == 4
+
+
+def test_a_backup_on_the_chiefs_own_disk_is_read_for_all(strategy: Any, both: Both, tmp_path: pathlib.Path) -> None:
+    own = tmp_path / f"disk-{index()}"
+    backup = CALLBACKS.BackupAndRestore(own, delete_checkpoint=False)
+    compiled(strategy).fit(X, Y, batch_size=8, epochs=2, verbose=0, callbacks=[backup])
+    again = compiled(strategy)
+    rest = again.fit(X, Y, batch_size=8, epochs=3, verbose=0, callbacks=[CALLBACKS.BackupAndRestore(own)]).history
+    assert (len(rest["loss"]), int(again.optimizer.iterations)) == (1, 18)
+    tf.nest.map_structure(np.testing.assert_array_equal, *both(again.get_weights()))
+    assert list(own.glob("*")) == []
+    assert not (tmp_path / "disk-1").exists()
+
+
+def test_fit_in_scope_is_restored_from_a_backup(strategy: Any, tmp_path: pathlib.Path) -> None:
+    class Stop(CALLBACKS.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == 1:
+                raise RuntimeError("stop")
+
+    backup = lambda: CALLBACKS.BackupAndRestore(tmp_path / "backup")  # noqa: E731
+    with strategy.scope():
+        model = compiled(strategy)
+        with pytest.raises(RuntimeError, match="stop"):
+            model.fit(X[:8], Y[:8], epochs=3, verbose=0, callbacks=[backup(), Stop()])
+        assert model.fit(X[:8], Y[:8], epochs=3, verbose=0, callbacks=[backup()]).epoch == [2]
+    assert int(model.optimizer.iterations) == 3
+
+
+def test_checkpoint_managers_share_a_directory(strategy: Any, tmp_path: pathlib.Path) -> None:
+    model = compiled(strategy)
+    manager = tf.train.CheckpointManager(tf.train.Checkpoint(model=model), str(tmp_path), max_to_keep=2)
+    for _ in range(8):
+        model.fit(X[:8], Y[:8], batch_size=8, verbose=0)
+        manager.checkpoint.restore(manager.save()).assert_existing_objects_matched()
+    expected = model.get_weights()
+    model.set_weights([weight * 0 for weight in expected])
+    manager.restore_or_initialize()
+    tf.nest.map_structure(np.testing.assert_array_equal, model.get_weights(), expected)
+
+
+# What is shown, and what is refused.
+
+
+def test_the_chief_alone_shows_progress_unless_asked(strategy: Any) -> None:
+    model = compiled(strategy)
+
+    def is_shown(**verbose: Any) -> bool:
+        with contextlib.redirect_stdout(io.StringIO()) as shown:
+            model.fit(X, Y, epochs=2, **verbose)
+            model.evaluate(X, Y, **verbose)
+            model.predict(X, **verbose)
+        return bool(shown.getvalue())
+
+    found = [is_shown(**options) for options in ({}, {"verbose": "auto"}, {"verbose": 1}, {"verbose": 0})]
+    assert found == ([True, True, True, False] if index() == 0 else [False, False, True, False])
+
+
+def test_different_data_sets_are_refused(strategy: Any) -> None:
+    """They would wait for each other for ever."""
+    rows = 8 * (index() + 1)
+    with pytest.raises(ValueError, match=r"\(8, 3\)") as raised:
+        compiled(strategy).fit(X[:rows], Y[:rows], batch_size=8, verbose=0)
+    assert "(16, 3)" in str(raised.value)
+
+
+# Gradients that each worker takes of its own share of the data, outside of `run`.
+
+SHARES = [np.random.default_rng(each).random((2, 8, 3), np.float32) for each in range(2)]
+
+
+def tanh_model() -> keras.Model:
+    return keras.Sequential([keras.Input((3,)), keras.layers.Dense(3, "tanh"), keras.layers.Dense(3)])
+
+
+def loss_of(model: keras.Model, x: Any, y: Any) -> tf.Tensor:
+    return tf.reduce_mean((model(tf.convert_to_tensor(x)) - y) ** 2)
+
+
+def gradients_of(model: keras.Model, scale: Callable[[Any], Any] = lambda loss: loss) -> list[tf.Tensor]:
+    with tf.GradientTape() as tape:
+        loss = scale(loss_of(model, *SHARES[index()]))
+    return tape.gradient(loss, model.trainable_variables)
+
+
+def step(model: keras.Model, optimizer: Any, scale: Callable[[Any], Any] = lambda loss: loss) -> None:
+    optimizer.apply(gradients_of(model, scale), model.trainable_variables)
+
+
+def made(strategy: Any, optimizer: Callable[[], Any] = lambda: OPTIMIZERS.SGD(0.1)) -> tuple[keras.Model, Any]:
+    with strategy.scope():
+        return tanh_model(), optimizer()
+
+
+def after_one_step(weights: list[np.ndarray]) -> list[np.ndarray]:
+    """The weights of one device, by the mean of the workers' gradients."""
+    alone = tanh_model()
+    alone.set_weights(weights)
+    with tf.GradientTape() as tape:
+        loss = sum(loss_of(alone, *share) for share in SHARES) / 2
+    OPTIMIZERS.SGD(0.1).apply(tape.gradient(loss, alone.trainable_variables), alone.trainable_variables)
+    return alone.get_weights()
+
+
+def test_updates_with_workers_own_gradients_are_by_their_mean(strategy: Any) -> None:
+    model, optimizer = made(strategy)
+
+    def assert_is_one_step(call: Callable[[], Any], model: keras.Model = model) -> None:
+        expected = after_one_step(model.get_weights())
+        call()
+        assert_close(expected, model.get_weights())
+
+    assert_is_one_step(lambda: step(model, optimizer))
+    assert_is_one_step(lambda: tf.function(step)(model, optimizer))
+    assert_is_one_step(lambda: step(model, OPTIMIZERS.SGD(0.1)))
+    data = iter(tf.data.Dataset.from_tensors(tuple(SHARES[index()])))
+
+    def iterated() -> None:
+        with tf.GradientTape() as tape:
+            loss = loss_of(model, *next(data))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    assert_is_one_step(tf.function(iterated))
+    assert_is_one_step(tf.function(lambda: tf.function(step)(model, optimizer)))
+    with strategy.scope():
+        assert_is_one_step(lambda: step(model, optimizer))
+        assert_is_one_step(lambda: tf.function(step)(model, optimizer))
+
+    @tf.function
+    def repeated(count: tf.Tensor) -> None:
+        for _ in tf.range(count):
+            step(model, optimizer)
+
+    assert_is_one_step(lambda: repeated(tf.constant(1)))
+    scaled, scaling = made(strategy, lambda: OPTIMIZERS.LossScaleOptimizer(OPTIMIZERS.SGD(0.1), 8.0))
+    assert_is_one_step(lambda: step(scaled, scaling, scaling.scale_loss), scaled)
+    before = model.get_weights()
+    returned = strategy.run(lambda: [v * (index() + 1) for v in model.trainable_variables])
+    optimizer.apply(returned, model.trainable_variables)
+    assert_close([0.85 * weight for weight in before], model.get_weights())
+
+
+def test_rows_of_workers_own_gradients_are_their_mean(strategy: Any) -> None:
+    with strategy.scope():
+        table = keras.layers.Embedding(4, 1)
+        table.build()
+    before = table.get_weights()[0]
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(table(tf.constant([index(), 3])))
+    OPTIMIZERS.SGD(0.1).apply(tape.gradient(loss, table.trainable_variables), table.trainable_variables)
+    assert_close(before - np.array([[0.05], [0.05], [0.0], [0.1]], np.float32), table.get_weights()[0])
+
+
+def test_gradients_that_are_the_same_on_all_workers_are_applied_once(strategy: Any, both: Both) -> None:
+    model, optimizer = made(strategy, lambda: OPTIMIZERS.Adam(0.1))
+    optimizer.build(model.trainable_variables)
+    model.set_weights([weight + 1 for weight in model.get_weights()])
+    model.trainable_variables[0].assign(model.trainable_variables[0] * 0.5)
+    strategy.run(lambda: step(model, optimizer))
+    tf.function(lambda: strategy.run(lambda: step(model, optimizer)))()
+
+    def reduced() -> list[tf.Tensor]:
+        return [strategy.reduce("MEAN", each, axis=None) for each in strategy.run(lambda: gradients_of(model))]
+
+    optimizer.apply(reduced(), model.trainable_variables)
+    with strategy.scope():
+        optimizer.apply(reduced(), model.trainable_variables)
+    optimizer.apply(tf.clip_by_global_norm(reduced(), 0.5)[0], model.trainable_variables)
+
+    @tf.function
+    def clipped() -> None:
+        gradients, norm = tf.clip_by_global_norm(reduced(), 0.5)
+        if norm > 0.0:
+            decayed = [g + 0.01 * v for g, v in zip(gradients, model.trainable_variables, strict=True)]
+            optimizer.apply(decayed, model.trainable_variables)
+
+    clipped()
+    assert int(optimizer.iterations) == 6
+    tf.nest.map_structure(np.testing.assert_array_equal, *both(model.get_weights()))
+
+
+def test_a_worker_may_train_a_model_of_its_own(strategy: Any) -> None:
+    del strategy
+    alone = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3)])
+    step(alone, OPTIMIZERS.SGD(0.1))
+    tf.function(step)(alone, OPTIMIZERS.SGD(0.1))

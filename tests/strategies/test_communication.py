@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The argument `communication`: the numbers are those of one device by every transport, and what can't be is said."""
+
+from __future__ import annotations
+
+import importlib.util
+import pathlib
+import sys
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+import process_cluster
+
+import tfdist
+from tfdist.strategies import _communication
+from tfdist.transport import mpi
+
+needs_mpi = pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="mpi4py is not installed")
+KINDS = ["tensorflow", pytest.param("mpi", marks=needs_mpi)]
+CPUS = ["/job:worker/replica:0/task:0/device:CPU:0"]
+
+PREPARED = """
+import itertools
+from tfdist.transport import buckets, mpi
+buckets.BUCKET_BYTES = 256  # so that a model has several
+mpi._SMALL_BYTES = 128
+strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout_secs=60)
+layers, random = keras.layers, np.random.default_rng(0)
+x, y = random.normal(size=(45, 6)).astype("float32"), random.normal(size=(45, 1)).astype("float32")
+words = random.integers(0, 9, (45, 4))
+
+def dense():
+    return keras.Sequential([keras.Input((6,)), layers.Dense(16, "tanh"), layers.BatchNormalization(), layers.Dense(1)])
+def rows():
+    return keras.Sequential([keras.Input((4,)), layers.Embedding(9, 3), layers.Flatten(), layers.Dense(1)])
+SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
+CASES = {
+    "uneven batches": (rows, words, lambda: Adam(0.01), {}),
+    "several steps at once": (rows, words, lambda: SGD(0.1), {"steps_per_execution": 4}),
+    "clipping": (rows, words, lambda: SGD(0.1, global_clipnorm=0.1), {}),
+    "accumulation": (rows, words, lambda: SGD(0.1, gradient_accumulation_steps=2), {}),
+    "average of weights": (rows, words, lambda: SGD(0.1, use_ema=True, ema_overwrite_frequency=3), {}),
+    "loss scale": (rows, words, lambda: keras.optimizers.LossScaleOptimizer(Adam(0.01)), {}),
+    "eagerly": (rows, words, lambda: SGD(0.1), {"run_eagerly": True}),
+    "sum loss": (rows, words, lambda: SGD(0.01), {"loss": keras.losses.MeanSquaredError(reduction="sum")}),
+}
+def trained(scope, make, inputs, optimizer, options):
+    keras.utils.set_random_seed(1)
+    with scope.scope():
+        model = make()
+        model.compile(optimizer(), **{"loss": "mse", "metrics": ["mae"], **options})
+    history = model.fit(inputs, y, batch_size=8, epochs=2, shuffle=False, verbose=0).history
+    evaluated = model.evaluate(inputs, y, batch_size=8, verbose=0)
+    weights, iterations = [each.tolist() for each in model.get_weights()], int(model.optimizer.iterations.numpy())
+    return weights, history, evaluated, iterations
+"""
+
+EQUALITY = """
+for name, case in CASES.items():
+    report(name, trained(strategy, *case))
+    if index == 0:
+        report(f"one device, {name}", trained(tf.distribute.get_strategy(), *case))
+# Each replica has statistics of its own batch: equal on all workers, not to one device's.
+report("statistics", trained(strategy, dense, x, lambda: SGD(0.1), {}))
+own = strategy.distribute_datasets_from_function(lambda c: tf.data.Dataset.from_tensors(c.input_pipeline_id + 1.0))
+report("reduced", float(strategy.reduce("SUM", strategy.run(lambda value: value, (next(iter(own)),)), axis=None)))
+"""
+
+
+def assert_close(one: Any, other: Any) -> None:
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        one, other = list(one.values()), list(other.values())
+    if isinstance(one, list):
+        assert len(one) == len(other)
+        for pair in zip(one, other, strict=True):
+            assert_close(*pair)
+    else:
+        assert one == pytest.approx(other, abs=2e-5, rel=2e-4)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_are_those_of_one_device_on_all_workers(
+    kind: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TFDIST_COMMUNICATION", kind)
+    first, *others = process_cluster.run(PREPARED + EQUALITY, tmp_path, num_workers=3, timeout_secs=280)
+    names = [name for name in first if f"one device, {name}" in first]
+    assert len(names) == 8
+    for name in names:
+        assert_close(first[name], first[f"one device, {name}"])
+    for other in others:
+        assert {name: other[name] for name in [*names, "statistics", "reduced"]} == {
+            name: first[name] for name in [*names, "statistics", "reduced"]
+        }
+    assert first["reduced"] == 6.0
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+@needs_mpi
+@pytest.mark.parametrize("policy", ["BackupWorkers(spares=0)", "ParameterAveraging(every_steps=1)", "Warmup(steps=2)"])
+def test_policies_sum_by_mpi_what_they_sum_by_tensorflow(
+    policy: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    script = PREPARED.replace("(start_timeout_secs=60)", f"(start_timeout_secs=60, policies=[tfdist.{policy}])")
+    script += 'report("found", trained(strategy, rows, words, lambda: SGD(0.1), {}))\n'
+    found = {}
+    for kind in ("tensorflow", "mpi"):
+        monkeypatch.setenv("TFDIST_COMMUNICATION", kind)
+        (tmp_path / kind).mkdir()
+        first, second = process_cluster.run(script, tmp_path / kind, timeout_secs=140)
+        assert first == second
+        found[kind] = first["found"]
+    assert_close(found["mpi"], found["tensorflow"])
+
+
+@pytest.mark.parametrize("value", ["gloo", "MPI", None, 1])
+def test_another_word_is_refused_at_once(value: Any):
+    with pytest.raises(ValueError, match=r"communication must be one of 'auto', 'tensorflow', 'mpi'\. Received"):
+        tfdist.MultiWorkerMirroredStrategy(communication=value)
+
+
+def test_gpus_are_left_to_nccl():
+    (problem,) = _communication._local_state("mpi", [CPUS[0].replace("CPU", "GPU")]).values()
+    assert "it sums on CPUs only; use 'auto'" in problem and "GPU:0" in problem
+
+
+def test_a_missing_mpi4py_is_said_with_what_installs_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(mpi, "is_installed", lambda: False)
+    (problem,) = _communication._local_state("mpi", CPUS).values()
+    assert problem == "it needs mpi4py and an MPI library: pip install 'tfdist[mpi]'"
+
+
+def test_open_mpi_without_its_launcher_is_said(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(mpi, "is_installed", lambda: True)
+    monkeypatch.setattr(mpi, "library", lambda: "Open MPI 5.0.11")
+    monkeypatch.setattr(mpi, "is_launched", lambda: False)
+    (problem,) = _communication._local_state("mpi", CPUS).values()
+    assert problem.startswith("Open MPI 5.0.11 needs a launcher of its own; start the tasks with mpiexec or srun")
+
+
+def test_without_a_launcher_auto_is_tensorflow(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(mpi, "is_launched", lambda: False)
+    assert "problem" in _communication._local_state("auto", CPUS)
+
+
+def test_different_libraries_are_named_by_task():
+    found = {"worker:0": {"library": "MPICH 5.0.2"}, "worker:1": {"library": "MPICH 4.1"}}
+    assert _communication._problem(found) == (
+        "all workers must use one MPI library. Received: worker:0: MPICH 5.0.2, worker:1: MPICH 4.1"
+    )
+
+
+class Alone:
+    """An agreement of one worker."""
+
+    tasks = ("worker:0",)
+    task, is_chief = tasks[0], True
+
+    def gather(self, value: Any, what: str) -> dict[str, Any]:
+        return {self.task: value}
+
+    def from_chief(self, value: Any, what: str) -> Any:
+        return value()
+
+    def check_others(self) -> None:
+        pass
+
+
+@pytest.fixture
+def failing_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*arguments: Any) -> None:
+        raise RuntimeError("the MPI job has another number of processes than the cluster")
+
+    monkeypatch.setattr(mpi, "is_installed", lambda: True)
+    monkeypatch.setattr(mpi, "is_launched", lambda: True)
+    monkeypatch.setattr(mpi, "library", lambda: "MPICH 5.0.2")
+    monkeypatch.setattr(mpi, "start", start)
+
+
+@pytest.mark.usefixtures("failing_mpi")
+def test_mpi_that_cannot_be_started_is_an_error_with_the_task():
+    with pytest.raises(RuntimeError, match=r"^communication='mpi': on worker:0, the MPI job has another number"):
+        _communication.connect("mpi", Alone(), CPUS)
+
+
+@pytest.mark.usefixtures("failing_mpi")
+def test_auto_goes_on_without_mpi_and_says_so(capsys: pytest.CaptureFixture[str]):
+    assert _communication.connect("auto", Alone(), CPUS) is None
+    said = capsys.readouterr().err
+    assert "the workers use TensorFlow's collectives and not MPI: on worker:0, the MPI job has another" in said
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(120)
+def test_workers_that_ask_for_different_transports_are_refused(tmp_path: pathlib.Path):
+    script = """
+    try:
+        tfdist.MultiWorkerMirroredStrategy(communication=["tensorflow", "mpi"][index], start_timeout_secs=60)
+    except ValueError as error:
+        report("error", str(error))
+    """
+    for found in process_cluster.run(script, tmp_path):
+        assert found["error"] == (
+            "communication must be the same on all workers. Received: worker:0: 'tensorflow', worker:1: 'mpi'"
+        )

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sums of `transport.mpi`, by threads with queues in place of processes with an MPI library."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tfdist.transport import mpi
+
+
+class Request:
+    def __init__(self, done: Any) -> None:
+        self._done = done
+
+    def is_done(self) -> bool:
+        return self._done()
+
+
+class Module:
+    """Stands for `mpi4py.MPI`."""
+
+    IN_PLACE = object()
+
+    class Request:
+        @staticmethod
+        def Testall(requests: list[Request]) -> bool:  # noqa: N802
+            return all(request.is_done() for request in requests)
+
+
+class Communicator:
+    """One thread's end of queues between all threads."""
+
+    def __init__(self, rank: int, queues: list[list[queue.Queue]], whole: dict[int, list[Any]]) -> None:
+        self.rank, self.size = rank, len(queues)
+        self._queues = queues
+        self._whole = whole
+        self._count = 0
+
+    def Isend(self, array: np.ndarray, dest: int, tag: int) -> Request:  # noqa: N802
+        self._queues[self.rank][dest].put(array.copy())
+        return Request(lambda: True)
+
+    def Irecv(self, array: np.ndarray, source: int, tag: int) -> Request:  # noqa: N802
+        received: list[bool] = []
+
+        def done() -> bool:
+            if not received:
+                try:
+                    array[:] = self._queues[source][self.rank].get_nowait()
+                except queue.Empty:
+                    return False
+                received.append(True)
+            return True
+
+        return Request(done)
+
+    def Iallreduce(self, sent: Any, total: np.ndarray) -> Request:  # noqa: N802
+        parts = self._whole.setdefault(self._count, [])
+        self._count += 1
+        parts.append((total if sent is Module.IN_PLACE else sent).copy())
+
+        def done() -> bool:
+            if len(parts) < self.size:
+                return False
+            total[:] = sum(parts)
+            return True
+
+        return Request(done)
+
+
+def summed(arrays: list[np.ndarray], in_place: bool, repeat: int = 1) -> list[np.ndarray]:
+    """The sums that each of the workers with these arrays has."""
+    count = len(arrays)
+    queues: list[list[queue.Queue]] = [[queue.Queue() for _ in range(count)] for _ in range(count)]
+    whole: dict[int, list[Any]] = {}
+    results: list[Any] = [None] * count
+
+    def work(rank: int) -> None:
+        sums = mpi.Mpi(Module, Communicator(rank, queues, whole), lambda: None)
+        for _ in range(repeat):
+            results[rank] = sums.sum(arrays[rank].copy() if repeat > 1 else arrays[rank], in_place)
+
+    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert all(result is not None for result in results)
+    return results
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_segments() -> Any:
+    before = mpi._SMALL_BYTES, mpi._SEGMENT_BYTES
+    mpi._SMALL_BYTES, mpi._SEGMENT_BYTES = 16, 24
+    yield
+    mpi._SMALL_BYTES, mpi._SEGMENT_BYTES = before
+
+
+@given(st.integers(1, 5), st.integers(0, 60), st.booleans(), st.sampled_from([np.float32, np.float64, np.int64]))
+def test_all_workers_have_the_same_sum(count: int, length: int, in_place: bool, dtype: Any):
+    generator = np.random.default_rng(length)
+    arrays = [generator.normal(size=length).astype(dtype) * 7 for _ in range(count)]
+    before = [array.copy() for array in arrays]
+    found = summed(arrays, in_place)
+    for one, array, untouched in zip(found, arrays, before, strict=True):
+        np.testing.assert_allclose(one, np.sum(before, 0), rtol=1e-5, atol=1e-5)
+        np.testing.assert_array_equal(one, found[0])
+        assert one.dtype == dtype
+        assert (one is array) == in_place
+        if not in_place:
+            np.testing.assert_array_equal(array, untouched)
+
+
+def test_sums_follow_each_other():
+    arrays = [np.full(40, rank + 1.0, np.float32) for rank in range(3)]
+    for one in summed(arrays, in_place=True, repeat=20):
+        np.testing.assert_array_equal(one, np.full(40, 6.0, np.float32))
+
+
+def test_a_wait_for_a_worker_that_is_gone_raises_what_the_check_raises(monkeypatch: pytest.MonkeyPatch):
+    def check() -> None:
+        raise ConnectionError("worker:1 has ended")
+
+    monkeypatch.setattr(mpi, "_CHECK_SECS", 0.01)
+    sums = mpi.Mpi(Module, Communicator(0, [[queue.Queue()] * 2] * 2, {}), check)
+    with pytest.raises(ConnectionError, match="worker:1 has ended"):
+        sums.sum(np.zeros(2, np.float32))
+
+
+@pytest.mark.parametrize("name", ["MPICH 5.0.2", "Intel(R) MPI 2021.19", "MVAPICH 4.0"])
+def test_libraries_that_speak_pmi_1_need_no_launcher(name: str):
+    assert not mpi.needs_launcher(name)
+
+
+def test_open_mpi_needs_its_launcher():
+    assert mpi.needs_launcher("Open MPI 5.0.11")
+
+
+@pytest.mark.parametrize("variable", ["PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK"])
+def test_an_mpi_launcher_is_known_by_its_variables(variable: str):
+    assert mpi.is_launched({variable: "0"})
+    assert not mpi.is_launched({"SLURM_PROCID": "0"})

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums of one tensor over several workers by TensorFlow's collectives, with what makes them quick in a step.
+
+`tf.distribute.Strategy.reduce` leaves two things to be saved where all workers trace the same step. For each execution
+it draws a new key, about which the workers ask the first one (`instance_keys.fixed`). And it always sends a sum around
+the ring twice: once to add up, and once for all to have it. A small tensor of a few workers is there sooner if all send
+theirs to all, and each adds them up, in the same order. There is no public way to a collective of a strategy's group.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.compat import instance_keys, replicas
+
+NEEDS = (
+    "tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended._cross_device_ops",
+    "tensorflow.python.distribute.cross_device_ops:CollectiveAllReduce._launchers",
+    "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher._all_gather",
+    "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher.all_reduce",
+)
+
+# All workers' tensors together; above this the ring sends less.
+_GATHERED_BYTES = 2**18
+_GATHERED_DTYPES = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
+
+
+def sum_of(strategy: Any, flat: tf.Tensor) -> tf.Tensor:
+    """The sum of a tensor over all workers, in cross-replica context, in a graph or eagerly.
+
+    Args:
+      strategy: a `MultiWorkerMirroredStrategy` of several workers.
+      flat: 1-D, of the same shape on all workers.
+    """
+    with tf.device(replicas.worker_device(strategy)):
+        return tf.distribute.Strategy.reduce(strategy, "SUM", tf.identity(flat), axis=None)
+
+
+def sum_in_step(strategy: Any, flat: tf.Tensor) -> tf.Tensor:
+    """The same, traced in a step that all workers trace alike, of workers with one device each.
+
+    Args:
+      strategy: see `sum_of`.
+      flat: 1-D, of the same static shape on all workers.
+    """
+    size, num_workers = flat.shape.num_elements(), replicas.worker_count(strategy)
+    if tf.executing_eagerly() or size is None:
+        return sum_of(strategy, flat)
+    (launcher,) = strategy.extended._cross_device_ops._launchers
+    (device,) = strategy.extended.worker_devices
+    is_small = size * flat.dtype.size * num_workers <= _GATHERED_BYTES
+    is_gathered = is_small and flat.dtype in _GATHERED_DTYPES and "CPU" in device
+    with instance_keys.fixed(strategy), tf.device(device):
+        if not is_gathered:
+            return launcher.all_reduce(tf.identity(flat))
+        gathered = launcher._all_gather(tf.identity(flat), None)
+        return tf.reduce_sum(tf.reshape(gathered, [num_workers, size]), 0)
