@@ -249,7 +249,7 @@ def _multi_worker_tf_keras() -> Loop:
     return _multi_worker(tf_keras, tf.distribute.MultiWorkerMirroredStrategy())
 
 
-def _parameter_server_tfdist(spares: int | None = None) -> Loop:
+def _parameter_server_tfdist(spares: int | None = None, steps_per_execution: int = 1) -> Loop:
     import tfdist
 
     policies = [] if spares is None else [tfdist.BackupWorkers(spares=spares)]
@@ -260,7 +260,7 @@ def _parameter_server_tfdist(spares: int | None = None) -> Loop:
 
     size = models.SIZES[FLAGS.size]
     with strategy.scope():
-        model = models.compiled(keras, size)
+        model = models.compiled(keras, size, steps_per_execution=steps_per_execution)
     # With a policy, a batch is shared among the workers.
     replicas = 1 if spares is None else len(tfdist.Cluster.from_environment().jobs["worker"])
     return _fit_loop(keras, model, models.dataset(size, replicas))
@@ -356,6 +356,7 @@ CONTENDERS: dict[str, Callable[[], Loop]] = {
     "multi_worker/warmup": _multi_worker_warmup,
     "one_device/plain": _one_device,
     "parameter_server/tfdist": _parameter_server_tfdist,
+    "parameter_server/x16": functools.partial(_parameter_server_tfdist, None, 16),
     "parameter_server/bare": _parameter_server_bare,
     "parameter_server/tf_keras": _parameter_server_tf_keras,
     "parameter_server/soft_sync=1": functools.partial(_parameter_server_asynchronous, "SoftSync", 1),

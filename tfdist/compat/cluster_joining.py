@@ -26,6 +26,7 @@ NEEDS = (
 CHIEF_JOB = "localhost"
 # In full, so that it means the same in the thread of a worker, whose default device is merged with it.
 CHIEF_DEVICE = f"/job:{CHIEF_JOB}/replica:0/task:0/device:CPU:0"
+SERVER_DEVICE = "/job:ps/replica:0/task:0/device:CPU:0"
 
 
 def join(cluster_spec: tf.train.ClusterSpec) -> None:

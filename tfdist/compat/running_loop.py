@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import keras
@@ -18,6 +18,7 @@ from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 
 NEEDS = (
     "keras.src.backend.tensorflow.trainer:TensorFlowTrainer._get_metrics_result_or_logs",
+    "keras.src.backend.tensorflow.trainer:TensorFlowTrainer._make_function(self, step_function, function)",
     "keras.src.backend.tensorflow.trainer:TensorFlowTrainer._maybe_symbolic_build(self, iterator)",
     "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.evaluate(self)",
     "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.fit(self, callbacks, end_step, iterator, logs)",
@@ -37,6 +38,12 @@ _CALLS = {
     for name in ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 }
 _BUILD = inspect.unwrap(TensorFlowTrainer._maybe_symbolic_build).__code__
+# What Keras makes of a step: it takes the batches of an execution from an iterator, with `zip`.
+_EXECUTION = next(
+    constant
+    for constant in TensorFlowTrainer._make_function.__code__.co_consts
+    if isinstance(constant, CodeType) and constant.co_name == "function"
+)
 
 
 class Fit(NamedTuple):
@@ -107,6 +114,20 @@ def iterating_fit() -> Fit | None:
     """The `fit` that iterates here, or None if somebody else does, such as the validation within it."""
     frame = fit_frame()
     return None if frame is None else Fit(frame.f_locals["self"], frame.f_locals["callbacks"])
+
+
+def steps_of_execution() -> int:
+    """The `steps_per_execution` of the `fit` whose train function takes a batch here; 1 for any other taker.
+
+    A train function of the user's own may take its batches in another way, and a step that runs eagerly sees one batch.
+    """
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not _EXECUTION:
+        frame = frame.f_back
+    if frame is None or frame.f_back is None or frame.f_back.f_code is not FIT:
+        return 1
+    model = frame.f_back.f_locals["self"]
+    return 1 if model.run_eagerly else int(model.steps_per_execution)
 
 
 def end_cut_execution() -> None:

@@ -85,6 +85,11 @@ def check(fn: Callable[..., Any], asynchronous: bool) -> None:
         optimizer.build(model.trainable_variables)
 
 
+def steps_per_execution(fn: Callable[..., Any]) -> int:
+    """Returns how many train steps of its model Keras asks for at a time; 1 for any other function."""
+    return int(getattr(model_of(fn), "steps_per_execution", 1)) if classify(fn) == "train" else 1
+
+
 def accumulates(fn: Callable[..., Any]) -> Any:
     """Returns the optimizer of a train step if it accumulates gradients, else None."""
     optimizer = getattr(model_of(fn), "optimizer", None) if classify(fn) == "train" else None

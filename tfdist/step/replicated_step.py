@@ -26,7 +26,6 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat import (
-    compiled_losses,
     flat_layers,
     keras_variables,
     optimizer_patches,
@@ -117,13 +116,8 @@ def _updates_last(strategy: Any, step: Any) -> bool:
 
     After `optimizer.apply`, Keras' own step updates the metrics only. A metric of the user's may read a weight.
     """
-    model = step.__self__
-    if any(used_objects.is_overridden(model, name) for name in (TRAIN, "compute_metrics")):
-        return False
     is_one_per_worker = replicas.has_other_workers(strategy) and len(strategy.extended.worker_devices) == 1
-    return is_one_per_worker and all(
-        used_objects.is_all_of_keras(metric, compiled_losses.function_of(metric)) for metric in model.metrics
-    )
+    return is_one_per_worker and used_objects.has_keras_metrics_only(step.__self__)
 
 
 def run_prediction(strategy: Any, run: Callable[[Any], Any], model: keras.Model | None, data: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat import flat_layers, symbolic_build
+from tfdist.compat import compiled_losses, flat_layers, symbolic_build
 
 _KERAS = (keras.Layer, keras.optimizers.Optimizer, keras.metrics.Metric)
 # Libraries whose objects hold none of a user's.
@@ -95,6 +95,16 @@ def is_all_of_keras(instance: Any, function: Callable[..., Any] | None) -> bool:
     """Returns True if a loss or metric, and the function that it wraps, if any, are Keras' own."""
     is_function = function is None or (getattr(function, "__module__", None) or "").startswith("keras.")
     return is_function and is_of_keras(type(instance))
+
+
+def has_keras_metrics_only(model: keras.Model) -> bool:
+    """Returns True if a train step updates metrics as Keras does, and only those of Keras: none reads another variable.
+
+    A metric, or a step, of the user's may read the model's weights, or what it has counted so far.
+    """
+    return not any(is_overridden(model, name) for name in ("train_step", "compute_metrics")) and all(
+        is_all_of_keras(metric, compiled_losses.function_of(metric)) for metric in model.metrics
+    )
 
 
 def _within(each: Any) -> Iterator[Any]:

@@ -141,6 +141,7 @@ class FakeProgram:
     """A step in plain Python: `function(*batch, *tensors)` gives the result, a number."""
 
     accumulation = None
+    num_several = 1
 
     dtypes = (tf.float32,)
 
@@ -158,6 +159,15 @@ class FakeProgram:
 
     def prepare_silent(self) -> None:
         """A step in Python is the same with and without its result."""
+
+    def prepare_several(self, count: int) -> None:
+        """Several steps in Python are made one by one."""
+
+    def batch_in(self, outputs: Any) -> tuple[()]:
+        return ()
+
+    def staleness_in(self, outputs: Any) -> list[None]:
+        return [None]
 
     def fetch(self, outputs: Any) -> list[np.ndarray]:
         self.fetched += 1

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist.compat.cluster_joining import SERVER_DEVICE
 from tfdist.data import splitting
 from tfdist.engines.parameter_server import coordinated_variable
 from tfdist.engines.parameter_server.transfer.bundles import Bundles
@@ -154,7 +155,7 @@ class AggregatedStep:
         """Chooses the devices of a contribution: a gradient's is its variable's, the others' the first variable's."""
         self._template = contribution
         self._devices = [variable.value.device for variable in self._step.variables()]
-        self._home = (self._devices or ["/job:ps/replica:0/task:0/device:CPU:0"])[0]
+        self._home = (self._devices or [SERVER_DEVICE])[0]
         flat = tf.nest.flatten(contribution, expand_composites=True)
         self._bundles = self._transfer.bundles(flat, self._destinations(contribution))
 

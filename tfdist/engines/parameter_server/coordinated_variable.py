@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -135,6 +135,9 @@ class CoordinatedVariable(server_variables.ServerVariable):
         delta = None if is_apart else self._match_addition(value)
         if delta is None:
             return self._write(super().assign, value, use_locking=use_locking, name=name, read_value=read_value)
+        postponed = getattr(_watchers, "postponed", None)
+        if postponed is not None and postponed.take(self, delta):
+            return value
         operation = self.stored.assign_add if delta.sign > 0 else self.stored.assign_sub
         value = self._nearby(delta.value)
         return self._write(operation, value, use_locking=use_locking, name=name, read_value=read_value)
@@ -172,6 +175,9 @@ class CoordinatedVariable(server_variables.ServerVariable):
         elif dataset_functions.is_traced():
             return getattr(self._copy_for_data(), write.__name__)(*args, **kwargs)
         else:
+            postponed = getattr(_watchers, "postponed", None)
+            if postponed is not None:
+                postponed.add(self)
             for watcher in getattr(_watchers, "writes", ()):
                 watcher(self)
         self._writes += 1
@@ -246,6 +252,49 @@ def watched(watcher: Callable[[CoordinatedVariable], None]) -> Iterator[None]:
         yield
     finally:
         _watchers.writes = before
+
+
+@contextlib.contextmanager
+def postponed_additions(variables: Sequence[Any]) -> Iterator[None]:
+    """Context in which what this thread's graph adds to variables is summed up, and added once at the end.
+
+    Args:
+      variables: Keras variables, of which nothing is read in between but to add to them, such as those of metrics.
+    """
+    values = {id(variable.value): variable.value for variable in variables}
+    _watchers.postponed = postponed = _Postponed(
+        [value for value in values.values() if isinstance(value, CoordinatedVariable)]
+    )
+    try:
+        yield
+        for variable in postponed.variables:
+            postponed.add(variable)
+    finally:
+        _watchers.postponed = None
+
+
+class _Postponed:
+    """The additions to variables in a graph that are not in it yet."""
+
+    def __init__(self, variables: Sequence[CoordinatedVariable]) -> None:
+        self.variables = variables
+        self._graph = tf.compat.v1.get_default_graph()
+        self._deltas: dict[int, list[tf.Tensor]] = {id(variable): [] for variable in variables}
+
+    def take(self, variable: CoordinatedVariable, addition: _Addition) -> bool:
+        """Keeps an addition; returns False if it has to be made now, as in the branch of a conditional."""
+        if id(variable) not in self._deltas or tf.compat.v1.get_default_graph() is not self._graph:
+            return False
+        self._deltas[id(variable)].append(addition.value if addition.sign > 0 else -addition.value)
+        return True
+
+    def add(self, variable: CoordinatedVariable) -> None:
+        """Makes the additions to a variable, if there are any."""
+        deltas = self._deltas.get(id(variable))
+        if deltas:
+            self._deltas[id(variable)] = []
+            with self._graph.as_default():
+                variable.assign_add(tf.add_n(deltas), read_value=False)
 
 
 _watchers = threading.local()

@@ -109,7 +109,7 @@ class CoordinatedEngine(Engine):
     def open(self, dataset: WorkerDataset, fit: Fit | None) -> WorkerIterator:
         """Begins a pass over a data set, for any loop."""
         del fit
-        return WorkerIterator(self, dataset)
+        return WorkerIterator(self, dataset, by_execution=True)
 
     def run(self, step: Callable[..., Any], handle: WorkerBatch) -> Any:
         """Makes an update from the batch of a handle, on one worker; see `run_function`."""
@@ -220,7 +220,7 @@ class CoordinatedEngine(Engine):
           iterator: The pass over the data.
           last: True for the last step of the pass.
           is_update: True if the step trains.
-          batch: The batch, if a later step may use it again.
+          batch: The batch, if a later step may use it again; or the handle's batches, of a step each.
 
         Returns:
           The flat result of the newest finished step. This step's own result if `last`, or if no step was finished
@@ -232,10 +232,13 @@ class CoordinatedEngine(Engine):
         if last:
             # Its result must include all earlier steps, which may finish in another order than they began.
             self._queue.wait_until(self._queue.is_empty)
-        step = Step(program, tensors, iterator, is_update=is_update, batch=batch)
+        count = 1 if batch is None else batch.count
+        step = Step(program, tensors, iterator, is_update=is_update, batch=batch, count=count)
         if iterator is not None and not iterator.counted:
             step.took_batch = concurrent.futures.Future()
         step.wants_logs = self._queue.ask_for_logs(always=last)
+        if count > 1:
+            program.prepare_several(count)
         if not step.wants_logs:
             program.prepare_silent()
         self._put(step)
@@ -272,7 +275,8 @@ class CoordinatedEngine(Engine):
     ) -> concurrent.futures.Future:
         """Queues a step; returns a future of its result, which is None if no data were left."""
         result: concurrent.futures.Future = concurrent.futures.Future()
-        self._put(Step(program, tensors, iterator, result=result, batch=batch))
+        count = 1 if batch is None else batch.count
+        self._put(Step(program, tensors, iterator, result=result, batch=batch, count=count))
         return result
 
     def wait_for(self, result: concurrent.futures.Future) -> list[np.ndarray]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step in the queue of `CoordinatedEngine`."""
+"""What is in the queue of `CoordinatedEngine`: a step, or the steps of an execution (`steps_per_execution`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ from tfdist.engines.parameter_server.worker_data import Batch, WorkerIterator
 
 @dataclasses.dataclass(eq=False)
 class Step:
-    """Program and batch of a step, and the futures of its result."""
+    """Program and batch of a step, and the futures of its result.
+
+    Attributes:
+      count: how many steps are still to be made, one after the other by one worker as long as its share lasts.
+      result: of the last of them, as are the logs.
+    """
 
     program: Program
     tensors: Sequence[tf.Tensor]
@@ -31,6 +36,7 @@ class Step:
     local_step: int = 0
     # The batch, for a loop that may use it again.
     batch: Batch | None = None
+    count: int = 1
 
     def suits(self, worker: int) -> bool:
         """Returns True if `worker` can run the step now. Only that worker's thread calls this."""

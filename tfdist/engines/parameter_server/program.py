@@ -11,16 +11,20 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import autograph_rules
+from tfdist.compat import autograph_rules, closures
+from tfdist.compat.cluster_joining import SERVER_DEVICE
 from tfdist.data import splitting
+from tfdist.engines.parameter_server import coordinated_variable
 from tfdist.engines.parameter_server.accumulation import Accumulation
 from tfdist.engines.parameter_server.transfer import plan
 from tfdist.engines.parameter_server.worker_batch import WorkerBatch, flat_specs, handles_in
-from tfdist.step import keras_steps, one_replica
+from tfdist.step import keras_steps, one_replica, used_objects
 from tfdist.step.packing import Packing
 
 # About the operations of a perceptron of ten layers with Adam.
 _SMALL_STEP_OPERATIONS = 3000
+# As much as is traced in about a second.
+_SEVERAL_OPERATIONS = 8000
 
 
 class Program:
@@ -38,10 +42,14 @@ class Program:
       in_parts: True if each part of a batch is an argument.
       accumulation: Accumulators of the worker's gradients, which are then the last arguments.
       transfer: Form in which variables and gradients cross the network; stock TensorFlow's by default.
+      counter: Of the updates of all workers, int64; for a step of which a worker makes several in one closure.
+
     """
 
     # False if the step only accumulates gradients.
     _updates = True
+    # How many steps `run_several` makes.
+    num_several = 1
     # The same step, which accumulates its gradients instead of updating.
     adding: Program | None = None
 
@@ -55,8 +63,10 @@ class Program:
         in_parts: bool = False,
         accumulation: Accumulation | None = None,
         transfer: plan.TransferPlan | None = None,
+        counter: tf.Variable | None = None,
     ):
         self._strategy = strategy
+        self._counter = counter
         self._fn = _converted(fn)
         self._leaves = tf.nest.flatten((args, kwargs))
         self._arguments = (args, kwargs)
@@ -71,6 +81,9 @@ class Program:
         self.accumulation = accumulation
         self._run = self._trace(self._on_worker)
         self._silent: Callable[..., list[tf.Tensor]] | None = None
+        self._several: Callable[..., list[tf.Tensor]] | None = None
+        # By worker, on the parameter server: the number of all updates before and after each of several steps.
+        self._counts: dict[int, tf.Variable] = {}
         if accumulation is not None:
             self.adding = self._that_adds()
 
@@ -102,21 +115,78 @@ class Program:
     def prepare_silent(self) -> None:
         """Traces the step without its result, where that is cheap; only the main thread may call it.
 
+        Not a step that counts updates, whose staleness is a part of the result.
+
         Reading the metrics for an unused result takes a good part of a small step. In a large step the share is small,
         and a second trace takes long.
         """
-        if (
-            self._silent is None
-            and not self._keeps_batch
-            and len(self.graph.get_operations()) <= _SMALL_STEP_OPERATIONS
-        ):
+        is_small = len(self.graph.get_operations()) <= _SMALL_STEP_OPERATIONS
+        if self._silent is None and self._counter is None and not self._keeps_batch and is_small:
             self._silent = self._trace(self._for_effects)
         if self.adding is not None:
             self.adding.prepare_silent()
 
+    def prepare_several(self, count: int) -> None:
+        """Traces several steps in one, without their results, where that is cheap; only the main thread may call it.
+
+        They are not a loop of the graph: what crosses the network in one would wait for more signals between the
+        devices than the steps themselves have. Nor is there an output, which would wait for a signal from each write.
+
+        Args:
+          count: number of steps in an execution, of which the last one is made by itself (`run`).
+        """
+        count = min(count - 1, _SEVERAL_OPERATIONS // len(self.graph.get_operations()))
+        if self.num_several == 1 and self._counter is not None and self.accumulation is None and count > 1:
+            self.num_several = count
+            specs = [tf.TensorSpec([], tf.resource), *self._input_specs()]
+            self._several = one_replica.trace(self._strategy, self._make_several, specs)
+
+    def run_several(self, *inputs: Any) -> list[int]:
+        """Makes `num_several` steps, each with the next batch of the iterator; returns the staleness of each update."""
+        if self._several is None:
+            raise RuntimeError("run_several() needs prepare_several(), for a step that is small and has a counter")
+        worker = closures.this_worker()
+        if worker not in self._counts:
+            with tf.device(SERVER_DEVICE):
+                self._counts[worker] = tf.Variable(tf.zeros([self.num_several + 1], tf.int64), trainable=False)
+        counts = self._counts[worker]
+        self._several(counts.handle, *inputs)
+        return (np.diff(counts.numpy()) - 1).tolist()
+
+    def _make_several(self, counts: tf.Tensor, *inputs: Any) -> list[tf.Tensor]:
+        found = [self._count(0)]
+        with coordinated_variable.postponed_additions(self._postponable()):
+            for _ in range(self.num_several):
+                self._result_of(*inputs)
+                found.append(self._count(1))
+        with tf.device(SERVER_DEVICE):
+            tf.raw_ops.AssignVariableOp(resource=counts, value=tf.stack(found))
+        return []
+
+    def _postponable(self) -> list[Any]:
+        """Returns the variables of metrics, if the steps do nothing with them but add."""
+        model: Any = keras_steps.model_of(self._fn)
+        return model.metrics_variables if used_objects.has_keras_metrics_only(model) else []
+
+    def _count(self, more: int) -> tf.Tensor:
+        """Adds to the number of updates of all workers, on its parameter server, and returns it there."""
+        counter: Any = self._counter
+        with tf.device(SERVER_DEVICE):
+            # Read at once, and not where the value is used.
+            return tf.convert_to_tensor(counter.assign_add(more)) if more else counter.read_value()
+
+    def staleness_in(self, outputs: Sequence[tf.Tensor]) -> list[int | None]:
+        """Returns the staleness of the update of `run` or `run_silently`: None if not counted; [] if none was made."""
+        if not self._updates:
+            return []
+        if self._counter is None:
+            return [None]
+        before, after = outputs[-1].numpy()
+        return [int(after - before - 1)]
+
     def _that_adds(self) -> Program:
         other = copy.copy(self)
-        other._packing, other._updates = Packing(), False
+        other._packing, other._updates, other._counter = Packing(), False, None
         other._run = other._trace(other._on_worker)
         return other
 
@@ -147,13 +217,21 @@ class Program:
         return batch + given + (self.accumulation.specs if self.accumulation else [])
 
     def _on_worker(self, *inputs: Any) -> list[tf.Tensor]:
-        result, batch = self._result_of(*inputs)
+        (result, batch), counts = self._counting(*inputs)
         kept = tf.nest.flatten(batch, expand_composites=True) if self._keeps_batch else []
-        return self._packing.pack(result) + kept
+        return self._packing.pack(result) + kept + counts
 
     def _for_effects(self, *inputs: Any) -> list[tf.Tensor]:
         self._result_of(*inputs)
         return []
+
+    def _counting(self, *inputs: Any) -> tuple[tuple[Any, Any], list[tf.Tensor]]:
+        """Returns result and batch, and the numbers of all updates before and after this one, if they are counted."""
+        if self._counter is None:
+            return self._result_of(*inputs), []
+        before, result = self._count(0), self._result_of(*inputs)
+        with tf.device(SERVER_DEVICE):
+            return result, [tf.stack([before, self._count(1)])]
 
     def _result_of(self, *inputs: Any) -> tuple[Any, Any]:
         """Returns the result of `fn`, and its batch."""

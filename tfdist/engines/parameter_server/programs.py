@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.compat import cluster_joining, fresh_threads
 from tfdist.engines.parameter_server import batch_arguments, worker_batch
 from tfdist.engines.parameter_server.accumulation import Accumulation
 from tfdist.engines.parameter_server.program import Program
@@ -39,6 +40,7 @@ class Programs:
         self._transfer = transfer
         self._of_loops: dict[Any, Any] = {}
         self._functions = function_keys.Traced()
+        self._counter: tf.Variable | None = None
         self.accumulates = True
 
     def kept_for(self, fn: Callable[..., Any]) -> dict[Any, Any]:
@@ -67,7 +69,8 @@ class Programs:
         """
         worker_fed = iterator is not None and batch_arguments.takes_batches_itself(kind, iterator)
         specs = tf.nest.map_structure(batch_arguments.spec_of, (args, kwargs))
-        programs, key = self.kept_for(fn), (function_keys.key_of(fn), worker_fed, in_parts, repr(specs))
+        programs, makes_several = self.kept_for(fn), keras_steps.steps_per_execution(fn) > 1
+        key = function_keys.key_of(fn), worker_fed, in_parts, repr(specs), makes_several
         if key not in programs:
             self.rehearse(fn, args, kwargs)
             programs[key] = self.trace(fn, args, kwargs, worker_fed, in_parts)
@@ -86,4 +89,17 @@ class Programs:
         if optimizer is not None and self.accumulates:
             kept, key = self.kept_for(fn), ("accumulation", optimizer)
             accumulation = kept.get(key) or kept.setdefault(key, Accumulation(self._coordinator, optimizer))
-        return Program(self._strategy, fn, args, kwargs, worker_fed, in_parts, accumulation, self._transfer)
+        counter = self._count_of_updates() if keras_steps.steps_per_execution(fn) > 1 else None
+        return Program(self._strategy, fn, args, kwargs, worker_fed, in_parts, accumulation, self._transfer, counter)
+
+    def _count_of_updates(self) -> tf.Variable:
+        """Returns the number of updates of all workers, on a parameter server; made when it is first needed."""
+
+        def make() -> tf.Variable:
+            with tf.device(cluster_joining.SERVER_DEVICE):
+                return tf.Variable(0, dtype=tf.int64, trainable=False, name="updates")
+
+        if self._counter is None:
+            # Not one of the model's variables: the caller may be in the strategy's scope, or in a graph.
+            self._counter = fresh_threads.call(make)
+        return self._counter

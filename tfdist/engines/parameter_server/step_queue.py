@@ -22,6 +22,7 @@ import tensorflow as tf
 
 from tfdist.compat import closures
 from tfdist.engines.parameter_server.accumulation import Sums
+from tfdist.engines.parameter_server.execution import MadeSteps, make_steps
 from tfdist.engines.parameter_server.pending_step import Step, resolve
 from tfdist.engines.parameter_server.worker_data import WorkerIterator
 from tfdist.policies.base import Update
@@ -237,24 +238,18 @@ class StepQueue:
         if batch is None:
             self._hand_back(step, worker)
             return
-        program, given = step.program, [*batch, *step.tensors]
-        if sums is not None:
-            given += sums.handles
-            is_update = sums.count == program.accumulation.num_steps - 1
-            step.is_update, program = step.is_update and is_update, program if is_update else program.adding
-        values = None
-        if step.wants_logs or step.result is not None:
-            outputs = program.run(*given)
-            values = program.fetch(outputs)
-        else:
-            outputs = program.run_silently(*given)
+        count = step.count if iterator_on_worker is None else step.iterator.available(worker, step.count)
+        is_rest = count == step.count
+        wants_values = is_rest and (step.wants_logs or step.result is not None)
+        made = make_steps(step.program, count, wants_values, [*batch, *step.tensors], sums)
         if step.batch is not None and iterator_on_worker is not None:
-            step.batch.on_worker = batch if not step.iterator.shares_known else program.batch_in(outputs)
-        if sums is not None:
-            sums.count = (sums.count + 1) % program.accumulation.num_steps
+            step.batch.on_worker = made.batch if step.iterator.shares_known else batch
         if iterator_on_worker is not None:
-            step.iterator.took_batch(worker)
-        self._finish(step, worker, values)
+            step.iterator.took_batch(worker, count)
+        if is_rest:
+            self._finish(step, worker, made)
+        else:
+            self._hand_on(step, worker, made, count)
 
     def _batch(self, step: Step, iterator_on_worker: Any) -> list[Any] | None:
         """Returns the program's first arguments: [], the iterator or the batch; None if the worker has no data left."""
@@ -271,8 +266,9 @@ class StepQueue:
         return tf.nest.flatten(batch.get_value(), expand_composites=True)
 
     def _finish(
-        self, step: Step, worker: int, values: list[np.ndarray] | None = None, error: BaseException | None = None
+        self, step: Step, worker: int, made: MadeSteps | None = None, error: BaseException | None = None
     ) -> None:
+        values = None if made is None else made.values
         with self._changed:
             self._finished += 1
             self._progressed_at = self._clock()
@@ -280,8 +276,8 @@ class StepQueue:
                 self._pending.remove(step)
                 self._running.discard(worker)
                 self._take_outcome(step, values, error)
-                if step.is_update and error is None:
-                    self._count_update(step, worker)
+                if made is not None:
+                    self._count_updates(step, worker, made)
             resolve(step.took_batch, error is None)
             resolve(step.result, values)
             self._changed.notify_all()
@@ -294,10 +290,23 @@ class StepQueue:
             self.logs = values
             self._logs_due_at = self._clock() + LOG_INTERVAL_SECS
 
-    def _count_update(self, step: Step, worker: int) -> None:
-        staleness = self._updates - step.local_step
-        self._updates += 1
-        self._on_update(Update.of_one(self._updates, worker, staleness))
+    def _hand_on(self, step: Step, worker: int, made: MadeSteps, count: int) -> None:
+        """Leaves the rest of an execution to another worker: this one is at the end of its share."""
+        with self._changed:
+            self._finished += 1
+            if step in self._pending:
+                step.count -= count
+                self._count_updates(step, worker, made)
+        self._hand_back(step, worker)
+
+    def _count_updates(self, step: Step, worker: int, made: MadeSteps) -> None:
+        if not step.is_update:
+            return
+        for known in made.staleness:
+            # The chief's estimate: the updates that arrived while the step was under way.
+            staleness = self._updates - step.local_step if known is None else known
+            self._updates += 1
+            self._on_update(Update.of_one(self._updates, worker, staleness))
 
     # The end of the data.
 

@@ -9,8 +9,7 @@ There are two ways to feed a step:
 
 * `worker`: each worker has an iterator over its own share, and takes its next batch from it. For training.
 * `chief`: the chief reads the data once, in order, and sends each batch along with the step. For `evaluate` and
-`predict`, which
-  must see every example exactly once and in order, and for data that only exists in the chief's Python (generators).
+  `predict`, which must see every example exactly once and in order, and for data that only exists in the chief's Python (generators).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from tfdist.compat.autograph_loops import LoopIterator
 from tfdist.compat.cluster_joining import CHIEF_DEVICE
 from tfdist.data import splitting
 from tfdist.data.handle import HandleIterator, registry
-from tfdist.engines.parameter_server import graph_data, worker_batch
+from tfdist.engines.parameter_server import graph_data, lost_batches, worker_batch
 from tfdist.engines.parameter_server.worker_batch import WorkerBatch
 from tfdist.engines.parameter_server.worker_dataset import WorkerDataset
 
@@ -58,11 +57,13 @@ class Batch:
     Args:
       iterator: the pass.
       number: number of the batch, from 1 on; 0 for the next batch.
+      count: how many batches it stands for, those that follow included.
     """
 
-    def __init__(self, iterator: WorkerIterator, number: int = 0):
+    def __init__(self, iterator: WorkerIterator, number: int = 0, count: int = 1):
         self.iterator = iterator
         self.number = number
+        self.count = count
         # True if a step has read the batch, or was given the chief's value.
         self.is_used = False
         # Flat, on the worker that has read it.
@@ -94,10 +95,19 @@ class Batch:
 
 
 class WorkerIterator(HandleIterator, LoopIterator):
-    """The chief's iterator of one pass over a `WorkerDataset`. `next` returns handles, never data."""
+    """The chief's iterator of one pass over a `WorkerDataset`. `next` returns handles, never data.
 
-    def __init__(self, engine: Steps, dataset: WorkerDataset):
+    Args:
+      engine: the engine that makes the steps.
+      dataset: the data.
+      by_execution: True if one handle may stand for all batches of an execution of Keras (`steps_per_execution`).
+    """
+
+    def __init__(self, engine: Steps, dataset: WorkerDataset, by_execution: bool = False):
         super().__init__()
+        self._by_execution = by_execution
+        # How many batches the handle "the next batch" stands for.
+        self._batches_in_handle = 1
         self._engine = engine
         self._dataset = dataset
         self._cardinality = dataset.cardinality
@@ -160,7 +170,11 @@ class WorkerIterator(HandleIterator, LoopIterator):
             if not self.counted and call == "predict":
                 # Keras takes the batches of `steps_per_execution` steps before it makes the first of them.
                 self.feed(by_chief=True)
-            return self._next_one if self._give() else None
+            # Of an execution there is one handle, however many of its batches are left.
+            if self._batches_in_handle > 1 and self.given_in_execution:
+                raise StopIteration
+            self._batches_in_handle = self._give(self._wanted_batches())
+            return self._next_one if self._batches_in_handle else None
         batch = self._give_batch()
         return None if batch is None else worker_batch.handle(batch.handle, self._dataset.kind, batch)
 
@@ -197,20 +211,28 @@ class WorkerIterator(HandleIterator, LoopIterator):
         batch = self._batches[self._handles_given] = Batch(self, self._handles_given)
         return batch
 
-    def _give(self) -> bool:
-        """Counts one more handle; returns False at the end of the data."""
+    def _wanted_batches(self) -> int:
+        """Returns how many batches the next handle may stand for: several only if workers read them in the step."""
+        if not self._by_execution:
+            return 1
+        wanted = running_loop.steps_of_execution()
+        return wanted if wanted > 1 and self.feed(by_chief=False) == "worker" and self.shares_known else 1
+
+    def _give(self, wanted: int = 1) -> int:
+        """Counts the batches of one more handle, at most `wanted`; returns 0 at the end of the data."""
         self._engine.make_room()
         if not self._handles_given:
             self._begin_fit()
         if self._handles_given == self._cardinality or not self._has_next():
-            return False
-        self._handles_given += 1
-        return True
+            return 0
+        count = wanted if self._cardinality < 0 else min(wanted, self._cardinality - self._handles_given)
+        self._handles_given += count
+        return count
 
     def batch(self, number: int) -> Batch:
         """Returns the state of a batch by its number; of the next batch for 0."""
         if not number:
-            return Batch(self)
+            return Batch(self, count=self._batches_in_handle)
         batch = self._batches.get(number)
         if batch is None:
             raise RuntimeError(
@@ -243,12 +265,16 @@ class WorkerIterator(HandleIterator, LoopIterator):
 
     def has_batch(self, worker: int) -> bool:
         """Returns True if `worker` may have a batch left. Only that worker's thread calls this."""
-        share = self._dataset.share(worker)
-        return worker not in self.exhausted and (share is None or self._taken[worker] < share)
+        return worker not in self.exhausted and self.available(worker, 1) > 0
 
-    def took_batch(self, worker: int) -> None:
-        """Counts a batch that `worker` is done with."""
-        self._taken[worker] += 1
+    def available(self, worker: int, wanted: int) -> int:
+        """Returns how many of so many batches `worker` has left. Only that worker's thread calls this."""
+        share = self._dataset.share(worker)
+        return wanted if share is None else min(wanted, share - self._taken[worker])
+
+    def took_batch(self, worker: int, count: int = 1) -> None:
+        """Counts batches that `worker` is done with."""
+        self._taken[worker] += count
 
     def begin_update(self) -> None:
         """Counts an update that all workers contribute to, each with its part of one batch."""
@@ -268,18 +294,7 @@ class WorkerIterator(HandleIterator, LoopIterator):
         # lost.
         is_dealt_out = self._dataset.is_dealt_out
         workers = self.lost if is_dealt_out else gone - self.exhausted
-        missing = self._cardinality - sum(self._taken.values())
-        if not workers or self._cardinality == tf.data.INFINITE_CARDINALITY or (self.counted and missing <= 0):
-            return None
-        what = f"{missing} of its {self._cardinality} batches" if self.counted else "an unknown number of batches"
-        why = (
-            "it had fetched them"
-            if is_dealt_out
-            else "they were the rest of its share, and the others had come to the end of theirs before it was back; "
-            "with data_sharding='dynamic', or policies=[tfdist.SoftSync(1)], the others make them"
-        )
-        names = " and ".join(f"worker:{worker}" for worker in sorted(workers))
-        return f"Pass {self._number} over the data ended without {what}. {names} was lost; {why}."
+        return lost_batches.describe(self._number, self._cardinality, self._taken.total(), workers, is_dealt_out)
 
     def feed(self, by_chief: bool) -> str:
         """Decides, at the first step, if the chief or the workers feed this pass."""

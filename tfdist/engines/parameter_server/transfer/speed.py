@@ -10,9 +10,8 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from tfdist.compat.cluster_joining import CHIEF_DEVICE
+from tfdist.compat.cluster_joining import CHIEF_DEVICE, SERVER_DEVICE
 
-SERVER = "/job:ps/replica:0/task:0/device:CPU:0"
 # The slowest network that is measured within the limit: 4 MB in half a second.
 LIMIT_SECS = 0.9
 _ELEMENTS = 1 << 20
@@ -37,7 +36,7 @@ class Speed:
         return f"{self.bytes_per_sec / 1e9:.2f} GB/s, {self.flops_per_sec / 1e9:.0f} GFLOP/s"
 
 
-def measure(server: str = SERVER, limit_secs: float = LIMIT_SECS) -> Speed:
+def measure(server: str = SERVER_DEVICE, limit_secs: float = LIMIT_SECS) -> Speed:
     """Fetches a tensor of 4 MB from a parameter server, and has the server multiply two matrices.
 
     May be called while a step is traced: the measurement runs in a thread of its own, outside of graphs and scopes.
