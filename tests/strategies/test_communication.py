@@ -16,7 +16,7 @@ import process_cluster
 
 import tfdist
 from tfdist.strategies import _communication
-from tfdist.transport import mpi
+from tfdist.transport import mpi_library
 
 needs_mpi = pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="mpi4py is not installed")
 KINDS = ["tensorflow", pytest.param("mpi", marks=needs_mpi)]
@@ -126,27 +126,48 @@ def test_another_word_is_refused_at_once(value: Any):
 
 
 def test_gpus_are_left_to_nccl():
-    (problem,) = _communication._local_state("mpi", [CPUS[0].replace("CPU", "GPU")]).values()
+    (problem,) = _communication._local_state("mpi", [CPUS[0].replace("CPU", "GPU")], 2).values()
     assert "it sums on CPUs only; use 'auto'" in problem and "GPU:0" in problem
 
 
 def test_a_missing_mpi4py_is_said_with_what_installs_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(mpi, "is_installed", lambda: False)
-    (problem,) = _communication._local_state("mpi", CPUS).values()
+    monkeypatch.setattr(mpi_library, "is_installed", lambda: False)
+    (problem,) = _communication._local_state("mpi", CPUS, 2).values()
     assert problem == "it needs mpi4py and an MPI library: pip install 'tfdist[mpi]'"
 
 
 def test_open_mpi_without_its_launcher_is_said(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(mpi, "is_installed", lambda: True)
-    monkeypatch.setattr(mpi, "library", lambda: "Open MPI 5.0.11")
-    monkeypatch.setattr(mpi, "is_launched", lambda: False)
-    (problem,) = _communication._local_state("mpi", CPUS).values()
+    monkeypatch.setattr(mpi_library, "is_installed", lambda: True)
+    monkeypatch.setattr(mpi_library, "name", lambda: "Open MPI 5.0.11")
+    monkeypatch.setattr(mpi_library, "size_of_job", lambda: None)
+    (problem,) = _communication._local_state("mpi", CPUS, 2).values()
     assert problem.startswith("Open MPI 5.0.11 needs a launcher of its own; start the tasks with mpiexec or srun")
 
 
 def test_without_a_launcher_auto_is_tensorflow(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(mpi, "is_launched", lambda: False)
-    assert "problem" in _communication._local_state("auto", CPUS)
+    monkeypatch.setattr(mpi_library, "size_of_job", lambda: None)
+    assert "problem" in _communication._local_state("auto", CPUS, 2)
+
+
+@pytest.mark.parametrize("value", ["MPI", "tf"])
+def test_a_wrong_word_in_the_environment_is_refused_with_the_variable(monkeypatch: pytest.MonkeyPatch, value: str):
+    monkeypatch.setenv("TFDIST_COMMUNICATION", value)
+    with pytest.raises(ValueError, match=f"TFDIST_COMMUNICATION must be one of .* Received: '{value}'"):
+        _communication._asked("auto")
+    assert _communication._asked("tensorflow") == "tensorflow"
+    monkeypatch.setenv("TFDIST_COMMUNICATION", "")
+    assert _communication._asked("auto") == "auto"
+
+
+def test_a_launcher_of_another_job_is_not_this_one_s(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(mpi_library, "size_of_job", lambda: 3)
+    assert "problem" in _communication._local_state("auto", CPUS, 2)
+    monkeypatch.setattr(mpi_library, "is_installed", lambda: True)
+    monkeypatch.setattr(mpi_library, "name", lambda: "Open MPI 5.0.11")
+    (problem,) = _communication._local_state("mpi", CPUS, 2).values()
+    assert problem.endswith("Received: it has started 3 processes for 2 workers")
+    monkeypatch.setattr(mpi_library, "name", lambda: "MPICH 5.0.2")
+    assert _communication._local_state("mpi", CPUS, 2) == {"library": "MPICH 5.0.2"}
 
 
 def test_different_libraries_are_named_by_task():
@@ -177,21 +198,21 @@ def failing_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(*arguments: Any) -> None:
         raise RuntimeError("the MPI job has another number of processes than the cluster")
 
-    monkeypatch.setattr(mpi, "is_installed", lambda: True)
-    monkeypatch.setattr(mpi, "is_launched", lambda: True)
-    monkeypatch.setattr(mpi, "library", lambda: "MPICH 5.0.2")
-    monkeypatch.setattr(mpi, "start", start)
+    monkeypatch.setattr(mpi_library, "is_installed", lambda: True)
+    monkeypatch.setattr(mpi_library, "size_of_job", lambda: 1)
+    monkeypatch.setattr(mpi_library, "name", lambda: "MPICH 5.0.2")
+    monkeypatch.setattr(mpi_library, "start", start)
 
 
 @pytest.mark.usefixtures("failing_mpi")
 def test_mpi_that_cannot_be_started_is_an_error_with_the_task():
     with pytest.raises(RuntimeError, match=r"^communication='mpi': on worker:0, the MPI job has another number"):
-        _communication.connect("mpi", Alone(), CPUS)
+        _communication.connect("mpi", Alone(), CPUS, 60.0)
 
 
 @pytest.mark.usefixtures("failing_mpi")
 def test_auto_goes_on_without_mpi_and_says_so(capsys: pytest.CaptureFixture[str]):
-    assert _communication.connect("auto", Alone(), CPUS) is None
+    assert _communication.connect("auto", Alone(), CPUS, 60.0) is None
     said = capsys.readouterr().err
     assert "the workers use TensorFlow's collectives and not MPI: on worker:0, the MPI job has another" in said
 

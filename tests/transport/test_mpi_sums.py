@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfdist.transport import mpi
+from tfdist.transport import mpi, mpi_library
 
 
 class Request:
@@ -27,6 +27,7 @@ class Module:
     """Stands for `mpi4py.MPI`."""
 
     IN_PLACE = object()
+    Exception = OSError
 
     class Request:
         @staticmethod
@@ -114,8 +115,9 @@ def test_all_workers_have_the_same_sum(count: int, length: int, in_place: bool, 
         np.testing.assert_allclose(one, np.sum(before, 0), rtol=1e-5, atol=1e-5)
         np.testing.assert_array_equal(one, found[0])
         assert one.dtype == dtype
-        assert (one is array) == in_place
-        if not in_place:
+        is_small = array.nbytes <= mpi._SMALL_BYTES and count > 1
+        assert (one is array) == (in_place and not is_small)
+        if not in_place or is_small:
             np.testing.assert_array_equal(array, untouched)
 
 
@@ -135,16 +137,63 @@ def test_a_wait_for_a_worker_that_is_gone_raises_what_the_check_raises(monkeypat
         sums.sum(np.zeros(2, np.float32))
 
 
+def test_after_a_failure_every_sum_raises_it_again_and_its_memory_is_kept(monkeypatch: pytest.MonkeyPatch):
+    def check() -> None:
+        raise ConnectionError("worker:1 has ended")
+
+    monkeypatch.setattr(mpi, "_CHECK_SECS", 0.01)
+    sums = mpi.Mpi(Module, Communicator(0, [[queue.Queue()] * 2] * 2, {}), check)
+    for _ in range(2):
+        with pytest.raises(ConnectionError, match="worker:1 has ended"):
+            sums.sum(np.zeros(2, np.float32))
+    assert isinstance(sums.failure, ConnectionError)
+    assert any(isinstance(each, np.ndarray) and each.size == 3 for each in sums._abandoned)
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_an_error_of_the_library_names_who_was_lost(monkeypatch: pytest.MonkeyPatch, lost: bool):
+    class Failing(Module):
+        class Request:
+            @staticmethod
+            def Testall(requests: list[Request]) -> bool:  # noqa: N802
+                raise OSError("MPI_ERR_OTHER")
+
+    def check() -> None:
+        if lost:
+            raise ConnectionError("worker:1 has ended")
+
+    monkeypatch.setattr(mpi, "_BLAME_SECS", 0.05)
+    sums = mpi.Mpi(Failing, Communicator(0, [[queue.Queue()] * 2] * 2, {}), check)
+    expected = "worker:1 has ended" if lost else r"has failed in the MPI library: MPI_ERR_OTHER"
+    with pytest.raises(ConnectionError, match=expected):
+        sums.sum(np.zeros(2, np.float32))
+
+
+@pytest.mark.parametrize(("one", "other"), [((2, np.float32), (2, np.int32)), ((40, np.float64), (40, np.int64))])
+def test_workers_that_come_to_different_sums_are_told(one: Any, other: Any):
+    """An array of another length can't be tried here: it is an error of the library."""
+    queues: list[list[queue.Queue]] = [[queue.Queue() for _ in range(2)] for _ in range(2)]
+    whole: dict[int, list[Any]] = {}
+    errors: list[str] = []
+
+    def work(rank: int, size: int, dtype: Any) -> None:
+        try:
+            mpi.Mpi(Module, Communicator(rank, queues, whole), lambda: None).sum(np.zeros(size, dtype))
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=work, args=(rank, *each)) for rank, each in enumerate((one, other))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(errors) == 2 and all("the workers have come to different sums" in error for error in errors)
+
+
 @pytest.mark.parametrize("name", ["MPICH 5.0.2", "Intel(R) MPI 2021.19", "MVAPICH 4.0"])
 def test_libraries_that_speak_pmi_1_need_no_launcher(name: str):
-    assert not mpi.needs_launcher(name)
+    assert not mpi_library.needs_launcher(name)
 
 
 def test_open_mpi_needs_its_launcher():
-    assert mpi.needs_launcher("Open MPI 5.0.11")
-
-
-@pytest.mark.parametrize("variable", ["PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK"])
-def test_an_mpi_launcher_is_known_by_its_variables(variable: str):
-    assert mpi.is_launched({variable: "0"})
-    assert not mpi.is_launched({"SLURM_PROCID": "0"})
+    assert mpi_library.needs_launcher("Open MPI 5.0.11")

@@ -83,12 +83,32 @@ def test_libraries_find_each_other_over_their_sockets():
     assert cards == {key: ["port0", "port1", "port2"] for key in range(3)}
 
 
+def _nodes(mapping: str) -> list[int]:
+    """The place of each worker, as an MPI library reads it."""
+    runs = [tuple(map(int, run)) for run in re.findall(r"\((\d+),(\d+),(\d+)\)", mapping)]
+    return [first + node for first, nodes, count in runs for node in range(nodes) for _ in range(count)]
+
+
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=8))
 def test_workers_share_memory_where_their_places_are_the_same(places: list[str]):
-    numbers = [int(number) for number in re.findall(r"\((\d+),1,1\)", pmi.process_mapping(places))]
+    numbers = _nodes(pmi.process_mapping(places) or "")
     assert len(numbers) == len(places)
     for one, first in zip(places, numbers, strict=True):
         assert [place == one for place in places] == [number == first for number in numbers]
+
+
+@pytest.mark.parametrize(("machines", "workers"), [(1, 64), (500, 1), (300, 8), (1000, 2)])
+def test_the_places_of_many_machines_are_a_short_value(machines: int, workers: int):
+    places = [f"machine {number // workers}" for number in range(machines * workers)]
+    assert pmi.process_mapping(places) == f"(vector,(0,{machines},{workers}))"
+
+
+def test_places_that_need_too_long_a_value_are_not_told():
+    places = [f"machine {number * 7919 % 400}" for number in range(400)]
+    assert pmi.process_mapping(places) == "(vector,(0,400,1))"
+    assert pmi.process_mapping([*places, *reversed(places)]) is None
+    server = pmi.Server("job", 0, [*places, *reversed(places)], dict)
+    assert "key_not_found" in server.answer("cmd=get kvsname=job key=PMI_process_mapping")
 
 
 def test_processes_of_one_machine_have_one_place():

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import secrets
 from collections.abc import Mapping, Sequence
@@ -11,7 +13,7 @@ from typing import Any
 from tfdist.engines.multi_worker.agreement import Agreement
 from tfdist.launchers.communication import AUTO, KINDS, MPI, TENSORFLOW, VARIABLE
 from tfdist.runtime import messages
-from tfdist.transport import mpi, pmi
+from tfdist.transport import mpi, mpi_library, pmi
 
 _WHAT = "starting MPI"
 
@@ -24,13 +26,16 @@ def check(communication: Any) -> None:
         )
 
 
-def connect(communication: str, agreement: Agreement, devices: Sequence[str]) -> mpi.Mpi | None:
+def connect(
+    communication: str, agreement: Agreement, devices: Sequence[str], start_timeout_secs: float
+) -> mpi.Mpi | None:
     """Starts MPI on all workers, if it is to be used; all call it.
 
     Args:
       communication: the argument.
       agreement: with the other workers.
       devices: of this worker's replicas.
+      start_timeout_secs: longest wait for the others.
 
     Returns:
       MPI's sums; None for TensorFlow's collectives.
@@ -39,8 +44,8 @@ def connect(communication: str, agreement: Agreement, devices: Sequence[str]) ->
       ValueError: MPI is asked for, and can't be used.
       RuntimeError: MPI could not be started.
     """
-    asked = communication if communication != AUTO else os.environ.get(VARIABLE, AUTO)
-    own = {"asked": asked, "place": pmi.own_place(), **_local_state(asked, devices)}
+    asked = _asked(communication)
+    own = {"asked": asked, "place": pmi.own_place(), **_local_state(asked, devices, len(agreement.tasks))}
     found = agreement.gather(own, _WHAT)
     if len({each["asked"] for each in found.values()}) > 1:
         shown = ", ".join(f"{task}: {each['asked']!r}" for task, each in found.items())
@@ -51,19 +56,19 @@ def connect(communication: str, agreement: Agreement, devices: Sequence[str]) ->
     if asked == TENSORFLOW or problem:
         return None
 
-    def exchange(new: Mapping[str, str]) -> dict[str, str]:
-        stored = agreement.gather(dict(new), _WHAT).values()
-        return {key: value for each in stored for key, value in each.items()}
-
     job = agreement.from_chief(lambda: f"tfdist-{secrets.token_hex(8)}", _WHAT)
-    places = [each["place"] for each in found.values()]
+    index, places = agreement.tasks.index(agreement.task), [each["place"] for each in found.values()]
+    are_launched = all("launched" in each for each in found.values())
+    exchange = None if are_launched else _exchange(agreement, job, start_timeout_secs)
     started, error = None, ""
     try:
-        started = mpi.start(job, agreement.tasks.index(agreement.task), places, exchange, agreement.check_others)
-    except RuntimeError as failure:
+        started = mpi_library.start(index, places, exchange, job, agreement.check_others, start_timeout_secs)
+    except (RuntimeError, OSError) as failure:
         error = str(failure)
     failed = {task: text for task, text in agreement.gather(error, _WHAT).items() if text}
-    if not failed:
+    if started is not None and not failed:
+        # TensorFlow's collectives would tell the others of an error; MPI doesn't.
+        agreement.is_known = lambda error: started.failure is not None
         return started
     shown = next(f"on {task}, {text}" for task, text in failed.items())
     if asked == MPI:
@@ -73,26 +78,57 @@ def connect(communication: str, agreement: Agreement, devices: Sequence[str]) ->
     return None
 
 
-def _local_state(asked: str, devices: Sequence[str]) -> dict[str, str]:
-    """Returns what speaks against MPI on this worker as `problem`, or the name of its `library`."""
+def _asked(communication: str) -> str:
+    if communication != AUTO:
+        return communication
+    asked = os.environ.get(VARIABLE) or AUTO
+    if asked not in KINDS:
+        raise ValueError(f"{VARIABLE} must be one of {', '.join(map(repr, KINDS))}, or unset. Received: {asked!r}")
+    return asked
+
+
+def _exchange(agreement: Agreement, job: str, timeout_secs: float) -> pmi.Exchange:
+    """Returns the exchange of a job's start, whose keys are its own: it may end early on one worker."""
+    numbers = itertools.count()
+
+    def exchange(new: Mapping[str, str]) -> dict[str, str]:
+        place, found = f"{job}/{next(numbers)}", {}
+        agreement.publish(f"{place}/{agreement.task}", json.dumps(dict(new)))
+        for task in agreement.tasks:
+            text = agreement.receive(f"{place}/{task}", timeout_secs)
+            if text is None:
+                raise TimeoutError(f"{task} has not come to the start of MPI within {timeout_secs:g} s")
+            found |= json.loads(text)
+        return found
+
+    return exchange
+
+
+def _local_state(asked: str, devices: Sequence[str], num_workers: int) -> dict[str, str]:
+    """Returns what speaks against MPI on this worker as `problem`, or the name of its `library`.
+
+    And `launched` if an MPI launcher has started as many processes as there are workers, with this one.
+    """
     if asked == TENSORFLOW:
         return {}
     if any("CPU" not in device for device in devices):
         return {"problem": f"it sums on CPUs only; use 'auto', by which GPUs have NCCL. Received: device {devices[0]}"}
-    if asked == AUTO and not mpi.is_launched():
+    size = mpi_library.size_of_job()
+    if asked == AUTO and size != num_workers:
         return {"problem": "no launcher has set it up"}
-    if not mpi.is_installed():
+    if not mpi_library.is_installed():
         return {"problem": "it needs mpi4py and an MPI library: pip install 'tfdist[mpi]'"}
     try:
-        name = mpi.library()
-    except (ImportError, RuntimeError) as error:
+        name = mpi_library.name()
+    except (ImportError, RuntimeError, OSError) as error:
         return {"problem": f"mpi4py finds no MPI library ({error}): pip install mpich, or set MPI4PY_LIBMPI"}
-    if mpi.needs_launcher(name) and not mpi.is_launched():
+    if mpi_library.needs_launcher(name) and size != num_workers:
+        started = "none has" if size is None else f"it has started {size} processes for {num_workers} workers"
         return {
-            "problem": f"{name} needs a launcher of its own; start the tasks with mpiexec or srun --mpi=pmix, or use "
-            "MPICH, which needs none: pip install mpich"
+            "problem": f"{name} needs a launcher of its own; start the tasks with mpiexec or srun --mpi=pmix, one for "
+            f"each worker, or use MPICH, which needs none: pip install mpich. Received: {started}"
         }
-    return {"library": name}
+    return {"library": name, **({"launched": "yes"} if size == num_workers else {})}
 
 
 def _problem(found: Mapping[str, Mapping[str, str]]) -> str:

@@ -136,9 +136,10 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         if policy or composed.warmup:
             self._check_devices(policy or composed.warmup)
         self._join(cluster)
-        found = _communication.connect(communication, self._agreements(), self.extended.worker_devices)
+        devices = self.extended.worker_devices
+        found = _communication.connect(communication, self._agreements(), devices, start_timeout_secs)
         if found is not None:
-            self._sums.use(found.sum, self._agreements().reporter.waiting)
+            self._sums.use(found.sum, self._agreements().reporter.waiting, lambda: found.failure)
         if policy:
             self._start_quorum(policy, cluster, stall_timeout_secs)
         parts, sum_up, record = self._parts(), self._sum_over_workers, self.distribution.recorder.record
@@ -147,7 +148,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         if composed.averaging:
             self._averaging = AveragingEngine(self, composed.averaging, parts, sum_up, num_workers)
         elif not policy and len(self.extended.worker_devices) == 1:
-            self._synchronous = SynchronousEngine(self._run_synchronous, num_workers)
+            self._synchronous = SynchronousEngine(self._run_synchronous, num_workers, self._sums.failure)
         self.distribution.take(policies, self._quorum, self._warming, self._averaging, self._synchronous)
 
     def _run_synchronous(self, step: Any, data: Any, shares_of: Any) -> Any:
@@ -162,7 +163,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         agreements.share_random_state(agreement)
         chief_writes.install()
         checkpoint_files.install(str(cluster.task))
-        agreements.tell_others_of_errors(cluster.task)
+        agreements.tell_others_of_errors(agreement)
         stalls.InterruptEscape(agreement.waited_for, on_interrupt=agreements.end_soon_after_exit).install()
         agreement.reporter.start()
         atexit.register(agreement.reporter.stop)

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums of arrays over the workers by MPI, through mpi4py.
-
-    start(...)       initializes the MPI library: by the launcher that has started this process as a part of an MPI job
-                     (mpiexec, srun --mpi), or else by `pmi`, which needs none
-    Mpi.sum(array)   the sum over all workers
+"""Sums of arrays over the workers by MPI, through mpi4py (`mpi_library` starts it).
 
 How an array is summed. Up to `_SMALL_BYTES` the library's own all-reduce is used. A larger one is cut into a block for
 each worker, and goes twice around a ring of workers (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for
@@ -17,30 +13,14 @@ so that a worker that waits leaves its core to those that compute; and it looks 
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import ctypes
-import importlib.util
 import itertools
 import os
-import pathlib
-import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-
-from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE
-from tfdist.runtime import cpus, messages
-from tfdist.transport import pmi
-
-# Variables that MPI launchers set for their processes.
-_LAUNCHED = ("PMI_RANK", "PMI_FD", "PMI_PORT", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
-# Libraries that can be started without a launcher, by the beginning of their names for themselves.
-_WITHOUT_LAUNCHER = ("MPICH", "Intel(R) MPI", "MVAPICH")
-_THREAD_MULTIPLE = 3
 
 _SMALL_BYTES = 2**16
 _SEGMENT_BYTES = 2**19
@@ -49,133 +29,8 @@ _TAG = 1
 _SPIN_SECS, _YIELD_SECS = 50e-6, 500e-6
 _SLEEP_SECS = 50e-6
 _CHECK_SECS = 1.0
-_FINISH_SECS = 10.0
-
-
-def is_installed() -> bool:
-    """Returns True if mpi4py can be imported."""
-    return importlib.util.find_spec("mpi4py") is not None
-
-
-def is_launched(environment: Mapping[str, str] = os.environ) -> bool:
-    """Returns True if an MPI launcher has started this process."""
-    return any(name in environment for name in _LAUNCHED)
-
-
-def library() -> str:
-    """Returns the MPI library's name and version, in one line; loads it, and starts nothing.
-
-    Raises:
-      ImportError: there is no mpi4py, or no library for it.
-      RuntimeError: mpi4py finds no MPI library.
-    """
-    version = " ".join(_mpi4py().Get_library_version().split())
-    found = re.match(r"(MPICH|Open MPI|Intel\(R\) MPI|MVAPICH\S*)\D*([\d.]+\d)?", version)
-    return " ".join(part for part in found.groups() if part) if found else version[:40]
-
-
-def needs_launcher(name: str) -> bool:
-    """Returns True if a library of this name (see `library`) can't be started without an MPI launcher."""
-    return not name.startswith(_WITHOUT_LAUNCHER)
-
-
-def start(job: str, index: int, places: Sequence[str], exchange: pmi.Exchange, check: Callable[[], None]) -> Mpi:
-    """Initializes the library; all workers call it.
-
-    Args:
-      job: see `pmi.Server`.
-      index: number of this worker.
-      places: see `pmi.Server`; one for each worker.
-      exchange: see `pmi.Server`.
-      check: called about once a second while a sum is waited for; raises if it will never come.
-
-    Raises:
-      RuntimeError: the library can't be initialized, or its job has another number of processes.
-    """
-    module, server = _mpi4py(), None
-    if not module.Is_initialized():
-        added: dict[str, str] = {}
-        if not is_launched():
-            server = pmi.Server(job, index, places, exchange)
-            server.start()
-            added = server.environment
-        os.environ.update(added)
-        try:
-            with _ending_if_alone(check):
-                code = _initialize()
-        finally:
-            for name in added:
-                del os.environ[name]
-        if code:
-            raise RuntimeError(f"MPI can't be initialized: {(server and server.error) or f'error {code}'}")
-    world = module.COMM_WORLD
-    if len(places) != world.size:
-        raise RuntimeError(
-            f"the MPI job has another number of processes than the cluster; start one for each worker. Received: "
-            f"{world.size} processes, {len(places)} workers"
-        )
-    # Its processes may have other numbers than the workers.
-    communicator = world.Split(0, index)
-    if server is not None:
-        _remove_names_of_shared_memory()
-    else:
-        # A launcher takes a process that ends without it for a failure.
-        atexit.register(_finish, module)
-    return Mpi(module, communicator, check, is_polite=places.count(places[index]) > cpus.usable())
-
-
-def _finish(module: Any) -> None:
-    """Finishes MPI, which waits for the others, unless they have failed: then not for long."""
-    thread = threading.Thread(target=module.Finalize, name="tfdist-mpi-end", daemon=True)
-    thread.start()
-    thread.join(_FINISH_SECS)
-
-
-def _remove_names_of_shared_memory() -> None:
-    """Removes the files of the library's shared memory, which all have opened; a killed process would leave them."""
-    for path in {line.split()[-1] for line in _maps() if re.search(r" /dev/shm/mpi", line)}:
-        pathlib.Path(path).unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _ending_if_alone(check: Callable[[], None]) -> Iterator[None]:
-    """Ends this process if others fail within the block: nothing else ends a call into the library."""
-    is_over = threading.Event()
-
-    def watch() -> None:
-        while not is_over.wait(_CHECK_SECS):
-            try:
-                check()
-            except ConnectionError as error:
-                messages.say(f"tfdist: MPI can't be initialized: {error}")
-                os._exit(TRY_AGAIN_EXIT_CODE)
-
-    threading.Thread(target=watch, name="tfdist-mpi-start", daemon=True).start()
-    try:
-        yield
-    finally:
-        is_over.set()
-
-
-def _mpi4py() -> Any:
-    import mpi4py
-
-    # To finish waits for all others, also for those that have failed.
-    mpi4py.rc.initialize = mpi4py.rc.finalize = False
-    from mpi4py import MPI
-
-    return MPI
-
-
-def _initialize() -> int:
-    """Calls MPI_Init_thread of the library that mpi4py has loaded. mpi4py's own call would keep Python's lock."""
-    (path, *_) = sorted({line.split()[-1] for line in _maps() if re.search(r"/libmpi(_abi)?\.so", line)})
-    provided = ctypes.c_int()
-    return ctypes.CDLL(path).MPI_Init_thread(None, None, ctypes.c_int(_THREAD_MULTIPLE), ctypes.byref(provided))
-
-
-def _maps() -> list[str]:
-    return pathlib.Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+# For so long after an error of the library it is asked which worker was lost.
+_BLAME_SECS = 12.0
 
 
 class Mpi:
@@ -184,8 +39,11 @@ class Mpi:
     Args:
       module: `mpi4py.MPI`, initialized.
       communicator: of all workers, in their order.
-      check: see `start`.
+      check: called about once a second while a sum is waited for; raises ConnectionError if it will never come.
       is_polite: whether waits sleep at once, because the workers of this machine share its cores.
+
+    Attributes:
+      failure: what the first sum that failed has raised; all later ones raise it again.
     """
 
     def __init__(self, module: Any, communicator: Any, check: Callable[[], None], is_polite: bool = False) -> None:
@@ -197,18 +55,58 @@ class Mpi:
         self._spin_secs, self._yield_secs = (0.0, 0.0) if is_polite else (_SPIN_SECS, _YIELD_SECS)
         self._lock = threading.Lock()
         self._segments: dict[Any, tuple[np.ndarray, np.ndarray]] = {}
+        self._count = 0
+        self._mark = np.zeros(1, np.int64)
+        self.failure: Exception | None = None
+        # What a failed sum has left in the library, which may still write there.
+        self._abandoned: list[Any] = []
 
     def sum(self, array: np.ndarray, in_place: bool = False) -> np.ndarray:
-        """Returns the sum of the workers' 1-D arrays, which have one size and dtype; in place, or in a new array."""
+        """Returns the sum of the workers' 1-D arrays, which have one size and dtype; in place, or in a new array.
+
+        Small arrays are never summed in place.
+
+        Raises:
+          ConnectionError: a worker has ended or failed, or the library reports an error.
+          RuntimeError: the workers have come to different sums.
+        """
         if self._size == 1:
             return array if in_place else array.copy()
-        total = array if in_place else np.empty_like(array)
         with self._lock:
-            if array.nbytes <= _SMALL_BYTES:
-                self._wait([self._comm.Iallreduce(self._module.IN_PLACE if in_place else array, total)])
-            else:
-                self._sum_in_ring(array, total)
+            if self.failure is not None:
+                raise self.failure
+            try:
+                return self._sum(array, in_place)
+            except Exception as error:
+                self.failure = error
+                self._abandoned.append(array)
+                raise
+
+    def _sum(self, array: np.ndarray, in_place: bool) -> np.ndarray:
+        self._count += 1
+        # Small enough for a sum of many of them to be exact in any dtype.
+        mark = (7919 * self._count + 31 * array.nbytes + array.dtype.num) % 1021
+        if array.nbytes <= _SMALL_BYTES:
+            marked = np.empty(len(array) + 1, array.dtype)
+            marked[:-1], marked[-1] = array, mark
+            self._wait([self._comm.Iallreduce(self._module.IN_PLACE, marked)], marked)
+            self._check_mark(marked[-1], mark, array)
+            return marked[:-1]
+        self._mark[0] = mark
+        self._wait([self._comm.Iallreduce(self._module.IN_PLACE, self._mark)])
+        self._check_mark(self._mark[0], mark, array)
+        total = array if in_place else np.empty_like(array)
+        self._sum_in_ring(array, total)
         return total
+
+    def _check_mark(self, found: Any, mark: int, array: np.ndarray) -> None:
+        """Raises RuntimeError unless all workers have the same sum before them, by number, size and dtype."""
+        if int(found) != self._size * mark:
+            raise RuntimeError(
+                "the workers have come to different sums: one of them has made a call that the others have not, such "
+                "as evaluate on the chief only. All workers must run the same program. Here: sum "
+                f"{self._count} over all workers, of {len(array)} values of {array.dtype}"
+            )
 
     def _sum_in_ring(self, array: np.ndarray, total: np.ndarray) -> None:
         rank, size = self._rank, self._size
@@ -249,13 +147,19 @@ class Mpi:
             self._segments[dtype] = np.empty(length, dtype), np.empty(length, dtype)
         return self._segments[dtype]
 
-    def _wait(self, requests: list[Any]) -> None:
-        """Waits until these requests are done."""
-        testall = self._module.Request.Testall
-        if testall(requests):
+    def _wait(self, requests: list[Any], *kept: Any) -> None:
+        """Waits until these requests are done; after a failure, they and what they write to are kept."""
+        try:
+            self._wait_for(requests)
+        except BaseException:
+            self._abandoned += [*requests, *kept, *self._segments.values()]
+            raise
+
+    def _wait_for(self, requests: list[Any]) -> None:
+        if self._are_done(requests):
             return
         began = checked = time.perf_counter()
-        while not testall(requests):
+        while not self._are_done(requests):
             now = time.perf_counter()
             waited = now - began
             if waited >= self._yield_secs:
@@ -265,3 +169,20 @@ class Mpi:
             if now - checked > _CHECK_SECS:
                 checked = now
                 self._check()
+
+    def _are_done(self, requests: list[Any]) -> bool:
+        try:
+            return self._module.Request.Testall(requests)
+        except self._module.Exception as error:
+            self._blame(error)
+            raise ConnectionError(f"a sum over all workers has failed in the MPI library: {error}") from error
+
+    def _blame(self, error: Exception) -> None:
+        """Raises ConnectionError with the name of a worker that is found to be lost, soon after an error."""
+        deadline = time.monotonic() + _BLAME_SECS
+        while time.monotonic() < deadline:
+            try:
+                self._check()
+            except ConnectionError as loss:
+                raise loss from error
+            time.sleep(min(_CHECK_SECS, _BLAME_SECS / 10))

@@ -17,6 +17,7 @@ The protocol is PMI-1, lines of `key=value`: "PMI: A Scalable Parallel Process-M
 
 from __future__ import annotations
 
+import itertools
 import pathlib
 import socket
 import threading
@@ -26,7 +27,8 @@ from collections.abc import Callable, Mapping, Sequence
 Exchange = Callable[[Mapping[str, str]], Mapping[str, str]]
 
 # MPICH's own limits.
-_LIMITS = "kvsname_max=256 keylen_max=64 vallen_max=1024"
+_MOST_CHARACTERS = 1024
+_LIMITS = f"kvsname_max=256 keylen_max=64 vallen_max={_MOST_CHARACTERS}"
 _MAPPING = "PMI_process_mapping"
 
 
@@ -43,7 +45,8 @@ class Server:
     def __init__(self, job: str, rank: int, places: Sequence[str], exchange: Exchange) -> None:
         self._job, self._rank, self._size = job, rank, len(places)
         self._exchange = exchange
-        self._stored: dict[str, str] = {_MAPPING: process_mapping(places)}
+        mapping = process_mapping(places)
+        self._stored: dict[str, str] = {} if mapping is None else {_MAPPING: mapping}
         self._new: dict[str, str] = {}
         self._own, self._given = socket.socketpair()
         self._thread = threading.Thread(target=self._serve, name="tfdist-pmi", daemon=True)
@@ -96,10 +99,21 @@ class Server:
         return plain[command]
 
 
-def process_mapping(places: Sequence[str]) -> str:
-    """Returns which workers share memory, in PMI-1's form: for each worker (number of its place, 1, 1)."""
+def process_mapping(places: Sequence[str]) -> str | None:
+    """Returns which workers share memory, in PMI-1's form: runs of (first place, number of places, workers on each).
+
+    None if it would be longer than a value may be; the library then takes each worker for a machine of its own.
+    """
     numbers = {place: number for number, place in enumerate(dict.fromkeys(places))}
-    return f"(vector,{','.join(f'({numbers[place]},1,1)' for place in places)})"
+    runs: list[list[int]] = []
+    for number, group in itertools.groupby(numbers[place] for place in places):
+        count = len(list(group))
+        if runs and number == runs[-1][0] + runs[-1][1] and count == runs[-1][2]:
+            runs[-1][1] += 1
+        else:
+            runs.append([number, 1, count])
+    text = f"(vector,{','.join(f'({first},{nodes},{count})' for first, nodes, count in runs)})"
+    return text if len(text) < _MOST_CHARACTERS else None
 
 
 def own_place() -> str:

@@ -32,17 +32,19 @@ class WorkerSums:
         self._strategy = strategy
         self._sum_array: SumArray | None = None
         self._waiting: Waiting = contextlib.nullcontext
+        self._failed: Callable[[], Exception | None] = lambda: None
         # By graph, the name of the operation that makes its last sum in Python.
         self._last: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
-    def use(self, sum_array: SumArray, waiting: Waiting) -> None:
+    def use(self, sum_array: SumArray, waiting: Waiting, failed: Callable[[], Exception | None]) -> None:
         """Has arrays summed from now on by a function, in place of TensorFlow's collectives.
 
         Args:
           sum_array: the function.
           waiting: returns a context in which the main thread is known to wait for what is named.
+          failed: returns the exception of a sum that has failed, if one has.
         """
-        self._sum_array, self._waiting = sum_array, waiting
+        self._sum_array, self._waiting, self._failed = sum_array, waiting, failed
 
     def __call__(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Sums tensors, with one collective for each dtype."""
@@ -53,7 +55,11 @@ class WorkerSums:
     def in_step(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Sums tensors in buckets, in a step that all workers of one device each trace alike."""
         sum_of = functools.partial(self._sum_of, in_step=True)
-        return buckets.sum_in_buckets(tensors, lambda bucket: buckets.sum_together(bucket, sum_of))
+        return buckets.sum_in_buckets(tensors, lambda bucket: buckets.sum_together(bucket, sum_of, _put_together))
+
+    def failure(self) -> Exception | None:
+        """Returns the Python exception of a sum that has failed, in place of which a step raises TensorFlow's own."""
+        return self._failed()
 
     def _sum_of(self, flat: tf.Tensor, in_step: bool = False) -> tf.Tensor:
         if self._sum_array is None or flat.dtype not in _DTYPES:
@@ -76,3 +82,21 @@ class WorkerSums:
             self._last[graph] = total.op.name
         total.set_shape(flat.shape)
         return total
+
+
+def _put_together(flat: list[tf.Tensor]) -> tf.Tensor:
+    """Returns one tensor whose memory is nobody else's, so that it may be summed in place.
+
+    Of constants alone, TensorFlow makes a constant when it optimizes the graph, and the next step would begin with the
+    last one's sum. An axis that is not a constant keeps it from that.
+    """
+    if tf.executing_eagerly():
+        return tf.concat(flat, 0)
+    return tf.concat(flat, _zeros()[0])
+
+
+@functools.cache
+def _zeros() -> tf.Tensor:
+    """Zeros that a graph takes from outside: they are too many to become a constant of it."""
+    with tf.init_scope(), tf.device("/device:CPU:0"):
+        return tf.zeros([1024], tf.int32)

@@ -31,6 +31,8 @@ from tfdist.runtime import stalls
 # Timeout of one read from the service, during which Python can't deliver Ctrl-C.
 _ASK_MS = 1000
 _STATE_EVERY_CHECKS = 5
+# The service is lost if it does not answer for so long; as long as it waits for a worker's heartbeats itself.
+_SERVICE_SECS = 10.0
 # Time for a failed process to end.
 _END_SECS = 3.0
 _kept: list[Any] = []
@@ -48,6 +50,10 @@ class Agreement:
         self.task, self.tasks = task, tuple(tasks)
         self._count = 0
         self._checks = 0
+        self._silent_since: float | None = None
+        # Returns True for an exception that the other workers know of without being told. TensorFlow's collectives tell
+        # them of TensorFlow's errors; what came from another worker is known there.
+        self.is_known: Callable[[BaseException], bool] = lambda error: isinstance(error, tf.errors.OpError)
         self._blocked = stalls.BlockedCall("a step, or another call that needs all workers,")
         self.reporter = stalls.StallReporter(self.waited_for, progress=self._progress)
 
@@ -118,6 +124,8 @@ class Agreement:
 
     def check_others(self) -> None:
         """Raises ConnectionError, with the names, if other workers have ended or failed."""
+        if not self._service_answers():
+            return
         jobs = {job: sum(task.type == job for task in self.tasks) for job in dict.fromkeys(t.type for t in self.tasks)}
         try:
             states = eager_context.errors_of_tasks(jobs)
@@ -127,6 +135,28 @@ class Agreement:
         if lost:
             shown = "; ".join(f"{task} ({text})" for task, text in lost.items())
             raise ConnectionError(f"a sum over all workers will never come, as some have ended or failed: {shown}")
+
+    def _service_answers(self) -> bool:
+        """Returns False if the service does not answer now; raises ConnectionError if it has not for long.
+
+        The question for the others' states has no time limit, and Python stands still meanwhile. So this one, which
+        has, comes before it. All know its answer: the chief's first broadcast, which stays.
+        """
+        now = time.monotonic()
+        try:
+            eager_context.get_key(_key(1), _ASK_MS)
+        except tf.errors.DeadlineExceededError:
+            self._silent_since = self._silent_since or now
+            if now - self._silent_since < _SERVICE_SECS:
+                return False
+            raise ConnectionError(
+                f"a sum over all workers will never come: {self.tasks[0]}, which has the coordination service, has not "
+                f"answered for {_SERVICE_SECS:g} s"
+            ) from None
+        except tf.errors.OpError as error:
+            raise ConnectionError(f"the coordination service of {self.tasks[0]} does not answer: {error}") from None
+        self._silent_since = None
+        return True
 
     def _is_waiting(self, task: Task) -> bool:
         try:
@@ -146,7 +176,7 @@ class Agreement:
 
     def _next_key(self) -> str:
         self._count += 1
-        return f"tfdist/{self._count}"
+        return _key(self._count)
 
     def _set(self, key: str, value: Any) -> None:
         eager_context.set_key(key, json.dumps(value))
@@ -160,7 +190,7 @@ class Agreement:
                     continue
 
 
-def tell_others_of_errors(task: Task) -> None:
+def tell_others_of_errors(agreement: Agreement) -> None:
     """Lets an exception that ends this process end the others too, at once and with its message.
 
     Such a process ends for sure: TensorFlow, taken down with its cluster in error, now and then waits for ever.
@@ -168,10 +198,9 @@ def tell_others_of_errors(task: Task) -> None:
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        # What came from another worker is known there.
-        if threading.current_thread() is threading.main_thread() and not isinstance(error, tf.errors.OpError):
+        if threading.current_thread() is threading.main_thread() and not agreement.is_known(error):
             with contextlib.suppress(Exception):
-                message = f"{task} ended with {kind.__name__}: {error}"
+                message = f"{agreement.task} ended with {kind.__name__}: {error}"
                 eager_context.report_error(message)
         previous(kind, error, trace)
         end_soon_after_exit()
@@ -221,6 +250,10 @@ def _random_state() -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": [name, words.tolist(), *rest],
     }
+
+
+def _key(number: int) -> str:
+    return f"tfdist/{number}"
 
 
 def _state_key(task: Task) -> str:

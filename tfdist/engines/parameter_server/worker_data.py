@@ -9,7 +9,8 @@ There are two ways to feed a step:
 
 * `worker`: each worker has an iterator over its own share, and takes its next batch from it. For training.
 * `chief`: the chief reads the data once, in order, and sends each batch along with the step. For `evaluate` and
-  `predict`, which must see every example exactly once and in order, and for data that only exists in the chief's Python (generators).
+  `predict`, which must see every example exactly once and in order, and for data that only exists in the chief's
+  Python (generators).
 """
 
 from __future__ import annotations

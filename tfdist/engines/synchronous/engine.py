@@ -22,7 +22,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.compat import values_of_replicas
+from tfdist.compat import step_errors, values_of_replicas
 from tfdist.data import handle as handles
 from tfdist.data import splitting
 from tfdist.data.shares import Shares
@@ -38,11 +38,20 @@ class SynchronousEngine(Engine):
     Args:
       run_step: makes a step.
       num_replicas: replicas on all workers.
+      failure: returns the exception of a sum over the workers that has failed, if one has.
     """
 
-    def __init__(self, run_step: RunStep, num_replicas: int) -> None:
+    def __init__(
+        self, run_step: RunStep, num_replicas: int, failure: Callable[[], BaseException | None] = lambda: None
+    ) -> None:
         self._run_step = run_step
         self._num_replicas = num_replicas
+        self._failure = failure
+        step_errors.install()
+
+    def raised_in_step(self) -> BaseException | None:
+        """See `Engine.raised_in_step`: of a sum in Python, as by MPI."""
+        return self._failure()
 
     def distribute(
         self, own: tf.data.Dataset, element_spec: Any, whole: Callable[[], Any]
