@@ -117,6 +117,28 @@ def test_a_dead_worker_is_an_error_of_the_others(tmp_path: pathlib.Path, kind: s
     assert named in output or (kind != "mpi" and "Connection reset" in output)
 
 
+@_needs_mpi
+def test_an_error_of_tensorflow_in_one_worker_reaches_all_by_mpi_too(tmp_path: pathlib.Path):
+    fails = "def misfortune():\n    raise tf.errors.InvalidArgumentError(None, None, 'a label of 12 in 10 classes')\n"
+    with process_cluster.workers(TRAINING + fails + "train()", tmp_path, env={VARIABLE: "mpi"}) as running:
+        assert [worker.wait() for worker in running] == [1, 1]
+        last = running[0].output.splitlines()[-1]
+    assert last.startswith("ConnectionError: a sum over all workers will never come")
+    assert "worker:1 ended with InvalidArgumentError: a label of 12 in 10 classes" in last
+
+
+@_needs_mpi
+def test_a_chief_that_stands_still_is_named_by_those_who_wait_in_mpi(tmp_path: pathlib.Path):
+    """The chief has the service that is asked for the others, and a question without a time limit stops Python."""
+    stops = "import signal\ndef misfortune():\n    os.kill(os.getpid(), signal.SIGSTOP)\n"
+    script = TRAINING.replace("if index == 1", "if index == 0") + stops + "train()"
+    with process_cluster.workers(script, tmp_path, env={VARIABLE: "mpi"}) as running:
+        assert running[1].wait(60) == 1
+        last = running[1].output.splitlines()[-1]
+    assert last.startswith("ConnectionError: a sum over all workers will never come")
+    assert "worker:0" in last
+
+
 @pytest.mark.parametrize("eagerly", [False, True])
 @by_each_transport
 def test_a_worker_that_hangs_is_named_and_ctrl_c_ends_all(tmp_path: pathlib.Path, kind: str, eagerly: bool):

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums in a graph by a function in Python: nothing is left of them in the next step."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdist.transport.sums import WorkerSums
+
+pytestmark = pytest.mark.devices
+
+
+class Doubling:
+    """Sums over two workers that have the same; it notes how often it may work in place."""
+
+    def __init__(self) -> None:
+        self.in_place: list[bool] = []
+
+    def __call__(self, array: np.ndarray, in_place: bool) -> np.ndarray:
+        self.in_place.append(in_place)
+        total = array if in_place else array.copy()
+        total *= 2
+        return total
+
+
+@pytest.fixture
+def sums(monkeypatch: pytest.MonkeyPatch) -> tuple[WorkerSums, Doubling]:
+    monkeypatch.setattr("tfdist.compat.replicas.worker_device", lambda strategy: "/device:CPU:0")
+    found, double = WorkerSums(None), Doubling()
+    found.use(double, lambda what: contextlib.nullcontext(), lambda: None)
+    return found, double
+
+
+def test_constants_that_are_put_together_are_summed_anew_in_each_step(sums: tuple[WorkerSums, Doubling]):
+    """TensorFlow would make one constant of them, and a sum in place would change it."""
+
+    @tf.function
+    def step() -> list[tf.Tensor]:
+        return sums[0].in_step([tf.constant([0.1, 0.2]), tf.fill([3], 0.5), tf.constant(7, tf.int64)])
+
+    for _ in range(4):
+        one, other, number = step()
+        np.testing.assert_allclose(one, [0.2, 0.4])
+        np.testing.assert_allclose(other, [1.0, 1.0, 1.0])
+        assert int(number) == 14
+    assert sums[1].in_place.count(True) == 4
+
+
+def test_a_single_tensor_is_left_as_it_is(sums: tuple[WorkerSums, Doubling]):
+    variable = tf.Variable([1.0, 2.0])
+
+    @tf.function
+    def step() -> tf.Tensor:
+        return sums[0].in_step([variable])[0]
+
+    for _ in range(3):
+        np.testing.assert_allclose(step(), [2.0, 4.0])
+    np.testing.assert_allclose(variable, [1.0, 2.0])
+    assert not any(sums[1].in_place)
