@@ -15,7 +15,7 @@ PARALLEL = -n 4 --dist loadfile --no-loadscope-reorder
 
 SRC =
 
-.PHONY: help demo chaos programs fuzz test test-all test-fast test-keras test-kubernetes test-slurm test-ssh test-versions test-oldest test-newest lint format bench bench-torch venv venv-dev venv-bench python clean
+.PHONY: help demo chaos programs fuzz test test-all test-fast test-keras test-kubernetes test-slurm test-ssh test-versions test-oldest test-newest lint format bench bench-torch flames venv venv-dev venv-bench python clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null || grep '##' Makefile
@@ -70,9 +70,12 @@ fuzz: venv  ## train random models on one device and under each strategy; FLAGS=
 bench: venv-bench  ## measure against stock TensorFlow (about an hour); FLAGS="--rows=... --sizes=..."
 	$(BIN)/python benchmarks/run.py $(FLAGS)
 
-bench-torch: python  ## measure several workers against PyTorch's DistributedDataParallel (20 minutes)
+bench-torch: python  ## measure against PyTorch's DistributedDataParallel, and Keras on PyTorch and JAX (half an hour)
 	@$(PYTHON) .ci/venv.py bench,bench-torch
-	$(BIN)/python benchmarks/run.py --rows=torch,steps_per_execution $(FLAGS)
+	$(BIN)/python benchmarks/run.py --rows=torch,steps_per_execution,backends $(FLAGS)
+
+flames: venv-bench  ## draw where the time of a step goes, per strategy (5 minutes); FLAGS="--sizes=... --only=..."
+	$(BIN)/python benchmarks/flames.py $(FLAGS)
 
 programs: venv  ## run tutorials and examples of others, in SRC, under each strategy (hours); FLAGS="--programs=... --kinds=..."
 	$(BIN)/python experiments/programs/run.py --src $(SRC) $(FLAGS)

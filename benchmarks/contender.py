@@ -9,6 +9,7 @@ segments the process waits, inside of `fit`, so that what a segment costs is wha
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -225,6 +226,24 @@ def _one_device() -> Loop:
     return _fit_loop(keras, models.compiled(keras, size), models.dataset(size), counts_end_of_epoch=False)
 
 
+def _one_device_tfdist() -> Loop:
+    tfdist = _tfdist(few_arenas=False)
+
+    return _mirrored(tfdist.MirroredStrategy, num_devices=1)
+
+
+def _one_device_keras(backend: str) -> Loop:
+    """Keras on one of its other backends, as it is."""
+    os.environ["KERAS_BACKEND"] = backend
+    import keras
+    import models
+
+    size = models.SIZES[FLAGS.size]
+    (batch,) = models.dataset(size).take(1).as_numpy_iterator()
+    batch = tuple(map(keras.ops.convert_to_tensor, batch))
+    return _fit_loop(keras, models.compiled(keras, size), itertools.repeat(batch))
+
+
 def _multi_worker_spares(spares: int) -> Loop:
     import keras
 
@@ -355,6 +374,8 @@ CONTENDERS: dict[str, Callable[[], Loop]] = {
     "multi_worker/no policy": _multi_worker_no_policy,
     "multi_worker/warmup": _multi_worker_warmup,
     "one_device/plain": _one_device,
+    "one_device/tfdist": _one_device_tfdist,
+    **{f"one_device/keras_{name}": functools.partial(_one_device_keras, name) for name in ("torch", "jax")},
     "parameter_server/tfdist": _parameter_server_tfdist,
     "parameter_server/x16": functools.partial(_parameter_server_tfdist, None, 16),
     "parameter_server/bare": _parameter_server_bare,

@@ -65,6 +65,7 @@ _PARAMETER_SERVER = Measurement(
 # Not in the table: PyTorch is an extra of its own, and MPI another.
 _TORCH_BY_MPI = Measurement("torch", {"torch": 1.0})
 _TORCH_BY_TENSORFLOW = Measurement("torch", {"torch": 0.6})
+_BACKENDS = Measurement("backends", {"keras_torch": None, "keras_jax": None})
 
 
 def _at_once(rival: str, least: float) -> tuple[Measurement, ...]:
@@ -91,6 +92,7 @@ STAGES = (
     Stage("multi_worker", ("tfdist", "tf_keras"), (_MULTI_WORKER,), num_workers=2),
     Stage("multi_worker", ("mpi", "torch"), (_TORCH_BY_MPI,), num_workers=2, starts=3),
     Stage("multi_worker", ("tensorflow", "torch"), (_TORCH_BY_TENSORFLOW,), num_workers=2, starts=3),
+    Stage("one_device", ("tfdist", "keras_torch", "keras_jax"), (_BACKENDS,), starts=3),
     Stage("multi_worker", ("mpi x16", "mpi"), _at_once("mpi", 3.0), num_workers=2, multiple_of=16, starts=3),
     Stage(
         "multi_worker",

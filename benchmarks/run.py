@@ -40,7 +40,7 @@ STRATEGIES = tuple(dict.fromkeys(stage.strategy for stage in STAGES))
 BEFORE = "before"
 SIZES = ("tiny", "1M", "25M", "deep")
 # These need more than `make bench` installs, or measure something else than steps.
-_ON_REQUEST = ("torch", "steps_per_execution")
+_ON_REQUEST = ("torch", "steps_per_execution", "backends")
 _EVERYTHING = (*ROWS, *asynchrony.ROWS, warmup.ROW, "startup", "deaths", "telemetry", "traffic", "first_step")
 
 flags.DEFINE_list(

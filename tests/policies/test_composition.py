@@ -89,3 +89,30 @@ def test_a_list_comes_to_one_that_decides() -> None:
     assert soft.aggregation is not None
     assert soft.aggregation.replicas_to_aggregate == 2
     assert soft.aggregation.is_weighted
+
+
+def test_a_policy_that_nobody_would_ask_is_refused() -> None:
+    class Own(Policy):
+        def __repr__(self) -> str:
+            return "Own()"
+
+    with pytest.raises(
+        ValueError, match=r"policies: Own\(\) is of no kind that a strategy asks; derive it from one of"
+    ):
+        composition.check([Own()], "MirroredStrategy")
+
+
+def test_a_policy_derived_from_another_takes_its_place() -> None:
+    class Longer(tfdist.Warmup):
+        pass
+
+    class Half(tfdist.SoftSync):
+        pass
+
+    longer, half = Longer(steps=3), Half(updates=2)
+    composition.check([longer, half], "ParameterServerStrategy")
+    assert composition.compose([longer, half], "ParameterServerStrategy", 4).warmup is longer
+    with pytest.raises(ValueError, match="only one of a kind"):
+        composition.check([longer, tfdist.Warmup(steps=1)], "MirroredStrategy")
+    with pytest.raises(ValueError, match="all replicas update at once there"):
+        composition.check([half], "MirroredStrategy")

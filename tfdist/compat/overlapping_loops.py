@@ -17,6 +17,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from tfdist.compat import running_loop
+from tfdist.runtime import thread_frames
 
 _lock = threading.Lock()
 _calls: list[_Call] = []
@@ -74,7 +75,7 @@ def begin(strategy: Any, is_exclusive: bool, nests: bool = True) -> None:
     model = frame.f_locals["self"]
     call = _Call(threading.current_thread(), id(frame), frame.f_code, weakref.ref(model), weakref.ref(strategy))
     with _lock:
-        stacks = sys._current_frames()
+        stacks = thread_frames.by_thread()
         _calls[:] = [known for known in _calls if known != call and known.is_running(stacks)]
         beside = [known for known in _calls if known.strategy() is strategy]
         for known in beside:

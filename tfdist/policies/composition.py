@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from tfdist.policies.asynchronous import Asynchronous
-from tfdist.policies.backup_workers import BackupWorkers
 from tfdist.policies.base import Aggregation, Policy
 from tfdist.policies.parameter_averaging import ParameterAveraging
 from tfdist.policies.staleness import BoundedStaleness, DropStale, SoftSync, StalenessScaling
 from tfdist.policies.warmup import Warmup
 
 _STALENESS = (SoftSync, StalenessScaling, DropStale, BoundedStaleness)
+# What a strategy asks; a policy of one's own derives from one of them.
+_KINDS = (Aggregation, Warmup, ParameterAveraging, *_STALENESS)
 PARAMETER_SERVER = "ParameterServerStrategy"
 
 # Reasons why a strategy refuses a policy, each with the alternative.
@@ -34,7 +35,7 @@ _ONE_OF_A_KIND = "there can be only one of a kind; leave one away"
 _IN_STEP = "the first one keeps all gradients of an update in step, so that none is ever stale; use one or the other"
 _ALONE = "with the first one the replicas send no gradients that an update could be made of; use one or the other"
 # The policy that "the first one" means in each reason.
-_FIRST = {_IN_STEP: BackupWorkers, _ALONE: ParameterAveraging, _ONE_OF_A_KIND: Policy}
+_FIRST = {_IN_STEP: Aggregation, _ALONE: ParameterAveraging, _ONE_OF_A_KIND: Policy}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +70,11 @@ def check(policies: Sequence[Any], strategy: str) -> None:
         )
     received = f"Received: policies={list(policies)!r}"
     for policy in policies:
+        if not isinstance(policy, _KINDS):
+            raise ValueError(
+                f"policies: {policy!r} is of no kind that a strategy asks; derive it from one of "
+                f"{', '.join(kind.__name__ for kind in _KINDS)}. {received}"
+            )
         if reason := refusal(type(policy), strategy):
             raise ValueError(f"policies: {policy!r} does not go with {strategy}: {reason}. {received}")
     for index, first in enumerate(policies):
@@ -89,14 +95,18 @@ def refusal(policy: type[Policy], strategy: str) -> str | None:
 
 def clash(first: type[Policy], second: type[Policy]) -> str | None:
     """Returns the reason why two policies exclude each other, with the remedy; None if they are compatible."""
-    if first is second:
+    kinds = {_kind_of(first), _kind_of(second)}
+    if len(kinds) == 1:
         return _ONE_OF_A_KIND
-    kinds = {first, second}
-    if BackupWorkers in kinds and kinds & set(_STALENESS):
+    if Aggregation in kinds and kinds & set(_STALENESS):
         return _IN_STEP
-    if ParameterAveraging in kinds and BackupWorkers in kinds:
+    if ParameterAveraging in kinds and Aggregation in kinds:
         return _ALONE
     return None
+
+
+def _kind_of(policy: type[Policy]) -> type[Policy]:
+    return next(kind for kind in _KINDS if issubclass(policy, kind))
 
 
 def compose(policies: Sequence[Policy], strategy: str, total_num_replicas: int) -> Composition:
@@ -112,9 +122,9 @@ def compose(policies: Sequence[Policy], strategy: str, total_num_replicas: int) 
     """
     for policy in policies:
         policy.begin(total_num_replicas, strategy)
-    by_kind: dict[type[Policy], Any] = {type(policy): policy for policy in policies}
+    by_kind: dict[type[Policy], Any] = {_kind_of(type(policy)): policy for policy in policies}
     warmup = by_kind.get(Warmup)
-    aggregation = next((policy for policy in policies if isinstance(policy, Aggregation)), None)
+    aggregation = by_kind.get(Aggregation)
     if aggregation is None and strategy == PARAMETER_SERVER and policies:
         aggregation = Asynchronous(*(by_kind.get(kind) for kind in _STALENESS))
         aggregation.begin(total_num_replicas, strategy)

@@ -6,14 +6,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import threading
 import time
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tfdist.runtime import messages
+from tfdist.runtime import messages, thread_frames
 
 _JOIN_SECS = 2.0
 
@@ -129,7 +128,7 @@ class BlockedCall:
         return self._what, self._token
 
     def _blocked_frame(self) -> types.FrameType | None:
-        frames = sys._current_frames()
+        frames = thread_frames.by_thread()
         frame = frames.get(self._thread_id or 0)
         if frame is None or any(part in frame.f_code.co_filename for part in self._RUNTIME):
             return frame
