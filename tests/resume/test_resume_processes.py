@@ -81,20 +81,21 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    ("policies", "is_exact"),
+    ("policies", "is_exact", "communication"),
     [
-        ("[]", True),
-        pytest.param("[tfdist.Warmup(steps=15)]", True, marks=SLOW),
-        pytest.param("[tfdist.ParameterAveraging(5)]", True, marks=SLOW),
-        pytest.param("[tfdist.BackupWorkers(spares=0)]", True, marks=SLOW),
-        pytest.param("[tfdist.BackupWorkers(spares=1)]", False, marks=SLOW),
+        ("[]", True, "tensorflow"),
+        pytest.param("[]", True, "mpi", marks=SLOW),
+        pytest.param("[tfdist.Warmup(steps=15)]", True, "tensorflow", marks=SLOW),
+        pytest.param("[tfdist.ParameterAveraging(5)]", True, "tensorflow", marks=SLOW),
+        pytest.param("[tfdist.BackupWorkers(spares=0)]", True, "tensorflow", marks=SLOW),
+        pytest.param("[tfdist.BackupWorkers(spares=1)]", False, "tensorflow", marks=SLOW),
     ],
 )
-def test_workers_go_on_together(tmp_path: pathlib.Path, policies: str, is_exact: bool):
+def test_workers_go_on_together(tmp_path: pathlib.Path, policies: str, is_exact: bool, communication: str):
     """First one that is not the chief hears that it will be ended, then the chief dies at once."""
     arguments = ["MultiWorkerMirroredStrategy", policies]
     misfortunes = {"0": ["worker:1", 8, 15], "1": ["worker:0", 9, 9]}
-    flags = ["--num_workers=2", "--max_restarts=1"]
+    flags = ["--num_workers=2", "--max_restarts=1", f"--communication={communication}"]
     ended = _launch(tmp_path / "cut off", flags, arguments, misfortunes)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "(preemption 1)" in ended.stderr

@@ -160,7 +160,7 @@ class FakeProgram:
     def prepare_silent(self) -> None:
         """A step in Python is the same with and without its result."""
 
-    def prepare_several(self, count: int) -> None:
+    def prepare_several(self) -> None:
         """Several steps in Python are made one by one."""
 
     def batch_in(self, outputs: Any) -> tuple[()]:

@@ -238,7 +238,7 @@ class CoordinatedEngine(Engine):
             step.took_batch = concurrent.futures.Future()
         step.wants_logs = self._queue.ask_for_logs(always=last)
         if count > 1:
-            program.prepare_several(count)
+            program.prepare_several()
         if not step.wants_logs:
             program.prepare_silent()
         self._put(step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -126,20 +127,20 @@ class Program:
         if self.adding is not None:
             self.adding.prepare_silent()
 
-    def prepare_several(self, count: int) -> None:
+    def prepare_several(self) -> None:
         """Traces several steps in one, without their results, where that is cheap; only the main thread may call it.
 
         They are not a loop of the graph: what crosses the network in one would wait for more signals between the
         devices than the steps themselves have. Nor is there an output, which would wait for a signal from each write.
-
-        Args:
-          count: number of steps in an execution, of which the last one is made by itself (`run`).
+        The last step of an execution is made by itself (`run`).
         """
-        count = min(count - 1, _SEVERAL_OPERATIONS // len(self.graph.get_operations()))
-        if self.num_several == 1 and self._counter is not None and self.accumulation is None and count > 1:
-            self.num_several = count
+        in_execution = keras_steps.steps_per_execution(self._fn) - 1
+        count = min(in_execution, _SEVERAL_OPERATIONS // len(self.graph.get_operations()))
+        if self._several is None and self._counter is not None and self.accumulation is None and count > 1:
             specs = [tf.TensorSpec([], tf.resource), *self._input_specs()]
-            self._several = one_replica.trace(self._strategy, self._make_several, specs)
+            self._several = one_replica.trace(self._strategy, functools.partial(self._make_several, count), specs)
+            # The workers' threads look at it: not before the trace is there.
+            self.num_several = count
 
     def run_several(self, *inputs: Any) -> list[int]:
         """Makes `num_several` steps, each with the next batch of the iterator; returns the staleness of each update."""
@@ -153,10 +154,10 @@ class Program:
         self._several(counts.handle, *inputs)
         return (np.diff(counts.numpy()) - 1).tolist()
 
-    def _make_several(self, counts: tf.Tensor, *inputs: Any) -> list[tf.Tensor]:
+    def _make_several(self, count: int, counts: tf.Tensor, *inputs: Any) -> list[tf.Tensor]:
         found = [self._count(0)]
         with coordinated_variable.postponed_additions(self._postponable()):
-            for _ in range(self.num_several):
+            for _ in range(count):
                 self._result_of(*inputs)
                 found.append(self._count(1))
         with tf.device(SERVER_DEVICE):
