@@ -14,6 +14,8 @@ import sys
 import compare
 from absl import app, flags
 
+import tfdist
+
 FLAGS = flags.FLAGS
 HERE = pathlib.Path(__file__).resolve().parent
 
@@ -33,6 +35,8 @@ def main(argv: list[str]) -> None:
     if FLAGS.strategy == "all":
         arguments = [f"--{name}={FLAGS[name].value}" for name in TRAINING_FLAGS]
         sys.exit(compare.compare(output_dir, FLAGS.epochs, arguments))
+    # A process that only trains; what is freed in a step is needed in the next one. Several replicas share it.
+    tfdist.keep_freed_memory(few_arenas=False)
     # TensorFlow takes seconds to import, and the comparing process has no need of it.
     import train
 
