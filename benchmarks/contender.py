@@ -241,7 +241,8 @@ def _one_device_keras(backend: str) -> Loop:
     size = models.SIZES[FLAGS.size]
     (batch,) = models.dataset(size).take(1).as_numpy_iterator()
     batch = tuple(map(keras.ops.convert_to_tensor, batch))
-    return _fit_loop(keras, models.compiled(keras, size), itertools.repeat(batch))
+    # Keras takes a generator, and no other iterator.
+    return _fit_loop(keras, models.compiled(keras, size), (batch for _ in itertools.count()))
 
 
 def _multi_worker_spares(spares: int) -> Loop:

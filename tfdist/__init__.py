@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import tfdist.callbacks as callbacks  # noqa: F401
+    import tfdist.compression as compression  # noqa: F401
     import tfdist.flags as flags  # noqa: F401
     import tfdist.schedules as schedules  # noqa: F401
     import tfdist.testing as testing  # noqa: F401
     from tfdist.cluster import Cluster, ClusterError, Task
     from tfdist.flags import strategy_from_flags
     from tfdist.policies.backup_workers import BackupWorkers
+    from tfdist.policies.compression import Compression
     from tfdist.policies.parameter_averaging import ParameterAveraging
     from tfdist.policies.staleness import BoundedStaleness, DropStale, SoftSync, StalenessScaling
     from tfdist.policies.warmup import Warmup
@@ -33,6 +35,7 @@ __all__ = [
     "BoundedStaleness",
     "Cluster",
     "ClusterError",
+    "Compression",
     "DropStale",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
@@ -51,6 +54,7 @@ __all__ = [
 MODULE_OF = {
     "BackupWorkers": "tfdist.policies.backup_workers",
     "BoundedStaleness": "tfdist.policies.staleness",
+    "Compression": "tfdist.policies.compression",
     "DropStale": "tfdist.policies.staleness",
     "ParameterAveraging": "tfdist.policies.parameter_averaging",
     "SoftSync": "tfdist.policies.staleness",
@@ -67,7 +71,7 @@ MODULE_OF = {
 }
 
 # Modules that users reach by `import tfdist` alone.
-_MODULES = ("callbacks", "flags", "schedules", "testing")
+_MODULES = ("callbacks", "compression", "flags", "schedules", "testing")
 
 
 def __getattr__(name: str) -> Any:

@@ -22,6 +22,7 @@ POLICIES = {
     "BoundedStaleness": lambda: tfdist.BoundedStaleness(4),
     "Warmup": lambda: tfdist.Warmup(steps=5),
     "ParameterAveraging": lambda: tfdist.ParameterAveraging(6),
+    "Compression": lambda: tfdist.Compression(tfdist.compression.HalfPrecision("float16")),
 }
 STRATEGIES = ("MirroredStrategy", "MultiWorkerMirroredStrategy", "ParameterServerStrategy")
 

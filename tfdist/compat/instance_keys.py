@@ -16,9 +16,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.ops import resource_variable_ops
 
-from tfdist.compat import enclosing_graphs
+from tfdist.compat import enclosing_graphs, process_variable
 
 NEEDS = (
     "tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended._cross_device_ops",
@@ -30,7 +29,6 @@ NEEDS = (
     "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher._group_key",
     "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher._next_instance_key",
     "tensorflow.python.distribute.mirrored_strategy:MirroredExtended._collective_ops",
-    "tensorflow.python.ops.resource_variable_ops:ResourceVariable",
 )
 
 # Far above what TensorFlow, which counts from 1, draws in any run.
@@ -61,10 +59,7 @@ class _Keys:
         # TensorFlow orders what changes one variable as the program does: all workers count alike.
         with tf.init_scope(), tf.device("CPU:0"):
             if self._counter is None:
-                # Not `tf.Variable`: within a scope the strategy would make one for all replicas.
-                self._counter = resource_variable_ops.ResourceVariable(
-                    _FIRST_COUNTED_KEY, dtype=tf.int32, trainable=False, name="collective_key"
-                )
+                self._counter = process_variable.of(_FIRST_COUNTED_KEY, "collective_key", tf.int32)
         return self._counter.assign_add(1, read_value=True)
 
 

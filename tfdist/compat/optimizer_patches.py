@@ -11,6 +11,7 @@ loops without `strategy.run`.)
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -38,6 +39,8 @@ NEEDS = (
 
 Gradients = Sequence[Any]
 Transform = Callable[[Gradients], Gradients]
+# Sums, in replica context, the gradients that an optimizer is to apply; None stays None.
+SumGradients = Callable[[Any, Gradients], list[Any]]
 
 # Method that Keras calls with the clipped and summed gradients:
 # update(distribution, [(gradient, variable)], learning rate).
@@ -47,16 +50,20 @@ _SUM = "_all_reduce_sum_gradients"
 
 
 @contextlib.contextmanager
-def patched(optimizers: Iterable[Any], weigh: Transform | None = None) -> Iterator[None]:
+def patched(
+    optimizers: Iterable[Any], weigh: Transform | None = None, sum_gradients: SumGradients | None = None
+) -> Iterator[None]:
     """Within this block, `apply` of these optimizers updates as one device would, from the sum over all replicas.
 
     Args:
       optimizers: Keras optimizers; each is restored at the end.
       weigh: called in replica context with this replica's gradients before they are summed.
+      sum_gradients: sums them; `sum_over_replicas` by default.
     """
     with contextlib.ExitStack() as stack:
         for optimizer in optimizers:
-            stack.enter_context(_patched(optimizer, weigh))
+            sum_up = functools.partial(sum_gradients, optimizer) if sum_gradients else sum_over_replicas
+            stack.enter_context(_patched(optimizer, weigh, sum_up))
         yield
 
 
@@ -68,12 +75,13 @@ class Postponed:
       weigh: see `patched`.
 
     Attributes:
+      optimizer: the optimizer.
       gradients: what `apply` was given, weighed; a sparse one is summed over the replicas already. None where there is
         no gradient.
     """
 
     def __init__(self, optimizer: Any, weigh: Transform | None) -> None:
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._weigh = weigh
         self._variables: Sequence[Any] | None = None
         self.gradients: list[Any] = []
@@ -81,11 +89,11 @@ class Postponed:
     @property
     def change(self) -> tuple[Any, str, Any]:
         """The change, for `attributes`, by which `apply` keeps the gradients."""
-        return self._optimizer, "apply", self._keep
+        return self.optimizer, "apply", self._keep
 
     def _keep(self, grads: Gradients, trainable_variables: Sequence[Any] | None = None) -> None:
         if self.gradients:
-            raise RuntimeError(f"train_step: it calls apply of {self._optimizer.name!r} twice, which Keras' does not")
+            raise RuntimeError(f"train_step: it calls apply of {self.optimizer.name!r} twice, which Keras' does not")
         grads, self._variables = list(grads), trainable_variables
         for gradient, variable in zip(grads, trainable_variables or (), strict=False):
             if isinstance(gradient, tf.Tensor):
@@ -99,9 +107,9 @@ class Postponed:
 
     def update(self, strategy: tf.distribute.Strategy, sums: Gradients) -> None:
         """Makes the update on all replicas of this process, in cross-replica context, from the sums of `gradients`."""
-        inner = getattr(self._optimizer, "inner_optimizer", self._optimizer)
+        inner = getattr(self.optimizer, "inner_optimizer", self.optimizer)
         with attributes(_of_update(inner, list)):
-            apply = _without_result(lambda: self._optimizer.apply(sums, self._variables))
+            apply = _without_result(lambda: self.optimizer.apply(sums, self._variables))
             strategy.extended.call_for_each_replica(apply)
 
 
@@ -183,13 +191,13 @@ def _varies(gradient: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _patched(optimizer: Any, weigh: Transform | None) -> Iterator[None]:
+def _patched(optimizer: Any, weigh: Transform | None, sum_up: Callable[[Gradients], list[Any]]) -> Iterator[None]:
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     first_sum = inner is not optimizer or clips(inner) or _branches(inner)
     changes: list[tuple[Any, str, Any]] = []
     if weigh or first_sum:
-        changes.append((optimizer, "apply", _apply(optimizer, weigh, first_sum)))
-    with attributes([*changes, *_of_update(inner, list if first_sum else _sum_pairs)]):
+        changes.append((optimizer, "apply", _apply(optimizer, weigh, sum_up if first_sum else list)))
+    with attributes([*changes, *_of_update(inner, list if first_sum else _summing_pairs(sum_up))]):
         yield
 
 
@@ -251,26 +259,31 @@ def _branches(optimizer: Any) -> bool:
     return bool(optimizer.gradient_accumulation_steps or (optimizer.use_ema and optimizer.ema_overwrite_frequency))
 
 
-def _apply(optimizer: Any, weigh: Transform | None, first_sum: bool) -> Callable[..., None]:
+def _apply(
+    optimizer: Any, weigh: Transform | None, sum_up: Callable[[Gradients], list[Any]]
+) -> Callable[..., None]:
     original = optimizer.apply
 
     def apply(grads: Gradients, trainable_variables: Any = None) -> None:
         if tf.distribute.in_cross_replica_context():
             return original(grads, trainable_variables)
-        grads = weigh(grads) if weigh else grads
-        grads = sum_over_replicas(grads) if first_sum else grads
+        grads = sum_up(weigh(grads) if weigh else grads)
         return original(grads, trainable_variables)
 
     return apply
 
 
-def _sum_pairs(gradients_and_variables: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+def _summing_pairs(sum_up: Callable[[Gradients], list[Any]]) -> Callable[..., list[tuple[Any, Any]]]:
     """Keras' `_all_reduce_sum_gradients`."""
-    pairs = list(gradients_and_variables)
-    if tf.distribute.in_cross_replica_context():
-        return pairs
-    sums = sum_over_replicas([gradient for gradient, _ in pairs])
-    return [(total, variable) for total, (_, variable) in zip(sums, pairs, strict=True)]
+
+    def sum_pairs(gradients_and_variables: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+        pairs = list(gradients_and_variables)
+        if tf.distribute.in_cross_replica_context():
+            return pairs
+        sums = sum_up([gradient for gradient, _ in pairs])
+        return [(total, variable) for total, (_, variable) in zip(sums, pairs, strict=True)]
+
+    return sum_pairs
 
 
 def _branching_apply(optimizer: Any) -> Callable[..., None]:

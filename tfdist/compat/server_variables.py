@@ -65,11 +65,6 @@ class ServerVariable(ps_values.CachingVariable):
         return self._v._lazy_read(operation)
 
 
-def process_variable(value: tf.Tensor, name: str) -> tf.Variable:
-    """A variable of this process with this value; within a scope `tf.Variable` makes one of the strategy's."""
-    return resource_variable_ops.ResourceVariable(value, trainable=False, name=name)
-
-
 def is_single(variable: Any) -> bool:
     """Returns True for a variable that the strategy has placed, whole, on one parameter server."""
     return type(variable) is ps_values.CachingVariable

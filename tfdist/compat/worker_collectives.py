@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums of one tensor over several workers by TensorFlow's collectives, with what makes them quick in a step.
+"""Collectives of one tensor over several workers by TensorFlow, with what makes them quick in a step.
 
 `tf.distribute.Strategy.reduce` leaves two things to be saved where all workers trace the same step. For each execution
 it draws a new key, about which the workers ask the first one (`instance_keys.fixed`). And it always sends a sum around
@@ -22,6 +22,8 @@ NEEDS = (
     "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher.all_reduce",
 )
 
+# The part of a message that is sent before the lengths of all messages are known.
+HEAD_BYTES = 2**10
 # All workers' tensors together; above this the ring sends less.
 _GATHERED_BYTES = 2**18
 _GATHERED_DTYPES = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
@@ -57,3 +59,54 @@ def sum_in_step(strategy: Any, flat: tf.Tensor) -> tf.Tensor:
             return launcher.all_reduce(tf.identity(flat))
         gathered = launcher._all_gather(tf.identity(flat), None)
         return tf.reduce_sum(tf.reshape(gathered, [num_workers, size]), 0)
+
+
+def gather_in_step(strategy: Any, message: tf.Tensor) -> tf.Tensor:
+    """The messages of all workers, traced in a step that all workers trace alike, of workers with one device each.
+
+    What fits into `HEAD_BYTES` costs one collective. Of longer messages the lengths are known after it, and the rest
+    follows in a second one, which needs a key for each execution because its shape differs.
+
+    Args:
+      strategy: see `sum_of`.
+      message: 1-D uint8; each worker has one of its own length.
+
+    Returns:
+      uint8 [workers, longest], each message padded with zeros.
+    """
+    num_workers = replicas.worker_count(strategy)
+    (launcher,) = strategy.extended._cross_device_ops._launchers
+    (device,) = strategy.extended.worker_devices
+    with tf.device(device):
+        # TensorFlow gathers no bytes, but integers.
+        length = tf.size(message)
+        head = tf.concat([[length], _as_integers(_padded(message[:HEAD_BYTES], HEAD_BYTES))], 0)
+        with instance_keys.fixed(strategy):
+            heads = tf.reshape(launcher._all_gather(head, None), [num_workers, 1 + HEAD_BYTES // 4])
+        longest, begun = tf.reduce_max(heads[:, 0]), _as_bytes(heads[:, 1:])
+
+        def with_rest() -> tf.Tensor:
+            rest = _as_integers(_padded(message[HEAD_BYTES:], (longest - HEAD_BYTES + 3) // 4 * 4))
+            with tf.device(device), instance_keys.counted(strategy):
+                rests = launcher._all_gather(rest, None)
+            return tf.concat([begun, _as_bytes(tf.reshape(rests, [num_workers, -1]))], 1)
+
+        return tf.cond(longest > HEAD_BYTES, with_rest, lambda: begun)[:, :longest]
+
+
+def gathered_bytes(lengths: tf.Tensor) -> tf.Tensor:
+    """Returns how many bytes `gather_in_step` carries from each worker to each other one, for messages so long."""
+    longest = tf.reduce_max(lengths)
+    return 4 + HEAD_BYTES + tf.maximum((longest - HEAD_BYTES + 3) // 4 * 4, 0)
+
+
+def _padded(message: tf.Tensor, size: Any) -> tf.Tensor:
+    return tf.pad(message, [[0, size - tf.size(message)]])
+
+
+def _as_integers(message: tf.Tensor) -> tf.Tensor:
+    return tf.bitcast(tf.reshape(message, [-1, 4]), tf.int32)
+
+
+def _as_bytes(integers: tf.Tensor) -> tf.Tensor:
+    return tf.reshape(tf.bitcast(integers, tf.uint8), [tf.shape(integers)[0], -1])

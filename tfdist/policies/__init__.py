@@ -40,6 +40,7 @@ is dropped, and the replica starts again:
 
 from tfdist.policies.backup_workers import BackupWorkers
 from tfdist.policies.base import Aggregation, Arrival, Change, Policy, Update
+from tfdist.policies.compression import Compression
 from tfdist.policies.parameter_averaging import ParameterAveraging
 from tfdist.policies.staleness import BoundedStaleness, DropStale, SoftSync, StalenessScaling
 from tfdist.policies.warmup import Warmup
@@ -50,6 +51,7 @@ __all__ = [
     "BackupWorkers",
     "BoundedStaleness",
     "Change",
+    "Compression",
     "DropStale",
     "ParameterAveraging",
     "Policy",

@@ -12,14 +12,16 @@ from typing import Any
 
 from tfdist.policies.asynchronous import Asynchronous
 from tfdist.policies.base import Aggregation, Policy
+from tfdist.policies.compression import Compression
 from tfdist.policies.parameter_averaging import ParameterAveraging
 from tfdist.policies.staleness import BoundedStaleness, DropStale, SoftSync, StalenessScaling
 from tfdist.policies.warmup import Warmup
 
 _STALENESS = (SoftSync, StalenessScaling, DropStale, BoundedStaleness)
 # What a strategy asks; a policy of one's own derives from one of them.
-_KINDS = (Aggregation, Warmup, ParameterAveraging, *_STALENESS)
+_KINDS = (Aggregation, Warmup, ParameterAveraging, Compression, *_STALENESS)
 PARAMETER_SERVER = "ParameterServerStrategy"
+MULTI_WORKER = "MultiWorkerMirroredStrategy"
 
 # Reasons why a strategy refuses a policy, each with the alternative.
 _WITHOUT_STALENESS = (
@@ -30,12 +32,16 @@ _WITHOUT_AVERAGING = (
     "its workers have no variables of their own, which could be averaged; use tfdist.SoftSync(updates=...), or "
     "tfdist.MultiWorkerMirroredStrategy"
 )
+_WITHOUT_MESSAGES = (
+    "its workers send each other no gradients, which could be encoded; use tfdist.MultiWorkerMirroredStrategy"
+)
 # Reasons why two policies exclude each other.
 _ONE_OF_A_KIND = "there can be only one of a kind; leave one away"
 _IN_STEP = "the first one keeps all gradients of an update in step, so that none is ever stale; use one or the other"
 _ALONE = "with the first one the replicas send no gradients that an update could be made of; use one or the other"
+_AS_THEY_ARE = "with the first one gradients are sent as they are; use one or the other"
 # The policy that "the first one" means in each reason.
-_FIRST = {_IN_STEP: Aggregation, _ALONE: ParameterAveraging, _ONE_OF_A_KIND: Policy}
+_FIRST = {_IN_STEP: Aggregation, _ALONE: ParameterAveraging, _AS_THEY_ARE: Aggregation, _ONE_OF_A_KIND: Policy}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,11 +52,13 @@ class Composition:
       aggregation: decides which gradients form each update; None leaves that to the strategy.
       warmup: limits the replicas at the start of training; None if all replicas train from the start.
       averaging: sets when parameters are averaged; None for never.
+      compression: how gradients are encoded; None to send them as they are.
     """
 
     aggregation: Aggregation | None = None
     warmup: Warmup | None = None
     averaging: ParameterAveraging | None = None
+    compression: Compression | None = None
 
 
 def check(policies: Sequence[Any], strategy: str) -> None:
@@ -90,6 +98,8 @@ def refusal(policy: type[Policy], strategy: str) -> str | None:
         return _WITHOUT_STALENESS
     if issubclass(policy, ParameterAveraging) and strategy == PARAMETER_SERVER:
         return _WITHOUT_AVERAGING
+    if issubclass(policy, Compression) and strategy != MULTI_WORKER:
+        return _WITHOUT_MESSAGES
     return None
 
 
@@ -100,8 +110,10 @@ def clash(first: type[Policy], second: type[Policy]) -> str | None:
         return _ONE_OF_A_KIND
     if Aggregation in kinds and kinds & set(_STALENESS):
         return _IN_STEP
-    if ParameterAveraging in kinds and Aggregation in kinds:
+    if ParameterAveraging in kinds and kinds & {Aggregation, Compression}:
         return _ALONE
+    if Compression in kinds and Aggregation in kinds:
+        return _AS_THEY_ARE
     return None
 
 
@@ -128,4 +140,4 @@ def compose(policies: Sequence[Policy], strategy: str, total_num_replicas: int) 
     if aggregation is None and strategy == PARAMETER_SERVER and policies:
         aggregation = Asynchronous(*(by_kind.get(kind) for kind in _STALENESS))
         aggregation.begin(total_num_replicas, strategy)
-    return Composition(aggregation, warmup, by_kind.get(ParameterAveraging))
+    return Composition(aggregation, warmup, by_kind.get(ParameterAveraging), by_kind.get(Compression))

@@ -41,6 +41,28 @@ class SavedState:
         """Returns Keras variables that belong neither to the model nor to its optimizers, which must be built."""
         return [variable for engine in self._engines for variable in engine.variables(model)]
 
+    def collect_state(self, model: Any) -> tuple[Any, list[Any]]:
+        """Returns what differs from worker to worker; all workers call it at the same place.
+
+        Returns:
+          A description (JSON data; None if there is nothing), and arrays: those of all workers, on the chief.
+        """
+        found = [(number, *engine.collect_state(model)) for number, engine in enumerate(self._engines)]
+        own = [(number, description, arrays) for number, description, arrays in found if description is not None]
+        described = [[number, description, len(arrays)] for number, description, arrays in own]
+        return described or None, [array for _, _, arrays in own for array in arrays]
+
+    def distribute_state(self, model: Any, description: Any, arrays: Sequence[Any]) -> None:
+        """Gives each worker what `collect_state` returned, or its part of it if there are more or fewer workers now.
+
+        All workers call it; only the chief has arrays.
+        """
+        rest = list(arrays)
+        for number, of_engine, count in description or ():
+            if number < len(self._engines):
+                self._engines[number].distribute_state(model, of_engine, rest[:count])
+            rest = rest[count:]
+
     def synchronize(self) -> None:
         """Brings the model's variables to the values that are to be saved; all workers call it at the same place."""
         for engine in self._engines:

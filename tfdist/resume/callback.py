@@ -178,6 +178,7 @@ class Resume(keras.callbacks.Callback):
         self._saved_step = self._step
         agreement = self._agreement()
         is_writer = agreement is None or agreement.is_chief
+        of_workers, worker_arrays = strategy_state.collect_state(self.model)
         # Between epochs the metrics have no state.
         metrics = contents.metrics_of(self.model) if self._epoch_step else []
         with self.model.distribute_strategy.scope():
@@ -187,13 +188,14 @@ class Resume(keras.callbacks.Callback):
             if not is_writer:
                 return
             variables = contents.variables_of(self.model)
-            arrays = [*map(contents.to_array, variables), *counts]
+            arrays = [*map(contents.to_array, variables), *counts, *worker_arrays]
         state = {
             "place": dataclasses.asdict(self._expect_position().of(self._epoch, self._epoch_step)),
             "variables": contents.described(variables),
             "metrics": contents.described(metrics),
             "optimizers": contents.built_of(self.model),
             "policies": strategy_state.state(),
+            "workers": of_workers,
             # Number of epochs of a `fit` that has ended, by itself or stopped early.
             "ended": self.params["epochs"] if is_end else None,
             "keras": keras.__version__,
@@ -239,12 +241,14 @@ class Resume(keras.callbacks.Callback):
         check_same(state["variables"], contents.described(variables), self._path)
         arrays = newest.arrays if newest else ()
         contents.assign(self.model, variables, arrays[: len(variables)], agreement)
+        num_others = len(variables) + len(state["metrics"])
+        contents.saved_state_of(self.model).distribute_state(self.model, state.get("workers"), arrays[num_others:])
         place = Place(**state["place"])
         if state["ended"] is not None and state["ended"] >= self.params["epochs"]:
             place = dataclasses.replace(place, epoch=self.params["epochs"], step=0)
         if place.step:
             # Metrics that are created in the first step don't exist yet.
-            self._metrics = list(arrays[len(variables) :])
+            self._metrics = list(arrays[len(variables) : num_others])
             if [kind for _, *kind in state["metrics"]] != [kind for _, *kind in contents.described(metrics)]:
                 self._metrics = None
                 self._announce("the metrics of this epoch count from here on: before its first step there are none")

@@ -65,6 +65,7 @@ def run_step(
     data: Any,
     sum_over_workers: Sum,
     shares_of: Callable[[list[Any]], Shares | None] | None = None,
+    sum_gradients: optimizer_patches.SumGradients | None = None,
 ) -> Any:
     """Runs a Keras step on all replicas.
 
@@ -76,6 +77,7 @@ def run_step(
       sum_over_workers: sums tensors over all workers.
       shares_of: returns the shares of the batch that this process' replicas have these parts of, None if they are
         equal; by default the workers sum their numbers of examples.
+      sum_gradients: sums gradients over all replicas, in any context; as they are, by default.
 
     Returns:
       The logs, equal on all replicas and workers.
@@ -93,7 +95,7 @@ def run_step(
             postponed = None
             if training and _updates_last(strategy, step):
                 postponed = optimizer_patches.Postponed(model.optimizer, weights.transform)
-            patches = _patches(model, weights, postponed) if training else contextlib.nullcontext()
+            patches = _patches(model, weights, postponed, sum_gradients) if training else contextlib.nullcontext()
             told, written = _MetricResults(model), _WrittenWeights(model)
             with (
                 patches,
@@ -102,13 +104,15 @@ def run_step(
             ):
                 logs = run(given)
         kept = [*flat_layers.statistics_of(model), *written.found] if training else []
-        return _Results(strategy, shares, sum_over_workers, told).merge(logs, kept, postponed)
+        return _Results(strategy, shares, sum_over_workers, told, sum_gradients).merge(logs, kept, postponed)
 
 
-def _patches(model: keras.Model, weights: Any, postponed: Any) -> contextlib.AbstractContextManager:
+def _patches(
+    model: keras.Model, weights: Any, postponed: Any, sum_gradients: Any
+) -> contextlib.AbstractContextManager:
     if postponed:
         return optimizer_patches.attributes([postponed.change])
-    return optimizer_patches.patched(optimizer_patches.optimizers_of(model), weights.transform)
+    return optimizer_patches.patched(optimizer_patches.optimizers_of(model), weights.transform, sum_gradients)
 
 
 def _updates_last(strategy: Any, step: Any) -> bool:
@@ -300,6 +304,7 @@ class _Results:
     shares: Shares | None
     sum_over_workers: Sum
     told: _MetricResults
+    sum_gradients: optimizer_patches.SumGradients | None
 
     def merge(self, logs: Any, statistics: Sequence[Any], postponed: Any = None) -> Any:
         """Averages variables, makes a postponed update and finds the logs, with one reduction for all of them.
@@ -321,8 +326,7 @@ class _Results:
         gradients = postponed.gradients if postponed else []
         # The last layers' gradients are there first. Sparse ones are sums already.
         dense = [index for index, each in enumerate(gradients) if isinstance(each, tf.Tensor)][::-1]
-        sums = self.sum_over_workers([*(gradients[index] for index in dense), *parts])
-        sums_of_gradients, sums = sums[: len(dense)], sums[len(dense) :]
+        sums_of_gradients, sums = self._sum_up(postponed, [gradients[index] for index in dense], parts)
         counts, rest = sums[: len(counters)], sums[len(counters) :]
         for variable, mean in zip(statistics, rest[len(others) :], strict=True):
             copies.assign_all(variable, mean)
@@ -333,6 +337,12 @@ class _Results:
         with keras.StatelessScope(state_mapping=list(zip(counters, counts, strict=True))):
             merged = [self.told.after(leaf) if self.told.has(leaf) else _like(next(means), leaf) for leaf in first]
         return tf.nest.map_structure(mark, tf.nest.pack_sequence_as(logs, merged))
+
+    def _sum_up(self, postponed: Any, gradients: list[Any], parts: list[Any]) -> tuple[list[Any], list[Any]]:
+        if gradients and self.sum_gradients:
+            return self.sum_gradients(postponed.optimizer, gradients), self.sum_over_workers(parts)
+        sums = self.sum_over_workers([*gradients, *parts])
+        return sums[: len(gradients)], sums[len(gradients) :]
 
     def _mean_part(self, value: Any) -> tf.Tensor:
         """Returns this worker's share of the mean over all replicas, weighted by examples."""

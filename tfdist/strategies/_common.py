@@ -27,6 +27,7 @@ from tfdist.compat import (
     trainers,
     variable_numbers,
 )
+from tfdist.compat.optimizer_patches import SumGradients
 from tfdist.data.handle import BatchHandle
 from tfdist.engines.averaging.engine import AveragingEngine
 from tfdist.engines.warmup.engine import WarmupEngine
@@ -46,6 +47,8 @@ class KerasSteps(tf.distribute.Strategy):
     _aggregation: Aggregation | None = None
     # How many gradients the last update was made of, where the decision is made elsewhere.
     _num_contributed = 0
+    # Sums the gradients of a Keras step, if they don't travel as they are.
+    _sum_gradients: SumGradients | None = None
     # Whether the loops of all models share something of the strategy's, so that one thread at a time may be in one.
     _is_exclusive = False
 
@@ -99,7 +102,9 @@ class KerasSteps(tf.distribute.Strategy):
             return self._run_function(stock, fn, args, kwargs)
         if not tf.executing_eagerly():
             self._build_for(fn, args[0])
-        return replicated_step.run_step(self, stock, fn, args[0], self._sum_over_workers)
+        return replicated_step.run_step(
+            self, stock, fn, args[0], self._sum_over_workers, sum_gradients=self._sum_gradients
+        )
 
     def _run_stock(self, fn: Any, args: Any, kwargs: Any = None, options: Any = None) -> Any:
         return super().run(global_seeds.carried(self, fn), args=args, kwargs=kwargs, options=options)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import os
 import secrets
 from collections.abc import Callable, Sequence
@@ -31,6 +32,7 @@ from tfdist.compat import (
     running_loop,
     unread_iterators,
 )
+from tfdist.compression.error_feedback import ErrorFeedback
 from tfdist.data import parts as part_datasets
 from tfdist.data import progress, splitting
 from tfdist.data.handle import DistributedDataset
@@ -41,16 +43,17 @@ from tfdist.engines.synchronous.engine import SynchronousEngine
 from tfdist.engines.warmup.engine import WarmupEngine
 from tfdist.policies import composition
 from tfdist.policies.base import Aggregation, Update
+from tfdist.policies.compression import Compression
 from tfdist.runtime import allocator, cpus, messages, own_address, quorum_client, quorum_server, rendezvous, stalls
 from tfdist.step import copies, replicated_step
-from tfdist.strategies import _common, _communication
+from tfdist.strategies import _common, _communication, _multi_worker_cluster
 from tfdist.strategies.distribution import Distribution
 from tfdist.telemetry.report import Recorder, Report
+from tfdist.transport.messages import Messages
 from tfdist.transport.sums import WorkerSums
+from tfdist.transport.traffic import Traffic
 
 _POLICY = tf.data.experimental.AutoShardPolicy
-# A worker that sends no heartbeat for this long is taken for dead, and the others get an error.
-_HEARTBEAT_TIMEOUT_SECS = 10
 _SECRET = "TFDIST_JOB_SECRET"
 
 
@@ -103,7 +106,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         composition.check(policies, "MultiWorkerMirroredStrategy")
         _communication.check(communication)
         _common.check_timeouts(start_timeout_secs=start_timeout_secs, stall_timeout_secs=stall_timeout_secs)
-        cluster = _cluster(cluster_resolver)
+        cluster = _multi_worker_cluster.find(cluster_resolver)
         allocator.keep_if_launched(few_arenas=True)
         device_pipelines.leave_untuned()
         is_training = cluster is None or cluster.task in cluster.training_tasks
@@ -116,30 +119,31 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         self.distribution = Distribution(Recorder([f"worker:{index}" for index in range(num_workers)]))
         if cluster is None or not is_training or num_workers == 1:
             # An evaluator would be looked for among the workers.
-            resolver = cluster_resolver if is_training else _empty_resolver()
+            resolver = cluster_resolver if is_training else _multi_worker_cluster.empty_resolver()
             super().__init__(resolver, communication_options)
             self._is_cluster_of_one = cluster is not None and is_training
             self.distribution.take(policies if is_training else ())
             _common.mend_keras(self)
             return
-        _before_context()
+        _multi_worker_cluster.check_before_context()
         if policy:
             # Keras' step waits in one of them while the contribution is computed in the others; 0: one for each CPU.
             count = tf.config.threading.get_inter_op_parallelism_threads() or cpus.usable()
             tf.config.threading.set_inter_op_parallelism_threads(count + 1)
         rendezvous.meet(cluster, start_timeout_secs, secret=os.environ.get(_SECRET, ""))
-        _configure_coordination(cluster, start_timeout_secs)
+        _multi_worker_cluster.configure_coordination(cluster, start_timeout_secs)
         with stalls.interrupt_ends_process():
             super().__init__(cluster_resolver, communication_options)
         initial_values.take_all_dtypes(self)
         _common.mend_keras(self)
-        if policy or composed.warmup:
-            self._check_devices(policy or composed.warmup)
+        for each in (policy, composed.warmup, composed.compression):
+            if each:
+                self._check_devices(each)
         self._join(cluster)
         devices = self.extended.worker_devices
         found = _communication.connect(communication, self._agreements(), devices, start_timeout_secs)
         if found is not None:
-            self._sums.use(found.sum, self._agreements().reporter.waiting, lambda: found.failure)
+            self._sums.use(found.sum, found.gather, self._agreements().reporter.waiting, lambda: found.failure)
         if policy:
             self._start_quorum(policy, cluster, stall_timeout_secs)
         parts, sum_up, record = self._parts(), self._sum_over_workers, self.distribution.recorder.record
@@ -147,13 +151,21 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
             self._warming = WarmupEngine(self, composed.warmup, parts, sum_up, record, self._agreements())
         if composed.averaging:
             self._averaging = AveragingEngine(self, composed.averaging, parts, sum_up, num_workers)
-        elif not policy and len(self.extended.worker_devices) == 1:
-            self._synchronous = SynchronousEngine(self._run_synchronous, num_workers, self._sums.failure)
+        feedback = self._compress(composed.compression) if composed.compression else None
+        if not (policy or composed.averaging) and len(self.extended.worker_devices) == 1:
+            self._synchronous = SynchronousEngine(self._run_synchronous, num_workers, self._sums.failure, feedback)
         self.distribution.take(policies, self._quorum, self._warming, self._averaging, self._synchronous)
 
     def _run_synchronous(self, step: Any, data: Any, shares_of: Any) -> Any:
         run = lambda given: self._run_stock(step, (given,))  # noqa: E731
-        return replicated_step.run_step(self, run, step, data, self._sums.in_step, shares_of)
+        return replicated_step.run_step(self, run, step, data, self._sums.in_step, shares_of, self._sum_gradients)
+
+    def _compress(self, compression: Compression) -> ErrorFeedback:
+        names = self.distribution.recorder.names
+        self._sums.traffic = Traffic(len(names))
+        feedback = ErrorFeedback(compression.codec, Messages(self._sums, names, replicas.worker_index(self)))
+        self._sum_gradients = feedback.sum_all
+        return feedback
 
     def _join(self, cluster: clusters.Cluster) -> None:
         # Each call needs all workers, in the same order on all.
@@ -231,6 +243,9 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
     def report(self) -> Report:
         """Returns the counts since the strategy was built, equal on all workers; all zero without a policy."""
         report = self.distribution.recorder.report()
+        if self._sums.traffic:
+            sent = dict(zip(report.bytes_sent, self._sums.traffic.by_worker(), strict=True))
+            return dataclasses.replace(report, bytes_sent=sent)
         return self._averaging.complete(report) if self._averaging else report
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
@@ -363,38 +378,3 @@ def _is_shared_by_data(dataset: Any) -> bool:
 def _sources(dataset: tf.data.Dataset) -> list[str]:
     """Returns the element specs of a data set and of its sources."""
     return [str(dataset.element_spec), *(text for source in dataset_inputs.of(dataset) for text in _sources(source))]
-
-
-def _cluster(resolver: Any) -> clusters.Cluster | None:
-    """The cluster from TF_CONFIG or the resolver, checked; None to train alone."""
-    if resolver is None:
-        cluster = clusters.Cluster.from_environment()
-    else:
-        jobs = resolver.cluster_spec().as_dict()
-        cluster = clusters.Cluster(jobs, clusters.Task(resolver.task_type, resolver.task_id)) if jobs else None
-    if cluster:
-        cluster.check_multi_worker()
-    return cluster
-
-
-def _empty_resolver() -> tf.distribute.cluster_resolver.ClusterResolver:
-    return tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
-
-
-def _before_context() -> None:
-    """Raises in one line the error that the stock strategy raises only after all workers have started."""
-    if eager_context.has_begun():
-        raise RuntimeError(
-            "MultiWorkerMirroredStrategy must be built before TensorFlow is used; move it up, before the first tensor, "
-            "data set or model"
-        )
-
-
-def _configure_coordination(cluster: clusters.Cluster, start_timeout_secs: float) -> None:
-    counts = {job: len([task for task in cluster.training_tasks if task.type == job]) for job in ("chief", "worker")}
-    eager_context.configure_coordination(
-        leader=f"/job:{cluster.training_tasks[0].type}/replica:0/task:0",
-        jobs={job: count for job, count in counts.items() if count},
-        start_timeout_secs=start_timeout_secs,
-        heartbeat_timeout_secs=_HEARTBEAT_TIMEOUT_SECS,
-    )

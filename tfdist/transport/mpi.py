@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums of arrays over the workers by MPI, through mpi4py (`mpi_library` starts it).
+"""Sums and messages of arrays over the workers by MPI, through mpi4py (`mpi_library` starts it).
 
 How an array is summed. Up to `_SMALL_BYTES` the library's own all-reduce is used. A larger one is cut into a block for
 each worker, and goes twice around a ring of workers (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for
@@ -25,6 +25,8 @@ import numpy as np
 _SMALL_BYTES = 2**16
 _SEGMENT_BYTES = 2**19
 _TAG = 1
+# Marks are below it: small enough for a sum of many of them to be exact in any dtype.
+_MARKS = 1021
 # For so long a wait spins, and then yields, before it begins to sleep; with more workers than cores it sleeps at once.
 _SPIN_SECS, _YIELD_SECS = 50e-6, 500e-6
 _SLEEP_SECS = 50e-6
@@ -73,39 +75,71 @@ class Mpi:
         if self._size == 1:
             return array if in_place else array.copy()
         with self._lock:
-            if self.failure is not None:
-                raise self.failure
-            try:
-                return self._sum(array, in_place)
-            except Exception as error:
-                self.failure = error
-                self._abandoned.append(array)
-                raise
+            return self._noting_failure(lambda: self._sum(array, in_place), array)
+
+    def _noting_failure(self, call: Callable[[], Any], array: np.ndarray) -> Any:
+        if self.failure is not None:
+            raise self.failure
+        try:
+            return call()
+        except Exception as error:
+            self.failure = error
+            self._abandoned.append(array)
+            raise
+
+    def gather(self, message: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Gathers a message of each worker.
+
+        Args:
+          message: 1-D uint8; each worker has one of its own length.
+
+        Returns:
+          The messages, uint8 [workers, longest], padded with zeros, and their lengths, int64.
+
+        Raises:
+          ConnectionError, RuntimeError: see `sum`.
+        """
+        with self._lock:
+            return self._noting_failure(lambda: self._gather(np.ascontiguousarray(message)), message)
+
+    def _gather(self, message: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        self._count += 1
+        self._meet((7919 * self._count + 1) % _MARKS, f"messages {self._count} of all workers")
+        lengths = np.zeros(self._size, np.int64)
+        lengths[self._rank] = len(message)
+        self._wait([self._comm.Iallgather(self._module.IN_PLACE, lengths)], lengths)
+        gathered = np.zeros([self._size, int(lengths.max())], np.uint8)
+        starts = np.arange(self._size) * gathered.shape[1]
+        place = [gathered, lengths, starts, self._module.BYTE]
+        self._wait([self._comm.Iallgatherv([message, self._module.BYTE], place)], message, gathered, lengths, starts)
+        return gathered, lengths
 
     def _sum(self, array: np.ndarray, in_place: bool) -> np.ndarray:
         self._count += 1
-        # Small enough for a sum of many of them to be exact in any dtype.
-        mark = (7919 * self._count + 31 * array.nbytes + array.dtype.num) % 1021
+        mark = (7919 * self._count + 31 * array.nbytes + array.dtype.num) % _MARKS
+        here = f"sum {self._count} over all workers, of {len(array)} values of {array.dtype}"
         if array.nbytes <= _SMALL_BYTES:
             marked = np.empty(len(array) + 1, array.dtype)
             marked[:-1], marked[-1] = array, mark
             self._wait([self._comm.Iallreduce(self._module.IN_PLACE, marked)], marked)
-            self._check_mark(marked[-1], mark, array)
+            self._check_mark(marked[-1], mark, here)
             return marked[:-1]
-        self._mark[0] = mark
-        self._wait([self._comm.Iallreduce(self._module.IN_PLACE, self._mark)])
-        self._check_mark(self._mark[0], mark, array)
+        self._meet(mark, here)
         total = array if in_place else np.empty_like(array)
         self._sum_in_ring(array, total)
         return total
 
-    def _check_mark(self, found: Any, mark: int, array: np.ndarray) -> None:
-        """Raises RuntimeError unless all workers have the same sum before them, by number, size and dtype."""
+    def _meet(self, mark: int, here: str) -> None:
+        self._mark[0] = mark
+        self._wait([self._comm.Iallreduce(self._module.IN_PLACE, self._mark)])
+        self._check_mark(self._mark[0], mark, here)
+
+    def _check_mark(self, found: Any, mark: int, here: str) -> None:
+        """Raises RuntimeError unless all workers have the same call before them, by its number, and size and dtype."""
         if int(found) != self._size * mark:
             raise RuntimeError(
                 "the workers have come to different sums: one of them has made a call that the others have not, such "
-                "as evaluate on the chief only. All workers must run the same program. Here: sum "
-                f"{self._count} over all workers, of {len(array)} values of {array.dtype}"
+                f"as evaluate on the chief only. All workers must run the same program. Here: {here}"
             )
 
     def _sum_in_ring(self, array: np.ndarray, total: np.ndarray) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums of tensors over the workers of a `MultiWorkerMirroredStrategy`."""
+"""Sums and messages of tensors over the workers of a `MultiWorkerMirroredStrategy`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ import tensorflow as tf
 
 from tfdist.compat import replicas, worker_collectives
 from tfdist.transport import buckets
+from tfdist.transport.traffic import Traffic
 
 # Sums an array over the workers, in place if the second argument is True; returns the sum.
 SumArray = Callable[[np.ndarray, bool], np.ndarray]
+# Gathers an array of bytes from each worker; returns them padded, uint8 [workers, longest], and their lengths, int64.
+GatherBytes = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 Waiting = Callable[[str], contextlib.AbstractContextManager]
 _DTYPES = (tf.float32, tf.float64, tf.int32, tf.int64)
 
@@ -26,25 +29,38 @@ class WorkerSums:
 
     Args:
       strategy: the strategy.
+
+    Attributes:
+      traffic: counts what is sent in steps; None if nobody asks.
     """
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
+        self.traffic: Traffic | None = None
         self._sum_array: SumArray | None = None
+        self._gather_bytes: GatherBytes | None = None
         self._waiting: Waiting = contextlib.nullcontext
         self._failed: Callable[[], Exception | None] = lambda: None
-        # By graph, the name of the operation that makes its last sum in Python.
+        # By graph, the name of the operation that makes its last call of Python.
         self._last: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
-    def use(self, sum_array: SumArray, waiting: Waiting, failed: Callable[[], Exception | None]) -> None:
-        """Has arrays summed from now on by a function, in place of TensorFlow's collectives.
+    def use(
+        self,
+        sum_array: SumArray,
+        gather_bytes: GatherBytes,
+        waiting: Waiting,
+        failed: Callable[[], Exception | None],
+    ) -> None:
+        """Has arrays summed and gathered from now on by functions, in place of TensorFlow's collectives.
 
         Args:
-          sum_array: the function.
+          sum_array: sums.
+          gather_bytes: gathers.
           waiting: returns a context in which the main thread is known to wait for what is named.
           failed: returns the exception of a sum that has failed, if one has.
         """
-        self._sum_array, self._waiting, self._failed = sum_array, waiting, failed
+        self._sum_array, self._gather_bytes = sum_array, gather_bytes
+        self._waiting, self._failed = waiting, failed
 
     def __call__(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Sums tensors, with one collective for each dtype."""
@@ -57,11 +73,36 @@ class WorkerSums:
         sum_of = functools.partial(self._sum_of, in_step=True)
         return buckets.sum_in_buckets(tensors, lambda bucket: buckets.sum_together(bucket, sum_of, _put_together))
 
+    def gather_in_step(self, message: tf.Tensor) -> tf.Tensor:
+        """Gathers a message of each worker, in a step that all workers of one device each trace alike.
+
+        Args:
+          message: 1-D uint8; each worker has one of its own length.
+
+        Returns:
+          uint8 [workers, longest], each message padded with zeros.
+        """
+        if self._gather_bytes is None:
+            gathered = worker_collectives.gather_in_step(self._strategy, message)
+            if self.traffic:
+                self.traffic.add_messages(worker_collectives.gathered_bytes(tf.shape(gathered)[1]))
+            return gathered
+        with tf.device(replicas.worker_device(self._strategy)), self._after_last():
+            gathered, lengths = tf.numpy_function(self._gather_bytes, [message], [tf.uint8, tf.int64])
+            self._remember(gathered)
+        gathered.set_shape([replicas.worker_count(self._strategy), None])
+        lengths.set_shape([replicas.worker_count(self._strategy)])
+        if self.traffic:
+            self.traffic.add_messages(lengths)
+        return gathered
+
     def failure(self) -> Exception | None:
         """Returns the Python exception of a sum that has failed, in place of which a step raises TensorFlow's own."""
         return self._failed()
 
     def _sum_of(self, flat: tf.Tensor, in_step: bool = False) -> tf.Tensor:
+        if in_step and self.traffic:
+            self.traffic.add_sum(tf.size(flat) * flat.dtype.size)
         if self._sum_array is None or flat.dtype not in _DTYPES:
             by_collectives = worker_collectives.sum_in_step if in_step else worker_collectives.sum_of
             return by_collectives(self._strategy, flat)
@@ -74,14 +115,20 @@ class WorkerSums:
             if tf.executing_eagerly():
                 with self._waiting("a sum over all workers"):
                     return tf.constant(sum_array(flat.numpy(), False))
-            graph: Any = tf.compat.v1.get_default_graph()
-            before = self._last.get(graph)
-            # All workers must come to the sums in one order, also to those that don't depend on each other.
-            with tf.control_dependencies([graph.get_operation_by_name(before)] if before else []):
+            with self._after_last():
                 total = tf.numpy_function(lambda array: sum_array(array, in_place), [flat], flat.dtype)
-            self._last[graph] = total.op.name
+            self._remember(total)
         total.set_shape(flat.shape)
         return total
+
+    def _after_last(self) -> contextlib.AbstractContextManager:
+        """All workers must come to the calls in one order, also to those that don't depend on each other."""
+        graph: Any = tf.compat.v1.get_default_graph()
+        before = self._last.get(graph)
+        return tf.control_dependencies([graph.get_operation_by_name(before)] if before else [])
+
+    def _remember(self, result: tf.Tensor) -> None:
+        self._last[tf.compat.v1.get_default_graph()] = result.op.name
 
 
 def _put_together(flat: list[tf.Tensor]) -> tf.Tensor:

@@ -22,7 +22,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.compat import dataset_functions, replicas, server_variables
+from tfdist.compat import dataset_functions, process_variable, replicas, server_variables
 from tfdist.engines.parameter_server.transfer.bundles import is_small
 
 _SCATTERS = tuple(
@@ -96,7 +96,7 @@ class CoordinatedVariable(server_variables.ServerVariable):
             with tf.init_scope(), tf.device("/device:CPU:0"):
                 value = self.read_value()
                 name = self.name.split(":")[0].split("/")[-1]
-                self._for_data = server_variables.process_variable(tf.identity(value), name)
+                self._for_data = process_variable.of(tf.identity(value), name)
         return self._for_data
 
     def _as_read_ahead(self) -> tf.Tensor | None:

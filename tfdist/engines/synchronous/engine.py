@@ -17,12 +17,13 @@ The strategy owns the engine; a pass is an iterator of tf.data's, which Keras ow
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfdist.compat import step_errors, values_of_replicas
+from tfdist.compat import optimizer_patches, step_errors, values_of_replicas
+from tfdist.compression.error_feedback import ErrorFeedback
 from tfdist.data import handle as handles
 from tfdist.data import splitting
 from tfdist.data.shares import Shares
@@ -39,15 +40,30 @@ class SynchronousEngine(Engine):
       run_step: makes a step.
       num_replicas: replicas on all workers.
       failure: returns the exception of a sum over the workers that has failed, if one has.
+      feedback: what is kept of the gradients that were sent encoded; None if they travel as they are.
     """
 
     def __init__(
-        self, run_step: RunStep, num_replicas: int, failure: Callable[[], BaseException | None] = lambda: None
+        self,
+        run_step: RunStep,
+        num_replicas: int,
+        failure: Callable[[], BaseException | None] = lambda: None,
+        feedback: ErrorFeedback | None = None,
     ) -> None:
         self._run_step = run_step
         self._num_replicas = num_replicas
         self._failure = failure
+        self._feedback = feedback
         step_errors.install()
+
+    def collect_state(self, model: Any) -> tuple[Any, list[Any]]:
+        """See `SavedState.collect_state`: the state of the codec."""
+        return self._feedback.collect(optimizer_patches.optimizers_of(model)) if self._feedback else (None, [])
+
+    def distribute_state(self, model: Any, description: Any, arrays: Sequence[Any]) -> None:
+        """See `SavedState.distribute_state`."""
+        if self._feedback:
+            self._feedback.distribute(optimizer_patches.optimizers_of(model), description, arrays)
 
     def raised_in_step(self) -> BaseException | None:
         """See `Engine.raised_in_step`: of a sum in Python, as by MPI."""
