@@ -25,6 +25,16 @@ def _version() -> str:
     return match.group(1)
 
 
+# Plain C without Python's headers, loaded by ctypes: one file serves every Python. Without a compiler NumPy takes its
+# place. No fused multiply-add, so that both compute the same.
+_NATIVE = setuptools.Extension(
+    "tfdist.compression._native",
+    ["tfdist/compression/_native.c"],
+    extra_compile_args=["-O3", "-ffp-contract=off"],
+    optional=True,
+    py_limited_api=True,
+)
+
 setuptools.setup(
     name="tfdist",
     version=_version(),
@@ -51,6 +61,8 @@ setuptools.setup(
     ],
     packages=setuptools.find_packages(include=["tfdist", "tfdist.*"]),
     package_data={"tfdist": ["py.typed"]},
+    ext_modules=[_NATIVE],
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
     zip_safe=False,
     python_requires=">=3.11,<3.14",
     install_requires=["absl-py>=2.1", "keras>=3.15", "numpy>=1.26", "pyyaml>=6.0", "tensorflow>=2.20,<2.22"],

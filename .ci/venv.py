@@ -28,7 +28,8 @@ SUFFIX = f"-{VERSIONS}" if VERSIONS else ""
 VENV = ROOT / f".venv{SUFFIX}"
 PYTHON = VENV / "bin" / "python"
 CONSTRAINTS = ROOT / f"constraints{SUFFIX}.txt"
-INPUTS = (CONSTRAINTS, ROOT / "setup.py", ROOT / "pyproject.toml")
+# The C part of an editable installation is compiled when it is installed.
+INPUTS = (CONSTRAINTS, ROOT / "setup.py", ROOT / "pyproject.toml", ROOT / "tfdist" / "compression" / "_native.c")
 SUPPORTED = ((3, 11), (3, 14))
 
 

@@ -34,6 +34,8 @@ ARROWS: dict[str, set[str]] = {
     "policies": set(),
     "runtime": {*_SOCKETS, "cluster", "policies"},
     "compat": {"runtime"},
+    # Codecs know neither strategies nor engines.
+    "compression": {"runtime"},
     "transport": {"compat", "launchers", "runtime"},
     "compression": {"compat", "runtime"},
     "data": {"compat", "runtime"},

@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conformance: each codec keeps the promises of `tfdist.compression.Codec`."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import simulated
+import tensorflow as tf
+
+from tfdist.compression import Codec, HalfPrecision, LocalTransport, PowerSGD, SignSGD, Threshold, TopK, native
+from tfdist.compression.gathered import GatheredCodec
+
+pytestmark = pytest.mark.devices
+
+CODECS: tuple[Codec, ...] = (
+    HalfPrecision("float16"),
+    HalfPrecision("bfloat16"),
+    Threshold(0.5, clip_every=None),
+    Threshold(0.5, clip_every=None, entropy_coding=False),
+    Threshold(clip_every=None),
+    Threshold(1e-6, clip_every=None),
+    Threshold(1e30, clip_every=None),
+    TopK(0.01, momentum=0),
+    TopK(0.01),
+    TopK(1.0, momentum=0),
+    TopK(0.02, warmup=3, momentum=0.5, values="float16"),
+    SignSGD(),
+    PowerSGD(2),
+    PowerSGD(8, min_compression=1.0),
+)
+GATHERED = [codec for codec in CODECS if isinstance(codec, GatheredCodec)]
+# More than ten: the order of names is not that of numbers.
+SHAPES = ((7, 5), (), (0,), (3, 0, 2), (300, 40), (2, 3, 4, 5), (1,), (257,), (3,), (2, 2), (9,), (6,))
+# A gradient moves a velocity, and is sent more than once in the long run.
+WITHOUT_MOMENTUM = [codec for codec in CODECS if not getattr(codec, "momentum", 0)]
+each_codec = pytest.mark.parametrize("codec", CODECS, ids=repr)
+each_gathered_codec = pytest.mark.parametrize("codec", GATHERED, ids=repr)
+
+
+def gradients(
+    seed: int, shapes: Sequence[tuple[int, ...]] = SHAPES, dtypes: Sequence[str] = ("float32",)
+) -> list[tf.Tensor]:
+    rng = np.random.default_rng(seed)
+    arrays = [rng.standard_normal(shape) for shape in shapes]
+    return [tf.constant(array, dtypes[index % len(dtypes)]) for index, array in enumerate(arrays)]
+
+
+def specs_of(tensors: Sequence[tf.Tensor]) -> list[tf.TensorSpec]:
+    return [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
+
+
+def flat(tensors: Sequence[tf.Tensor]) -> np.ndarray:
+    return np.concatenate([np.asarray(tf.cast(tensor, tf.float64)).reshape(-1) for tensor in tensors])
+
+
+def residual(state: dict[str, tf.Tensor], tensors: Sequence[tf.Tensor]) -> np.ndarray:
+    """Values that are kept of each tensor; 0 of a tensor that is sent as it is."""
+    return flat([state.get(f"residual/{index}", tf.zeros(tensor.shape)) for index, tensor in enumerate(tensors)])
+
+
+def tolerance(codec: Codec) -> float:
+    return {"float16": 1e-3, "bfloat16": 8e-3}.get(getattr(codec, "dtype", ""), 1e-6)
+
+
+def assert_equal_states(one: dict[str, tf.Tensor], other: dict[str, tf.Tensor]) -> None:
+    assert sorted(one) == sorted(other)
+    for name, value in one.items():
+        assert value.dtype == other[name].dtype
+        np.testing.assert_array_equal(value, other[name], err_msg=name)
+
+
+@pytest.mark.parametrize("codec", WITHOUT_MOMENTUM, ids=repr)
+def test_sent_plus_kept_equals_what_came_in(codec: Codec, kernels: native.Kernels):
+    state = codec.init(specs_of(gradients(0)))
+    sent, came = 0.0, 0.0
+    for step in range(6):
+        tensors = gradients(step)
+        sums, state = codec.exchange(tensors, state, LocalTransport())
+        sent, came = sent + flat(sums), came + flat(tensors)
+        np.testing.assert_allclose(sent + residual(state, tensors), came, rtol=1e-5, atol=20 * tolerance(codec))
+
+
+@pytest.mark.parametrize("codec", WITHOUT_MOMENTUM, ids=repr)
+def test_the_sum_over_workers_is_equal_on_all(codec: Codec):
+    num_workers = 3
+    states = [codec.init(specs_of(gradients(0)))] * num_workers
+    sent, came = 0.0, 0.0
+    for step in range(3):
+        tensors = [gradients(10 * step + worker) for worker in range(num_workers)]
+        sums, states, _ = simulated.exchange(codec, tensors, states)
+        for other in sums[1:]:
+            np.testing.assert_array_equal(flat(sums[0]), flat(other))
+        sent, came = sent + flat(sums[0]), came + sum(map(flat, tensors))
+        kept = sum(residual(state, tensors[0]) for state in states)
+        np.testing.assert_allclose(sent + kept, came, rtol=1e-5, atol=100 * tolerance(codec))
+
+
+@each_codec
+def test_shapes_and_dtypes_are_kept(codec: Codec):
+    tensors = gradients(1, dtypes=("float16", "float32", "bfloat16", "float64"))
+    state = codec.init(specs_of(tensors))
+    assert all(value.dtype in (tf.float32, tf.int64) for value in state.values())
+    sums, new = codec.exchange(tensors, state, LocalTransport())
+    assert specs_of(sums) == specs_of(tensors)
+    assert {name: value.shape for name, value in new.items()} == {name: value.shape for name, value in state.items()}
+
+
+@each_codec
+def test_zeros_stay_zeros(codec: Codec, kernels: native.Kernels):
+    tensors = [tf.zeros(shape) for shape in SHAPES]
+    state = codec.init(specs_of(tensors))
+    for _ in range(3):
+        sums, state = codec.exchange(tensors, state, LocalTransport())
+        np.testing.assert_array_equal(flat(sums), 0)
+        np.testing.assert_array_equal(residual(state, tensors), 0)
+
+
+@each_codec
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_values_that_are_not_finite_reach_all_workers_and_no_state(codec: Codec, value: float, kernels: native.Kernels):
+    states = [codec.init(specs_of(gradients(0)))] * 2
+    _, states, _ = simulated.exchange(codec, [gradients(1), gradients(2)], states)
+    bad = gradients(3)
+    bad[4] = tf.tensor_scatter_nd_update(bad[4], [[250, 17]], [value])
+    sums, new, _ = simulated.exchange(codec, [bad, gradients(4)], states)
+    for worker in range(2):
+        assert not np.isfinite(flat(sums[worker])).all()
+        assert_equal_states(new[worker], states[worker])
+
+
+@each_gathered_codec
+def test_a_gathered_nan_is_in_each_tensor(codec: Codec):
+    bad = [tf.constant([1.0, np.nan]), tf.constant(2.0), tf.zeros([2, 0])]
+    sums, _ = codec.exchange(bad, codec.init(specs_of(bad)), LocalTransport())
+    assert np.isnan(sums[0]).all() and np.isnan(sums[1]) and sums[2].shape == (2, 0)
+
+
+@each_codec
+@pytest.mark.parametrize("shapes", [(), ((0,),), ((), (1,), (0, 4))], ids=str)
+def test_empty_steps_are_legal(codec: Codec, shapes: tuple[tuple[int, ...], ...], kernels: native.Kernels):
+    tensors = gradients(0, shapes)
+    sums, _ = codec.exchange(tensors, codec.init(specs_of(tensors)), LocalTransport())
+    assert specs_of(sums) == specs_of(tensors)
+
+
+@pytest.mark.parametrize("codec", WITHOUT_MOMENTUM, ids=repr)
+def test_denormals_are_kept_or_sent(codec: Codec, kernels: native.Kernels):
+    tensors = [tf.constant([1e-42, -1e-40, 1.0, 0.0])]
+    sums, state = codec.exchange(tensors, codec.init(specs_of(tensors)), LocalTransport())
+    np.testing.assert_allclose(flat(sums) + residual(state, tensors), flat(tensors), rtol=1e-5, atol=1e-37)
+
+
+@each_codec
+def test_graphs_and_eager_calls_return_the_same(codec: Codec):
+    specs = specs_of(gradients(0))
+    eager = traced = codec.init(specs)
+
+    @tf.function
+    def step(tensors: list[tf.Tensor], state: dict[str, tf.Tensor]) -> tuple[list[tf.Tensor], dict[str, tf.Tensor]]:
+        sums, new = codec.exchange(tensors, state, LocalTransport())
+        assert [total.shape for total in sums] == [spec.shape for spec in specs]
+        return sums, new
+
+    for seed in range(3):
+        sums, eager = codec.exchange(gradients(seed), eager, LocalTransport())
+        traced_sums, traced = step(gradients(seed), traced)
+        np.testing.assert_array_equal(flat(sums), flat(traced_sums))
+        assert_equal_states(eager, traced)
+
+
+@each_codec
+def test_constants_of_a_graph_are_not_written_to(codec: Codec):
+    """Encoding into the memory of its inputs would change the constants, and the second step would differ."""
+    tensors = gradients(0)
+    before = codec.init(specs_of(tensors))
+    _, before = codec.exchange(tensors, before, LocalTransport())
+    arrays = {name: value.numpy() for name, value in before.items()}
+
+    @tf.function
+    def step() -> tuple[list[tf.Tensor], dict[str, tf.Tensor]]:
+        constants = [tf.constant(tensor.numpy()) for tensor in tensors]
+        state = {name: tf.constant(array) for name, array in arrays.items()}
+        return codec.exchange(constants, state, LocalTransport())
+
+    first_sums, first_state = step()
+    second_sums, second_state = step()
+    np.testing.assert_array_equal(flat(first_sums), flat(second_sums))
+    assert_equal_states(first_state, second_state)
+
+
+@each_codec
+def test_variables_hold_the_state(codec: Codec):
+    """As engines do: the state is read from variables and assigned to them in the step."""
+    specs = specs_of(gradients(0))
+    expected = codec.init(specs)
+    variables = {name: tf.Variable(value) for name, value in expected.items()}
+    before = {name: value.numpy().copy() for name, value in variables.items()}
+
+    @tf.function
+    def step(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        state = {name: variable.read_value() for name, variable in variables.items()}
+        sums, state = codec.exchange(tensors, state, LocalTransport())
+        for name, variable in variables.items():
+            variable.assign(state[name])
+        return sums
+
+    for seed in range(4):
+        sums, expected = codec.exchange(gradients(seed), expected, LocalTransport())
+        np.testing.assert_array_equal(flat(step(gradients(seed))), flat(sums))
+    assert_equal_states(expected, {name: variable.value() for name, variable in variables.items()})
+    for name, value in codec.init(specs).items():
+        np.testing.assert_array_equal(value, before[name])
+
+
+@each_codec
+def test_a_saved_state_goes_on_bit_for_bit(codec: Codec):
+    state = codec.init(specs_of(gradients(0)))
+    _, state = codec.exchange(gradients(0), state, LocalTransport())
+    saved = pickle.loads(pickle.dumps({name: value.numpy() for name, value in state.items()}))
+    restored = {name: tf.constant(value) for name, value in saved.items()}
+    sums, new = codec.exchange(gradients(1), state, LocalTransport())
+    again, new_again = codec.exchange(gradients(1), restored, LocalTransport())
+    np.testing.assert_array_equal(flat(sums), flat(again))
+    assert_equal_states(new, new_again)
+
+
+@each_codec
+def test_the_state_of_other_tensors_is_refused(codec: Codec):
+    state = codec.init(specs_of(gradients(0)))
+    if not state:
+        pytest.skip("keeps no state")
+    with pytest.raises(ValueError, match="call init again"):
+        codec.exchange(gradients(0)[1:], state, LocalTransport())
+
+
+@each_codec
+def test_integer_and_sparse_gradients_are_refused(codec: Codec):
+    with pytest.raises(ValueError, match=r"floating-point gradients only. Received: gradient 1 \(ids\) of dtype int32"):
+        codec.init([tf.TensorSpec([2], tf.float32), tf.TensorSpec([3], tf.int32, "ids")])
+    with pytest.raises(ValueError, match="static shape"):
+        codec.init([tf.TensorSpec([None], tf.float32)])
+    slices = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([3]), tf.constant([9, 2]))
+    with pytest.raises(TypeError, match=r"sparse one.*IndexedSlices as gradient 0"):
+        codec.exchange([slices], {}, LocalTransport())
+
+
+@each_codec
+def test_codecs_are_frozen_values(codec: Codec):
+    assert eval(repr(codec)) == codec
+    assert hash(codec) == hash(dataclasses.replace(codec))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        codec.unknown = 1
+    assert sum(codec == other for other in CODECS) == 1
+    assert isinstance(codec.commutes_with_sum, bool) and isinstance(codec.is_lossless, bool)
+
+
+@each_gathered_codec
+def test_native_and_numpy_kernels_agree_bit_for_bit(
+    codec: GatheredCodec, native_kernels: native.NativeKernels, monkeypatch: pytest.MonkeyPatch
+):
+    from tfdist.compression import fallback
+
+    found = []
+    shapes = (*SHAPES, (70_001,))
+    for kernels in (native_kernels, fallback.NumpyKernels()):
+        monkeypatch.setattr(native, "kernels", lambda kernels=kernels: kernels)
+        state = codec.init(specs_of(gradients(0, shapes)))
+        messages = []
+        for seed in range(3):
+            message, state = codec.encode(gradients(seed, shapes), state)
+            messages.append(message.numpy().tobytes())
+        found.append((messages, {name: value.numpy().tobytes() for name, value in state.items()}))
+    assert found[0] == found[1]
+
+
+@each_gathered_codec
+def test_damaged_messages_name_their_sender(codec: GatheredCodec):
+    tensors = gradients(0)
+    specs = specs_of(tensors)
+    good = codec.encode(tensors, codec.init(specs))[0].numpy()
+    for damage in ("flip", "cut", "rubbish"):
+        bad = {"flip": good.copy(), "cut": good[: good.size // 2], "rubbish": np.full(99, 7, np.uint8)}[damage]
+        bad[-1] ^= 4
+        rows = simulated.stacked([good, bad, good]) if damage != "cut" else bad[None]
+        senders = ["worker:0", "worker:1", "worker:2"] if damage != "cut" else ["worker:1"]
+        with pytest.raises(ValueError, match="the message of worker:1 can't be decoded: it"):
+            codec.decode(tf.constant(rows), specs, senders)
+        with pytest.raises(tf.errors.InvalidArgumentError, match="the message of worker:1 can't be decoded: it"):
+            tf.function(lambda rows, senders=senders: codec.decode(rows, specs, senders))(tf.constant(rows))
+
+
+@each_gathered_codec
+def test_each_message_has_a_sender(codec: GatheredCodec):
+    specs = specs_of(gradients(0))
+    message, _ = codec.encode(gradients(0), codec.init(specs))
+    with pytest.raises(ValueError, match="each message needs the name of its sender"):
+        codec.decode(message[None], specs, [])

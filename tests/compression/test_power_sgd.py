@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PowerSGD against its algorithm in NumPy, and what it sends."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import simulated
+import tensorflow as tf
+
+from tfdist.compression import LocalTransport, PowerSGD
+
+pytestmark = pytest.mark.devices
+SHAPE = (24, 40)
+
+
+def gram_schmidt(p: np.ndarray) -> np.ndarray:
+    columns: list[np.ndarray] = []
+    for column in p.T:
+        for other in columns:
+            column = column - other * (other @ column)
+        columns.append(column / np.linalg.norm(column))
+    return np.array(columns).T
+
+
+def test_workers_follow_the_algorithm_in_numpy():
+    """Algorithms 1 and 2 of arXiv 1905.13727, with sums in place of means."""
+    rng = np.random.default_rng(0)
+    codec = PowerSGD(3)
+    states = [codec.init([tf.TensorSpec(SHAPE)])] * 2
+    q = states[0]["query/0"].numpy().astype(np.float64)
+    errors = [np.zeros(SHAPE)] * 2
+    for _ in range(4):
+        gradients = [rng.standard_normal(SHAPE) for _ in range(2)]
+        matrices = [gradient + error for gradient, error in zip(gradients, errors, strict=True)]
+        p = gram_schmidt(sum(m @ q for m in matrices))
+        own = [m.T @ p for m in matrices]
+        q = sum(own) / 2
+        errors = [m - p @ each.T for m, each in zip(matrices, own, strict=True)]
+        tensors = [[tf.constant(gradient, tf.float32)] for gradient in gradients]
+        sums, states, _ = simulated.exchange(codec, tensors, states)
+        np.testing.assert_allclose(sums[0][0], p @ sum(own).T, atol=1e-4)
+        for state, error in zip(states, errors, strict=True):
+            np.testing.assert_allclose(state["residual/0"], error, atol=1e-4)
+            # Signs and directions of columns may differ; the space that they span does not.
+            np.testing.assert_allclose(state["query/0"] @ tf.transpose(state["query/0"]), q @ q.T, atol=1e-2)
+        np.testing.assert_array_equal(states[0]["query/0"], states[1]["query/0"])
+
+
+def test_queries_are_equal_on_all_workers_and_differ_by_tensor():
+    specs = [tf.TensorSpec(SHAPE), tf.TensorSpec(SHAPE)]
+    one, other = PowerSGD(2).init(specs), PowerSGD(2).init(specs)
+    np.testing.assert_array_equal(one["query/0"], other["query/0"])
+    assert np.abs(one["query/0"] - one["query/1"]).min() > 0
+
+
+def test_a_gradient_of_low_rank_is_exact():
+    rng = np.random.default_rng(1)
+    gradient = (rng.standard_normal((24, 2)) @ rng.standard_normal((2, 40))).astype(np.float32)
+    (total,), state = PowerSGD(2).exchange(
+        [tf.constant(gradient)], PowerSGD(2).init([tf.TensorSpec(SHAPE)]), LocalTransport()
+    )
+    np.testing.assert_allclose(total, gradient, atol=1e-4)
+    np.testing.assert_allclose(state["residual/0"], 0, atol=1e-4)
+
+
+def test_zero_gradients_do_not_end_the_iteration():
+    """A query that became zero would send nothing ever after."""
+    codec, rng = PowerSGD(2), np.random.default_rng(2)
+    state = codec.init([tf.TensorSpec(SHAPE)])
+    for _ in range(2):
+        _, state = codec.exchange([tf.zeros(SHAPE)], state, LocalTransport())
+    gradient = tf.constant(rng.standard_normal((24, 1)) @ rng.standard_normal((1, 40)), tf.float32)
+    sent = 0.0
+    for _ in range(3):
+        (total,), state = codec.exchange([gradient], state, LocalTransport())
+        sent += total.numpy()
+    np.testing.assert_allclose(sent, 3 * gradient, rtol=1e-3, atol=1e-3)
+
+
+def test_bytes_are_those_of_both_factors_and_of_small_tensors():
+    codec = PowerSGD(2)
+    tensors = [tf.ones(SHAPE), tf.ones([3, 3, 16, 32]), tf.ones([40]), tf.ones([]), tf.ones([4, 4]), tf.ones([9, 0])]
+    state = codec.init([tf.TensorSpec(tensor.shape) for tensor in tensors])
+    assert {name: tuple(value.shape) for name, value in state.items()} == {
+        "residual/0": SHAPE,
+        "residual/1": (3, 3, 16, 32),
+        "query/0": (40, 2),
+        "query/1": (32, 2),
+    }
+    _, _, sent = simulated.exchange(codec, [tensors], [state])
+    assert sent == 4 * (2 * (24 + 40) + 2 * (144 + 32) + 40 + 1 + 16)
+
+
+def test_repeated_steps_send_all_of_a_constant_gradient():
+    rng = np.random.default_rng(3)
+    gradient = rng.standard_normal(SHAPE).astype(np.float32)
+    codec = PowerSGD(4)
+    state, sent = codec.init([tf.TensorSpec(SHAPE)]), np.zeros(SHAPE, np.float32)
+    for _ in range(60):
+        (total,), state = codec.exchange([tf.constant(gradient)], state, LocalTransport())
+        sent += total.numpy()
+    assert np.linalg.norm(sent / 60 - gradient) < 0.2 * np.linalg.norm(gradient)
+
+
+def test_encode_and_decode_refer_to_exchange():
+    with pytest.raises(TypeError, match=r"sums twice.*call exchange"):
+        PowerSGD(2).encode([], {})
+    with pytest.raises(TypeError, match=r"sums twice.*call exchange"):
+        PowerSGD(2).decode(tf.zeros([1]), [])
+
+
+@pytest.mark.parametrize("rank", [0, -1, 1.5, True, "2", None])
+def test_ranks_below_1_are_refused(rank: object):
+    with pytest.raises(ValueError, match=r"PowerSGD\(rank=...\) must be an integer of at least 1. Received: rank="):
+        PowerSGD(rank)
+
+
+def test_compressions_below_1_are_refused():
+    with pytest.raises(ValueError, match="must be at least 1"):
+        PowerSGD(2, min_compression=0.5)

@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Base class of codecs, and the protocol of the transports that carry their messages."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol
+
+import tensorflow as tf
+
+# State of a codec by name, such as "residual/0" of the first tensor.
+State = dict[str, tf.Tensor]
+_FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
+
+
+class Transport(Protocol):
+    """Carries messages between workers. All workers call it alike, in one order."""
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers, this one included."""
+        ...
+
+    @property
+    def senders(self) -> Sequence[str]:
+        """Name of the sender of each row of `gather`, for messages of errors."""
+        ...
+
+    def sum(self, flat: tf.Tensor) -> tf.Tensor:
+        """Returns the sum of the workers' 1-D tensors, which have one size and dtype."""
+        ...
+
+    def gather(self, message: tf.Tensor) -> tf.Tensor:
+        """Returns the workers' messages, uint8 [num_workers, capacity]; shorter messages are padded.
+
+        Args:
+          message: uint8 1-D, whose length differs between the workers.
+        """
+        ...
+
+
+class LocalTransport:
+    """Transport of one worker: nothing is sent."""
+
+    num_workers = 1
+    senders: Sequence[str] = ("worker:0",)
+
+    def sum(self, flat: tf.Tensor) -> tf.Tensor:
+        """Returns its argument."""
+        return flat
+
+    def gather(self, message: tf.Tensor) -> tf.Tensor:
+        """Returns the one row, [1, length]."""
+        return message[tf.newaxis]
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Codec(abc.ABC):
+    """Encodes the gradients of a step. Pure: state goes in and comes out, and no method has a side effect.
+
+    A codec with error feedback keeps what it has not sent in its state: what was sent and what is kept is what came
+    in. Codecs are frozen, compare by their arguments, and work eagerly and in a `tf.function` on CPUs; gathered codecs
+    run in `tf.numpy_function`, which XLA does not compile.
+
+    All arithmetic is in float32: gradients of float64 are rounded, and sums are cast to the dtype of their tensor. If a
+    gradient is not finite, neither is the sum on any worker (each of its tensors for gathered codecs), and the state
+    stays as it was.
+    """
+
+    # True if encoded tensors may be summed (all-reduce); else messages are gathered (all-gather).
+    commutes_with_sum: ClassVar[bool]
+    # True if the decoded sum is that of the gradients.
+    is_lossless: ClassVar[bool] = False
+
+    def init(self, specs: Sequence[tf.TensorSpec]) -> State:
+        """Returns the state before the first step.
+
+        Args:
+          specs: of the gradients, in the order of each step, with static shapes.
+
+        Raises:
+          ValueError: a gradient is not floating-point, or its shape is not known.
+        """
+        wanted = self._state_specs(checked_specs(self, specs))
+        return {name: tf.zeros(spec.shape, spec.dtype) for name, spec in wanted.items()}
+
+    def encode(self, tensors: Sequence[tf.Tensor], state: State) -> tuple[tf.Tensor, State]:
+        """Encodes the gradients of one step.
+
+        Args:
+          tensors: the gradients.
+          state: result of `init`, or of the last `encode`.
+
+        Returns:
+          The message, 1-D: uint8, with a header and a checksum, for gathered codecs; of the dtype in which it is sent
+          for codecs that commute with the sum. And the new state.
+
+        Raises:
+          TypeError: a gradient is sparse.
+          ValueError: a gradient is not floating-point, or the state is that of other tensors.
+        """
+        return self._encode(tensors, self._checked(tensors, state), state)
+
+    def decode(
+        self, received: tf.Tensor, specs: Sequence[tf.TensorSpec], senders: Sequence[str] = ()
+    ) -> list[tf.Tensor]:
+        """Decodes the sum of the workers' gradients.
+
+        Args:
+          received: uint8 [num_workers, capacity], the messages of all workers, padded behind their end; for codecs that
+            commute with the sum, the sum of the messages.
+          specs: of the gradients.
+          senders: name of the sender of each row.
+
+        Returns:
+          The sum over the workers of what they sent, of each tensor.
+
+        Raises:
+          ValueError: a message is truncated or damaged, or does not fit; its sender is named. In a `tf.function` it is
+            `tf.errors.InvalidArgumentError` with the same text.
+        """
+        return self._decode(received, checked_specs(self, specs), senders)
+
+    def exchange(
+        self, tensors: Sequence[tf.Tensor], state: State, transport: Transport
+    ) -> tuple[list[tf.Tensor], State]:
+        """Sums gradients over the workers.
+
+        Args:
+          tensors: this worker's gradients.
+          state: result of `init`, or of the last `exchange`.
+          transport: sums or gathers the messages.
+
+        Returns:
+          The sums, equal on all workers, and the new state. If a worker's gradient was not finite, the sums contain a
+          NaN or an infinity, and the state of each worker is the old one.
+        """
+        specs = self._checked(tensors, state)
+        message, new = self._encode(tensors, specs, state)
+        if self.commutes_with_sum:
+            return self.decode(transport.sum(message), specs), new
+        sums = self.decode(transport.gather(message), specs, transport.senders)
+        return sums, keep_if(_heads_are_finite(sums), new, state)
+
+    def __repr__(self) -> str:
+        given = [
+            f"{field.name}={value!r}"
+            for field in dataclasses.fields(self)
+            if (value := getattr(self, field.name)) != field.default
+        ]
+        return f"{type(self).__name__}({', '.join(given)})"
+
+    def _checked(self, tensors: Sequence[Any], state: State) -> list[tf.TensorSpec]:
+        specs = checked_specs(self, specs_of(self, tensors))
+        _check_state(self, state, self._state_specs(specs))
+        return specs
+
+    def _state_specs(self, specs: Sequence[tf.TensorSpec]) -> dict[str, tf.TensorSpec]:
+        """Returns the spec of each tensor of the state, by name."""
+        del specs
+        return {}
+
+    @abc.abstractmethod
+    def _encode(
+        self, tensors: Sequence[tf.Tensor], specs: Sequence[tf.TensorSpec], state: State
+    ) -> tuple[tf.Tensor, State]: ...
+
+    @abc.abstractmethod
+    def _decode(
+        self, received: tf.Tensor, specs: Sequence[tf.TensorSpec], senders: Sequence[str]
+    ) -> list[tf.Tensor]: ...
+
+
+def sizes_of(specs: Sequence[tf.TensorSpec]) -> list[int]:
+    """Returns the number of values of each tensor."""
+    return [spec.shape.num_elements() for spec in specs]
+
+
+def split(flat: tf.Tensor, specs: Sequence[tf.TensorSpec]) -> list[tf.Tensor]:
+    """Splits a 1-D tensor into tensors of these shapes and dtypes."""
+    pieces = tf.split(flat, sizes_of(specs)) if specs else []
+    return [tf.cast(tf.reshape(piece, spec.shape), spec.dtype) for piece, spec in zip(pieces, specs, strict=True)]
+
+
+def keep_if(condition: tf.Tensor, new: State, old: State) -> State:
+    """Returns the new state if the condition holds, else the old one."""
+    names = list(new)
+    if not names:
+        return new
+    chosen = tf.cond(condition, lambda: [new[name] for name in names], lambda: [old[name] for name in names])
+    return dict(zip(names, chosen, strict=True))
+
+
+def _heads_are_finite(sums: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Returns True if the first value of each sum is finite: a gathered NaN is in each value."""
+    heads = [tf.cast(tf.reshape(total, [-1])[:1], tf.float32) for total in sums]
+    return tf.reduce_all(tf.math.is_finite(tf.concat(heads, 0))) if heads else tf.constant(True)
+
+
+def specs_of(codec: Codec, tensors: Sequence[Any]) -> list[tf.TensorSpec]:
+    """Returns the specs of dense tensors.
+
+    Raises:
+      TypeError: a tensor is sparse.
+    """
+    for index, tensor in enumerate(tensors):
+        if isinstance(tensor, tf.IndexedSlices | tf.SparseTensor):
+            raise TypeError(
+                f"{codec!r} compresses dense gradients; send the rows of a sparse one as they are, or convert it by "
+                f"tf.convert_to_tensor. Received: {type(tensor).__name__} as gradient {index}"
+            )
+    return [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
+
+
+def checked_specs(codec: Codec, specs: Sequence[tf.TensorSpec]) -> list[tf.TensorSpec]:
+    """Returns the specs.
+
+    Raises:
+      ValueError: a gradient is not floating-point, or its shape is not known.
+    """
+    for index, spec in enumerate(specs):
+        name = f"gradient {index}" + (f" ({spec.name})" if getattr(spec, "name", None) else "")
+        if spec.dtype not in _FLOATS:
+            raise ValueError(
+                f"{codec!r} compresses floating-point gradients only. Received: {name} of dtype {spec.dtype.name}"
+            )
+        if not spec.shape.is_fully_defined():
+            raise ValueError(f"{codec!r} needs gradients of static shape. Received: {name} of shape {spec.shape}")
+    return list(specs)
+
+
+def check_fraction(codec: str, name: str, value: Any) -> None:
+    """Raises ValueError unless a density is in (0, 1]."""
+    if not is_number(value) or not 0 < value <= 1:
+        raise ValueError(f"{codec}({name}=...) must be a density in (0, 1], such as 0.001. Received: {name}={value!r}")
+
+
+def is_number(value: Any) -> bool:
+    """Returns True for a finite int or float that is no bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_count(value: Any) -> bool:
+    """Returns True for a positive int that is no bool."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _check_state(codec: Codec, state: State, wanted: dict[str, tf.TensorSpec]) -> None:
+    found = {name: f"{value.dtype.name} {tuple(value.shape)}" for name, value in state.items()}
+    needed = {name: f"{spec.dtype.name} {tuple(spec.shape)}" for name, spec in wanted.items()}
+    if found != needed:
+        name = sorted(name for name in {*found, *needed} if found.get(name) != needed.get(name))[0]
+        raise ValueError(
+            f"the state is not that of these gradients under {codec!r}; call init again. {name!r} must be "
+            f"{needed.get(name, 'absent')}. Received: {found.get(name, 'none')}"
+        )

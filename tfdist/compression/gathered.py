@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Base class of codecs whose messages are gathered, and that work on NumPy arrays.
+
+All tensors of a step form one index space, tensor after tensor, so that a tensor costs no bytes of its own.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.compression import codec, frames
+
+# Comparisons by magnitude treat denormal numbers as zeros, as TensorFlow's threads do in their arithmetic.
+SMALLEST = float(np.finfo(np.float32).tiny)
+LARGEST = float(np.finfo(np.float32).max)
+# numpy_function passes arrays to TensorFlow without a copy if they are aligned as its own tensors are.
+_ALIGNMENT = 64
+
+Arrays = dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Payload:
+    """Content of a frame."""
+
+    flags: int
+    parts: list[bytes | np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class GatheredCodec(codec.Codec):
+    """Codec on flat float32 arrays, in a frame. Subclasses implement `_encode_arrays` and `_add_payload`."""
+
+    commutes_with_sum: ClassVar[bool] = False
+    # In the frame; never to be used again for another codec.
+    number: ClassVar[int]
+
+    def _encode(
+        self, tensors: Sequence[tf.Tensor], specs: Sequence[tf.TensorSpec], state: codec.State
+    ) -> tuple[tf.Tensor, codec.State]:
+        names = list(state)
+        layout = frames.Layout.of(codec.sizes_of(specs))
+
+        def encode(*arrays: np.ndarray) -> list[np.ndarray]:
+            gradients, values = arrays[: len(specs)], arrays[len(specs) :]
+            old = dict(zip(names, values, strict=True))
+            payload, new = self._encode_arrays(gradients, old)
+            if payload is None:
+                # TensorFlow may share the memory of the old state.
+                payload, new = Payload(frames.NON_FINITE, []), {name: value.copy() for name, value in old.items()}
+            message = frames.build(self.number, payload.flags, layout, payload.parts)
+            return [message, *(new[name] for name in names)]
+
+        flat = [tf.reshape(tf.cast(tensor, tf.float32), [-1]) for tensor in tensors]
+        kept = [tf.reshape(state[name], [-1]) for name in names]
+        message, *new = _in_numpy(encode, [*flat, *kept], [tf.uint8, *(state[name].dtype for name in names)])
+        message.set_shape([None])
+        return message, {name: tf.reshape(value, state[name].shape) for name, value in zip(names, new, strict=True)}
+
+    def _decode(self, received: tf.Tensor, specs: Sequence[tf.TensorSpec], senders: Sequence[str]) -> list[tf.Tensor]:
+        sizes = codec.sizes_of(specs)
+
+        def decode(rows: np.ndarray) -> list[np.ndarray]:
+            return self._sum_of(rows, sizes, senders)
+
+        flat = _in_numpy(decode, [received], [tf.float32] * len(sizes)) if sizes else []
+        return [tf.cast(tf.reshape(total, spec.shape), spec.dtype) for total, spec in zip(flat, specs, strict=True)]
+
+    def _sum_of(self, rows: np.ndarray, sizes: Sequence[int], senders: Sequence[str]) -> list[np.ndarray]:
+        if len(rows) != len(senders):
+            raise ValueError(f"each message needs the name of its sender. Received: {len(rows)} messages, {senders=}")
+        sums = [zeros(size) for size in sizes]
+        layout, is_finite = frames.Layout.of(sizes), True
+        for row, sender in zip(rows, senders, strict=True):
+            try:
+                flags, payload = frames.parse(row, self.number, layout)
+                if flags & frames.NON_FINITE:
+                    is_finite = False
+                else:
+                    self._add_payload(flags, payload, sums)
+            except ValueError as error:
+                raise ValueError(f"the message of {sender} can't be decoded: {error}") from None
+        for total in () if is_finite else sums:
+            total.fill(np.nan)
+        return sums
+
+    @abc.abstractmethod
+    def _encode_arrays(self, gradients: Sequence[np.ndarray], state: Arrays) -> tuple[Payload | None, Arrays]:
+        """Encodes gradients; returns the payload, None if a value is not finite, and the new state.
+
+        Args:
+          gradients: float32 [size]; neither they nor the state may be written to.
+          state: 1-D arrays; of scalars [1].
+        """
+
+    @abc.abstractmethod
+    def _add_payload(self, flags: int, payload: np.ndarray, sums: Sequence[np.ndarray]) -> None:
+        """Adds the values of a payload, uint8, to float32 arrays.
+
+        Raises:
+          ValueError: `_encode_arrays` returns no such payload.
+        """
+
+
+def per_tensor(name: str, specs: Sequence[tf.TensorSpec]) -> dict[str, tf.TensorSpec]:
+    """Returns the specs of one state tensor per gradient, float32."""
+    return {f"{name}/{index}": tf.TensorSpec(spec.shape, tf.float32) for index, spec in enumerate(specs)}
+
+
+def empty(size: int) -> np.ndarray:
+    """Returns float32 [size], aligned for TensorFlow."""
+    return _aligned(np.empty(size * 4 + _ALIGNMENT, np.uint8), size)
+
+
+def zeros(size: int) -> np.ndarray:
+    """Returns zeros, float32 [size], aligned for TensorFlow."""
+    return _aligned(np.zeros(size * 4 + _ALIGNMENT, np.uint8), size)
+
+
+def slices_of(entries: np.ndarray, sizes: Sequence[int]) -> list[tuple[slice, np.ndarray]]:
+    """Returns, for each tensor, the slice of its entries, and their positions in the tensor.
+
+    Args:
+      entries: int64 [count], 2 * position + (1 if negative), ascending.
+      sizes: number of values of each tensor.
+    """
+    ends = np.cumsum([0, *sizes], dtype=np.int64)
+    positions = entries >> 1
+    bounds = np.searchsorted(positions, ends)
+    return [
+        (slice(start, end), positions[start:end] - first)
+        for start, end, first in zip(bounds[:-1], bounds[1:], ends[:-1], strict=True)
+    ]
+
+
+def _aligned(memory: np.ndarray, size: int) -> np.ndarray:
+    offset = -memory.ctypes.data % _ALIGNMENT
+    return memory[offset : offset + size * 4].view(np.float32)
+
+
+def _in_numpy(
+    function: Callable[..., list[np.ndarray]], inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType]
+) -> list[tf.Tensor]:
+    """Calls a function of arrays, in a graph by an operation."""
+    if tf.executing_eagerly():
+        # tf.numpy_function would copy its inputs.
+        return [tf.constant(output) for output in function(*(np.asarray(each) for each in inputs))]
+    return list(tf.numpy_function(function, inputs, dtypes))

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Signs with error feedback: one bit per value."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.compression import fallback, gathered, native
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class SignSGD(gathered.GatheredCodec):
+    """Sends the sign of each value, and the mean magnitude of each tensor.
+
+    With gradient g and residual e of d values: p = g + e; delta = (|p|_1 / d) sign(p) is sent, and e = p - delta. A
+    zero is sent as a positive value. Source: Karimireddy, Rebjock, Stich and Jaggi 2019, Error feedback fixes SignSGD,
+    arXiv 1901.09847, algorithm 1, with the gradient scaled by the learning rate behind the codec instead of before.
+
+    State: `residual/i` per tensor (float32).
+    """
+
+    number: ClassVar[int] = 3
+
+    def _state_specs(self, specs: Sequence[tf.TensorSpec]) -> dict[str, tf.TensorSpec]:
+        return gathered.per_tensor("residual", specs)
+
+    def _encode_arrays(
+        self, gradients: Sequence[np.ndarray], state: gathered.Arrays
+    ) -> tuple[gathered.Payload | None, gathered.Arrays]:
+        new: gathered.Arrays = {}
+        scales, signs = [], []
+        for index, gradient in enumerate(gradients):
+            name = f"residual/{index}"
+            values = gathered.empty(gradient.size)
+            nothing = np.zeros(0, np.int64)
+            if native.kernels().add(state[name], gradient, values, gathered.LARGEST, 0, nothing) is None:
+                return None, state
+            magnitude = sum(float(np.abs(part).sum(dtype=np.float64)) for part in _parts(values))
+            scale = np.float32(magnitude / max(1, values.size))
+            for part in _parts(values):
+                signs.append(np.packbits(np.signbit(part), bitorder="little"))
+                part -= np.copysign(scale, part)
+            new[name] = values
+            scales.append(scale)
+        return gathered.Payload(0, [np.array(scales, "<f4").view(np.uint8), *signs]), new
+
+    def _add_payload(self, flags: int, payload: np.ndarray, sums: Sequence[np.ndarray]) -> None:
+        lengths = [(total.size + 7) // 8 for total in sums]
+        if payload.size != 4 * len(sums) + sum(lengths):
+            raise ValueError(f"it has {payload.size} bytes, not {4 * len(sums) + sum(lengths)}")
+        scales = np.frombuffer(payload[: 4 * len(sums)].tobytes(), "<f4")
+        if not np.isfinite(scales).all() or (scales < 0).any():
+            raise ValueError("it has a mean magnitude that is negative or not finite")
+        # Eight values of a byte.
+        directions = 1 - 2 * ((np.arange(256)[:, None] >> np.arange(8)) & 1).astype(np.float32)
+        data = payload[4 * len(sums) :]
+        for total, scale, length in zip(sums, scales, lengths, strict=True):
+            signs, data = np.split(data, [length])
+            values = directions * scale
+            for start, part in zip(range(0, total.size, fallback.CHUNK), _parts(total), strict=True):
+                part += values[signs[start // 8 : (start + fallback.CHUNK) // 8]].reshape(-1)[: part.size]
+
+
+def _parts(values: np.ndarray) -> Iterator[np.ndarray]:
+    """Yields views of so many values that temporary arrays stay in the cache; all but the last fill whole bytes."""
+    for start in range(0, values.size, fallback.CHUNK):
+        yield values[start : start + fallback.CHUNK]

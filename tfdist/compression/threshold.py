@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Threshold compression with error feedback."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import struct
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.compression import codec, fallback, gaps, gathered, native
+
+_HEAD = struct.Struct("<fQ")
+# Flags of a frame: 2 bits per value, or a word of 32 bits per entry, instead of coded gaps.
+_BITMAP, _WORDS = 2, 4
+_SAMPLE = 1 << 16
+# Factor by which tau adapts in one step: 2 in 20 steps.
+_ADAPTATION = 2 ** (1 / 20)
+_CLIP = 5
+# Beyond these densities a bitmap is sent. Words are longer than it from 1/16 on. Coded gaps are never longer, but their
+# entries would take more memory than the gradient.
+_BITMAP_FROM = {True: 1 / 4, False: 1 / 16}
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Threshold(gathered.GatheredCodec):
+    """Sends the sign of each value whose magnitude exceeds tau, and keeps the rest.
+
+    With gradient g and residual r: r += g; where |r_i| > tau, +-tau is sent and subtracted from r_i.
+    Source: Strom 2015, Scalable distributed DNN training using commodity GPU cloud computing, section 3 (Interspeech).
+
+    State: `residual/i` per tensor (float32), `tau` (float32; 0 until the first value other than 0) and `step` (int64).
+
+    An adaptive tau is at first the magnitude that a fraction sqrt(min_density * max_density) of the first gradient's
+    values exceeds. In each step whose density is above `max_density` it grows by 2^(1/20), below `min_density` it
+    shrinks by as much: twice or half of it after 20 steps (Deeplearning4j's AdaptiveThresholdAlgorithm). Each worker
+    has a tau of its own, which is sent with the message.
+
+    Every `clip_every` steps residuals are clipped to +-5 tau, as Deeplearning4j's ResidualClippingPostProcessor does:
+    else values that grow faster than tau per step make the residual grow without bound, and are sent for long after the
+    gradient has changed its sign. Clipped mass is lost: such a step sends and keeps less than what came in.
+
+    Args:
+      tau: above 0, in units of the gradient, which differ between models; or "adaptive".
+      min_density: fraction of the values below which an adaptive tau shrinks.
+      max_density: fraction of the values above which an adaptive tau grows.
+      clip_every: steps between clippings, or None for none.
+      entropy_coding: True for Golomb-Rice codes of the gaps between entries. False for words of 32 bits, 31 of position
+        and one of sign, as in the paper.
+
+    Raises:
+      ValueError: an argument is out of range.
+    """
+
+    tau: float | str = "adaptive"
+    min_density: float = 1e-4
+    max_density: float = 1e-2
+    clip_every: int | None = 5
+    entropy_coding: bool = True
+
+    number: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        is_adaptive = isinstance(self.tau, str) and self.tau == "adaptive"
+        if not is_adaptive and not (codec.is_number(self.tau) and gathered.SMALLEST <= self.tau <= gathered.LARGEST):
+            raise ValueError(
+                "Threshold(tau=...) must be a positive number in the range of float32, in units of the gradient, or "
+                f'"adaptive". Received: tau={self.tau!r}'
+            )
+        codec.check_fraction("Threshold", "min_density", self.min_density)
+        codec.check_fraction("Threshold", "max_density", self.max_density)
+        if self.min_density > self.max_density:
+            raise ValueError(
+                "Threshold(min_density=...) must not exceed max_density. Received: "
+                f"min_density={self.min_density!r}, max_density={self.max_density!r}"
+            )
+        if self.clip_every is not None and not codec.is_count(self.clip_every):
+            raise ValueError(
+                "Threshold(clip_every=...) must be a positive number of steps, or None. "
+                f"Received: clip_every={self.clip_every!r}"
+            )
+        if not isinstance(self.entropy_coding, bool):
+            raise ValueError(
+                f"Threshold(entropy_coding=...) must be True or False. Received: entropy_coding={self.entropy_coding!r}"
+            )
+
+    def _state_specs(self, specs: Sequence[tf.TensorSpec]) -> dict[str, tf.TensorSpec]:
+        if not self.entropy_coding and sum(codec.sizes_of(specs)) > 2**31:
+            raise ValueError(
+                "Threshold(entropy_coding=False) has 31 bits for a position; use entropy_coding=True. "
+                f"Received: {sum(codec.sizes_of(specs))} values"
+            )
+        scalars = {"tau": tf.TensorSpec([], tf.float32), "step": tf.TensorSpec([], tf.int64)}
+        return {**gathered.per_tensor("residual", specs), **scalars}
+
+    def _encode_arrays(
+        self, gradients: Sequence[np.ndarray], state: gathered.Arrays
+    ) -> tuple[gathered.Payload | None, gathered.Arrays]:
+        kept = [state[f"residual/{index}"] for index in range(len(gradients))]
+        tau = np.float32(self.tau) if not isinstance(self.tau, str) else state["tau"][0]
+        if tau == 0:
+            tau = self._first_tau(kept, gradients)
+        total = sum(gradient.size for gradient in gradients)
+        entries = np.empty(int(total * _BITMAP_FROM[self.entropy_coding]), np.int64)
+        # Without any value other than 0 there is no tau yet, but values must be finite.
+        found = _add_all(kept, gradients, float(tau) or gathered.LARGEST, entries)
+        if found is None:
+            return None, state
+        residuals, count = found
+        if count > entries.size:
+            payload = gathered.Payload(_BITMAP, [_HEAD.pack(tau, count), *(_send_bitmap(r, tau) for r in residuals)])
+        else:
+            entries = entries[:count]
+            _subtract(residuals, entries, tau)
+            payload = self._coded(entries, tau)
+        step = int(state["step"][0]) + 1
+        if tau and self.clip_every is not None and step % self.clip_every == 0:
+            limit = min(_CLIP * float(tau), gathered.LARGEST)
+            for residual in residuals:
+                np.clip(residual, -limit, limit, out=residual)
+        return payload, {
+            **{f"residual/{index}": residual for index, residual in enumerate(residuals)},
+            "tau": np.array([self._next_tau(float(tau), count / max(1, total))], np.float32),
+            "step": np.array([step], np.int64),
+        }
+
+    def _coded(self, entries: np.ndarray, tau: np.float32) -> gathered.Payload:
+        head = _HEAD.pack(tau, entries.size)
+        if self.entropy_coding:
+            return gathered.Payload(0, [head, gaps.encode(entries, has_signs=True)])
+        return gathered.Payload(_WORDS, [head, entries.astype("<u4").view(np.uint8)])
+
+    def _add_payload(self, flags: int, payload: np.ndarray, sums: Sequence[np.ndarray]) -> None:
+        if payload.size < _HEAD.size:
+            raise ValueError("it has no tau")
+        tau, count = _HEAD.unpack(payload[: _HEAD.size].tobytes())
+        data = payload[_HEAD.size :]
+        if not math.isfinite(tau) or tau < 0:
+            raise ValueError(f"its tau is {tau}")
+        if flags & _BITMAP:
+            _add_bitmap(data, np.float32(tau), sums)
+            return
+        sizes = [total.size for total in sums]
+        entries = _from_words(data, count) if flags & _WORDS else gaps.decode(data, count, True, sum(sizes))
+        if entries.size and int(entries[-1]) >> 1 >= sum(sizes):
+            raise ValueError("an entry is beyond the last value")
+        values = np.where(entries & 1, np.float32(-tau), np.float32(tau))
+        for total, (chosen, positions) in zip(sums, gathered.slices_of(entries, sizes), strict=True):
+            # Positions of one message are distinct.
+            total[positions] += values[chosen]
+
+    def _first_tau(self, residuals: Sequence[np.ndarray], gradients: Sequence[np.ndarray]) -> np.float32:
+        """Returns the magnitude that the wanted fraction of the values exceeds, or 0 if all are 0."""
+        stride = max(1, sum(gradient.size for gradient in gradients) // _SAMPLE) | 1
+        wanted = math.sqrt(self.min_density * self.max_density)
+        for step in (stride, 1):
+            pairs = zip(residuals, gradients, strict=True)
+            with np.errstate(all="ignore"):
+                parts = [np.abs(residual[::step] + gradient[::step]) for residual, gradient in pairs]
+            sample = np.concatenate([np.zeros(0, np.float32), *parts])
+            # The frame says if a value was not finite; there is a tau all the same.
+            sample = sample[np.isfinite(sample) & (sample >= gathered.SMALLEST)]
+            if sample.size:
+                # Less than any value of the sample at its smallest, so that a single value can be sent.
+                rank = min(sample.size - 1, math.ceil((1 - wanted) * sample.size))
+                found = np.partition(sample, rank)[rank]
+                return np.float32(max(float(found) / 2 if sample.size < 1 / wanted else found, gathered.SMALLEST))
+        return np.float32(0)
+
+    def _next_tau(self, tau: float, density: float) -> float:
+        if not isinstance(self.tau, str) or tau == 0:
+            return tau
+        if density > self.max_density:
+            tau *= _ADAPTATION
+        elif density < self.min_density:
+            tau /= _ADAPTATION
+        return min(max(tau, gathered.SMALLEST), gathered.LARGEST)
+
+
+def _add_all(
+    kept: Sequence[np.ndarray], gradients: Sequence[np.ndarray], bound: float, entries: np.ndarray
+) -> tuple[list[np.ndarray], int] | None:
+    """Adds gradients to residuals, in new arrays, and finds the entries; returns None if a sum is not finite."""
+    kernels = native.kernels()
+    sums, first, count = [], 0, 0
+    for residual, gradient in zip(kept, gradients, strict=True):
+        total = gathered.empty(gradient.size)
+        found = kernels.add(residual, gradient, total, bound, first, entries[count:])
+        if found is None:
+            return None
+        sums.append(total)
+        first += gradient.size
+        count += found
+    return sums, count
+
+
+def _subtract(residuals: Sequence[np.ndarray], entries: np.ndarray, tau: np.float32) -> None:
+    values = np.where(entries & 1, -tau, tau)
+    slices = gathered.slices_of(entries, [residual.size for residual in residuals])
+    for residual, (chosen, positions) in zip(residuals, slices, strict=True):
+        residual[positions] -= values[chosen]
+
+
+def _send_bitmap(residual: np.ndarray, tau: np.float32) -> np.ndarray:
+    """Subtracts what is sent from a residual; returns a bit "sent" and a bit "negative" per value, uint8."""
+    packed = []
+    for start in range(0, residual.size, fallback.CHUNK):
+        values = residual[start : start + fallback.CHUNK]
+        bits = np.empty((values.size, 2), np.uint8)
+        np.greater(np.abs(values), tau, out=bits[:, 0], casting="unsafe")
+        np.multiply(bits[:, 0], np.signbit(values), out=bits[:, 1])
+        values -= bits[:, 0] * np.copysign(tau, values)
+        packed.append(np.packbits(bits.reshape(-1), bitorder="little"))
+    return np.concatenate([np.zeros(0, np.uint8), *packed])
+
+
+def _add_bitmap(data: np.ndarray, tau: np.float32, sums: Sequence[np.ndarray]) -> None:
+    if data.size != sum((total.size + 3) // 4 for total in sums):
+        raise ValueError("its bitmap is of another length")
+    # Four values of a byte; a byte with a value that is negative and not sent is no byte of a bitmap.
+    pairs = (np.arange(256)[:, None] >> np.arange(0, 8, 2)) & 3
+    values = np.array([0, tau, np.nan, -tau], np.float32)[pairs]
+    for total in sums:
+        row, data = np.split(data, [(total.size + 3) // 4])
+        if (row & ~row << 1 & 0xAA).any():
+            raise ValueError("its bitmap has a value that is negative and not sent")
+        for start in range(0, total.size, fallback.CHUNK):
+            part = total[start : start + fallback.CHUNK]
+            part += values[row[start // 4 : (start + fallback.CHUNK) // 4]].reshape(-1)[: part.size]
+
+
+def _from_words(data: np.ndarray, count: int) -> np.ndarray:
+    if data.size != 4 * count:
+        raise ValueError(f"it has {data.size} bytes for {count} entries of 4")
+    entries = np.frombuffer(data.tobytes(), "<u4").astype(np.int64)
+    if (np.diff(entries >> 1) <= 0).any():
+        raise ValueError("its positions don't ascend")
+    return entries
