@@ -23,13 +23,13 @@ class Meeting:
         self._brought: list[Any] = [None] * num_workers
         self.bytes_sent = 0
 
-    def gather(self, worker: int, value: np.ndarray) -> list[np.ndarray]:
+    def gather(self, worker: int, value: Any) -> list[Any]:
         self._brought[worker] = value
         self._barrier.wait()
         found = list(self._brought)
         self._barrier.wait()
         if worker == 0:
-            self.bytes_sent += value.nbytes
+            self.bytes_sent += getattr(value, "nbytes", 0)
         return found
 
     def abort(self) -> None:
@@ -67,12 +67,22 @@ def exchange(
     """
     num_workers = len(tensors)
     meeting = Meeting(num_workers)
+
+    def work(worker: int) -> Any:
+        transport = SimulatedTransport(meeting, worker, num_workers)
+        return codec.exchange(tensors[worker], states[worker], transport)
+
+    results = on_workers(meeting, num_workers, work)
+    return [result[0] for result in results], [result[1] for result in results], meeting.bytes_sent
+
+
+def on_workers(meeting: Meeting, num_workers: int, call: Callable[[int], Any]) -> list[Any]:
+    """Calls a function for each worker in a thread of its own; returns the results, or raises the first error."""
     results: list[Any] = [None] * num_workers
 
     def work(worker: int) -> None:
         try:
-            transport = SimulatedTransport(meeting, worker, num_workers)
-            results[worker] = codec.exchange(tensors[worker], states[worker], transport)
+            results[worker] = call(worker)
         except BaseException as error:
             results[worker] = error
             meeting.abort()
@@ -82,7 +92,7 @@ def exchange(
     errors.sort(key=lambda error: isinstance(error, threading.BrokenBarrierError))
     if errors:
         raise errors[0]
-    return [result[0] for result in results], [result[1] for result in results], meeting.bytes_sent
+    return results
 
 
 def run_together(functions: Sequence[Callable[[], None]]) -> None:

@@ -85,6 +85,9 @@ SLOW = pytest.mark.slow
     [
         ("[]", True, "tensorflow"),
         pytest.param("[]", True, "mpi", marks=SLOW),
+        ("[tfdist.Compression(tfdist.compression.Threshold())]", True, "tensorflow"),
+        pytest.param("[tfdist.Compression(tfdist.compression.TopK(0.1))]", True, "mpi", marks=SLOW),
+        pytest.param("[tfdist.Compression(tfdist.compression.PowerSGD(1))]", True, "tensorflow", marks=SLOW),
         pytest.param("[tfdist.Warmup(steps=15)]", True, "tensorflow", marks=SLOW),
         pytest.param("[tfdist.ParameterAveraging(5)]", True, "tensorflow", marks=SLOW),
         pytest.param("[tfdist.BackupWorkers(spares=0)]", True, "tensorflow", marks=SLOW),

@@ -74,6 +74,8 @@ class Codec(abc.ABC):
     commutes_with_sum: ClassVar[bool]
     # True if the decoded sum is that of the gradients.
     is_lossless: ClassVar[bool] = False
+    # State (the name before the slash) that is gradient which was not sent: other workers may get it, in equal parts.
+    unsent: ClassVar[tuple[str, ...]] = ("residual",)
 
     def init(self, specs: Sequence[tf.TensorSpec]) -> State:
         """Returns the state before the first step.

@@ -27,7 +27,8 @@ class ErrorFeedback(tf.Module):
 
     Args:
       codec: a `tfdist.compression.Codec`.
-      transport: of the codec's messages; see `tfdist.compression.codec.Transport`.
+      transport: of the codec's messages (`tfdist.compression.Transport`), and of the state of one worker to all
+        (`index`, `broadcast`); see `tfdist.transport.messages.Messages`.
     """
 
     def __init__(self, codec: Any, transport: Any) -> None:
@@ -75,41 +76,50 @@ class ErrorFeedback(tf.Module):
           optimizers: those whose state it is.
 
         Returns:
-          The tensors that each optimizer has a state for, and the number of workers (JSON data; None if nothing was
-          sent yet), and the arrays of each worker after the other; on the first worker only.
+          A description (JSON data; None if the codec has no state, or nothing was sent yet), and the arrays of each
+          worker after the other, on the first worker only.
         """
         states = self._states_of(optimizers)
-        if not states:
+        variables = _variables(states)
+        if not variables:
             return None, []
-        described = [[number, [[list(spec.shape), spec.dtype.name] for spec in specs]] for number, specs, _ in states]
-        own = [variable.numpy() for variable in _variables(states)]
-        count, index = self._transport.num_workers, self._transport.index
+        described = [
+            [number, [[list(spec.shape), spec.dtype.name] for spec in specs], sorted(state)]
+            for number, specs, state in states
+        ]
+        own, count = [variable.numpy() for variable in variables], self._transport.num_workers
         # From one worker at a time, so that the first one alone holds what all have.
         by_worker = [self._transport.broadcast(own, source) for source in range(count)]
-        return {"workers": count, "tensors": described}, [] if index else [each for own in by_worker for each in own]
+        found = [each for arrays in by_worker for each in arrays]
+        return {"workers": count, "states": described}, [] if self._transport.index else found
 
-    def distribute(self, optimizers: Sequence[Any], described: Any, arrays: Sequence[np.ndarray]) -> None:
+    def distribute(self, optimizers: Sequence[Any], described: Any, arrays: Sequence[np.ndarray]) -> bool:
         """Gives each worker its state from a checkpoint; all workers call it, and only the first one has arrays.
 
         If there are more or fewer workers than when the checkpoint was written, all get equal parts of what those had
         not sent, so that nothing of it is lost.
+
+        Returns:
+          False if the checkpoint is of another codec, or of other optimizers: the state is that of the beginning then.
         """
-        for number, tensors in described["tensors"]:
+        for number, tensors, names in described["states"]:
             specs = tuple(tf.TensorSpec(shape, dtype) for shape, dtype in tensors)
-            self._state_of(optimizers[number], specs)
+            if number >= len(optimizers) or sorted(self._state_of(optimizers[number], specs)) != names:
+                return False
         states = self._states_of(optimizers)
         variables = _variables(states)
         count, index = self._transport.num_workers, self._transport.index
-        empty = [np.zeros(variable.shape, variable.dtype.as_numpy_dtype) for variable in variables]
         saved = [list(arrays[start : start + len(variables)]) for start in range(0, len(arrays), len(variables))]
         if not index and described["workers"] != count:
             names = [name for _, _, state in states for name in sorted(state)]
             saved = [self._shared(names, saved, count)] * count
+        empty = [np.zeros(variable.shape, variable.dtype.as_numpy_dtype) for variable in variables]
         for target in range(count):
             given = self._transport.broadcast(empty if index else saved[target], 0)
             if target == index:
                 for variable, array in zip(variables, given, strict=True):
                     variable.assign(array)
+        return True
 
     def _shared(self, names: Sequence[str], saved: Sequence[Any], count: int) -> list[np.ndarray]:
         """Returns the state of each of `count` workers, made of that of other workers."""

@@ -53,6 +53,7 @@ class TopK(gathered.GatheredCodec):
     values: str = "float32"
 
     number: ClassVar[int] = 2
+    unsent: ClassVar[tuple[str, ...]] = ("residual", "velocity")
 
     def __post_init__(self) -> None:
         codec.check_fraction("TopK", "density", self.density)

@@ -28,6 +28,7 @@ from tfdist.data import handle as handles
 from tfdist.data import splitting
 from tfdist.data.shares import Shares
 from tfdist.engines.base import Engine
+from tfdist.runtime import messages
 
 # Makes a Keras step on all replicas: (step, data, shares_of); see `replicated_step.run_step`.
 RunStep = Callable[[Any, Any, Callable[[list[Any]], Shares | None]], Any]
@@ -62,8 +63,9 @@ class SynchronousEngine(Engine):
 
     def distribute_state(self, model: Any, description: Any, arrays: Sequence[Any]) -> None:
         """See `SavedState.distribute_state`."""
-        if self._feedback:
-            self._feedback.distribute(optimizer_patches.optimizers_of(model), description, arrays)
+        optimizers = optimizer_patches.optimizers_of(model)
+        if self._feedback and not self._feedback.distribute(optimizers, description, arrays):
+            messages.say("tfdist: Compression: the checkpoint is of another codec, and this one begins anew")
 
     def raised_in_step(self) -> BaseException | None:
         """See `Engine.raised_in_step`: of a sum in Python, as by MPI."""
