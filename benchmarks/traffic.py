@@ -10,8 +10,6 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -98,6 +96,7 @@ def _run(way: str) -> list[dict[str, float]]:
 
 def _train(way: str) -> dict[str, float]:
     import tfdist
+    from tfdist.runtime import sent_bytes
 
     kind, state = WAYS[way]
     policies: list[Any] = []
@@ -118,28 +117,10 @@ def _train(way: str) -> dict[str, float]:
         model.compile(getattr(keras.optimizers, kind)(1e-4), "mse")
     # One period first, which traces and opens connections.
     model.fit(data, steps_per_epoch=EVERY_STEPS, verbose=0)
-    before, told = sent_by_this_process(), max(strategy.report().bytes_sent.values())
+    before, told = sent_bytes.by_this_process(), max(strategy.report().bytes_sent.values())
     model.fit(data, steps_per_epoch=STEPS, verbose=0)
-    after, told_after = sent_by_this_process(), max(strategy.report().bytes_sent.values())
+    after, told_after = sent_bytes.by_this_process(), max(strategy.report().bytes_sent.values())
     return {"bytes_per_step": (after - before) / STEPS, "reported_per_step": (told_after - told) / STEPS}
-
-
-def sent_by_this_process() -> int:
-    """Bytes that the open TCP connections of this process have sent so far, as Linux counts them for each."""
-    total = 0
-    for entry in pathlib.Path("/proc/self/fd").iterdir():
-        try:
-            if not str(entry.readlink()).startswith("socket:"):
-                continue
-            with socket.socket(fileno=os.dup(int(entry.name))) as connection:
-                information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 208)
-        except OSError:
-            # Closed meanwhile, or of another kind.
-            continue
-        # tcpi_bytes_acked and tcpi_bytes_sent of struct tcp_info; the latter since Linux 4.19.
-        offset = 200 if len(information) >= 208 else 120
-        total += struct.unpack_from("Q", information, offset)[0]
-    return total
 
 
 def main(argv: list[str]) -> None:

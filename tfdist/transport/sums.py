@@ -87,11 +87,16 @@ class WorkerSums:
             if self.traffic:
                 self.traffic.add_messages(worker_collectives.gathered_bytes(tf.shape(gathered)[1]))
             return gathered
-        with tf.device(replicas.worker_device(self._strategy)), self._after_last():
-            gathered, lengths = tf.numpy_function(self._gather_bytes, [message], [tf.uint8, tf.int64])
-            self._remember(gathered)
-        gathered.set_shape([replicas.worker_count(self._strategy), None])
-        lengths.set_shape([replicas.worker_count(self._strategy)])
+        with tf.device(replicas.worker_device(self._strategy)):
+            if tf.executing_eagerly():
+                with self._waiting("the messages of all workers"):
+                    gathered, lengths = map(tf.constant, self._gather_bytes(message.numpy()))
+            else:
+                with self._after_last():
+                    gathered, lengths = tf.numpy_function(self._gather_bytes, [message], [tf.uint8, tf.int64])
+                self._remember(gathered)
+                gathered.set_shape([replicas.worker_count(self._strategy), None])
+                lengths.set_shape([replicas.worker_count(self._strategy)])
         if self.traffic:
             self.traffic.add_messages(lengths)
         return gathered

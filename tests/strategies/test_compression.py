@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Compression`: a codec that leaves out nothing trains as one device does, and what is reported is what is sent."""
+
+from __future__ import annotations
+
+import pathlib
+
+import process_cluster
+import pytest
+from test_communication import KINDS, PREPARED, assert_close
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+
+# How gradients come to the codec: after the step or within it, eagerly, in a loop, unscaled.
+NAMES = ("several steps at once", "loss scale", "eagerly", "two optimizers")
+CASES = """
+def two_optimizers():
+    class Pair(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.other = layers.Dense(4, "tanh"), layers.Dense(1), SGD(0.05)
+        def call(self, given):
+            return self.second(self.first(given))
+        def train_step(self, data):
+            given, wanted = data
+            with tf.GradientTape(persistent=True) as tape:
+                loss = self.compute_loss(given, wanted, self(given, training=True))
+            for optimizer, layer in ((self.optimizer, self.first), (self.other, self.second)):
+                weights = layer.trainable_variables
+                optimizer.apply(tape.gradient(loss, weights), weights)
+            return {"loss": loss}
+    model = Pair()
+    model(x[:1])
+    model.other.build(model.second.trainable_variables)
+    return model
+CASES["two optimizers"] = (two_optimizers, x, lambda: Adam(0.01), {"metrics": None})
+for name in NAMES:
+    case = CASES[name]
+    report(name, trained(strategy, *case))
+    if index == 0:
+        report(f"one device, {name}", trained(tf.distribute.get_strategy(), *case))
+"""
+
+# The kernel counts what is on the wire.
+TRAFFIC = """
+from tfdist.runtime import sent_bytes
+x = np.random.default_rng(index).normal(size=(64, 256)).astype("float32")
+with strategy.scope():
+    model = keras.Sequential([keras.Input((256,)), layers.Dense(512), layers.Dense(1)])
+    model.compile(SGD(1e-4), "mse")
+data = tf.data.Dataset.from_tensors((x[:16], x[:16, :1])).repeat()
+model.fit(data, steps_per_epoch=4, verbose=0)
+before, told = sent_bytes.by_this_process(), strategy.report().bytes_sent[f"worker:{index}"]
+model.fit(data, steps_per_epoch=32, verbose=0)
+told = strategy.report().bytes_sent[f"worker:{index}"] - told
+report("per step", [(sent_bytes.by_this_process() - before) / 32, told / 32, model.count_params()])
+"""
+
+
+def _prepared(codec: str) -> str:
+    policy = f"policies=[tfdist.Compression(tfdist.compression.{codec})]"
+    return PREPARED.replace("(start_timeout_secs=60)", f"(start_timeout_secs=60, {policy})")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_codec_that_sends_all_trains_as_one_device(
+    kind: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TFDIST_COMMUNICATION", kind)
+    script = f"NAMES = {NAMES}" + _prepared("TopK(1.0, momentum=0)") + CASES
+    first, second = process_cluster.run(script, tmp_path, timeout_secs=280)
+    for name in NAMES:
+        assert_close(first[name], first[f"one device, {name}"])
+        assert second[name] == first[name]
+
+
+@pytest.mark.parametrize(
+    ("codec", "share"),
+    [("HalfPrecision('float16')", 2.0), pytest.param("SignSGD()", 1 / 8, marks=pytest.mark.slow)],
+)
+def test_what_is_reported_is_what_the_kernel_has_sent(codec: str, share: float, tmp_path: pathlib.Path):
+    """`share` is the number of bytes for each parameter."""
+    for sent, told, count in [
+        each["per step"] for each in process_cluster.run(_prepared(codec) + TRAFFIC, tmp_path, timeout_secs=280)
+    ]:
+        # The logs of a step, a mean and its weight, are some bytes; so are the head and the padding of a message.
+        assert share * count <= told <= share * count + 1200
+        # Headers of TCP's payload, heartbeats and what Keras compares at its begin.
+        assert told <= sent <= 1.1 * told + 4000
