@@ -284,7 +284,7 @@ def test_damaged_messages_name_their_sender(codec: GatheredCodec):
     specs = specs_of(tensors)
     good = codec.encode(tensors, codec.init(specs))[0].numpy()
     for damage in ("flip", "cut", "rubbish"):
-        bad = {"flip": good.copy(), "cut": good[: good.size // 2], "rubbish": np.full(99, 7, np.uint8)}[damage]
+        bad = {"flip": good.copy(), "cut": good[: good.size // 2].copy(), "rubbish": np.full(99, 7, np.uint8)}[damage]
         bad[-1] ^= 4
         rows = simulated.stacked([good, bad, good]) if damage != "cut" else bad[None]
         senders = ["worker:0", "worker:1", "worker:2"] if damage != "cut" else ["worker:1"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
@@ -83,7 +84,8 @@ class GatheredCodec(codec.Codec):
                 if flags & frames.NON_FINITE:
                     is_finite = False
                 else:
-                    self._add_payload(flags, payload, sums)
+                    with np.errstate(over="ignore", invalid="ignore"):
+                        self._add_payload(flags, payload, sums)
             except ValueError as error:
                 raise ValueError(f"the message of {sender} can't be decoded: {error}") from None
         for total in () if is_finite else sums:
@@ -123,20 +125,16 @@ def zeros(size: int) -> np.ndarray:
     return _aligned(np.zeros(size * 4 + _ALIGNMENT, np.uint8), size)
 
 
-def slices_of(entries: np.ndarray, sizes: Sequence[int]) -> list[tuple[slice, np.ndarray]]:
-    """Returns, for each tensor, the slice of its entries, and their positions in the tensor.
+def slices_of(entries: np.ndarray, sizes: Sequence[int]) -> list[slice]:
+    """Returns, for each tensor, the slice of its entries.
 
     Args:
       entries: int64 [count], 2 * position + (1 if negative), ascending.
       sizes: number of values of each tensor.
     """
-    ends = np.cumsum([0, *sizes], dtype=np.int64)
-    positions = entries >> 1
-    bounds = np.searchsorted(positions, ends)
-    return [
-        (slice(start, end), positions[start:end] - first)
-        for start, end, first in zip(bounds[:-1], bounds[1:], ends[:-1], strict=True)
-    ]
+    # Entry 2 * p is the first at position p or behind it.
+    bounds = np.searchsorted(entries, 2 * np.cumsum([0, *sizes], dtype=np.int64))
+    return [slice(start, end) for start, end in itertools.pairwise(bounds)]
 
 
 def _aligned(memory: np.ndarray, size: int) -> np.ndarray:

@@ -115,7 +115,7 @@ class Threshold(gathered.GatheredCodec):
             payload = gathered.Payload(_BITMAP, [_HEAD.pack(tau, count), *(_send_bitmap(r, tau) for r in residuals)])
         else:
             entries = entries[:count]
-            _subtract(residuals, entries, tau)
+            _scatter(residuals, entries, -float(tau))
             payload = self._coded(entries, tau)
         step = int(state["step"][0]) + 1
         if tau and self.clip_every is not None and step % self.clip_every == 0:
@@ -148,10 +148,7 @@ class Threshold(gathered.GatheredCodec):
         entries = _from_words(data, count) if flags & _WORDS else gaps.decode(data, count, True, sum(sizes))
         if entries.size and int(entries[-1]) >> 1 >= sum(sizes):
             raise ValueError("an entry is beyond the last value")
-        values = np.where(entries & 1, np.float32(-tau), np.float32(tau))
-        for total, (chosen, positions) in zip(sums, gathered.slices_of(entries, sizes), strict=True):
-            # Positions of one message are distinct.
-            total[positions] += values[chosen]
+        _scatter(sums, entries, tau)
 
     def _first_tau(self, residuals: Sequence[np.ndarray], gradients: Sequence[np.ndarray]) -> np.float32:
         """Returns the magnitude that the wanted fraction of the values exceeds, or 0 if all are 0."""
@@ -198,11 +195,12 @@ def _add_all(
     return sums, count
 
 
-def _subtract(residuals: Sequence[np.ndarray], entries: np.ndarray, tau: np.float32) -> None:
-    values = np.where(entries & 1, -tau, tau)
-    slices = gathered.slices_of(entries, [residual.size for residual in residuals])
-    for residual, (chosen, positions) in zip(residuals, slices, strict=True):
-        residual[positions] -= values[chosen]
+def _scatter(tensors: Sequence[np.ndarray], entries: np.ndarray, tau: float) -> None:
+    """Adds tau to the values of positive entries, and subtracts it from those of negative ones."""
+    first = 0
+    for tensor, chosen in zip(tensors, gathered.slices_of(entries, [each.size for each in tensors]), strict=True):
+        native.kernels().scatter(tensor, first, entries[chosen], tau)
+        first += tensor.size
 
 
 def _send_bitmap(residual: np.ndarray, tau: np.float32) -> np.ndarray:

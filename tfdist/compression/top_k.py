@@ -154,9 +154,11 @@ class TopK(gathered.GatheredCodec):
         values = np.frombuffer(data.tobytes(), dtype).astype(np.float32)
         if not np.isfinite(values).all():
             raise ValueError("it has a value that is not finite")
-        for total, (chosen, positions) in zip(sums, gathered.slices_of(entries, sizes), strict=True):
+        first = 0
+        for total, chosen in zip(sums, gathered.slices_of(entries, sizes), strict=True):
             # Positions of one message are distinct.
-            total[positions] += values[chosen]
+            total[(entries[chosen] >> 1) - first] += values[chosen]
+            first += total.size
 
 
 def _largest(values: np.ndarray, candidates: np.ndarray, number: int) -> np.ndarray:
