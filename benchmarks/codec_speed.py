@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 
 _RESULTS = pathlib.Path(__file__).parent / "results" / "codecs.json"
+# Steps until all memory has been touched: a first touch of 100 MB may take half a second.
+_WARMUP = 5
 _DENSITIES = (1e-4, 1e-3, 1e-2)
 
 
@@ -28,7 +30,7 @@ def measure(num_values: int, rounds: int, kernel_names: list[str]) -> list[dict[
 
     Args:
       num_values: of one gradient.
-      rounds: steps of each row, of which the first two fill caches and do not count.
+      rounds: steps of each row that count.
       kernel_names: "native", "numpy" or both.
     """
     from tfdist.compression import fallback, native
@@ -112,13 +114,13 @@ def _row(codec: Any, density: float, num_values: int, rounds: int) -> dict[str, 
         return codec.decode(message[tf.newaxis], [spec], ["worker:0"])[0]
 
     encode_secs, decode_secs, total = [], [], None
-    for number in range(rounds + 2):
+    for number in range(rounds + _WARMUP):
         gradient = gradients[number % 2]
         encoded, message = _timed(lambda gradient=gradient: encode(gradient))
         decoded, total = (
             _timed(lambda message=message: decode(message)) if not isinstance(codec, PowerSGD) else (0.0, 0)
         )
-        if number >= 2:
+        if number >= _WARMUP:
             encode_secs.append(encoded)
             decode_secs.append(decoded)
     num_bytes = message.shape[0] * message.dtype.size if not isinstance(codec, PowerSGD) else 16 * sum(spec.shape)

@@ -26,7 +26,7 @@
 #endif
 
 /* Values per block. A block whose largest magnitude is below the bound has no entry and is not read again. */
-#define BLOCK 64
+#define BLOCK 32
 #define MAGNITUDE 0x7fffffff
 #define INFINITE 0x7f800000
 
@@ -47,6 +47,15 @@ static inline int32_t bits_of(float value) {
 /* Writes the entries of a block; counts those beyond the capacity, too. */
 static inline int64_t emit(const float *values, int64_t length, int32_t bound, int64_t first, int64_t *entries,
                            int64_t count, int64_t capacity) {
+  if (capacity - count >= BLOCK) {
+    /* Without a branch: most values of a block are no entries, and the next one overwrites them. */
+    for (int64_t i = 0; i < length; i++) {
+      int32_t bits = bits_of(values[i]);
+      entries[count] = (first + i) * 2 + (bits < 0);
+      count += (bits & MAGNITUDE) > bound;
+    }
+    return count;
+  }
   for (int64_t i = 0; i < length; i++) {
     int32_t bits = bits_of(values[i]);
     if ((bits & MAGNITUDE) > bound) {

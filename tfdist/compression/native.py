@@ -163,8 +163,8 @@ def kernels() -> Kernels:
         return NativeKernels(path)
     except OSError as error:
         messages.say(
-            f"tfdist: compression runs in NumPy, several times slower than compiled: {error}. Install a C compiler "
-            "(gcc or clang) and then tfdist again."
+            f"tfdist: compression runs in NumPy, up to twice as long as compiled: {error}. Install a C compiler "
+            "(gcc or clang), and then tfdist again."
         )
         return fallback.NumpyKernels()
 

@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compression import fallback, gathered, native
+from tfdist.compression import arrays, fallback, gathered, native
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -31,18 +31,18 @@ class SignSGD(gathered.GatheredCodec):
         return gathered.per_tensor("residual", specs)
 
     def _encode_arrays(
-        self, gradients: Sequence[np.ndarray], state: gathered.Arrays
+        self, gradients: Sequence[np.ndarray], state: gathered.Arrays, pool: arrays.Pool
     ) -> tuple[gathered.Payload | None, gathered.Arrays]:
         new: gathered.Arrays = {}
         scales, signs = [], []
         for index, gradient in enumerate(gradients):
             name = f"residual/{index}"
-            values = gathered.empty(gradient.size)
+            values = pool.empty(gradient.size)
             nothing = np.zeros(0, np.int64)
             if native.kernels().add(state[name], gradient, values, gathered.LARGEST, 0, nothing) is None:
                 return None, state
             scale = _mean_magnitude(values)
-            signs.append(native.kernels().take_signs(values, scale))
+            signs.append(native.kernels().take_signs(values, float(scale)))
             new[name] = values
             scales.append(scale)
         return gathered.Payload(0, [np.array(scales, "<f4").view(np.uint8), *signs]), new
