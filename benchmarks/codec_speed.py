@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 
 _RESULTS = pathlib.Path(__file__).parent / "results" / "codecs.json"
+# Steps until all memory has been touched: a first touch of 100 MB may take half a second.
+_WARMUP = 5
 _DENSITIES = (1e-4, 1e-3, 1e-2)
 
 
@@ -28,7 +30,7 @@ def measure(num_values: int, rounds: int, kernel_names: list[str]) -> list[dict[
 
     Args:
       num_values: of one gradient.
-      rounds: steps of each row, of which the first two fill caches and do not count.
+      rounds: steps of each row that count.
       kernel_names: "native", "numpy" or both.
     """
     from tfdist.compression import fallback, native
@@ -42,6 +44,19 @@ def measure(num_values: int, rounds: int, kernel_names: list[str]) -> list[dict[
             rows.append({"kernels": name, **_row(codec, density, num_values, rounds)})
             print(_line(rows[-1]), flush=True)
     return rows
+
+
+def limits(num_values: int, rounds: int) -> dict[str, float]:
+    """Returns GB/s of what no codec with a residual does without: a sum of two arrays, and zeros to decode into."""
+    a, b, out = (np.zeros(num_values, np.float32) for _ in range(3))
+    found = {}
+    for name, function in (("sum", lambda: np.add(a, b, out=out)), ("zeros", lambda: out.fill(0.0))):
+        function()
+        start = time.perf_counter()
+        for _ in range(rounds):
+            function()
+        found[name] = 4e-9 * num_values * rounds / (time.perf_counter() - start)
+    return found
 
 
 def _codecs(is_all: bool) -> Iterator[tuple[Any, float]]:
@@ -81,7 +96,7 @@ def _row(codec: Any, density: float, num_values: int, rounds: int) -> dict[str, 
     spec = tf.TensorSpec(gradients[0].shape)
     state = {name: tf.Variable(value) for name, value in codec.init([spec]).items()}
 
-    @tf.function
+    @tf.function(autograph=False)
     def encode(gradient: tf.Tensor) -> tf.Tensor:
         old = {name: variable.read_value() for name, variable in state.items()}
         if isinstance(codec, PowerSGD):
@@ -92,20 +107,20 @@ def _row(codec: Any, density: float, num_values: int, rounds: int) -> dict[str, 
             variable.assign(new[name])
         return result
 
-    @tf.function(reduce_retracing=True)
+    @tf.function(autograph=False, reduce_retracing=True)
     def decode(message: tf.Tensor) -> tf.Tensor:
         if codec.commutes_with_sum:
             return codec.decode(message, [spec])[0]
         return codec.decode(message[tf.newaxis], [spec], ["worker:0"])[0]
 
     encode_secs, decode_secs, total = [], [], None
-    for number in range(rounds + 2):
+    for number in range(rounds + _WARMUP):
         gradient = gradients[number % 2]
         encoded, message = _timed(lambda gradient=gradient: encode(gradient))
         decoded, total = (
             _timed(lambda message=message: decode(message)) if not isinstance(codec, PowerSGD) else (0.0, 0)
         )
-        if number >= 2:
+        if number >= _WARMUP:
             encode_secs.append(encoded)
             decode_secs.append(decoded)
     num_bytes = message.shape[0] * message.dtype.size if not isinstance(codec, PowerSGD) else 16 * sum(spec.shape)
@@ -157,8 +172,15 @@ def main() -> None:
 
     allocator.keep_freed_memory()
     print("kernels codec                    density  encode  decode    both    x less    bits entropy")
+    most = limits(flags.values, flags.rounds)
+    together = 1 / (1 / most["sum"] + 1 / most["zeros"])
+    print(
+        f"limit   sum, zeros               1       {most['sum']:7.2f} {most['zeros']:7.2f} {together:7.2f}", flush=True
+    )
     rows = measure(flags.values, flags.rounds, flags.kernels.split(","))
-    flags.output.write_text(json.dumps({"values": flags.values, "cores": 1, "rows": rows}, indent=1) + "\n")
+    flags.output.write_text(
+        json.dumps({"values": flags.values, "cores": 1, "limits": most, "rows": rows}, indent=1) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import shutil
 import subprocess
@@ -21,7 +22,9 @@ def native_kernels(tmp_path_factory: pytest.TempPathFactory) -> native.NativeKer
     if compiler is None:
         pytest.skip("needs a C compiler")
     path = tmp_path_factory.mktemp("native") / "_native.so"
-    flags = ["-O3", "-ffp-contract=off", "-fPIC", "-shared"]
+    # Such as -fsanitize=address,undefined; the library of a sanitizer must be loaded first, by LD_PRELOAD.
+    more = os.environ.get("TFDIST_TEST_CFLAGS", "").split()
+    flags = ["-O3", "-ffp-contract=off", "-fPIC", "-shared", *more]
     subprocess.run([compiler, *flags, "-o", str(path), str(_SOURCE)], check=True)
     return native.NativeKernels(path)
 

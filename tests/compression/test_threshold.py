@@ -59,6 +59,13 @@ def test_messages_of_random_entries_are_near_the_entropy(density: float):
     assert bits <= 1.02 * gaps.entropy_bits(count / gradient.size)
 
 
+def test_a_tau_that_no_value_exceeds_sends_an_empty_message(kernels: native.Kernels):
+    sums, state, sizes = run(Threshold(1e30), [np.arange(1000.0)] * 2)
+    assert sizes == [frames.HEADER_BYTES + 12] * 2
+    assert not sums[1].any()
+    np.testing.assert_array_equal(state["residual/0"], 2 * np.arange(1000.0))
+
+
 def test_words_take_4_bytes_per_entry():
     _, _, sizes = run(Threshold(0.5, entropy_coding=False), [np.arange(1000) < 30])
     assert sizes[0] == frames.HEADER_BYTES + 12 + 4 * 30

@@ -15,7 +15,7 @@
 #endif
 
 /* native.py refuses a library whose version is not its own, such as that of an older editable installation. */
-#define VERSION 1
+#define VERSION 3
 
 #define EXPORT __attribute__((visibility("default")))
 /* The loader chooses by CPU between AVX2 and what all x86-64 have; other architectures vectorize by default. */
@@ -26,7 +26,7 @@
 #endif
 
 /* Values per block. A block whose largest magnitude is below the bound has no entry and is not read again. */
-#define BLOCK 64
+#define BLOCK 32
 #define MAGNITUDE 0x7fffffff
 #define INFINITE 0x7f800000
 
@@ -47,6 +47,15 @@ static inline int32_t bits_of(float value) {
 /* Writes the entries of a block; counts those beyond the capacity, too. */
 static inline int64_t emit(const float *values, int64_t length, int32_t bound, int64_t first, int64_t *entries,
                            int64_t count, int64_t capacity) {
+  if (capacity - count >= BLOCK) {
+    /* Without a branch: most values of a block are no entries, and the next one overwrites them. */
+    for (int64_t i = 0; i < length; i++) {
+      int32_t bits = bits_of(values[i]);
+      entries[count] = (first + i) * 2 + (bits < 0);
+      count += (bits & MAGNITUDE) > bound;
+    }
+    return count;
+  }
   for (int64_t i = 0; i < length; i++) {
     int32_t bits = bits_of(values[i]);
     if ((bits & MAGNITUDE) > bound) {
@@ -124,6 +133,15 @@ EXPORT VECTORIZED int64_t tfdist_correct(const float *restrict velocity, const f
   return count;
 }
 
+/* Adds `value` where an entry is positive and -value where it is negative; all positions are in the tensor. */
+EXPORT int64_t tfdist_scatter(float *values, int64_t first, const int64_t *entries, int64_t count, float value) {
+  for (int64_t i = 0; i < count; i++) {
+    int64_t entry = entries[i];
+    values[(entry >> 1) - first] += entry & 1 ? -value : value;
+  }
+  return 0;
+}
+
 /* Sum of (gap >> k): the zeros of the unary stream. */
 EXPORT int64_t tfdist_rice_zeros(const int64_t *entries, int64_t count, int64_t k) {
   int64_t zeros = 0, next = 0;
@@ -135,6 +153,43 @@ EXPORT int64_t tfdist_rice_zeros(const int64_t *entries, int64_t count, int64_t 
   return zeros;
 }
 
+static inline float of_bits(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+static inline __attribute__((always_inline)) uint8_t take_byte(float *values, int64_t length, float scale) {
+  uint32_t byte = 0;
+  for (int64_t j = 0; j < length; j++) {
+    uint32_t sign = (uint32_t)bits_of(values[j]) >> 31;
+    byte |= sign << j;
+    values[j] -= of_bits((uint32_t)bits_of(scale) ^ sign << 31);
+  }
+  return (uint8_t)byte;
+}
+
+/* Writes the sign bits of values, and subtracts the signs times a scale that is not negative. */
+EXPORT VECTORIZED int64_t tfdist_take_signs(float *restrict values, int64_t size, float scale, uint8_t *restrict bits) {
+  int64_t full = size / 8;
+  for (int64_t i = 0; i < full; i++) bits[i] = take_byte(values + 8 * i, 8, scale);
+  if (size % 8) bits[full] = take_byte(values + 8 * full, size % 8, scale);
+  return 0;
+}
+
+static inline __attribute__((always_inline)) void add_byte(float *values, int64_t length, float scale, uint32_t byte) {
+  for (int64_t j = 0; j < length; j++) values[j] += of_bits((uint32_t)bits_of(scale) ^ (byte >> j & 1) << 31);
+}
+
+/* Adds signs times a scale. `bits` has (size + 7) / 8 bytes. */
+EXPORT VECTORIZED int64_t tfdist_add_signs(float *restrict values, int64_t size, float scale,
+                                           const uint8_t *restrict bits) {
+  int64_t full = size / 8;
+  for (int64_t i = 0; i < full; i++) add_byte(values + 8 * i, 8, scale, bits[i]);
+  if (size % 8) add_byte(values + 8 * full, size % 8, scale, bits[full]);
+  return 0;
+}
+
 static inline void put_bits(uint8_t *stream, int64_t bit, uint64_t value) {
   /* Bits that are not yet written are 0, and 8 bytes behind the stream may be written. */
   uint64_t word;
@@ -144,8 +199,8 @@ static inline void put_bits(uint8_t *stream, int64_t bit, uint64_t value) {
 }
 
 /* Writes three streams into zeroed memory that has 8 bytes to spare behind each of them. signs may be null. k <= 56. */
-EXPORT void tfdist_rice_encode(const int64_t *entries, int64_t count, int64_t k, uint8_t *signs, uint8_t *remainders,
-                               uint8_t *unary) {
+EXPORT int64_t tfdist_rice_encode(const int64_t *entries, int64_t count, int64_t k, uint8_t *signs,
+                                  uint8_t *remainders, uint8_t *unary) {
   const uint64_t mask = ((uint64_t)1 << k) - 1;
   int64_t next = 0, bit = 0;
   for (int64_t i = 0; i < count; i++) {
@@ -158,6 +213,7 @@ EXPORT void tfdist_rice_encode(const int64_t *entries, int64_t count, int64_t k,
     unary[bit >> 3] |= (uint8_t)(1 << (bit & 7));
     bit++;
   }
+  return 0;
 }
 
 static inline uint64_t load(const uint8_t *stream, int64_t length, int64_t byte) {

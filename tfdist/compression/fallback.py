@@ -56,6 +56,48 @@ class NumpyKernels:
             np.add(accumulated, new_velocity, out=out)
         return self._find(out, bound, first, entries)
 
+    def scatter(self, values: np.ndarray, first: int, entries: np.ndarray, value: float) -> None:
+        """Adds a value where an entry is positive, and subtracts it where it is negative.
+
+        Args:
+          values: float32 [size], changed in place.
+          first: position of values[0] among the values of a step.
+          entries: int64 [count], ascending, all within `values`.
+          value: a float32.
+        """
+        # The positions are distinct.
+        values[(entries >> 1) - first] += np.where(entries & 1, np.float32(-value), np.float32(value))
+
+    def take_signs(self, values: np.ndarray, scale: float) -> np.ndarray:
+        """Subtracts the signs of values times a scale, in place.
+
+        Args:
+          values: float32 [size], changed in place.
+          scale: a float32 that is not negative.
+
+        Returns:
+          The sign bits, uint8 [(size + 7) // 8], the lowest bit of a byte first.
+        """
+        bits = np.packbits(np.signbit(values), bitorder="little")
+        for start in range(0, values.size, CHUNK):
+            part = values[start : start + CHUNK]
+            part -= np.copysign(np.float32(scale), part)
+        return bits
+
+    def add_signs(self, values: np.ndarray, scale: float, bits: np.ndarray) -> None:
+        """Adds signs times a scale to float32 [size], in place.
+
+        Args:
+          values: float32 [size], changed in place.
+          scale: a float32.
+          bits: result of `take_signs`.
+        """
+        # Eight values of each byte.
+        eight = (1 - 2 * ((np.arange(256)[:, None] >> np.arange(8)) & 1)).astype(np.float32) * np.float32(scale)
+        for start in range(0, values.size, CHUNK):
+            part = values[start : start + CHUNK]
+            part += eight[bits[start // 8 : (start + CHUNK) // 8]].reshape(-1)[: part.size]
+
     def zeros(self, entries: np.ndarray, k: int) -> int:
         """Returns the sum of gap >> k over all entries."""
         return int((gaps_of(entries) >> k).sum())

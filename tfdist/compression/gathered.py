@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compression import codec, frames
+from tfdist.compression import arrays, codec, frames
 
 # Comparisons by magnitude treat denormal numbers as zeros, as TensorFlow's threads do in their arithmetic.
 SMALLEST = float(np.finfo(np.float32).tiny)
 LARGEST = float(np.finfo(np.float32).max)
-# numpy_function passes arrays to TensorFlow without a copy if they are aligned as its own tensors are.
-_ALIGNMENT = 64
 
 Arrays = dict[str, np.ndarray]
 
@@ -45,12 +44,12 @@ class GatheredCodec(codec.Codec):
         self, tensors: Sequence[tf.Tensor], specs: Sequence[tf.TensorSpec], state: codec.State
     ) -> tuple[tf.Tensor, codec.State]:
         names = list(state)
-        layout = frames.Layout.of(codec.sizes_of(specs))
+        layout, pool = frames.Layout.of(codec.sizes_of(specs)), arrays.Pool()
 
-        def encode(*arrays: np.ndarray) -> list[np.ndarray]:
-            gradients, values = arrays[: len(specs)], arrays[len(specs) :]
+        def encode(*inputs: np.ndarray) -> list[np.ndarray]:
+            gradients, values = inputs[: len(specs)], inputs[len(specs) :]
             old = dict(zip(names, values, strict=True))
-            payload, new = self._encode_arrays(gradients, old)
+            payload, new = self._encode_arrays(gradients, old, pool)
             if payload is None:
                 # TensorFlow may share the memory of the old state.
                 payload, new = Payload(frames.NON_FINITE, []), {name: value.copy() for name, value in old.items()}
@@ -64,18 +63,20 @@ class GatheredCodec(codec.Codec):
         return message, {name: tf.reshape(value, state[name].shape) for name, value in zip(names, new, strict=True)}
 
     def _decode(self, received: tf.Tensor, specs: Sequence[tf.TensorSpec], senders: Sequence[str]) -> list[tf.Tensor]:
-        sizes = codec.sizes_of(specs)
+        sizes, pool = codec.sizes_of(specs), arrays.Pool()
 
         def decode(rows: np.ndarray) -> list[np.ndarray]:
-            return self._sum_of(rows, sizes, senders)
+            return self._sum_of(rows, sizes, senders, pool)
 
         flat = _in_numpy(decode, [received], [tf.float32] * len(sizes)) if sizes else []
         return [tf.cast(tf.reshape(total, spec.shape), spec.dtype) for total, spec in zip(flat, specs, strict=True)]
 
-    def _sum_of(self, rows: np.ndarray, sizes: Sequence[int], senders: Sequence[str]) -> list[np.ndarray]:
+    def _sum_of(
+        self, rows: np.ndarray, sizes: Sequence[int], senders: Sequence[str], pool: arrays.Pool
+    ) -> list[np.ndarray]:
         if len(rows) != len(senders):
             raise ValueError(f"each message needs the name of its sender. Received: {len(rows)} messages, {senders=}")
-        sums = [zeros(size) for size in sizes]
+        sums = [pool.zeros(size) for size in sizes]
         layout, is_finite = frames.Layout.of(sizes), True
         for row, sender in zip(rows, senders, strict=True):
             try:
@@ -83,7 +84,8 @@ class GatheredCodec(codec.Codec):
                 if flags & frames.NON_FINITE:
                     is_finite = False
                 else:
-                    self._add_payload(flags, payload, sums)
+                    with np.errstate(over="ignore", invalid="ignore"):
+                        self._add_payload(flags, payload, sums)
             except ValueError as error:
                 raise ValueError(f"the message of {sender} can't be decoded: {error}") from None
         for total in () if is_finite else sums:
@@ -91,12 +93,15 @@ class GatheredCodec(codec.Codec):
         return sums
 
     @abc.abstractmethod
-    def _encode_arrays(self, gradients: Sequence[np.ndarray], state: Arrays) -> tuple[Payload | None, Arrays]:
+    def _encode_arrays(
+        self, gradients: Sequence[np.ndarray], state: Arrays, pool: arrays.Pool
+    ) -> tuple[Payload | None, Arrays]:
         """Encodes gradients; returns the payload, None if a value is not finite, and the new state.
 
         Args:
           gradients: float32 [size]; neither they nor the state may be written to.
           state: 1-D arrays; of scalars [1].
+          pool: has the memory for a new state.
         """
 
     @abc.abstractmethod
@@ -113,35 +118,16 @@ def per_tensor(name: str, specs: Sequence[tf.TensorSpec]) -> dict[str, tf.Tensor
     return {f"{name}/{index}": tf.TensorSpec(spec.shape, tf.float32) for index, spec in enumerate(specs)}
 
 
-def empty(size: int) -> np.ndarray:
-    """Returns float32 [size], aligned for TensorFlow."""
-    return _aligned(np.empty(size * 4 + _ALIGNMENT, np.uint8), size)
-
-
-def zeros(size: int) -> np.ndarray:
-    """Returns zeros, float32 [size], aligned for TensorFlow."""
-    return _aligned(np.zeros(size * 4 + _ALIGNMENT, np.uint8), size)
-
-
-def slices_of(entries: np.ndarray, sizes: Sequence[int]) -> list[tuple[slice, np.ndarray]]:
-    """Returns, for each tensor, the slice of its entries, and their positions in the tensor.
+def slices_of(entries: np.ndarray, sizes: Sequence[int]) -> list[slice]:
+    """Returns, for each tensor, the slice of its entries.
 
     Args:
       entries: int64 [count], 2 * position + (1 if negative), ascending.
       sizes: number of values of each tensor.
     """
-    ends = np.cumsum([0, *sizes], dtype=np.int64)
-    positions = entries >> 1
-    bounds = np.searchsorted(positions, ends)
-    return [
-        (slice(start, end), positions[start:end] - first)
-        for start, end, first in zip(bounds[:-1], bounds[1:], ends[:-1], strict=True)
-    ]
-
-
-def _aligned(memory: np.ndarray, size: int) -> np.ndarray:
-    offset = -memory.ctypes.data % _ALIGNMENT
-    return memory[offset : offset + size * 4].view(np.float32)
+    # Entry 2 * p is the first at position p or behind it.
+    bounds = np.searchsorted(entries, 2 * np.cumsum([0, *sizes], dtype=np.int64))
+    return [slice(start, end) for start, end in itertools.pairwise(bounds)]
 
 
 def _in_numpy(

@@ -18,7 +18,7 @@ from tfdist.compression import fallback
 from tfdist.runtime import messages
 
 # That of _native.c. It changes with each change of a function's arguments or results.
-VERSION = 1
+VERSION = 3
 _WHY = {
     -1: "the quotients end before the last entry",
     -2: "an entry is beyond the last value",
@@ -28,6 +28,9 @@ _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS = {
     "tfdist_add": [*[_POINTER] * 3, _INT, _FLOAT, _INT, _POINTER, _INT],
     "tfdist_correct": [*[_POINTER] * 3, _FLOAT, *[_POINTER] * 2, _INT, _FLOAT, _INT, _POINTER, _INT],
+    "tfdist_scatter": [_POINTER, _INT, _POINTER, _INT, _FLOAT],
+    "tfdist_take_signs": [_POINTER, _INT, _FLOAT, _POINTER],
+    "tfdist_add_signs": [_POINTER, _INT, _FLOAT, _POINTER],
     "tfdist_rice_zeros": [_POINTER, _INT, _INT],
     "tfdist_rice_encode": [_POINTER, _INT, _INT, *[_POINTER] * 3],
     "tfdist_rice_decode": [*[_POINTER] * 2, _INT, _POINTER, *[_INT] * 4, _POINTER],
@@ -86,6 +89,24 @@ class NativeKernels:
         )
         return None if count < 0 else count
 
+    def scatter(self, values: np.ndarray, first: int, entries: np.ndarray, value: float) -> None:
+        """See `NumpyKernels.scatter`."""
+        if entries.size and not first <= int(entries[0]) >> 1 <= int(entries[-1]) >> 1 < first + values.size:
+            raise IndexError(f"entries are outside of {values.size} values from {first} on")
+        pointer = _address(values, np.float32, values.size)
+        self._library.tfdist_scatter(pointer, first, *_sized(entries, np.int64), value)
+
+    def take_signs(self, values: np.ndarray, scale: float) -> np.ndarray:
+        """See `NumpyKernels.take_signs`."""
+        bits = np.empty((values.size + 7) // 8, np.uint8)
+        self._library.tfdist_take_signs(*_sized(values, np.float32), scale, _address(bits, np.uint8, bits.size))
+        return bits
+
+    def add_signs(self, values: np.ndarray, scale: float, bits: np.ndarray) -> None:
+        """See `NumpyKernels.add_signs`."""
+        pointer = _address(bits, np.uint8, (values.size + 7) // 8)
+        self._library.tfdist_add_signs(*_sized(values, np.float32), scale, pointer)
+
     def zeros(self, entries: np.ndarray, k: int) -> int:
         """See `NumpyKernels.zeros`."""
         return self._library.tfdist_rice_zeros(*_sized(entries, np.int64), k)
@@ -142,8 +163,8 @@ def kernels() -> Kernels:
         return NativeKernels(path)
     except OSError as error:
         messages.say(
-            f"tfdist: compression runs in NumPy, several times slower than compiled: {error}. Install a C compiler "
-            "(gcc or clang) and then tfdist again."
+            f"tfdist: compression runs in NumPy, up to twice as long as compiled: {error}. Install a C compiler "
+            "(gcc or clang), and then tfdist again."
         )
         return fallback.NumpyKernels()
 

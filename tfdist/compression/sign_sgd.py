@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compression import fallback, gathered, native
+from tfdist.compression import arrays, fallback, gathered, native
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -30,21 +31,18 @@ class SignSGD(gathered.GatheredCodec):
         return gathered.per_tensor("residual", specs)
 
     def _encode_arrays(
-        self, gradients: Sequence[np.ndarray], state: gathered.Arrays
+        self, gradients: Sequence[np.ndarray], state: gathered.Arrays, pool: arrays.Pool
     ) -> tuple[gathered.Payload | None, gathered.Arrays]:
         new: gathered.Arrays = {}
         scales, signs = [], []
         for index, gradient in enumerate(gradients):
             name = f"residual/{index}"
-            values = gathered.empty(gradient.size)
+            values = pool.empty(gradient.size)
             nothing = np.zeros(0, np.int64)
             if native.kernels().add(state[name], gradient, values, gathered.LARGEST, 0, nothing) is None:
                 return None, state
-            magnitude = sum(float(np.abs(part).sum(dtype=np.float64)) for part in _parts(values))
-            scale = np.float32(magnitude / max(1, values.size))
-            for part in _parts(values):
-                signs.append(np.packbits(np.signbit(part), bitorder="little"))
-                part -= np.copysign(scale, part)
+            scale = _mean_magnitude(values)
+            signs.append(native.kernels().take_signs(values, float(scale)))
             new[name] = values
             scales.append(scale)
         return gathered.Payload(0, [np.array(scales, "<f4").view(np.uint8), *signs]), new
@@ -56,17 +54,19 @@ class SignSGD(gathered.GatheredCodec):
         scales = np.frombuffer(payload[: 4 * len(sums)].tobytes(), "<f4")
         if not np.isfinite(scales).all() or (scales < 0).any():
             raise ValueError("it has a mean magnitude that is negative or not finite")
-        # Eight values of a byte.
-        directions = 1 - 2 * ((np.arange(256)[:, None] >> np.arange(8)) & 1).astype(np.float32)
         data = payload[4 * len(sums) :]
         for total, scale, length in zip(sums, scales, lengths, strict=True):
             signs, data = np.split(data, [length])
-            values = directions * scale
-            for start, part in zip(range(0, total.size, fallback.CHUNK), _parts(total), strict=True):
-                part += values[signs[start // 8 : (start + fallback.CHUNK) // 8]].reshape(-1)[: part.size]
+            native.kernels().add_signs(total, scale, signs)
 
 
-def _parts(values: np.ndarray) -> Iterator[np.ndarray]:
-    """Yields views of so many values that temporary arrays stay in the cache; all but the last fill whole bytes."""
+def _mean_magnitude(values: np.ndarray) -> np.float32:
+    """Returns the mean magnitude, summed in one order."""
+    total = 0.0
     for start in range(0, values.size, fallback.CHUNK):
-        yield values[start : start + fallback.CHUNK]
+        magnitudes = np.abs(values[start : start + fallback.CHUNK])
+        with np.errstate(over="ignore"):
+            part = float(magnitudes.sum())
+        # Sums in float32 are faster, and overflow near its limit.
+        total += part if math.isfinite(part) else float(magnitudes.sum(dtype=np.float64))
+    return np.float32(total / max(1, values.size))

@@ -7,12 +7,12 @@ import dataclasses
 import math
 import struct
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compression import codec, fallback, gaps, gathered, native
+from tfdist.compression import arrays, codec, fallback, gaps, gathered, native
 
 _HEAD = struct.Struct("<fQ")
 # Flags of a frame: 2 bits per value, or a word of 32 bits per entry, instead of coded gaps.
@@ -65,8 +65,8 @@ class Threshold(gathered.GatheredCodec):
     number: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        is_adaptive = isinstance(self.tau, str) and self.tau == "adaptive"
-        if not is_adaptive and not (codec.is_number(self.tau) and gathered.SMALLEST <= self.tau <= gathered.LARGEST):
+        is_valid = self.tau == "adaptive" if isinstance(self.tau, str) else _is_magnitude(self.tau)
+        if not is_valid:
             raise ValueError(
                 "Threshold(tau=...) must be a positive number in the range of float32, in units of the gradient, or "
                 f'"adaptive". Received: tau={self.tau!r}'
@@ -98,7 +98,7 @@ class Threshold(gathered.GatheredCodec):
         return {**gathered.per_tensor("residual", specs), **scalars}
 
     def _encode_arrays(
-        self, gradients: Sequence[np.ndarray], state: gathered.Arrays
+        self, gradients: Sequence[np.ndarray], state: gathered.Arrays, pool: arrays.Pool
     ) -> tuple[gathered.Payload | None, gathered.Arrays]:
         kept = [state[f"residual/{index}"] for index in range(len(gradients))]
         tau = np.float32(self.tau) if not isinstance(self.tau, str) else state["tau"][0]
@@ -107,7 +107,7 @@ class Threshold(gathered.GatheredCodec):
         total = sum(gradient.size for gradient in gradients)
         entries = np.empty(int(total * _BITMAP_FROM[self.entropy_coding]), np.int64)
         # Without any value other than 0 there is no tau yet, but values must be finite.
-        found = _add_all(kept, gradients, float(tau) or gathered.LARGEST, entries)
+        found = _add_all(kept, gradients, float(tau) or gathered.LARGEST, entries, pool)
         if found is None:
             return None, state
         residuals, count = found
@@ -115,7 +115,7 @@ class Threshold(gathered.GatheredCodec):
             payload = gathered.Payload(_BITMAP, [_HEAD.pack(tau, count), *(_send_bitmap(r, tau) for r in residuals)])
         else:
             entries = entries[:count]
-            _subtract(residuals, entries, tau)
+            _scatter(residuals, entries, -float(tau))
             payload = self._coded(entries, tau)
         step = int(state["step"][0]) + 1
         if tau and self.clip_every is not None and step % self.clip_every == 0:
@@ -148,10 +148,7 @@ class Threshold(gathered.GatheredCodec):
         entries = _from_words(data, count) if flags & _WORDS else gaps.decode(data, count, True, sum(sizes))
         if entries.size and int(entries[-1]) >> 1 >= sum(sizes):
             raise ValueError("an entry is beyond the last value")
-        values = np.where(entries & 1, np.float32(-tau), np.float32(tau))
-        for total, (chosen, positions) in zip(sums, gathered.slices_of(entries, sizes), strict=True):
-            # Positions of one message are distinct.
-            total[positions] += values[chosen]
+        _scatter(sums, entries, tau)
 
     def _first_tau(self, residuals: Sequence[np.ndarray], gradients: Sequence[np.ndarray]) -> np.float32:
         """Returns the magnitude that the wanted fraction of the values exceeds, or 0 if all are 0."""
@@ -181,14 +178,22 @@ class Threshold(gathered.GatheredCodec):
         return min(max(tau, gathered.SMALLEST), gathered.LARGEST)
 
 
+def _is_magnitude(value: Any) -> bool:
+    return codec.is_number(value) and gathered.SMALLEST <= value <= gathered.LARGEST
+
+
 def _add_all(
-    kept: Sequence[np.ndarray], gradients: Sequence[np.ndarray], bound: float, entries: np.ndarray
+    kept: Sequence[np.ndarray],
+    gradients: Sequence[np.ndarray],
+    bound: float,
+    entries: np.ndarray,
+    pool: arrays.Pool,
 ) -> tuple[list[np.ndarray], int] | None:
     """Adds gradients to residuals, in new arrays, and finds the entries; returns None if a sum is not finite."""
     kernels = native.kernels()
     sums, first, count = [], 0, 0
     for residual, gradient in zip(kept, gradients, strict=True):
-        total = gathered.empty(gradient.size)
+        total = pool.empty(gradient.size)
         found = kernels.add(residual, gradient, total, bound, first, entries[count:])
         if found is None:
             return None
@@ -198,11 +203,12 @@ def _add_all(
     return sums, count
 
 
-def _subtract(residuals: Sequence[np.ndarray], entries: np.ndarray, tau: np.float32) -> None:
-    values = np.where(entries & 1, -tau, tau)
-    slices = gathered.slices_of(entries, [residual.size for residual in residuals])
-    for residual, (chosen, positions) in zip(residuals, slices, strict=True):
-        residual[positions] -= values[chosen]
+def _scatter(tensors: Sequence[np.ndarray], entries: np.ndarray, tau: float) -> None:
+    """Adds tau to the values of positive entries, and subtracts it from those of negative ones."""
+    first = 0
+    for tensor, chosen in zip(tensors, gathered.slices_of(entries, [each.size for each in tensors]), strict=True):
+        native.kernels().scatter(tensor, first, entries[chosen], tau)
+        first += tensor.size
 
 
 def _send_bitmap(residual: np.ndarray, tau: np.float32) -> np.ndarray:

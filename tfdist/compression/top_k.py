@@ -12,7 +12,7 @@ from typing import ClassVar
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compression import codec, gaps, gathered, native
+from tfdist.compression import arrays, codec, gaps, gathered, native
 
 # Number of entries, bytes of the coded gaps, bytes per value.
 _HEAD = struct.Struct("<QQB")
@@ -75,17 +75,17 @@ class TopK(gathered.GatheredCodec):
         return {**gathered.per_tensor("residual", specs), **velocity, "step": tf.TensorSpec([], tf.int64)}
 
     def _encode_arrays(
-        self, gradients: Sequence[np.ndarray], state: gathered.Arrays
+        self, gradients: Sequence[np.ndarray], state: gathered.Arrays, pool: arrays.Pool
     ) -> tuple[gathered.Payload | None, gathered.Arrays]:
         density = self.density_of(int(state["step"][0]))
         new: gathered.Arrays = {}
         entries, values, first = [np.zeros(0, np.int64)], [np.zeros(0, _DTYPES[self.values])], 0
         for index, gradient in enumerate(gradients):
             names = [f"residual/{index}", *([f"velocity/{index}"] if self.momentum else [])]
-            arrays = self._select([state[name] for name in names], gradient, density)
-            if arrays is None:
+            selected = self._select([state[name] for name in names], gradient, density, pool)
+            if selected is None:
                 return None, state
-            positions, sent, *kept = arrays
+            positions, sent, *kept = selected
             new.update(zip(names, kept, strict=True))
             entries.append((positions + first) * 2)
             values.append(sent)
@@ -97,14 +97,16 @@ class TopK(gathered.GatheredCodec):
         data = sent.astype(sent.dtype.newbyteorder("<")).view(np.uint8)
         return gathered.Payload(0, [head, coded, data]), {name: new[name] for name in state}
 
-    def _select(self, old: Sequence[np.ndarray], gradient: np.ndarray, density: float) -> tuple[np.ndarray, ...] | None:
+    def _select(
+        self, old: Sequence[np.ndarray], gradient: np.ndarray, density: float, pool: arrays.Pool
+    ) -> tuple[np.ndarray, ...] | None:
         """Returns the positions and values to send of a tensor, and its new state; None if a value is not finite."""
         size = gradient.size
         number = min(size, max(1, round(density * size)))
         bound = self._bound(old, gradient, number)
         # As many as the sample promises, and some more.
         candidates = np.empty(min(size, 4 * number + _MIN_SAMPLE), np.int64)
-        kept = [gathered.empty(size) for _ in old]
+        kept = [pool.empty(size) for _ in old]
         if self.momentum:
             accumulated, velocity = old
             arguments = (velocity, accumulated, gradient, self.momentum, kept[1], kept[0])
@@ -155,9 +157,11 @@ class TopK(gathered.GatheredCodec):
         values = np.frombuffer(data.tobytes(), dtype).astype(np.float32)
         if not np.isfinite(values).all():
             raise ValueError("it has a value that is not finite")
-        for total, (chosen, positions) in zip(sums, gathered.slices_of(entries, sizes), strict=True):
+        first = 0
+        for total, chosen in zip(sums, gathered.slices_of(entries, sizes), strict=True):
             # Positions of one message are distinct.
-            total[positions] += values[chosen]
+            total[(entries[chosen] >> 1) - first] += values[chosen]
+            first += total.size
 
 
 def _largest(values: np.ndarray, candidates: np.ndarray, number: int) -> np.ndarray:
