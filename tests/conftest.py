@@ -18,6 +18,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
+import hypothesis
 import prefork
 import psutil
 import pytest
@@ -31,6 +32,12 @@ _TESTS = pathlib.Path(__file__).resolve().parent
 os.environ["PYTHONPATH"] = os.pathsep.join([str(_TESTS / "lean"), str(_TESTS.parent)])
 # For this process too, which Python started without them.
 gc.set_threshold(100_000, 50, 50)
+
+# How long an example takes says more of what else the machine does than of the code.
+hypothesis.settings.register_profile(
+    "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], parent=hypothesis.settings()
+)
+hypothesis.settings.load_profile("untimed")
 
 # A shell that starts this in the background has Ctrl-C ignored, and nohup has SIGHUP; children inherit that, and tests
 # send both to theirs.

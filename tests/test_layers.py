@@ -35,7 +35,6 @@ ARROWS: dict[str, set[str]] = {
     "runtime": {*_SOCKETS, "cluster", "policies"},
     "compat": {"runtime"},
     # Codecs know neither strategies nor engines.
-    "compression": {"runtime"},
     "transport": {"compat", "launchers", "runtime"},
     "compression": {"compat", "runtime"},
     "data": {"compat", "runtime"},
@@ -64,7 +63,17 @@ ARROWS: dict[str, set[str]] = {
     "doctor": {"__init__", "_addresses", "cluster", "doctor_meeting", "firewall", "launchers"},
     "cli": {"__init__", "cluster", "doctor", "launchers"},
     # Its names are resolved on first use, so importing it imports none of its parts.
-    "__init__": {"callbacks", "cluster", "flags", "policies", "runtime", "schedules", "strategies", "testing"},
+    "__init__": {
+        "callbacks",
+        "cluster",
+        "compression",
+        "flags",
+        "policies",
+        "runtime",
+        "schedules",
+        "strategies",
+        "testing",
+    },
 }
 LIGHT_FILES = (
     "__init__",

@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist.transport.sums import WorkerSums
+from tfdist.transport.traffic import Traffic
 
 pytestmark = pytest.mark.devices
 
@@ -31,8 +32,25 @@ class Doubling:
 def sums(monkeypatch: pytest.MonkeyPatch) -> tuple[WorkerSums, Doubling]:
     monkeypatch.setattr("tfdist.compat.replicas.worker_device", lambda strategy: "/device:CPU:0")
     found, double = WorkerSums(None), Doubling()
-    found.use(double, lambda what: contextlib.nullcontext(), lambda: None)
+    found.use(double, _gather, lambda what: contextlib.nullcontext(), lambda: None)
     return found, double
+
+
+def _gather(message: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """As if the other worker had sent a byte more, all 9."""
+    other = np.full(len(message) + 1, 9, np.uint8)
+    return np.stack([np.append(message, np.uint8(0)), other]), np.array([len(message), len(other)])
+
+
+def test_messages_are_counted_at_their_lengths(sums: tuple[WorkerSums, Doubling], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tfdist.compat.replicas.worker_count", lambda strategy: 2)
+    sums[0].traffic = Traffic(2)
+    step = tf.function(lambda message: (sums[0].gather_in_step(message), sums[0].in_step([tf.ones([5])])))
+    for call in (step, step.python_function):
+        gathered, _ = call(tf.constant([1, 2, 3], tf.uint8))
+        np.testing.assert_array_equal(gathered, [[1, 2, 3, 0], [9, 9, 9, 9]])
+    # And the sum of 20 bytes in each step.
+    assert sums[0].traffic.by_worker() == [2 * (3 + 20), 2 * (4 + 20)]
 
 
 def test_constants_that_are_put_together_are_summed_anew_in_each_step(sums: tuple[WorkerSums, Doubling]):

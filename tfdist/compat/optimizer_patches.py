@@ -259,9 +259,7 @@ def _branches(optimizer: Any) -> bool:
     return bool(optimizer.gradient_accumulation_steps or (optimizer.use_ema and optimizer.ema_overwrite_frequency))
 
 
-def _apply(
-    optimizer: Any, weigh: Transform | None, sum_up: Callable[[Gradients], list[Any]]
-) -> Callable[..., None]:
+def _apply(optimizer: Any, weigh: Transform | None, sum_up: Callable[[Gradients], list[Any]]) -> Callable[..., None]:
     original = optimizer.apply
 
     def apply(grads: Gradients, trainable_variables: Any = None) -> None:

@@ -10,7 +10,7 @@ import struct
 
 
 def by_this_process() -> int:
-    """Returns the bytes that the open TCP connections of this process have sent so far, as Linux counts them for each."""
+    """Returns the bytes that the open TCP connections of this process have sent so far, as Linux counts them."""
     total = 0
     for entry in pathlib.Path("/proc/self/fd").iterdir():
         try:

@@ -107,9 +107,7 @@ def run_step(
         return _Results(strategy, shares, sum_over_workers, told, sum_gradients).merge(logs, kept, postponed)
 
 
-def _patches(
-    model: keras.Model, weights: Any, postponed: Any, sum_gradients: Any
-) -> contextlib.AbstractContextManager:
+def _patches(model: keras.Model, weights: Any, postponed: Any, sum_gradients: Any) -> contextlib.AbstractContextManager:
     if postponed:
         return optimizer_patches.attributes([postponed.change])
     return optimizer_patches.patched(optimizer_patches.optimizers_of(model), weights.transform, sum_gradients)
