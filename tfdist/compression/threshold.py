@@ -40,6 +40,9 @@ class Threshold(gathered.GatheredCodec):
     shrinks by as much: twice or half of it after 20 steps (Deeplearning4j's AdaptiveThresholdAlgorithm). Each worker
     has a tau of its own, which is sent with the message.
 
+    Gradients that are mostly noise keep the density just below `max_density`. Random entries take 15.8, 12.5 and 9.1
+    bits at densities 1e-4, 1e-3 and 1e-2: 20000, 2600 and 350 times less than float32; 1000 times less needs 0.0028.
+
     Every `clip_every` steps residuals are clipped to +-5 tau, as Deeplearning4j's ResidualClippingPostProcessor does:
     else values that grow faster than tau per step make the residual grow without bound, and are sent for long after the
     gradient has changed its sign. Clipped mass is lost: such a step sends and keeps less than what came in.
