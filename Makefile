@@ -15,7 +15,7 @@ PARALLEL = -n 4 --dist loadfile --no-loadscope-reorder
 
 SRC =
 
-.PHONY: help demo chaos programs fuzz test test-all test-fast test-keras test-kubernetes test-slurm test-ssh test-versions test-oldest test-newest lint format bench bench-torch flames venv venv-dev venv-bench python clean
+.PHONY: help demo chaos programs fuzz test test-all test-fast test-keras test-kubernetes test-network test-slurm test-ssh test-versions test-oldest test-newest lint format bench bench-torch flames venv venv-dev venv-bench python clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null || grep '##' Makefile
@@ -45,6 +45,9 @@ test-slurm: venv  ## run the Slurm launcher on a real four-node Slurm on this ma
 
 test-ssh: venv  ## run jobs on hosts with a real sshd, and cut their links (root only, about 10 minutes)
 	$(PYTEST) -n 0 -m real_ssh $(FLAGS)
+
+test-network: venv  ## measure compressed updates over a link of 100 Mb/s between network namespaces (root, iproute2; 10 minutes)
+	$(BIN)/python benchmarks/slow_network.py $(FLAGS)
 
 test-fast: venv  ## run the tests that start no process and need no device (seconds)
 	$(PYTEST) -m "not processes and not devices and not slow and not slurm" $(FLAGS)

@@ -30,6 +30,17 @@ class Transport(simulated.SimulatedTransport):
         return self._met.gather(self.index, [array.copy() for array in arrays])[source]
 
 
+class Model:
+    """With an optimizer of two variables, or of some of them."""
+
+    def __init__(
+        self, make: Callable[[Any], Any] = lambda sgd: sgd, shapes: Sequence[tuple[int, ...]] = SHAPES
+    ) -> None:
+        self.variables = [keras.Variable(np.zeros(shape, "float32")) for shape in shapes]
+        self.optimizer = make(keras.optimizers.SGD(0.1))
+        self.optimizer.build(self.variables)
+
+
 def _on_workers(codec: Codec, num_workers: int, call: Callable[[ErrorFeedback, int], Any]) -> list[Any]:
     meeting = simulated.Meeting(num_workers)
     return simulated.on_workers(
@@ -42,18 +53,39 @@ def _gradients(seed: int) -> list[tf.Tensor]:
     return [tf.constant(random.standard_normal(shape), tf.float32) for shape in SHAPES]
 
 
-def _optimizer() -> Any:
-    return keras.optimizers.SGD(0.1)
+def _sum(feedback: ErrorFeedback, model: Any, gradients: list[tf.Tensor], **options: Any) -> list[tf.Tensor]:
+    return feedback.sum(model.optimizer, gradients, model.variables, feedback._transport, **options)
+
+
+def _trained(codec: Codec, num_workers: int) -> tuple[Any, list[np.ndarray]]:
+    """What a checkpoint has after a step."""
+
+    def train(feedback: ErrorFeedback, worker: int) -> Any:
+        model = Model()
+        _sum(feedback, model, _gradients(worker))
+        return feedback.collect(model)  # pyright: ignore[reportArgumentType]
+
+    return _on_workers(codec, num_workers, train)[0]
+
+
+def _restored(codec: Codec, num_workers: int, model: Any, description: Any, arrays: list[np.ndarray]) -> Any:
+    """What the next checkpoint would have."""
+
+    def take(feedback: ErrorFeedback, worker: int) -> Any:
+        feedback.distribute(model, description, [] if worker else arrays)
+        return feedback.collect(model)
+
+    return _on_workers(codec, num_workers, take)[0]
 
 
 @pytest.mark.parametrize("codec", [Threshold(0.7), TopK(0.2), SignSGD()])
 def test_what_a_checkpoint_restores_goes_on_bit_for_bit(codec: Codec):
     def calm(feedback: ErrorFeedback, worker: int) -> Any:
-        optimizer, sums = _optimizer(), []
+        model, sums, saved = Model(), [], None
         for step in range(6):
-            sums = feedback.sum(optimizer, _gradients(10 * step + worker))
+            sums = _sum(feedback, model, _gradients(10 * step + worker))
             if step == 2:
-                saved = feedback.collect([optimizer])
+                saved = feedback.collect(model)  # pyright: ignore[reportArgumentType]
         return sums, saved
 
     ends = _on_workers(codec, 2, calm)
@@ -61,10 +93,12 @@ def test_what_a_checkpoint_restores_goes_on_bit_for_bit(codec: Codec):
     assert ends[1][1] == (description, [])
 
     def resumed(feedback: ErrorFeedback, worker: int) -> Any:
-        optimizer = _optimizer()
-        assert feedback.distribute([optimizer], description, [] if worker else arrays)
+        model, sums = Model(), []
+        # What was kept before must not stay.
+        _sum(feedback, model, _gradients(worker))
+        feedback.distribute(model, description, [] if worker else arrays)  # pyright: ignore[reportArgumentType]
         for step in range(3, 6):
-            sums = feedback.sum(optimizer, _gradients(10 * step + worker))
+            sums = _sum(feedback, model, _gradients(10 * step + worker))
         return sums
 
     for sums, (expected, _) in zip(_on_workers(codec, 2, resumed), ends, strict=True):
@@ -72,19 +106,8 @@ def test_what_a_checkpoint_restores_goes_on_bit_for_bit(codec: Codec):
 
 
 def test_other_workers_share_what_was_not_sent():
-    def train(feedback: ErrorFeedback, worker: int) -> Any:
-        optimizer = _optimizer()
-        feedback.sum(optimizer, _gradients(worker))
-        return feedback.collect([optimizer])
-
-    description, arrays = _on_workers(Threshold(0.7), 2, train)[0]
-
-    def grown(feedback: ErrorFeedback, worker: int) -> Any:
-        optimizer = _optimizer()
-        assert feedback.distribute([optimizer], description, [] if worker else arrays)
-        return feedback.collect([optimizer])
-
-    _, shared = _on_workers(Threshold(0.7), 3, grown)[0]
+    description, arrays = _trained(Threshold(0.7), 2)
+    _, shared = _restored(Threshold(0.7), 3, Model(), description, arrays)
     assert len(arrays) // 2 == len(shared) // 3 == len(SHAPES) + 2  # tau and step besides
     for index in range(len(SHAPES)):
         kept = sum(arrays[index :: len(SHAPES) + 2])
@@ -92,30 +115,49 @@ def test_other_workers_share_what_was_not_sent():
         assert np.abs(kept).max() > 0.1
 
 
-def test_a_codec_without_state_saves_nothing_and_another_one_begins_anew(capsys: pytest.CaptureFixture[str]):
-    def train(codec: Codec) -> Callable[..., Any]:
-        def call(feedback: ErrorFeedback, worker: int) -> Any:
-            optimizer = _optimizer()
-            feedback.sum(optimizer, _gradients(worker))
-            return feedback.collect([optimizer])
-
-        return lambda: _on_workers(codec, 2, call)[0]
-
-    assert train(HalfPrecision("float16"))() == (None, [])
-    description, arrays = train(SignSGD())()
-    taken = _on_workers(
-        Threshold(0.7), 2, lambda feedback, worker: feedback.distribute([_optimizer()], description, arrays)
-    )
-    assert taken == [False, False]
+def test_a_codec_without_state_saves_nothing():
+    assert _trained(HalfPrecision("float16"), 2) == (None, [])
 
 
-def test_each_optimizer_has_a_state_of_its_own():
+def _shapes(*shapes: tuple[int, ...]) -> Callable[[], Any]:
+    return lambda: Model(shapes=shapes)
+
+
+@pytest.mark.parametrize(
+    ("codec", "model"),
+    [(Threshold(0.7), Model), (SignSGD(), _shapes((4, 3), (4,))), (SignSGD(), _shapes((4, 3)))],
+    ids=["another codec", "another shape", "fewer variables"],
+)
+def test_a_checkpoint_of_another_kind_is_left_out_with_a_line(
+    codec: Codec, model: Callable[[], Any], capfd: pytest.CaptureFixture[str]
+):
+    _, arrays = _restored(codec, 2, model(), *_trained(SignSGD(), 2))
+    assert not any(array.any() for array in arrays)
+    said = f"tfdist: Compression: the checkpoint has the state of {SignSGD()!r}, "
+    assert capfd.readouterr().err.count(said) == 1
+
+
+def test_a_checkpoint_without_state_begins_anew():
     def train(feedback: ErrorFeedback, worker: int) -> Any:
-        first, second = _optimizer(), _optimizer()
-        alone = feedback.sum(second, _gradients(1))
-        feedback.sum(first, _gradients(0))
-        again = ErrorFeedback(Threshold(0.7), Transport(simulated.Meeting(1), 0, 1)).sum(_optimizer(), _gradients(1))
-        return alone, again
+        model = Model()
+        first = _sum(feedback, model, _gradients(worker))
+        feedback.distribute(model, None, [])  # pyright: ignore[reportArgumentType]
+        return first, _sum(feedback, model, _gradients(worker))
+
+    ((first, again),) = _on_workers(Threshold(0.7), 1, train)
+    assert [each.numpy().tobytes() for each in first] == [each.numpy().tobytes() for each in again]
+
+
+def test_each_optimizer_and_each_of_its_groups_of_variables_has_a_state_of_its_own():
+    def train(feedback: ErrorFeedback, worker: int) -> Any:
+        first, second, twice = Model(), Model(), Model(shapes=[*SHAPES, *SHAPES])
+        alone = _sum(feedback, second, _gradients(1))
+        _sum(feedback, first, _gradients(0))
+        halves = [
+            feedback.sum(twice.optimizer, _gradients(seed), variables, feedback._transport)
+            for seed, variables in ((0, twice.variables[:2]), (1, twice.variables[2:]))
+        ]
+        return alone, halves[1]
 
     ((alone, again),) = _on_workers(Threshold(0.7), 1, train)
     assert [each.numpy().tobytes() for each in alone] == [each.numpy().tobytes() for each in again]
@@ -123,14 +165,14 @@ def test_each_optimizer_has_a_state_of_its_own():
 
 def test_the_state_is_kept_without_the_scale_of_the_loss():
     def train(feedback: ErrorFeedback, worker: int) -> Any:
-        plain, scaled, sums = _optimizer(), keras.optimizers.LossScaleOptimizer(_optimizer(), initial_scale=8.0), []
-        scaled.build([keras.Variable(np.zeros(shape, "float32")) for shape in SHAPES])
+        plain, sums = Model(), []
+        scaled = Model(lambda sgd: keras.optimizers.LossScaleOptimizer(sgd, initial_scale=8.0))
         for step in range(3):
-            scale = tf.convert_to_tensor(scaled.dynamic_scale)
-            expected = feedback.sum(plain, _gradients(step))
-            found = feedback.sum(scaled, [each * scale for each in _gradients(step)])
+            scale = tf.convert_to_tensor(scaled.optimizer.dynamic_scale)
+            expected = _sum(feedback, plain, _gradients(step))
+            found = _sum(feedback, scaled, [each * scale for each in _gradients(step)])
             sums += [(total / scale, wanted) for total, wanted in zip(found, expected, strict=True)]
-            scaled.dynamic_scale.assign(2 * scale)
+            scaled.optimizer.dynamic_scale.assign(2 * scale)
         return sums
 
     (pairs,) = _on_workers(Threshold(0.7), 1, train)

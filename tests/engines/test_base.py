@@ -18,6 +18,7 @@ from tfdist.compat import step_errors
 from tfdist.engines.base import Engine
 from tfdist.engines.mirrored.engine import ThreadedEngine
 from tfdist.engines.multi_worker.engine import QuorumEngine
+from tfdist.engines.multi_worker.step import Sums
 from tfdist.policies.saved_state import SavedState
 from tfdist.strategies.distribution import Distribution
 from tfdist.telemetry.report import Recorder
@@ -84,7 +85,7 @@ def _threaded() -> Any:
 
 def _quorum() -> Any:
     nothing = lambda *given: None  # noqa: E731
-    engine = QuorumEngine(None, 0, _Client(), nothing, nothing, nothing)  # pyright: ignore
+    engine = QuorumEngine(None, 0, _Client(), Sums(nothing), nothing, nothing)  # pyright: ignore
     # Keras' loop of this process stays as it is, for other tests.
     with mock.patch.object(step_errors, "install"):
         engine.start()

@@ -45,7 +45,7 @@ def _gather(message: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def test_messages_are_counted_at_their_lengths(sums: tuple[WorkerSums, Doubling], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("tfdist.compat.replicas.worker_count", lambda strategy: 2)
     sums[0].traffic = Traffic(2)
-    step = tf.function(lambda message: (sums[0].gather_in_step(message), sums[0].in_step([tf.ones([5])])))
+    step = tf.function(lambda message: (sums[0].gather(message, in_step=True), sums[0].in_step([tf.ones([5])])))
     for call in (step, step.python_function):
         gathered, _ = call(tf.constant([1, 2, 3], tf.uint8))
         np.testing.assert_array_equal(gathered, [[1, 2, 3, 0], [9, 9, 9, 9]])

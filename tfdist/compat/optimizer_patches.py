@@ -39,8 +39,10 @@ NEEDS = (
 
 Gradients = Sequence[Any]
 Transform = Callable[[Gradients], Gradients]
-# Sums, in replica context, the gradients that an optimizer is to apply; None stays None.
-SumGradients = Callable[[Any, Gradients], list[Any]]
+# Sums, in replica context, the gradients that an optimizer is to apply: (optimizer, gradients, variables). None stays
+# None.
+SumGradients = Callable[[Any, Gradients, Sequence[Any]], list[Any]]
+_SumUp = Callable[[Gradients, Sequence[Any]], list[Any]]
 
 # Method that Keras calls with the clipped and summed gradients:
 # update(distribution, [(gradient, variable)], learning rate).
@@ -62,7 +64,7 @@ def patched(
     """
     with contextlib.ExitStack() as stack:
         for optimizer in optimizers:
-            sum_up = functools.partial(sum_gradients, optimizer) if sum_gradients else sum_over_replicas
+            sum_up = functools.partial(sum_gradients, optimizer) if sum_gradients else _sum_up
             stack.enter_context(_patched(optimizer, weigh, sum_up))
         yield
 
@@ -85,6 +87,11 @@ class Postponed:
         self._weigh = weigh
         self._variables: Sequence[Any] | None = None
         self.gradients: list[Any] = []
+
+    @property
+    def variables(self) -> Sequence[Any]:
+        """The variable of each gradient."""
+        return self._variables or optimizer_variables.trained_by(self.optimizer)
 
     @property
     def change(self) -> tuple[Any, str, Any]:
@@ -138,18 +145,23 @@ def sum_over_replicas(gradients: Gradients) -> list[Any]:
     return sums
 
 
+def _sum_up(gradients: Gradients, variables: Sequence[Any]) -> list[Any]:
+    del variables
+    return sum_over_replicas(gradients)
+
+
 def _sum_varying(values: Gradients) -> Sequence[Any]:
     context = tf.distribute.get_replica_context()
     if replicas.has_other_workers(context.strategy):
         with instance_keys.counted(context.strategy):
             return _all_reduce(values)
-    _check_can_meet(context)
+    check_can_meet()
     return context.merge_call(_concatenate, args=tuple(values))
 
 
 def _all_reduce(values: Gradients) -> Sequence[Any]:
     context = tf.distribute.get_replica_context()
-    _check_can_meet(context)
+    check_can_meet()
     if not context.strategy.extended._use_merge_call():
         return context.all_reduce(tf.distribute.ReduceOp.SUM, values)
     # ReplicaContext.all_reduce does this too, but gives the sum a gradient of its own. TensorFlow never
@@ -157,14 +169,14 @@ def _all_reduce(values: Gradients) -> Sequence[Any]:
     return context.merge_call(_reduce_together, args=tuple(values))
 
 
-def _check_can_meet(context: Any) -> None:
-    """Raises where TensorFlow's replicas can't wait for each other, with the remedy."""
+def check_can_meet() -> None:
+    """Raises RuntimeError in replica context where replicas can't wait for each other, with the remedy."""
     graph = getattr(threading.current_thread(), "graph", None)
     if graph is not None and graph is not tf.compat.v1.get_default_graph():
         raise RuntimeError(
             "train_step: optimizer.apply can't add up the replicas' gradients inside of a conditional, a loop or a "
             "tf.function within the step; call it in the step itself, with gradients that are multiplied by the "
-            f"condition. Received: a call inside of one, {context.strategy.num_replicas_in_sync} replicas"
+            f"condition. Received: a call inside of one, {tf.distribute.get_strategy().num_replicas_in_sync} replicas"
         )
 
 
@@ -191,12 +203,12 @@ def _varies(gradient: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _patched(optimizer: Any, weigh: Transform | None, sum_up: Callable[[Gradients], list[Any]]) -> Iterator[None]:
+def _patched(optimizer: Any, weigh: Transform | None, sum_up: _SumUp) -> Iterator[None]:
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     first_sum = inner is not optimizer or clips(inner) or _branches(inner)
     changes: list[tuple[Any, str, Any]] = []
     if weigh or first_sum:
-        changes.append((optimizer, "apply", _apply(optimizer, weigh, sum_up if first_sum else list)))
+        changes.append((optimizer, "apply", _apply(optimizer, weigh, sum_up if first_sum else None)))
     with attributes([*changes, *_of_update(inner, list if first_sum else _summing_pairs(sum_up))]):
         yield
 
@@ -259,27 +271,29 @@ def _branches(optimizer: Any) -> bool:
     return bool(optimizer.gradient_accumulation_steps or (optimizer.use_ema and optimizer.ema_overwrite_frequency))
 
 
-def _apply(optimizer: Any, weigh: Transform | None, sum_up: Callable[[Gradients], list[Any]]) -> Callable[..., None]:
+def _apply(optimizer: Any, weigh: Transform | None, sum_up: _SumUp | None) -> Callable[..., None]:
     original = optimizer.apply
 
     def apply(grads: Gradients, trainable_variables: Any = None) -> None:
         if tf.distribute.in_cross_replica_context():
             return original(grads, trainable_variables)
-        grads = sum_up(weigh(grads) if weigh else grads)
+        grads = list(weigh(grads) if weigh else grads)
+        if sum_up:
+            grads = sum_up(grads, trainable_variables or optimizer_variables.trained_by(optimizer))
         return original(grads, trainable_variables)
 
     return apply
 
 
-def _summing_pairs(sum_up: Callable[[Gradients], list[Any]]) -> Callable[..., list[tuple[Any, Any]]]:
+def _summing_pairs(sum_up: _SumUp) -> Callable[..., list[tuple[Any, Any]]]:
     """Keras' `_all_reduce_sum_gradients`."""
 
     def sum_pairs(gradients_and_variables: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
         pairs = list(gradients_and_variables)
         if tf.distribute.in_cross_replica_context():
             return pairs
-        sums = sum_up([gradient for gradient, _ in pairs])
-        return [(total, variable) for total, (_, variable) in zip(sums, pairs, strict=True)]
+        variables = [variable for _, variable in pairs]
+        return list(zip(sum_up([gradient for gradient, _ in pairs], variables), variables, strict=True))
 
     return sum_pairs
 

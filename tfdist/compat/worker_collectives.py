@@ -30,12 +30,16 @@ _GATHERED_DTYPES = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 
 
 def sum_of(strategy: Any, flat: tf.Tensor) -> tf.Tensor:
-    """The sum of a tensor over all workers, in cross-replica context, in a graph or eagerly.
+    """The sum of a tensor over all workers, in a graph or eagerly; in replica context, of workers of one device each.
 
     Args:
       strategy: a `MultiWorkerMirroredStrategy` of several workers.
       flat: 1-D, of the same shape on all workers.
     """
+    context: Any = tf.distribute.get_replica_context()
+    # Outside of any scope there is a context too, of another strategy.
+    if context is not None and context.strategy is strategy:
+        return context.all_reduce("SUM", flat)
     with tf.device(replicas.worker_device(strategy)):
         return tf.distribute.Strategy.reduce(strategy, "SUM", tf.identity(flat), axis=None)
 
@@ -52,17 +56,23 @@ def sum_in_step(strategy: Any, flat: tf.Tensor) -> tf.Tensor:
         return sum_of(strategy, flat)
     (launcher,) = strategy.extended._cross_device_ops._launchers
     (device,) = strategy.extended.worker_devices
-    is_small = size * flat.dtype.size * num_workers <= _GATHERED_BYTES
-    is_gathered = is_small and flat.dtype in _GATHERED_DTYPES and "CPU" in device
     with instance_keys.fixed(strategy), tf.device(device):
-        if not is_gathered:
+        if not is_gathered(strategy, flat):
             return launcher.all_reduce(tf.identity(flat))
         gathered = launcher._all_gather(tf.identity(flat), None)
         return tf.reduce_sum(tf.reshape(gathered, [num_workers, size]), 0)
 
 
-def gather_in_step(strategy: Any, message: tf.Tensor) -> tf.Tensor:
-    """The messages of all workers, traced in a step that all workers trace alike, of workers with one device each.
+def is_gathered(strategy: Any, flat: tf.Tensor) -> bool:
+    """True if `sum_in_step` has each worker send this tensor to all others; False if it goes around a ring."""
+    size, (device,) = flat.shape.num_elements(), strategy.extended.worker_devices
+    if tf.executing_eagerly() or size is None or flat.dtype not in _GATHERED_DTYPES or "CPU" not in device:
+        return False
+    return size * flat.dtype.size * replicas.worker_count(strategy) <= _GATHERED_BYTES
+
+
+def gather(strategy: Any, message: tf.Tensor, in_step: bool) -> tf.Tensor:
+    """The messages of all workers of one device each, in a graph or eagerly, in any context.
 
     What fits into `HEAD_BYTES` costs one collective. Of longer messages the lengths are known after it, and the rest
     follows in a second one, which needs a key for each execution because its shape differs.
@@ -70,6 +80,7 @@ def gather_in_step(strategy: Any, message: tf.Tensor) -> tf.Tensor:
     Args:
       strategy: see `sum_of`.
       message: 1-D uint8; each worker has one of its own length.
+      in_step: True in a step that all workers trace alike, whose first collective then needs no key for each execution.
 
     Returns:
       uint8 [workers, longest], each message padded with zeros.
@@ -81,7 +92,7 @@ def gather_in_step(strategy: Any, message: tf.Tensor) -> tf.Tensor:
         # TensorFlow gathers no bytes, but integers.
         length = tf.size(message)
         head = tf.concat([[length], _as_integers(_padded(message[:HEAD_BYTES], HEAD_BYTES))], 0)
-        with instance_keys.fixed(strategy):
+        with instance_keys.fixed(strategy) if in_step else instance_keys.counted(strategy):
             heads = tf.reshape(launcher._all_gather(head, None), [num_workers, 1 + HEAD_BYTES // 4])
         longest, begun = tf.reduce_max(heads[:, 0]), _as_bytes(heads[:, 1:])
 
@@ -95,7 +106,7 @@ def gather_in_step(strategy: Any, message: tf.Tensor) -> tf.Tensor:
 
 
 def gathered_bytes(lengths: tf.Tensor) -> tf.Tensor:
-    """Returns how many bytes `gather_in_step` carries from each worker to each other one, for messages so long."""
+    """Returns how many bytes `gather` carries from each worker to each other one, for messages so long."""
     longest = tf.reduce_max(lengths)
     return 4 + HEAD_BYTES + tf.maximum((longest - HEAD_BYTES + 3) // 4 * 4, 0)
 

@@ -11,6 +11,7 @@ of each gradient what they have not sent so far (error feedback).
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -19,135 +20,216 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import optimizer_patches, process_variable
+from tfdist.compat import optimizer_patches, optimizer_variables, process_variable
+from tfdist.runtime import messages
 
 
-class ErrorFeedback(tf.Module):
+@dataclasses.dataclass(frozen=True)
+class _Group:
+    """The variables whose gradients one call of `apply` is given, and the codec's state for them.
+
+    Attributes:
+      optimizer: the number of the optimizer among those of the model.
+      variables: index of each among the variables that the optimizer updates.
+      specs: of the gradients.
+      state: the codec's state by name, in this process.
+    """
+
+    optimizer: int
+    variables: tuple[int, ...]
+    specs: tuple[tf.TensorSpec, ...]
+    state: dict[str, tf.Variable]
+
+    def described(self) -> dict[str, Any]:
+        """JSON data."""
+        return {
+            "optimizer": self.optimizer,
+            "variables": list(self.variables),
+            "gradients": [[list(spec.shape), spec.dtype.name] for spec in self.specs],
+            "state": [[name, list(each.shape), each.dtype.name] for name, each in sorted(self.state.items())],
+        }
+
+    def in_order(self) -> list[tf.Variable]:
+        """The state, in the order of the description."""
+        return [self.state[name] for name in sorted(self.state)]
+
+
+class ErrorFeedback:
     """Sums gradients over workers by a codec.
 
     Args:
       codec: a `tfdist.compression.Codec`.
-      transport: of the codec's messages (`tfdist.compression.Transport`), and of the state of one worker to all
-        (`index`, `broadcast`); see `tfdist.transport.messages.Messages`.
+      transport: carries the state of one worker to all (`num_workers`, `index`, `broadcast`); see
+        `tfdist.transport.messages.Messages`.
+
+    Attributes:
+      codec: the same.
     """
 
     def __init__(self, codec: Any, transport: Any) -> None:
-        super().__init__(name="error_feedback")
-        self._codec = codec
+        self.codec = codec
         self._transport = transport
-        # By optimizer, and by the shapes of what it applies: two models may share an optimizer's class, not an object.
+        # By optimizer, and by the variables whose gradients it is given together.
         self._states: weakref.WeakKeyDictionary[Any, dict[Any, dict[str, Any]]] = weakref.WeakKeyDictionary()
 
-    def sum(self, optimizer: Any, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Returns the sums over the workers; all call it with gradients of the same shapes, in the same order.
+    def sum(
+        self,
+        optimizer: Any,
+        gradients: Sequence[tf.Tensor],
+        variables: Sequence[Any],
+        transport: Any,
+        are_scaled: bool = True,
+    ) -> list[tf.Tensor]:
+        """Returns the sums over the workers; all call it with gradients of the same variables, in the same order.
 
         Args:
-          optimizer: the Keras optimizer that will apply the sums. While it scales the loss, the state is kept for
-            gradients without scale, because the scale changes.
+          optimizer: the Keras optimizer that will apply the sums.
           gradients: dense gradients of static shapes.
+          variables: the variable of each.
+          transport: of the codec's messages (`tfdist.compression.codec.Transport`).
+          are_scaled: whether the gradients have the scale of a `LossScaleOptimizer`. The state is kept for gradients
+            without it, because it changes.
         """
         if not gradients:
             return []
         specs = tuple(tf.TensorSpec(gradient.shape, gradient.dtype) for gradient in gradients)
-        state = self._state_of(optimizer, specs)
-        scale = _loss_scale(optimizer)
+        state = self._state_of(optimizer, _indices(optimizer, variables), specs)
+        scale = _loss_scale(optimizer) if are_scaled else None
         unscaled = gradients if scale is None else [each / tf.cast(scale, each.dtype) for each in gradients]
         values = {name: variable.read_value() for name, variable in state.items()}
-        sums, after = self._codec.exchange(unscaled, values, self._transport)
+        sums, after = self.codec.exchange(unscaled, values, transport)
         for name, variable in state.items():
             variable.assign(after[name], read_value=False)
         return sums if scale is None else [each * tf.cast(scale, each.dtype) for each in sums]
 
-    def sum_all(self, optimizer: Any, gradients: Sequence[Any]) -> list[Any]:
+    def sum_all(self, transport: Any, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Does the same where some gradients are None, which stays, or rows, which are sent as they are.
 
-        In replica context.
+        In replica context, or in cross-replica context if all gradients are dense.
         """
+        if tf.distribute.get_replica_context() is not None:
+            optimizer_patches.check_can_meet()
         dense = [index for index, gradient in enumerate(gradients) if isinstance(gradient, tf.Tensor)]
         sums = optimizer_patches.sum_over_replicas([None if i in dense else g for i, g in enumerate(gradients)])
-        for index, total in zip(dense, self.sum(optimizer, [gradients[index] for index in dense]), strict=True):
+        for index in dense:
+            # Not known by the gradients of some operations on rows.
+            gradients[index].set_shape(variables[index].shape)
+        chosen = [gradients[index] for index in dense], [variables[index] for index in dense]
+        for index, total in zip(dense, self.sum(optimizer, *chosen, transport), strict=True):
             sums[index] = total
         return sums
 
-    def collect(self, optimizers: Sequence[Any]) -> tuple[Any, list[np.ndarray]]:
-        """Collects the state of all workers for a checkpoint; all workers call it at the same place.
+    # Checkpoints.
 
-        Args:
-          optimizers: those whose state it is.
+    def collect(self, model: keras.Model) -> tuple[Any, list[np.ndarray]]:
+        """Collects the state of all workers; all workers call it at the same place.
 
         Returns:
           A description (JSON data; None if the codec has no state, or nothing was sent yet), and the arrays of each
           worker after the other, on the first worker only.
         """
-        states = self._states_of(optimizers)
-        variables = _variables(states)
-        if not variables:
+        groups = self._groups_of(optimizer_patches.optimizers_of(model))
+        own = [variable.numpy() for group in groups for variable in group.in_order()]
+        if not own:
             return None, []
-        described = [
-            [number, [[list(spec.shape), spec.dtype.name] for spec in specs], sorted(state)]
-            for number, specs, state in states
-        ]
-        own, count = [variable.numpy() for variable in variables], self._transport.num_workers
-        # From one worker at a time, so that the first one alone holds what all have.
-        by_worker = [self._transport.broadcast(own, source) for source in range(count)]
-        found = [each for arrays in by_worker for each in arrays]
-        return {"workers": count, "states": described}, [] if self._transport.index else found
+        found: list[np.ndarray] = []
+        # From one worker at a time, and only the first one keeps what it gets.
+        for source in range(self._transport.num_workers):
+            arrays = self._transport.broadcast(own, source)
+            found += [] if self._transport.index else arrays
+        described = {"codec": repr(self.codec), "workers": self._transport.num_workers}
+        return described | {"groups": [group.described() for group in groups]}, found
 
-    def distribute(self, optimizers: Sequence[Any], described: Any, arrays: Sequence[np.ndarray]) -> bool:
+    def distribute(self, model: keras.Model, described: Any, arrays: Sequence[np.ndarray]) -> None:
         """Gives each worker its state from a checkpoint; all workers call it, and only the first one has arrays.
 
         If there are more or fewer workers than when the checkpoint was written, all get equal parts of what those had
-        not sent, so that nothing of it is lost.
+        not sent, so that nothing of it is lost. If the checkpoint is of another codec, or of other variables, the state
+        is that of the beginning, and a line says so.
 
-        Returns:
-          False if the checkpoint is of another codec, or of other optimizers: the state is that of the beginning then.
+        Args:
+          model: the model, whose optimizers are built.
+          described: what `collect` has returned; None if the checkpoint has no state.
+          arrays: likewise.
         """
-        for number, tensors, names in described["states"]:
-            specs = tuple(tf.TensorSpec(shape, dtype) for shape, dtype in tensors)
-            if number >= len(optimizers) or sorted(self._state_of(optimizers[number], specs)) != names:
-                return False
-        states = self._states_of(optimizers)
-        variables = _variables(states)
+        optimizers = optimizer_patches.optimizers_of(model)
+        for group in self._groups_of(optimizers):
+            self._begin_anew(group)
+        if described is None:
+            return
+        groups = [self._described(optimizers, each) for each in described["groups"]]
+        if None in groups:
+            if not self._transport.index:
+                what = repr(self.codec) if repr(self.codec) != described["codec"] else "for other variables; it"
+                messages.say(
+                    f"tfdist: Compression: the checkpoint has the state of {described['codec']}, {what} begins anew"
+                )
+            return
+        self._assign([group for group in groups if group], described["workers"], arrays)
+
+    def _assign(self, groups: Sequence[_Group], saved_workers: int, arrays: Sequence[np.ndarray]) -> None:
+        variables = [variable for group in groups for variable in group.in_order()]
         count, index = self._transport.num_workers, self._transport.index
         saved = [list(arrays[start : start + len(variables)]) for start in range(0, len(arrays), len(variables))]
-        if not index and described["workers"] != count:
-            names = [name for _, _, state in states for name in sorted(state)]
-            saved = [self._shared(names, saved, count)] * count
+        if not index and saved_workers != count:
+            saved = [self._shared([name for group in groups for name in sorted(group.state)], saved, count)] * count
         empty = [np.zeros(variable.shape, variable.dtype.as_numpy_dtype) for variable in variables]
         for target in range(count):
             given = self._transport.broadcast(empty if index else saved[target], 0)
             if target == index:
                 for variable, array in zip(variables, given, strict=True):
                     variable.assign(array)
-        return True
 
     def _shared(self, names: Sequence[str], saved: Sequence[Any], count: int) -> list[np.ndarray]:
         """Returns the state of each of `count` workers, made of that of other workers."""
-        is_unsent = [name.split("/")[0] in self._codec.unsent for name in names]
+        is_unsent = [name.split("/")[0] in self.codec.unsent for name in names]
         return [
             (np.sum(arrays, axis=0) / count).astype(arrays[0].dtype) if is_shared else arrays[0]
             for arrays, is_shared in zip(zip(*saved, strict=True), is_unsent, strict=True)
         ]
 
-    def _states_of(self, optimizers: Sequence[Any]) -> list[tuple[int, Any, dict[str, Any]]]:
-        """Returns the states for these optimizers, each with the number of its optimizer and its specs."""
+    def _described(self, optimizers: Sequence[Any], described: Any) -> _Group | None:
+        """Returns the group of a description, whose state is made if need be; None if there can be none here."""
+        number, indices = described["optimizer"], tuple(described["variables"])
+        if number >= len(optimizers):
+            return None
+        trained = optimizer_variables.trained_by(optimizers[number])
+        specs = tuple(tf.TensorSpec(shape, dtype) for shape, dtype in described["gradients"])
+        found = [tuple(trained[index].shape) if index < len(trained) else None for index in indices]
+        if found != [tuple(spec.shape) for spec in specs]:
+            return None
+        group = _Group(number, indices, specs, self._state_of(optimizers[number], indices, specs))
+        return group if group.described() == described else None
+
+    def _groups_of(self, optimizers: Sequence[Any]) -> list[_Group]:
         return [
-            (number, specs, state)
+            _Group(number, indices, specs, state)
             for number, optimizer in enumerate(optimizers)
-            for specs, state in self._states.get(optimizer, {}).items()
+            for (indices, specs), state in self._states.get(optimizer, {}).items()
         ]
 
-    def _state_of(self, optimizer: Any, specs: tuple[tf.TensorSpec, ...]) -> dict[str, Any]:
+    def _state_of(
+        self, optimizer: Any, indices: tuple[int, ...], specs: tuple[tf.TensorSpec, ...]
+    ) -> dict[str, tf.Variable]:
         of_optimizer = self._states.setdefault(optimizer, {})
-        if specs not in of_optimizer:
+        if (indices, specs) not in of_optimizer:
             with tf.init_scope():
-                initial = self._codec.init(specs)
-                of_optimizer[specs] = {name: process_variable.of(value, name) for name, value in initial.items()}
-        return of_optimizer[specs]
+                initial = self.codec.init(specs)
+                made = {name: process_variable.of(value, name) for name, value in initial.items()}
+            of_optimizer[indices, specs] = made
+        return of_optimizer[indices, specs]
+
+    def _begin_anew(self, group: _Group) -> None:
+        for name, value in self.codec.init(group.specs).items():
+            group.state[name].assign(value)
 
 
-def _variables(states: Sequence[tuple[int, Any, dict[str, Any]]]) -> list[Any]:
-    return [state[name] for _, _, state in states for name in sorted(state)]
+def _indices(optimizer: Any, variables: Sequence[Any]) -> tuple[int, ...]:
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    if not optimizer.built:
+        with tf.init_scope():
+            optimizer.build(variables)
+    return tuple(optimizer_variables.index_of(optimizer, variable) for variable in variables)
 
 
 def _loss_scale(optimizer: Any) -> Any:

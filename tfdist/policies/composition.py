@@ -39,9 +39,8 @@ _WITHOUT_MESSAGES = (
 _ONE_OF_A_KIND = "there can be only one of a kind; leave one away"
 _IN_STEP = "the first one keeps all gradients of an update in step, so that none is ever stale; use one or the other"
 _ALONE = "with the first one the replicas send no gradients that an update could be made of; use one or the other"
-_AS_THEY_ARE = "with the first one gradients are sent as they are; use one or the other"
 # The policy that "the first one" means in each reason.
-_FIRST = {_IN_STEP: Aggregation, _ALONE: ParameterAveraging, _AS_THEY_ARE: Aggregation, _ONE_OF_A_KIND: Policy}
+_FIRST = {_IN_STEP: Aggregation, _ALONE: ParameterAveraging, _ONE_OF_A_KIND: Policy}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,10 +109,8 @@ def clash(first: type[Policy], second: type[Policy]) -> str | None:
         return _ONE_OF_A_KIND
     if Aggregation in kinds and kinds & set(_STALENESS):
         return _IN_STEP
-    if ParameterAveraging in kinds and kinds & {Aggregation, Compression}:
+    if ParameterAveraging in kinds and Aggregation in kinds:
         return _ALONE
-    if Compression in kinds and Aggregation in kinds:
-        return _AS_THEY_ARE
     return None
 
 

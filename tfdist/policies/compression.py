@@ -7,31 +7,46 @@ from typing import Any
 
 from tfdist.policies import base
 
+AUTO = "auto"
 _METHODS = ("init", "encode", "decode", "exchange")
+_ATTRIBUTES = ("commutes_with_sum", "unsent")
 
 
 class Compression(base.Policy):
     """Has each worker send its gradients encoded by a codec; what the codec leaves out is sent in a later step.
 
     The codec's state, such as what it has left out so far, belongs to each worker, and is part of a checkpoint. In the
-    phase of a `Warmup` nothing is sent, so the state is that of the beginning when the phase ends. Rows of embeddings
-    and the counts of metrics travel as without the policy.
+    phase of a `Warmup` less is sent, or nothing, and as it is; the state is that of the beginning when the phase ends.
+    Rows of embeddings and the counts of metrics travel as without the policy.
 
     Args:
-      codec: one of `tfdist.compression`, such as `tfdist.compression.Threshold("adaptive")`.
+      codec: one of `tfdist.compression`, such as `tfdist.compression.Threshold("adaptive")`; or "auto" for the one
+        whose exchange is the fastest among these workers, measured before the first step, or none if none makes it
+        faster.
+      error_bound: for "auto", in (0, 1): the largest share of an update's squared norm that a codec may leave for later
+        steps. 0.01 leaves half precision alone.
 
     Raises:
-      ValueError: `codec` is none.
+      ValueError: an argument is none of these.
     """
 
-    def __init__(self, codec: Any) -> None:
+    def __init__(self, codec: Any, error_bound: float = 0.99) -> None:
         super().__init__()
-        if isinstance(codec, type) or not all(callable(getattr(codec, name, None)) for name in _METHODS):
+        names = (*_METHODS, *_ATTRIBUTES)
+        if codec != AUTO and (isinstance(codec, type | str) or not all(hasattr(codec, name) for name in names)):
             raise ValueError(
                 "Compression(codec): give a codec of tfdist.compression, such as "
-                f'tfdist.compression.Threshold("adaptive"). Received: codec={codec!r}'
+                f'tfdist.compression.Threshold("adaptive"), or "auto". Received: codec={codec!r}'
+            )
+        is_number = isinstance(error_bound, int | float) and not isinstance(error_bound, bool)
+        if not is_number or not 0 < error_bound < 1:
+            raise ValueError(
+                "Compression(error_bound=...) must be a share between 0 and 1, such as 0.99. "
+                f"Received: error_bound={error_bound!r}"
             )
         self.codec = codec
+        self.error_bound = error_bound
 
     def __repr__(self) -> str:
-        return f"Compression({self.codec!r})"
+        bound = f", error_bound={self.error_bound!r}" if self.codec == AUTO else ""
+        return f"Compression({self.codec!r}{bound})"

@@ -4,9 +4,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from tfdist.policies.base import Policy
+
+
+class WorkerState(Protocol):
+    """State that differs from worker to worker."""
+
+    def collect(self, model: Any) -> tuple[Any, list[Any]]:
+        """Collects it; all workers call it at the same place.
+
+        Returns:
+          A description (JSON data; None if there is nothing), and arrays: those of all workers, on the chief.
+        """
+        ...
+
+    def distribute(self, model: Any, described: Any, arrays: Sequence[Any]) -> None:
+        """Gives each worker what `collect` returned, or its part of it if there are more or fewer workers now.
+
+        All workers call it; only the chief has arrays. Without a description (None) the state begins anew.
+        """
+        ...
 
 
 class SavedState:
@@ -17,14 +36,22 @@ class SavedState:
     Args:
       policies: the user's argument of the strategy.
       engines: the strategy's engines that have something to save; None for one that it does not need.
+      of_workers: state that differs from worker to worker, by the name under which checkpoints have it.
     """
 
     _policies: Mapping[str, Policy] = {}
     _engines: Sequence[SavedState] = ()
+    _of_workers: Mapping[str, WorkerState] = {}
 
-    def __init__(self, policies: Sequence[Policy] = (), engines: Sequence[SavedState | None] = ()) -> None:
+    def __init__(
+        self,
+        policies: Sequence[Policy] = (),
+        engines: Sequence[SavedState | None] = (),
+        of_workers: Mapping[str, WorkerState] | None = None,
+    ) -> None:
         self._policies = {type(policy).__name__: policy for policy in policies}
         self._engines = [engine for engine in engines if engine is not None]
+        self._of_workers = dict(of_workers or {})
 
     def state(self) -> dict[str, Any]:
         """Returns the state of each policy (JSON data), by its name."""
@@ -42,26 +69,32 @@ class SavedState:
         return [variable for engine in self._engines for variable in engine.variables(model)]
 
     def collect_state(self, model: Any) -> tuple[Any, list[Any]]:
-        """Returns what differs from worker to worker; all workers call it at the same place.
+        """Returns what differs from worker to worker; see `WorkerState.collect`.
+
+        While the chief has trained alone there is nothing: the others are not here.
+        """
+        if self.is_chief_ahead:
+            return None, []
+        described, arrays = [], []
+        for name, state in self._of_workers.items():
+            description, found = state.collect(model)
+            if description is not None:
+                described.append([name, description, len(found)])
+                arrays += found
+        return described or None, arrays
+
+    def distribute_state(self, model: Any, description: Any, arrays: Sequence[Any]) -> list[str]:
+        """Restores what `collect_state` returned; see `WorkerState.distribute`.
 
         Returns:
-          A description (JSON data; None if there is nothing), and arrays: those of all workers, on the chief.
+          The names of what this strategy is without, which is left out.
         """
-        found = [(number, *engine.collect_state(model)) for number, engine in enumerate(self._engines)]
-        own = [(number, description, arrays) for number, description, arrays in found if description is not None]
-        described = [[number, description, len(arrays)] for number, description, arrays in own]
-        return described or None, [array for _, _, arrays in own for array in arrays]
-
-    def distribute_state(self, model: Any, description: Any, arrays: Sequence[Any]) -> None:
-        """Gives each worker what `collect_state` returned, or its part of it if there are more or fewer workers now.
-
-        All workers call it; only the chief has arrays.
-        """
-        rest = list(arrays)
-        for number, of_engine, count in description or ():
-            if number < len(self._engines):
-                self._engines[number].distribute_state(model, of_engine, rest[:count])
-            rest = rest[count:]
+        described: dict[str, tuple[Any, Sequence[Any]]] = {}
+        for name, of_state, count in description or ():
+            described[name], arrays = (of_state, arrays[:count]), arrays[count:]
+        for name, state in self._of_workers.items():
+            state.distribute(model, *described.pop(name, (None, ())))
+        return [*described]
 
     def synchronize(self) -> None:
         """Brings the model's variables to the values that are to be saved; all workers call it at the same place."""

@@ -242,7 +242,9 @@ class Resume(keras.callbacks.Callback):
         arrays = newest.arrays if newest else ()
         contents.assign(self.model, variables, arrays[: len(variables)], agreement)
         num_others = len(variables) + len(state["metrics"])
-        contents.saved_state_of(self.model).distribute_state(self.model, state.get("workers"), arrays[num_others:])
+        saved_state = contents.saved_state_of(self.model)
+        for name in saved_state.distribute_state(self.model, state.get("workers"), arrays[num_others:]):
+            self._announce(f"the checkpoint has state of {name}, which this strategy is without; it is left out")
         place = Place(**state["place"])
         if state["ended"] is not None and state["ended"] >= self.params["epochs"]:
             place = dataclasses.replace(place, epoch=self.params["epochs"], step=0)

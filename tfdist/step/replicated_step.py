@@ -324,7 +324,7 @@ class _Results:
         gradients = postponed.gradients if postponed else []
         # The last layers' gradients are there first. Sparse ones are sums already.
         dense = [index for index, each in enumerate(gradients) if isinstance(each, tf.Tensor)][::-1]
-        sums_of_gradients, sums = self._sum_up(postponed, [gradients[index] for index in dense], parts)
+        sums_of_gradients, sums = self._sum_up(postponed, dense, parts)
         counts, rest = sums[: len(counters)], sums[len(counters) :]
         for variable, mean in zip(statistics, rest[len(others) :], strict=True):
             copies.assign_all(variable, mean)
@@ -336,9 +336,12 @@ class _Results:
             merged = [self.told.after(leaf) if self.told.has(leaf) else _like(next(means), leaf) for leaf in first]
         return tf.nest.map_structure(mark, tf.nest.pack_sequence_as(logs, merged))
 
-    def _sum_up(self, postponed: Any, gradients: list[Any], parts: list[Any]) -> tuple[list[Any], list[Any]]:
+    def _sum_up(self, postponed: Any, dense: list[int], parts: list[Any]) -> tuple[list[Any], list[Any]]:
+        """Sums the gradients of these indices, and other tensors."""
+        gradients = [postponed.gradients[index] for index in dense]
         if gradients and self.sum_gradients:
-            return self.sum_gradients(postponed.optimizer, gradients), self.sum_over_workers(parts)
+            variables = [postponed.variables[index] for index in dense]
+            return self.sum_gradients(postponed.optimizer, gradients, variables), self.sum_over_workers(parts)
         sums = self.sum_over_workers([*gradients, *parts])
         return sums[: len(gradients)], sums[len(gradients) :]
 

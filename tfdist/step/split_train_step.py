@@ -297,6 +297,10 @@ class SplitTrainStep:
             if has_gradient
         ]
 
+    def calls(self) -> list[Applied]:
+        """Returns the call of `optimizer.apply` that each of these gradients was given to."""
+        return [each for each in self._layout.applied for has_gradient in each.present if has_gradient]
+
     def update(
         self,
         total: Contribution,

@@ -47,8 +47,6 @@ class KerasSteps(tf.distribute.Strategy):
     _aggregation: Aggregation | None = None
     # How many gradients the last update was made of, where the decision is made elsewhere.
     _num_contributed = 0
-    # Sums the gradients of a Keras step, if they don't travel as they are.
-    _sum_gradients: SumGradients | None = None
     # Whether the loops of all models share something of the strategy's, so that one thread at a time may be in one.
     _is_exclusive = False
 
@@ -102,6 +100,8 @@ class KerasSteps(tf.distribute.Strategy):
             return self._run_function(stock, fn, args, kwargs)
         if not tf.executing_eagerly():
             self._build_for(fn, args[0])
+        if replicated_step.is_train_step(fn):
+            self._prepare(fn.__self__)
         return replicated_step.run_step(
             self, stock, fn, args[0], self._sum_over_workers, sum_gradients=self._sum_gradients
         )
@@ -173,6 +173,16 @@ class KerasSteps(tf.distribute.Strategy):
         first = getattr(value, "values", None) or self.experimental_local_results(value)
         shape = first[0].shape if hasattr(first[0], "shape") else np.shape(first[0])
         return tf.TensorShape(shape).rank == 0
+
+    def _prepare(self, model: keras.Model) -> None:
+        """Checks a model and builds its optimizer, before its train step is traced; all workers call it alike."""
+        replicated_step.check_xla(self, model)
+        replicated_step.prepare(self, model)
+
+    @property
+    def _sum_gradients(self) -> SumGradients | None:
+        """Sums the gradients of a Keras step, if they don't travel as they are."""
+        return None
 
     def _sum_over_workers(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         return list(tensors)

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tfdist.engines.base import Engine
 from tfdist.engines.multi_worker.agreement import Agreement
 from tfdist.policies.base import Policy
-from tfdist.policies.saved_state import SavedState
+from tfdist.policies.saved_state import SavedState, WorkerState
 from tfdist.serving.embedded import Attachment
 from tfdist.telemetry.report import Recorder
 
@@ -40,10 +40,21 @@ class Distribution:
     serving: Attachment | None = None
     coordinator: Any = None
 
-    def take(self, policies: Sequence[Policy], *engines: Engine | None) -> None:
-        """Takes the policies of the strategy, and its engines; None is an engine that the strategy does not need."""
+    def take(
+        self,
+        policies: Sequence[Policy],
+        *engines: Engine | None,
+        of_workers: Mapping[str, WorkerState] | None = None,
+    ) -> None:
+        """Takes the policies of the strategy, and its engines; None is an engine that the strategy does not need.
+
+        Args:
+          policies: the user's argument.
+          *engines: the engines.
+          of_workers: see `SavedState`.
+        """
         self.engines = [engine for engine in engines if engine is not None]
-        self.saved_state = SavedState(policies, self.engines)
+        self.saved_state = SavedState(policies, self.engines, of_workers)
 
     def barrier(self, writes: bool = False) -> None:
         """Waits for the steps of all engines; see `Engine.barrier`."""

@@ -87,7 +87,8 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
         self._engine = ThreadedEngine(self, policy, names, record, stall_timeout_secs) if policy else None
         if composed.averaging:
             replicas = range(self.num_replicas_in_sync)
-            self._averaging = AveragingEngine(self, composed.averaging, replicas, self._sum_over_workers, 1)
+            averaging = composed.averaging, replicas, self._sum_over_workers, 1, self._prepare
+            self._averaging = AveragingEngine(self, *averaging)
         self._is_exclusive = bool(policies)
         if composed.warmup:
             replicas, sum_up = range(self.num_replicas_in_sync), self._sum_over_workers

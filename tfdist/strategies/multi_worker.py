@@ -32,26 +32,25 @@ from tfdist.compat import (
     running_loop,
     unread_iterators,
 )
-from tfdist.compression.error_feedback import ErrorFeedback
+from tfdist.compat.optimizer_patches import SumGradients
 from tfdist.data import parts as part_datasets
 from tfdist.data import progress, splitting
 from tfdist.data.handle import DistributedDataset
 from tfdist.engines.averaging.engine import AveragingEngine
 from tfdist.engines.multi_worker import agreement as agreements
 from tfdist.engines.multi_worker import engine as quorum
+from tfdist.engines.multi_worker.step import Sums
 from tfdist.engines.synchronous.engine import SynchronousEngine
 from tfdist.engines.warmup.engine import WarmupEngine
 from tfdist.policies import composition
 from tfdist.policies.base import Aggregation, Update
-from tfdist.policies.compression import Compression
 from tfdist.runtime import allocator, cpus, messages, own_address, quorum_client, quorum_server, rendezvous, stalls
 from tfdist.step import copies, replicated_step
 from tfdist.strategies import _common, _communication, _multi_worker_cluster
+from tfdist.strategies._compressed_sums import CompressedSums
 from tfdist.strategies.distribution import Distribution
 from tfdist.telemetry.report import Recorder, Report
-from tfdist.transport.messages import Messages
 from tfdist.transport.sums import WorkerSums
-from tfdist.transport.traffic import Traffic
 
 _POLICY = tf.data.experimental.AutoShardPolicy
 _SECRET = "TFDIST_JOB_SECRET"
@@ -88,6 +87,8 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
     _quorum: quorum.QuorumEngine | None = None
     # None with a policy that decides about each update, and where a worker has several devices.
     _synchronous: SynchronousEngine | None = None
+    # None without Compression.
+    _compressed: CompressedSums | None = None
     # For example a job of several workers of which the launcher has given up all but one.
     _is_cluster_of_one = False
     # On the chief, with a policy.
@@ -144,28 +145,37 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         found = _communication.connect(communication, self._agreements(), devices, start_timeout_secs)
         if found is not None:
             self._sums.use(found.sum, found.gather, self._agreements().reporter.waiting, lambda: found.failure)
+        if composed.compression:
+            self._compressed = CompressedSums(composed.compression, self._sums, self._agreements())
         if policy:
             self._start_quorum(policy, cluster, stall_timeout_secs)
         parts, sum_up, record = self._parts(), self._sum_over_workers, self.distribution.recorder.record
         if composed.warmup:
             self._warming = WarmupEngine(self, composed.warmup, parts, sum_up, record, self._agreements())
         if composed.averaging:
-            self._averaging = AveragingEngine(self, composed.averaging, parts, sum_up, num_workers)
-        feedback = self._compress(composed.compression) if composed.compression else None
+            of_differences = lambda: self._compressed and self._compressed.of_differences  # noqa: E731
+            averaging = composed.averaging, parts, sum_up, num_workers, self._prepare, of_differences
+            self._averaging = AveragingEngine(self, *averaging)
         if not (policy or composed.averaging) and len(self.extended.worker_devices) == 1:
-            self._synchronous = SynchronousEngine(self._run_synchronous, num_workers, self._sums.failure, feedback)
-        self.distribution.take(policies, self._quorum, self._warming, self._averaging, self._synchronous)
+            self._synchronous = SynchronousEngine(self._run_synchronous, num_workers, self._sums.failure)
+        of_workers = {"Compression": self._compressed} if self._compressed else None
+        engines = (self._quorum, self._warming, self._averaging, self._synchronous)
+        self.distribution.take(policies, *engines, of_workers=of_workers)
 
     def _run_synchronous(self, step: Any, data: Any, shares_of: Any) -> Any:
         run = lambda given: self._run_stock(step, (given,))  # noqa: E731
-        return replicated_step.run_step(self, run, step, data, self._sums.in_step, shares_of, self._sum_gradients)
+        self._prepare(step.__self__)
+        sum_gradients = self._compressed.in_step if self._compressed else None
+        return replicated_step.run_step(self, run, step, data, self._sums.in_step, shares_of, sum_gradients)
 
-    def _compress(self, compression: Compression) -> ErrorFeedback:
-        names = self.distribution.recorder.names
-        self._sums.traffic = Traffic(len(names))
-        feedback = ErrorFeedback(compression.codec, Messages(self._sums, names, replicas.worker_index(self)))
-        self._sum_gradients = feedback.sum_all
-        return feedback
+    def _prepare(self, model: keras.Model) -> None:
+        super()._prepare(model)
+        if self._compressed:
+            self._compressed.prepare(model)
+
+    @property
+    def _sum_gradients(self) -> SumGradients | None:
+        return self._compressed.anywhere if self._compressed else None
 
     def _join(self, cluster: clusters.Cluster) -> None:
         # Each call needs all workers, in the same order on all.
@@ -214,14 +224,11 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         client = quorum_client.QuorumClient(
             tuple(opened["address"]), worker, names, secret.encode(), stall_timeout_secs=stall_timeout_secs
         )
-        self._quorum = quorum.QuorumEngine(self, worker, client, self._sum_over_workers, self._prepare, self._record)
+        sums = Sums(self._sum_over_workers, lambda: self._sum_gradients)
+        self._quorum = quorum.QuorumEngine(self, worker, client, sums, self._prepare, self._record)
         self._quorum.start()
         atexit.register(self.distribution.close)
         self.distribution.recorder.is_complete = True
-
-    def _prepare(self, model: keras.Model) -> None:
-        replicated_step.check_xla(self, model)
-        replicated_step.prepare(self, model)
 
     def _record(self, update: Update, examples: int) -> None:
         # Only the quorum server's policy decides; every worker receives the result.
@@ -243,10 +250,12 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
     def report(self) -> Report:
         """Returns the counts since the strategy was built, equal on all workers; all zero without a policy."""
         report = self.distribution.recorder.report()
+        if self._averaging:
+            report = self._averaging.complete(report)
         if self._sums.traffic:
             sent = dict(zip(report.bytes_sent, self._sums.traffic.by_worker(), strict=True))
             return dataclasses.replace(report, bytes_sent=sent)
-        return self._averaging.complete(report) if self._averaging else report
+        return report
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         """Divides each batch of `dataset` among the replicas of all workers, as evenly as its size allows.

@@ -20,11 +20,13 @@ class Messages:
       sums: sums and gathers.
       senders: names of the workers, for errors.
       index: the index of this worker.
+      is_in_step: whether all workers trace alike what calls it, as in a step of `fit`; see `WorkerSums.in_step`.
     """
 
     sums: WorkerSums
     senders: Sequence[str]
     index: int
+    is_in_step: bool = False
 
     @property
     def num_workers(self) -> int:
@@ -32,13 +34,13 @@ class Messages:
         return len(self.senders)
 
     def sum(self, flat: tf.Tensor) -> tf.Tensor:
-        """Returns the sum of a 1-D tensor over the workers, in a step."""
-        (total,) = self.sums.in_step([flat])
+        """Returns the sum of a 1-D tensor over the workers."""
+        (total,) = self.sums.in_step([flat]) if self.is_in_step else self.sums([flat])
         return total
 
     def gather(self, message: tf.Tensor) -> tf.Tensor:
-        """Returns the messages (uint8) of all workers, padded to the longest: [workers, longest]; in a step."""
-        return self.sums.gather_in_step(message)
+        """Returns the messages (uint8) of all workers, padded to the longest: [workers, longest]."""
+        return self.sums.gather(message, self.is_in_step)
 
     def broadcast(self, arrays: Sequence[np.ndarray], source: int) -> list[np.ndarray]:
         """Returns the arrays of one worker, outside of steps; all workers have some of the same shapes and dtypes."""

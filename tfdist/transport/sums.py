@@ -25,13 +25,13 @@ _DTYPES = (tf.float32, tf.float64, tf.int32, tf.int64)
 
 
 class WorkerSums:
-    """Sums over all workers, in cross-replica context, in a graph or eagerly. All workers sum the same, in one order.
+    """Sums over all workers, in a graph or eagerly, in any context. All workers sum the same, in one order.
 
     Args:
       strategy: the strategy.
 
     Attributes:
-      traffic: counts what is sent in steps; None if nobody asks.
+      traffic: counts what is sent; None if nobody asks.
     """
 
     def __init__(self, strategy: Any) -> None:
@@ -73,17 +73,18 @@ class WorkerSums:
         sum_of = functools.partial(self._sum_of, in_step=True)
         return buckets.sum_in_buckets(tensors, lambda bucket: buckets.sum_together(bucket, sum_of, _put_together))
 
-    def gather_in_step(self, message: tf.Tensor) -> tf.Tensor:
-        """Gathers a message of each worker, in a step that all workers of one device each trace alike.
+    def gather(self, message: tf.Tensor, in_step: bool = False) -> tf.Tensor:
+        """Gathers a message of each worker.
 
         Args:
           message: 1-D uint8; each worker has one of its own length.
+          in_step: True in a step that all workers of one device each trace alike.
 
         Returns:
           uint8 [workers, longest], each message padded with zeros.
         """
         if self._gather_bytes is None:
-            gathered = worker_collectives.gather_in_step(self._strategy, message)
+            gathered = worker_collectives.gather(self._strategy, message, in_step)
             if self.traffic:
                 self.traffic.add_messages(worker_collectives.gathered_bytes(tf.shape(gathered)[1]))
             return gathered
@@ -106,16 +107,22 @@ class WorkerSums:
         return self._failed()
 
     def _sum_of(self, flat: tf.Tensor, in_step: bool = False) -> tf.Tensor:
-        if in_step and self.traffic:
-            self.traffic.add_sum(tf.size(flat) * flat.dtype.size)
-        if self._sum_array is None or flat.dtype not in _DTYPES:
+        is_by_collectives = self._sum_array is None or flat.dtype not in _DTYPES
+        if self.traffic:
+            size = tf.size(flat, tf.int64) * flat.dtype.size
+            if is_by_collectives and in_step and worker_collectives.is_gathered(self._strategy, flat):
+                self.traffic.add_messages(size)
+            else:
+                self.traffic.add_sum(size)
+        if is_by_collectives:
             by_collectives = worker_collectives.sum_in_step if in_step else worker_collectives.sum_of
             return by_collectives(self._strategy, flat)
         # Tensors that were put together for the sum in a step are nobody else's.
         in_place = in_step and not tf.executing_eagerly() and flat.op.type == "ConcatV2"
-        return self._by_function(self._sum_array, flat, in_place)
+        return self._by_function(flat, in_place)
 
-    def _by_function(self, sum_array: SumArray, flat: tf.Tensor, in_place: bool) -> tf.Tensor:
+    def _by_function(self, flat: tf.Tensor, in_place: bool) -> tf.Tensor:
+        sum_array: Any = self._sum_array
         with tf.device(replicas.worker_device(self._strategy)):
             if tf.executing_eagerly():
                 with self._waiting("a sum over all workers"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts the bytes that the workers send each other in training steps."""
+"""Counts the bytes that the workers send each other."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tfdist.compat import process_variable
 
 
 class Traffic:
-    """Bytes that each worker has sent, counted by the steps themselves. Headers of messages are left out.
+    """Bytes that each worker has sent, counted where it sends. Headers of gRPC and TCP are left out.
 
     Args:
       num_workers: number of workers.

@@ -10,10 +10,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat import fresh_threads, optimizer_patches
+from tfdist.compat import fresh_threads, optimizer_patches, optimizer_variables
 from tfdist.data.shares import Sum
 from tfdist.engines.averaging import slots as averaging_slots
-from tfdist.engines.averaging.outer_optimizer import Outer
+from tfdist.engines.averaging.outer_optimizer import LastAverage, Outer
 from tfdist.policies.parameter_averaging import ParameterAveraging
 from tfdist.step import copies
 from tfdist.transport import buckets
@@ -52,6 +52,8 @@ class Average:
       policy: says when, and what becomes of the optimizers' slots.
       sum_over_workers: sums tensors over all workers, in cross-replica context.
       num_workers: on how many the replicas are.
+      sum_differences: sums over all workers how far the parameters of an optimizer came since the last average; by
+        default parameters are summed as they are.
 
     Attributes:
       count: what was done so far.
@@ -64,18 +66,22 @@ class Average:
         policy: ParameterAveraging,
         sum_over_workers: Sum,
         num_workers: int,
+        sum_differences: optimizer_patches.SumGradients | None = None,
     ) -> None:
         self._strategy = strategy
         self._model = model
         self._policy = policy
         self._sum_over_workers = sum_over_workers
         self._num_workers = num_workers
+        self._sum_differences = sum_differences
         self._optimizers = optimizer_patches.optimizers_of(model)
         self._state = averaging_slots.state(model, policy.optimizer_state)
         self.count = fresh_threads.call(lambda: Count(_counter(), _counter(), _counter()))
-        self._outer = None
-        if policy.outer != "mean":
-            self._outer = Outer(strategy, policy.make_outer, self._state.parameters)
+        self._last_average = self._outer = None
+        if policy.outer != "mean" or sum_differences:
+            self._last_average = LastAverage(strategy, self._state.parameters)
+            if policy.outer != "mean":
+                self._outer = Outer(strategy, policy.make_outer, self._last_average)
         # What the last step returned, times the shares of its replicas, unless metrics tell it; and the logs to show.
         self._last: list[tf.Variable] = []
         self._shown: list[tf.Variable] = []
@@ -100,8 +106,8 @@ class Average:
 
     def begin_step(self) -> None:
         """To be called, in cross-replica context, before the replicas make a step alone."""
-        if self._outer is not None:
-            tf.cond(tf.equal(self.count.alone, 0), self._outer.remember, _nothing)
+        if self._last_average is not None:
+            tf.cond(tf.equal(self.count.alone, 0), self._last_average.remember, _nothing)
 
     def end_step(self, results: Sequence[Any], shares: Sequence[Any], is_stock: bool) -> Any:
         """To be called after it. Averages if it is time.
@@ -165,14 +171,17 @@ class Average:
 
     def _average(self, shown: Sequence[tf.Variable]) -> tf.Tensor:
         """Makes the average; `shown` are the logs to renew."""
-        averaged = self._state.averaged
+        averaged, count = self._state.averaged, len(self._state.parameters)
         logs = (self._counts() or [tf.identity(variable) for variable in self._last]) if shown else []
         own = [self._own_sum(variable) for variable in averaged]
         self.count.bytes_each = self._bytes_of([*own, *logs])
-        sums = buckets.sum_in_buckets([*own, *logs], self._sum_over_workers)
+        if self._last_average is not None and self._sum_differences is not None:
+            sums = self._sum_by_differences(own[:count], self._last_average)
+            sums += buckets.sum_in_buckets([*own[count:], *logs], self._sum_over_workers)
+        else:
+            sums = buckets.sum_in_buckets([*own, *logs], self._sum_over_workers)
         means = [_divided(total, self._strategy.num_replicas_in_sync) for total in sums[: len(averaged)]]
         if self._outer is not None:
-            count = len(self._state.parameters)
             means[:count] = self._outer.move(means[:count])
         for variable, mean in zip(averaged, means, strict=True):
             copies.assign_all(variable, mean)
@@ -184,6 +193,31 @@ class Average:
         self.count.alone.assign(0)
         self.count.averages.assign_add(1)
         return tf.constant(0)
+
+    def _sum_by_differences(self, own: Sequence[tf.Tensor], last: LastAverage) -> list[tf.Tensor]:
+        """Returns the sums of the parameters over all replicas: of the last average, and of what became different.
+
+        Source: Basu et al. 2019, Qsparse-local-SGD, arXiv 1906.02367, algorithm 1.
+
+        Args:
+          own: the sums over this worker's replicas.
+          last: the parameters that all have begun with.
+        """
+        sum_differences: Any = self._sum_differences
+        num_own, num_all = len(self._strategy.extended.worker_devices), self._strategy.num_replicas_in_sync
+        sums: list[Any] = [None] * len(own)
+        with tf.device(last.device):
+            begun = [tf.convert_to_tensor(each) for each in last.values]
+            positions = {id(parameter): index for index, parameter in enumerate(self._state.parameters)}
+            for optimizer in self._optimizers:
+                trained = optimizer_variables.trained_by(optimizer) if optimizer.built else ()
+                # A parameter of two optimizers is summed once.
+                chosen = [(positions.pop(id(each)), each) for each in trained if id(each) in positions]
+                differences = [own[index] - num_own * begun[index] for index, _ in chosen]
+                totals = sum_differences(optimizer, differences, [each for _, each in chosen])
+                for (index, _), total in zip(chosen, totals, strict=True):
+                    sums[index] = num_all * begun[index] + total
+        return sums
 
     def _average_local(self) -> tf.Tensor:
         sums = buckets.sum_in_buckets(

@@ -36,7 +36,7 @@ from tfdist.engines.averaging import step as averaging_step
 from tfdist.engines.averaging.collective import Average, Count
 from tfdist.engines.base import Engine
 from tfdist.policies.parameter_averaging import ParameterAveraging
-from tfdist.step import replicated_step, write_order
+from tfdist.step import write_order
 
 _AVERAGE = "_tfdist_average"
 # What reads a model's variables, where all workers must take part anyway.
@@ -52,6 +52,8 @@ class AveragingEngine(Engine):
       replicas: which parts of a batch this worker's replicas take.
       sum_over_workers: sums tensors over all workers, in cross-replica context.
       num_workers: on how many the replicas are.
+      prepare: checks and builds a model before its step is traced.
+      sum_differences: returns what sums differences of parameters; see `collective.Average`.
     """
 
     def __init__(
@@ -61,12 +63,16 @@ class AveragingEngine(Engine):
         replicas: Sequence[int],
         sum_over_workers: Sum,
         num_workers: int,
+        prepare: Callable[[keras.Model], None],
+        sum_differences: Callable[[], optimizer_patches.SumGradients | None] = lambda: None,
     ) -> None:
         self._strategy = strategy
         self._policy = policy
         self._replicas = tuple(replicas)
         self._sum_over_workers = sum_over_workers
         self._num_workers = num_workers
+        self._prepare = prepare
+        self._sum_differences = sum_differences
         self._model: keras.Model | None = None
         self._counts: list[Count] = []
 
@@ -100,8 +106,7 @@ class AveragingEngine(Engine):
           The logs: the same on all workers.
         """
         model: keras.Model = getattr(step, "__self__")  # noqa: B009
-        replicated_step.check_xla(self._strategy, model)
-        replicated_step.prepare(self._strategy, model)
+        self._prepare(model)
         num_replicas = self._strategy.num_replicas_in_sync
         with write_order.writes_after_inputs(dict.fromkeys(self._strategy.extended.worker_devices, handle.content)):
             average = self._average_of(model)
@@ -176,7 +181,8 @@ class AveragingEngine(Engine):
     def _average_of(self, model: keras.Model) -> Average:
         average = getattr(model, _AVERAGE, None)
         if average is None or not average.is_of(optimizer_patches.optimizers_of(model)):
-            average = Average(self._strategy, model, self._policy, self._sum_over_workers, self._num_workers)
+            sums = self._sum_over_workers, self._num_workers, self._sum_differences()
+            average = Average(self._strategy, model, self._policy, *sums)
             self._counts.append(average.count)
             own_attributes.put(model, _AVERAGE, average)
         return average

@@ -36,10 +36,9 @@ import tensorflow as tf
 from tfdist.compat import step_errors
 from tfdist.compat.running_loop import Fit
 from tfdist.data.handle import BatchHandle, CountedDataset, registry
-from tfdist.data.shares import Sum
 from tfdist.engines.base import Engine
 from tfdist.engines.multi_worker.data import PartIterator, Pass
-from tfdist.engines.multi_worker.step import QuorumStep
+from tfdist.engines.multi_worker.step import QuorumStep, Sums
 from tfdist.policies.base import Update
 from tfdist.runtime import delay_hook, stalls
 from tfdist.runtime.quorum_client import QuorumClient
@@ -69,7 +68,7 @@ class QuorumEngine(Engine):
       strategy: the strategy; one replica per worker.
       worker: this worker's number.
       client: its connection to the quorum server.
-      sum_over_workers: sums tensors over all workers, in cross-replica context.
+      sums: over all workers.
       prepare: checks and builds a model before its step is traced.
       record: called with each update and its number of examples.
     """
@@ -79,14 +78,14 @@ class QuorumEngine(Engine):
         strategy: tf.distribute.Strategy,
         worker: int,
         client: QuorumClient,
-        sum_over_workers: Sum,
+        sums: Sums,
         prepare: Callable[[keras.Model], None],
         record: Callable[[Update, int], None],
     ) -> None:
         self._strategy = strategy
         self._worker = worker
         self._client = client
-        self._sum_over_workers = sum_over_workers
+        self._sums = sums
         self._prepare = prepare
         self._record = record
         self._calls = StepCalls(self.trace, self._make_round)
@@ -165,7 +164,7 @@ class QuorumEngine(Engine):
     def trace(self, step: Callable[..., Any], handle: BatchHandle) -> QuorumStep:
         """Traces a model's `train_step` for batches like this one."""
         self._prepare(getattr(step, "__self__"))  # noqa: B009
-        return QuorumStep(self._strategy, step, handle.kind.element_spec, self._sum_over_workers)
+        return QuorumStep(self._strategy, step, handle.kind.element_spec, self._sums)
 
     # In Keras' step.
 

@@ -9,6 +9,7 @@ update        in Keras' step, on all workers at once: sums their contributions, 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,6 +24,19 @@ from tfdist.step.split_train_step import SplitTrainStep
 from tfdist.transport import buckets
 
 
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    """How a quorum all-reduce adds up.
+
+    Attributes:
+      of_tensors: sums tensors over all workers, in cross-replica context.
+      of_gradients: returns what sums the dense gradients of an optimizer, if they don't travel as they are.
+    """
+
+    of_tensors: Sum
+    of_gradients: Callable[[], optimizer_patches.SumGradients | None] = lambda: None
+
+
 class QuorumStep:
     """A Keras train step, traced for a `MultiWorkerMirroredStrategy` of one replica per worker.
 
@@ -30,17 +44,17 @@ class QuorumStep:
       strategy: the strategy.
       step: a model's bound `train_step`, whose optimizers were built.
       element_spec: of a worker's part of a batch, and the number of examples in all parts, or ().
-      sum_over_workers: sums tensors over all workers, in cross-replica context.
+      sums: over all workers.
 
     Attributes:
       nothing: the contribution of a late worker: flat tensors.
     """
 
     def __init__(
-        self, strategy: tf.distribute.Strategy, step: Callable[..., Any], element_spec: Any, sum_over_workers: Sum
+        self, strategy: tf.distribute.Strategy, step: Callable[..., Any], element_spec: Any, sums: Sums
     ) -> None:
         self._strategy = strategy
-        self._sum_over_workers = sum_over_workers
+        self._sums = sums
         self._replica = replicas.in_sync_group(strategy, 0)
         self._device = strategy.extended.worker_devices[0]
         count = strategy.num_replicas_in_sync
@@ -96,15 +110,34 @@ class QuorumStep:
             return self._step.logs(total, total.counts)
 
     def _add_up(self, own: Contribution) -> Contribution:
-        is_sparse = [isinstance(gradient, tf.IndexedSlices) for gradient in own.gradients]
-        dense = own._replace(gradients=[g for g, sparse in zip(own.gradients, is_sparse, strict=True) if not sparse])
-        sums = tf.nest.pack_sequence_as(dense, buckets.sum_in_buckets(tf.nest.flatten(dense), self._sum_over_workers))
-        rest = iter(sums.gradients)
+        sum_dense = self._sums.of_gradients()
+        dense = [index for index, each in enumerate(own.gradients) if not isinstance(each, tf.IndexedSlices)]
+        summed = {}
+        if sum_dense is not None:
+            summed = self._sums_by(sum_dense, own, dense)
+            dense = []
+        rest = own._replace(gradients=[own.gradients[index] for index in dense])
+        flat = buckets.sum_in_buckets(tf.nest.flatten(rest), self._sums.of_tensors)
+        total = tf.nest.pack_sequence_as(rest, flat)
+        summed |= dict(zip(dense, total.gradients, strict=True))
         gradients = [
-            self._add_up_rows(gradient, variable.shape) if sparse else next(rest)
-            for gradient, variable, sparse in zip(own.gradients, self._step.variables(), is_sparse, strict=True)
+            summed[index] if index in summed else self._add_up_rows(gradient, variable.shape)
+            for index, (gradient, variable) in enumerate(zip(own.gradients, self._step.variables(), strict=True))
         ]
-        return sums._replace(gradients=gradients)
+        return total._replace(gradients=gradients)
+
+    def _sums_by(
+        self, sum_gradients: optimizer_patches.SumGradients, own: Contribution, dense: Sequence[int]
+    ) -> dict[int, tf.Tensor]:
+        """Returns the sums of these gradients by index, of one call of `apply` after the other."""
+        calls, variables = self._step.calls(), self._step.variables()
+        summed = {}
+        # Several calls may be equal.
+        for call in {id(each): each for each in calls}.values():
+            chosen = [index for index in dense if calls[index] is call]
+            given = [own.gradients[index] for index in chosen], [variables[index] for index in chosen]
+            summed |= zip(chosen, sum_gradients(call.optimizer, *given), strict=True)
+        return summed
 
     def _add_up_rows(self, gradient: tf.IndexedSlices, shape: Sequence[int]) -> tf.IndexedSlices:
         with tf.device(self._device):

@@ -17,18 +17,16 @@ The strategy owns the engine; a pass is an iterator of tf.data's, which Keras ow
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
-from tfdist.compat import optimizer_patches, step_errors, values_of_replicas
-from tfdist.compression.error_feedback import ErrorFeedback
+from tfdist.compat import step_errors, values_of_replicas
 from tfdist.data import handle as handles
 from tfdist.data import splitting
 from tfdist.data.shares import Shares
 from tfdist.engines.base import Engine
-from tfdist.runtime import messages
 
 # Makes a Keras step on all replicas: (step, data, shares_of); see `replicated_step.run_step`.
 RunStep = Callable[[Any, Any, Callable[[list[Any]], Shares | None]], Any]
@@ -41,7 +39,6 @@ class SynchronousEngine(Engine):
       run_step: makes a step.
       num_replicas: replicas on all workers.
       failure: returns the exception of a sum over the workers that has failed, if one has.
-      feedback: what is kept of the gradients that were sent encoded; None if they travel as they are.
     """
 
     def __init__(
@@ -49,23 +46,11 @@ class SynchronousEngine(Engine):
         run_step: RunStep,
         num_replicas: int,
         failure: Callable[[], BaseException | None] = lambda: None,
-        feedback: ErrorFeedback | None = None,
     ) -> None:
         self._run_step = run_step
         self._num_replicas = num_replicas
         self._failure = failure
-        self._feedback = feedback
         step_errors.install()
-
-    def collect_state(self, model: Any) -> tuple[Any, list[Any]]:
-        """See `SavedState.collect_state`: the state of the codec."""
-        return self._feedback.collect(optimizer_patches.optimizers_of(model)) if self._feedback else (None, [])
-
-    def distribute_state(self, model: Any, description: Any, arrays: Sequence[Any]) -> None:
-        """See `SavedState.distribute_state`."""
-        optimizers = optimizer_patches.optimizers_of(model)
-        if self._feedback and not self._feedback.distribute(optimizers, description, arrays):
-            messages.say("tfdist: Compression: the checkpoint is of another codec, and this one begins anew")
 
     def raised_in_step(self) -> BaseException | None:
         """See `Engine.raised_in_step`: of a sum in Python, as by MPI."""

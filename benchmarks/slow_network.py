@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two workers in network namespaces, joined by a slow link: updates per second with and without compression.
+
+    python benchmarks/slow_network.py                   # 100 Mb/s, 25 million parameters; root, iproute2
+
+Each contender is started in turn, in every round, as two processes that reach each other over the link alone. They sum
+by TensorFlow's collectives, because an MPI library would find that both are on one machine, and use its memory. Each
+worker also asks the kernel what its connections have sent, beside `strategy.report()`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import secrets
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from absl import app, flags
+
+from tfdist import Cluster, Task
+from tfdist.launchers import processes
+
+# By name: the codec, and how many steps are measured.
+CONTENDERS: dict[str, tuple[str, int]] = {
+    "uncompressed": ("", 3),
+    'HalfPrecision("bfloat16")': ('HalfPrecision("bfloat16")', 4),
+    "Threshold()": ("Threshold()", 30),
+    "TopK(0.001)": ("TopK(0.001, momentum=0)", 30),
+    "PowerSGD(4)": ("PowerSGD(4)", 30),
+}
+LEAST_RATIO = 20.0
+_WARM_UP_STEPS = 4
+_LIMIT_SECS = 400.0
+_PORT = 9000
+_PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
+
+FLAGS = flags.FLAGS
+flags.DEFINE_integer("mbits", 100, "Megabits per second of the link, in each direction.", lower_bound=1)
+flags.DEFINE_string("size", "25M", "Model to measure with.")
+flags.DEFINE_integer("rounds", 3, "How often each contender is started.", lower_bound=1)
+flags.DEFINE_list("contenders", list(CONTENDERS), "What to measure.")
+flags.DEFINE_string("output", "benchmarks/results/slow_network.json", "Where the samples go.")
+flags.DEFINE_string(
+    "worker", None, "Codec of a worker, whose result goes to --output; for the processes of this program."
+)
+flags.DEFINE_integer("steps", 1, "Steps that such a worker measures.")
+flags.register_validator(
+    "contenders", lambda names: set(names) <= set(CONTENDERS), f"use any of {', '.join(CONTENDERS)}"
+)
+
+
+def main(argv: list[str]) -> None:
+    if argv[1:]:
+        raise app.UsageError(f"slow_network.py takes flags only. Received: {' '.join(argv[1:])}")
+    if FLAGS.worker is not None:
+        pathlib.Path(FLAGS.output).write_text(json.dumps(_train(FLAGS.worker, FLAGS.steps)))
+        return
+    if problem := missing():
+        sys.exit(problem)
+    samples: dict[str, list[dict[str, float]]] = {name: [] for name in FLAGS.contenders}
+    for number in range(FLAGS.rounds):
+        for name, found in samples.items():
+            print(f"{name}, {number + 1} of {FLAGS.rounds}", file=sys.stderr, flush=True)
+            found.append(_run(*CONTENDERS[name]))
+    pathlib.Path(FLAGS.output).write_text(
+        json.dumps({"mbits": FLAGS.mbits, "size": FLAGS.size, "samples": samples}, indent=1) + "\n"
+    )
+    print(_table(samples))
+    for name in ("Threshold()",) if {"Threshold()", "uncompressed"} <= samples.keys() else ():
+        if (ratio := statistics.median(_ratios(samples, name))) < LEAST_RATIO:
+            sys.exit(f"{name} makes {ratio:.1f} times as many updates as without compression; wanted: {LEAST_RATIO:g}")
+
+
+def missing() -> str:
+    """Returns a reason why there can be no such link here; "" if there can."""
+    if os.geteuid():
+        return "slow_network.py makes network namespaces, which needs root"
+    absent = [tool for tool in ("ip", "tc") if not shutil.which(tool, path=_PATH)]
+    return f"slow_network.py needs {' and '.join(absent)}, of iproute2" if absent else ""
+
+
+def _table(samples: dict[str, list[dict[str, float]]]) -> str:
+    columns = f"{'ratio':>7}  {'kB a step, kernel':>17}  {'by report()':>11}"
+    lines = [f"{FLAGS.mbits} Mb/s, {FLAGS.size:18}  updates/s  {columns}"]
+    for name, found in samples.items():
+        middle = {key: statistics.median(each[key] for each in found) for key in found[0]}
+        ratios = _ratios(samples, name)
+        ratio = f"{statistics.median(ratios):7.1f}" if ratios else " " * 7
+        sent = f"{middle['kernel_bytes'] / 1e3:17.1f}  {middle['reported_bytes'] / 1e3:11.1f}"
+        lines.append(f"{name:30}  {middle['updates_per_sec']:9.2f}  {ratio}  {sent}")
+    return "\n".join(lines)
+
+
+def _ratios(samples: dict[str, list[dict[str, float]]], name: str) -> list[float]:
+    pairs = zip(samples[name], samples.get("uncompressed", ()), strict=False)
+    return [ours["updates_per_sec"] / theirs["updates_per_sec"] for ours, theirs in pairs]
+
+
+def _run(codec: str, steps: int) -> dict[str, float]:
+    """Returns what the slower worker has measured, and the bytes of the one that has sent more."""
+    with _joined() as (spaces, hosts), tempfile.TemporaryDirectory() as folder, processes.Supervisor() as supervisor:
+        addresses = {index: f"{host}:{_PORT}" for index, host in enumerate(hosts)}
+        outputs = [pathlib.Path(folder) / f"{index}.json" for index in addresses]
+        started = []
+        for index, space in enumerate(spaces):
+            environment = {**os.environ, "PATH": _PATH, "TF_CPP_MIN_LOG_LEVEL": "3", "GRPC_VERBOSITY": "ERROR"}
+            environment["TF_CONFIG"] = Cluster({"worker": addresses}, Task("worker", index)).to_tf_config()
+            command = ["ip", "netns", "exec", space, sys.executable, __file__, f"--worker={codec}"]
+            command += [f"--steps={steps}", f"--size={FLAGS.size}", f"--output={outputs[index]}"]
+            started.append(supervisor.start(f"worker:{index}", command, environment))
+        for process in started:
+            if process.wait(_LIMIT_SECS) != 0:
+                raise RuntimeError(f"{process.name} failed:\n" + "\n".join(process.tail))
+        found = [json.loads(output.read_text()) for output in outputs]
+    return {key: (min if key == "updates_per_sec" else max)(each[key] for each in found) for key in found[0]}
+
+
+@contextlib.contextmanager
+def _joined() -> Iterator[tuple[Sequence[str], Sequence[str]]]:
+    """Yields the names of two network namespaces with a link between them, and their addresses."""
+    spaces = [f"tf{secrets.token_hex(3)}{index}" for index in range(2)]
+    hosts = [f"10.77.0.{index + 1}" for index in range(2)]
+    try:
+        for space in spaces:
+            _do("ip", "netns", "add", space)
+        _do("ip", "-n", spaces[0], "link", "add", "eth0", "type", "veth", "peer", "eth0", "netns", spaces[1])
+        for space, host in zip(spaces, hosts, strict=True):
+            _do("ip", "-n", space, "link", "set", "lo", "up")
+            _do("ip", "-n", space, "addr", "add", f"{host}/24", "dev", "eth0")
+            _do("ip", "-n", space, "link", "set", "eth0", "up")
+            # A bucket of a few milliseconds.
+            rate = [f"{FLAGS.mbits}mbit", "burst", "128kb", "latency", "100ms"]
+            _do("tc", "-n", space, "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", *rate)
+        yield spaces, hosts
+    finally:
+        for space in spaces:
+            subprocess.run(["ip", "netns", "del", space], env={**os.environ, "PATH": _PATH}, capture_output=True)
+
+
+def _do(*command: str) -> None:
+    done = subprocess.run(command, env={**os.environ, "PATH": _PATH}, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+def _train(codec: str, steps: int) -> dict[str, float]:
+    import tfdist
+    from tfdist.runtime import sent_bytes
+
+    policies: list[Any] = []
+    if codec:
+        policies = [tfdist.Compression(eval(f"tfdist.compression.{codec}"))]
+    tfdist.keep_freed_memory()
+    import keras
+    import models
+    import tensorflow as tf
+
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    strategy = tfdist.MultiWorkerMirroredStrategy(communication="tensorflow", policies=policies)
+    size = models.SIZES[FLAGS.size]
+    with strategy.scope():
+        model = models.compiled(keras, size)
+    data = models.dataset(size, replicas=strategy.num_replicas_in_sync)
+
+    def counted() -> tuple[float, int, int]:
+        return time.perf_counter(), sent_bytes.by_this_process(), max(strategy.report().bytes_sent.values())
+
+    class Measured(keras.callbacks.Callback):
+        began = ended = (0.0, 0, 0)
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch + 1 == _WARM_UP_STEPS:
+                self.began = counted()
+            elif batch + 1 == _WARM_UP_STEPS + steps:
+                self.ended = counted()
+
+    measured = Measured()
+    model.fit(data, steps_per_epoch=_WARM_UP_STEPS + steps, verbose=0, callbacks=[measured])
+    secs, kernel, reported = (end - begin for begin, end in zip(measured.began, measured.ended, strict=True))
+    return {"updates_per_sec": steps / secs, "kernel_bytes": kernel / steps, "reported_bytes": reported / steps}
+
+
+if __name__ == "__main__":
+    app.run(main)

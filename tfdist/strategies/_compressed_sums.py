@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums of gradients under `Compression`, on one worker of a MultiWorkerMirroredStrategy.
+
+Who owns what: the strategy owns one `CompressedSums`; it owns the codec, which "auto" chooses before the first step,
+and the codec's state (`ErrorFeedback`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.compat import optimizer_patches, optimizer_variables
+from tfdist.compat.optimizer_patches import SumGradients
+from tfdist.compression import choice
+from tfdist.compression.error_feedback import ErrorFeedback
+from tfdist.engines.multi_worker.agreement import Agreement
+from tfdist.policies.compression import AUTO, Compression
+from tfdist.runtime import messages
+from tfdist.transport.messages import Messages
+from tfdist.transport.sums import WorkerSums
+from tfdist.transport.traffic import Traffic
+
+
+class CompressedSums:
+    """Sums gradients by the codec of a policy. A `policies.saved_state.WorkerState`.
+
+    Args:
+      compression: the policy.
+      sums: of the workers, whose traffic is counted from now on.
+      agreement: exchange of small values between the workers.
+
+    Attributes:
+      in_step: sums gradients in a step that all workers trace alike; None to sum them as they are.
+      anywhere: likewise, at any other place.
+      of_differences: sums differences of parameters, in cross-replica context; None likewise.
+
+    Raises:
+      ValueError: the workers have different codecs.
+    """
+
+    def __init__(self, compression: Compression, sums: WorkerSums, agreement: Agreement) -> None:
+        self._compression, self._sums, self._agreement = compression, sums, agreement
+        given = agreement.gather(repr(compression), "comparing the codecs")
+        if len({*given.values()}) > 1:
+            shown = ", ".join(f"{task}: {policy}" for task, policy in given.items())
+            raise ValueError(f"policies: all workers must have the same codec. Received: {shown}")
+        senders = [str(task) for task in agreement.tasks]
+        sums.traffic = Traffic(len(senders))
+        self._anywhere = Messages(sums, senders, agreement.tasks.index(agreement.task))
+        self._feedback: ErrorFeedback | None = None
+        self.in_step: SumGradients | None = None
+        self.anywhere: SumGradients | None = None
+        self.of_differences: SumGradients | None = None
+        self._is_chosen = False
+        if compression.codec != AUTO:
+            self._take(compression.codec)
+
+    def prepare(self, model: keras.Model) -> None:
+        """Chooses the codec, before the first step of a built model is traced; all workers call it alike."""
+        if self._is_chosen:
+            return
+        shapes = [
+            tuple(variable.shape)
+            for optimizer in optimizer_patches.optimizers_of(model)
+            if optimizer.built
+            for variable in optimizer_variables.trained_by(optimizer)
+        ]
+        with tf.init_scope():
+            found = choice.choose(
+                shapes, self._sums.in_step, self._anywhere, self._slowest, self._compression.error_bound
+            )
+        self._say(found.reason)
+        self._take(found.codec)
+
+    def collect(self, model: keras.Model) -> tuple[Any, list[np.ndarray]]:
+        """See `WorkerState.collect`."""
+        if self._feedback is None:
+            return None, []
+        described, arrays = self._feedback.collect(model)
+        is_worth_it = described is not None or self._compression.codec == AUTO
+        return ({"codec": repr(self._feedback.codec), "state": described} if is_worth_it else None), arrays
+
+    def distribute(self, model: keras.Model, described: Any, arrays: Sequence[np.ndarray]) -> None:
+        """See `WorkerState.distribute`; "auto" goes on with the codec of the checkpoint."""
+        if described and not self._is_chosen:
+            codec = next((each for each in choice.CANDIDATES if repr(each) == described["codec"]), None)
+            if codec is not None:
+                self._say(f"{codec!r}, as before")
+                self._take(codec)
+        if self._feedback is not None:
+            self._feedback.distribute(model, described and described["state"], arrays)
+
+    def _take(self, codec: Any) -> None:
+        self._is_chosen = True
+        if codec is None:
+            return
+        self._feedback = ErrorFeedback(codec, self._anywhere)
+        self.anywhere = functools.partial(self._feedback.sum_all, self._anywhere)
+        self.of_differences = functools.partial(self._feedback.sum, transport=self._anywhere, are_scaled=False)
+        self.in_step = functools.partial(self._feedback.sum_all, dataclasses.replace(self._anywhere, is_in_step=True))
+
+    def _slowest(self, value: float) -> float:
+        return max(self._agreement.gather(value, "comparing the speed of codecs").values())
+
+    def _say(self, what: str) -> None:
+        if self._agreement.is_chief:
+            messages.say(f'tfdist: Compression("auto"): {what}')
