@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import pathlib
 
+import numpy as np
 import process_cluster
 import pytest
-from test_communication import KINDS, PREPARED, assert_close
+from test_communication import KINDS, PREPARED, assert_close, needs_mpi
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
@@ -41,6 +42,22 @@ for name in NAMES:
         report(f"one device, {name}", trained(tf.distribute.get_strategy(), *case))
 """
 
+# Plain SGD on whole batches: also an average after each step is one update.
+BESIDE = """
+x = np.random.default_rng(0).normal(size=(64, 6)).astype("float32")
+def train(scope):
+    keras.utils.set_random_seed(3)
+    with scope():
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(5, "tanh"), layers.Dense(1)])
+        model.compile(SGD(0.1), "mse")
+    model.fit(x, x[:, :1], batch_size=16, epochs=2, shuffle=False, verbose=0)
+    return np.concatenate([each.ravel() for each in model.get_weights()])
+weights = train(strategy.scope)
+alone = train(tf.distribute.get_strategy().scope)
+report("weights", [weights.tolist(), alone.tolist()])
+report("sent", [strategy.report().bytes_sent[f"worker:{index}"], weights.size])
+"""
+
 # The kernel counts what is on the wire.
 TRAFFIC = """
 from tfdist.runtime import sent_bytes
@@ -57,8 +74,9 @@ report("per step", [(sent_bytes.by_this_process() - before) / 32, told / 32, mod
 """
 
 
-def _prepared(codec: str) -> str:
-    policy = f"policies=[tfdist.Compression(tfdist.compression.{codec})]"
+def _prepared(codec: str, *others: str) -> str:
+    policies = ", ".join([f"tfdist.Compression(tfdist.compression.{codec})", *others])
+    policy = f"policies=[{policies}]"
     return PREPARED.replace("(start_timeout_secs=60)", f"(start_timeout_secs=60, {policy})")
 
 
@@ -72,6 +90,24 @@ def test_a_codec_that_sends_all_trains_as_one_device(
     for name in NAMES:
         assert_close(first[name], first[f"one device, {name}"])
         assert second[name] == first[name]
+
+
+@needs_mpi
+@pytest.mark.parametrize("other", ["tfdist.BackupWorkers(spares=0)", "tfdist.ParameterAveraging(every_steps=1)"])
+def test_it_does_so_beside_another_policy(other: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TFDIST_COMMUNICATION", "mpi")
+    script = _prepared("TopK(1.0, momentum=0)", other) + BESIDE
+    for found in process_cluster.run(script, tmp_path, timeout_secs=280):
+        np.testing.assert_allclose(*found["weights"], rtol=1e-5, atol=1e-6)
+        sent, count = found["sent"]
+        assert sent > 4 * count
+
+
+def test_auto_says_what_it_has_chosen_and_why(tmp_path: pathlib.Path):
+    script = _prepared("None").replace("tfdist.Compression(tfdist.compression.None)", 'tfdist.Compression("auto")')
+    for found in process_cluster.run(script + BESIDE, tmp_path, timeout_secs=280):
+        # Any codec may be the fastest here; a wrong sum is worse than what a codec leaves for later.
+        np.testing.assert_allclose(*found["weights"], rtol=0.2, atol=0.1)
 
 
 @pytest.mark.parametrize(
