@@ -39,6 +39,7 @@ class CompressedSums:
     Attributes:
       in_step: sums gradients in a step that all workers trace alike; None to sum them as they are.
       anywhere: likewise, at any other place.
+      bytes_sent: returns the bytes that each worker has sent so far.
       of_differences: sums differences of parameters, in cross-replica context; None likewise.
 
     Raises:
@@ -52,7 +53,8 @@ class CompressedSums:
             shown = ", ".join(f"{task}: {policy}" for task, policy in given.items())
             raise ValueError(f"policies: all workers must have the same codec. Received: {shown}")
         senders = [str(task) for task in agreement.tasks]
-        sums.traffic = Traffic(len(senders))
+        traffic = sums.traffic = Traffic(len(senders))
+        self.bytes_sent = traffic.by_worker
         self._anywhere = Messages(sums, senders, agreement.tasks.index(agreement.task))
         self._feedback: ErrorFeedback | None = None
         self.in_step: SumGradients | None = None

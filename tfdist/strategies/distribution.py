@@ -30,6 +30,7 @@ class Distribution:
       broadcast: gives the chief's values to variables on all workers; needed only if there is an `agreement`.
       serving: the cluster's worker and ps processes, under ParameterServerStrategy only.
       coordinator: the `ClusterCoordinator`, under ParameterServerStrategy only.
+      bytes_sent: returns the bytes that each worker has sent so far; none where they are not counted.
     """
 
     recorder: Recorder
@@ -39,6 +40,7 @@ class Distribution:
     broadcast: Callable[[Sequence[Any]], None] = lambda variables: None
     serving: Attachment | None = None
     coordinator: Any = None
+    bytes_sent: Callable[[], Sequence[int]] = lambda: ()
 
     def take(
         self,

@@ -147,6 +147,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
             self._sums.use(found.sum, found.gather, self._agreements().reporter.waiting, lambda: found.failure)
         if composed.compression:
             self._compressed = CompressedSums(composed.compression, self._sums, self._agreements())
+            self.distribution.bytes_sent = self._compressed.bytes_sent
         if policy:
             self._start_quorum(policy, cluster, stall_timeout_secs)
         parts, sum_up, record = self._parts(), self._sum_over_workers, self.distribution.recorder.record
@@ -155,7 +156,9 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         if composed.averaging:
             of_differences = lambda: self._compressed and self._compressed.of_differences  # noqa: E731
             averaging = composed.averaging, parts, sum_up, num_workers, self._prepare, of_differences
-            self._averaging = AveragingEngine(self, *averaging)
+            engine = self._averaging = AveragingEngine(self, *averaging)
+            if not self._compressed:
+                self.distribution.bytes_sent = lambda: [engine.bytes_sent] * num_workers
         if not (policy or composed.averaging) and len(self.extended.worker_devices) == 1:
             self._synchronous = SynchronousEngine(self._run_synchronous, num_workers, self._sums.failure)
         of_workers = {"Compression": self._compressed} if self._compressed else None
@@ -250,12 +253,11 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
     def report(self) -> Report:
         """Returns the counts since the strategy was built, equal on all workers; all zero without a policy."""
         report = self.distribution.recorder.report()
-        if self._averaging:
-            report = self._averaging.complete(report)
-        if self._sums.traffic:
-            sent = dict(zip(report.bytes_sent, self._sums.traffic.by_worker(), strict=True))
-            return dataclasses.replace(report, bytes_sent=sent)
-        return report
+        report = self._averaging.complete(report) if self._averaging else report
+        sent = self.distribution.bytes_sent()
+        return (
+            dataclasses.replace(report, bytes_sent=dict(zip(report.bytes_sent, sent, strict=True))) if sent else report
+        )
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         """Divides each batch of `dataset` among the replicas of all workers, as evenly as its size allows.

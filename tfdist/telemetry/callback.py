@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -23,7 +23,8 @@ class Telemetry(keras.callbacks.Callback):
     `tfdist/speed/updates_per_sec`. Under the mirrored strategies `tfdist/speed/examples_per_sec`, with `BackupWorkers`
     or if all batches have one static size. Under a strategy with policies also, as means per update since the last
     point: `tfdist/accepted/<worker>` and `tfdist/dropped/<worker>` (gradients), `tfdist/wait/per_update_secs` and
-    `tfdist/wait/first_to_last_secs`. The time of validation is left out.
+    `tfdist/wait/first_to_last_secs`. With `Compression` or `ParameterAveraging` also `tfdist/bytes_sent/<worker>`, the
+    bytes that a worker has sent per update, or per step of its own. The time of validation is left out.
 
     The files are in the run directory `<log_dir>/tfdist`. On several workers only the chief writes.
 
@@ -46,6 +47,7 @@ class Telemetry(keras.callbacks.Callback):
         self._clock = time.monotonic
         self._writer: tf.summary.SummaryWriter | None = None
         self._recorder = Recorder([])
+        self._bytes_sent: Callable[[], Sequence[int]] = lambda: ()
         self._batch_examples = 0
         self._epoch = _Start(0, 0, 0)
         self._last: _Moment | None = None
@@ -56,6 +58,7 @@ class Telemetry(keras.callbacks.Callback):
         """Opens the event file, on the chief."""
         strategy = self.model.distribute_strategy
         self._recorder, agreement = _recorder(strategy), strategy.distribution.agreement
+        self._bytes_sent = strategy.distribution.bytes_sent
         self._batch_examples = 0 if self._recorder.is_complete else _batch_examples(self.model)
         # The file of an earlier training that has raised.
         self._close()
@@ -94,7 +97,7 @@ class Telemetry(keras.callbacks.Callback):
         self._close()
 
     def _now(self) -> _Moment:
-        return _Moment(self._clock() - self._evaluated_secs, self._batches, self._recorder.sums())
+        return _Moment(self._clock() - self._evaluated_secs, self._batches, self._recorder.sums(), self._bytes_sent())
 
     def _write(self, last: _Moment) -> None:
         now = self._last = self._now()
@@ -135,6 +138,7 @@ class _Moment:
     secs: float
     batches: int
     sums: Sums
+    sent: Sequence[int]
 
 
 def _values(
@@ -149,6 +153,9 @@ def _values(
         yield "speed/updates_per_sec", updates / secs
         if examples:
             yield "speed/examples_per_sec", examples / secs
+    for name, count, before in zip(recorder.names, now.sent, last.sent, strict=False):
+        if updates:
+            yield f"bytes_sent/{name}", (count - before) / updates
     if not sums.updates:
         return
     for name, accepted, dropped in zip(recorder.names, sums.accepted, sums.dropped, strict=True):

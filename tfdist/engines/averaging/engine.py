@@ -117,10 +117,14 @@ class AveragingEngine(Engine):
             is_stock = getattr(step, "__func__", None) is keras.Model.train_step
             return average.end_step(results, shares, is_stock)
 
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this worker has sent for averages so far; as many as each other one."""
+        return sum(count.bytes_sent for count in self._counts)
+
     def complete(self, report: Any) -> Any:
         """A `tfdist.telemetry.Report`, of a warmup phase or of nothing, and what was counted here after it."""
         steps = sum(int(count.steps.numpy()) for count in self._counts)
-        sent = sum(count.bytes_sent for count in self._counts)
         added = lambda counts, number: {name: count + number for name, count in counts.items()}  # noqa: E731
         # Each replica's steps use its own gradients, none of which is ever stale.
         own = {0: report.staleness.get(0, 0) + steps * len(report.accepted)} if steps else {}
@@ -129,7 +133,7 @@ class AveragingEngine(Engine):
             updates=report.updates + steps,
             accepted=added(report.accepted, steps),
             staleness=report.staleness | own,
-            bytes_sent=added(report.bytes_sent, sent),
+            bytes_sent=added(report.bytes_sent, self.bytes_sent),
         )
 
     # What happens between steps, in Keras' thread.
