@@ -190,14 +190,18 @@ def _multi_worker(
     return _fit_loop(keras, model, data, late, counts_end_of_epoch)
 
 
-def _multi_worker_tfdist(communication: str | None = None, steps_per_execution: int = 1, num_threads: int = 0) -> Loop:
+def _multi_worker_tfdist(
+    communication: str | None = None, steps_per_execution: int = 1, num_threads: int = 0, codec: str = ""
+) -> Loop:
     import keras
     import tensorflow as tf
 
     tfdist = _tfdist()
     tf.config.threading.set_intra_op_parallelism_threads(num_threads)
     # Versions before the argument have only one way.
-    how = {"communication": communication} if communication else {}
+    how: dict[str, Any] = {"communication": communication} if communication else {}
+    if codec:
+        how["policies"] = [tfdist.Compression(codec)]
     strategy = tfdist.MultiWorkerMirroredStrategy(**how)
     return _multi_worker(keras, strategy, steps_per_execution=steps_per_execution)
 
@@ -364,6 +368,7 @@ def _serve_or_resolver() -> Any:
 CONTENDERS: dict[str, Callable[[], Loop]] = {
     "multi_worker/tensorflow": functools.partial(_multi_worker_tfdist, "tensorflow", 1, 1),
     "multi_worker/tensorflow x16": functools.partial(_multi_worker_tfdist, "tensorflow", 16, 1),
+    "multi_worker/auto": functools.partial(_multi_worker_tfdist, "tensorflow", 1, 1, "auto"),
     "multi_worker/mpi": functools.partial(_multi_worker_tfdist, "mpi", 1, 1),
     "multi_worker/mpi x16": functools.partial(_multi_worker_tfdist, "mpi", 16, 1),
     "multi_worker/torch": _multi_worker_torch,
