@@ -33,13 +33,17 @@ _WITHOUT_AVERAGING = (
     "tfdist.MultiWorkerMirroredStrategy"
 )
 _WITHOUT_MESSAGES = (
-    "its workers send each other no gradients, which could be encoded; use tfdist.MultiWorkerMirroredStrategy"
+    "its replicas send no gradients over a network, which could be encoded; use tfdist.MultiWorkerMirroredStrategy or "
+    "or tfdist.ParameterServerStrategy"
 )
 # Reasons why two policies exclude each other.
 _ONE_OF_A_KIND = "there can be only one of a kind; leave one away"
 _IN_STEP = "the first one keeps all gradients of an update in step, so that none is ever stale; use one or the other"
 _ALONE = "with the first one the replicas send no gradients that an update could be made of; use one or the other"
-_AS_THEY_ARE = "with the first one gradients are sent as they are; use one or the other"
+_AS_THEY_ARE = (
+    "with the first one the workers of MultiWorkerMirroredStrategy send gradients as they are; use one or the other, "
+    "or tfdist.ParameterServerStrategy"
+)
 # The policy that "the first one" means in each reason.
 _FIRST = {_IN_STEP: Aggregation, _ALONE: ParameterAveraging, _AS_THEY_ARE: Aggregation, _ONE_OF_A_KIND: Policy}
 
@@ -87,7 +91,7 @@ def check(policies: Sequence[Any], strategy: str) -> None:
             raise ValueError(f"policies: {policy!r} does not go with {strategy}: {reason}. {received}")
     for index, first in enumerate(policies):
         for second in policies[index + 1 :]:
-            if reason := clash(type(first), type(second)):
+            if reason := clash(type(first), type(second), strategy):
                 first, second = sorted((first, second), key=lambda each: not isinstance(each, _FIRST[reason]))
                 raise ValueError(f"policies: {first!r} and {second!r} don't go together: {reason}. {received}")
 
@@ -98,13 +102,13 @@ def refusal(policy: type[Policy], strategy: str) -> str | None:
         return _WITHOUT_STALENESS
     if issubclass(policy, ParameterAveraging) and strategy == PARAMETER_SERVER:
         return _WITHOUT_AVERAGING
-    if issubclass(policy, Compression) and strategy != MULTI_WORKER:
+    if issubclass(policy, Compression) and strategy not in (MULTI_WORKER, PARAMETER_SERVER):
         return _WITHOUT_MESSAGES
     return None
 
 
-def clash(first: type[Policy], second: type[Policy]) -> str | None:
-    """Returns the reason why two policies exclude each other, with the remedy; None if they are compatible."""
+def clash(first: type[Policy], second: type[Policy], strategy: str) -> str | None:
+    """Returns the reason why a strategy refuses two policies together, with the remedy; None if it accepts them."""
     kinds = {_kind_of(first), _kind_of(second)}
     if len(kinds) == 1:
         return _ONE_OF_A_KIND
@@ -112,7 +116,7 @@ def clash(first: type[Policy], second: type[Policy]) -> str | None:
         return _IN_STEP
     if ParameterAveraging in kinds and kinds & {Aggregation, Compression}:
         return _ALONE
-    if Compression in kinds and Aggregation in kinds:
+    if Compression in kinds and Aggregation in kinds and strategy != PARAMETER_SERVER:
         return _AS_THEY_ARE
     return None
 

@@ -14,8 +14,8 @@ class Compression(base.Policy):
     """Has each worker send its gradients encoded by a codec; what the codec leaves out is sent in a later step.
 
     The codec's state, such as what it has left out so far, belongs to each worker, and is part of a checkpoint. In the
-    phase of a `Warmup` nothing is sent, so the state is that of the beginning when the phase ends. Rows of embeddings
-    and the counts of metrics travel as without the policy.
+    phase of a `Warmup` workers that share their variables by all-reduce send nothing; the one worker that trains on
+    parameter servers sends encoded. Rows of embeddings and the counts of metrics are sent as without the policy.
 
     Args:
       codec: one of `tfdist.compression`, such as `tfdist.compression.Threshold("adaptive")`.

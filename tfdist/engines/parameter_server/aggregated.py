@@ -36,10 +36,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import closures, python_operation
+from tfdist.compat import closures, optimizer_patches, python_operation
 from tfdist.compat.running_loop import Fit
 from tfdist.data import epochs, splitting
 from tfdist.engines.base import Engine
+from tfdist.engines.parameter_server import codec_state
 from tfdist.engines.parameter_server.aggregated_step import AggregatedStep, part_of
 from tfdist.engines.parameter_server.engine import CoordinatedEngine
 from tfdist.engines.parameter_server.transfer.plan import TransferPlan
@@ -48,7 +49,7 @@ from tfdist.engines.parameter_server.worker_data import WorkerIterator, find_ite
 from tfdist.engines.parameter_server.worker_dataset import WorkerDataset, WorkerDatasetFromFunction
 from tfdist.policies.base import Aggregation, Update
 from tfdist.policies.warmup import Warmup
-from tfdist.runtime import delay_hook, stalls
+from tfdist.runtime import delay_hook, messages, stalls
 from tfdist.runtime.round_runner import RoundRunner
 from tfdist.step import rehearsal
 
@@ -130,6 +131,21 @@ class AggregatedEngine(Engine):
         if self._num_parts > 1:
             splitting.check_batched(dataset.element_spec, self._num_parts)
         return dataset
+
+    def collect_state(self, model: Any) -> tuple[Any, list[Any]]:
+        """See `SavedState.collect_state`: the state of the codec in each worker's process."""
+        if self._transfer.encoding is None:
+            return None, []
+        optimizers = optimizer_patches.optimizers_of(model)
+        return codec_state.collect(self._transfer.encoding, self.coordinator, self._count, optimizers)
+
+    def distribute_state(self, model: Any, description: Any, arrays: Sequence[Any]) -> None:
+        """See `SavedState.distribute_state`."""
+        encoding, optimizers = self._transfer.encoding, optimizer_patches.optimizers_of(model)
+        if encoding is None or not codec_state.distribute(
+            encoding, self.coordinator, self._count, optimizers, description, arrays
+        ):
+            messages.say("tfdist: Compression: the checkpoint is of another codec, and this one begins anew")
 
     def open(self, dataset: WorkerDataset, fit: Fit | None) -> WorkerIterator:
         """Begins a pass over a data set, for any loop."""
