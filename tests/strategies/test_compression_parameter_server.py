@@ -3,13 +3,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import child_pytest
 import pytest
-
-import tfdist
-from tfdist.compression import PowerSGD, SignSGD
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(660)]
 
@@ -24,17 +19,3 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 @pytest.mark.parametrize("check", child_pytest.checks(FILES))
 def test_on_a_cluster(outcomes: child_pytest.Outcomes, check: child_pytest.Check) -> None:
     child_pytest.expect_success(outcomes, check)
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class Own(SignSGD):
-    """A codec that server processes can't find."""
-
-
-@pytest.mark.parametrize(
-    ("codec", "words"),
-    [(PowerSGD(2), r"PowerSGD\(rank=2\).*needs two sums over all workers"), (Own(), r"Own\(\).*of tfdist.compression")],
-)
-def test_codec_that_servers_lack_is_refused(codec: object, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        tfdist.ParameterServerStrategy(policies=[tfdist.Compression(codec)])

@@ -33,7 +33,7 @@ _WITHOUT_AVERAGING = (
     "tfdist.MultiWorkerMirroredStrategy"
 )
 _WITHOUT_MESSAGES = (
-    "its replicas send no gradients over a network, which could be encoded; use tfdist.MultiWorkerMirroredStrategy or "
+    "its replicas send no gradients over a network, which could be encoded; use tfdist.MultiWorkerMirroredStrategy, "
     "or tfdist.ParameterServerStrategy"
 )
 # Reasons why two policies exclude each other.
