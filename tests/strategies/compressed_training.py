@@ -73,7 +73,11 @@ def test_codec_that_sends_all_equals_uncompressed(with_policies: Callable[..., A
     alone = compiled(tf.distribute.get_strategy(), *CASES[name])
     fit(alone, x=x)
     for uncompressed, compressed, expected in zip(*weights, alone.get_weights(), strict=True):
-        np.testing.assert_array_equal(compressed, uncompressed)
+        if name == "rows":
+            # Rows of two workers are added in the order of their arrival.
+            np.testing.assert_allclose(compressed, uncompressed, rtol=1e-4, atol=1e-5)
+        else:
+            np.testing.assert_array_equal(compressed, uncompressed)
         np.testing.assert_allclose(compressed, expected, rtol=1e-4, atol=1e-5)
 
 
