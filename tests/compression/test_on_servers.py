@@ -68,6 +68,14 @@ def test_collected_state_goes_on_in_another_process() -> None:
     np.testing.assert_array_equal(second(moved, *GRADIENTS)[0], on_servers.Server("worker:0")(encode, *GRADIENTS)[0])
 
 
+def test_states_of_ended_optimizers_are_dropped() -> None:
+    server = on_servers.Server("worker:0")
+    server(on_servers.encode_request(SignSGD(), SPECS, "run/0/a"), *GRADIENTS)
+    server(on_servers.encode_request(SignSGD(), SPECS, "run/1/a", ["run/0/"]), *GRADIENTS)
+    assert list(server._states) == ["run/1/a"]
+    assert len(server._prepared) == 1
+
+
 def test_state_of_other_tensors_is_not_used() -> None:
     server = on_servers.Server("worker:0")
     server(on_servers.encode_request(SignSGD(), SPECS, "key"), *GRADIENTS)

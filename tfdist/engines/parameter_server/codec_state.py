@@ -32,8 +32,9 @@ def check_servers(num_workers: int, num_ps: int) -> None:
     def check(task: str) -> str | None:
         try:
             _call(task, on_servers.probe_request())
-        except (tf.errors.InvalidArgumentError, tf.errors.InternalError, tf.errors.UnimplementedError, RuntimeError):
-            return task
+        except (tf.errors.OpError, RuntimeError) as error:
+            # A worker that is being restarted is not checked.
+            return None if closures.is_task_failure(error) else task
         return None
 
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:

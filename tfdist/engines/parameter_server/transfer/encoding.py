@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import threading
 import uuid
 import weakref
@@ -46,6 +47,7 @@ class Encoding:
         # Of this strategy: a server process may outlive it.
         self._prefix = uuid.uuid4().hex
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._count = 0
         self._lock = threading.Lock()
         self._sent = [0] * num_workers
 
@@ -67,7 +69,17 @@ class Encoding:
     def prefix_of(self, optimizer: Any) -> str:
         """Returns the beginning of the names of an optimizer's states."""
         with self._lock:
-            number = self._numbers.setdefault(optimizer, len(self._numbers))
+            if optimizer not in self._numbers:
+                self._numbers[optimizer] = self._count
+                self._count += 1
+            return self._prefix_of(self._numbers[optimizer])
+
+    def ended(self) -> list[str]:
+        """Returns the prefixes of optimizers that exist no more, whose states the workers may drop."""
+        with self._lock:
+            return [self._prefix_of(number) for number in sorted({*range(self._count)} - {*self._numbers.values()})]
+
+    def _prefix_of(self, number: int) -> str:
         return f"{self._prefix}/{number}/"
 
     def groups(
@@ -118,7 +130,7 @@ class EncodedBundles:
     """`Bundles` of which some tensors are encoded when they are sent.
 
     Args:
-      chosen: the codec.
+      encoding: of the strategy.
       groups: the encoded tensors.
       specs: the tensors, or their specs.
       devices: for each the device that it is sent to.
@@ -127,13 +139,13 @@ class EncodedBundles:
 
     def __init__(
         self,
-        chosen: codec.Codec,
+        encoding: Encoding,
         groups: Sequence[Group],
         specs: Sequence[Any],
         devices: Sequence[str],
         bundle: Callable[[Sequence[Any], Sequence[str]], Bundles],
     ) -> None:
-        self._codec = chosen
+        self._codec, self._ended = encoding.codec, encoding.ended()
         self._groups = list(groups)
         self._encoded = [position for group in self._groups for position in group.positions]
         self._others = sorted(set(range(len(specs))) - set(self._encoded))
@@ -158,7 +170,7 @@ class EncodedBundles:
           The same tensors, decoded, on their devices; and the number of bytes that were sent, int64, on the worker.
         """
         count = len(self._bundles.devices)
-        received, rest = self._bundles.send(packed[:count]), iter(packed[count:])
+        received, rest = self._bundles.send(packed[:count]), iter(self._all_or_none_finite(packed[count:]))
         sent = list(packed[:count])
         for group in self._groups:
             message = self._encode(group, [next(rest) for _ in group.positions])
@@ -167,10 +179,22 @@ class EncodedBundles:
         with tf.device(_ON_WORKER):
             return received, tf.add_n([tf.size(each, tf.int64) * each.dtype.size for each in sent])
 
+    def _all_or_none_finite(self, gradients: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
+        """Makes each message not finite if one of them is, so that no state changes in that step."""
+        if len(self._groups) < 2 or not isinstance(self._codec, gathered.GatheredCodec):
+            return gradients
+        with tf.device(_ON_WORKER):
+            is_finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(gradient)) for gradient in gradients])
+            return tf.cond(
+                is_finite,
+                lambda: [tf.identity(gradient) for gradient in gradients],
+                lambda: [tf.fill(gradient.shape, tf.cast(math.nan, gradient.dtype)) for gradient in gradients],
+            )
+
     def _encode(self, group: Group, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         if not isinstance(self._codec, gathered.GatheredCodec):
             return [self._codec.encode(gradients, {})[0]]
-        request = on_servers.encode_request(self._codec, group.specs, group.key)
+        request = on_servers.encode_request(self._codec, group.specs, group.key, self._ended)
         with tf.device(_ON_WORKER):
             flat = [tf.reshape(tf.cast(gradient, tf.float32), [-1]) for gradient in gradients]
             return server_functions.call([tf.constant(request), *flat], [tf.uint8, tf.uint8])
