@@ -281,6 +281,16 @@ def test_nobody_starts_once_an_update_has_failed(failed: Table) -> None:
     assert failed.start(0) is None
 
 
+def test_failed_push_of_accepted_gradient_is_raised(table: Table) -> None:
+    error = LookupError("damaged")
+    with pytest.raises(LookupError) as raised, table.runner.wanted():
+        table.started(0, 1, 2)
+        assert table.runner.arrive(1, 0)
+        table.runner.fail(1, 0, error)
+        table.runner.collect()
+    assert raised.value is error
+
+
 @pytest.mark.parametrize("is_end", [True, False])
 def test_what_a_late_replica_meets_is_said_and_no_error(table: Table, is_end: bool) -> None:
     table.runner.open()

@@ -44,7 +44,7 @@ def with_policies(cluster: tfdist.ParameterServerStrategy) -> Callable[..., tfdi
         cluster._training.close()
         cluster.distribution.recorder = Recorder(cluster.distribution.recorder.names)
         composed = composition.compose(policies, "ParameterServerStrategy", NUM_WORKERS)
-        cluster._aggregate(composed, stall_timeout_secs=STALL_SECS)
+        cluster._take(policies, composed, stall_timeout_secs=STALL_SECS)
         return cluster
 
     return change

@@ -16,8 +16,10 @@ import site
 import sys
 import sysconfig
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from tfdist.compat import server_functions
 
 NEEDS = (
     "tensorflow.core.protobuf.config_pb2:ConfigProto",
@@ -64,7 +66,13 @@ def _loads_libraries() -> bool:
     return found or any(os.environ.get(variable) for variable in _LOADING_VARIABLES)
 
 
-def start(jobs: Mapping[str, Mapping[int, str]], job: str, index: int, threads_per_operation: int) -> Any:
+def start(
+    jobs: Mapping[str, Mapping[int, str]],
+    job: str,
+    index: int,
+    threads_per_operation: int,
+    function: Callable[..., Any],
+) -> Any:
     """Starts the server of a task; it lives as long as it is held, and then some.
 
     Args:
@@ -72,12 +80,15 @@ def start(jobs: Mapping[str, Mapping[int, str]], job: str, index: int, threads_p
       job: that of the task.
       index: that of the task.
       threads_per_operation: 0 for TensorFlow's own number.
+      function: the Python function that operations of other processes call here; see `server_functions.register`.
     """
     from tensorflow.core.protobuf import config_pb2
     from tensorflow.python import tf2
     from tensorflow.python.training import server_lib
 
     tf2.enable()
+    # After the imports, of which one may set up a registry, and before the first request.
+    server_functions.register(function)
     return server_lib.Server(
         server_lib.ClusterSpec({name: dict(tasks) for name, tasks in jobs.items()}),
         job_name=job,

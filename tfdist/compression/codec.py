@@ -12,8 +12,9 @@ from typing import Any, ClassVar, Protocol
 import tensorflow as tf
 
 # State of a codec by name, such as "residual/0" of the first tensor.
-State = dict[str, tf.Tensor]
-_FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
+State = dict[str, "tf.Tensor"]
+# Names, because server processes import this module without most of TensorFlow (`compat.bare_servers`).
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 class Transport(Protocol):
@@ -86,8 +87,18 @@ class Codec(abc.ABC):
         Raises:
           ValueError: a gradient is not floating-point, or its shape is not known.
         """
-        wanted = self._state_specs(checked_specs(self, specs))
-        return {name: tf.zeros(spec.shape, spec.dtype) for name, spec in wanted.items()}
+        return {name: tf.zeros(spec.shape, spec.dtype) for name, spec in self.state_specs(specs).items()}
+
+    def state_specs(self, specs: Sequence[tf.TensorSpec]) -> dict[str, tf.TensorSpec]:
+        """Returns the spec of each tensor of the state, by name.
+
+        Args:
+          specs: of the gradients; see `init`.
+
+        Raises:
+          ValueError: a gradient is not floating-point, or its shape is not known.
+        """
+        return self._state_specs(checked_specs(self, specs))
 
     def encode(self, tensors: Sequence[tf.Tensor], state: State) -> tuple[tf.Tensor, State]:
         """Encodes the gradients of one step.
@@ -225,13 +236,18 @@ def checked_specs(codec: Codec, specs: Sequence[tf.TensorSpec]) -> list[tf.Tenso
     """
     for index, spec in enumerate(specs):
         name = f"gradient {index}" + (f" ({spec.name})" if getattr(spec, "name", None) else "")
-        if spec.dtype not in _FLOATS:
+        if not is_compressible(spec.dtype):
             raise ValueError(
                 f"{codec!r} compresses floating-point gradients only. Received: {name} of dtype {spec.dtype.name}"
             )
         if not spec.shape.is_fully_defined():
             raise ValueError(f"{codec!r} needs gradients of static shape. Received: {name} of shape {spec.shape}")
     return list(specs)
+
+
+def is_compressible(dtype: tf.DType) -> bool:
+    """Returns True for the dtypes of gradients that codecs compress."""
+    return dtype.name in _FLOATS
 
 
 def check_fraction(codec: str, name: str, value: Any) -> None:

@@ -49,11 +49,7 @@ class GatheredCodec(codec.Codec):
         def encode(*inputs: np.ndarray) -> list[np.ndarray]:
             gradients, values = inputs[: len(specs)], inputs[len(specs) :]
             old = dict(zip(names, values, strict=True))
-            payload, new = self._encode_arrays(gradients, old, pool)
-            if payload is None:
-                # TensorFlow may share the memory of the old state.
-                payload, new = Payload(frames.NON_FINITE, []), {name: value.copy() for name, value in old.items()}
-            message = frames.build(self.number, payload.flags, layout, payload.parts)
+            message, new = self.message_of(gradients, old, layout, pool)
             return [message, *(new[name] for name in names)]
 
         flat = [tf.reshape(tf.cast(tensor, tf.float32), [-1]) for tensor in tensors]
@@ -66,14 +62,48 @@ class GatheredCodec(codec.Codec):
         sizes, pool = codec.sizes_of(specs), arrays.Pool()
 
         def decode(rows: np.ndarray) -> list[np.ndarray]:
-            return self._sum_of(rows, sizes, senders, pool)
+            return self.sum_of(rows, sizes, senders, pool)
 
         flat = _in_numpy(decode, [received], [tf.float32] * len(sizes)) if sizes else []
         return [tf.cast(tf.reshape(total, spec.shape), spec.dtype) for total, spec in zip(flat, specs, strict=True)]
 
-    def _sum_of(
+    def message_of(
+        self, gradients: Sequence[np.ndarray], state: Arrays, layout: frames.Layout, pool: arrays.Pool
+    ) -> tuple[np.ndarray, Arrays]:
+        """Encodes arrays, as `encode` does tensors.
+
+        Args:
+          gradients: float32 [size] each.
+          state: 1-D arrays by name; of scalars [1].
+          layout: of the gradients.
+          pool: has the memory for the new state.
+
+        Returns:
+          The message, uint8 [length], and the new state.
+        """
+        payload, new = self._encode_arrays(gradients, state, pool)
+        if payload is None:
+            # TensorFlow may share the memory of the old state.
+            payload, new = Payload(frames.NON_FINITE, []), {name: value.copy() for name, value in state.items()}
+        return frames.build(self.number, payload.flags, layout, payload.parts), new
+
+    def sum_of(
         self, rows: np.ndarray, sizes: Sequence[int], senders: Sequence[str], pool: arrays.Pool
     ) -> list[np.ndarray]:
+        """Decodes messages, as `decode` does.
+
+        Args:
+          rows: uint8 [number of messages, capacity].
+          sizes: number of values of each gradient.
+          senders: name of the sender of each row.
+          pool: has the memory for the sums.
+
+        Returns:
+          The sums, float32 [size] each.
+
+        Raises:
+          ValueError: a message is truncated or damaged, or does not fit; its sender is named.
+        """
         if len(rows) != len(senders):
             raise ValueError(f"each message needs the name of its sender. Received: {len(rows)} messages, {senders=}")
         sums = [pool.zeros(size) for size in sizes]

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfdist.compression import codec
 
-_DTYPES = {"float16": tf.float16, "bfloat16": tf.bfloat16}
+_DTYPES = ("float16", "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -41,7 +41,7 @@ class HalfPrecision(codec.Codec):
     def _encode(
         self, tensors: Sequence[tf.Tensor], specs: Sequence[tf.TensorSpec], state: codec.State
     ) -> tuple[tf.Tensor, codec.State]:
-        dtype = _DTYPES[self.dtype]
+        dtype = tf.as_dtype(self.dtype)
         flat = [tf.reshape(tf.cast(tensor, dtype), [-1]) for tensor in tensors]
         return tf.concat(flat, 0) if flat else tf.zeros([0], dtype), {}
 

@@ -33,7 +33,8 @@ _WITHOUT_AVERAGING = (
     "tfdist.MultiWorkerMirroredStrategy"
 )
 _WITHOUT_MESSAGES = (
-    "its workers send each other no gradients, which could be encoded; use tfdist.MultiWorkerMirroredStrategy"
+    "its replicas send no gradients over a network, which could be encoded; use tfdist.MultiWorkerMirroredStrategy, "
+    "or tfdist.ParameterServerStrategy"
 )
 # Reasons why two policies exclude each other.
 _ONE_OF_A_KIND = "there can be only one of a kind; leave one away"
@@ -86,7 +87,7 @@ def check(policies: Sequence[Any], strategy: str) -> None:
             raise ValueError(f"policies: {policy!r} does not go with {strategy}: {reason}. {received}")
     for index, first in enumerate(policies):
         for second in policies[index + 1 :]:
-            if reason := clash(type(first), type(second)):
+            if reason := clash(type(first), type(second), strategy):
                 first, second = sorted((first, second), key=lambda each: not isinstance(each, _FIRST[reason]))
                 raise ValueError(f"policies: {first!r} and {second!r} don't go together: {reason}. {received}")
 
@@ -97,13 +98,13 @@ def refusal(policy: type[Policy], strategy: str) -> str | None:
         return _WITHOUT_STALENESS
     if issubclass(policy, ParameterAveraging) and strategy == PARAMETER_SERVER:
         return _WITHOUT_AVERAGING
-    if issubclass(policy, Compression) and strategy != MULTI_WORKER:
+    if issubclass(policy, Compression) and strategy not in (MULTI_WORKER, PARAMETER_SERVER):
         return _WITHOUT_MESSAGES
     return None
 
 
-def clash(first: type[Policy], second: type[Policy]) -> str | None:
-    """Returns the reason why two policies exclude each other, with the remedy; None if they are compatible."""
+def clash(first: type[Policy], second: type[Policy], strategy: str) -> str | None:
+    """Returns the reason why a strategy refuses two policies together, with the remedy; None if it accepts them."""
     kinds = {_kind_of(first), _kind_of(second)}
     if len(kinds) == 1:
         return _ONE_OF_A_KIND

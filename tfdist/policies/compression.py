@@ -16,8 +16,9 @@ class Compression(base.Policy):
     """Has each worker send its gradients encoded by a codec; what the codec leaves out is sent in a later step.
 
     The codec's state, such as what it has left out so far, belongs to each worker, and is part of a checkpoint. In the
-    phase of a `Warmup` less is sent, or nothing, and as it is; the state is that of the beginning when the phase ends.
-    Rows of embeddings and the counts of metrics travel as without the policy.
+    phase of a `Warmup` workers that sum gradients by all-reduce send nothing, or with `ramp` gradients as they are; the
+    one worker that trains on parameter servers sends encoded. Rows of embeddings and the counts of metrics are sent as
+    without the policy.
 
     Args:
       codec: one of `tfdist.compression`, such as `tfdist.compression.Threshold("adaptive")`; or "auto" for the one
@@ -44,7 +45,7 @@ class Compression(base.Policy):
                 "Compression(error_bound=...) must be a share between 0 and 1, such as 0.99. "
                 f"Received: error_bound={error_bound!r}"
             )
-        self.codec = codec
+        self.codec: Any = codec
         self.error_bound = error_bound
 
     def __repr__(self) -> str:

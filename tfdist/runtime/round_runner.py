@@ -149,7 +149,9 @@ class RoundRunner:
             self._startable.notify_all()
 
     def fail(self, replica: int, local_step: int, error: BaseException, is_end: bool = False) -> None:
-        """Makes `collect` raise an error of a replica's computation. The error of a late gradient is only logged.
+        """Makes `collect` raise an error of a replica's computation, or of the push of an accepted gradient.
+
+        The error of a late gradient is only logged.
 
         Args:
           replica: index of the replica.
@@ -158,9 +160,12 @@ class RoundRunner:
           is_end: True if the error is only the end of the data; then it is never logged.
         """
         with self._lock:
-            if not self._policy.is_computing(replica, local_step):
+            is_present = local_step == self._policy.step and replica in self._policy.contributors
+            is_pushed = is_present and replica not in self._delivered
+            if not self._policy.is_computing(replica, local_step) and not is_pushed:
                 return
             self._policy.withdraw(replica)
+            self._forget(replica)
             if local_step == self._policy.step and self._is_open:
                 self._error = self._error or error
                 self._collectable.notify_all()

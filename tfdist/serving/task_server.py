@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from typing import Any
 
 from tfdist import _addresses
@@ -17,7 +18,30 @@ _THREADS_VARIABLE = "TF_NUM_INTRAOP_THREADS"
 
 def start(cluster: Cluster) -> Any:
     """Starts the server of this process' task; it lives as long as it is held, and then some."""
-    return bare_servers.start(cluster.jobs, cluster.task.type, cluster.task.index, _threads(cluster))
+    task = cluster.task
+    return bare_servers.start(cluster.jobs, task.type, task.index, _threads(cluster), _Codecs(str(task)))
+
+
+class _Codecs:
+    """Answers requests for codecs; imports them with the first one, because most clusters need none.
+
+    Args:
+      task: name of this process, such as "worker:0".
+    """
+
+    def __init__(self, task: str) -> None:
+        self._task = task
+        self._lock = threading.Lock()
+        self._server: Any = None
+
+    def __call__(self, *arguments: Any) -> Any:
+        """See `on_servers.Server`."""
+        with self._lock:
+            if self._server is None:
+                from tfdist.compression import on_servers
+
+                self._server = on_servers.Server(self._task)
+        return self._server(*arguments)
 
 
 def threads_per_operation(cluster: Cluster, num_cpus: int) -> int:

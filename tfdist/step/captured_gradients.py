@@ -27,6 +27,10 @@ class Applied:
     # The gradients that are not None; within a conditional, the variables that carry them out of it.
     kept: list[Any] = dataclasses.field(default_factory=list)
 
+    def trained(self) -> list[Any]:
+        """Returns the variables that have a gradient."""
+        return [variable for variable, is_present in zip(self.variables, self.present, strict=True) if is_present]
+
     def gradients(self) -> list[Any]:
         """Returns the gradients as tensors of the graph of the step."""
         return [each.read_value() if isinstance(each, LocalVariable) else each for each in self.kept]

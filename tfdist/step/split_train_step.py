@@ -288,14 +288,13 @@ class SplitTrainStep:
 
     # The second half.
 
+    def targets(self) -> list[tuple[Any, Any]]:
+        """Returns optimizer and variable of each gradient, in the order of `Contribution.gradients`."""
+        return [(each.optimizer, variable) for each in self._layout.applied for variable in each.trained()]
+
     def variables(self) -> list[Any]:
         """Returns the variables of the gradients, in the order of `Contribution.gradients`."""
-        return [
-            variable
-            for each in self._layout.applied
-            for variable, has_gradient in zip(each.variables, each.present, strict=True)
-            if has_gradient
-        ]
+        return [variable for _, variable in self.targets()]
 
     def calls(self) -> list[Applied]:
         """Returns the call of `optimizer.apply` that each of these gradients was given to."""

@@ -9,7 +9,9 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.cluster import Cluster
+from tfdist.compression import on_servers
 from tfdist.policies.base import Aggregation
+from tfdist.policies.compression import Compression
 from tfdist.serving import embedded
 from tfdist.strategies import _common
 
@@ -43,4 +45,7 @@ def check(policies: Sequence[Any], data_sharding: str, start_timeout_secs: float
             f'{in_step[0]!r} a batch is shared by all workers; use "shard". Received: data_sharding="dynamic", '
             f"policies={policies!r}"
         )
+    for policy in policies:
+        if isinstance(policy, Compression):
+            on_servers.check(policy.codec, f"Received: policies={list(policies)!r}")
     _common.check_timeouts(start_timeout_secs=start_timeout_secs, stall_timeout_secs=stall_timeout_secs)

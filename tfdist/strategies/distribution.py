@@ -12,7 +12,7 @@ from tfdist.engines.multi_worker.agreement import Agreement
 from tfdist.policies.base import Policy
 from tfdist.policies.saved_state import SavedState, WorkerState
 from tfdist.serving.embedded import Attachment
-from tfdist.telemetry.report import Recorder
+from tfdist.telemetry.report import Recorder, Report
 
 
 @dataclasses.dataclass
@@ -57,6 +57,13 @@ class Distribution:
         """
         self.engines = [engine for engine in engines if engine is not None]
         self.saved_state = SavedState(policies, self.engines, of_workers)
+
+    def with_bytes_sent(self, report: Report) -> Report:
+        """Returns a report with the bytes that each worker has sent, where they are counted."""
+        sent = self.bytes_sent()
+        return (
+            dataclasses.replace(report, bytes_sent=dict(zip(report.bytes_sent, sent, strict=True))) if sent else report
+        )
 
     def barrier(self, writes: bool = False) -> None:
         """Waits for the steps of all engines; see `Engine.barrier`."""

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import os
 import secrets
 from collections.abc import Callable, Sequence
@@ -253,11 +252,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
     def report(self) -> Report:
         """Returns the counts since the strategy was built, equal on all workers; all zero without a policy."""
         report = self.distribution.recorder.report()
-        report = self._averaging.complete(report) if self._averaging else report
-        sent = self.distribution.bytes_sent()
-        return (
-            dataclasses.replace(report, bytes_sent=dict(zip(report.bytes_sent, sent, strict=True))) if sent else report
-        )
+        return self.distribution.with_bytes_sent(self._averaging.complete(report) if self._averaging else report)
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         """Divides each batch of `dataset` among the replicas of all workers, as evenly as its size allows.

@@ -31,13 +31,14 @@ from tfdist.compat import (
     symbolic_build,
     trainers,
 )
-from tfdist.engines.parameter_server import batch_arguments, scope_checks, worker_batch
+from tfdist.engines.parameter_server import batch_arguments, codec_state, scope_checks, worker_batch
 from tfdist.engines.parameter_server.aggregated import AggregatedEngine
 from tfdist.engines.parameter_server.asynchronous import AsynchronousEngine
 from tfdist.engines.parameter_server.coordinated_variable import coordinate
 from tfdist.engines.parameter_server.engine import CoordinatedEngine
 from tfdist.engines.parameter_server.partitioned_variable import PartitionedVariable, partition
 from tfdist.engines.parameter_server.transfer import plan as transfer_plan
+from tfdist.engines.parameter_server.transfer.encoding import Encoding
 from tfdist.engines.parameter_server.worker_batch import WorkerBatch
 from tfdist.engines.parameter_server.worker_data import find_iterator
 from tfdist.engines.parameter_server.worker_dataset import WorkerDataset
@@ -61,7 +62,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       cluster_resolver: As for the stock strategy. Without one the cluster is taken from TF_CONFIG; without that
         either, `num_workers` worker and `num_ps` ps processes are started on this machine, and end with this program.
       variable_partitioner: As for the stock strategy: how to split variables over the parameter servers.
-      policies: Policies that decide which gradients count. Empty: asynchronous training.
+      policies: Policies that decide which gradients count, and how they are sent. Empty: asynchronous training.
       data_sharding: Each worker's share of the data that `fit` trains on. `"shard"`: worker i of n takes the batches
         i, i + n, ...; `"replicate"`: all of it; `"dynamic"`: whichever batch is next when it asks, through tf.data
         service.
@@ -77,7 +78,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       ValueError: An argument is out of range.
       ClusterError: TF_CONFIG is not a parameter-server cluster.
       TimeoutError: A task did not start in time; the message names it.
-      RuntimeError: This program has built a ParameterServerStrategy before.
+      RuntimeError: This program has built a ParameterServerStrategy before; or, with `Compression`, a task runs a
+        server of another program.
       SystemExit: In a `worker` or `ps` task, once the chief is done.
     """
 
@@ -122,6 +124,9 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         autograph_rules.leave_library()
         has_gpu = "GPU" in self.extended.worker_devices[0].upper()
         self._transfer = transfer_plan.of(transfer, self._num_workers, self._num_ps, has_gpu)
+        self._transfer_mode = transfer
+        # Of the train steps of Keras' loop.
+        self._sending = self._transfer
         self._engine = CoordinatedEngine(
             self,
             serving.num_workers,
@@ -133,22 +138,26 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         )
         # Makes the train steps of Keras' loop.
         self._training: CoordinatedEngine | AggregatedEngine = self._engine
-        self._aggregate(composed, stall_timeout_secs)
-        self.distribution.take(policies, *dict.fromkeys((self._engine, self._training)))
         self.distribution.coordinator = self._engine.coordinator
+        self._take(policies, composed, stall_timeout_secs)
         stalls.InterruptEscape(self._engine.waited_for).install()
         strategy_order.joined_cluster()
 
-    def _aggregate(self, composed: composition.Composition, stall_timeout_secs: float) -> None:
+    def _take(self, policies: Sequence[Any], composed: composition.Composition, stall_timeout_secs: float) -> None:
         """Builds the engine of the policies, if there are any."""
-        aggregation = composed.aggregation
-        if aggregation is None:
-            return
-        engine = AggregatedEngine if aggregation.is_synchronous else AsynchronousEngine
-        record = self.distribution.recorder.record
-        self._training = engine(
-            self, self._engine, aggregation, self._transfer, record, stall_timeout_secs, composed.warmup
-        )
+        of_workers = {}
+        self._sending, aggregation = self._transfer, composed.aggregation
+        if composed.compression:
+            codec_state.check_servers(self._num_workers, self._num_ps)
+            encoding = Encoding(composed.compression.codec, self._num_workers)
+            self._sending = transfer_plan.encoded(self._transfer_mode, encoding)
+            self.distribution.bytes_sent = encoding.bytes_sent
+            of_workers["Compression"] = codec_state.CodecStates(encoding, self._engine.coordinator, self._num_workers)
+        if aggregation is not None:
+            engine = AggregatedEngine if aggregation.is_synchronous else AsynchronousEngine
+            given = self._sending, self.distribution.recorder.record, stall_timeout_secs, composed.warmup
+            self._training = engine(self, self._engine, aggregation, *given)
+        self.distribution.take(policies, *dict.fromkeys((self._engine, self._training)), of_workers=of_workers)
 
     def _connect_to_cluster(self, coordinator_name: str) -> None:
         del coordinator_name
@@ -240,7 +249,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 
     def report(self) -> Report:
         """Counts since the strategy was built."""
-        return dataclasses.replace(self.distribution.recorder.report(), transfer=str(self._transfer))
+        report = dataclasses.replace(self.distribution.recorder.report(), transfer=str(self._sending))
+        return self.distribution.with_bytes_sent(report)
 
     # Results. A step is made by one replica, so there is nothing to be combined.
 

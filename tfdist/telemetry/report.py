@@ -24,7 +24,8 @@ class Report:
       staleness: number of applied gradients by staleness (global step - local step).
       wait_secs: total time for which updates waited for gradients.
       bytes_sent: bytes that each worker has sent over the network: with `ParameterAveraging` for its averages, with
-        `Compression` in training steps. It is 0 under all other policies, and without a policy.
+        `Compression` in training steps (to the parameter servers, if there are any). It is 0 under all other policies,
+        and without a policy.
       held_secs: time in which a worker had delivered a gradient and was not allowed to start the next, by worker.
       transfer: form in which variables and gradients cross the network, and why; of ParameterServerStrategy.
     """

@@ -17,9 +17,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist.compat import closures
 from tfdist.compat.cluster_joining import SERVER_DEVICE
 from tfdist.data import splitting
 from tfdist.engines.parameter_server import coordinated_variable
+from tfdist.engines.parameter_server.transfer import encoding
 from tfdist.engines.parameter_server.transfer.bundles import Bundles
 from tfdist.engines.parameter_server.transfer.plan import TransferPlan
 from tfdist.step import one_replica
@@ -56,11 +58,13 @@ class AggregatedStep:
     ) -> None:
         self._strategy = strategy
         self._transfer = transfer
+        # Of the gradients that are sent; None to send them as they are.
+        self._encoding = transfer.encoding
         self._spec = element_spec
         self._step = SplitTrainStep(step, total_num_replicas, is_relative=is_relative, can_take_maxima=True)
         self._is_weighted = is_weighted
         self._template: Contribution | None = None
-        self._bundles: Bundles | None = None
+        self._bundles: Bundles | encoding.EncodedBundles | None = None
         self._devices: list[str] = []
         self._home = ""
         self._from_batch: Callable[..., Any] | None = None
@@ -106,7 +110,11 @@ class AggregatedStep:
 
     def push(self, contribution: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Sends a contribution from its worker, the default device, to the parameter servers."""
-        return self._push(*contribution)
+        if self._encoding is None:
+            return self._push(*contribution)
+        *pushed, sent = self._push(*contribution)
+        self._encoding.count(closures.this_worker(), int(sent.numpy()))
+        return pushed
 
     def update(
         self, contributions: Sequence[Sequence[tf.Tensor]], weights: Sequence[float] | None = None
@@ -143,11 +151,15 @@ class AggregatedStep:
 
     def _contribute(self, batch: Any) -> list[tf.Tensor]:
         worker = self._strategy.extended.worker_devices[0]
-        with self._as_replica(worker), self._transfer.reading(self.model, worker):
+        with self._as_replica(worker), self._transfer.contributing(self.model, worker):
             rows = splitting.rows(batch)
             with coordinated_variable.watched(self._step.written_past_keras):
                 contribution = self._step.contribute(batch)
         contribution = self._transfer.placed(contribution, rows)
+        if self._encoding is not None:
+            with self._as_replica(worker):
+                gradients = encoding.unscaled(contribution.gradients, self._step.targets())
+            contribution = contribution._replace(gradients=gradients)
         self._place(contribution)
         return self._bundles.pack(tf.nest.flatten(contribution, expand_composites=True))
 
@@ -157,7 +169,12 @@ class AggregatedStep:
         self._devices = [variable.value.device for variable in self._step.variables()]
         self._home = (self._devices or [SERVER_DEVICE])[0]
         flat = tf.nest.flatten(contribution, expand_composites=True)
-        self._bundles = self._transfer.bundles(flat, self._destinations(contribution))
+        destinations = self._destinations(contribution)
+        if self._encoding is None:
+            self._bundles = self._transfer.bundles(flat, destinations)
+            return
+        groups = self._encoding.groups(contribution.gradients, self._step.targets(), self._devices)
+        self._bundles = encoding.EncodedBundles(self._encoding, groups, flat, destinations, self._transfer.bundles)
 
     def _destinations(self, contribution: Contribution) -> list[str]:
         destinations: list[str] = []
@@ -167,11 +184,10 @@ class AggregatedStep:
         return destinations + [self._home] * len(tf.nest.flatten(rest, expand_composites=True))
 
     def _to_servers(self, *bundles: tf.Tensor) -> list[tf.Tensor]:
-        pushed = []
-        for bundle, device in zip(bundles, self._bundles.devices, strict=True):
-            with tf.device(device):
-                pushed.append(tf.identity(bundle))
-        return pushed
+        if not isinstance(self._bundles, encoding.EncodedBundles):
+            return self._bundles.send(bundles)
+        pushed, sent = self._bundles.send(bundles)
+        return [*pushed, sent]
 
     def _update(self, *flat: tf.Tensor) -> list[tf.Tensor]:
         size = len(self._specs)
@@ -182,6 +198,9 @@ class AggregatedStep:
             contributions = [weigh(*each, self._devices) for each in zip(contributions, weights, strict=True)]
         with self._as_replica(self._home):
             total = add_up(contributions, self._devices)
+            if self._encoding is not None:
+                gradients = encoding.scaled(total.gradients, self._step.targets(), self._devices)
+                total = total._replace(gradients=gradients)
             self._step.update(total, lambda variable: tf.device(variable.value.device))
             for variable, count in zip(self._step.counters, total.counts, strict=True):
                 variable.value.assign_add(tf.cast(count, variable.dtype))

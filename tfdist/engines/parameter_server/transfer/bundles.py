@@ -47,6 +47,14 @@ class Bundles:
             for group in self._groups
         ]
 
+    def send(self, bundles: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Copies the bundles to their devices."""
+        sent = []
+        for bundle, device in zip(bundles, self.devices, strict=True):
+            with tf.device(device):
+                sent.append(tf.identity(bundle))
+        return sent
+
     def unpack(self, bundles: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The tensors that were packed, in their order; each stays on the device of its bundle."""
         tensors: dict[int, tf.Tensor] = {}

@@ -27,6 +27,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.engines.parameter_server.transfer import encoding as encodings
 from tfdist.engines.parameter_server.transfer import factors, lookups, products, small_variables, speed
 from tfdist.engines.parameter_server.transfer.bundles import Bundles
 from tfdist.runtime import messages
@@ -73,9 +74,16 @@ class TransferPlan:
       transfer: the decision, of which rows may still be open.
       measure_rows: returns the decision with its rows; called at the first step that has a large kernel. None if
         nothing is open.
+      encoding: of the gradients that contributions consist of; None to send them as they are.
     """
 
-    def __init__(self, transfer: Transfer, measure_rows: Callable[[], Transfer] | None = None) -> None:
+    def __init__(
+        self,
+        transfer: Transfer,
+        measure_rows: Callable[[], Transfer] | None = None,
+        encoding: encodings.Encoding | None = None,
+    ) -> None:
+        self.encoding = encoding
         self._transfer = transfer
         self._measure_rows = measure_rows
         self._lock = threading.Lock()
@@ -98,6 +106,11 @@ class TransferPlan:
         if not self._transfer.bundles_small:
             return contextlib.nullcontext()
         return small_variables.read_together(model, worker)
+
+    def contributing(self, model: Any, worker: str) -> contextlib.AbstractContextManager[None]:
+        """Within this block, a step of `model` whose gradients may be encoded reads variables as decided."""
+        dtype = self.encoding.read_dtype if self.encoding else None
+        return self.reading(model, worker) if dtype is None else small_variables.read_rounded(model, worker, dtype)
 
     def training(self, model: Any, worker: str) -> contextlib.AbstractContextManager[None]:
         """Within this block, a train step of `model` reads variables and sends gradients as decided."""
@@ -136,6 +149,17 @@ class TransferPlan:
 def plain() -> TransferPlan:
     """Each variable is read, and each gradient pushed, as stock TensorFlow does."""
     return TransferPlan(_PLAIN)
+
+
+def encoded(mode: str, encoding: encodings.Encoding) -> TransferPlan:
+    """Gradients are computed on the workers, whole, and sent encoded.
+
+    Args:
+      mode: one of `MODES`.
+      encoding: of the gradients.
+    """
+    reason = f"gradients are sent encoded: {encoding.codec!r}"
+    return TransferPlan(Transfer(mode != "plain", mode != "plain", 0, 0, reason), encoding=encoding)
 
 
 def fixed(rows: int) -> TransferPlan:

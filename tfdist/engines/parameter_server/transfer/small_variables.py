@@ -20,7 +20,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat import keras_variables, optimizer_patches
+from tfdist.compat import flat_layers, keras_variables, optimizer_patches
 from tfdist.engines.parameter_server.coordinated_variable import CoordinatedVariable
 from tfdist.engines.parameter_server.transfer import factors as factoring
 from tfdist.engines.parameter_server.transfer.bundles import Bundles, is_small
@@ -56,7 +56,41 @@ def read_together(model: keras.Model, worker: str) -> Iterator[None]:
       model: a model that is built.
       worker: the device that the step is traced for.
     """
-    ahead = [pair for group in _small_weights(model) for pair in _read(group, worker)]
+    with _read_ahead([pair for group in _small_weights(model) for pair in _read(group, worker)]):
+        yield
+
+
+@contextlib.contextmanager
+def read_rounded(model: keras.Model, worker: str, dtype: tf.DType) -> Iterator[None]:
+    """Within this block, the step of `model` that is traced reads its trainable weights rounded to `dtype`.
+
+    They are rounded on their parameter servers, small ones together, and have their own dtype again on the worker.
+    Embedding tables are not rounded, because a step reads single rows of them; nor are partitioned variables.
+
+    Args:
+      model: a model that is built.
+      worker: the device that the step is traced for.
+      dtype: `tf.float16` or `tf.bfloat16`.
+    """
+    tables = {
+        id(layer.embeddings) for layer in flat_layers.layers_of(model) if isinstance(layer, keras.layers.Embedding)
+    }
+    weights = [weight for weight in model.trainable_weights if id(weight) not in tables]
+    rounded = [_own(weight) for weight in weights]
+    groups: dict[Any, list[CoordinatedVariable]] = collections.defaultdict(list)
+    for variable in rounded:
+        if variable is not None and variable.dtype.size > dtype.size:
+            groups[variable.device, variable.dtype].append(variable)
+    chosen = {id(variable) for group in groups.values() for variable in group}
+    others = [[each for each in group if id(each) not in chosen] for group in _small_weights(model)]
+    pairs = [pair for group in others if group for pair in _read(group, worker)]
+    pairs += [pair for group in groups.values() for pair in _read(group, worker, dtype)]
+    with _read_ahead(pairs):
+        yield
+
+
+@contextlib.contextmanager
+def _read_ahead(ahead: Sequence[tuple[CoordinatedVariable, tf.Tensor]]) -> Iterator[None]:
     for variable, value in ahead:
         variable.read_ahead(value)
     try:
@@ -70,20 +104,30 @@ def _small_weights(model: keras.Model) -> list[list[CoordinatedVariable]]:
     """Those of one parameter server and dtype, where there are several."""
     groups: dict[Any, list[CoordinatedVariable]] = collections.defaultdict(list)
     for weight in model.weights:
-        variable = keras_variables.tf_variable(weight)
-        # Not a subclass: a partitioned variable is on several parameter servers.
-        if type(variable) is not CoordinatedVariable or not variable.dtype.is_floating:
-            continue
-        if is_small(variable, _MOST_ELEMENTS_READ):
+        variable = _own(weight)
+        if variable is not None and is_small(variable, _MOST_ELEMENTS_READ):
             groups[variable.device, variable.dtype].append(variable)
     return [group for group in groups.values() if len(group) > 1]
 
 
-def _read(group: Sequence[CoordinatedVariable], worker: str) -> Iterator[tuple[CoordinatedVariable, tf.Tensor]]:
-    bundles = Bundles([tf.TensorSpec(each.shape, each.dtype) for each in group], [worker] * len(group))
+def _own(weight: Any) -> CoordinatedVariable | None:
+    """Returns the floating-point variable of a weight that is on one parameter server, or None."""
+    variable = keras_variables.tf_variable(weight)
+    # Not a subclass: a partitioned variable is on several parameter servers.
+    is_own = type(variable) is CoordinatedVariable and variable.dtype.is_floating
+    return variable if is_own else None
+
+
+def _read(
+    group: Sequence[CoordinatedVariable], worker: str, sent_dtype: tf.DType | None = None
+) -> Iterator[tuple[CoordinatedVariable, tf.Tensor]]:
+    dtype = group[0].dtype
+    bundles = Bundles([tf.TensorSpec(each.shape, sent_dtype or dtype) for each in group], [worker] * len(group))
     with tf.device(group[0].device):
-        packed = bundles.pack([each.read_value() for each in group])
-    return zip(group, bundles.unpack(packed), strict=True)
+        packed = bundles.pack([tf.cast(each.read_value(), sent_dtype or dtype) for each in group])
+    values = bundles.unpack(packed)
+    with tf.device(worker):
+        return zip(group, [tf.cast(value, dtype) for value in values], strict=True)
 
 
 def _update(optimizer: Any, worker: str, most_rows: Callable[[int, int], int]) -> Callable[..., None]:

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Codecs in server processes: requests, states, damaged messages, and codecs that are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdist
+from tfdist.compression import PowerSGD, SignSGD, Threshold, TopK, on_servers
+
+pytestmark = pytest.mark.devices
+
+SPECS = [tf.TensorSpec([4, 3]), tf.TensorSpec([5])]
+GRADIENTS = [np.linspace(-1, 1, 12, dtype=np.float32), np.arange(5, dtype=np.float32)]
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Own(SignSGD):
+    """A codec that server processes can't find."""
+
+
+@pytest.mark.parametrize(
+    ("codec", "words"),
+    [(PowerSGD(2), r"PowerSGD\(rank=2\).*needs two sums over all workers"), (Own(), r"Own\(\).*of tfdist.compression")],
+)
+def test_codec_that_servers_lack_is_refused(codec: object, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        tfdist.ParameterServerStrategy(policies=[tfdist.Compression(codec)])
+
+
+@pytest.mark.parametrize("codec", [TopK(0.3), TopK(0.3, momentum=0), SignSGD(), Threshold(0.5), Threshold()])
+def test_worker_and_server_give_what_the_codec_gives(codec: on_servers.gathered.GatheredCodec) -> None:
+    worker, server = on_servers.Server("worker:3"), on_servers.Server("ps:0")
+    encode, decode = on_servers.encode_request(codec, SPECS, "key"), on_servers.decode_request(codec, SPECS)
+    tensors = [tf.reshape(each, spec.shape) for each, spec in zip(GRADIENTS, SPECS, strict=True)]
+    state = codec.init(SPECS)
+    for _ in range(3):
+        message, sender = worker(encode, *GRADIENTS)
+        assert sender.tobytes() == b"worker:3"
+        expected, state = codec.encode(tensors, state)
+        np.testing.assert_array_equal(message, expected)
+        sums = codec.decode(expected[tf.newaxis], SPECS, ["worker:3"])
+        for found, total in zip(server(decode, message, sender), sums, strict=True):
+            np.testing.assert_array_equal(found, np.reshape(total, -1))
+
+
+@pytest.mark.parametrize(("cut", "words"), [(slice(20), "truncated"), (slice(-1), "truncated")])
+def test_truncated_message_names_its_sender(cut: slice, words: str) -> None:
+    worker, server = on_servers.Server("worker:3"), on_servers.Server("ps:0")
+    message, sender = worker(on_servers.encode_request(SignSGD(), SPECS, "key"), *GRADIENTS)
+    with pytest.raises(ValueError, match=f"the message of worker:3 can't be decoded: it is {words}"):
+        server(on_servers.decode_request(SignSGD(), SPECS), message[cut], sender)
+
+
+def test_collected_state_goes_on_in_another_process() -> None:
+    encode = on_servers.encode_request(TopK(0.3), SPECS, "prefix/a")
+    first, second = on_servers.Server("worker:0"), on_servers.Server("worker:0")
+    first(encode, *GRADIENTS)
+    (saved,) = first(on_servers.collect_request("prefix/"))
+    moved = on_servers.encode_request(TopK(0.3), SPECS, "other/a")
+    second(on_servers.restore_request("other/"), saved)
+    np.testing.assert_array_equal(second(moved, *GRADIENTS)[0], first(encode, *GRADIENTS)[0])
+    second(on_servers.restore_request("other/"), on_servers.Server("worker:0")(on_servers.collect_request(""))[0])
+    np.testing.assert_array_equal(second(moved, *GRADIENTS)[0], on_servers.Server("worker:0")(encode, *GRADIENTS)[0])
+
+
+def test_states_of_ended_optimizers_are_dropped() -> None:
+    server = on_servers.Server("worker:0")
+    server(on_servers.encode_request(SignSGD(), SPECS, "run/0/a"), *GRADIENTS)
+    server(on_servers.encode_request(SignSGD(), SPECS, "run/1/a", ["run/0/"]), *GRADIENTS)
+    assert list(server._states) == ["run/1/a"]
+    assert len(server._prepared) == 1
+
+
+def test_state_of_other_tensors_is_not_used() -> None:
+    server = on_servers.Server("worker:0")
+    server(on_servers.encode_request(SignSGD(), SPECS, "key"), *GRADIENTS)
+    other = on_servers.encode_request(SignSGD(), SPECS[1:], "key")
+    np.testing.assert_array_equal(server(other, GRADIENTS[1])[0], on_servers.Server("w")(other, GRADIENTS[1])[0])

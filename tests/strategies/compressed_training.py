@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Compression` under `ParameterServerStrategy`: what is sent, what is kept, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from compressed_cluster import X, compiled, fit
+
+import tfdist
+from tfdist.compat import server_functions
+from tfdist.compression import HalfPrecision, SignSGD, Threshold, TopK, on_servers
+from tfdist.engines.parameter_server.transfer import encoding
+
+SEND_ALL = TopK(1.0, momentum=0)
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind(cluster: Any) -> Iterator[None]:
+    """In place of the fixture for all tests: a worker that is started again belongs to the cluster."""
+    yield
+
+
+def embedded() -> keras.Model:
+    rows = keras.layers.Embedding(50, 3)
+    return keras.Sequential([keras.Input((8,)), rows, keras.layers.Flatten(), keras.layers.Dense(1)])
+
+
+def two_optimizers() -> keras.Model:
+    class Pair(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)
+            self.other = keras.optimizers.SGD(0.05)
+
+        def call(self, inputs: Any) -> Any:
+            return self.second(self.first(inputs))
+
+        def train_step(self, data: Any) -> dict[str, Any]:
+            x, y = data
+            with tf.GradientTape(persistent=True) as tape:
+                loss = self.compute_loss(x, y, self(x, training=True))
+            for optimizer, layer in ((self.optimizer, self.first), (self.other, self.second)):
+                weights = layer.trainable_variables
+                optimizer.apply(tape.gradient(loss, weights), weights)
+            return {"loss": loss}
+
+    model = Pair()
+    model(X[:1])
+    model.other.build(model.second.trainable_variables)
+    return model
+
+
+def loss_scale() -> keras.optimizers.Optimizer:
+    return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=1024.0)
+
+
+CASES: dict[str, tuple[Any, ...]] = {
+    "dense": (),
+    "rows": (embedded, lambda: keras.optimizers.Adam(0.01)),
+    "two optimizers": (two_optimizers,),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_codec_that_sends_all_equals_uncompressed(with_policies: Callable[..., Any], name: str) -> None:
+    x = np.abs(X * 10).astype(np.int64).clip(0, 49) if name == "rows" else X
+    weights = []
+    for more in ([], [tfdist.Compression(SEND_ALL)]):
+        model = compiled(with_policies(tfdist.BackupWorkers(spares=0), *more), *CASES[name])
+        fit(model, x=x)
+        weights.append(model.get_weights())
+    alone = compiled(tf.distribute.get_strategy(), *CASES[name])
+    fit(alone, x=x)
+    for uncompressed, compressed, expected in zip(*weights, alone.get_weights(), strict=True):
+        if name == "rows":
+            # Rows of two workers are added in the order of their arrival.
+            np.testing.assert_allclose(compressed, uncompressed, rtol=1e-4, atol=1e-5)
+        else:
+            np.testing.assert_array_equal(compressed, uncompressed)
+        np.testing.assert_allclose(compressed, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_loss_scale_is_not_in_the_state(with_policies: Callable[..., Any]) -> None:
+    model = compiled(with_policies(tfdist.BackupWorkers(spares=0), tfdist.Compression(SEND_ALL)), optimizer=loss_scale)
+    fit(model)
+    alone = compiled(tf.distribute.get_strategy(), optimizer=loss_scale)
+    fit(alone)
+    for compressed, expected in zip(model.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(compressed, expected, rtol=1e-4, atol=1e-5)
+
+
+LOSSY = {
+    "Threshold": [tfdist.Compression(Threshold())],
+    "TopK": [tfdist.Compression(TopK(0.1, momentum=0))],
+    "SignSGD": [tfdist.Warmup(steps=2), tfdist.SoftSync(2), tfdist.StalenessScaling(), tfdist.Compression(SignSGD())],
+    "float16": [tfdist.Compression(HalfPrecision("float16"))],
+    "bfloat16": [tfdist.BackupWorkers(spares=1), tfdist.Compression(HalfPrecision("bfloat16"))],
+}
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_lossy_codec_trains_and_reports_bytes(with_policies: Callable[..., Any], name: str) -> None:
+    strategy = with_policies(*LOSSY[name])
+    model = compiled(strategy, optimizer=lambda: keras.optimizers.SGD(0.05))
+    history = fit(model, epochs=8)
+    assert history[-1] < 0.5 * history[0]
+    report = strategy.report()
+    pushed = sum(report.accepted.values()) + sum(report.dropped.values())
+    assert sum(report.bytes_sent.values()) > 0
+    if name.endswith("float16"):
+        # A gradient is 2 bytes per parameter; counts, logs and weights of a contribution are some bytes.
+        each = sum(report.bytes_sent.values()) / pushed
+        assert each <= 2 * model.count_params() + 100
+        assert sum(report.bytes_sent.values()) >= 2 * model.count_params() * sum(report.accepted.values())
+    assert "gradients are sent encoded" in report.transfer
+
+
+def test_half_precision_rounds_variables_for_workers(with_policies: Callable[..., Any]) -> None:
+    class Shows(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+
+        def call(self, inputs: Any) -> Any:
+            return self.dense(inputs)
+
+        def train_step(self, data: Any) -> dict[str, Any]:
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self(x) - y) ** 2)
+            seen = tf.reduce_max(tf.convert_to_tensor(self.dense.kernel))
+            self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+            return {"loss": loss, "seen": seen}
+
+    def made() -> keras.Model:
+        model = Shows()
+        model(X[:1])
+        return model
+
+    strategy = with_policies(tfdist.Compression(HalfPrecision("bfloat16")))
+    model = compiled(strategy, made, optimizer=lambda: keras.optimizers.SGD(0.0))
+    model.dense.kernel.assign(np.full((8, 1), 1.001, np.float32))
+    seen = model.fit(X, X[:, :1], batch_size=32, verbose=0).history["seen"][-1]
+    assert seen == 1.0
+    assert model.get_weights()[0][0, 0] == np.float32(1.001)
+
+
+def test_damaged_message_raises_and_names_sender(
+    with_policies: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode = encoding.EncodedBundles._decode
+
+    def damaged(bundles: Any, group: Any, message: list[tf.Tensor]) -> list[tf.Tensor]:
+        frame, sender = message
+        flip = tf.cast(tf.reduce_all(sender == list(b"worker:1")), tf.uint8)
+        last = tf.bitwise.bitwise_xor(frame[-1:], flip)
+        return decode(bundles, group, [tf.concat([frame[:-1], last], 0), sender])
+
+    monkeypatch.setattr(encoding.EncodedBundles, "_decode", damaged)
+    model = compiled(with_policies(tfdist.BackupWorkers(spares=0), tfdist.Compression(SignSGD())))
+    with pytest.raises(Exception, match=r"the message of worker:1 can't be decoded: it was damaged on the way"):
+        fit(model)
+
+
+def test_state_saved_and_restored_repeats_training(with_policies: Callable[..., Any]) -> None:
+    strategy = with_policies(tfdist.BackupWorkers(spares=0), tfdist.Compression(TopK(0.1)))
+    model = compiled(strategy)
+    fit(model)
+    weights = model.get_weights()
+    description, arrays = strategy.distribution.saved_state.collect_state(model)
+    fit(model)
+    first = model.get_weights()
+    model.set_weights(weights)
+    strategy.distribution.saved_state.distribute_state(model, description, arrays)
+    fit(model)
+    for again, expected in zip(model.get_weights(), first, strict=True):
+        np.testing.assert_array_equal(again, expected)
+    model.set_weights(weights)
+    fit(model)
+    assert any(not np.array_equal(*pair) for pair in zip(model.get_weights(), first, strict=True))
+
+
+def test_gradient_not_finite_keeps_states(with_policies: Callable[..., Any]) -> None:
+    strategy = with_policies(tfdist.BackupWorkers(spares=0), tfdist.Compression(SignSGD()))
+    model = compiled(strategy, optimizer=loss_scale)
+    fit(model)
+    weights, (_, before) = model.get_weights(), strategy.distribution.saved_state.collect_state(model)
+    fit(model, epochs=1, x=np.full_like(X, np.nan))
+    _, after = strategy.distribution.saved_state.collect_state(model)
+    for found, expected in zip([*model.get_weights(), *after], [*weights, *before], strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_process_without_codecs_raises_an_error(cluster: Any) -> None:
+    with tf.device("/job:chief/replica:0/task:0/device:CPU:0"), pytest.raises(tf.errors.InvalidArgumentError):
+        server_functions.call([tf.constant(on_servers.probe_request())], [tf.uint8])
+
+
+def test_killed_worker_is_replaced_with_an_empty_state(with_policies: Callable[..., Any]) -> None:
+    strategy = with_policies(tfdist.Compression(SignSGD()))
+    model = compiled(strategy)
+    losses = fit(model)
+    tfdist.testing.kill(strategy, "worker:1")
+    losses += fit(model, epochs=30)
+    assert losses[-1] < losses[0]
+    before = strategy.report().bytes_sent["worker:1"]
+    description, arrays = strategy.distribution.saved_state.collect_state(model)
+    assert len(arrays) == 2
+    strategy.distribution.saved_state.distribute_state(model, description, arrays)
+    while strategy.report().bytes_sent["worker:1"] == before:
+        fit(model)

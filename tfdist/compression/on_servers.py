@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Codecs in the server processes of parameter-server training: encoding on a worker, decoding on a parameter server.
+
+    worker                                         parameter server
+      gradients --> encode, with the state of       decode --> gradients --> update
+                    this worker             --message-->
+
+A server process has no graph of its own and hardly any of TensorFlow's Python, so this module calls the codecs on
+arrays. The process that has traced a step refers to codec, state and tensors by descriptions, which are strings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import io
+import json
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist import compression
+from tfdist.compression import arrays, codec, frames, gathered
+
+# Codecs that a server process can find by name.
+_GATHERED: tuple[type[gathered.GatheredCodec], ...] = (compression.Threshold, compression.TopK, compression.SignSGD)
+
+
+def check(chosen: Any, received: str) -> None:
+    """Checks that a codec can be used between workers and parameter servers.
+
+    Args:
+      chosen: argument of `tfdist.Compression`.
+      received: end of the error message.
+
+    Raises:
+      ValueError: the codec sums between the workers, or is not one of `tfdist.compression`.
+    """
+    if type(chosen) in (*_GATHERED, compression.HalfPrecision):
+        return
+    names = ", ".join(f"tfdist.compression.{kind.__name__}" for kind in (compression.HalfPrecision, *_GATHERED))
+    reason = "server processes know the codecs of tfdist.compression only"
+    if type(chosen) is compression.PowerSGD:
+        reason = "it needs two sums over all workers in each step, and each worker sends to parameter servers by itself"
+    if chosen == "auto":
+        reason = "only workers of tfdist.MultiWorkerMirroredStrategy measure the network between them"
+    raise ValueError(
+        f"policies: {chosen!r} does not go with ParameterServerStrategy: {reason}; use {names}. {received}"
+    )
+
+
+def encode_request(
+    chosen: gathered.GatheredCodec, specs: Sequence[tf.TensorSpec], key: str, ended: Sequence[str] = ()
+) -> bytes:
+    """Returns the request by which a worker encodes gradients; its arrays are the gradients, float32 [size] each.
+
+    Args:
+      chosen: the codec.
+      specs: of the gradients, floating-point with static shapes.
+      key: names the state of the codec in the worker's process.
+      ended: beginnings of the keys of states that the worker may drop.
+    """
+    state = {name: [value.shape.num_elements(), value.dtype.name] for name, value in chosen.state_specs(specs).items()}
+    return _request(
+        "encode", codec=_described(chosen), sizes=codec.sizes_of(specs), key=key, state=state, ended=list(ended)
+    )
+
+
+def decode_request(chosen: gathered.GatheredCodec, specs: Sequence[tf.TensorSpec]) -> bytes:
+    """Returns the request by which a parameter server decodes a message; its arrays are the two that encoding returns.
+
+    Args:
+      chosen: the codec.
+      specs: of the gradients.
+    """
+    return _request("decode", codec=_described(chosen), sizes=codec.sizes_of(specs))
+
+
+def probe_request() -> bytes:
+    """Returns the request to which a server process answers with its name, uint8 [length]."""
+    return _request("probe")
+
+
+def collect_request(prefix: str) -> bytes:
+    """Returns the request to which a worker answers with all states whose keys begin with `prefix`, uint8 [length]."""
+    return _request("collect", prefix=prefix)
+
+
+def restore_request(prefix: str) -> bytes:
+    """Returns the request by which a worker replaces these states; its array is the answer to `collect_request`."""
+    return _request("restore", prefix=prefix)
+
+
+class Server:
+    """Answers the requests of steps in one server process; any thread may call it.
+
+    Args:
+      task: name of the process, such as "worker:0".
+    """
+
+    def __init__(self, task: str) -> None:
+        self._task = task
+        self._lock = threading.Lock()
+        self._states: dict[str, gathered.Arrays] = {}
+        self._prepared: dict[bytes, _Prepared] = {}
+
+    def __call__(self, request: Any, *given: Any) -> list[np.ndarray]:
+        """Answers a request.
+
+        Args:
+          request: JSON, UTF-8 bytes, from one of the functions of this module.
+          *given: the request's arrays.
+
+        Raises:
+          ValueError: a message can't be decoded; its sender is named.
+        """
+        request = bytes(np.asarray(request, object).item())
+        with self._lock:
+            if request not in self._prepared:
+                self._prepared[request] = _Prepared(json.loads(request))
+                self._drop(tuple(self._prepared[request].content.get("ended", ())))
+            prepared = self._prepared[request]
+        method = getattr(self, f"_{prepared.content['method']}")
+        return method(prepared, *(np.asarray(each).reshape(-1) for each in given))
+
+    def _drop(self, ended: tuple[str, ...]) -> None:
+        self._states = {key: state for key, state in self._states.items() if not key.startswith(ended)}
+        self._prepared = {
+            request: prepared
+            for request, prepared in self._prepared.items()
+            if not prepared.content.get("key", "").startswith(ended)
+        }
+
+    def _probe(self, prepared: _Prepared) -> list[np.ndarray]:
+        del prepared
+        return [self._name()]
+
+    def _encode(self, prepared: _Prepared, *gradients: np.ndarray) -> list[np.ndarray]:
+        key = prepared.content["key"]
+        # One step of a worker after the other: each needs the state that the last one has left.
+        with self._lock:
+            state = self._states.get(key)
+            if state is None or _described_state(state) != prepared.content["state"]:
+                state = {name: np.zeros(size, dtype) for name, (size, dtype) in prepared.content["state"].items()}
+            message, new = prepared.codec.message_of(gradients, state, prepared.layout, prepared.pool)
+            self._states[key] = new
+        return [message, self._name()]
+
+    def _decode(self, prepared: _Prepared, message: np.ndarray, sender: np.ndarray) -> list[np.ndarray]:
+        name = sender.tobytes().decode(errors="replace")
+        return prepared.codec.sum_of(message[np.newaxis], prepared.content["sizes"], [name], prepared.pool)
+
+    def _collect(self, prepared: _Prepared) -> list[np.ndarray]:
+        prefix, file = prepared.content["prefix"], io.BytesIO()
+        with self._lock:
+            found = [(key, state) for key, state in sorted(self._states.items()) if key.startswith(prefix)]
+            names = [[key.removeprefix(prefix), list(state)] for key, state in found]
+            contents = [value for _, state in found for value in state.values()]
+            np.savez(file, np.frombuffer(json.dumps(names).encode(), np.uint8), *contents)
+        return [np.frombuffer(file.getvalue(), np.uint8)]
+
+    def _restore(self, prepared: _Prepared, saved: np.ndarray) -> list[np.ndarray]:
+        prefix, restored = prepared.content["prefix"], _loaded(saved)
+        with self._lock:
+            kept = {key: state for key, state in self._states.items() if not key.startswith(prefix)}
+            self._states = {**kept, **{prefix + key: state for key, state in restored.items()}}
+        return [self._name()]
+
+    def _name(self) -> np.ndarray:
+        return np.frombuffer(self._task.encode(), np.uint8).copy()
+
+
+@dataclasses.dataclass
+class _Prepared:
+    """A request, and what all of its calls share."""
+
+    content: dict[str, Any]
+    pool: arrays.Pool = dataclasses.field(default_factory=arrays.Pool)
+
+    @functools.cached_property
+    def codec(self) -> gathered.GatheredCodec:
+        name, arguments = self.content["codec"]
+        return {kind.__name__: kind for kind in _GATHERED}[name](**arguments)
+
+    @functools.cached_property
+    def layout(self) -> frames.Layout:
+        return frames.Layout.of(self.content["sizes"])
+
+
+def _request(method: str, **content: Any) -> bytes:
+    return json.dumps({"method": method, **content}).encode()
+
+
+def _described(chosen: gathered.GatheredCodec) -> list[Any]:
+    return [type(chosen).__name__, dataclasses.asdict(chosen)]
+
+
+def _described_state(state: gathered.Arrays) -> dict[str, list[Any]]:
+    return {name: [value.size, value.dtype.name] for name, value in state.items()}
+
+
+def _loaded(saved: np.ndarray) -> dict[str, gathered.Arrays]:
+    with np.load(io.BytesIO(saved.tobytes()), allow_pickle=False) as found:
+        names, *values = (found[name] for name in found.files)
+    supply = iter(values)
+    return {key: {name: next(supply) for name in state} for key, state in json.loads(names.tobytes())}

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State of codecs in the workers' processes: for checkpoints, and a check of all server processes at construction.
+
+The state of a worker that is lost is lost with its process; a replacement begins with an empty one.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.compat import closures, optimizer_patches, server_functions
+from tfdist.compression import on_servers
+from tfdist.engines.parameter_server.transfer.encoding import Encoding
+from tfdist.runtime import messages
+
+# Server processes that are asked at the same time.
+_THREADS = 16
+
+
+def check_servers(num_workers: int, num_ps: int) -> None:
+    """Checks that codecs can be called in all server processes.
+
+    Raises:
+      RuntimeError: a server process was not started by tfdist; it is named.
+    """
+    tasks = [f"worker:{index}" for index in range(num_workers)] + [f"ps:{index}" for index in range(num_ps)]
+
+    def check(task: str) -> str | None:
+        try:
+            _call(task, on_servers.probe_request())
+        except (tf.errors.OpError, RuntimeError) as error:
+            # A worker that is being restarted is not checked.
+            return None if closures.is_task_failure(error) else task
+        return None
+
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
+        without = [task for task in threads.map(check, tasks) if task is not None]
+    if without:
+        raise RuntimeError(
+            "policies: Compression has each server process encode or decode, which only processes of tfdist can: have "
+            "each task construct tfdist.ParameterServerStrategy, and run one version of tfdist. Received: a server "
+            f"without codecs at {', '.join(without)}"
+        )
+
+
+class CodecStates:
+    """The codec's states in the workers' processes. A `policies.saved_state.WorkerState`.
+
+    Args:
+      encoding: of the strategy.
+      coordinator: the `ClusterCoordinator` of the workers.
+      num_workers: number of workers.
+    """
+
+    def __init__(self, encoding: Encoding, coordinator: Any, num_workers: int) -> None:
+        self._encoding, self._coordinator, self._num_workers = encoding, coordinator, num_workers
+
+    def collect(self, model: Any) -> tuple[Any, list[Any]]:
+        """See `WorkerState.collect`: for each worker and optimizer one array, uint8; empty for a lost worker."""
+        optimizers = optimizer_patches.optimizers_of(model)
+        requests = [on_servers.collect_request(self._encoding.prefix_of(optimizer)) for optimizer in optimizers]
+
+        def states_of(worker: int) -> list[np.ndarray]:
+            return [_call(f"worker:{worker}", request) for request in requests]
+
+        by_worker = _on_each(self._coordinator, range(self._num_workers), states_of)
+        empty = [np.zeros(0, np.uint8)] * len(requests)
+        arrays = [array for worker in range(self._num_workers) for array in by_worker.get(worker, empty)]
+        return {"codec": repr(self._encoding.codec), "optimizers": len(requests)}, arrays
+
+    def distribute(self, model: Any, described: Any, arrays: Sequence[Any]) -> None:
+        """See `WorkerState.distribute`. The state of workers that are not there any more is dropped."""
+        if described is None:
+            return
+        optimizers = optimizer_patches.optimizers_of(model)
+        count = len(optimizers)
+        if described != {"codec": repr(self._encoding.codec), "optimizers": count}:
+            messages.say(
+                f"tfdist: Compression: the checkpoint has the state of {described['codec']}, "
+                f"{self._encoding.codec!r} begins anew"
+            )
+            return
+        requests = [on_servers.restore_request(self._encoding.prefix_of(optimizer)) for optimizer in optimizers]
+
+        def restore(worker: int) -> None:
+            for request, saved in zip(requests, arrays[worker * count : (worker + 1) * count], strict=True):
+                if saved.size:
+                    _call(f"worker:{worker}", request, tf.constant(saved, tf.uint8))
+
+        saved_workers = len(arrays) // count if count else 0
+        _on_each(self._coordinator, range(min(self._num_workers, saved_workers)), restore)
+
+
+def _on_each(coordinator: Any, workers: Sequence[int], function: Callable[[int], Any]) -> dict[int, Any]:
+    """Calls `function` for each worker that is not lost; returns the results of those that weren't lost meanwhile."""
+    results = {}
+    lost = closures.lost_workers(coordinator)
+    for worker in workers:
+        try:
+            if worker not in lost:
+                results[worker] = function(worker)
+        except Exception as error:
+            if not closures.is_task_failure(error):
+                raise
+            closures.clear_error()
+    return results
+
+
+def _call(task: str, request: bytes, *arguments: tf.Tensor) -> np.ndarray:
+    job, _, index = task.partition(":")
+    with tf.init_scope(), tf.device(f"/job:{job}/replica:0/task:{index}/device:CPU:0"):
+        (answer,) = server_functions.call([tf.constant(request), *arguments], [tf.uint8])
+    return answer.numpy()
