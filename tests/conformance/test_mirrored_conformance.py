@@ -25,14 +25,28 @@ SLOW = frozenset(
         ),
         *("one example left", "unknown length, whole executions", "sum loss, eagerly"),
         *("sum loss, even parts", "dicts, even parts"),
+        # Parts of other optimizers, executions and layers in this list.
+        *("sgd", "ema overwrites", "loss scale", "embedding, steps_per_execution", "ConvLSTM"),
+        *("unknown length", "first call, loop, built"),
+        *(f"step {step}, fewer examples than replicas" for step in ("tracked", "average_by_tensorflow")),
+        *("no run, in scope, graph", "no run, in scope, eager", "no run, out of it, graph"),
         *SCALED_AGAIN,
     }
+)
+
+# `TestMultiWorker` reads data in these ways and writes these files; the other loops have the same steps.
+_SLOW_LOOPS = frozenset(
+    f"loop, {name}"
+    for name in (
+        *("iterator_as_an_argument", "next_until_the_end", "optional_outside_of_a_graph", "data_sets_from_a_function"),
+        *("models_saved", "models_exported", "saved_models", "signature_of_the_data_set"),
+    )
 )
 
 
 class TestMirrored(Conformance):
     is_exclusive = False
-    slow = SLOW
+    slow = SLOW | _SLOW_LOOPS
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -45,10 +59,15 @@ class TestBackupWorkers(Conformance):
     logs_within = 0.1
     # Loops unpack batches, which are handles here.
     left_out = LOOPS | {"step tracked, one over", "step tracked, fewer examples than replicas"}
-    slow = SLOW | {
+    slow = SLOW - {"unknown length, whole executions"} | {
         *("steps_per_execution", "run_eagerly", "validation_split", "steps_per_epoch", "sample_weight"),
         *("sum loss", "class weights", "dicts", "ema overwrites", "sgd", "ConvLSTM"),
         *("embedding", "embedding, steps_per_execution", "embedding, clipnorm"),
+        # Losses and penalties of users' code are scaled by the same function as without a policy.
+        *(f"loss {loss}, one over" for loss in ("one number, tf.function", "one per example", "one number of a class")),
+        *("loss one number, fewer examples than replicas", "loss beside one of Keras"),
+        *("penalties, sum_over_batch_size, one example left", "step of_both, one over"),
+        *("unknown length, steps_per_execution", "recurrent, built from one example", "sparse"),
         # Nothing of a policy is in a loop without `run`; one is enough.
         *(name for name in CASES if "no run" in name and name != "no run, in scope, graph, loss scale"),
         "first call, loop, by name",
