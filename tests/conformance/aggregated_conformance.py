@@ -20,16 +20,16 @@ class TestAggregated(Conformance):
     quick = frozenset(
         {
             *("global_clipnorm", "accumulation, clipnorm, ema", "loss scale", "embedding, clipnorm"),
-            *("steps_per_execution", "steps_per_epoch", "sample_weight", "sum loss, even parts"),
-            *("from Python", "interrupted and resumed", "dicts, even parts", "ragged"),
-            *("mask", "step with slices"),
+            *("steps_per_execution", "sum loss, even parts", "interrupted and resumed", "dicts, even parts", "ragged"),
             # With validation data.
-            *("first call, step without call", "first call, optimizer of its own"),
+            *("mask", "first call, optimizer of its own"),
         }
     )
-    # `evaluate` reads whole batches. `aggregated_overlap.py` has the calls that overlap.
+    # `evaluate` reads whole batches. `aggregated_overlap.py` has the calls that overlap, and
+    # `aggregated_asynchronous.py` has an error of an operation.
     slow_tests = frozenset(
         {
+            "test_error_of_an_operation_is_raised_and_the_next_fit_is_clean",
             "test_calls_within_callbacks_work",
             "test_evaluate_after_an_own_step_counts_no_empty_replica",
             "test_metric_variable_of_aggregation_mean_is_read",

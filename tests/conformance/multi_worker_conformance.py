@@ -35,13 +35,15 @@ _LIKE_OTHERS = {
         *("two_optimizers_and_a_persistent_tape", "loss_scaling", "weights_set_within_the_loop"),
         *("train_step_of_keras_given_to_run", "train_function_of_keras", "metrics_and_evaluation_within_the_loop"),
         *("optimizers_made_outside_of_the_scope", "gradients_clipped_after_their_sum", "optional_in_a_graph"),
+        *("seed_generators_made_outside_of_the_scope", "saved_models"),
     )
 }
 
 
-# The calls that are refused are no matter of the policy.
+# The policy changes neither which calls are refused nor which logs a step returns: MirroredStrategy's tests have both.
 _AS_WITHOUT_POLICY = {
     "test_calls_within_callbacks_work",
+    "test_own_train_step_keeps_its_logs",
     "test_second_thread_is_refused_during_a_fit",
 }
 
@@ -50,29 +52,27 @@ class TestMultiWorker(Workers):
     # The others are about the step, which is MirroredStrategy's. `multi_worker_checks.py` has the callbacks that write.
     slow_tests = frozenset(
         {
+            "test_batch_of_several_first_dimensions_is_refused",
             "test_callbacks_stop_schedule_save_and_restore",
             "test_evaluate_after_an_own_step_counts_no_empty_replica",
             "test_metric_variable_of_aggregation_mean_is_read",
             "test_model_compiled_again_trains_as_compiled_last",
+            "test_own_train_step_keeps_its_logs",
             "test_steps_on_single_batches",
         }
     )
     quick = LOOPS - _LIKE_OTHERS | {
-        *("accumulation, clipnorm, ema", "loss scale", "steps_per_execution", "sum loss, eagerly"),
-        *("embedding, clipnorm", "ragged", "interrupted and resumed", "metric that shows its variable"),
+        # "embedding, clipnorm" has executions of several steps. `test_communication.py` has loss scaling, and
+        # `test_resume_processes.py` has interruptions.
+        *("accumulation, clipnorm, ema", "embedding, clipnorm", "ragged", "sum loss, eagerly"),
     }
 
 
 class TestBackupWorkers(Workers):
     left_out = LOOPS
     logs_within = 0.1
-    slow_tests = LIKE_OTHERS | _AS_WITHOUT_POLICY
-    quick = frozenset(
-        {
-            *("accumulation, clipnorm, ema", "embedding, clipnorm"),
-            *("unknown length, steps_per_execution", "sum loss, eagerly"),
-        }
-    )
+    slow_tests = LIKE_OTHERS | _AS_WITHOUT_POLICY | {"test_every_batch_of_a_generator_is_used_once"}
+    quick = frozenset({"embedding, clipnorm", "unknown length, steps_per_execution", "sum loss, eagerly"})
 
     @pytest.fixture(scope="class")
     @classmethod

@@ -32,6 +32,10 @@ _SYNCHRONOUS = {
 _AS_OTHERS = {
     *("first call, loop, built", "first call, loop, by name", "first call, no run, eager"),
     *("no run, in scope, graph", "no run, in scope, eager", "no run, out of it, graph"),
+    *("first call, optimizer of its own", "first call, layer with Trainer"),
+    # The step is that of a loop under MirroredStrategy.
+    *("loop, metrics_and_evaluation_within_the_loop", "loop, optimizers_made_outside_of_the_scope"),
+    *("loop, seed_generators_made_outside_of_the_scope", "loop, loss_scaling", "loop, models_exported"),
 }
 
 
@@ -39,19 +43,24 @@ class TestAsynchronous(Conformance):
     # Seed generators must be made in the scope.
     left_out = LOOPS - _SYNCHRONOUS | {"first call, seeds from outside"}
     quick = (
-        _SYNCHRONOUS
-        | {
-            *("adam", "global_clipnorm", "decay, ema", "loss scale", "interrupted and resumed"),
-            *("dicts", "class weights", "embedding", "constraint"),
+        {
+            *_SYNCHRONOUS,
+            *("global_clipnorm", "decay, ema", "loss scale", "interrupted and resumed"),
+            *("dicts", "embedding", "constraint"),
             *(name for name in CASES if name.startswith(("first call", "no run")) and name not in SCALED_AGAIN),
         }
         - _AS_OTHERS
         - left_out
     )
 
-    # No part of a batch is empty; `parameter_server_inputs.py` counts what `evaluate` and `predict` read.
+    # No part of a batch is empty; `parameter_server_inputs.py` counts what `evaluate` and `predict` read,
+    # `parameter_server_loops.py` has callbacks and errors, `parameter_server_models.py` has steps of a model's own.
     slow_tests = frozenset(
         {
+            "test_callbacks_stop_schedule_save_and_restore",
+            "test_error_of_an_operation_is_raised_and_the_next_fit_is_clean",
+            "test_error_of_the_data_is_raised",
+            "test_own_train_step_keeps_its_logs",
             "test_evaluate_after_an_own_step_counts_no_empty_replica",
             "test_evaluate_and_predict_see_every_example_once",
             "test_metric_variable_of_aggregation_mean_is_read",

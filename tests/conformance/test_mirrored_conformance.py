@@ -27,7 +27,8 @@ SLOW = frozenset(
         *("sum loss, even parts", "dicts, even parts"),
         # Parts of other optimizers, executions and layers in this list.
         *("sgd", "ema overwrites", "loss scale", "embedding, steps_per_execution", "ConvLSTM"),
-        *("unknown length", "first call, loop, built"),
+        *("unknown length", "embedding", "recurrent, built from one example", "step of_both, one over"),
+        *("first call, loop, built", "first call, loop, by name", "first call, no run, eager"),
         *(f"step {step}, fewer examples than replicas" for step in ("tracked", "average_by_tensorflow")),
         *("no run, in scope, graph", "no run, in scope, eager", "no run, out of it, graph"),
         *SCALED_AGAIN,
@@ -59,19 +60,32 @@ class TestBackupWorkers(Conformance):
     logs_within = 0.1
     # Loops unpack batches, which are handles here.
     left_out = LOOPS | {"step tracked, one over", "step tracked, fewer examples than replicas"}
-    slow = SLOW - {"unknown length, whole executions"} | {
+    # `TestMirrored` has the others of each kind.
+    _only_here = frozenset(
+        {"unknown length, whole executions", "recurrent, built from one example", "step of_both, one over"}
+    )
+    slow = SLOW - _only_here | {
         *("steps_per_execution", "run_eagerly", "validation_split", "steps_per_epoch", "sample_weight"),
         *("sum loss", "class weights", "dicts", "ema overwrites", "sgd", "ConvLSTM"),
-        *("embedding", "embedding, steps_per_execution", "embedding, clipnorm"),
+        *("embedding, clipnorm", "from Python", "decay, ema"),
         # Losses and penalties of users' code are scaled by the same function as without a policy.
         *(f"loss {loss}, one over" for loss in ("one number, tf.function", "one per example", "one number of a class")),
         *("loss one number, fewer examples than replicas", "loss beside one of Keras"),
-        *("penalties, sum_over_batch_size, one example left", "step of_both, one over"),
-        *("unknown length, steps_per_execution", "recurrent, built from one example", "sparse"),
+        *("penalties, sum_over_batch_size, one example left", "losses of layers alone, eagerly"),
+        *("unknown length, steps_per_execution", "sparse", "validation_split"),
         # Nothing of a policy is in a loop without `run`; one is enough.
         *(name for name in CASES if "no run" in name and name != "no run, in scope, graph, loss scale"),
-        "first call, loop, by name",
     }
+    # The same functions of Keras and of tfdist as without a policy.
+    slow_tests = frozenset(
+        {
+            "test_callbacks_stop_schedule_save_and_restore",
+            "test_exception_in_the_model_keeps_its_message",
+            "test_metric_variable_of_aggregation_mean_is_read",
+            "test_model_compiled_again_trains_as_compiled_last",
+            "test_policies_that_are_none_are_refused",
+        }
+    )
 
     @pytest.fixture(scope="class")
     @classmethod

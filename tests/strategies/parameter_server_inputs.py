@@ -105,12 +105,15 @@ SOURCES = {
 }
 
 
-DYNAMIC = ["arrays", "repeated", "of unknown size", "generator"]
+DYNAMIC = ["of unknown size", "generator"]
+SLOW_DYNAMIC = ["arrays", "repeated"]
 
 
 @pytest.mark.parametrize(
     ("strategy", "source"),
-    [("shard", source) for source in SOURCES] + [("dynamic", source) for source in DYNAMIC],
+    [("shard", source) for source in SOURCES]
+    + [("dynamic", source) for source in DYNAMIC]
+    + [pytest.param("dynamic", source, marks=pytest.mark.slow) for source in SLOW_DYNAMIC],
     indirect=["strategy"],
 )
 def test_each_example_is_trained_on_once_per_epoch(strategy: Any, source: str) -> None:
@@ -138,7 +141,14 @@ def test_the_user_may_give_each_worker_its_own_data(strategy: Any) -> None:
 
 @pytest.mark.parametrize(
     ("source", "steps_per_execution"),
-    [("arrays", 5), ("batches", 1), ("batches", 5), ("of unknown size", 5), ("generator", 1), ("PyDataset", 1)],
+    [
+        ("arrays", 5),
+        ("batches", 1),
+        pytest.param("batches", 5, marks=pytest.mark.slow),
+        ("of unknown size", 5),
+        ("generator", 1),
+        pytest.param("PyDataset", 1, marks=pytest.mark.slow),
+    ],
 )
 def test_evaluate_sees_each_example_once(strategy: Any, source: str, steps_per_execution: int) -> None:
     model = observed_often(strategy, steps_per_execution)

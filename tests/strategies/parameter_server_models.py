@@ -49,6 +49,8 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 }
 
 
+# `tests/conformance` compares the numbers of both.
+@pytest.mark.slow
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_optimizers_train_and_count(strategy: Any, make: Callable[[], Any]) -> None:
     model = dense(strategy, make)
@@ -132,7 +134,7 @@ def through_python(x: tf.Tensor, y: tf.Tensor) -> Any:
     return tf.ensure_shape(tf.py_function(lambda x: x, [x], tf.float32), [None, 6]), y
 
 
-@pytest.mark.parametrize("source", ["arrays", "from Python"])
+@pytest.mark.parametrize("source", [pytest.param("arrays", marks=pytest.mark.slow), "from Python"])
 def test_a_model_with_steps_of_its_own(strategy: Any, source: str) -> None:
     """Its logs are no metrics, so Keras takes those of the last step for those of the epoch."""
     with strategy.scope():
