@@ -20,16 +20,15 @@ class TestAggregated(Conformance):
     quick = frozenset(
         {
             *("global_clipnorm", "accumulation, clipnorm, ema", "loss scale", "embedding, clipnorm"),
-            *("steps_per_execution", "sum loss, even parts", "interrupted and resumed", "dicts, even parts", "ragged"),
+            *("steps_per_execution", "sum loss, even parts", "unknown length", "interrupted and resumed"),
+            *("dicts, even parts", "ragged", "mask", "step with slices"),
             # With validation data.
-            *("mask", "first call, optimizer of its own"),
+            "first call, optimizer of its own",
         }
     )
-    # `evaluate` reads whole batches. `aggregated_overlap.py` has the calls that overlap, and
-    # `aggregated_asynchronous.py` has an error of an operation.
+    # `evaluate` reads whole batches. `aggregated_overlap.py` has the calls that overlap.
     slow_tests = frozenset(
         {
-            "test_error_of_an_operation_is_raised_and_the_next_fit_is_clean",
             "test_calls_within_callbacks_work",
             "test_evaluate_after_an_own_step_counts_no_empty_replica",
             "test_metric_variable_of_aggregation_mean_is_read",

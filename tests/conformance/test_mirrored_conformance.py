@@ -35,7 +35,7 @@ SLOW = frozenset(
     }
 )
 
-# `TestMultiWorker` reads data in these ways and writes these files; the other loops have the same steps.
+# `TestMultiWorker` and `TestAsynchronous` read data in these ways and write these files.
 _SLOW_LOOPS = frozenset(
     f"loop, {name}"
     for name in (
@@ -67,25 +67,15 @@ class TestBackupWorkers(Conformance):
     slow = SLOW - _only_here | {
         *("steps_per_execution", "run_eagerly", "validation_split", "steps_per_epoch", "sample_weight"),
         *("sum loss", "class weights", "dicts", "ema overwrites", "sgd", "ConvLSTM"),
-        *("embedding, clipnorm", "from Python", "decay, ema"),
-        # Losses and penalties of users' code are scaled by the same function as without a policy.
-        *(f"loss {loss}, one over" for loss in ("one number, tf.function", "one per example", "one number of a class")),
-        *("loss one number, fewer examples than replicas", "loss beside one of Keras"),
-        *("penalties, sum_over_batch_size, one example left", "losses of layers alone, eagerly"),
-        *("unknown length, steps_per_execution", "sparse", "validation_split"),
+        # `test_mirrored_policies.py` has batches of a Python generator, and "unknown length, whole executions" is here.
+        *("embedding, clipnorm", "from Python", "unknown length, steps_per_execution"),
+        # The step finds a loss of users' code by `global_losses`, as without a policy.
+        *("loss one number, tf.function, one over", "loss one number of a class, one over"),
         # Nothing of a policy is in a loop without `run`; one is enough.
         *(name for name in CASES if "no run" in name and name != "no run, in scope, graph, loss scale"),
     }
-    # The same functions of Keras and of tfdist as without a policy.
-    slow_tests = frozenset(
-        {
-            "test_callbacks_stop_schedule_save_and_restore",
-            "test_exception_in_the_model_keeps_its_message",
-            "test_metric_variable_of_aggregation_mean_is_read",
-            "test_model_compiled_again_trains_as_compiled_last",
-            "test_policies_that_are_none_are_refused",
-        }
-    )
+    # `TestAggregated` has the callbacks with the same policy.
+    slow_tests = frozenset({"test_callbacks_stop_schedule_save_and_restore"})
 
     @pytest.fixture(scope="class")
     @classmethod
