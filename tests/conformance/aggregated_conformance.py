@@ -19,19 +19,21 @@ class TestAggregated(Conformance):
     left_out = LOOPS | _LOOPS_OF_FIRST_CALLS | {"dicts", "sum loss"}
     quick = frozenset(
         {
-            *("sgd", "global_clipnorm", "decay, ema", "accumulation, clipnorm, ema", "loss scale"),
-            *("steps_per_execution", "validation_split", "steps_per_epoch", "sample_weight", "sum loss, even parts"),
-            *("unknown length", "from Python", "interrupted and resumed", "dicts, even parts", "ragged", "sparse"),
-            *("embedding", "embedding, clipnorm"),
-            *("mask", "spectral normalization", "step with slices"),
-            *("first call, step without call", "first call, optimizer of its own", "first call, seed generator"),
+            *("global_clipnorm", "accumulation, clipnorm, ema", "loss scale", "embedding, clipnorm"),
+            *("steps_per_execution", "sum loss, even parts", "unknown length", "interrupted and resumed"),
+            *("dicts, even parts", "ragged", "mask", "step with slices"),
+            # With validation data.
+            "first call, optimizer of its own",
         }
     )
-    # `evaluate` reads whole batches.
+    # `evaluate` reads whole batches. `aggregated_overlap.py` has the calls that overlap.
     slow_tests = frozenset(
         {
+            "test_calls_within_callbacks_work",
             "test_evaluate_after_an_own_step_counts_no_empty_replica",
             "test_metric_variable_of_aggregation_mean_is_read",
+            "test_model_compiled_again_trains_as_compiled_last",
+            "test_second_thread_is_refused_during_a_fit",
         }
     )
     # One device reads its weights after the update, a contribution those before.
@@ -40,7 +42,7 @@ class TestAggregated(Conformance):
 
 class TestLoopsBesideAPolicy(Numbers):
     only = _LOOPS_OF_FIRST_CALLS
-    slow = frozenset({"first call, loop, by name"})
+    slow = frozenset({"first call, loop, built", "first call, loop, by name"})
 
     @pytest.fixture(autouse=True)
     def order_does_not_matter(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

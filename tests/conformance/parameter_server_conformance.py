@@ -28,22 +28,38 @@ _SYNCHRONOUS = {
 }
 
 
+# `parameter_server_first_calls.py` has the eager loop. Loss scaling is the same loop with another optimizer.
+_AS_OTHERS = {
+    *("first call, loop, built", "first call, loop, by name", "first call, no run, eager"),
+    *("no run, in scope, graph", "no run, in scope, eager", "no run, out of it, graph"),
+    *("first call, optimizer of its own", "first call, layer with Trainer"),
+    # A loop without `run` scales its loss, too; `TestMultiWorker` has exports.
+    *("loop, loss_scaling", "loop, models_exported"),
+}
+
+
 class TestAsynchronous(Conformance):
     # Seed generators must be made in the scope.
     left_out = LOOPS - _SYNCHRONOUS | {"first call, seeds from outside"}
     quick = (
-        _SYNCHRONOUS
-        | {
-            *("sgd", "adam", "global_clipnorm", "decay, ema", "loss scale", "run_eagerly", "interrupted and resumed"),
-            *("dicts", "loss beside one of Keras", "class weights", "sample_weight", "embedding", "constraint"),
+        {
+            *_SYNCHRONOUS,
+            *("global_clipnorm", "decay, ema", "loss scale", "interrupted and resumed"),
+            *("dicts", "embedding", "constraint"),
             *(name for name in CASES if name.startswith(("first call", "no run")) and name not in SCALED_AGAIN),
         }
+        - _AS_OTHERS
         - left_out
     )
 
-    # No part of a batch is empty; `parameter_server_inputs.py` counts what `evaluate` and `predict` read.
+    # No part of a batch is empty; `parameter_server_inputs.py` counts what `evaluate` and `predict` read,
+    # `parameter_server_loops.py` has callbacks and errors, `parameter_server_models.py` has steps of a model's own.
     slow_tests = frozenset(
         {
+            "test_callbacks_stop_schedule_save_and_restore",
+            "test_error_of_an_operation_is_raised_and_the_next_fit_is_clean",
+            "test_error_of_the_data_is_raised",
+            "test_own_train_step_keeps_its_logs",
             "test_evaluate_after_an_own_step_counts_no_empty_replica",
             "test_evaluate_and_predict_see_every_example_once",
             "test_metric_variable_of_aggregation_mean_is_read",

@@ -25,14 +25,29 @@ SLOW = frozenset(
         ),
         *("one example left", "unknown length, whole executions", "sum loss, eagerly"),
         *("sum loss, even parts", "dicts, even parts"),
+        # Parts of other optimizers, executions and layers in this list.
+        *("sgd", "ema overwrites", "loss scale", "embedding, steps_per_execution", "ConvLSTM"),
+        *("unknown length", "embedding", "recurrent, built from one example", "step of_both, one over"),
+        *("first call, loop, built", "first call, loop, by name", "first call, no run, eager"),
+        *(f"step {step}, fewer examples than replicas" for step in ("tracked", "average_by_tensorflow")),
+        *("no run, in scope, graph", "no run, in scope, eager", "no run, out of it, graph"),
         *SCALED_AGAIN,
     }
+)
+
+# `TestMultiWorker` and `TestAsynchronous` read data in these ways and write these files.
+_SLOW_LOOPS = frozenset(
+    f"loop, {name}"
+    for name in (
+        *("iterator_as_an_argument", "next_until_the_end", "optional_outside_of_a_graph", "data_sets_from_a_function"),
+        *("models_saved", "models_exported", "saved_models", "signature_of_the_data_set"),
+    )
 )
 
 
 class TestMirrored(Conformance):
     is_exclusive = False
-    slow = SLOW
+    slow = SLOW | _SLOW_LOOPS
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -45,14 +60,22 @@ class TestBackupWorkers(Conformance):
     logs_within = 0.1
     # Loops unpack batches, which are handles here.
     left_out = LOOPS | {"step tracked, one over", "step tracked, fewer examples than replicas"}
-    slow = SLOW | {
+    # `TestMirrored` has the others of each kind.
+    _only_here = frozenset(
+        {"unknown length, whole executions", "recurrent, built from one example", "step of_both, one over"}
+    )
+    slow = SLOW - _only_here | {
         *("steps_per_execution", "run_eagerly", "validation_split", "steps_per_epoch", "sample_weight"),
         *("sum loss", "class weights", "dicts", "ema overwrites", "sgd", "ConvLSTM"),
-        *("embedding", "embedding, steps_per_execution", "embedding, clipnorm"),
+        # `test_mirrored_policies.py` has batches of a Python generator, and "unknown length, whole executions" is here.
+        *("embedding, clipnorm", "from Python", "unknown length, steps_per_execution"),
+        # The step finds a loss of users' code by `global_losses`, as without a policy.
+        *("loss one number, tf.function, one over", "loss one number of a class, one over"),
         # Nothing of a policy is in a loop without `run`; one is enough.
         *(name for name in CASES if "no run" in name and name != "no run, in scope, graph, loss scale"),
-        "first call, loop, by name",
     }
+    # `TestAggregated` has the callbacks with the same policy.
+    slow_tests = frozenset({"test_callbacks_stop_schedule_save_and_restore"})
 
     @pytest.fixture(scope="class")
     @classmethod

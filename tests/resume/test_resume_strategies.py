@@ -53,12 +53,12 @@ def _train(policies: list[Any], callbacks: list[Any], jobs: str = "shuffled") ->
         # Arrays go on under one worker's strategy, too, in test_resume_one_worker.py.
         pytest.param(list, 5, 18, "arrays", marks=pytest.mark.slow),
         # What is saved is an average; so a checkpoint is not to come between two of them.
-        (_averaging(4), 4, 18, "shuffled"),
+        pytest.param(_averaging(4), 4, 18, "shuffled", marks=pytest.mark.slow),
         (_averaging(3, outer=_outer), 6, 21, "shuffled"),
-        (lambda: [tfdist.Warmup(steps=15)], 5, 13, "shuffled"),
+        pytest.param(lambda: [tfdist.Warmup(steps=15)], 5, 13, "shuffled", marks=pytest.mark.slow),
         (lambda: [tfdist.Warmup(steps=15)], 5, 23, "shuffled"),
         (lambda: [tfdist.Warmup(epochs=1)], 5, 8, "shuffled"),
-        (lambda: [tfdist.Warmup(epochs=2)], "epoch", 14, "shuffled"),
+        pytest.param(lambda: [tfdist.Warmup(epochs=2)], "epoch", 14, "shuffled", marks=pytest.mark.slow),
     ],
     ids=["none", "arrays", "averaging", "outer", "in the phase", "after the phase", "epochs", "between epochs"],
 )

@@ -82,8 +82,15 @@ def shuffled() -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices((X, LABELS)).shuffle(COUNT).batch(BATCH)
 
 
-@pytest.mark.parametrize("updates", [1, 3])
-@pytest.mark.parametrize("data", [shuffled, generator])
+@pytest.mark.parametrize(
+    ("data", "updates"),
+    [
+        (shuffled, 3),
+        (generator, 1),
+        pytest.param(shuffled, 1, marks=pytest.mark.slow),
+        pytest.param(generator, 3, marks=pytest.mark.slow),
+    ],
+)
 def test_every_example_is_used_once_in_each_pass(
     with_policies: Policies, data: Callable[[], tf.data.Dataset], updates: int
 ) -> None:
@@ -113,7 +120,7 @@ def test_a_killed_worker_leaves_nothing_out_and_nothing_twice(with_policies: Pol
     assert history["sum"] == [float(LABELS.sum())] * 2
 
 
-@pytest.mark.parametrize("bound", [1, 4])
+@pytest.mark.parametrize("bound", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_no_gradient_is_older_than_the_bound(with_policies: Policies, slow: None, bound: int) -> None:
     strategy = with_policies(tfdist.BoundedStaleness(bound))
     model = compiled(strategy)
@@ -152,7 +159,7 @@ def in_turn(array: np.ndarray) -> np.ndarray:
     return np.concatenate([batch for share in range(NUM_WORKERS) for batch in batches[share::NUM_WORKERS]])
 
 
-@pytest.mark.parametrize("make", [layers, with_embedding])
+@pytest.mark.parametrize("make", [pytest.param(layers, marks=pytest.mark.slow), with_embedding])
 def test_in_the_warmup_phase_it_is_one_device_and_weights_scale_its_gradients(
     with_policies: Policies, make: Callable[[], keras.Model]
 ) -> None:

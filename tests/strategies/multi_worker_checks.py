@@ -221,7 +221,7 @@ def test_fit_in_scope_is_restored_from_a_backup(strategy: Any, tmp_path: pathlib
 def test_checkpoint_managers_share_a_directory(strategy: Any, tmp_path: pathlib.Path) -> None:
     model = compiled(strategy)
     manager = tf.train.CheckpointManager(tf.train.Checkpoint(model=model), str(tmp_path), max_to_keep=2)
-    for _ in range(8):
+    for _ in range(4):
         model.fit(X[:8], Y[:8], batch_size=8, verbose=0)
         manager.checkpoint.restore(manager.save()).assert_existing_objects_matched()
     expected = model.get_weights()

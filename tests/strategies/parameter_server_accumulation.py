@@ -20,7 +20,7 @@ def updates(strategy: Any) -> int:
     return sum(strategy.report().accepted.values())
 
 
-@pytest.mark.parametrize("steps", [2, 3])
+@pytest.mark.parametrize("steps", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_an_update_is_made_of_the_gradients_of_one_worker(strategy: Any, steps: int) -> None:
     model = dense(
         strategy, lambda: OPTIMIZERS.Adam(0.01, gradient_accumulation_steps=steps), metrics=lambda: [Batches()]
@@ -38,16 +38,35 @@ def test_gradients_left_over_count_in_the_next_pass(strategy: Any) -> None:
     assert history["loss"][-1] < history["loss"][0]
 
 
+def decaying_rate(initial: float) -> Any:
+    return OPTIMIZERS.schedules.ExponentialDecay(initial, 4, 0.5)
+
+
 @pytest.mark.parametrize(
     "make",
     [
-        lambda steps: OPTIMIZERS.SGD(0.05, momentum=0.9, clipnorm=0.5, gradient_accumulation_steps=steps),
-        lambda steps: OPTIMIZERS.AdamW(0.01, weight_decay=0.1, gradient_accumulation_steps=steps),
-        lambda steps: OPTIMIZERS.Adam(
-            OPTIMIZERS.schedules.ExponentialDecay(0.02, 4, 0.5), gradient_accumulation_steps=steps
+        pytest.param(
+            lambda steps: OPTIMIZERS.AdamW(
+                decaying_rate(0.02), weight_decay=0.1, clipnorm=0.5, gradient_accumulation_steps=steps
+            ),
+            id="all",
+        ),
+        pytest.param(
+            lambda steps: OPTIMIZERS.SGD(0.05, momentum=0.9, clipnorm=0.5, gradient_accumulation_steps=steps),
+            id="clipping",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            lambda steps: OPTIMIZERS.AdamW(0.01, weight_decay=0.1, gradient_accumulation_steps=steps),
+            id="decay",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            lambda steps: OPTIMIZERS.Adam(decaying_rate(0.02), gradient_accumulation_steps=steps),
+            id="schedule",
+            marks=pytest.mark.slow,
         ),
     ],
-    ids=["clipping", "decay", "schedule"],
 )
 def test_one_worker_trains_as_one_device_does(strategy: Any, make: Any) -> None:
     """The batches of the first worker alone, which is given all of them."""

@@ -49,6 +49,8 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 }
 
 
+# `tests/conformance` compares the numbers of both.
+@pytest.mark.slow
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_optimizers_train_and_count(strategy: Any, make: Callable[[], Any]) -> None:
     model = dense(strategy, make)
@@ -132,7 +134,7 @@ def through_python(x: tf.Tensor, y: tf.Tensor) -> Any:
     return tf.ensure_shape(tf.py_function(lambda x: x, [x], tf.float32), [None, 6]), y
 
 
-@pytest.mark.parametrize("source", ["arrays", "from Python"])
+@pytest.mark.parametrize("source", [pytest.param("arrays", marks=pytest.mark.slow), "from Python"])
 def test_a_model_with_steps_of_its_own(strategy: Any, source: str) -> None:
     """Its logs are no metrics, so Keras takes those of the last step for those of the epoch."""
     with strategy.scope():
@@ -181,14 +183,17 @@ def test_several_steps_per_execution(strategy: Any) -> None:
     assert min(report.staleness) >= 0
 
 
-@pytest.mark.parametrize("steps_per_execution", [2, 5, STEPS, 100])
+@pytest.mark.parametrize(
+    "steps_per_execution",
+    # Within a pass with a remainder, and more than a pass has.
+    [pytest.param(2, marks=pytest.mark.slow), 5, pytest.param(STEPS, marks=pytest.mark.slow), 100],
+)
 def test_metrics_of_several_steps_are_those_of_one_device(strategy: Any, steps_per_execution: int) -> None:
     """Where no step changes a weight, all have the same to count, whoever makes them."""
     metrics = lambda: ["mae", keras.metrics.R2Score(), keras.metrics.RootMeanSquaredError()]  # noqa: E731
-    options = {"metrics": metrics, "steps_per_execution": steps_per_execution}
-    model, alone = (
-        dense(each, lambda: keras.optimizers.SGD(0.0), **options) for each in (strategy, tf.distribute.get_strategy())
-    )
+    none = lambda: keras.optimizers.SGD(0.0)  # noqa: E731
+    model = dense(strategy, none, metrics=metrics, steps_per_execution=steps_per_execution)
+    alone = dense(tf.distribute.get_strategy(), none, metrics=metrics)
     alone.set_weights(model.get_weights())
     found, expected = (fit(each, X, Y, epochs=2, shuffle=False) for each in (model, alone))
     assert found.keys() == expected.keys()

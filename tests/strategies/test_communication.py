@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import pathlib
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -20,6 +21,14 @@ from tfdist.transport import mpi_library
 
 needs_mpi = pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="mpi4py is not installed")
 KINDS = ["tensorflow", pytest.param("mpi", marks=needs_mpi)]
+CASES = [
+    "uneven batches",
+    "several steps at once",
+    "accumulation, clipping and averages",
+    "loss scale",
+    "eagerly",
+    "sum loss",
+]
 CPUS = ["/job:worker/replica:0/task:0/device:CPU:0"]
 
 PREPARED = """
@@ -46,22 +55,26 @@ CASES = {
     "eagerly": (rows, words, lambda: SGD(0.1), {"run_eagerly": True}),
     "sum loss": (rows, words, lambda: SGD(0.01), {"loss": keras.losses.MeanSquaredError(reduction="sum")}),
 }
-def trained(scope, make, inputs, optimizer, options):
+def trained(scope, make, inputs, optimizer, options, is_evaluated=True):
     keras.utils.set_random_seed(1)
     with scope.scope():
         model = make()
         model.compile(optimizer(), **{"loss": "mse", "metrics": ["mae"], **options})
     history = model.fit(inputs, y, batch_size=8, epochs=2, shuffle=False, verbose=0).history
-    evaluated = model.evaluate(inputs, y, batch_size=8, verbose=0)
+    evaluated = model.evaluate(inputs, y, batch_size=8, verbose=0) if is_evaluated else []
     weights, iterations = [each.tolist() for each in model.get_weights()], int(model.optimizer.iterations.numpy())
     return weights, history, evaluated, iterations
 """
 
 EQUALITY = """
 for name, case in CASES.items():
-    report(name, trained(strategy, *case))
+    if name not in CHOSEN:
+        continue
+    # A test step does not depend on the optimizer.
+    is_evaluated = name not in ("accumulation, clipping and averages", "loss scale")
+    report(name, trained(strategy, *case, is_evaluated))
     if index == 0:
-        report(f"one device, {name}", trained(tf.distribute.get_strategy(), *case))
+        report(f"one device, {name}", trained(tf.distribute.get_strategy(), *case, is_evaluated))
 # Each replica has statistics of its own batch: equal on all workers, not to one device's.
 report("statistics", trained(strategy, dense, x, lambda: SGD(0.1), {}))
 own = strategy.distribute_datasets_from_function(lambda c: tf.data.Dataset.from_tensors(c.input_pipeline_id + 1.0))
@@ -81,16 +94,12 @@ def assert_close(one: Any, other: Any) -> None:
         assert one == pytest.approx(other, abs=2e-5, rel=2e-4)
 
 
-@pytest.mark.processes
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind", KINDS)
-def test_numbers_are_those_of_one_device_on_all_workers(
-    kind: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-):
+def check_numbers(kind: str, chosen: Sequence[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TFDIST_COMMUNICATION", kind)
-    first, *others = process_cluster.run(PREPARED + EQUALITY, tmp_path, num_workers=3, timeout_secs=280)
+    script = PREPARED + f"CHOSEN = {chosen!r}\n" + EQUALITY
+    first, *others = process_cluster.run(script, tmp_path, num_workers=3, timeout_secs=280)
     names = [name for name in first if f"one device, {name}" in first]
-    assert len(names) == 6
+    assert len(names) == len(chosen)
     for name in names:
         assert_close(first[name], first[f"one device, {name}"])
     for other in others:
@@ -103,12 +112,32 @@ def test_numbers_are_those_of_one_device_on_all_workers(
 @pytest.mark.processes
 @pytest.mark.timeout(300)
 @needs_mpi
+def test_numbers_by_mpi_are_those_of_one_device(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+    check_numbers("mpi", CASES, tmp_path, monkeypatch)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "chosen",
+    # `tests/conformance` has these cases on two workers, which communicate by TensorFlow.
+    [pytest.param(CASES, id="all", marks=pytest.mark.slow), pytest.param(CASES[:1], id="one")],
+)
+def test_numbers_by_tensorflow_are_those_of_one_device(
+    chosen: Sequence[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    check_numbers("tensorflow", chosen, tmp_path, monkeypatch)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+@needs_mpi
 @pytest.mark.parametrize("policy", ["BackupWorkers(spares=0)", "ParameterAveraging(every_steps=1)", "Warmup(steps=2)"])
 def test_policies_sum_by_mpi_what_they_sum_by_tensorflow(
     policy: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ):
     script = PREPARED.replace("(start_timeout_secs=60)", f"(start_timeout_secs=60, policies=[tfdist.{policy}])")
-    script += 'report("found", trained(strategy, rows, words, lambda: SGD(0.1), {}))\n'
+    script += 'report("found", trained(strategy, rows, words, lambda: SGD(0.1), {}, is_evaluated=False))\n'
     found = {}
     for kind in ("tensorflow", "mpi"):
         monkeypatch.setenv("TFDIST_COMMUNICATION", kind)

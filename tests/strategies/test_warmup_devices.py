@@ -155,13 +155,18 @@ def one_more_every(steps: int, total: int) -> Callable[[int], int]:
     [
         pytest.param(2, [tfdist.Warmup(steps=9)], array, everybody_after(9, 2), id="in mid-epoch"),
         pytest.param(2, [tfdist.Warmup(epochs=1)], unknown_size, everybody_after(6, 2), id="epochs, unknown size"),
-        pytest.param(2, [tfdist.Warmup(epochs=2)], endless, everybody_after(12, 2), id="epochs, endless"),
+        pytest.param(
+            *(2, [tfdist.Warmup(epochs=2)], endless, everybody_after(12, 2)),
+            id="epochs, endless",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             2,
             [tfdist.Warmup(steps=9), tfdist.BackupWorkers(spares=0)],
             array,
             everybody_after(9, 2),
             id="then backup workers",
+            marks=pytest.mark.slow,
         ),
         pytest.param(3, [tfdist.Warmup(steps=4, ramp=True)], array, one_more_every(4, 3), id="ramp"),
         pytest.param(
