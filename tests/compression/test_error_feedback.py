@@ -13,7 +13,7 @@ import simulated
 import tensorflow as tf
 
 from tfdist.compression import Codec, HalfPrecision, SignSGD, Threshold, TopK
-from tfdist.compression.error_feedback import ErrorFeedback
+from tfdist.compression.error_feedback import DIFFERENCES, ErrorFeedback
 
 SHAPES = ((4, 3), (3,))
 
@@ -178,3 +178,42 @@ def test_the_state_is_kept_without_the_scale_of_the_loss():
     (pairs,) = _on_workers(Threshold(0.7), 1, train)
     for total, wanted in pairs:
         np.testing.assert_array_equal(total, wanted)
+
+
+def test_gradients_and_differences_of_the_same_variables_have_states_of_their_own():
+    def train(feedback: ErrorFeedback, worker: int) -> Any:
+        model, other = Model(), Model()
+        alone = _sum(feedback, other, _gradients(1), kind=DIFFERENCES)
+        _sum(feedback, model, _gradients(0))
+        return alone, _sum(feedback, model, _gradients(1), kind=DIFFERENCES)
+
+    ((alone, again),) = _on_workers(Threshold(0.7), 1, train)
+    assert [each.numpy().tobytes() for each in alone] == [each.numpy().tobytes() for each in again]
+
+
+def test_the_order_of_the_variables_does_not_matter():
+    def train(feedback: ErrorFeedback, worker: int) -> Any:
+        model, other = Model(), Model()
+        found = []
+        for step in range(2):
+            expected = _sum(feedback, model, _gradients(step))
+            backwards = _gradients(step)[::-1], other.variables[::-1]
+            if step:
+                found = feedback.sum(other.optimizer, *backwards, feedback._transport)[::-1]
+            else:
+                _sum(feedback, other, _gradients(step))
+        return found, expected
+
+    ((found, expected),) = _on_workers(Threshold(0.7), 1, train)
+    assert [each.numpy().tobytes() for each in found] == [each.numpy().tobytes() for each in expected]
+
+
+def test_other_workers_get_the_mean_of_differences_that_were_not_sent():
+    def train(feedback: ErrorFeedback, worker: int) -> Any:
+        model = Model()
+        _sum(feedback, model, _gradients(worker), kind=DIFFERENCES)
+        return feedback.collect(model)  # pyright: ignore[reportArgumentType]
+
+    description, arrays = _on_workers(Threshold(0.7), 2, train)[0]
+    _, shared = _restored(Threshold(0.7), 1, Model(), description, arrays)
+    np.testing.assert_allclose(shared[0], (arrays[0] + arrays[len(shared)]) / 2, rtol=1e-6)

@@ -117,3 +117,11 @@ def test_a_policy_derived_from_another_takes_its_place() -> None:
         composition.check([longer, tfdist.Warmup(steps=1)], "MirroredStrategy")
     with pytest.raises(ValueError, match="all replicas update at once there"):
         composition.check([half], "MirroredStrategy")
+
+
+def test_momentum_of_a_codec_does_not_go_with_averages_of_parameters() -> None:
+    policies = [tfdist.ParameterAveraging(2), tfdist.Compression(tfdist.compression.TopK(0.1))]
+    with pytest.raises(ValueError, match=r"TopK\(density=0.1\)\) has momentum.* momentum=0\. Received: policies="):
+        composition.check(policies, "MultiWorkerMirroredStrategy")
+    policies[1] = tfdist.Compression(tfdist.compression.TopK(0.1, momentum=0))
+    composition.check(policies, "MultiWorkerMirroredStrategy")

@@ -16,6 +16,7 @@ import pytest
 from overlapping import during_fit, in_thread
 
 import tfdist
+from tfdist.compat import instance_keys
 
 pytestmark = [pytest.mark.devices, pytest.mark.timeout(300)]
 
@@ -55,6 +56,39 @@ def _predict(model: keras.Model) -> Callable[[], Any]:
 
 def _steps(model: keras.Model) -> int:
     return int(model.optimizer.iterations.numpy())
+
+
+def test_sums_of_two_threads_are_not_mixed(monkeypatch: pytest.MonkeyPatch):
+    # TensorFlow's way: a key for each device in turn. With a pause in between, two threads get each other's.
+    draw = instance_keys._KeysOfThreads.draw
+
+    def slowly(keys: Any, device: str) -> int:
+        key = draw(keys, device)
+        threading.Event().wait(0.002)
+        return key
+
+    monkeypatch.setattr(instance_keys._KeysOfThreads, "draw", slowly)
+    strategy = _strategy("none")
+    models = []
+    for _ in range(2):
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, kernel_initializer="ones")])
+            model.compile(keras.optimizers.SGD(1e-6), "mse")
+        models.append(model)
+    still, moved = models
+    ones = np.ones((80, 3), "float32")
+    fits = [
+        functools.partial(model.fit, ones, np.full((80, 1), y, "float32"), batch_size=8, epochs=4, verbose=0)
+        for model, y in ((still, 3.0), (moved, 1000.0))
+    ]
+    threads = [threading.Thread(target=fit) for fit in fits]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    # Its gradient is zero in each step.
+    np.testing.assert_array_equal(still.get_weights()[0], np.ones((3, 1)))
+    assert moved.get_weights()[0].min() > 1
 
 
 # `tests/conformance` has this, and calls within callbacks, for the others.

@@ -1,23 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gives collectives the keys by which the workers' parts of one operation find each other.
 
-TensorFlow draws a new key whenever a function is called, and hands it to the operations of that function. Three kinds
-of operation need another: one in a function that is called inside a conditional, which the key never reaches; one in a
-loop whose shape differs from iteration to iteration, as the operations of one key must all have one shape; and one in a
-step that is to be quick: all workers but the first ask the first one about each key that they have not met. There is no
+TensorFlow draws a new key whenever a function is called, for each device one after the other, and hands them to the
+operations of that function. Where two threads call functions at once, the devices of one call may get different keys,
+and the sums of two models are mixed; so each thread of a process has keys of its own here. Three kinds of operation
+need another key: one in a function that is called inside a conditional, which the key never reaches; one in a loop
+whose shape differs from iteration to iteration, as the operations of one key must all have one shape; and one in a step
+that is to be quick: all workers but the first ask the first one about each key that they have not met. There is no
 public way to choose a key.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import itertools
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
-from tfdist.compat import enclosing_graphs, process_variable
+from tfdist.compat import enclosing_graphs, process_variable, replicas
 
 NEEDS = (
     "tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended._cross_device_ops",
@@ -32,14 +36,47 @@ NEEDS = (
 )
 
 # Far above what TensorFlow, which counts from 1, draws in any run.
+_FIRST_KEY_OF_THREADS = 1 << 28
 _FIRST_FIXED_KEY = 1 << 29
 _FIRST_COUNTED_KEY = 1 << 30
 
 
-class _Keys:
-    """The keys of one device's collectives; takes the place of its launcher's `_next_instance_key`."""
+class _KeysOfThreads:
+    """Keys that are drawn when a function is called. The n-th key of a thread is the same for all devices.
 
-    def __init__(self, launcher: Any) -> None:
+    Args:
+      num_devices: number of devices, which all draw alike in each thread.
+    """
+
+    def __init__(self, num_devices: int) -> None:
+        self._num_devices = num_devices
+        self._new = itertools.count(_FIRST_KEY_OF_THREADS)
+        self._of_thread = threading.local()
+
+    def draw(self, device: str) -> int:
+        """Returns the next key of a device."""
+        drawn = self._of_thread.__dict__.setdefault("drawn", collections.defaultdict(int))
+        # By number, the key and how many devices are still to draw it.
+        waiting = self._of_thread.__dict__.setdefault("waiting", {})
+        number = drawn[device]
+        drawn[device] += 1
+        key, left = waiting.pop(number, None) or (next(self._new), self._num_devices)
+        if left > 1:
+            waiting[number] = key, left - 1
+        return key
+
+
+class _Keys:
+    """The keys of one device's collectives; takes the place of its launcher's `_next_instance_key`.
+
+    Args:
+      launcher: TensorFlow's launcher of the device's collectives.
+      of_threads: where functions are called in several threads; None in a job of several processes, where one thread at
+        a time trains, and all processes draw alike.
+    """
+
+    def __init__(self, launcher: Any, of_threads: _KeysOfThreads | None) -> None:
+        self._of_threads = of_threads
         self._launcher, self._original = launcher, launcher._next_instance_key
         self._counter: Any = None
         self._fixed = itertools.count(_FIRST_FIXED_KEY)
@@ -53,7 +90,21 @@ class _Keys:
             return next(self._fixed)
         if _in_function_in_control_flow():
             return self._launcher._collective_keys.get_instance_key(self._launcher._group_key, self._launcher._device)
-        return self._original()
+        if self._of_threads is None or tf.executing_eagerly():
+            return self._original()
+        # TensorFlow has the function call this attribute when it is called itself.
+        self._launcher._next_instance_key = self._at_call
+        try:
+            return self._original()
+        finally:
+            self._launcher._next_instance_key = self
+
+    def _at_call(self) -> Any:
+        if self._of_threads is None or not tf.executing_eagerly():
+            return self()
+        key = self._of_threads.draw(self._launcher._device)
+        with tf.device("CPU:0"):
+            return tf.constant(key, tf.int32)
 
     def _counted(self) -> tf.Tensor:
         # TensorFlow orders what changes one variable as the program does: all workers count alike.
@@ -65,8 +116,12 @@ class _Keys:
 
 def install(strategy: tf.distribute.Strategy) -> None:
     """Gives the collectives of this strategy keys that serve in conditionals too; and see `counted`."""
-    for launcher in _launchers(strategy):
-        launcher._next_instance_key = _Keys(launcher)
+    is_alone = not replicas.has_other_workers(strategy)
+    for launchers in _launchers_by_operations(strategy):
+        of_threads = _KeysOfThreads(len(launchers)) if is_alone else None
+        for launcher in launchers:
+            if not isinstance(launcher._next_instance_key, _Keys):
+                launcher._next_instance_key = _Keys(launcher, of_threads)
 
 
 @contextlib.contextmanager
@@ -100,9 +155,14 @@ def _set(strategy: tf.distribute.Strategy, name: str) -> Iterator[None]:
 
 
 def _launchers(strategy: tf.distribute.Strategy) -> list[Any]:
+    return list({id(each): each for one in _launchers_by_operations(strategy) for each in one}.values())
+
+
+def _launchers_by_operations(strategy: tf.distribute.Strategy) -> list[list[Any]]:
+    """Returns the launchers of all devices, for each of the strategy's kinds of collectives."""
     names = ("_cross_device_ops", "_host_cross_device_ops", "_collective_ops")
     operations: list[Any] = [getattr(strategy.extended, name, None) for name in names]
-    return list({id(each): each for one in operations for each in getattr(one, "_launchers", ())}.values())
+    return [list(getattr(one, "_launchers", ())) for one in operations]
 
 
 def _in_function_in_control_flow() -> bool:

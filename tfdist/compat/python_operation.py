@@ -12,11 +12,15 @@ import functools
 import pathlib
 import re
 import sys
+import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.util import tf_stack
+
+from tfdist.compat import enclosing_graphs, own_attributes
 
 NEEDS = ("tensorflow.python.util.tf_stack:StackTraceFilter.get_filtered_filenames",)
 
@@ -43,6 +47,29 @@ def call(function: Callable[..., list[np.ndarray]], inputs: Sequence[tf.Tensor],
     with _NoFrames():
         results = tf.py_function(_translating(function), inputs, dtypes, name="step_of_the_strategy")
     return results if isinstance(results, list) else []
+
+
+def call_on_arrays(
+    function: Callable[..., list[np.ndarray]], inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType]
+) -> list[tf.Tensor]:
+    """Leaves an operation in the graph that calls `function` with the arrays of `inputs`, which it must not change.
+
+    TensorFlow never frees the Python functions of operations. This one ends with the graph of the outermost function
+    that is traced.
+
+    Args:
+      function: called with NumPy arrays.
+      inputs: its arguments.
+      dtypes: those of its results.
+
+    Returns:
+      Its results, tensors of unknown shape.
+    """
+    # The last one has no graph around it and lives for ever.
+    *graphs, _ = enclosing_graphs.enclosing()
+    own_attributes.setdefault(graphs[-1], "_tfdist_functions", list).append(function)
+    kept: Any = weakref.ref(function)
+    return list(tf.numpy_function(lambda *arrays: kept()(*arrays), inputs, dtypes))
 
 
 def told_briefly(message: str) -> str:

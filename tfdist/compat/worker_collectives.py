@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.compat import instance_keys, replicas
+from tfdist.compat import instance_keys, optimizer_patches, replicas
 
 NEEDS = (
     "tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended._cross_device_ops",
@@ -39,7 +39,8 @@ def sum_of(strategy: Any, flat: tf.Tensor) -> tf.Tensor:
     context: Any = tf.distribute.get_replica_context()
     # Outside of any scope there is a context too, of another strategy.
     if context is not None and context.strategy is strategy:
-        return context.all_reduce("SUM", flat)
+        (total,) = optimizer_patches.sum_over_replicas([flat])
+        return total
     with tf.device(replicas.worker_device(strategy)):
         return tf.distribute.Strategy.reduce(strategy, "SUM", tf.identity(flat), axis=None)
 

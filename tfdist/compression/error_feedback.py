@@ -23,18 +23,22 @@ import tensorflow as tf
 from tfdist.compat import optimizer_patches, optimizer_variables, process_variable
 from tfdist.runtime import messages
 
+GRADIENTS, DIFFERENCES = "gradients", "differences"
+
 
 @dataclasses.dataclass(frozen=True)
 class _Group:
     """The variables whose gradients one call of `apply` is given, and the codec's state for them.
 
     Attributes:
+      kind: "gradients" or "differences" of parameters: what one leaves out is nothing that the other could send.
       optimizer: the number of the optimizer among those of the model.
       variables: index of each among the variables that the optimizer updates.
       specs: of the gradients.
       state: the codec's state by name, in this process.
     """
 
+    kind: str
     optimizer: int
     variables: tuple[int, ...]
     specs: tuple[tf.TensorSpec, ...]
@@ -43,6 +47,7 @@ class _Group:
     def described(self) -> dict[str, Any]:
         """JSON data."""
         return {
+            "kind": self.kind,
             "optimizer": self.optimizer,
             "variables": list(self.variables),
             "gradients": [[list(spec.shape), spec.dtype.name] for spec in self.specs],
@@ -78,7 +83,7 @@ class ErrorFeedback:
         gradients: Sequence[tf.Tensor],
         variables: Sequence[Any],
         transport: Any,
-        are_scaled: bool = True,
+        kind: str = GRADIENTS,
     ) -> list[tf.Tensor]:
         """Returns the sums over the workers; all call it with gradients of the same variables, in the same order.
 
@@ -87,20 +92,36 @@ class ErrorFeedback:
           gradients: dense gradients of static shapes.
           variables: the variable of each.
           transport: of the codec's messages (`tfdist.compression.codec.Transport`).
-          are_scaled: whether the gradients have the scale of a `LossScaleOptimizer`. The state is kept for gradients
-            without it, because it changes.
+          kind: see `_Group`. While the optimizer scales the loss, the state is kept for gradients without the scale,
+            because it changes; differences have none.
         """
         if not gradients:
             return []
-        specs = tuple(tf.TensorSpec(gradient.shape, gradient.dtype) for gradient in gradients)
-        state = self._state_of(optimizer, _indices(optimizer, variables), specs)
-        scale = _loss_scale(optimizer) if are_scaled else None
-        unscaled = gradients if scale is None else [each / tf.cast(scale, each.dtype) for each in gradients]
+        indices = _indices(optimizer, variables)
+        # One state, also where another loop gives them in another order.
+        order = sorted(range(len(indices)), key=lambda position: indices[position])
+        sums = self._sum(
+            kind, optimizer, [indices[each] for each in order], [gradients[each] for each in order], transport
+        )
+        in_order = dict(zip(order, sums, strict=True))
+        return [in_order[position] for position in range(len(order))]
+
+    def _sum(
+        self, kind: str, optimizer: Any, indices: Sequence[int], gradients: Sequence[tf.Tensor], transport: Any
+    ) -> list[tf.Tensor]:
+        scale = _loss_scale(optimizer) if kind == GRADIENTS else None
+        dtypes = [each.dtype for each in gradients]
+        # Half precision has no room for gradients without the scale.
+        unscaled = gradients if scale is None else [tf.cast(each, tf.float32) / scale for each in gradients]
+        specs = tuple(tf.TensorSpec(gradient.shape, gradient.dtype) for gradient in unscaled)
+        state = self._state_of(kind, optimizer, tuple(indices), specs)
         values = {name: variable.read_value() for name, variable in state.items()}
         sums, after = self.codec.exchange(unscaled, values, transport)
         for name, variable in state.items():
             variable.assign(after[name], read_value=False)
-        return sums if scale is None else [each * tf.cast(scale, each.dtype) for each in sums]
+        if scale is None:
+            return sums
+        return [tf.cast(each * scale, dtype) for each, dtype in zip(sums, dtypes, strict=True)]
 
     def sum_all(self, transport: Any, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Does the same where some gradients are None, which stays, or rows, which are sent as they are.
@@ -172,7 +193,7 @@ class ErrorFeedback:
         count, index = self._transport.num_workers, self._transport.index
         saved = [list(arrays[start : start + len(variables)]) for start in range(0, len(arrays), len(variables))]
         if not index and saved_workers != count:
-            saved = [self._shared([name for group in groups for name in sorted(group.state)], saved, count)] * count
+            saved = [self._shared(groups, saved, count)] * count
         empty = [np.zeros(variable.shape, variable.dtype.as_numpy_dtype) for variable in variables]
         for target in range(count):
             given = self._transport.broadcast(empty if index else saved[target], 0)
@@ -180,13 +201,16 @@ class ErrorFeedback:
                 for variable, array in zip(variables, given, strict=True):
                     variable.assign(array)
 
-    def _shared(self, names: Sequence[str], saved: Sequence[Any], count: int) -> list[np.ndarray]:
+    def _shared(self, groups: Sequence[_Group], saved: Sequence[Any], count: int) -> list[np.ndarray]:
         """Returns the state of each of `count` workers, made of that of other workers."""
-        is_unsent = [name.split("/")[0] in self.codec.unsent for name in names]
-        return [
-            (np.sum(arrays, axis=0) / count).astype(arrays[0].dtype) if is_shared else arrays[0]
-            for arrays, is_shared in zip(zip(*saved, strict=True), is_unsent, strict=True)
-        ]
+        names = [(group.kind, name.split("/")[0]) for group in groups for name in sorted(group.state)]
+        shared = []
+        for (kind, name), arrays in zip(names, zip(*saved, strict=True), strict=True):
+            # A gradient's sum must stay; the sum of differences is divided by the number of workers that there are.
+            parts = count if kind == GRADIENTS else len(arrays)
+            is_unsent = name in self.codec.unsent
+            shared.append((np.sum(arrays, axis=0) / parts).astype(arrays[0].dtype) if is_unsent else arrays[0])
+        return shared
 
     def _described(self, optimizers: Sequence[Any], described: Any) -> _Group | None:
         """Returns the group of a description, whose state is made if need be; None if there can be none here."""
@@ -198,26 +222,28 @@ class ErrorFeedback:
         found = [tuple(trained[index].shape) if index < len(trained) else None for index in indices]
         if found != [tuple(spec.shape) for spec in specs]:
             return None
-        group = _Group(number, indices, specs, self._state_of(optimizers[number], indices, specs))
+        kind = described["kind"]
+        group = _Group(kind, number, indices, specs, self._state_of(kind, optimizers[number], indices, specs))
         return group if group.described() == described else None
 
     def _groups_of(self, optimizers: Sequence[Any]) -> list[_Group]:
         return [
-            _Group(number, indices, specs, state)
+            _Group(kind, number, indices, specs, state)
             for number, optimizer in enumerate(optimizers)
-            for (indices, specs), state in self._states.get(optimizer, {}).items()
+            for (kind, indices, specs), state in self._states.get(optimizer, {}).items()
         ]
 
     def _state_of(
-        self, optimizer: Any, indices: tuple[int, ...], specs: tuple[tf.TensorSpec, ...]
+        self, kind: str, optimizer: Any, indices: tuple[int, ...], specs: tuple[tf.TensorSpec, ...]
     ) -> dict[str, tf.Variable]:
         of_optimizer = self._states.setdefault(optimizer, {})
-        if (indices, specs) not in of_optimizer:
+        key = kind, indices, specs
+        if key not in of_optimizer:
             with tf.init_scope():
                 initial = self.codec.init(specs)
                 made = {name: process_variable.of(value, name) for name, value in initial.items()}
-            of_optimizer[indices, specs] = made
-        return of_optimizer[indices, specs]
+            of_optimizer[key] = made
+        return of_optimizer[key]
 
     def _begin_anew(self, group: _Group) -> None:
         for name, value in self.codec.init(group.specs).items():

@@ -90,6 +90,13 @@ def check(policies: Sequence[Any], strategy: str) -> None:
             if reason := clash(type(first), type(second), strategy):
                 first, second = sorted((first, second), key=lambda each: not isinstance(each, _FIRST[reason]))
                 raise ValueError(f"policies: {first!r} and {second!r} don't go together: {reason}. {received}")
+    is_averaged = any(isinstance(policy, ParameterAveraging) for policy in policies)
+    for policy in policies:
+        if is_averaged and isinstance(policy, Compression) and getattr(policy.codec, "momentum", 0):
+            raise ValueError(
+                f"policies: {policy!r} has momentum, by which a difference of parameters would count several times; "
+                f"beside ParameterAveraging give the codec momentum=0. {received}"
+            )
 
 
 def refusal(policy: type[Policy], strategy: str) -> str | None:

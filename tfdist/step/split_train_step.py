@@ -306,6 +306,7 @@ class SplitTrainStep:
         place: Place = lambda variable: contextlib.nullcontext(),
         num_contributions: int | None = None,
         assign: Assign = lambda variable, value: variable.assign(value),
+        are_final: bool = False,
     ) -> None:
         """Updates the model from the sum of contributions; `counts` are left to the engine.
 
@@ -314,13 +315,14 @@ class SplitTrainStep:
           place: returns a context in which a variable's gradient is scaled, on the device of the variable.
           num_contributions: number of contributions, if it is constant; it may save a pass over the gradients.
           assign: assigns the new value of a variable of `states`.
+          are_final: whether gradients were multiplied by `factors` before they were summed.
         """
         gradients, applies = iter(total.gradients), iter(total.applies)
         assign_states = self._assigner(total, assign)
         for position, each in enumerate(self._layout.applied):
             assign_states(position)
             applied = next(applies) if each.flag is not None else None
-            factor = self._factor(total, num_contributions, applied)
+            factor = 1.0 if are_final else self._factor(total, num_contributions, applied)
             scaled: list[Any] = []
             for variable, has_gradient in zip(each.variables, each.present, strict=True):
                 with place(variable):
@@ -350,6 +352,15 @@ class SplitTrainStep:
                     assign(state.variable, value_of(state, value))
 
         return assign_at
+
+    def factors(self, total: Contribution) -> list[tf.Tensor | float]:
+        """Returns, for each gradient, the factor to the gradient of one device, from the sum of all but gradients."""
+        applies = iter(total.applies)
+        by_call = {
+            id(each): self._factor(total, None, next(applies) if each.flag is not None else None)
+            for each in self._layout.applied
+        }
+        return [by_call[id(each)] for each in self.calls()]
 
     def _factor(
         self, total: Contribution, num_contributions: int | None, applied: tf.Tensor | None = None

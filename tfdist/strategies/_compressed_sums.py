@@ -16,10 +16,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import optimizer_patches, optimizer_variables
+from tfdist.compat import flat_layers, optimizer_patches, optimizer_variables
 from tfdist.compat.optimizer_patches import SumGradients
 from tfdist.compression import choice
-from tfdist.compression.error_feedback import ErrorFeedback
+from tfdist.compression.error_feedback import DIFFERENCES, ErrorFeedback
 from tfdist.engines.multi_worker.agreement import Agreement
 from tfdist.policies.compression import AUTO, Compression
 from tfdist.runtime import messages
@@ -68,16 +68,16 @@ class CompressedSums:
         """Chooses the codec, before the first step of a built model is traced; all workers call it alike."""
         if self._is_chosen:
             return
-        shapes = [
-            tuple(variable.shape)
-            for optimizer in optimizer_patches.optimizers_of(model)
-            if optimizer.built
-            for variable in optimizer_variables.trained_by(optimizer)
-        ]
-        with tf.init_scope():
-            found = choice.choose(
-                shapes, self._sums.in_step, self._anywhere, self._slowest, self._compression.error_bound
-            )
+        shapes = _shapes_of(model)
+        if not shapes:
+            return
+        how = self._sums.in_step, self._anywhere, self._slowest, self._compression.error_bound
+        try:
+            with tf.init_scope():
+                found = choice.choose(shapes, *how)
+        except Exception as error:
+            # The other workers are told of errors other than TensorFlow's, and wait for this one's measurements.
+            raise RuntimeError(f'Compression("auto"): measuring the codecs failed: {error}') from error
         self._say(found.reason)
         self._take(found.codec)
 
@@ -105,7 +105,7 @@ class CompressedSums:
             return
         self._feedback = ErrorFeedback(codec, self._anywhere)
         self.anywhere = functools.partial(self._feedback.sum_all, self._anywhere)
-        self.of_differences = functools.partial(self._feedback.sum, transport=self._anywhere, are_scaled=False)
+        self.of_differences = functools.partial(self._feedback.sum, transport=self._anywhere, kind=DIFFERENCES)
         self.in_step = functools.partial(self._feedback.sum_all, dataclasses.replace(self._anywhere, is_in_step=True))
 
     def _slowest(self, value: float) -> float:
@@ -114,3 +114,15 @@ class CompressedSums:
     def _say(self, what: str) -> None:
         if self._agreement.is_chief:
             messages.say(f'tfdist: Compression("auto"): {what}')
+
+
+def _shapes_of(model: keras.Model) -> list[tuple[int, ...]]:
+    """Returns the shapes of a model's dense gradients."""
+    optimizers = [each for each in optimizer_patches.optimizers_of(model) if each.built]
+    trained = {id(each): each for optimizer in optimizers for each in optimizer_variables.trained_by(optimizer)}
+    for layer in flat_layers.layers_of(model):
+        # Of a table, the rows of a batch are sent as they are.
+        if isinstance(layer, keras.layers.Embedding):
+            for table in layer.trainable_variables:
+                trained.pop(id(table), None)
+    return [tuple(each.shape) for each in trained.values()]

@@ -153,7 +153,8 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         if composed.warmup:
             self._warming = WarmupEngine(self, composed.warmup, parts, sum_up, record, self._agreements())
         if composed.averaging:
-            of_differences = lambda: self._compressed and self._compressed.of_differences  # noqa: E731
+            compressed = self._compressed
+            of_differences = (lambda: compressed.of_differences) if compressed else None
             averaging = composed.averaging, parts, sum_up, num_workers, self._prepare, of_differences
             engine = self._averaging = AveragingEngine(self, *averaging)
             if not self._compressed:
@@ -177,7 +178,8 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
 
     @property
     def _sum_gradients(self) -> SumGradients | None:
-        return self._compressed.anywhere if self._compressed else None
+        is_in_phase = self._warmup is not None and not self._warmup.is_over
+        return self._compressed.anywhere if self._compressed and not is_in_phase else None
 
     def _join(self, cluster: clusters.Cluster) -> None:
         # Each call needs all workers, in the same order on all.

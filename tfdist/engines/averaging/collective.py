@@ -52,8 +52,8 @@ class Average:
       policy: says when, and what becomes of the optimizers' slots.
       sum_over_workers: sums tensors over all workers, in cross-replica context.
       num_workers: on how many the replicas are.
-      sum_differences: sums over all workers how far the parameters of an optimizer came since the last average; by
-        default parameters are summed as they are.
+      sum_differences: returns what sums over all workers how far the parameters of an optimizer came since the last
+        average, or None to sum parameters as they are; asked while an average is traced.
 
     Attributes:
       count: what was done so far.
@@ -66,7 +66,7 @@ class Average:
         policy: ParameterAveraging,
         sum_over_workers: Sum,
         num_workers: int,
-        sum_differences: optimizer_patches.SumGradients | None = None,
+        sum_differences: Callable[[], optimizer_patches.SumGradients | None] | None = None,
     ) -> None:
         self._strategy = strategy
         self._model = model
@@ -144,11 +144,14 @@ class Average:
             tf.cond(self.count.alone >= self._policy.every_steps, average, _nothing)
 
     def synchronize(self) -> None:
-        """Averages if a step was made since the last average; outside of a graph."""
+        """Averages if a step was made since the last average; outside of a graph.
+
+        Parameters are summed as they are: somebody may have set them since the last average.
+        """
         if self.is_synchronized:
             return
         synchronize = self._synchronize = self._synchronize or tf.function(
-            lambda: self._average(self._shown), autograph=False
+            lambda: self._average(self._shown, as_they_are=True), autograph=False
         )
         synchronize()
 
@@ -169,14 +172,15 @@ class Average:
 
     # What is traced.
 
-    def _average(self, shown: Sequence[tf.Variable]) -> tf.Tensor:
+    def _average(self, shown: Sequence[tf.Variable], as_they_are: bool = False) -> tf.Tensor:
         """Makes the average; `shown` are the logs to renew."""
         averaged, count = self._state.averaged, len(self._state.parameters)
         logs = (self._counts() or [tf.identity(variable) for variable in self._last]) if shown else []
         own = [self._own_sum(variable) for variable in averaged]
         self.count.bytes_each = self._bytes_of([*own, *logs])
-        if self._last_average is not None and self._sum_differences is not None:
-            sums = self._sum_by_differences(own[:count], self._last_average)
+        sum_differences = None if as_they_are or self._sum_differences is None else self._sum_differences()
+        if self._last_average is not None and sum_differences is not None:
+            sums = self._sum_by_differences(sum_differences, own[:count], self._last_average)
             sums += buckets.sum_in_buckets([*own[count:], *logs], self._sum_over_workers)
         else:
             sums = buckets.sum_in_buckets([*own, *logs], self._sum_over_workers)
@@ -194,16 +198,18 @@ class Average:
         self.count.averages.assign_add(1)
         return tf.constant(0)
 
-    def _sum_by_differences(self, own: Sequence[tf.Tensor], last: LastAverage) -> list[tf.Tensor]:
+    def _sum_by_differences(
+        self, sum_differences: optimizer_patches.SumGradients, own: Sequence[tf.Tensor], last: LastAverage
+    ) -> list[tf.Tensor]:
         """Returns the sums of the parameters over all replicas: of the last average, and of what became different.
 
         Source: Basu et al. 2019, Qsparse-local-SGD, arXiv 1906.02367, algorithm 1.
 
         Args:
+          sum_differences: sums the differences of an optimizer's parameters.
           own: the sums over this worker's replicas.
           last: the parameters that all have begun with.
         """
-        sum_differences: Any = self._sum_differences
         num_own, num_all = len(self._strategy.extended.worker_devices), self._strategy.num_replicas_in_sync
         sums: list[Any] = [None] * len(own)
         with tf.device(last.device):

@@ -53,7 +53,7 @@ class AveragingEngine(Engine):
       sum_over_workers: sums tensors over all workers, in cross-replica context.
       num_workers: on how many the replicas are.
       prepare: checks and builds a model before its step is traced.
-      sum_differences: returns what sums differences of parameters; see `collective.Average`.
+      sum_differences: see `collective.Average`.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class AveragingEngine(Engine):
         sum_over_workers: Sum,
         num_workers: int,
         prepare: Callable[[keras.Model], None],
-        sum_differences: Callable[[], optimizer_patches.SumGradients | None] = lambda: None,
+        sum_differences: Callable[[], optimizer_patches.SumGradients | None] | None = None,
     ) -> None:
         self._strategy = strategy
         self._policy = policy
@@ -185,7 +185,7 @@ class AveragingEngine(Engine):
     def _average_of(self, model: keras.Model) -> Average:
         average = getattr(model, _AVERAGE, None)
         if average is None or not average.is_of(optimizer_patches.optimizers_of(model)):
-            sums = self._sum_over_workers, self._num_workers, self._sum_differences()
+            sums = self._sum_over_workers, self._num_workers, self._sum_differences
             average = Average(self._strategy, model, self._policy, *sums)
             self._counts.append(average.count)
             own_attributes.put(model, _AVERAGE, average)

@@ -18,7 +18,7 @@ import tensorflow as tf
 from tfdist.compat import optimizer_patches, replicas
 from tfdist.data import splitting
 from tfdist.data.shares import Sum
-from tfdist.step import copies, global_losses, one_replica, write_order
+from tfdist.step import contribution, copies, global_losses, one_replica, write_order
 from tfdist.step.contribution import Contribution
 from tfdist.step.split_train_step import SplitTrainStep
 from tfdist.transport import buckets
@@ -102,42 +102,54 @@ class QuorumStep:
         # This worker's own counts so far: their sum over workers is part of the gradients' all-reduce.
         counters = [copies.copies_of(variable)[0] for variable in self._step.counters]
         counts = [counter + tf.cast(count, counter.dtype) for counter, count in zip(counters, own.counts, strict=True)]
-        total = self._add_up(own._replace(counts=counts))
+        own, sum_gradients = own._replace(counts=counts), self._sums.of_gradients()
+        total = self._add_up_encoded(own, sum_gradients) if sum_gradients else self._add_up(own)
         with self._as_replica(), optimizer_patches.attributes(self._without_reduction()):
-            self._step.update(total)
+            self._step.update(total, are_final=sum_gradients is not None)
             for counter, count in zip(counters, counts, strict=True):
                 counter.assign(count)
             return self._step.logs(total, total.counts)
 
     def _add_up(self, own: Contribution) -> Contribution:
-        sum_dense = self._sums.of_gradients()
         dense = [index for index, each in enumerate(own.gradients) if not isinstance(each, tf.IndexedSlices)]
-        summed = {}
-        if sum_dense is not None:
-            summed = self._sums_by(sum_dense, own, dense)
-            dense = []
         rest = own._replace(gradients=[own.gradients[index] for index in dense])
         flat = buckets.sum_in_buckets(tf.nest.flatten(rest), self._sums.of_tensors)
         total = tf.nest.pack_sequence_as(rest, flat)
-        summed |= dict(zip(dense, total.gradients, strict=True))
+        summed = dict(zip(dense, total.gradients, strict=True))
         gradients = [
             summed[index] if index in summed else self._add_up_rows(gradient, variable.shape)
             for index, (gradient, variable) in enumerate(zip(own.gradients, self._step.variables(), strict=True))
         ]
         return total._replace(gradients=gradients)
 
-    def _sums_by(
-        self, sum_gradients: optimizer_patches.SumGradients, own: Contribution, dense: Sequence[int]
-    ) -> dict[int, tf.Tensor]:
-        """Returns the sums of these gradients by index, of one call of `apply` after the other."""
-        calls, variables = self._step.calls(), self._step.variables()
-        summed = {}
+    def _add_up_encoded(self, own: Contribution, sum_gradients: optimizer_patches.SumGradients) -> Contribution:
+        """Does the same in two rounds: a codec keeps parts of the gradients that the optimizer is given in the end.
+
+        Where `apply` is in a conditional, gradients are summed as they are: what is sent while no worker applies would
+        be lost.
+        """
+        rest = own._replace(gradients=[])
+        flat = buckets.sum_in_buckets(tf.nest.flatten(rest), self._sums.of_tensors)
+        total = tf.nest.pack_sequence_as(rest, flat)
+        calls, variables, factors = self._step.calls(), self._step.variables(), self._step.factors(total)
+        gradients = [contribution.times(each, factor) for each, factor in zip(own.gradients, factors, strict=True)]
+        encoded = [
+            index for index, each in enumerate(gradients) if isinstance(each, tf.Tensor) and calls[index].flag is None
+        ]
+        left = [None if index in encoded else each for index, each in enumerate(gradients)]
+        sums: list[Any] = [None] * len(gradients)
+        for index, (gradient, variable) in enumerate(zip(left, variables, strict=True)):
+            if isinstance(gradient, tf.IndexedSlices):
+                sums[index] = self._add_up_rows(gradient, variable.shape)
+            elif gradient is not None:
+                (sums[index],) = self._sums.of_tensors([gradient])
         # Several calls may be equal.
         for call in {id(each): each for each in calls}.values():
-            chosen = [index for index in dense if calls[index] is call]
-            given = [own.gradients[index] for index in chosen], [variables[index] for index in chosen]
-            summed |= zip(chosen, sum_gradients(call.optimizer, *given), strict=True)
-        return summed
+            chosen = [index for index in encoded if calls[index] is call]
+            given = [gradients[index] for index in chosen], [variables[index] for index in chosen]
+            for index, found in zip(chosen, sum_gradients(call.optimizer, *given), strict=True):
+                sums[index] = found
+        return total._replace(gradients=sums)
 
     def _add_up_rows(self, gradient: tf.IndexedSlices, shape: Sequence[int]) -> tf.IndexedSlices:
         with tf.device(self._device):
