@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One training run with compressed updates: a user's program. The codec is the only thing that differs between runs."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import compression_runs
+import keras
+
+import tfdist
+
+# The data and the net of experiments/digits.
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "digits"))
+import train as digits
+
+_MOMENTUM = 0.9
+
+
+def train(run: compression_runs.Run, setting: Mapping[str, Any], run_dir: pathlib.Path) -> None:
+    """Trains once; `epochs.jsonl` and `run.json` go to `run_dir`."""
+    keras.utils.set_random_seed(setting["seed"])
+    codec = run.codec
+    policies = [tfdist.Compression(make_codec(codec))] if codec.kind else []
+    strategy = tfdist.MultiWorkerMirroredStrategy(policies=policies)
+    training, validation = digits.load_data(setting["batch_size"], setting["seed"])
+    # TopK has the momentum, and a second one would multiply it.
+    momentum = 0.0 if codec.kind == "TopK" else _MOMENTUM
+    with strategy.scope():
+        model = digits.make_model() if run.net == "digits" else make_dense()
+        decay = keras.optimizers.schedules.CosineDecay(setting["learning_rate"], setting["epochs"] * len(training))
+        model.compile(
+            optimizer=keras.optimizers.SGD(decay, momentum=momentum),
+            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+        )
+    cluster = tfdist.Cluster.from_environment()
+    is_chief = cluster is None or cluster.is_chief
+    callbacks = [BytesLog(run_dir / "epochs.jsonl", strategy)] if is_chief else []
+    epochs = setting["epochs"]
+    model.fit(training, epochs=epochs, validation_data=validation, callbacks=callbacks, verbose=0)
+    if is_chief:
+        # Last: a run is complete once this file exists.
+        found = {"codec": codec.title, "setting": dict(setting), "parameters": model.count_params()}
+        (run_dir / "run.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+def make_codec(codec: compression_runs.Codec) -> Any:
+    return getattr(tfdist.compression, codec.kind)(**codec.arguments)
+
+
+def make_dense() -> keras.Model:
+    """A net of 14.6 M parameters, as many as Strom's."""
+    hidden = [keras.layers.Dense(units, activation="relu") for units in compression_runs.DENSE_UNITS[1:-1]]
+    last = keras.layers.Dense(compression_runs.DENSE_UNITS[-1])
+    return keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Flatten(), *hidden, last])
+
+
+class BytesLog(digits.EpochLog):
+    """Adds to each line the bytes that a worker has sent in the epoch's updates, without its validation."""
+
+    def __init__(self, path: pathlib.Path, strategy: tfdist.MultiWorkerMirroredStrategy):
+        super().__init__(path)
+        self._strategy = strategy
+
+    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
+        super().on_epoch_begin(epoch, logs)
+        self._before = self._bytes_sent()
+
+    def on_test_begin(self, logs: dict | None = None) -> None:
+        super().on_test_begin(logs)
+        self._sent = self._bytes_sent() - self._before
+
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        super().on_epoch_end(epoch, (logs or {}) | {"bytes": self._sent})
+
+    def _bytes_sent(self) -> float:
+        """Mean over the workers: each has messages of its own length."""
+        sent = self._strategy.report().bytes_sent.values()
+        return sum(sent) / len(sent)
