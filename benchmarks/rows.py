@@ -68,8 +68,10 @@ _TORCH_BY_TENSORFLOW = Measurement("torch", {"torch": 0.6})
 _BACKENDS = Measurement("backends", {"keras_torch": None, "keras_jax": None})
 
 
-def _at_once(rival: str, least: float) -> tuple[Measurement, ...]:
-    return (Measurement("steps_per_execution", {rival: least}, sizes=("tiny",)),)
+def _at_once(strategy: str, contender: str, rival: str, least: float, num_ps: int = 0) -> Stage:
+    """Returns the stage in which 16 steps at once are measured against one."""
+    measurement = Measurement("steps_per_execution", {rival: least}, sizes=("tiny",))
+    return Stage(strategy, (contender, rival), (measurement,), 2, num_ps, multiple_of=16, starts=3)
 
 
 def _heavy_tail(rival: str) -> tuple[Measurement, ...]:
@@ -93,24 +95,9 @@ STAGES = (
     Stage("multi_worker", ("mpi", "torch"), (_TORCH_BY_MPI,), num_workers=2, starts=3),
     Stage("multi_worker", ("tensorflow", "torch"), (_TORCH_BY_TENSORFLOW,), num_workers=2, starts=3),
     Stage("one_device", ("tfdist", "keras_torch", "keras_jax"), (_BACKENDS,), starts=3),
-    Stage("multi_worker", ("mpi x16", "mpi"), _at_once("mpi", 3.0), num_workers=2, multiple_of=16, starts=3),
-    Stage(
-        "multi_worker",
-        ("tensorflow x16", "tensorflow"),
-        _at_once("tensorflow", 1.5),
-        num_workers=2,
-        multiple_of=16,
-        starts=3,
-    ),
-    Stage(
-        "parameter_server",
-        ("x16", "tfdist"),
-        _at_once("tfdist", 4.0),
-        num_workers=2,
-        num_ps=1,
-        multiple_of=16,
-        starts=3,
-    ),
+    _at_once("multi_worker", "mpi x16", "mpi", 3.0),
+    _at_once("multi_worker", "tensorflow x16", "tensorflow", 1.5),
+    _at_once("parameter_server", "x16", "tfdist", 4.0, num_ps=1),
     Stage("parameter_server", ("tfdist", "bare", "tf_keras"), (_PARAMETER_SERVER,), num_workers=3, num_ps=1, starts=3),
     Stage("parameter_server", ("spares=2", "spares=0"), _heavy_tail("spares=0"), 8, 1, num_replicas=8, spares=2),
     Stage("multi_worker", ("spares=2", "no policy"), _heavy_tail("no policy"), 8, num_replicas=8, spares=2),

@@ -17,13 +17,14 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import arena
 import asynchrony
 import deaths
 import first_step
+import launch_start
 import startup
 import telemetry
 import traffic
@@ -41,12 +42,20 @@ BEFORE = "before"
 SIZES = ("tiny", "1M", "25M", "deep")
 # These need more than `make bench` installs, or measure something else than steps.
 _ON_REQUEST = ("torch", "steps_per_execution", "backends")
-_EVERYTHING = (*ROWS, *asynchrony.ROWS, warmup.ROW, "startup", "deaths", "telemetry", "traffic", "first_step")
+# Rows with a summary of their own: what measures each, and what makes the summary.
+_SUMMED_UP: dict[str, tuple[Callable[[], Any], Callable[[Any], str]]] = {
+    "deaths": (lambda: deaths.measure(FLAGS.deaths_secs, _say), deaths.summary),
+    "telemetry": (lambda: telemetry.measure(FLAGS.telemetry_pairs, _say), telemetry.summary),
+    "traffic": (lambda: traffic.measure(_say), traffic.summary),
+    "first_step": (lambda: first_step.measure(FLAGS.rounds or 5, _say), first_step.summary),
+    "launch_start": (lambda: launch_start.measure(FLAGS.rounds or 7, _say), launch_start.summary),
+}
+_EVERYTHING = (*ROWS, *asynchrony.ROWS, warmup.ROW, "startup", *_SUMMED_UP)
 
 flags.DEFINE_list(
     "rows",
     [*(row for row in ROWS if row not in _ON_REQUEST), *asynchrony.ROWS, warmup.ROW, "startup"],
-    f"What to measure; also: {', '.join(_ON_REQUEST)}, deaths, telemetry, traffic, first_step.",
+    f"What to measure; also: {', '.join((*_ON_REQUEST, *_SUMMED_UP))}.",
 )
 flags.DEFINE_list("sizes", list(SIZES), "Models to measure with.")
 flags.DEFINE_list("strategies", list(STRATEGIES), "The strategies to measure them with.")
@@ -75,10 +84,7 @@ def main(argv: list[str]) -> None:
         "environment": _environment(),
         "training": [],
         "startup": {},
-        "deaths": {},
-        "telemetry": {},
-        "traffic": {},
-        "first_step": {},
+        **{name: {} for name in _SUMMED_UP},
     }
     failures: list[str] = []
     load, cores = report["environment"]["load_average_before"], report["environment"]["cores"]
@@ -104,22 +110,11 @@ def main(argv: list[str]) -> None:
             failures.append(f"{name}: {error}")
     if "startup" in FLAGS.rows:
         report["startup"] = _measure_startup()
-    if "deaths" in FLAGS.rows:
-        report["deaths"] = deaths.measure(FLAGS.deaths_secs, _say)
-        _say("")
-        print(f"\n{deaths.summary(report['deaths'])}", flush=True)
-    if "telemetry" in FLAGS.rows:
-        report["telemetry"] = telemetry.measure(FLAGS.telemetry_pairs, _say)
-        _say("")
-        print(f"\n{telemetry.summary(report['telemetry'])}", flush=True)
-    if "traffic" in FLAGS.rows:
-        report["traffic"] = traffic.measure(_say)
-        _say("")
-        print(f"\n{traffic.summary(report['traffic'])}", flush=True)
-    if "first_step" in FLAGS.rows:
-        report["first_step"] = first_step.measure(FLAGS.rounds or 5, _say)
-        _say("")
-        print(f"\n{first_step.summary(report['first_step'])}", flush=True)
+    for name, (measure, summary) in _SUMMED_UP.items():
+        if name in FLAGS.rows:
+            report[name] = measure()
+            _say("")
+            print(f"\n{summary(report[name])}", flush=True)
     _write(report)
     print(f"\n{time.monotonic() - started:.0f} s; all samples are in {FLAGS.output}")
     for failure in failures:
