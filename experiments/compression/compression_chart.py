@@ -26,7 +26,7 @@ STYLES = {
     "PowerSGD": ("#D55E00", "v"),
 }
 WANTED_SHARE, WANTED_BEHIND = 1e-3, 0.005
-# Accuracies below it are drawn on the lower edge, with their value.
+# Accuracies below it are drawn on the lower edge and labelled with their value.
 _LOWEST = 0.90
 
 
@@ -46,8 +46,8 @@ def save(output_dir: pathlib.Path, summary: Mapping[str, Mapping[str, Any]], net
         for family in STYLES:
             _draw(axes, family, [row for row in rows if row["family"] == family])
         _mark_target(axes, rows)
-        _dress(axes, f"{nets[net].capitalize()} net")
-    grid[0, 0].set_ylabel("validation accuracy, 360 digits held out")
+        _dress(axes, nets[net])
+    grid[0, 0].set_ylabel("validation accuracy, 1,800 images")
     lines = {str(line.get_label()): line for axes in grid.flat for line in axes.lines if line.get_label()[0] != "_"}
     figure.legend(lines.values(), lines.keys(), loc="outside lower center", frameon=False, ncols=4)
     figure.savefig(output_dir / "compression.png", dpi=110)
@@ -71,7 +71,7 @@ def _draw(axes: plt.Axes, family: str, rows: list[Mapping[str, Any]]) -> None:
 
 
 def _mark_target(axes: plt.Axes, rows: list[Mapping[str, Any]]) -> None:
-    """Shades the target: a thousand times fewer bytes, within half a point of uncompressed training."""
+    """Shades the target: 1/1000 of the bytes, within half a point of uncompressed training."""
     uncompressed = next((row["accuracy"] for row in rows if row["family"] == "uncompressed"), None)
     if uncompressed is not None:
         axes.axhline(uncompressed, color="0.6", linewidth=0.8, linestyle=":", zorder=0)
@@ -83,7 +83,7 @@ def _dress(axes: plt.Axes, title: str) -> None:
     axes.set_xscale("log")
     axes.set_xlim(5e-6, 2)
     axes.set_ylim(_LOWEST, 1.005)
-    axes.set_xlabel("bytes per update, of those of float32")
+    axes.set_xlabel("bytes per update after the first epoch, as a fraction of float32")
     axes.xaxis.set_major_locator(LogLocator(10, numticks=10))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda share, _: "1" if share >= 1 else f"1/{round(1 / share):,}"))

@@ -21,13 +21,13 @@ NETS, CODECS = list(compression_runs.NETS), list(compression_runs.CODECS)
 flags.DEFINE_string("run", "all", "all, or a net and a codec such as digits-signsgd: one run, in this process.")
 flags.DEFINE_multi_enum("nets", NETS, NETS, "Nets to train.")
 flags.DEFINE_multi_enum("codecs", CODECS, CODECS, "Codecs to compare; none is uncompressed.")
-flags.DEFINE_integer("digits_epochs", 8, "Passes of the convolutional net over the training data.", lower_bound=1)
+flags.DEFINE_integer("digits_epochs", 16, "Passes of the convolutional net over the training data.", lower_bound=1)
 flags.DEFINE_integer("dense_epochs", 6, "Passes of the dense net over the training data.", lower_bound=1)
 flags.DEFINE_integer("batch_size", 128, "Examples of one update, over both workers together.", lower_bound=2)
-flags.DEFINE_float("learning_rate", 0.05, "That SGD with momentum 0.9 starts from; it decays to 0.", lower_bound=0.0)
-flags.DEFINE_integer("seed", 1, "Of the initial weights and of the order of the examples.")
+flags.DEFINE_float("learning_rate", 0.05, "Initial rate of SGD with momentum 0.9; decays to 0.", lower_bound=0.0)
+flags.DEFINE_integer("seed", 1, "Seed of the initial weights and of the order of the examples.")
 flags.DEFINE_boolean("reuse", False, "Keep the results of complete runs of the same setting.")
-flags.DEFINE_string("output_dir", str(HERE / "results"), "Where logs, the plot and the tables go.")
+flags.DEFINE_string("output_dir", str(HERE / "results"), "Directory of logs, plot and tables.")
 
 
 def main(argv: list[str]) -> None:
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> None:
     if run is None:
         names = ", ".join(each.name for each in compression_runs.runs(NETS, CODECS))
         raise app.UsageError(f"--run must be all or one of {names}. Received: --run={FLAGS.run}")
-    # TensorFlow takes seconds to import, and the comparing process has no need of it.
+    # Imports TensorFlow, which takes seconds; the comparing process does not need it.
     import compressed
 
     compressed.train(run, settings[run.net], output_dir)
