@@ -27,8 +27,7 @@ def train(run: compression_runs.Run, setting: Mapping[str, Any], run_dir: pathli
     """Trains once; writes `epochs.jsonl` and `run.json` to `run_dir`."""
     keras.utils.set_random_seed(setting["seed"])
     codec, epochs = run.codec, setting["epochs"]
-    policies = [tfdist.Compression(make_codec(codec))] if codec.kind else []
-    strategy = tfdist.MultiWorkerMirroredStrategy(policies=policies)
+    strategy = tfdist.MultiWorkerMirroredStrategy(policies=policies(codec, setting["warmup_epochs"]))
     training, held_out = digits.load_data(setting["batch_size"], setting["seed"])
     with strategy.scope():
         model = digits.make_model() if run.net == "digits" else make_dense()
@@ -47,6 +46,12 @@ def train(run: compression_runs.Run, setting: Mapping[str, Any], run_dir: pathli
         # Written last: a run is complete once this file exists.
         found = {"codec": codec.title, "setting": dict(setting), "parameters": model.count_params()}
         (run_dir / "run.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+def policies(codec: compression_runs.Codec, warmup_epochs: int) -> list[tfdist.policies.Policy]:
+    """Returns the policies of a run; Strom too starts with fewer workers."""
+    warmup = [tfdist.Warmup(epochs=warmup_epochs)] if warmup_epochs else []
+    return [*warmup, tfdist.Compression(make_codec(codec))] if codec.kind else warmup
 
 
 def make_codec(codec: compression_runs.Codec) -> Any:

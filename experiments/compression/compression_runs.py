@@ -19,7 +19,7 @@ import compression_tables
 from tfdist.launchers import processes
 
 HERE = pathlib.Path(__file__).resolve().parent
-SETTING = ("batch_size", "learning_rate", "seed")
+SETTING = ("warmup_epochs", "batch_size", "learning_rate", "seed")
 NUM_WORKERS = 2
 # Inputs, hidden layers and classes of the dense net.
 DENSE_UNITS = (64, 3000, 3000, 1800, 10)
@@ -43,7 +43,7 @@ class Codec:
     @property
     def title(self) -> str:
         shown = ", ".join(
-            f"{name}={value!r}" if isinstance(value, str) else f"{name}={value:g}"
+            f"{name}={value:g}" if isinstance(value, float) else f"{name}={value!r}"
             for name, value in self.arguments.items()
         )
         return f"{self.kind}({shown})" if self.kind else "uncompressed"
@@ -64,16 +64,21 @@ class Codec:
         return "" if self.kind in ("Threshold", "PowerSGD") else "1"
 
 
+def _threshold(**arguments: float) -> Codec:
+    # Strom's paper has no clipping of residuals.
+    return Codec("Threshold", {**arguments, "clip_every": None})
+
+
 def _adaptive(max_density: float) -> Codec:
     # A narrow band: by default the density may fall to a hundredth of its maximum.
-    return Codec("Threshold", {"min_density": max_density / 2, "max_density": max_density})
+    return _threshold(min_density=max_density / 2, max_density=max_density)
 
 
 CODECS = {
     "none": Codec(),
     "float16": Codec("HalfPrecision", {"dtype": "float16"}),
     **{f"threshold-{name}": _adaptive(float(name)) for name in ("1e-2", "2.5e-3", "1e-3", "1e-4")},
-    **{f"tau-{name}": Codec("Threshold", {"tau": float(name)}) for name in ("1e-4", "1e-3", "1e-2")},
+    **{f"tau-{name}": _threshold(tau=float(name)) for name in ("2e-3", "2e-2")},
     **{f"topk-{name}": Codec("TopK", {"density": float(name)}) for name in ("1e-2", "1e-3")},
     "signsgd": Codec("SignSGD"),
     **{f"powersgd-{rank}": Codec("PowerSGD", {"rank": rank}) for rank in (1, 4)},
@@ -175,12 +180,14 @@ def train(run: Run, setting: Mapping[str, Any], run_dir: pathlib.Path) -> str | 
 
 
 def summarize(run: Run, run_dir: pathlib.Path) -> Row:
-    """Returns bytes per update and worker, in the first epoch and after it, accuracy and seconds of a run."""
+    """Returns bytes per update and worker after the first epoch, accuracy and seconds of a run."""
     rows = [json.loads(text) for text in (run_dir / "epochs.jsonl").read_text().splitlines()]
     full = 4 * json.loads((run_dir / "run.json").read_text())["parameters"]
-    # Without the policy nothing is counted. An all-reduce over n workers sends 2 (n - 1) / n of all values.
-    all_reduce = None if run.codec.kind else full * 2 * (NUM_WORKERS - 1) / NUM_WORKERS
-    sent = all_reduce or _bytes_per_update(rows[1:] or rows)
+    # In the first epoch one worker trains alone, or an adaptive tau has not settled yet.
+    later = rows[1:] or rows
+    sent = sum(row["bytes"] for row in later) / sum(row["updates"] for row in later)
+    # Uncompressed sums are not counted. An all-reduce over n workers sends 2 (n - 1) / n of all values.
+    sent = sent if run.codec.kind else full * 2 * (NUM_WORKERS - 1) / NUM_WORKERS
     return {
         "net": run.net,
         "codec": run.codec.title,
@@ -188,17 +195,12 @@ def summarize(run: Run, run_dir: pathlib.Path) -> Row:
         "label": run.label,
         "density": run.codec.density,
         "updates": sum(row["updates"] for row in rows),
-        "first_epoch_bytes": all_reduce or _bytes_per_update(rows[:1]),
         "bytes": sent,
         "share": sent / full,
         "accuracy": rows[-1]["val_accuracy"],
         "loss": rows[-1]["val_loss"],
         "seconds": rows[-1]["seconds"],
     }
-
-
-def _bytes_per_update(rows: Sequence[Row]) -> float:
-    return sum(row["bytes"] for row in rows) / sum(row["updates"] for row in rows)
 
 
 def missed(summary: Mapping[str, Row], expected: Mapping[str, Any]) -> list[str]:

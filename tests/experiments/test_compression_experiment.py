@@ -16,7 +16,7 @@ import pytest
 
 FOLDER = pathlib.Path(__file__).resolve().parents[2] / "experiments" / "compression"
 EXPECTED = json.loads((FOLDER / "expected.json").read_text())
-SETTING = {"epochs": 3, "batch_size": 128, "learning_rate": 0.05, "seed": 1}
+SETTING = {"epochs": 3, "warmup_epochs": 1, "batch_size": 128, "learning_rate": 0.05, "seed": 1}
 
 
 @pytest.fixture
@@ -38,8 +38,7 @@ def _write(run_dir: pathlib.Path, title: str, bytes_by_epoch: list[float], param
 def _row(codec: str, family: str, share: float, accuracy: float, net: str = "dense") -> dict[str, Any]:
     size = share * 58.4e6
     row = {"net": net, "codec": codec, "family": family, "label": "1e-3", "density": "0.001", "updates": 10}
-    row |= {"first_epoch_bytes": 2 * size, "bytes": size, "share": share}
-    return row | {"accuracy": accuracy, "loss": 0.1, "seconds": 3.0}
+    return row | {"bytes": size, "share": share, "accuracy": accuracy, "loss": 0.1, "seconds": 3.0}
 
 
 def _summary(half: float = 0.5, share: float = 0.0009, accuracy: float = 0.99) -> dict[str, dict[str, Any]]:
@@ -70,7 +69,7 @@ def test_bytes_counted_after_first_epoch(compression_runs: ModuleType, tmp_path:
     run = compression_runs.Run("digits", "signsgd")
     _write(tmp_path / "run", run.codec.title, [9000.0, 1000.0, 3000.0])
     row = compression_runs.summarize(run, tmp_path / "run")
-    assert (row["first_epoch_bytes"], row["bytes"], row["share"]) == (900.0, 200.0, 0.05)
+    assert (row["bytes"], row["share"]) == (200.0, 0.05)
     assert (row["updates"], row["seconds"], row["accuracy"]) == (30, 6.0, 0.9)
 
 
@@ -112,7 +111,7 @@ def test_tables_have_a_line_per_run(compression_runs: ModuleType) -> None:
     tables = compression_runs.compression_tables
     dense, strom = (text.splitlines() for text in tables.all_tables(_summary(), compression_runs.NETS).split("\n\n"))
     assert len(dense) == 2 + 3
-    wanted = "| `Threshold(max_density=0.0025)` | 0.001 | 105,120 | 52,560 | 1/1,111 | 99.00% | 0.40 | 3 |"
+    wanted = "| `Threshold(max_density=0.0025)` | 0.001 | 52,560 | 1/1,111 | 99.00% | 0.40 | 3 |"
     assert dense[-1] == wanted
     assert {line.count("|") for line in strom} == {8}
     assert "| float16 | 29.2 MB | 1/2 | `HalfPrecision(dtype='float16')` | 29.2 MB | 1/2 | 0.00 |" in strom[3]
