@@ -62,11 +62,14 @@ def _draw(axes: plt.Axes, family: str, rows: list[Mapping[str, Any]]) -> None:
     rows = sorted(rows, key=lambda row: row["share"])
     x, y = [row["share"] for row in rows], [max(row["accuracy"], _LOWEST) for row in rows]
     axes.plot(x, y, color=colour, marker=marker, markersize=7, linewidth=1.4, label=family, clip_on=False, zorder=3)
+    # Labels of adaptive thresholds are above their points, all others below, because the lines are close.
+    place = {"xytext": (0, 8), "va": "bottom"} if family == "Threshold, adaptive" else {"xytext": (0, -8), "va": "top"}
     for row, at in zip(rows, y, strict=True):
-        label = row["label"] if row["accuracy"] >= _LOWEST else f"{row['label']}: {row['accuracy']:.0%}"
-        up = 7 if family != "Threshold, fixed tau" else -14
+        is_low = row["accuracy"] < _LOWEST
+        text = f"{row['label']}: {row['accuracy']:.0%}" if is_low else row["label"]
+        style = {"xytext": (0, 8), "va": "bottom"} if is_low else place
         axes.annotate(
-            label, (row["share"], at), (0, up), textcoords="offset points", ha="center", fontsize=8, color=colour
+            text, (row["share"], at), textcoords="offset points", ha="center", fontsize=8, color=colour, **style
         )
 
 
@@ -76,6 +79,7 @@ def _mark_target(axes: plt.Axes, rows: list[Mapping[str, Any]]) -> None:
     if uncompressed is not None:
         axes.axhline(uncompressed, color="0.6", linewidth=0.8, linestyle=":", zorder=0)
         axes.fill_between([1e-6, WANTED_SHARE], uncompressed - WANTED_BEHIND, 1.005, color="#F0E442", alpha=0.3)
+        axes.annotate("target", (0.01, 0.99), xycoords="axes fraction", va="top", fontsize=9, color="0.4")
 
 
 def _dress(axes: plt.Axes, title: str) -> None:

@@ -77,7 +77,7 @@ def _adaptive(max_density: float) -> Codec:
 CODECS = {
     "none": Codec(),
     "float16": Codec("HalfPrecision", {"dtype": "float16"}),
-    **{f"threshold-{name}": _adaptive(float(name)) for name in ("1e-2", "2.5e-3", "1e-3", "1e-4")},
+    **{f"threshold-{name}": _adaptive(float(name)) for name in ("1e-2", "2e-3", "1e-3", "1e-4")},
     **{f"tau-{name}": _threshold(tau=float(name)) for name in ("2e-3", "2e-2")},
     **{f"topk-{name}": Codec("TopK", {"density": float(name)}) for name in ("1e-2", "1e-3")},
     "signsgd": Codec("SignSGD"),
@@ -104,7 +104,8 @@ class Run:
     @property
     def label(self) -> str:
         """Label of its point in the plot: the argument that differs within the family, such as a density."""
-        return self.codec_name.partition("-")[2]
+        kind, _, value = self.codec_name.partition("-")
+        return {"tau": f"tau {value}", "powersgd": f"rank {value}"}.get(kind, value)
 
 
 def runs(nets: Iterable[str], codecs: Iterable[str]) -> list[Run]:
@@ -118,7 +119,7 @@ def find(name: str) -> Run | None:
 
 
 def compare(output_dir: pathlib.Path, todo: Sequence[Run], settings: Mapping[str, Row], reuse: bool) -> int:
-    """Trains all runs, prints the tables and saves the plot.
+    """Trains runs; prints the tables and saves the plot of all complete runs of the same setting.
 
     Args:
       output_dir: gets a directory per run, `compression.png`, `table.md` and `summary.json`.
@@ -129,16 +130,16 @@ def compare(output_dir: pathlib.Path, todo: Sequence[Run], settings: Mapping[str
     Returns:
       The exit code: 0 if all targets of `expected.json` are met.
     """
-    summary: dict[str, Row] = {}
     problems: list[str] = []
     for run in todo:
         setting, run_dir = settings[run.net], output_dir / run.name
         problem = None if reuse and is_complete(run, setting, run_dir) else train(run, setting, run_dir)
         if problem:
             problems.append(problem)
-            continue
-        summary[run.name] = summarize(run, run_dir)
-        print(compression_tables.progress(summary[run.name]), flush=True)
+        else:
+            print(compression_tables.progress(summarize(run, run_dir)), flush=True)
+    complete = [run for run in runs(NETS, CODECS) if is_complete(run, settings[run.net], output_dir / run.name)]
+    summary = {run.name: summarize(run, output_dir / run.name) for run in complete}
     text = compression_tables.all_tables(summary, NETS)
     print(f"\n{text}", flush=True)
     (output_dir / "table.md").write_text(text)

@@ -13,7 +13,7 @@ STROM = [
     ("float32", 58.4e6, ["none"]),
     ("float16", 29.2e6, ["float16"]),
     ("tau=2", 0.21e6, ["tau-2e-3"]),
-    ("tau=2, entropy coded", 0.21e6 / 3, ["threshold-2.5e-3"]),
+    ("tau=2, entropy coded", 0.21e6 / 3, ["threshold-2e-3"]),
     ("tau=15 (accuracy suffers)", 4.5e3, ["tau-2e-2", "threshold-1e-4"]),
 ]
 

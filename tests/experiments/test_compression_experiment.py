@@ -45,7 +45,7 @@ def _summary(half: float = 0.5, share: float = 0.0009, accuracy: float = 0.99) -
     return {
         "dense-none": _row("uncompressed", "uncompressed", 1.0, 0.994),
         "dense-float16": _row("HalfPrecision(dtype='float16')", "HalfPrecision", half, 0.994),
-        "dense-threshold-2.5e-3": _row(
+        "dense-threshold-2e-3": _row(
             "Threshold(max_density=0.0025)", "Threshold, adaptive", share=share, accuracy=accuracy
         ),
     }
@@ -86,6 +86,16 @@ def test_reuse_other_setting_or_codec_trains_again(compression_runs: ModuleType,
     assert compression_runs.is_complete(run, SETTING, tmp_path / "run")
     assert not compression_runs.is_complete(run, SETTING | {"seed": 2}, tmp_path / "run")
     assert not compression_runs.is_complete(compression_runs.Run("digits", "none"), SETTING, tmp_path / "run")
+
+
+def test_compare_reuse_tables_have_all_complete_runs(compression_runs: ModuleType, tmp_path: pathlib.Path) -> None:
+    none, signs = compression_runs.Run("digits", "none"), compression_runs.Run("digits", "signsgd")
+    for run in (none, signs):
+        _write(tmp_path / run.name, run.codec.title, [100.0, 1250.0])
+    settings = dict.fromkeys(compression_runs.NETS, SETTING)
+    assert compression_runs.compare(tmp_path, [signs], settings, reuse=True) == 0
+    assert list(json.loads((tmp_path / "summary.json").read_text())) == ["digits-none", "digits-signsgd"]
+    assert "| `SignSGD()` | 1 | 125 | 1/32 | 90.00% | 0.00 |" in (tmp_path / "table.md").read_text()
 
 
 def test_missed_all_targets_met_is_empty(compression_runs: ModuleType) -> None:
