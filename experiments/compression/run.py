@@ -2,7 +2,7 @@
 """Bytes against accuracy: two nets on digits, two workers, and each codec of `tfdist.compression`.
 
 python run.py --flagfile=compression.flags                            # all runs, one after another
-python run.py --flagfile=quick.flags                                  # some of them, in about 3 minutes
+python run.py --flagfile=quick.flags                                  # some of them, on the small net
 tfdist launch local --num_workers=2 --communication=mpi run.py --run=digits-signsgd
 """
 
