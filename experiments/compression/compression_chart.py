@@ -50,7 +50,13 @@ def save(output_dir: pathlib.Path, summary: Mapping[str, Mapping[str, Any]], net
         _dress(axes, nets[net])
     grid[0, 0].set_ylabel("validation accuracy, 1,800 images")
     lines = {str(line.get_label()): line for axes in grid.flat for line in axes.lines if line.get_label()[0] != "_"}
-    figure.legend(lines.values(), lines.keys(), loc="outside lower center", frameon=False, ncols=len(STYLES) if len(drawn) > 1 else 4)
+    figure.legend(
+        lines.values(),
+        lines.keys(),
+        loc="outside lower center",
+        frameon=False,
+        ncols=len(STYLES) if len(drawn) > 1 else 4,
+    )
     figure.savefig(output_dir / "compression.png", dpi=110)
     plt.close(figure)
     return output_dir / "compression.png"
