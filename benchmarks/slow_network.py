@@ -29,17 +29,17 @@ from absl import app, flags
 from tfdist import Cluster, Task
 from tfdist.launchers import processes
 
-# By name: the codec, and how many steps are measured.
-CONTENDERS: dict[str, tuple[str, int]] = {
-    "uncompressed": ("", 3),
-    'HalfPrecision("bfloat16")': ('HalfPrecision("bfloat16")', 4),
-    "Threshold(max_density=0.0025)": ("Threshold(max_density=0.0025)", 30),
-    "TopK(0.001)": ("TopK(0.001, momentum=0)", 30),
-    "PowerSGD(4)": ("PowerSGD(4)", 30),
+# By name: the codec, how many steps are made before the measurement, and how many are measured. An adaptive threshold
+# grows by 2 in 20 steps until its density is within its bounds.
+CONTENDERS: dict[str, tuple[str, int, int]] = {
+    "uncompressed": ("", 2, 2),
+    'HalfPrecision("bfloat16")': ('HalfPrecision("bfloat16")', 2, 3),
+    "Threshold(max_density=0.0025)": ("Threshold(max_density=0.0025)", 150, 30),
+    "TopK(0.001)": ("TopK(0.001, momentum=0)", 4, 30),
+    "PowerSGD(4)": ("PowerSGD(4)", 4, 30),
 }
 LEAST_RATIO = 20.0
 _JUDGED = "Threshold(max_density=0.0025)"
-_WARM_UP_STEPS = 4
 _LIMIT_SECS = 400.0
 _PORT = 9000
 _PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
@@ -54,6 +54,7 @@ flags.DEFINE_string(
     "worker", None, "Codec of a worker, whose result goes to --output; for the processes of this program."
 )
 flags.DEFINE_integer("steps", 1, "Steps that such a worker measures.")
+flags.DEFINE_integer("steps_before", 1, "Steps that it makes before.", lower_bound=1)
 flags.register_validator(
     "contenders", lambda names: set(names) <= set(CONTENDERS), f"use any of {', '.join(CONTENDERS)}"
 )
@@ -63,7 +64,7 @@ def main(argv: list[str]) -> None:
     if argv[1:]:
         raise app.UsageError(f"slow_network.py takes flags only. Received: {' '.join(argv[1:])}")
     if FLAGS.worker is not None:
-        pathlib.Path(FLAGS.output).write_text(json.dumps(_train(FLAGS.worker, FLAGS.steps)))
+        pathlib.Path(FLAGS.output).write_text(json.dumps(_train(FLAGS.worker, FLAGS.steps_before, FLAGS.steps)))
         return
     if problem := missing():
         sys.exit(problem)
@@ -106,7 +107,7 @@ def _ratios(samples: dict[str, list[dict[str, float]]], name: str) -> list[float
     return [ours["updates_per_sec"] / theirs["updates_per_sec"] for ours, theirs in pairs]
 
 
-def _run(codec: str, steps: int) -> dict[str, float]:
+def _run(codec: str, steps_before: int, steps: int) -> dict[str, float]:
     """Returns what the slower worker has measured, and the bytes of the one that has sent more."""
     with _joined() as (spaces, hosts), tempfile.TemporaryDirectory() as folder, processes.Supervisor() as supervisor:
         addresses = {index: f"{host}:{_PORT}" for index, host in enumerate(hosts)}
@@ -116,7 +117,12 @@ def _run(codec: str, steps: int) -> dict[str, float]:
             environment = {**os.environ, "PATH": _PATH, "TF_CPP_MIN_LOG_LEVEL": "3", "GRPC_VERBOSITY": "ERROR"}
             environment["TF_CONFIG"] = Cluster({"worker": addresses}, Task("worker", index)).to_tf_config()
             command = ["ip", "netns", "exec", space, sys.executable, __file__, f"--worker={codec}"]
-            command += [f"--steps={steps}", f"--size={FLAGS.size}", f"--output={outputs[index]}"]
+            command += [
+                f"--steps_before={steps_before}",
+                f"--steps={steps}",
+                f"--size={FLAGS.size}",
+                f"--output={outputs[index]}",
+            ]
             started.append(supervisor.start(f"worker:{index}", command, environment))
         for process in started:
             if process.wait(_LIMIT_SECS) != 0:
@@ -153,7 +159,7 @@ def _do(*command: str) -> None:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
 
 
-def _train(codec: str, steps: int) -> dict[str, float]:
+def _train(codec: str, steps_before: int, steps: int) -> dict[str, float]:
     import tfdist
     from tfdist.runtime import sent_bytes
 
@@ -179,13 +185,13 @@ def _train(codec: str, steps: int) -> dict[str, float]:
         began = ended = (0.0, 0, 0)
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            if batch + 1 == _WARM_UP_STEPS:
+            if batch + 1 == steps_before:
                 self.began = counted()
-            elif batch + 1 == _WARM_UP_STEPS + steps:
+            elif batch + 1 == steps_before + steps:
                 self.ended = counted()
 
     measured = Measured()
-    model.fit(data, steps_per_epoch=_WARM_UP_STEPS + steps, verbose=0, callbacks=[measured])
+    model.fit(data, steps_per_epoch=steps_before + steps, verbose=0, callbacks=[measured])
     secs, kernel, reported = (end - begin for begin, end in zip(measured.began, measured.ended, strict=True))
     return {"updates_per_sec": steps / secs, "kernel_bytes": kernel / steps, "reported_bytes": reported / steps}
 

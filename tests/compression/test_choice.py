@@ -67,6 +67,12 @@ def test_what_is_no_codec_is_refused(codec: Any):
         tfdist.Compression(codec)
 
 
+@pytest.mark.parametrize("variables", ["float32", 16, ""])
+def test_variables_travel_in_half_precision_only(variables: Any):
+    with pytest.raises(ValueError, match=r"Compression\(variables=\.\.\.\) must be .* Received: variables="):
+        tfdist.Compression(tfdist.compression.SignSGD(), variables=variables)
+
+
 @pytest.mark.parametrize("error_bound", [0, 1, -0.1, "0.5", True, float("nan")])
 def test_an_error_bound_is_a_share(error_bound: Any):
     with pytest.raises(

@@ -119,6 +119,15 @@ def test_a_policy_derived_from_another_takes_its_place() -> None:
         composition.check([half], "MirroredStrategy")
 
 
+def test_variables_have_a_way_back_under_parameter_servers_only() -> None:
+    policies = [tfdist.Compression(tfdist.compression.SignSGD(), variables="bfloat16")]
+    composition.check(policies, "ParameterServerStrategy")
+    with pytest.raises(
+        ValueError, match=r"Compression\(SignSGD\(\), variables='bfloat16'\): .* leave it away\. Received"
+    ):
+        composition.check(policies, "MultiWorkerMirroredStrategy")
+
+
 def test_momentum_of_a_codec_does_not_go_with_averages_of_parameters() -> None:
     policies = [tfdist.ParameterAveraging(2), tfdist.Compression(tfdist.compression.TopK(0.1))]
     with pytest.raises(ValueError, match=r"TopK\(density=0.1\)\) has momentum.* momentum=0\. Received: policies="):

@@ -121,7 +121,15 @@ def test_lossy_codec_trains_and_reports_bytes(with_policies: Callable[..., Any],
     assert "gradients are sent encoded" in report.transfer
 
 
-def test_half_precision_rounds_variables_for_workers(with_policies: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: tfdist.Compression(HalfPrecision("bfloat16")),
+        lambda: tfdist.Compression(SignSGD(), variables="bfloat16"),
+    ],
+    ids=["of the codec", "on request"],
+)
+def test_variables_are_rounded_for_workers(make: Callable[[], Any], with_policies: Callable[..., Any]) -> None:
     class Shows(keras.Model):
         def __init__(self) -> None:
             super().__init__()
@@ -143,7 +151,7 @@ def test_half_precision_rounds_variables_for_workers(with_policies: Callable[...
         model(X[:1])
         return model
 
-    strategy = with_policies(tfdist.Compression(HalfPrecision("bfloat16")))
+    strategy = with_policies(make())
     model = compiled(strategy, made, optimizer=lambda: keras.optimizers.SGD(0.0))
     model.dense.kernel.assign(np.full((8, 1), 1.001, np.float32))
     seen = model.fit(X, X[:, :1], batch_size=32, verbose=0).history["seen"][-1]

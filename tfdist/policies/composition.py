@@ -85,6 +85,11 @@ def check(policies: Sequence[Any], strategy: str) -> None:
             )
         if reason := refusal(type(policy), strategy):
             raise ValueError(f"policies: {policy!r} does not go with {strategy}: {reason}. {received}")
+        if isinstance(policy, Compression) and policy.variables and strategy != PARAMETER_SERVER:
+            raise ValueError(
+                f"policies: {policy!r}: variables=... is for ParameterServerStrategy; the workers of {strategy} have "
+                f"their own, so leave it away. {received}"
+            )
     for index, first in enumerate(policies):
         for second in policies[index + 1 :]:
             if reason := clash(type(first), type(second), strategy):

@@ -8,6 +8,7 @@ from typing import Any
 from tfdist.policies import base
 
 AUTO = "auto"
+_HALVES = ("float16", "bfloat16")
 _METHODS = ("init", "encode", "decode", "exchange")
 _ATTRIBUTES = ("commutes_with_sum", "unsent")
 
@@ -26,12 +27,14 @@ class Compression(base.Policy):
         faster.
       error_bound: for "auto", in (0, 1): the largest share of an update's squared norm that a codec may leave for later
         steps. 0.01 leaves half precision alone.
+      variables: "float16" or "bfloat16": parameter servers send workers the trainable weights in this dtype. By default
+        in that of `HalfPrecision`, and with other codecs as they are.
 
     Raises:
       ValueError: an argument is none of these.
     """
 
-    def __init__(self, codec: Any, error_bound: float = 0.99) -> None:
+    def __init__(self, codec: Any, error_bound: float = 0.99, variables: str | None = None) -> None:
         super().__init__()
         names = (*_METHODS, *_ATTRIBUTES)
         if codec != AUTO and (isinstance(codec, type | str) or not all(hasattr(codec, name) for name in names)):
@@ -45,9 +48,15 @@ class Compression(base.Policy):
                 "Compression(error_bound=...) must be a share between 0 and 1, such as 0.99. "
                 f"Received: error_bound={error_bound!r}"
             )
+        if variables not in (None, *_HALVES):
+            raise ValueError(
+                f'Compression(variables=...) must be "float16", "bfloat16" or None. Received: variables={variables!r}'
+            )
         self.codec: Any = codec
         self.error_bound = error_bound
+        self.variables = variables
 
     def __repr__(self) -> str:
         bound = f", error_bound={self.error_bound!r}" if self.codec == AUTO else ""
-        return f"Compression({self.codec!r}{bound})"
+        variables = f", variables={self.variables!r}" if self.variables else ""
+        return f"Compression({self.codec!r}{bound}{variables})"

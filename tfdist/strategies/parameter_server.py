@@ -149,7 +149,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         self._sending, aggregation = self._transfer, composed.aggregation
         if composed.compression:
             codec_state.check_servers(self._num_workers, self._num_ps)
-            encoding = Encoding(composed.compression.codec, self._num_workers)
+            compression = composed.compression
+            encoding = Encoding(compression.codec, self._num_workers, compression.variables)
             self._sending = transfer_plan.encoded(self._transfer_mode, encoding)
             self.distribution.bytes_sent = encoding.bytes_sent
             of_workers["Compression"] = codec_state.CodecStates(encoding, self._engine.coordinator, self._num_workers)

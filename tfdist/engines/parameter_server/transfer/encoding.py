@@ -40,10 +40,12 @@ class Encoding:
     Args:
       chosen: a codec that `on_servers.check` accepts.
       num_workers: number of workers.
+      variables: see `tfdist.Compression`.
     """
 
-    def __init__(self, chosen: codec.Codec, num_workers: int) -> None:
+    def __init__(self, chosen: codec.Codec, num_workers: int, variables: str | None = None) -> None:
         self.codec = chosen
+        self._variables = variables
         # Of this strategy: a server process may outlive it.
         self._prefix = uuid.uuid4().hex
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -54,7 +56,8 @@ class Encoding:
     @property
     def read_dtype(self) -> tf.DType | None:
         """Dtype to which variables are rounded for their way to a worker; None if they are sent as they are."""
-        return tf.as_dtype(self.codec.dtype) if isinstance(self.codec, HalfPrecision) else None
+        name = self._variables or (self.codec.dtype if isinstance(self.codec, HalfPrecision) else None)
+        return tf.as_dtype(name) if name else None
 
     def count(self, worker: int, sent: int) -> None:
         """Adds bytes that a worker has sent; any thread may call it."""
