@@ -77,6 +77,7 @@ class _Keys:
 
     def __init__(self, launcher: Any, of_threads: _KeysOfThreads | None) -> None:
         self._of_threads = of_threads
+        self._lock = threading.RLock()
         self._launcher, self._original = launcher, launcher._next_instance_key
         self._counter: Any = None
         self._fixed = itertools.count(_FIRST_FIXED_KEY)
@@ -92,12 +93,13 @@ class _Keys:
             return self._launcher._collective_keys.get_instance_key(self._launcher._group_key, self._launcher._device)
         if self._of_threads is None or tf.executing_eagerly():
             return self._original()
-        # TensorFlow has the function call this attribute when it is called itself.
-        self._launcher._next_instance_key = self._at_call
-        try:
-            return self._original()
-        finally:
-            self._launcher._next_instance_key = self
+        # TensorFlow has the function call this attribute when it is called itself. Two threads may trace at once.
+        with self._lock:
+            self._launcher._next_instance_key = self._at_call
+            try:
+                return self._original()
+            finally:
+                self._launcher._next_instance_key = self
 
     def _at_call(self) -> Any:
         if self._of_threads is None or not tf.executing_eagerly():

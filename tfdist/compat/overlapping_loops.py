@@ -63,7 +63,8 @@ def begin(strategy: Any, is_exclusive: bool, nests: bool = True) -> None:
     Args:
       strategy: the strategy that the call runs under.
       is_exclusive: whether the strategy's loops share more than their models: no two threads may be in one then.
-        Otherwise two threads may not train or evaluate the same model.
+        Otherwise two threads may not train or evaluate the same model, and on several replicas no two models: a sum
+        over the replicas stands still now and then while another thread makes one.
       nests: whether `fit` may be called within a callback of another `fit`.
 
     Raises:
@@ -82,21 +83,29 @@ def begin(strategy: Any, is_exclusive: bool, nests: bool = True) -> None:
             if known.thread is call.thread:
                 if not nests and known.name == call.name == "fit":
                     raise RuntimeError(_nested(call, known, strategy))
-            elif is_exclusive or (known.model() is model and known.counts and call.counts):
-                raise RuntimeError(_overlapping(call, known, strategy, is_exclusive))
+            elif reason := _reason(call, known, strategy, is_exclusive):
+                raise RuntimeError(_overlapping(call, known, reason))
         _calls.append(call)
 
 
-def _overlapping(call: _Call, known: _Call, strategy: Any, is_exclusive: bool) -> str:
+def _reason(call: _Call, known: _Call, strategy: Any, is_exclusive: bool) -> str:
+    """Returns why two calls in two threads may not overlap; "" if they may."""
     kind = type(strategy).__name__
-    why = (
-        f"under this {kind} the loops of all models share one engine, or the order of collectives"
-        if is_exclusive
-        else "both would write the same metrics and counts"
-    )
+    if is_exclusive:
+        return f"under this {kind} the loops of all models share one engine, or the order of collectives"
+    if not (known.counts and call.counts):
+        return ""
+    if known.model() is call.model():
+        return "both would write the same metrics and counts"
+    if strategy.num_replicas_in_sync > 1:
+        return f"under this {kind} TensorFlow's sums over the replicas can stand still beside those of another thread"
+    return ""
+
+
+def _overlapping(call: _Call, known: _Call, reason: str) -> str:
     return (
-        f"{call.label} overlaps with another thread's call, and {why}; begin it when the other has ended, or run it in "
-        f"another process. Received: a call in thread {call.thread.name!r} during {known.label} in thread "
+        f"{call.label} overlaps with another thread's call, and {reason}; begin it when the other has ended, or run it "
+        f"in another process. Received: a call in thread {call.thread.name!r} during {known.label} in thread "
         f"{known.thread.name!r}"
     )
 
