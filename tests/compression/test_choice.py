@@ -39,6 +39,10 @@ def test_none_is_chosen_where_no_codec_gains_enough(monkeypatch: pytest.MonkeyPa
     )
 
 
+def test_none_is_chosen_where_nothing_is_to_be_saved(monkeypatch: pytest.MonkeyPatch):
+    assert _choose(monkeypatch, [0.005, 0.001, 0.002, 0.003, 0.004], 0.9999).codec is None
+
+
 def test_codecs_that_leave_too_much_are_not_measured(monkeypatch: pytest.MonkeyPatch):
     found = _choose(monkeypatch, [2.0, 1.0], 0.01)
     assert repr(found.codec) == "HalfPrecision(dtype='bfloat16')"

@@ -79,6 +79,9 @@ class CompressedSums:
             # The other workers are told of errors other than TensorFlow's, and wait for this one's measurements.
             raise RuntimeError(f'Compression("auto"): measuring the codecs failed: {error}') from error
         self._say(found.reason)
+        if found.codec is None:
+            # Steps are those without the policy then; to count would cost some hundredths of a small one.
+            self._sums.traffic = None
         self._take(found.codec)
 
     def collect(self, model: keras.Model) -> tuple[Any, list[np.ndarray]]:
