@@ -107,22 +107,21 @@ class WorkerSums:
         return self._failed()
 
     def _sum_of(self, flat: tf.Tensor, in_step: bool = False) -> tf.Tensor:
-        is_by_collectives = self._sum_array is None or flat.dtype not in _DTYPES
+        sum_array = self._sum_array if flat.dtype in _DTYPES else None
         if self.traffic:
             size = tf.size(flat, tf.int64) * flat.dtype.size
-            if is_by_collectives and in_step and worker_collectives.is_gathered(self._strategy, flat):
+            if sum_array is None and in_step and worker_collectives.is_gathered(self._strategy, flat):
                 self.traffic.add_messages(size)
             else:
                 self.traffic.add_sum(size)
-        if is_by_collectives:
+        if sum_array is None:
             by_collectives = worker_collectives.sum_in_step if in_step else worker_collectives.sum_of
             return by_collectives(self._strategy, flat)
         # Tensors that were put together for the sum in a step are nobody else's.
         in_place = in_step and not tf.executing_eagerly() and flat.op.type == "ConcatV2"
-        return self._by_function(flat, in_place)
+        return self._by_function(sum_array, flat, in_place)
 
-    def _by_function(self, flat: tf.Tensor, in_place: bool) -> tf.Tensor:
-        sum_array: Any = self._sum_array
+    def _by_function(self, sum_array: SumArray, flat: tf.Tensor, in_place: bool) -> tf.Tensor:
         with tf.device(replicas.worker_device(self._strategy)):
             if tf.executing_eagerly():
                 with self._waiting("a sum over all workers"):

@@ -110,17 +110,19 @@ class QuorumStep:
                 counter.assign(count)
             return self._step.logs(total, total.counts)
 
-    def _add_up(self, own: Contribution) -> Contribution:
-        dense = [index for index, each in enumerate(own.gradients) if not isinstance(each, tf.IndexedSlices)]
+    def _add_up(self, own: Contribution, left_out: Sequence[int] = ()) -> Contribution:
+        """Returns the sum over all workers; None for the gradients of these indices."""
+        sparse = {index for index, each in enumerate(own.gradients) if isinstance(each, tf.IndexedSlices)}
+        dense = [index for index in range(len(own.gradients)) if index not in sparse and index not in left_out]
         rest = own._replace(gradients=[own.gradients[index] for index in dense])
-        flat = buckets.sum_in_buckets(tf.nest.flatten(rest), self._sums.of_tensors)
-        total = tf.nest.pack_sequence_as(rest, flat)
-        summed = dict(zip(dense, total.gradients, strict=True))
-        gradients = [
-            summed[index] if index in summed else self._add_up_rows(gradient, variable.shape)
-            for index, (gradient, variable) in enumerate(zip(own.gradients, self._step.variables(), strict=True))
-        ]
-        return total._replace(gradients=gradients)
+        sums = tf.nest.pack_sequence_as(rest, buckets.sum_in_buckets(tf.nest.flatten(rest), self._sums.of_tensors))
+        gradients: list[Any] = [None] * len(own.gradients)
+        for index, total in zip(dense, sums.gradients, strict=True):
+            gradients[index] = total
+        variables = self._step.variables()
+        for index in sorted(sparse):
+            gradients[index] = self._add_up_rows(own.gradients[index], variables[index].shape)
+        return sums._replace(gradients=gradients)
 
     def _add_up_encoded(self, own: Contribution, sum_gradients: optimizer_patches.SumGradients) -> Contribution:
         """Does the same in two rounds: a codec keeps parts of the gradients that the optimizer is given in the end.
@@ -128,28 +130,25 @@ class QuorumStep:
         Where `apply` is in a conditional, gradients are summed as they are: what is sent while no worker applies would
         be lost.
         """
-        rest = own._replace(gradients=[])
-        flat = buckets.sum_in_buckets(tf.nest.flatten(rest), self._sums.of_tensors)
-        total = tf.nest.pack_sequence_as(rest, flat)
-        calls, variables, factors = self._step.calls(), self._step.variables(), self._step.factors(total)
-        gradients = [contribution.times(each, factor) for each, factor in zip(own.gradients, factors, strict=True)]
+        calls, variables = self._step.calls(), self._step.variables()
         encoded = [
-            index for index, each in enumerate(gradients) if isinstance(each, tf.Tensor) and calls[index].flag is None
+            index
+            for index, each in enumerate(own.gradients)
+            if isinstance(each, tf.Tensor) and calls[index].flag is None
         ]
-        left = [None if index in encoded else each for index, each in enumerate(gradients)]
-        sums: list[Any] = [None] * len(gradients)
-        for index, (gradient, variable) in enumerate(zip(left, variables, strict=True)):
-            if isinstance(gradient, tf.IndexedSlices):
-                sums[index] = self._add_up_rows(gradient, variable.shape)
-            elif gradient is not None:
-                (sums[index],) = self._sums.of_tensors([gradient])
+        total = self._add_up(own, encoded)
+        factors = self._step.factors(total)
+        final = [
+            contribution.times(given if each is None else each, factor)
+            for given, each, factor in zip(own.gradients, total.gradients, factors, strict=True)
+        ]
         # Several calls may be equal.
         for call in {id(each): each for each in calls}.values():
             chosen = [index for index in encoded if calls[index] is call]
-            given = [gradients[index] for index in chosen], [variables[index] for index in chosen]
+            given = [final[index] for index in chosen], [variables[index] for index in chosen]
             for index, found in zip(chosen, sum_gradients(call.optimizer, *given), strict=True):
-                sums[index] = found
-        return total._replace(gradients=sums)
+                final[index] = found
+        return total._replace(gradients=final)
 
     def _add_up_rows(self, gradient: tf.IndexedSlices, shape: Sequence[int]) -> tf.IndexedSlices:
         with tf.device(self._device):
