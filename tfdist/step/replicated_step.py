@@ -72,7 +72,7 @@ def run_step(
     Args:
       strategy: the strategy.
       run: runs the step on data as the stock strategy does and returns its logs per replica.
-      step: a bound `train_step` or `test_step`.
+      step: a bound `train_step` or `test_step`, of a model that `check_xla` accepts; for the first, after `prepare`.
       data: the step's argument: distributed values, or a value for every replica.
       sum_over_workers: sums tensors over all workers.
       shares_of: returns the shares of the batch that this process' replicas have these parts of, None if they are
@@ -83,9 +83,6 @@ def run_step(
       The logs, equal on all replicas and workers.
     """
     model, training = step.__self__, step.__name__ == TRAIN
-    check_xla(strategy, model)
-    if training:
-        prepare(strategy, model)
     parts = _local(strategy, data)
     with write_order.writes_after_inputs(parts):
         batches = [*parts.values()]

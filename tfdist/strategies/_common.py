@@ -102,6 +102,8 @@ class KerasSteps(tf.distribute.Strategy):
             self._build_for(fn, args[0])
         if replicated_step.is_train_step(fn):
             self._prepare(fn.__self__)
+        else:
+            replicated_step.check_xla(self, fn.__self__)
         return replicated_step.run_step(
             self, stock, fn, args[0], self._sum_over_workers, sum_gradients=self._sum_gradients
         )
