@@ -32,6 +32,7 @@ ARROWS: dict[str, set[str]] = {
     "_line_server": {"_addresses", "_sockets"},
     "cluster": {"_addresses"},
     "policies": set(),
+    "update_log": set(),
     "runtime": {*_SOCKETS, "cluster", "policies"},
     "compat": {"runtime"},
     # Codecs know neither strategies nor engines.
@@ -48,7 +49,7 @@ ARROWS: dict[str, set[str]] = {
     "engines.synchronous": {*_ENGINES, "compression"},
     "engines.warmup": _ENGINES,
     "engines.parameter_server": {*_ENGINES, "compression"},
-    "telemetry": {"cluster", "compat", "data", "policies"},
+    "telemetry": {"cluster", "compat", "data", "policies", "update_log"},
     "launchers": {"__init__", *_SOCKETS, "cluster"},
     "serving": {"_addresses", "cluster", "compat", "compression", "data", "launchers", "runtime"},
     "strategies": {"_addresses", "cluster", "compression", "engines", *_STEPS, "launchers", "serving", "telemetry"},
@@ -61,7 +62,7 @@ ARROWS: dict[str, set[str]] = {
     "firewall": {"_addresses", "cluster"},
     "doctor_meeting": {*_SOCKETS, "cluster"},
     "doctor": {"__init__", "_addresses", "cluster", "doctor_meeting", "firewall", "launchers"},
-    "cli": {"__init__", "cluster", "doctor", "launchers"},
+    "cli": {"__init__", "cluster", "doctor", "launchers", "update_log"},
     # Its names are resolved on first use, so importing it imports none of its parts.
     "__init__": {
         "callbacks",
