@@ -33,6 +33,7 @@ ARROWS: dict[str, set[str]] = {
     "cluster": {"_addresses"},
     "policies": set(),
     "update_log": set(),
+    "simulation": {"policies"},
     "runtime": {*_SOCKETS, "cluster", "policies"},
     "compat": {"runtime"},
     # Codecs know neither strategies nor engines.
@@ -58,7 +59,17 @@ ARROWS: dict[str, set[str]] = {
     "schedules": set(),
     "callbacks": {"learning_rate", "resume", "telemetry"},
     "flags": {"__init__", "callbacks", "cluster", "policies", "strategies"},
-    "testing": {"__init__", "cluster", "launchers", "policies", "runtime", "serving", "strategies", "telemetry"},
+    "testing": {
+        "__init__",
+        "cluster",
+        "launchers",
+        "policies",
+        "runtime",
+        "serving",
+        "simulation",
+        "strategies",
+        "telemetry",
+    },
     "firewall": {"_addresses", "cluster"},
     "doctor_meeting": {*_SOCKETS, "cluster"},
     "doctor": {"__init__", "_addresses", "cluster", "doctor_meeting", "firewall", "launchers"},
@@ -87,7 +98,7 @@ LIGHT_FILES = (
     "doctor_meeting",
     "firewall",
 )
-WITHOUT_TENSORFLOW = (*LIGHT_FILES, "launchers", "policies", "runtime")
+WITHOUT_TENSORFLOW = (*LIGHT_FILES, "launchers", "policies", "runtime", "simulation")
 HEAVY = ("tensorflow", "keras", "numpy")
 
 

@@ -11,7 +11,7 @@ import importlib
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from tfdist.testing.delay_distributions import DelayDistribution, constant, lognormal, pareto, stalls
+from tfdist.simulation.delay_distributions import DelayDistribution, constant, lognormal, pareto, stalls
 from tfdist.testing.delay_injection import Delays, delays
 
 if TYPE_CHECKING:
