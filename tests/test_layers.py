@@ -73,6 +73,7 @@ ARROWS: dict[str, set[str]] = {
     "firewall": {"_addresses", "cluster"},
     "doctor_meeting": {*_SOCKETS, "cluster"},
     "doctor": {"__init__", "_addresses", "cluster", "doctor_meeting", "firewall", "launchers"},
+    "simulate": {"__init__", "flags", "launchers", "simulation", "update_log"},
     "cli": {"__init__", "cluster", "doctor", "launchers", "update_log"},
     # Its names are resolved on first use, so importing it imports none of its parts.
     "__init__": {
@@ -97,6 +98,7 @@ LIGHT_FILES = (
     "doctor",
     "doctor_meeting",
     "firewall",
+    "simulate",
 )
 WITHOUT_TENSORFLOW = (*LIGHT_FILES, "launchers", "policies", "runtime", "simulation")
 HEAVY = ("tensorflow", "keras", "numpy")
