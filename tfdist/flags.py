@@ -167,8 +167,7 @@ def _parse_call(text: str, flag: str) -> tuple[str, list[Any], dict[str, Any]]:
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         shown = text if len(text) <= _MAX_TEXT else f"{text[:100]}..."
         raise ValueError(
-            f"{flag} is no policy with plain arguments; write it as {flag}='Warmup(epochs=1)'. "
-            f"Received: {shown!r}"
+            f"{flag} is no policy with plain arguments; write it as {flag}='Warmup(epochs=1)'. Received: {shown!r}"
         ) from None
     return call.func.id, arguments, keywords
 

@@ -24,15 +24,15 @@ from tfdist.simulation.result import Result
 _USAGE = """\
 usage: tfdist simulate [FLAGS]
 
-Simulates training with the real policies on a model of a cluster, and prints throughput, efficiency, waits, drops, use of
-the links, and what limits the throughput. It imports no TensorFlow.
+Simulates training with the real policies on a model of a cluster, and prints throughput, efficiency, waits, drops, use
+of the links, and what limits the throughput. It imports no TensorFlow.
 
   tfdist simulate --workers=8 --compute='lognormal(mean=0.2, s=1.0)' --policies='BackupWorkers(spares=2)'
   tfdist simulate --workers=16 --servers=2 --step_secs=120ms --dense_bytes=100MB --bandwidth=10Gbit --latency_secs=50us
   tfdist simulate --file=cluster.yaml --workers=32 --json=result.json
 
-A file has the keys cluster (with network, failures), model (with sparse_tables), codec, strategy, policies, num_updates,
-steps_per_epoch and seed, with the fields of the classes of tfdist.simulation. Flags go before the file.
+A file has the keys cluster (with network, failures), model (with sparse_tables), codec, strategy, policies,
+num_updates, steps_per_epoch and seed, with the fields of the classes of tfdist.simulation. Flags go before the file.
 
 flags:
 """
@@ -195,7 +195,11 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
     merged = dict(below)
     for key, value in above.items():
         under = merged.get(key)
-        merged[key] = _merged(under, value) if isinstance(value, Mapping) and isinstance(under, Mapping) else value
+        if isinstance(value, Mapping) and under is not None:
+            # Anything but a mapping stays, and is refused where it is read.
+            merged[key] = _merged(under, value) if isinstance(under, Mapping) else under
+        else:
+            merged[key] = value
     return merged
 
 
@@ -207,7 +211,7 @@ def _simulate(data: dict[str, Any]) -> Result:
     if not isinstance(policies, list):
         raise ValueError(f"policies must be a list, such as ['BackupWorkers(spares=1)']. Received: {policies!r}")
     policies = [tfdist.flags.parse_policy(str(each), "--policies") for each in policies]
-    strategy = data.pop("strategy", engines.PARAMETER_SERVER)
+    strategy = str(data.pop("strategy", engines.PARAMETER_SERVER))
     arguments = {name: data.pop(name) for name in _RUN if name in data}
     if data:
         known = ("cluster", "model", "codec", "strategy", "policies", *_RUN)

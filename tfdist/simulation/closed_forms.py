@@ -120,7 +120,9 @@ def _harmonic(k: int, n: int) -> float:
 def _pareto(distribution: DelayDistribution, k: int, n: int) -> float:
     a = distribution.parameters["a"]
     least = distribution.mean * (a - 1) / a
-    logarithm = math.lgamma(n + 1) + math.lgamma(n - k + 1 - 1 / a) - math.lgamma(n - k + 1) - math.lgamma(n + 1 - 1 / a)
+    logarithm = (
+        math.lgamma(n + 1) + math.lgamma(n - k + 1 - 1 / a) - math.lgamma(n - k + 1) - math.lgamma(n + 1 - 1 / a)
+    )
     return least * math.exp(logarithm)
 
 

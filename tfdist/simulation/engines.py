@@ -4,13 +4,14 @@
 | strategy | gradients | model |
 |---|---|---|
 | ParameterServerStrategy | fetched and pushed by each worker | transfers queue at the servers' links |
-| MultiWorkerMirroredStrategy | summed by all workers, one update at a time | ring all-reduce; all-gather for rows and codecs |
+| MultiWorkerMirroredStrategy | summed by all workers, one update at a time | ring all-reduce, all-gather of rows |
 | MirroredStrategy | summed by the devices of one machine | ring all-reduce within the machine |
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from tfdist.policies import composition
@@ -90,11 +91,11 @@ class EngineModel:
         """H of `ParameterAveraging`: steps of a replica between two exchanges; 1 without."""
         return self._averaging.every_steps if self._averaging else 1
 
-    def costs(self) -> Costs:
+    def costs(self, is_synchronous: bool) -> Costs:
         """Builds the costs for the event loop, with new links."""
         within = self._within_secs() + self._codec_secs()
         if self.is_parameter_server:
-            return self._server_costs(within)
+            return self._server_costs(within, is_synchronous)
         return Costs(
             gradient_secs=within,
             update_secs=lambda count: self.exposed_secs(count) + self._model.update_secs,
@@ -104,18 +105,20 @@ class EngineModel:
 
     # Parameter servers.
 
-    def _server_costs(self, within_secs: float) -> Costs:
+    def _server_costs(self, within_secs: float, is_synchronous: bool) -> Costs:
         network, cluster = self._network, self._cluster
         down_bytes, up_bytes = self.down_bytes, self.up_bytes
         latency = network.within_latency_secs if cluster.is_one_machine else network.latency_secs
         capacity, most = self._server_capacity()
-        kind = Link if network.queueing == "fair" else FifoLink
-        down = kind(capacity, most) if down_bytes or up_bytes else None
+        is_fair = is_synchronous if network.queueing is None else network.queueing == "fair"
+        kind = Link if is_fair else FifoLink
+        takes_time = bool(down_bytes or up_bytes) and min(capacity, most) < math.inf
+        down = kind(capacity, most) if takes_time else None
         is_shared = network.shared_bandwidth is not None and not cluster.is_one_machine
         up = down if is_shared or down is None else kind(capacity, most)
         return Costs(
-            down=down if capacity < float("inf") or most < float("inf") else None,
-            up=up if capacity < float("inf") or most < float("inf") else None,
+            down=down,
+            up=up,
             down_bytes=down_bytes,
             up_bytes=up_bytes,
             gradient_secs=within_secs + 2 * latency,

@@ -87,7 +87,7 @@ class EventLoop:
         self,
         policy: base.Aggregation,
         durations: Callable[[int, int], float],
-        costs: Costs = Costs(),  # noqa: B008
+        costs: Costs = Costs(),
         *,
         warmup: Warmup | None = None,
         steps_per_epoch: int = 0,

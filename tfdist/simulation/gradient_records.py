@@ -39,7 +39,7 @@ class GradientRecord:
 
 
 class GradientRecords:
-    """A sequence of `GradientRecord`, in the order of the starts. The columns are arrays, one entry for each gradient."""
+    """A sequence of `GradientRecord`, in the order of the starts. The columns are arrays."""
 
     def __init__(self) -> None:
         self.replica = array.array("i")

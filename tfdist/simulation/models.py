@@ -33,7 +33,10 @@ class NetworkModel:
       server_bandwidth: of each parameter server's link; that of the other machines by default.
       shared_bandwidth: of a medium that all traffic between machines crosses, in both directions together; none by
         default.
-      queueing: how transfers share a link: "fair", all at once, as TCP connections do; or "fifo", one after another.
+      queueing: how transfers share a server's link: "fair", all at once, as TCP connections do; or "fifo", one after
+        another. By default fair for synchronous training, whose workers fetch at the same time, and first come, first
+        served for asynchronous training, whose workers spread out. (Under "fair", workers with nearly equal computing
+        times stay in step, and use each direction of the link in turn only.)
     """
 
     bandwidth: Any = math.inf
@@ -42,7 +45,7 @@ class NetworkModel:
     within_latency_secs: Any = 0.0
     server_bandwidth: Any = None
     shared_bandwidth: Any = None
-    queueing: Literal["fair", "fifo"] = "fair"
+    queueing: Literal["fair", "fifo"] | None = None
 
     def __post_init__(self) -> None:
         for name in ("bandwidth", "within_bandwidth", "server_bandwidth", "shared_bandwidth"):
@@ -50,7 +53,7 @@ class NetworkModel:
                 _set(self, name, units.bytes_per_sec(getattr(self, name), f"NetworkModel({name}=...)"))
         for name in ("latency_secs", "within_latency_secs"):
             _set(self, name, units.secs(getattr(self, name), f"NetworkModel({name}=...)"))
-        if self.queueing not in ("fair", "fifo"):
+        if self.queueing not in (None, "fair", "fifo"):
             raise ValueError(f'NetworkModel(queueing=...) must be "fair" or "fifo". Received: {self.queueing!r}')
 
 

@@ -166,6 +166,8 @@ def limit_in_words(shares: dict[str, float], links: dict[str, LinkUse], updating
     name, use = max(links.items(), key=lambda item: item[1].utilisation, default=("", LinkUse(0.0, 0.0)))
     if use.utilisation >= _FULL:
         return f"the link {name} is full ({use.utilisation:.0%} busy)"
+    if len(links) > 1 and sum(each.utilisation for each in links.values()) >= _FULL:
+        return f"the links {' and '.join(links)} are full in turn ({use.utilisation:.0%} busy each)"
     if shares["compute"] >= 0.5:
         return f"computing: replicas compute {shares['compute']:.0%} of the time"
     if updating_share >= max(shares.values()):

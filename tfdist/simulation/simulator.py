@@ -67,7 +67,7 @@ def simulate(
     engine = EngineModel(strategy, cluster, model, composed, codec)
     policy = engines.aggregation(strategy, composed, replicas)
     policy.leave_out_held_secs()
-    costs = engine.costs()
+    costs = engine.costs(policy.is_synchronous)
     times = ComputingTimes(cluster, model, engine, seed)
     loop = EventLoop(
         policy,
