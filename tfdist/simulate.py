@@ -18,7 +18,7 @@ from absl import flags
 import tfdist.flags
 from tfdist.launchers import command_line
 from tfdist.launchers.requests import LaunchError
-from tfdist.simulation import configuration, engines, simulate
+from tfdist.simulation import configuration, engines, log_rows, simulate
 from tfdist.simulation.result import Result
 
 _USAGE = """\
@@ -123,13 +123,50 @@ def main(arguments: Sequence[str]) -> int:
     sys.stdout.write(f"{result}\n")
     if values.json:
         _write(pathlib.Path(values.json), json.dumps(result.to_dict(), indent=2) + "\n")
+    if values.log_dir:
+        sys.stdout.write(f"update log: {write_log(result, values.log_dir)}\n")
     return 0
+
+
+def write_log(result: Result, log_dir: str) -> str:
+    """Writes the update log of a simulation (docs/update_log.md) to a run directory; returns the log's directory.
+
+    Raises:
+      OSError: the log can't be written.
+    """
+    # NumPy is imported only where it is used.
+    from tfdist import update_log
+
+    kind = "device" if result.strategy == engines.MIRRORED else "worker"
+    header = update_log.Header(
+        job="simulation",
+        writer="simulator",
+        workers=tuple(f"{kind}:{replica}" for replica in range(result.replicas)),
+        strategy=result.strategy,
+        policies=result.policies,
+        simulated=True,
+    )
+    problems: list[str] = []
+    writer = update_log.LogWriter(str(pathlib.Path(log_dir) / "updates"), header, warn=problems.append)
+    for row in log_rows.update_rows(result, result.examples_per_gradient):
+        writer.add(update_log.UpdateRecord(*row))
+    for time, replica, is_back in result.losses:
+        lost_or_back = update_log.EventKind.RETURNED if is_back else update_log.EventKind.LOST
+        writer.event(lost_or_back, worker=replica, time=time)
+    for time, update in zip(result.times, result.updates, strict=True):
+        for change in update.changes:
+            writer.event(update_log.EventKind.POLICY_CHANGED, change.text, time=time)
+    writer.close()
+    if problems:
+        raise OSError(problems[0])
+    return writer.directory
 
 
 def _define_flags(values: flags.FlagValues) -> None:
     text = functools.partial(flags.DEFINE_string, flag_values=values)
     text("file", None, "YAML file with the keys below; flags go before it")
     text("json", None, "write the result to this file, too")
+    text("log_dir", None, "write the update log to this run directory, for the TensorBoard page")
     strategies = list(_STRATEGIES)
     flags.DEFINE_enum("strategy", None, strategies, "which strategy (parameter_server)", flag_values=values)
     flags.DEFINE_multi_string(

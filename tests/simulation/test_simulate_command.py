@@ -6,9 +6,10 @@ from __future__ import annotations
 import json
 import pathlib
 
+import numpy as np
 import pytest
 
-from tfdist import cli
+from tfdist import cli, update_log
 
 _FILE = """
 cluster:
@@ -56,6 +57,23 @@ def test_a_file_says_the_same_and_flags_go_before_it(tmp_path: pathlib.Path, cap
     assert "BackupWorkers(spares=1) + Compression('auto'" in capsys.readouterr().out
     result = json.loads(out.read_text())
     assert (result["replicas"], result["updates"], sum(result["accepted"]), sum(result["lost"])) == (6, 20, 100, 1)
+
+
+def test_the_update_log_has_each_gradient_and_loss(tmp_path: pathlib.Path):
+    file, out = tmp_path / "cluster.yaml", tmp_path / "result.json"
+    file.write_text(_FILE)
+    assert cli.main(["simulate", f"--file={file}", f"--json={out}", f"--log_dir={tmp_path / 'run'}"]) == 0
+    result = json.loads(out.read_text())
+    timeline = update_log.read_logs(str(tmp_path / "run")).timelines[0]
+    assert timeline.header.simulated and timeline.header.workers == tuple(f"worker:{n}" for n in range(4))
+    assert len(timeline.updates) == 20
+    assert timeline.updates.time[-1] == pytest.approx(result["seconds"])
+    assert timeline.updates.wait.sum() == pytest.approx(result["wait_secs"], rel=1e-5)
+    outcomes = [int(np.sum(timeline.contributions.outcome == code)) for code in (0, 1, 2)]
+    assert outcomes[0] == sum(result["accepted"]) == 60
+    assert outcomes[1] <= sum(result["dropped"])
+    assert outcomes[2] == sum(result["lost"]) == 1
+    assert [int(kind) for kind in timeline.events.event_kind] == [0, 1]
 
 
 @pytest.mark.parametrize(

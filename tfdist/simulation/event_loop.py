@@ -13,6 +13,7 @@ under a synchronous policy, which concerns all of them.
 
 from __future__ import annotations
 
+import array
 import dataclasses
 import heapq
 import math
@@ -78,6 +79,10 @@ class EventLoop:
     Attributes:
       time: simulated time.
       updates: updates so far.
+      times: time of each update.
+      opened: time at which each update's step was opened.
+      taking_part: number of replicas that took part in each update.
+      losses: (time, replica, True if it is back, False if it was lost).
       gradients: record of each gradient.
       held_secs: time for which the policy held each replica back.
       busy_secs: time spent in updates.
@@ -96,6 +101,10 @@ class EventLoop:
         total = policy.total_num_replicas
         self.time = 0.0
         self.updates: list[base.Update] = []
+        self.times = array.array("d")
+        self.opened = array.array("d")
+        self.taking_part = array.array("i")
+        self.losses: list[tuple[float, int, bool]] = []
         self.gradients = gradient_records.GradientRecords()
         self.held_secs = [0.0] * total
         self.busy_secs = 0.0
@@ -120,6 +129,7 @@ class EventLoop:
         self._waiting: dict[int, int] = {}
         self._arrival_drops = 0
         self._is_updating = False
+        self._opened_at = 0.0
         self._lost: set[int] = set()
         self._failures = 0
         self._taking_part = total
@@ -133,8 +143,7 @@ class EventLoop:
         self._schedule_losses()
         if self._warmup is not None:
             self._limit(self._warmup.opened(True))
-        self._policy.opened(0.0)
-        self._start_idle(0.0)
+        self._open(0.0)
         handlers = (self._arrive, self._send, self._apply, self._lose, self._bring_back)
         events, links = self._events, self._links
         while len(self.updates) < num_updates:
@@ -236,7 +245,7 @@ class EventLoop:
         while policy.update_due and not self._is_updating and not (self._costs.needs_all and self._lost):
             self._failures = 0
             taking_part = self._taking_part
-            self._record(policy.updated(time))
+            self._record(policy.updated(time), time)
             if policy.is_synchronous:
                 self._try_refused()
             secs = self._costs.update_secs(taking_part) + self._open_next()
@@ -245,15 +254,18 @@ class EventLoop:
                 self.busy_secs += secs
                 heapq.heappush(self._events, (time + secs, -1, _APPLIED, -1))
             else:
-                policy.opened(time)
-                self._start_idle(time)
+                self._open(time)
 
     def _apply(self, time: float, replica: int, gradient: int) -> None:
         del replica, gradient
         self._is_updating = False
+        self._open(time)
+        self._update(time)
+
+    def _open(self, time: float) -> None:
+        self._opened_at = time
         self._policy.opened(time)
         self._start_idle(time)
-        self._update(time)
 
     def _open_next(self) -> float:
         """Counts the next update in the warmup phase; returns the seconds that joining replicas take."""
@@ -270,8 +282,11 @@ class EventLoop:
             self._policy.limit(count)
             self._try_refused()
 
-    def _record(self, update: base.Update) -> None:
+    def _record(self, update: base.Update, time: float) -> None:
         self.updates.append(update)
+        self.times.append(time)
+        self.opened.append(self._opened_at)
+        self.taking_part.append(self._taking_part)
         records, waiting = self.gradients, self._waiting
         for number, staleness in zip(update.numbers, update.staleness, strict=True):
             gradient = waiting.pop(number)
@@ -319,6 +334,7 @@ class EventLoop:
                 f"{self._failures - 1} losses. Use a longer mean_secs_between_failures, or more spares"
             )
         self._lost.add(replica)
+        self.losses.append((time, replica, False))
         self._policy.lost(replica, time)
         gradient = self._under_way[replica]
         if gradient >= 0:
@@ -337,6 +353,7 @@ class EventLoop:
 
     def _bring_back(self, time: float, replica: int, known: int) -> None:
         self._lost.discard(replica)
+        self.losses.append((time, replica, True))
         self._policy.recovered(replica, time)
         self._idle_since[replica] = time
         if known < 0:

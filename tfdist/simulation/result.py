@@ -6,6 +6,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 from tfdist.policies.base import Update
@@ -25,12 +26,20 @@ class Simulation:
       updates: all updates, in order.
       gradients: record of each gradient.
       replicas: number of replicas.
+      times: time of each update.
+      opened: time at which each update's step was opened.
+      taking_part: number of replicas that took part in each update.
+      losses: (time, replica, False if it was lost then, True if it was back).
     """
 
     seconds: float
     updates: tuple[Update, ...]
     gradients: GradientRecords
     replicas: int
+    times: Sequence[float] = ()
+    opened: Sequence[float] = ()
+    taking_part: Sequence[int] = ()
+    losses: Sequence[tuple[float, int, bool]] = ()
 
     @property
     def updates_per_sec(self) -> float:
@@ -95,6 +104,7 @@ class Result(Simulation):
 
     Attributes:
       strategy: name of the strategy.
+      examples_per_gradient: examples in a gradient of one replica.
       policies: the policies, as text.
       examples_per_sec: examples of accepted gradients per second.
       single_examples_per_sec: the same of one device alone, without communication.
@@ -109,6 +119,7 @@ class Result(Simulation):
     """
 
     strategy: str = ""
+    examples_per_gradient: int = 0
     policies: tuple[str, ...] = ()
     examples_per_sec: float = 0.0
     single_examples_per_sec: float = 0.0
@@ -123,8 +134,9 @@ class Result(Simulation):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the result as JSON data, without the gradients."""
-        names = [field.name for field in dataclasses.fields(Result)]
-        data = {name: getattr(self, name) for name in names if name not in ("updates", "gradients", "links")}
+        columns = {"updates", "gradients", "links", "times", "opened", "taking_part", "losses"}
+        names = [field.name for field in dataclasses.fields(Result) if field.name not in columns]
+        data = {name: getattr(self, name) for name in names}
         data["links"] = {name: dataclasses.asdict(link) for name, link in self.links.items()}
         data["updates"] = len(self.updates)
         data["updates_per_sec"] = self.updates_per_sec

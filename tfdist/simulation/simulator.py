@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from tfdist.policies import base, composition
 from tfdist.policies.base import Policy
@@ -115,7 +116,20 @@ def simulate_policy(
         warmup.begin(total_num_replicas, "simulate_policy")
     loop = EventLoop(policy, durations, warmup=warmup)
     loop.run(num_updates)
-    return Simulation(loop.time, tuple(loop.updates), loop.gradients, total_num_replicas)
+    return Simulation(**_of(loop, total_num_replicas))
+
+
+def _of(loop: EventLoop, replicas: int) -> dict[str, Any]:
+    return {
+        "seconds": loop.time,
+        "updates": tuple(loop.updates),
+        "gradients": loop.gradients,
+        "replicas": replicas,
+        "times": loop.times,
+        "opened": loop.opened,
+        "taking_part": loop.taking_part,
+        "losses": tuple(loop.losses),
+    }
 
 
 class ComputingTimes:
@@ -237,10 +251,8 @@ def _result(
     shares["wait"] = max(0.0, 1.0 - compute_share - transfer_share)
     links = _links(loop, engine, costs, secs)
     return Result(
-        seconds=secs,
-        updates=tuple(loop.updates),
-        gradients=loop.gradients,
-        replicas=replicas,
+        **_of(loop, replicas),
+        examples_per_gradient=examples,
         strategy=engine.strategy,
         policies=policies,
         examples_per_sec=examples_per_sec,
