@@ -9,6 +9,7 @@ import os
 import pathlib
 import sys
 import tempfile
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -41,6 +42,8 @@ _STRATEGIES = {
     "multi_worker": engines.MULTI_WORKER,
     "parameter_server": engines.PARAMETER_SERVER,
 }
+# The writer keeps two million gradients in memory at most.
+_FLUSH_GRADIENTS = 500_000
 # Flags by the part of the configuration that they set. Values with a unit stay text.
 _CLUSTER = {
     "workers": int,
@@ -139,7 +142,8 @@ def write_log(result: Result, log_dir: str) -> str:
 
     kind = "device" if result.strategy == engines.MIRRORED else "worker"
     header = update_log.Header(
-        job="simulation",
+        # Each simulation is a job of its own, also beside others in one directory.
+        job=f"simulation-{uuid.uuid4().hex[:12]}",
         writer="simulator",
         workers=tuple(f"{kind}:{replica}" for replica in range(result.replicas)),
         strategy=result.strategy,
@@ -147,9 +151,14 @@ def write_log(result: Result, log_dir: str) -> str:
         simulated=True,
     )
     problems: list[str] = []
+    pending = 0
     writer = update_log.LogWriter(str(pathlib.Path(log_dir) / "updates"), header, warn=problems.append)
     for row in log_rows.update_rows(result, result.examples_per_gradient):
         writer.add(update_log.UpdateRecord(*row))
+        pending += len(row[-1])
+        if pending > _FLUSH_GRADIENTS:
+            writer.flush()
+            pending = 0
     for time, replica, is_back in result.losses:
         lost_or_back = update_log.EventKind.RETURNED if is_back else update_log.EventKind.LOST
         writer.event(lost_or_back, worker=replica, time=time)

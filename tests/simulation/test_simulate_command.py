@@ -64,7 +64,7 @@ def test_the_update_log_has_each_gradient_and_loss(tmp_path: pathlib.Path):
     file.write_text(_FILE)
     assert cli.main(["simulate", f"--file={file}", f"--json={out}", f"--log_dir={tmp_path / 'run'}"]) == 0
     result = json.loads(out.read_text())
-    timeline = update_log.read_logs(str(tmp_path / "run")).timelines[0]
+    timeline = update_log.read_logs(str(tmp_path / "run"))
     assert timeline.header.simulated and timeline.header.workers == tuple(f"worker:{n}" for n in range(4))
     assert len(timeline.updates) == 20
     assert timeline.updates.time[-1] == pytest.approx(result["seconds"])

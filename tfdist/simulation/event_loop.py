@@ -109,6 +109,7 @@ class EventLoop:
         self.held_secs = [0.0] * total
         self.busy_secs = 0.0
         self._policy = policy
+        self._is_synchronous = policy.is_synchronous
         self._durations = durations
         self._costs = costs
         self._warmup = warmup
@@ -122,7 +123,8 @@ class EventLoop:
         self._idle_since = [0.0] * total
         # Gradient of each replica that is under way; -1 for none.
         self._under_way = [-1] * total
-        # Idle replicas: (order of the last start, replica). Those that the policy refused are tried again later.
+        # Idle replicas: (last gradient, replica); gradients are numbered in the order of their starts. Replicas that
+        # the policy refused are tried again later.
         self._idle = [(replica - total, replica) for replica in range(total)]
         self._refused: list[tuple[int, int]] = []
         # `Arrival.number` -> gradient, of accepted gradients that wait for their update.
@@ -220,23 +222,24 @@ class EventLoop:
         records = self.gradients
         arrival = self._policy.arrived(replica, records.local_step[gradient], time)
         records.arrived[gradient] = time
-        if arrival.accepted:
+        self._under_way[replica] = -1
+        self._idle_since[replica] = time
+        if arrival.accepted and self._is_synchronous:
             self._waiting[arrival.number] = gradient
+            # It may not start before the update.
+            self._refused.append((gradient, replica))
+        elif arrival.accepted:
+            self._waiting[arrival.number] = gradient
+            heapq.heappush(self._idle, (gradient, replica))
         else:
             records.outcome[gradient] = gradient_records.DROPPED
             records.staleness[gradient] = arrival.staleness
             self._arrival_drops += 1
-        self._rest(time, replica, gradient)
+            heapq.heappush(self._idle, (gradient, replica))
         if self._policy.update_due and not self._is_updating:
             self._update(time)
         else:
             self._start_idle(time)
-
-    def _rest(self, time: float, replica: int, gradient: int) -> None:
-        self._under_way[replica] = -1
-        self._idle_since[replica] = time
-        # Gradients are numbered in the order of their starts.
-        heapq.heappush(self._idle, (gradient, replica))
 
     # Updates.
 
@@ -246,7 +249,7 @@ class EventLoop:
             self._failures = 0
             taking_part = self._taking_part
             self._record(policy.updated(time), time)
-            if policy.is_synchronous:
+            if self._is_synchronous:
                 self._try_refused()
             secs = self._costs.update_secs(taking_part) + self._open_next()
             if secs > 0:
@@ -293,7 +296,7 @@ class EventLoop:
             records.outcome[gradient] = gradient_records.ACCEPTED
             records.staleness[gradient] = staleness
             records.update[gradient] = update.step
-        if self._policy.is_synchronous:
+        if self._is_synchronous:
             # A gradient that was accepted and isn't in the update was withdrawn with its replica.
             self._end_waiting(list(waiting), gradient_records.LOST)
         elif len(update.dropped) > self._arrival_drops:
@@ -340,7 +343,9 @@ class EventLoop:
         if gradient >= 0:
             self.gradients.outcome[gradient] = gradient_records.LOST
             self.gradients.arrived[gradient] = time
-            self._rest(time, replica, gradient)
+            self._under_way[replica] = -1
+            self._idle_since[replica] = time
+            self._refused.append((gradient, replica))
         if back_after is not None:
             heapq.heappush(self._events, (time + back_after, replica, _RETURNED, known))
         self._try_refused()
