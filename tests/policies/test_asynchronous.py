@@ -159,6 +159,19 @@ def test_the_last_update_of_a_pass_is_made_of_what_there_is() -> None:
     assert policy.updated(1.0, with_fewer=True).contributors == (0,)
 
 
+def test_an_update_waits_for_the_gradient_that_the_bound_demands() -> None:
+    policy = _machine(2, bound=1)
+    assert [policy.started(replica, 0.0) for replica in (0, 1)] == [0, 0]
+    policy.arrived(0, 0, 1.0)
+    assert policy.updated(1.0).wait_secs == 1.0
+    policy.started(0, 1.0)
+    policy.arrived(0, 1, 2.0)
+    # An update now would leave the gradient of replica 1 too old.
+    assert not policy.update_due
+    policy.arrived(1, 0, 5.0)
+    assert policy.updated(5.0).wait_secs == 4.0
+
+
 def test_what_a_lost_worker_has_given_counts_and_what_it_computed_does_not() -> None:
     policy = _machine(2, updates=2)
     policy.started(0, 0.0)

@@ -125,13 +125,14 @@ class Asynchronous(base.Aggregation):
 
         The answer has the staleness at arrival. The weight depends on the staleness when the gradient is applied.
         """
+        # Before: a gradient that is computed may hold an update back, which is due when the gradient arrives.
+        was_due = self.update_due
         staleness = self._end_computing(replica, local_step, time)
         if staleness is None or self._is_too_old(local_step):
             if staleness is not None:
                 self._landed(local_step)
             self._dropped.append(replica)
             return base.Arrival(False, self._step - local_step, 0.0)
-        was_due = self.update_due
         heapq.heappush(self._pending, _Pending(local_step, self._number, replica, time))
         self._number += 1
         if self.update_due and not was_due:

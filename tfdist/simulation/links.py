@@ -11,8 +11,8 @@ class Link:
     """A link that all transfers share at once and equally, as TCP connections do (processor sharing).
 
     A virtual clock runs at the rate of one transfer, so that a transfer ends when the clock has advanced by its bytes.
-    Transfers of one size end in the order of their beginnings; so there is a queue for each size, of which an engine has
-    one or two.
+    Transfers of one size end in the order of their beginnings; so there is a queue for each size. An engine has one
+    size or two.
 
     Args:
       capacity: bytes per second of all transfers together.
