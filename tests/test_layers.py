@@ -32,6 +32,8 @@ ARROWS: dict[str, set[str]] = {
     "_line_server": {"_addresses", "_sockets"},
     "cluster": {"_addresses"},
     "policies": set(),
+    "update_log": set(),
+    "simulation": {"policies"},
     "runtime": {*_SOCKETS, "cluster", "policies"},
     "compat": {"runtime"},
     # Codecs know neither strategies nor engines.
@@ -48,7 +50,7 @@ ARROWS: dict[str, set[str]] = {
     "engines.synchronous": {*_ENGINES, "compression"},
     "engines.warmup": _ENGINES,
     "engines.parameter_server": {*_ENGINES, "compression"},
-    "telemetry": {"cluster", "compat", "data", "policies"},
+    "telemetry": {"cluster", "compat", "data", "policies", "update_log"},
     "launchers": {"__init__", *_SOCKETS, "cluster"},
     "serving": {"_addresses", "cluster", "compat", "compression", "data", "launchers", "runtime"},
     "strategies": {"_addresses", "cluster", "compression", "engines", *_STEPS, "launchers", "serving", "telemetry"},
@@ -57,11 +59,22 @@ ARROWS: dict[str, set[str]] = {
     "schedules": set(),
     "callbacks": {"learning_rate", "resume", "telemetry"},
     "flags": {"__init__", "callbacks", "cluster", "policies", "strategies"},
-    "testing": {"__init__", "cluster", "launchers", "policies", "runtime", "serving", "strategies", "telemetry"},
+    "testing": {
+        "__init__",
+        "cluster",
+        "launchers",
+        "policies",
+        "runtime",
+        "serving",
+        "simulation",
+        "strategies",
+        "telemetry",
+    },
     "firewall": {"_addresses", "cluster"},
     "doctor_meeting": {*_SOCKETS, "cluster"},
     "doctor": {"__init__", "_addresses", "cluster", "doctor_meeting", "firewall", "launchers"},
-    "cli": {"__init__", "cluster", "doctor", "launchers"},
+    "simulate": {"__init__", "flags", "launchers", "simulation", "update_log"},
+    "cli": {"__init__", "cluster", "doctor", "launchers", "update_log"},
     # Its names are resolved on first use, so importing it imports none of its parts.
     "__init__": {
         "callbacks",
@@ -85,8 +98,9 @@ LIGHT_FILES = (
     "doctor",
     "doctor_meeting",
     "firewall",
+    "simulate",
 )
-WITHOUT_TENSORFLOW = (*LIGHT_FILES, "launchers", "policies", "runtime")
+WITHOUT_TENSORFLOW = (*LIGHT_FILES, "launchers", "policies", "runtime", "simulation")
 HEAVY = ("tensorflow", "keras", "numpy")
 
 

@@ -17,12 +17,14 @@ _HELP = ("-h", "-help", "--help", "help")
 _USAGE = """\
 usage: tfdist launch PLATFORM [FLAGS] SCRIPT [ARGUMENTS]
        tfdist doctor [FLAGS]
+       tfdist simulate [FLAGS]
        tfdist --help | --version
 
 The distribution toolkit for TensorFlow and Keras 3.
 
   launch    start a script as every task of a cluster (see tfdist launch --help)
   doctor    look at this machine, and at the cluster in TF_CONFIG, for what would fail
+  simulate  simulate training on a cluster of any size
 """
 _LAUNCH_USAGE = """\
 usage: tfdist launch PLATFORM [FLAGS] SCRIPT [ARGUMENTS]
@@ -39,6 +41,9 @@ PLATFORMS = {
     "kubernetes": "pods on Kubernetes",
     "tpu": "a TPU VM, or a TPU node pool of GKE",
 }
+
+# Each is a module of tfdist with `main(arguments)`, likewise.
+COMMANDS = ("doctor", "simulate")
 
 
 class _UsageError(ValueError):
@@ -69,10 +74,11 @@ def _run(arguments: list[str]) -> int:
         return _print(_USAGE, asked=bool(arguments))
     if arguments[0] in ("-version", "--version"):
         return _print(f"tfdist {tfdist.__version__}\n", asked=True)
-    if arguments[0] == "doctor":
-        return _call("tfdist.doctor", arguments[1:], "tfdist doctor")
+    if arguments[0] in COMMANDS:
+        return _call(f"tfdist.{arguments[0]}", arguments[1:], f"tfdist {arguments[0]}")
     if arguments[0] != "launch":
-        raise _UsageError(f"unknown command; use launch or doctor (see tfdist --help). Received: {arguments[0]!r}")
+        known = " or ".join((", ".join(("launch", *COMMANDS[:-1])), COMMANDS[-1]))
+        raise _UsageError(f"unknown command; use {known} (see tfdist --help). Received: {arguments[0]!r}")
     return _launch(arguments[1:])
 
 
