@@ -18,6 +18,8 @@ _USAGE = """\
 usage: tfdist launch PLATFORM [FLAGS] SCRIPT [ARGUMENTS]
        tfdist doctor [FLAGS]
        tfdist simulate [FLAGS]
+       tfdist watch LOGDIR [FLAGS]
+       tfdist trace LOGDIR -o FILE [FLAGS]
        tfdist --help | --version
 
 The distribution toolkit for TensorFlow and Keras 3.
@@ -25,6 +27,8 @@ The distribution toolkit for TensorFlow and Keras 3.
   launch    start a script as every task of a cluster (see tfdist launch --help)
   doctor    look at this machine, and at the cluster in TF_CONFIG, for what would fail
   simulate  simulate training on a cluster of any size
+  watch     show a run in the terminal, live: updates, and which worker costs most
+  trace     write the timeline of a run for Perfetto or chrome://tracing
 """
 _LAUNCH_USAGE = """\
 usage: tfdist launch PLATFORM [FLAGS] SCRIPT [ARGUMENTS]
@@ -33,6 +37,13 @@ Starts the same script as every task of a cluster, each with its own TF_CONFIG.
 
 platforms (tfdist launch PLATFORM --help lists the flags of one):
 """
+# Each is a module with `main(arguments)`, imported only when it is used.
+COMMANDS = {
+    "doctor": "tfdist.doctor",
+    "simulate": "tfdist.simulate",
+    "watch": "tfdist.watching.watch",
+    "trace": "tfdist.watching.trace",
+}
 # Each is a module of tfdist.launchers with `main(arguments)`, imported only when it is used.
 PLATFORMS = {
     "local": "processes on this machine",
@@ -41,9 +52,6 @@ PLATFORMS = {
     "kubernetes": "pods on Kubernetes",
     "tpu": "a TPU VM, or a TPU node pool of GKE",
 }
-
-# Each is a module of tfdist with `main(arguments)`, likewise.
-COMMANDS = ("doctor", "simulate")
 
 
 class _UsageError(ValueError):
@@ -75,9 +83,10 @@ def _run(arguments: list[str]) -> int:
     if arguments[0] in ("-version", "--version"):
         return _print(f"tfdist {tfdist.__version__}\n", asked=True)
     if arguments[0] in COMMANDS:
-        return _call(f"tfdist.{arguments[0]}", arguments[1:], f"tfdist {arguments[0]}")
+        return _call(COMMANDS[arguments[0]], arguments[1:], f"tfdist {arguments[0]}")
     if arguments[0] != "launch":
-        known = " or ".join((", ".join(("launch", *COMMANDS[:-1])), COMMANDS[-1]))
+        *names, last = ("launch", *COMMANDS)
+        known = f"{', '.join(names)} or {last}"
         raise _UsageError(f"unknown command; use {known} (see tfdist --help). Received: {arguments[0]!r}")
     return _launch(arguments[1:])
 
