@@ -30,6 +30,9 @@ os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 # Children find tfdist wherever they are started, and import Keras as sparingly as lean/sitecustomize.py says.
 _TESTS = pathlib.Path(__file__).resolve().parent
 os.environ["PYTHONPATH"] = os.pathsep.join([str(_TESTS / "lean"), str(_TESTS.parent)])
+# Each of hundreds of processes would compile all modules of tfdist anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # For this process too, which Python started without them.
 gc.set_threshold(100_000, 50, 50)
 
@@ -64,7 +67,7 @@ _LONGEST_FILES = (
 pytest.register_assert_rewrite("conformance", "training")
 LOGICAL_CPUS = 4
 _GRACE_SECS = 5.0
-# Set by pytest itself, and by whichever test is the first to import TensorFlow, h5py or scikit-learn.
+# Set by pytest itself, and by whichever test is the first to import TensorFlow, h5py, scikit-learn or JAX.
 _NOT_OURS = {
     "ENABLE_RUNTIME_UPTIME_TELEMETRY",
     "HDF5_PLUGIN_PATH",
@@ -74,6 +77,7 @@ _NOT_OURS = {
     "TF2_BEHAVIOR",
     "TPU_ML_PLATFORM",
     "TPU_ML_PLATFORM_VERSION",
+    "TPU_SKIP_MDS_QUERY",
 }
 
 

@@ -112,8 +112,18 @@ def check_numbers(kind: str, chosen: Sequence[str], tmp_path: pathlib.Path, monk
 @pytest.mark.processes
 @pytest.mark.timeout(300)
 @needs_mpi
-def test_numbers_by_mpi_are_those_of_one_device(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
-    check_numbers("mpi", CASES, tmp_path, monkeypatch)
+@pytest.mark.parametrize(
+    "chosen",
+    # MPI sums in a step, in a step of several and in an eager one; what becomes of the sum is TensorFlow's matter.
+    [
+        pytest.param(CASES, id="all", marks=pytest.mark.slow),
+        pytest.param(["uneven batches", "several steps at once", "eagerly"], id="each way"),
+    ],
+)
+def test_numbers_by_mpi_are_those_of_one_device(
+    chosen: Sequence[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    check_numbers("mpi", chosen, tmp_path, monkeypatch)
 
 
 @pytest.mark.processes
