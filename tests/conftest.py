@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.machinery
 import os
 import pathlib
 import random
 import signal
 import sys
 import threading
+import types
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import prefork
@@ -92,6 +95,7 @@ def cpus() -> list[str]:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Starts what forks programs, once for all processes of a run."""
+    sys.meta_path.insert(0, _SplitsCpu())
     if prefork.VARIABLE not in os.environ:
         stack = contextlib.ExitStack()
         stack.enter_context(prefork.servers())
@@ -114,6 +118,23 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Splits the CPU before any test can start TensorFlow's runtime, which fixes the number of devices."""
     if "tensorflow" in sys.modules:
         _split_cpu()
+
+
+class _SplitsCpu:
+    """Does so for a test that is the first to import TensorFlow, and may start its runtime, too."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        spec = importlib.machinery.PathFinder.find_spec(name, path) if name == "tensorflow" else None
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def split(module: types.ModuleType) -> None:
+            execute(module)
+            _split_cpu()
+
+        vars(spec.loader)["exec_module"] = split
+        return spec
 
 
 def _split_cpu() -> None:

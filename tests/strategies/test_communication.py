@@ -20,7 +20,6 @@ from tfdist.strategies import _communication
 from tfdist.transport import mpi_library
 
 needs_mpi = pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="mpi4py is not installed")
-KINDS = ["tensorflow", pytest.param("mpi", marks=needs_mpi)]
 CASES = [
     "uneven batches",
     "several steps at once",
@@ -142,7 +141,15 @@ def test_numbers_by_tensorflow_are_those_of_one_device(
 @pytest.mark.processes
 @pytest.mark.timeout(300)
 @needs_mpi
-@pytest.mark.parametrize("policy", ["BackupWorkers(spares=0)", "ParameterAveraging(every_steps=1)", "Warmup(steps=2)"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "BackupWorkers(spares=0)",
+        # `test_compression.py` has an average by MPI.
+        pytest.param("ParameterAveraging(every_steps=1)", marks=pytest.mark.slow),
+        "Warmup(steps=2)",
+    ],
+)
 def test_policies_sum_by_mpi_what_they_sum_by_tensorflow(
     policy: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ):
