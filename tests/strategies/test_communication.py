@@ -235,6 +235,19 @@ def test_different_libraries_are_named_by_task():
     )
 
 
+def test_an_mpi_launcher_without_a_cluster_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    for name in ("TF_CONFIG", "TFDIST_COMMUNICATION"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(mpi_library, "size_of_job", lambda: 2)
+    with pytest.raises(ValueError, match=r"^communication='mpi': an MPI launcher has started 2 processes, .*TF_CONFIG"):
+        tfdist.MultiWorkerMirroredStrategy(communication="mpi")
+    _communication.check_alone("auto")
+    assert "started 2 processes. Without TF_CONFIG each trains alone; set TF_CONFIG" in capsys.readouterr().err
+    monkeypatch.setattr(mpi_library, "size_of_job", lambda: None)
+    _communication.check_alone("mpi")
+    assert not capsys.readouterr().err
+
+
 def test_without_a_launcher_auto_is_tensorflow(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(mpi_library, "size_of_job", lambda: None)
     assert "problem" in _communication._local_state("auto", CPUS, 2)
