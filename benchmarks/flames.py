@@ -68,10 +68,15 @@ def _first_process(contender: str) -> int:
     found = [
         (process.cmdline()[-1] if "--task=" in process.cmdline()[-1] else process.cmdline()[-2], process.pid)
         for process in psutil.Process().children(recursive=True)
-        if f"--contender={contender}" in process.cmdline()
+        # The launcher's guard of a task has the task's command line behind its own.
+        if f"--contender={contender}" in process.cmdline() and not _is_guard(process)
     ]
     leading = [pid for task, pid in sorted(found) if task.removeprefix("--task=").partition(":")[0] in ("chief", "")]
     return leading[0] if leading else sorted(found)[0][1]
+
+
+def _is_guard(process: psutil.Process) -> bool:
+    return any(part.endswith("_guard.py") for part in process.cmdline())
 
 
 if __name__ == "__main__":
