@@ -75,11 +75,12 @@ def main(argv: Sequence[str]) -> None:
         pathlib.Path(FLAGS.output).write_text(json.dumps(_train(communication, int(batch))))
         return
     report: dict[str, Any] = {"size": FLAGS.size, "cores": os.cpu_count(), "workers": _NUM_WORKERS, "found": {}}
+    report["load_average_before"] = os.getloadavg()[0]
     for communication, batch in itertools.product(FLAGS.communications, FLAGS.batches):
         found = _run(f"{communication}/{batch}")
         report["found"][f"{communication}, {batch} examples"] = found
         print(_line(f"{communication}, {batch} examples", found), flush=True)
-    pathlib.Path(FLAGS.output).write_text(json.dumps(report, indent=1) + "\n")
+        pathlib.Path(FLAGS.output).write_text(json.dumps(report, indent=1) + "\n")
 
 
 def _line(name: str, found: dict[str, Any]) -> str:
