@@ -53,8 +53,8 @@ class Step:
     Attributes:
       step: from its begin to the begin of the next one.
       backward: from its begin to the last gradient.
-      first: from its begin to the first bucket.
-      communication: in which at least one bucket is under way.
+      first: from its begin to the first sum.
+      communication: in which a bucket is under way.
       hidden: of these, before the last gradient.
       buckets: of each, from the begin of the step: when it is computed, and when its sum is there.
     """
@@ -131,7 +131,7 @@ def _summary(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
         **{name: _median(steps, name) for name in ("step", "backward", "communication", "hidden")},
         "window": statistics.median(step["backward"] - step["first"] for step in steps),
         "share": statistics.median(step["hidden"] / step["communication"] for step in steps),
-        "buckets_of_a_step": steps[len(steps) // 2]["buckets"],
+        "steps": steps,
     }
 
 
@@ -174,28 +174,32 @@ def _train(communication: str, batch: int) -> list[dict[str, Any]]:
 
 
 def _step(began: float, ended: float, buckets: Sequence[tuple[float, float]]) -> Step:
+    """Reads the notes of a step.
+
+    Args:
+      began: seconds since the epoch.
+      ended: the same.
+      buckets: of each, when it was computed, and when its sum was there; both transports sum them in this order.
+    """
     spans = [(1e3 * (ready - began), 1e3 * (done - began)) for ready, done in buckets]
     backward = max(ready for ready, _ in spans)
-    under_way = list(_merged(spans))
+    under_way = list(_in_turn(spans))
     return Step(
         step=1e3 * (ended - began),
         backward=backward,
-        first=min(ready for ready, _ in spans),
-        communication=sum(done - ready for ready, done in under_way),
-        hidden=sum(min(done, backward) - ready for ready, done in under_way if ready < backward),
+        first=under_way[0][0],
+        communication=sum(done - start for start, done in under_way),
+        hidden=sum(min(done, backward) - start for start, done in under_way if start < backward),
         buckets=spans,
     )
 
 
-def _merged(spans: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    """Yields spans of time that don't overlap, which cover the same."""
-    ready, done = min(spans)
-    for following_ready, following_done in sorted(spans):
-        if following_ready > done:
-            yield ready, done
-            ready = following_ready
-        done = max(done, following_done)
-    yield ready, done
+def _in_turn(spans: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    """Yields the begin and the end of each sum: it waits for its own bucket, and for the sum before."""
+    before = 0.0
+    for ready, done in spans:
+        yield max(ready, before), done
+        before = done
 
 
 class _Recorder:
