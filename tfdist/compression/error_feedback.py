@@ -109,7 +109,7 @@ class ErrorFeedback:
     def _sum(
         self, kind: str, optimizer: Any, indices: Sequence[int], gradients: Sequence[tf.Tensor], transport: Any
     ) -> list[tf.Tensor]:
-        scale = _loss_scale(optimizer) if kind == GRADIENTS else None
+        scale = loss_scale(optimizer) if kind == GRADIENTS else None
         dtypes = [each.dtype for each in gradients]
         # Half precision has no room for gradients without the scale.
         unscaled = gradients if scale is None else [tf.cast(each, tf.float32) / scale for each in gradients]
@@ -181,10 +181,7 @@ class ErrorFeedback:
         groups = [self._described(optimizers, each) for each in described["groups"]]
         if None in groups:
             if not self._transport.index:
-                what = repr(self.codec) if repr(self.codec) != described["codec"] else "for other variables; it"
-                messages.say(
-                    f"tfdist: Compression: the checkpoint has the state of {described['codec']}, {what} begins anew"
-                )
+                say_begins_anew(described["codec"], self.codec)
             return
         self._assign([group for group in groups if group], described["workers"], arrays)
 
@@ -250,6 +247,17 @@ class ErrorFeedback:
             group.state[name].assign(value)
 
 
+def say_begins_anew(saved: str, codec: Any) -> None:
+    """Writes that the state of a checkpoint is that of another codec, or of other variables, and is not used.
+
+    Args:
+      saved: repr of the codec of the checkpoint.
+      codec: begins with an empty state.
+    """
+    what = repr(codec) if repr(codec) != saved else "for other variables; it"
+    messages.say(f"tfdist: Compression: the checkpoint has the state of {saved}, {what} begins anew")
+
+
 def _indices(optimizer: Any, variables: Sequence[Any]) -> tuple[int, ...]:
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     if not optimizer.built:
@@ -258,6 +266,7 @@ def _indices(optimizer: Any, variables: Sequence[Any]) -> tuple[int, ...]:
     return tuple(optimizer_variables.index_of(optimizer, variable) for variable in variables)
 
 
-def _loss_scale(optimizer: Any) -> Any:
+def loss_scale(optimizer: Any) -> Any:
+    """Returns the present factor of an optimizer's loss; None if it has none."""
     is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     return tf.convert_to_tensor(optimizer.dynamic_scale) if is_scaled else None

@@ -167,7 +167,9 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
 
     def _run_synchronous(self, step: Any, data: Any, shares_of: Any) -> Any:
         run = lambda given: self._run_stock(step, (given,))  # noqa: E731
-        self._prepare(step.__self__)
+        super()._prepare(step.__self__)
+        if self._compressed:
+            self._compressed.prepare_in_fit(step.__self__)
         sum_gradients = self._compressed.in_step if self._compressed else None
         return replicated_step.run_step(self, run, step, data, self._sums.in_step, shares_of, sum_gradients)
 
