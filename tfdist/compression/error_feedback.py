@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -128,17 +128,7 @@ class ErrorFeedback:
 
         In replica context, or in cross-replica context if all gradients are dense.
         """
-        if tf.distribute.get_replica_context() is not None:
-            optimizer_patches.check_can_meet()
-        dense = [index for index, gradient in enumerate(gradients) if isinstance(gradient, tf.Tensor)]
-        sums = optimizer_patches.sum_over_replicas([None if i in dense else g for i, g in enumerate(gradients)])
-        for index in dense:
-            # Not known by the gradients of some operations on rows.
-            gradients[index].set_shape(variables[index].shape)
-        chosen = [gradients[index] for index in dense], [variables[index] for index in dense]
-        for index, total in zip(dense, self.sum(optimizer, *chosen, transport), strict=True):
-            sums[index] = total
-        return sums
+        return sum_all(lambda dense, of: self.sum(optimizer, dense, of, transport), gradients, variables)
 
     # Checkpoints.
 
@@ -245,6 +235,28 @@ class ErrorFeedback:
     def _begin_anew(self, group: _Group) -> None:
         for name, value in self.codec.init(group.specs).items():
             group.state[name].assign(value)
+
+
+def sum_all(
+    sum_dense: Callable[[Sequence[tf.Tensor], Sequence[Any]], Sequence[tf.Tensor]],
+    gradients: Sequence[Any],
+    variables: Sequence[Any],
+) -> list[Any]:
+    """Sums dense gradients by a function of them and their variables, and rows as they are; None stays None.
+
+    In replica context, or in cross-replica context if all gradients are dense.
+    """
+    if tf.distribute.get_replica_context() is not None:
+        optimizer_patches.check_can_meet()
+    dense = [index for index, gradient in enumerate(gradients) if isinstance(gradient, tf.Tensor)]
+    sums = optimizer_patches.sum_over_replicas([None if i in dense else g for i, g in enumerate(gradients)])
+    for index in dense:
+        # Not known by the gradients of some operations on rows.
+        gradients[index].set_shape(variables[index].shape)
+    totals = sum_dense([gradients[index] for index in dense], [variables[index] for index in dense])
+    for index, total in zip(dense, totals, strict=True):
+        sums[index] = total
+    return sums
 
 
 def say_begins_anew(saved: str, codec: Any) -> None:

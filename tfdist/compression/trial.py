@@ -7,13 +7,14 @@ such step.
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfdist.compat import optimizer_patches, process_variable
+from tfdist.compat import process_variable
 from tfdist.compression import error_feedback
 
 # Calls of the train function that are timed. All workers time as many, so that all choose after the same step.
@@ -52,15 +53,7 @@ class Trial:
 
     def sum_all(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Sums gradients as they are (`optimizer_patches.SumGradients`), and keeps the dense ones."""
-        dense = [index for index, gradient in enumerate(gradients) if isinstance(gradient, tf.Tensor)]
-        sums = optimizer_patches.sum_over_replicas([None if i in dense else g for i, g in enumerate(gradients)])
-        for index in dense:
-            gradients[index].set_shape(variables[index].shape)
-        given = [gradients[index] for index in dense]
-        self._keep(optimizer, [variables[index] for index in dense], given)
-        for index, total in zip(dense, self._sum_dense(given), strict=True):
-            sums[index] = total
-        return sums
+        return error_feedback.sum_all(functools.partial(self._sum, optimizer), gradients, variables)
 
     def after_call(self, secs: float) -> None:
         """Takes the time of a call of the train function, which may have made several steps."""
@@ -69,6 +62,12 @@ class Trial:
         # The first observed call follows the one that traced the step, whose steps were counted too.
         if before is not None and steps > before:
             self._secs.append(secs / (steps - before))
+
+    def _sum(self, optimizer: Any, gradients: Sequence[tf.Tensor], variables: Sequence[Any]) -> Sequence[tf.Tensor]:
+        if not gradients:
+            return []
+        self._keep(optimizer, variables, gradients)
+        return self._sum_dense(gradients)
 
     def _keep(self, optimizer: Any, variables: Sequence[Any], gradients: Sequence[tf.Tensor]) -> None:
         key = optimizer, tuple(id(variable) for variable in variables)
