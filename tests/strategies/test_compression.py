@@ -166,6 +166,22 @@ def test_auto_measures_the_gradients_of_the_first_steps(takes_any: bool, options
 
 
 @pytest.mark.parametrize(
+    "other",
+    [
+        "tfdist.BackupWorkers(spares=0)",
+        pytest.param("tfdist.ParameterAveraging(every_steps=1)", marks=pytest.mark.slow),
+    ],
+)
+def test_auto_chooses_before_the_steps_of_another_policy(other: str, tmp_path: pathlib.Path):
+    script = _prepared("None", other).replace(
+        "tfdist.Compression(tfdist.compression.None)", 'tfdist.Compression("auto")'
+    )
+    for found in process_cluster.run(script + BESIDE, tmp_path, timeout_secs=280):
+        # Any codec may be the fastest here; a wrong sum is worse than what a codec leaves for later.
+        np.testing.assert_allclose(*found["weights"], rtol=0.2, atol=0.1)
+
+
+@pytest.mark.parametrize(
     ("codec", "share"),
     [("HalfPrecision('float16')", 2.0), pytest.param("SignSGD()", 1 / 8, marks=pytest.mark.slow)],
 )

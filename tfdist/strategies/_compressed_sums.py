@@ -71,7 +71,9 @@ class CompressedSums:
         """Chooses the codec, before the first step of a built model is traced; all workers call it alike."""
         shapes = [] if self._is_chosen else _shapes_of(model)
         if shapes:
-            self._choose(choice.made_up(shapes))
+            with tf.init_scope():
+                gradients = choice.made_up(shapes)
+            self._choose(gradients)
 
     def prepare_in_fit(self, model: keras.Model) -> None:
         """Has `fit` begin with trial steps, after which the codec is chosen; in the trace of its step."""
