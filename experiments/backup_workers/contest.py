@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-import shutil
 import statistics
 import sys
 from collections.abc import Mapping
@@ -18,15 +17,15 @@ from typing import Any
 
 import chart
 
-from tfdist.launchers import processes
+# What the experiments share.
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
+import training_process
 
 HERE = pathlib.Path(__file__).resolve().parent
 STRATEGIES = {"parameter_server": "parameter server", "multi_worker": "multi-worker"}
 SETTING = ("num_workers", "spares", "mean_secs", "slowdown", "updates", "batch_size", "learning_rate", "seed")
 # Of the logarithm of the delays: an ordinary machine's variation.
 _SPREAD = 0.25
-# For readable logs only; a user's own values stay.
-_QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "GRPC_VERBOSITY": "ERROR"}
 
 Row = dict[str, Any]
 
@@ -91,20 +90,10 @@ def command(strategy: str, setting: Mapping[str, Any], run_dir: pathlib.Path) ->
 
 def _run(strategy: str, setting: Mapping[str, Any], run_dir: pathlib.Path) -> tuple[list[Row], str | None]:
     """One run's rows, and what went wrong, if anything did."""
-    shutil.rmtree(run_dir, ignore_errors=True)
-    run_dir.mkdir(parents=True)
-    own = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
-    environment = _QUIET | own | {"TFDIST_TEST_DELAYS": delays(setting)}
-    # Whatever ends this program, the supervisor ends the run with all its processes.
-    with processes.Supervisor() as supervisor:
-        process = supervisor.start(run_dir.name, command(strategy, setting, run_dir), environment)
-        process.wait()
+    environment = {"TFDIST_TEST_DELAYS": delays(setting)}
+    problem = training_process.run(run_dir, command(strategy, setting, run_dir), environment=environment)
     path = run_dir / "epochs.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    if process.returncode:
-        tail = "\n".join(process.tail)
-        return rows, f"{run_dir.name} ended with exit code {process.returncode}; the end of what it printed:\n{tail}"
-    return rows, None
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else [], problem
 
 
 def summarize(rows: list[Row]) -> Row:

@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import pathlib
-import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -16,7 +15,9 @@ from typing import Any
 import compression_chart
 import compression_tables
 
-from tfdist.launchers import processes
+# What the experiments share.
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
+import training_process
 
 HERE = pathlib.Path(__file__).resolve().parent
 SETTING = ("warmup_epochs", "batch_size", "learning_rate", "seed")
@@ -27,8 +28,6 @@ DENSE_PARAMETERS = sum((inputs + 1) * outputs for inputs, outputs in itertools.p
 # Title of each net.
 NETS = {"digits": "Convolutional net", "dense": "Dense net"}
 _LIMIT_SECS = 900.0
-# Makes logs readable; values that the user has set take precedence.
-_QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "GRPC_VERBOSITY": "ERROR"}
 
 Row = dict[str, Any]
 
@@ -167,17 +166,7 @@ def command(run: Run, setting: Mapping[str, Any], run_dir: pathlib.Path) -> list
 
 def train(run: Run, setting: Mapping[str, Any], run_dir: pathlib.Path) -> str | None:
     """Trains once; returns an error, or None."""
-    shutil.rmtree(run_dir, ignore_errors=True)
-    run_dir.mkdir(parents=True)
-    own = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
-    # The supervisor ends all processes of the run, also if this program is killed.
-    with processes.Supervisor() as supervisor:
-        process = supervisor.start(run.name, command(run, setting, run_dir), _QUIET | own)
-        ended = process.wait(_LIMIT_SECS)
-    if ended == 0:
-        return None
-    how = f"ended with exit code {ended}" if ended is not None else f"did not end within {_LIMIT_SECS:.0f} s"
-    return f"{run.name} {how}; the end of its output:\n" + "\n".join(process.tail)
+    return training_process.run(run_dir, command(run, setting, run_dir), _LIMIT_SECS)
 
 
 def summarize(run: Run, run_dir: pathlib.Path) -> Row:

@@ -11,14 +11,15 @@ import json
 import math
 import os
 import pathlib
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import softsync_chart
 
-from tfdist.launchers import processes
+# What the experiments share.
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
+import training_process
 
 HERE = pathlib.Path(__file__).resolve().parent
 SETTING = ("num_workers", "minibatch", "learning_rate", "epochs", "gradients_per_epoch", "mean_secs", "seed")
@@ -26,8 +27,6 @@ RULES = ("fixed", "inverse")
 # Of the logarithm of the delays: an ordinary machine's variation.
 _SPREAD = 0.25
 _LIMIT_SECS = 900.0
-# For readable logs only; a user's own values stay.
-_QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "GRPC_VERBOSITY": "ERROR"}
 
 Row = dict[str, Any]
 
@@ -97,19 +96,9 @@ def delays(setting: Mapping[str, Any]) -> str:
 
 def train(run: Run, ns: Sequence[int], setting: Mapping[str, Any], run_dir: pathlib.Path) -> str | None:
     """Trains once; returns what went wrong, if anything did."""
-    shutil.rmtree(run_dir, ignore_errors=True)
-    run_dir.mkdir(parents=True)
     flags = [f"--{name}={value}" for name, value in setting.items()] + [f"--n={n}" for n in ns]
     command = [sys.executable, str(HERE / "run.py"), f"--run={run.name}", f"--output_dir={run_dir}", *flags]
-    own = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
-    # Whatever ends this program, the supervisor ends the run with all its processes.
-    with processes.Supervisor() as supervisor:
-        process = supervisor.start(run.name, command, _QUIET | own | {"TFDIST_TEST_DELAYS": delays(setting)})
-        ended = process.wait(_LIMIT_SECS)
-    if ended == 0:
-        return None
-    how = f"ended with exit code {ended}" if ended is not None else f"did not end within {_LIMIT_SECS:.0f} s"
-    return f"{run.name} {how}; the end of what it printed:\n" + "\n".join(process.tail)
+    return training_process.run(run_dir, command, _LIMIT_SECS, {"TFDIST_TEST_DELAYS": delays(setting)})
 
 
 def summarize(run: Run, run_dir: pathlib.Path) -> Row:

@@ -7,14 +7,15 @@ import dataclasses
 import json
 import os
 import pathlib
-import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import races_chart
 
-from tfdist.launchers import processes
+# What the experiments share.
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
+import training_process
 
 HERE = pathlib.Path(__file__).resolve().parent
 METHODS = {
@@ -30,8 +31,6 @@ SETTING = ("secs", "minibatch", "learning_rate", "mean_secs", "slowdown", "bound
 # Of the logarithm of the delays: an ordinary machine's variation.
 _SPREAD = 0.25
 _LIMIT_SECS = 300.0
-# For readable logs only; a user's own values stay.
-_QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "GRPC_VERBOSITY": "ERROR"}
 
 Points = list[dict[str, float]]
 
@@ -120,19 +119,8 @@ def command(race: Race, method: str, setting: Mapping[str, Any], run_dir: pathli
 
 def _train(race: Race, method: str, setting: Mapping[str, Any], run_dir: pathlib.Path) -> str | None:
     """Trains once; returns what went wrong, if anything did."""
-    shutil.rmtree(run_dir, ignore_errors=True)
-    run_dir.mkdir(parents=True)
-    environment = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
-    if method != "averaged":
-        environment["TFDIST_TEST_DELAYS"] = delays(race, setting)
-    # Whatever ends this program, the supervisor ends the run with all its processes.
-    with processes.Supervisor() as supervisor:
-        process = supervisor.start(run_dir.name, command(race, method, setting, run_dir), _QUIET | environment)
-        ended = process.wait(_LIMIT_SECS)
-    if ended == 0:
-        return None
-    how = f"ended with exit code {ended}" if ended is not None else f"did not end within {_LIMIT_SECS:.0f} s"
-    return f"{run_dir.name} {how}; the end of what it printed:\n" + "\n".join(process.tail)
+    environment = {"TFDIST_TEST_DELAYS": delays(race, setting)} if method != "averaged" else {}
+    return training_process.run(run_dir, command(race, method, setting, run_dir), _LIMIT_SECS, environment)
 
 
 def read(run_dir: pathlib.Path) -> Points:

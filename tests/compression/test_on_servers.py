@@ -56,6 +56,22 @@ def test_truncated_message_names_its_sender(cut: slice, words: str) -> None:
         server(on_servers.decode_request(SignSGD(), SPECS), message[cut], sender)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_damaged_halves_name_their_sender(dtype: str) -> None:
+    worker, server = on_servers.Server("worker:3"), on_servers.Server("ps:0")
+    halves = np.asarray(tf.bitcast(tf.cast(tf.range(17), dtype), tf.uint8)).reshape(-1)
+    message, sender = worker(on_servers.frame_request(SPECS), halves)
+    content = on_servers.content_request(SPECS)
+    np.testing.assert_array_equal(server(content, message, sender)[0], halves)
+    damaged = message.copy()
+    damaged[-1] ^= 1
+    for wrong, words in ((message[:-1], "truncated"), (damaged, "damaged on the way")):
+        with pytest.raises(ValueError, match=f"the message of worker:3 can't be decoded: it .*{words}"):
+            server(content, wrong, sender)
+    with pytest.raises(ValueError, match="it is of other tensors"):
+        server(on_servers.content_request(SPECS[:1]), message, sender)
+
+
 def test_collected_state_goes_on_in_another_process() -> None:
     encode = on_servers.encode_request(TopK(0.3), SPECS, "prefix/a")
     first, second = on_servers.Server("worker:0"), on_servers.Server("worker:0")

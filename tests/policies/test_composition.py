@@ -78,6 +78,11 @@ def test_what_is_no_list_of_policies(policies: object) -> None:
         composition.check(policies, "MirroredStrategy")  # type: ignore[arg-type]
 
 
+def test_codec_without_compression_names_the_policy() -> None:
+    with pytest.raises(ValueError, match=r"a list of policies such as tfdist\.Compression\(SignSGD\(\)\)\. Received"):
+        composition.check([tfdist.compression.SignSGD()], "MultiWorkerMirroredStrategy")  # type: ignore[list-item]
+
+
 def test_a_list_comes_to_one_that_decides() -> None:
     none = composition.compose([], "ParameterServerStrategy", 4)
     assert none == composition.Composition()

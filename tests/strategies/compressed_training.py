@@ -14,7 +14,7 @@ from compressed_cluster import X, compiled, fit
 
 import tfdist
 from tfdist.compat import server_functions
-from tfdist.compression import HalfPrecision, SignSGD, Threshold, TopK, on_servers
+from tfdist.compression import HalfPrecision, SignSGD, Threshold, TopK, frames, on_servers
 from tfdist.engines.parameter_server.transfer import encoding
 
 SEND_ALL = TopK(1.0, momentum=0)
@@ -114,9 +114,10 @@ def test_lossy_codec_trains_and_reports_bytes(with_policies: Callable[..., Any],
     pushed = sum(report.accepted.values()) + sum(report.dropped.values())
     assert sum(report.bytes_sent.values()) > 0
     if name.endswith("float16"):
-        # A gradient is 2 bytes per parameter; counts, logs and weights of a contribution are some bytes.
+        # A gradient is 2 bytes per parameter. To each of two parameter servers a message has a frame and the name of
+        # its sender; counts, logs and weights of a contribution are some bytes.
         each = sum(report.bytes_sent.values()) / pushed
-        assert each <= 2 * model.count_params() + 100
+        assert each <= 2 * model.count_params() + 2 * (frames.HEADER_BYTES + len("worker:0")) + 100
         assert sum(report.bytes_sent.values()) >= 2 * model.count_params() * sum(report.accepted.values())
     assert "gradients are sent encoded" in report.transfer
 
@@ -159,8 +160,9 @@ def test_variables_are_rounded_for_workers(make: Callable[[], Any], with_policie
     assert model.get_weights()[0][0, 0] == np.float32(1.001)
 
 
+@pytest.mark.parametrize("codec", [SignSGD(), HalfPrecision("bfloat16")], ids=["SignSGD", "HalfPrecision"])
 def test_damaged_message_raises_and_names_sender(
-    with_policies: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    codec: Any, with_policies: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decode = encoding.EncodedBundles._decode
 
@@ -171,7 +173,7 @@ def test_damaged_message_raises_and_names_sender(
         return decode(bundles, group, [tf.concat([frame[:-1], last], 0), sender])
 
     monkeypatch.setattr(encoding.EncodedBundles, "_decode", damaged)
-    model = compiled(with_policies(tfdist.BackupWorkers(spares=0), tfdist.Compression(SignSGD())))
+    model = compiled(with_policies(tfdist.BackupWorkers(spares=0), tfdist.Compression(codec)))
     with pytest.raises(Exception, match=r"the message of worker:1 can't be decoded: it was damaged on the way"):
         fit(model)
 

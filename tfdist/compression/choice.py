@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses a codec by measurement, once, before the first step: `Compression("auto")`.
+"""Chooses a codec by measurement, once: `Compression("auto")`.
 
 All codecs leave the forward and backward pass as they are, so what they cost and save is the time of the exchange. It
-is measured with the real workers over the real network, on gradients of the model's shapes:
+is measured with the real workers over the real network:
 
+    first steps of `fit` (`trial`)               --> seconds of a step, and its gradients
     sum of the gradients as they are             --> seconds
     each candidate: encode, exchange, decode     --> seconds, and the error of an update
     the slowest worker's seconds are compared        the same choice on all workers
 
-The gradients are made up: of matrices those of a dense layer and a batch of 32 examples, which have rank 32; of other
-tensors random numbers. The error of an update is the share ||x - sent||^2 / ||x||^2 that a codec leaves for later,
+Where no such steps come first (loops of one's own, updates that another policy makes), gradients are made up: of
+matrices those of a dense layer and a batch of 32 examples, which have rank 32; of other tensors random numbers.
+
+The error of an update is the share ||x - sent||^2 / ||x||^2 that a codec leaves for later,
 where x is the gradient with what was left before. With a share below 1, error feedback converges like SGD does, after
 a delay that grows with 1 / (1 - share) (Stich, Cordonnier and Jaggi 2018, Sparsified SGD with memory, arXiv 1809.07599,
 theorem 2.4; Karimireddy et al. 2019, arXiv 1901.09847).
@@ -36,6 +39,8 @@ CANDIDATES: tuple[Codec, ...] = (HalfPrecision("bfloat16"), PowerSGD(4), SignSGD
 LEAST_GAIN = 1.25
 # And save so much: shorter exchanges differ by as much from one to the next on a busy machine.
 LEAST_SAVED_SECS = 5e-3
+# And this share of a step, where its time is known: a codec that leaves something for later needs more steps.
+LEAST_SHARE_OF_STEP = 0.05
 _ROUNDS = 8
 # For so long one candidate is measured, after its first exchange.
 _MOST_SECS = 2.0
@@ -60,23 +65,25 @@ class Choice:
 
 
 def choose(
-    shapes: Sequence[Sequence[int]],
+    gradients: Gradients,
     sum_all: Callable[[Gradients], Gradients],
     transport: Any,
     slowest: Callable[[float], float],
     error_bound: float,
+    step_secs: float | None = None,
 ) -> Choice:
     """Measures, and chooses the fastest candidate whose error is within the bound; all workers call it alike.
 
     Args:
-      shapes: of the gradients, float32.
+      gradients: of this worker, float32, with static shapes; see `made_up`.
       sum_all: sums gradients as they are.
       transport: of codecs' messages; see `codec.Transport`.
       slowest: returns the largest of all workers' numbers.
       error_bound: largest share of the squared norm that an update may leave for later.
+      step_secs: of a step of this worker with gradients as they are; None if it is not known.
     """
-    gradients = _gradients(shapes)
-    size = sum(int(np.prod(shape)) for shape in shapes)
+    size = sum(each.shape.num_elements() for each in gradients)
+    step_secs = None if step_secs is None else slowest(step_secs)
     # Counts and logs are sent with gradients as they are; beside a codec they need a sum of their own.
     counts = [tf.zeros([4])]
     plain = _secs(lambda: sum_all([*gradients, *counts]), slowest)
@@ -95,17 +102,20 @@ def choose(
             return [*sums, *sum_all(counts)]
 
         found.append((_secs(exchange, slowest), codec))
-    as_it_is = f"a sum of {size:,} values takes {_shown(plain)} as they are"
+    of_step = "" if step_secs is None else f", and a step {_shown(step_secs)}"
+    as_it_is = f"a sum of {size:,} values takes {_shown(plain)} as they are{of_step}"
     beyond = f"; beyond error_bound={error_bound:g}: {', '.join(excluded)}" if excluded else ""
     if not found:
         return Choice(None, f"none: {as_it_is}{beyond}")
     secs, fastest = min(found, key=lambda each: each[0])
-    if plain < LEAST_GAIN * secs or plain - secs < LEAST_SAVED_SECS:
-        return Choice(None, f"none: {as_it_is}, and {_shown(secs)} with the fastest codec, {fastest!r}{beyond}")
-    return Choice(fastest, f"{fastest!r}: {as_it_is}, and {_shown(secs)} with it{beyond}")
+    least_saved = max(LEAST_SAVED_SECS, LEAST_SHARE_OF_STEP * (step_secs or 0.0))
+    if plain < LEAST_GAIN * secs or plain - secs < least_saved:
+        return Choice(None, f"none: {as_it_is}; a sum with the fastest codec, {fastest!r}, {_shown(secs)}{beyond}")
+    return Choice(fastest, f"{fastest!r}: {as_it_is}; a sum with it {_shown(secs)}{beyond}")
 
 
-def _gradients(shapes: Sequence[Sequence[int]]) -> list[tf.Tensor]:
+def made_up(shapes: Sequence[Sequence[int]]) -> list[tf.Tensor]:
+    """Returns gradients of these shapes, equal on all workers; see above."""
     random = np.random.default_rng(0)
 
     def made(shape: Sequence[int]) -> np.ndarray:

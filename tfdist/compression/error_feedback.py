@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -109,7 +109,7 @@ class ErrorFeedback:
     def _sum(
         self, kind: str, optimizer: Any, indices: Sequence[int], gradients: Sequence[tf.Tensor], transport: Any
     ) -> list[tf.Tensor]:
-        scale = _loss_scale(optimizer) if kind == GRADIENTS else None
+        scale = loss_scale(optimizer) if kind == GRADIENTS else None
         dtypes = [each.dtype for each in gradients]
         # Half precision has no room for gradients without the scale.
         unscaled = gradients if scale is None else [tf.cast(each, tf.float32) / scale for each in gradients]
@@ -128,17 +128,7 @@ class ErrorFeedback:
 
         In replica context, or in cross-replica context if all gradients are dense.
         """
-        if tf.distribute.get_replica_context() is not None:
-            optimizer_patches.check_can_meet()
-        dense = [index for index, gradient in enumerate(gradients) if isinstance(gradient, tf.Tensor)]
-        sums = optimizer_patches.sum_over_replicas([None if i in dense else g for i, g in enumerate(gradients)])
-        for index in dense:
-            # Not known by the gradients of some operations on rows.
-            gradients[index].set_shape(variables[index].shape)
-        chosen = [gradients[index] for index in dense], [variables[index] for index in dense]
-        for index, total in zip(dense, self.sum(optimizer, *chosen, transport), strict=True):
-            sums[index] = total
-        return sums
+        return sum_all(lambda dense, of: self.sum(optimizer, dense, of, transport), gradients, variables)
 
     # Checkpoints.
 
@@ -181,10 +171,7 @@ class ErrorFeedback:
         groups = [self._described(optimizers, each) for each in described["groups"]]
         if None in groups:
             if not self._transport.index:
-                what = repr(self.codec) if repr(self.codec) != described["codec"] else "for other variables; it"
-                messages.say(
-                    f"tfdist: Compression: the checkpoint has the state of {described['codec']}, {what} begins anew"
-                )
+                say_begins_anew(described["codec"], self.codec)
             return
         self._assign([group for group in groups if group], described["workers"], arrays)
 
@@ -250,6 +237,39 @@ class ErrorFeedback:
             group.state[name].assign(value)
 
 
+def sum_all(
+    sum_dense: Callable[[Sequence[tf.Tensor], Sequence[Any]], Sequence[tf.Tensor]],
+    gradients: Sequence[Any],
+    variables: Sequence[Any],
+) -> list[Any]:
+    """Sums dense gradients by a function of them and their variables, and rows as they are; None stays None.
+
+    In replica context, or in cross-replica context if all gradients are dense.
+    """
+    if tf.distribute.get_replica_context() is not None:
+        optimizer_patches.check_can_meet()
+    dense = [index for index, gradient in enumerate(gradients) if isinstance(gradient, tf.Tensor)]
+    sums = optimizer_patches.sum_over_replicas([None if i in dense else g for i, g in enumerate(gradients)])
+    for index in dense:
+        # Not known by the gradients of some operations on rows.
+        gradients[index].set_shape(variables[index].shape)
+    totals = sum_dense([gradients[index] for index in dense], [variables[index] for index in dense])
+    for index, total in zip(dense, totals, strict=True):
+        sums[index] = total
+    return sums
+
+
+def say_begins_anew(saved: str, codec: Any) -> None:
+    """Writes that the state of a checkpoint is that of another codec, or of other variables, and is not used.
+
+    Args:
+      saved: repr of the codec of the checkpoint.
+      codec: begins with an empty state.
+    """
+    what = repr(codec) if repr(codec) != saved else "for other variables; it"
+    messages.say(f"tfdist: Compression: the checkpoint has the state of {saved}, {what} begins anew")
+
+
 def _indices(optimizer: Any, variables: Sequence[Any]) -> tuple[int, ...]:
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     if not optimizer.built:
@@ -258,6 +278,7 @@ def _indices(optimizer: Any, variables: Sequence[Any]) -> tuple[int, ...]:
     return tuple(optimizer_variables.index_of(optimizer, variable) for variable in variables)
 
 
-def _loss_scale(optimizer: Any) -> Any:
+def loss_scale(optimizer: Any) -> Any:
+    """Returns the present factor of an optimizer's loss; None if it has none."""
     is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     return tf.convert_to_tensor(optimizer.dynamic_scale) if is_scaled else None

@@ -18,6 +18,9 @@ _DTYPES = ("float16", "bfloat16")
 class HalfPrecision(codec.Codec):
     """Rounds gradients to 16 bits, which are summed (all-reduce): half the bytes of float32.
 
+    An all-reduce adds the halves on their way, so no checksum of a sender can be compared with what arrives. Parameter
+    servers receive the halves of each worker in a message of its own, with a checksum (`on_servers`).
+
     State: none. Values beyond the range of float16 (65504) become infinite, and so may their sum over the workers; a
     check for finite gradients, as that of loss scaling, then skips the step. bfloat16 has the range of float32.
 
@@ -31,6 +34,8 @@ class HalfPrecision(codec.Codec):
     dtype: str
 
     commutes_with_sum: ClassVar[bool] = True
+    # In the frame of a message to a parameter server; see `gathered.GatheredCodec.number`.
+    number: ClassVar[int] = 4
 
     def __post_init__(self) -> None:
         if self.dtype not in _DTYPES:

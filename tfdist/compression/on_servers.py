@@ -5,6 +5,8 @@
       gradients --> encode, with the state of       decode --> gradients --> update
                     this worker             --message-->
 
+`HalfPrecision` rounds in TensorFlow's operations; only the frame around the halves, with its checksum, is made here.
+
 A server process has no graph of its own and hardly any of TensorFlow's Python, so this module calls the codecs on
 arrays. The process that has traced a step refers to codec, state and tensors by descriptions, which are strings.
 """
@@ -77,6 +79,26 @@ def decode_request(chosen: gathered.GatheredCodec, specs: Sequence[tf.TensorSpec
       specs: of the gradients.
     """
     return _request("decode", codec=_described(chosen), sizes=codec.sizes_of(specs))
+
+
+def frame_request(specs: Sequence[tf.TensorSpec]) -> bytes:
+    """Returns the request by which a worker puts halves into a frame; its array is the halves as uint8.
+
+    Args:
+      specs: of the gradients.
+    """
+    return _request("frame", sizes=codec.sizes_of(specs))
+
+
+def content_request(specs: Sequence[tf.TensorSpec]) -> bytes:
+    """Returns the request by which a parameter server takes the halves, uint8, out of a frame.
+
+    Its arrays are the two that the answer to `frame_request` has.
+
+    Args:
+      specs: of the gradients.
+    """
+    return _request("content", sizes=codec.sizes_of(specs))
 
 
 def probe_request() -> bytes:
@@ -152,6 +174,19 @@ class Server:
     def _decode(self, prepared: _Prepared, message: np.ndarray, sender: np.ndarray) -> list[np.ndarray]:
         name = sender.tobytes().decode(errors="replace")
         return prepared.codec.sum_of(message[np.newaxis], prepared.content["sizes"], [name], prepared.pool)
+
+    def _frame(self, prepared: _Prepared, halves: np.ndarray) -> list[np.ndarray]:
+        return [frames.build(compression.HalfPrecision.number, 0, prepared.layout, [halves]), self._name()]
+
+    def _content(self, prepared: _Prepared, message: np.ndarray, sender: np.ndarray) -> list[np.ndarray]:
+        try:
+            _, halves = frames.parse(message, compression.HalfPrecision.number, prepared.layout)
+            if halves.size != 2 * prepared.layout.num_values:
+                raise ValueError(f"it has {halves.size} bytes, not {2 * prepared.layout.num_values}")
+        except ValueError as error:
+            name = sender.tobytes().decode(errors="replace")
+            raise ValueError(f"the message of {name} can't be decoded: {error}") from None
+        return [halves]
 
     def _collect(self, prepared: _Prepared) -> list[np.ndarray]:
         prefix, file = prepared.content["prefix"], io.BytesIO()

@@ -72,9 +72,11 @@ def check(policies: Sequence[Any], strategy: str) -> None:
       ValueError: an element is no policy, or is not compatible with the strategy or with another policy.
     """
     if isinstance(policies, (Policy, str)) or not all(isinstance(policy, Policy) for policy in policies):
+        given = policies if isinstance(policies, list | tuple) else [policies]
+        codecs = [each for each in given if hasattr(each, "exchange") and not isinstance(each, type)]
+        example = f"Compression({codecs[0]!r})" if codecs else "BackupWorkers(spares=1)"
         raise ValueError(
-            "policies must be a list of policies such as tfdist.BackupWorkers(spares=1). "
-            f"Received: policies={policies!r}"
+            f"policies must be a list of policies such as tfdist.{example}. Received: policies={policies!r}"
         )
     received = f"Received: policies={list(policies)!r}"
     for policy in policies:

@@ -23,8 +23,8 @@ class Compression(base.Policy):
 
     Args:
       codec: one of `tfdist.compression`, such as `tfdist.compression.Threshold("adaptive")`; or "auto" for the one
-        whose exchange is the fastest among these workers, measured before the first step, or none if none makes it
-        faster.
+        whose exchange is the fastest among these workers, or none if none makes it faster; measured after the first
+        steps of `fit`.
       error_bound: for "auto", in (0, 1): the largest share of an update's squared norm that a codec may leave for later
         steps. 0.01 leaves half precision alone.
       variables: "float16" or "bfloat16": parameter servers send workers the trainable weights in this dtype. By default

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sums of gradients under `Compression`, on one worker of a MultiWorkerMirroredStrategy.
 
-Who owns what: the strategy owns one `CompressedSums`; it owns the codec, which "auto" chooses before the first step,
-and the codec's state (`ErrorFeedback`).
+Who owns what: the strategy owns one `CompressedSums`; it owns the codec, which "auto" chooses by measurement, the trial
+steps before that choice (`Trial`), and the codec's state (`ErrorFeedback`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import flat_layers, optimizer_patches, optimizer_variables
+from tfdist.compat import flat_layers, optimizer_patches, optimizer_variables, train_functions
 from tfdist.compat.optimizer_patches import SumGradients
 from tfdist.compression import choice
 from tfdist.compression.error_feedback import DIFFERENCES, ErrorFeedback
+from tfdist.compression.trial import Trial
 from tfdist.engines.multi_worker.agreement import Agreement
 from tfdist.policies.compression import AUTO, Compression
 from tfdist.runtime import messages
@@ -61,20 +62,43 @@ class CompressedSums:
         self.anywhere: SumGradients | None = None
         self.of_differences: SumGradients | None = None
         self._is_chosen = False
+        # While steps are made before the choice.
+        self._trial: Trial | None = None
         if compression.codec != AUTO:
             self._take(compression.codec)
 
     def prepare(self, model: keras.Model) -> None:
         """Chooses the codec, before the first step of a built model is traced; all workers call it alike."""
-        if self._is_chosen:
+        shapes = [] if self._is_chosen else _shapes_of(model)
+        if shapes:
+            with tf.init_scope():
+                gradients = choice.made_up(shapes)
+            self._choose(gradients)
+
+    def prepare_in_fit(self, model: keras.Model) -> None:
+        """Has `fit` begin with trial steps, after which the codec is chosen; in the trace of its step."""
+        if self._is_chosen or not _shapes_of(model):
             return
-        shapes = _shapes_of(model)
-        if not shapes:
+        trial = self._trial or Trial(self._sums.in_step)
+        if train_functions.observe(model, lambda: self._is_chosen, self._after_call):
+            self._trial, self.in_step = trial, trial.sum_all
+        else:
+            self.prepare(model)
+
+    def _after_call(self, secs: float) -> None:
+        if self._trial is None:
             return
-        how = self._sums.in_step, self._anywhere, self._slowest, self._compression.error_bound
+        self._trial.after_call(secs)
+        if self._trial.is_complete:
+            self._choose(self._trial.gradients(), self._trial.step_secs)
+
+    def _choose(self, gradients: choice.Gradients, step_secs: float | None = None) -> None:
+        # As in a step, all workers trace the exchanges alike.
+        transport = dataclasses.replace(self._anywhere, is_in_step=True)
+        how = self._sums.in_step, transport, self._slowest, self._compression.error_bound, step_secs
         try:
             with tf.init_scope():
-                found = choice.choose(shapes, *how)
+                found = choice.choose(gradients, *how)
         except Exception as error:
             # The other workers are told of errors other than TensorFlow's, and wait for this one's measurements.
             raise RuntimeError(f'Compression("auto"): measuring the codecs failed: {error}') from error
@@ -103,7 +127,7 @@ class CompressedSums:
             self._feedback.distribute(model, described and described["state"], arrays)
 
     def _take(self, codec: Any) -> None:
-        self._is_chosen = True
+        self._is_chosen, self._trial, self.in_step = True, None, None
         if codec is None:
             return
         self._feedback = ErrorFeedback(codec, self._anywhere)

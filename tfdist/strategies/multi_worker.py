@@ -169,19 +169,25 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
 
     def _run_synchronous(self, step: Any, data: Any, shares_of: Any) -> Any:
         run = lambda given: self._run_stock(step, (given,))  # noqa: E731
-        self._prepare(step.__self__)
+        super()._prepare(step.__self__)
+        if self._compressed:
+            self._compressed.prepare_in_fit(step.__self__)
         sum_gradients = self._compressed.in_step if self._compressed else None
         return replicated_step.run_step(self, run, step, data, self._sums.in_step, shares_of, sum_gradients)
 
     def _prepare(self, model: keras.Model) -> None:
         super()._prepare(model)
-        if self._compressed:
+        if self._compressed and not self._is_in_phase:
             self._compressed.prepare(model)
 
     @property
+    def _is_in_phase(self) -> bool:
+        """True in the phase of a `Warmup`, whose gradients are not encoded."""
+        return self._warmup is not None and not self._warmup.is_over
+
+    @property
     def _sum_gradients(self) -> SumGradients | None:
-        is_in_phase = self._warmup is not None and not self._warmup.is_over
-        return self._compressed.anywhere if self._compressed and not is_in_phase else None
+        return self._compressed.anywhere if self._compressed and not self._is_in_phase else None
 
     def _join(self, cluster: clusters.Cluster) -> None:
         # Each call needs all workers, in the same order on all.

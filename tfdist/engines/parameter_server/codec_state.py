@@ -14,9 +14,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat import closures, optimizer_patches, server_functions
-from tfdist.compression import on_servers
+from tfdist.compression import error_feedback, on_servers
 from tfdist.engines.parameter_server.transfer.encoding import Encoding
-from tfdist.runtime import messages
 
 # Server processes that are asked at the same time.
 _THREADS = 16
@@ -80,10 +79,7 @@ class CodecStates:
         optimizers = optimizer_patches.optimizers_of(model)
         count = len(optimizers)
         if described != {"codec": repr(self._encoding.codec), "optimizers": count}:
-            messages.say(
-                f"tfdist: Compression: the checkpoint has the state of {described['codec']}, "
-                f"{self._encoding.codec!r} begins anew"
-            )
+            error_feedback.say_begins_anew(described["codec"], self._encoding.codec)
             return
         requests = [on_servers.restore_request(self._encoding.prefix_of(optimizer)) for optimizer in optimizers]
 

@@ -7,8 +7,8 @@
                                         --message-->
 
 There is one message for each parameter server and optimizer, and one state of the codec for each message, in the memory
-of the worker's process. `HalfPrecision` needs neither state nor message: a tensor of halves is sent. Everything else of
-a contribution (embedding rows, counts, logs) is sent as it is, in bundles.
+of the worker's process. `HalfPrecision` has no state. Everything else of a contribution (embedding rows, counts, logs)
+is sent as it is, in bundles.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from tfdist.engines.parameter_server.transfer.bundles import Bundles
 
 # A device without a job is on the worker that runs the step.
 _ON_WORKER = "/device:CPU:0"
+# Dtypes of a message: a frame, and the name of its sender.
+_MESSAGE = (tf.uint8, tf.uint8)
 
 
 class Encoding:
@@ -196,16 +198,22 @@ class EncodedBundles:
 
     def _encode(self, group: Group, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         if not isinstance(self._codec, gathered.GatheredCodec):
-            return [self._codec.encode(gradients, {})[0]]
+            with tf.device(_ON_WORKER):
+                halves = tf.reshape(tf.bitcast(self._codec.encode(gradients, {})[0], tf.uint8), [-1])
+                return server_functions.call([tf.constant(on_servers.frame_request(group.specs)), halves], _MESSAGE)
         request = on_servers.encode_request(self._codec, group.specs, group.key, self._ended)
         with tf.device(_ON_WORKER):
             flat = [tf.reshape(tf.cast(gradient, tf.float32), [-1]) for gradient in gradients]
-            return server_functions.call([tf.constant(request), *flat], [tf.uint8, tf.uint8])
+            return server_functions.call([tf.constant(request), *flat], _MESSAGE)
 
     def _decode(self, group: Group, message: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         if not isinstance(self._codec, gathered.GatheredCodec):
+            with tf.device(on_cpu(group.device)):
+                request = on_servers.content_request(group.specs)
+                (content,) = server_functions.call([tf.constant(request), *message], [tf.uint8])
             with tf.device(group.device):
-                return self._codec.decode(tf.identity(message[0]), group.specs)
+                halves = tf.bitcast(tf.reshape(content, [-1, 2]), tf.as_dtype(self._codec.dtype))
+                return self._codec.decode(halves, group.specs)
         request = on_servers.decode_request(self._codec, group.specs)
         with tf.device(on_cpu(group.device)):
             inputs = [tf.constant(request), *message]
