@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A headless Chromium, driven over the DevTools protocol, and a TensorBoard server: for tests, times and screenshots."""
+"""Headless Chromium, driven over the DevTools protocol, and a TensorBoard server, for tests and screenshots."""
 
 from __future__ import annotations
 
@@ -66,9 +66,7 @@ def chromium(width: int = 1280, height: int = 900, is_dark: bool = False) -> Ite
             host = address.split("/")[2]
             with urllib.request.urlopen(f"http://{host}/json/list", timeout=60) as answer:
                 pages = [each for each in json.load(answer) if each["type"] == "page"]
-            socket = websocket.create_connection(
-                pages[0]["webSocketDebuggerUrl"], timeout=120, suppress_origin=True
-            )
+            socket = websocket.create_connection(pages[0]["webSocketDebuggerUrl"], timeout=120, suppress_origin=True)
             try:
                 yield Browser(socket, width, height, is_dark)
             finally:
@@ -165,7 +163,12 @@ class Browser:
 def _running(command: list[str], pattern: str, environment: Any) -> Iterator[str]:
     """Runs a program, yields what the pattern finds in its output, and ends it."""
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=dict(environment),
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=dict(environment),
         start_new_session=True,
     )
     lines: queue.Queue[str | None] = queue.Queue()

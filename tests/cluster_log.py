@@ -12,7 +12,6 @@ from tfdist.update_log.columns import Contributions, Events, Updates
 from tfdist.update_log.store import Store
 
 
-
 def write(
     directory: pathlib.Path,
     workers: int,
@@ -56,9 +55,7 @@ def _events(columns: Updates, rows: slice) -> Events:
     )
 
 
-def _train(
-    workers: int, updates: int, spares: int, random: np.random.Generator
-) -> tuple[Updates, Contributions]:
+def _train(workers: int, updates: int, spares: int, random: np.random.Generator) -> tuple[Updates, Contributions]:
     needed = workers - spares
     secs = 0.05 + random.gamma(5.0, 0.01, (updates, workers))
     secs *= np.where(random.random((updates, workers)) < 0.01, random.uniform(3, 8, (updates, workers)), 1)
@@ -68,12 +65,12 @@ def _train(
     times, waits, counts, rows = [], [], [], []
     for step in range(updates):
         if workers > 2 and spares and step in (half, half + 100):
-            is_away[1] = step == half
+            is_away[1], free[1] = step == half, now
         dropped = []
         if is_away[1:2].any() and step == half:
             # It dies 20 ms after the start of its gradient.
             dropped.append((1, now if np.isnan(start[1]) else start[1], now + 0.02, 2, 0, 0.0))
-            start[1], free[1] = np.nan, now + 0.02
+            start[1] = np.nan
         idle = np.isnan(start) & ~is_away
         held = np.where(idle, now - free, 0.0)
         start[idle], local[idle] = now, step

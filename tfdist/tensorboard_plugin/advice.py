@@ -8,6 +8,7 @@ the interval.
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
 from typing import Any
@@ -117,7 +118,7 @@ def _times(timeline: Timeline) -> list[np.ndarray]:
     order = np.argsort(rows.worker, kind="stable")
     limits = np.searchsorted(rows.worker[order], np.arange(len(timeline.workers) + 1))
     secs = np.maximum(rows.arrival - rows.start, 1e-6).astype(np.float64)[order]
-    return [secs[begin:end] for begin, end in zip(limits[:-1], limits[1:], strict=True)]
+    return [secs[begin:end] for begin, end in itertools.pairwise(limits)]
 
 
 def _overhead(timeline: Timeline) -> float:

@@ -84,12 +84,15 @@ def _gradients(job: Job, begin: float, end: float) -> dict[str, np.ndarray]:
     updates, offsets = job.timeline.updates[first:last], job.timeline.updates.offsets
     rows = job.timeline.contributions[offsets[first] : offsets[last]]
     made = np.repeat(updates.time - begin, updates.count)
+    # By their start: the page takes the gradients of a worker to follow each other.
+    order = np.argsort(made + rows.start, kind="stable")
+    rows, made, step = rows[order], made[order], np.repeat(updates.step, updates.count)[order]
     return {
         "worker": rows.worker.astype(np.int32),
         "start": (made + rows.start).astype(np.float32),
         "arrival": (made + rows.arrival).astype(np.float32),
         "update": made.astype(np.float32),
-        "step": np.repeat(updates.step, updates.count).astype(np.int32),
+        "step": step.astype(np.int32),
         "outcome": rows.outcome.astype(np.int32),
         "staleness": rows.staleness.astype(np.int32),
         "held": rows.held,

@@ -73,9 +73,7 @@ class Jobs:
       clock: seconds, for the intervals between two readings.
     """
 
-    def __init__(
-        self, directory: str, files: Files | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, directory: str, files: Files | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._directory = directory
         self._files = files or LocalFiles()
         self._reader = LogReader(directory, self._files)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Levels of detail of a timeline: sums over workers and buckets of time, at any zoom, in milliseconds.
 
-Narrow windows are added up from single gradients, exactly. Wide windows come from prefix sums over groups of consecutive
-updates, which are interpolated at the limits of the buckets; there a group's seconds are spread evenly over its time.
+Narrow windows are added up from single gradients, exactly. Wide windows come from prefix sums over groups of
+consecutive updates, which are interpolated at the limits of the buckets: a group's seconds are spread evenly there.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import dataclasses
 
 import numpy as np
 
-from tfdist.update_log import Contributions, Groups, Timeline, summary
+from tfdist.update_log import Groups, Timeline, summary
 from tfdist.update_log.records import Outcome
 
 # Seconds of computation by fate of the gradient, idle seconds, and counts.
@@ -117,6 +117,8 @@ class Levels:
 
     def _exact(self, first: int, last: int, begin: float, end: float, buckets: int) -> tuple[np.ndarray, np.ndarray]:
         timeline, workers = self._timeline, self._workers
+        # Earlier gradients, too: until when their workers waited.
+        first = int(np.searchsorted(self._times, begin - self._longest, "left"))
         updates = timeline.updates[first:last]
         rows = timeline.contributions[self._offsets[first] : self._offsets[last]]
         made = np.repeat(updates.time, updates.count)
@@ -124,7 +126,9 @@ class Levels:
         grid = _Grid(begin, (end - begin) / buckets, buckets, workers)
         is_accepted = rows.outcome == Outcome.ACCEPTED
         waits_until = np.where(is_accepted, made, arrival)
-        held = start - np.maximum(0, start - np.maximum(start - rows.held, _idle_since(rows, waits_until)))
+        held = start - np.maximum(
+            0, start - np.maximum(start - rows.held, _idle_since(rows.worker, start, waits_until))
+        )
         cells = np.zeros((len(CHANNELS), buckets, workers))
         for outcome in Outcome:
             chosen = rows.outcome == outcome
@@ -178,11 +182,11 @@ class _Grid:
         return np.bincount(cell, weights, shape[0] * shape[1]).reshape(shape).astype(np.float64)
 
 
-def _idle_since(rows: Contributions, waits_until: np.ndarray) -> np.ndarray:
+def _idle_since(worker: np.ndarray, start: np.ndarray, waits_until: np.ndarray) -> np.ndarray:
     """Returns until when the worker of each gradient waited for the update of its previous gradient."""
-    order = np.argsort(rows.worker, kind="stable")
-    since = np.full(len(rows), -np.inf)
-    same = rows.worker[order[1:]] == rows.worker[order[:-1]]
+    order = np.lexsort((start, worker))
+    since = np.full(len(worker), -np.inf)
+    same = worker[order[1:]] == worker[order[:-1]]
     since[order[1:][same]] = waits_until[order[:-1][same]]
     return since
 

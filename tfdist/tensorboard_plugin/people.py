@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -81,7 +82,7 @@ def _percentiles(timeline: Timeline) -> list[tuple[float, float]]:
     order = np.argsort(rows.worker, kind="stable")
     limits = np.searchsorted(rows.worker[order], np.arange(len(timeline.workers) + 1))
     found = []
-    for begin, end in zip(limits[:-1], limits[1:], strict=True):
+    for begin, end in itertools.pairwise(limits):
         values = secs[order[begin:end]]
         found.append(tuple(map(float, np.percentile(values, (50, 95)))) if len(values) else (0.0, 0.0))
     return found

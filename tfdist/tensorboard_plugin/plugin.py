@@ -103,9 +103,7 @@ def _number(request: wrappers.Request, name: str, kind: Callable[[str], Any]) ->
     try:
         return kind(request.args[name])
     except (KeyError, ValueError, OverflowError):
-        raise answers.BadRequestError(
-            f"{name} must be a number. Received: {name}={request.args.get(name)!r}"
-        ) from None
+        raise answers.BadRequestError(f"{name} must be a number. Received: {name}={request.args.get(name)!r}") from None
 
 
 def _file(path: pathlib.Path) -> Callable[..., Any]:

@@ -31,10 +31,10 @@ def sent(data_provider: Any, context: Any, experiment: str, job: Job) -> dict[st
     series = []
     for run in sorted(found):
         for tag in sorted(found[run]):
-            match = _TAG.fullmatch(tag)
+            _, direction, name = tag.split("/", 2)
             points = [
                 [datum.wall_time - job.timeline.origin_secs, datum.step, float(datum.value)]
                 for datum in found[run][tag]
             ]
-            series.append({"run": run, "direction": match[1], "name": match[2], "points": points})
+            series.append({"run": run, "direction": direction.removeprefix("bytes_"), "name": name, "points": points})
     return {"series": series}

@@ -69,7 +69,10 @@ function bar(interval) {
 }
 
 function change(interval) {
-  const signed = value => `${value >= 1 ? '+' : '−'}${Math.abs(100 * (value - 1)).toFixed(0)} %`;
+  const signed = value => {
+    const rounded = Math.round(100 * (value - 1));
+    return `${rounded > 0 ? '+' : rounded < 0 ? '−' : '±'}${Math.abs(rounded)} %`;
+  };
   return `${signed(interval.middle)} (${signed(interval.low)} to ${signed(interval.high)})`;
 }
 

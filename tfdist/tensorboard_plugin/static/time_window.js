@@ -11,6 +11,8 @@ export class TimeWindow {
     this.begin = 0;
     this.end = 1;
     this.drag = null;
+    // True after a drag, whose end is no click.
+    this.dragged = false;
   }
 
   setLimits(low, high, reset) {
@@ -75,10 +77,12 @@ export class TimeWindow {
     node.addEventListener('pointerdown', event => {
       if (event.button !== 0) return;
       this.drag = {x: event.clientX, begin: this.begin, end: this.end};
+      this.dragged = false;
       node.setPointerCapture(event.pointerId);
     });
     node.addEventListener('pointermove', event => {
       if (!this.drag) return;
+      if (Math.abs(event.clientX - this.drag.x) > 4) this.dragged = true;
       const moved = (this.drag.x - event.clientX) / plot().width * this.length;
       this.set(this.drag.begin + moved, this.drag.end + moved);
     });

@@ -45,7 +45,7 @@ export class Timeline {
     made.addEventListener('pointerleave', () => this.hide());
     made.addEventListener('click', event => {
       const lane = this.laneAt(made, event.offsetY);
-      if (lane !== null) this.choose(lane);
+      if (lane !== null && !this.window.dragged) this.choose(lane);
     });
     return made;
   }
