@@ -10,7 +10,8 @@ _HERE = pathlib.Path(__file__).parent
 _MPI = ["mpi4py>=4.1", "mpich>=4.3"]
 _TENSORBOARD = ["tensorboard>=2.20,<2.22"]
 _BROWSER = [*_TENSORBOARD, "websocket-client>=1.8"]
-_TESTS = [*_MPI, *_BROWSER, "hypothesis>=6.100", "psutil>=5.9", "pytest>=8.4", "pytest-timeout>=2.3", "pytest-xdist>=3.6"]
+_PYTEST = ["pytest>=8.4", "pytest-timeout>=2.3", "pytest-xdist>=3.6"]
+_TESTS = [*_MPI, *_BROWSER, *_PYTEST, "hypothesis>=6.100", "psutil>=5.9"]
 _EXPERIMENTS = ["matplotlib>=3.8", "scikit-learn>=1.5", *_TENSORBOARD]
 
 

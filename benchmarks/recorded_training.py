@@ -66,8 +66,8 @@ class _Recorded:
         super().recovered(replica, time)
         self.log.event(update_log.EventKind.RETURNED, f"worker:{replica} is back", replica, time)
 
-    def updated(self, time: float) -> Update:
-        update = super().updated(time)
+    def updated(self, time: float, **options: bool) -> Update:
+        update = super().updated(time, **options)
         for number, staleness, weight in zip(update.numbers, update.staleness, update.weights, strict=True):
             replica, start, arrival, held = self._arrived.pop(number)
             self._rows.append(update_log.ContributionRecord(replica, start, arrival, 0, staleness, weight, held))

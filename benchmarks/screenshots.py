@@ -55,6 +55,7 @@ def _choose(page: browser.Browser, training: str) -> None:
     )
     page.wait_for(f"document.querySelector('#job').selectedOptions[0].textContent.startsWith({training!r})")
     page.wait_for(_SHOWN)
+    page.wait_for(f"document.querySelector('#facts').textContent.length && {_ADVISED}", 300)
 
 
 def _photograph(address: str, name: str) -> pathlib.Path:
@@ -63,7 +64,6 @@ def _photograph(address: str, name: str) -> pathlib.Path:
         page.open(f"{address}/data/plugin_entry.html?name=tfdist")
         page.wait_for(_SHOWN)
         _choose(page, training)
-        page.wait_for(_ADVISED, 300)
         for _ in range(zooms):
             page.value("document.querySelector('#zoom-in').click()")
         if zooms:
@@ -76,7 +76,8 @@ def _photograph(address: str, name: str) -> pathlib.Path:
         page.value("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
         box = page.value(
             f"(() => {{ const b = document.querySelector('{part}').getBoundingClientRect(); "
-            "return {x: b.x, y: b.y, width: b.width, height: b.height}; })()"
+            "return {x: Math.max(0, b.x - 12), y: Math.max(0, b.y - 8), "
+            "width: b.width + 24, height: b.height + 16}; })()"
         )
         path = pathlib.Path(_OUTPUT.value) / f"{name}.png"
         page.screenshot(path, box)

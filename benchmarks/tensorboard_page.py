@@ -5,6 +5,7 @@
 
 TensorBoard is started anew for each opening called "cold": nothing was read yet when the browser asks for the page.
 "Warm" is the same page again. An answer is the time from a zoom or a pan to the frame that shows all of its data.
+Processor seconds are those of TensorBoard and the browser together; unlike the others they hardly depend on the load.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import time
 
+import psutil
 from absl import app, flags
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -49,20 +51,34 @@ _ANSWER = """new Promise(done => {
 _KEYS = ["+"] * 6 + ["d", "a"] * 3 + ["+"] * 6 + ["d", "a"] * 3 + ["-"] * 12
 
 
-def _opened(address: str, page: browser.Browser) -> float:
-    began = time.perf_counter()
+def _opened(address: str, page: browser.Browser) -> tuple[float, float]:
+    """Opens the page; returns the seconds, and those of the processors."""
+    began, used = time.perf_counter(), _cpu_secs()
     page.open(f"{address}/data/plugin_entry.html?name=tfdist")
     page.wait_for(_SHOWN)
-    return time.perf_counter() - began
+    return time.perf_counter() - began, _cpu_secs() - used
+
+
+def _cpu_secs() -> float:
+    """Adds up what TensorBoard and the browser have used."""
+    used = 0.0
+    for process in psutil.Process().children(recursive=True):
+        try:
+            used += sum(process.cpu_times()[:2])
+        except psutil.NoSuchProcess:
+            continue
+    return used
 
 
 def _answers(page: browser.Browser) -> dict[str, list[float]]:
     # The simulation behind the advice shall not compete.
     page.wait_for("(document.querySelector('#advice').dataset.state || 'computing') !== 'computing'", 300)
-    found: dict[str, list[float]] = {"zoom_secs": [], "pan_secs": []}
+    found: dict[str, list[float]] = {"zoom_secs": [], "pan_secs": [], "answer_cpu_secs": []}
+    used = _cpu_secs()
     for key in _KEYS:
         millis = page.value(_ANSWER.replace("KEY", json.dumps(key)).replace("DRAWN", _DRAWN))
         found["zoom_secs" if key in "+-" else "pan_secs"].append(millis / 1000)
+    found["answer_cpu_secs"].append((_cpu_secs() - used) / len(_KEYS))
     return found
 
 
@@ -81,7 +97,7 @@ def main(argv: list[str]) -> None:
                 logdir / "run" / "updates", _WORKERS.value, _UPDATES.value, spares=_WORKERS.value // 16 or 1
             )
         size = sum(path.stat().st_size for path in logdir.rglob("*.npz"))
-        cold, warm, answers = [], [], {"zoom_secs": [], "pan_secs": []}
+        cold, warm, answers = [], [], {"zoom_secs": [], "pan_secs": [], "answer_cpu_secs": []}
         for _ in range(_REPEATS.value):
             with browser.tensorboard(logdir) as address, browser.chromium(1400, 1000) as page:
                 cold.append(_opened(address, page))
@@ -94,8 +110,10 @@ def main(argv: list[str]) -> None:
         "log_bytes": size,
         "cores": os.cpu_count(),
         "load_average": os.getloadavg()[0],
-        "cold_secs": _summary(cold),
-        "warm_secs": _summary(warm),
+        "cold_secs": _summary([each[0] for each in cold]),
+        "cold_cpu_secs": _summary([each[1] for each in cold]),
+        "warm_secs": _summary([each[0] for each in warm]),
+        "warm_cpu_secs": _summary([each[1] for each in warm]),
         **{name: _summary(values) for name, values in answers.items()},
     }
     text = json.dumps(result, indent=2) + "\n"

@@ -14,6 +14,11 @@ export class Advice {
     ]);
   }
 
+  clear() {
+    this.shown = null;
+    this.show({state: 'computing'});
+  }
+
   async load(job) {
     if (this.shown === job.id + job.updates) return;
     this.shown = job.id + job.updates;

@@ -5,7 +5,7 @@ import {getJson} from './api.js';
 import {element, empty, bytes, digits, secs, short, ticks, timeTicks, tickSecs} from './format.js';
 
 const NS = 'http://www.w3.org/2000/svg';
-const WIDTH = 560, HEIGHT = 170, LEFT = 62, RIGHT = 10, TOP = 10, BOTTOM = 24;
+const HEIGHT = 170, LEFT = 62, RIGHT = 10, TOP = 10, BOTTOM = 24;
 const MOST_LINES = 8;
 
 export class Charts {
@@ -86,7 +86,7 @@ export class Charts {
 
 function chart(id, title) {
   const svg = document.createElementNS(NS, 'svg');
-  svg.setAttribute('viewBox', `0 0 ${WIDTH} ${HEIGHT}`);
+  svg.setAttribute('height', HEIGHT);
   svg.setAttribute('role', 'img');
   svg.setAttribute('aria-label', title);
   const note = element('p', {class: 'hint', id: `${id}-note`}), names = element('ul', {class: 'legend lines'});
@@ -94,7 +94,7 @@ function chart(id, title) {
 }
 
 function lines(target, series, {begin, end, low, format, named}) {
-  const {svg} = target;
+  const {svg} = target, WIDTH = svg.parentElement.clientWidth || 500;
   empty(svg);
   empty(target.names);
   const place = time => LEFT + (time - begin) / (end - begin) * (WIDTH - LEFT - RIGHT);

@@ -28,7 +28,8 @@ export function count(value, noun) {
 
 export function secs(value) {
   const size = Math.abs(value);
-  if (!size) return '0 s';
+  if (size < 5e-7) return '0 s';
+  if (size < 0.0000995) return `${digits(1e6 * value)} µs`;
   if (size < 0.0995) return `${digits(1000 * value)} ms`;
   if (size < 600) return `${digits(value)} s`;
   if (size < 36000) return `${digits(value / 60)} min`;

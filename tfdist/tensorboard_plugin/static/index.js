@@ -73,8 +73,8 @@ class Page {
   }
 
   listJobs() {
-    const names = this.jobs.map(job => `${short(job.run || job.job, 80)} (${short(job.strategy, 60)}, ` +
-      `${count(job.workers.length, 'worker')}, ${wallTime(job.origin_secs + job.begin)})`);
+    const names = this.jobs.map(job => `${short(job.run || job.job, 80)} (${count(job.workers.length, 'worker')}, ` +
+      `${wallTime(job.origin_secs + job.begin)})`);
     const shown = [...this.select.options].map(option => option.textContent);
     if (names.join('\n') === shown.join('\n')) return;
     empty(this.select).append(...this.jobs.map((job, i) => element('option', {value: job.id, text: names[i]})));
@@ -96,7 +96,7 @@ class Page {
     this.job = job;
     this.select.value = job.id;
     this.facts.textContent = [
-      `${count(job.updates, 'update')} in ${secs(job.end - job.begin)}`,
+      short(job.strategy, 60), `${count(job.updates, 'update')} in ${secs(job.end - job.begin)}`,
       job.policies.length ? `policies: ${short(job.policies.join(', '), 200)}` : 'no policies',
       job.simulated ? 'simulated' : '',
       job.aggregated_updates ? `the oldest ${count(job.aggregated_updates, 'update')} in sums` : '',
@@ -109,17 +109,23 @@ class Page {
     }
     this.message.hidden = true;
     if (!isOther && !grew) return;
+    if (isOther) {
+      this.root.dataset.state = 'loading';
+      this.table.clear();
+      this.advice.clear();
+    }
     this.timeline.setJob(job, isOther);
     this.charts.setJob(job, isOther);
     // Moves the window to the end of a training that goes on, unless somebody has zoomed in.
     this.window.setLimits(job.begin, job.end, isOther);
     const rows = getJson('workers', {job: job.id}).then(workers => {
+      if (this.job.id !== job.id) return;
       this.table.show(job, workers);
       this.timeline.setWorkers(workers);
     });
     await Promise.all([this.changed(), rows, this.charts.loadBytes(job)]).then(
-      () => { this.root.dataset.state = 'ready'; }, error => this.say(`The page can't read its data: ${error.message}`));
-    this.advice.load(job);
+      () => { if (this.job.id === job.id) this.root.dataset.state = 'ready'; }, error => this.say(`The page can't read its data: ${error.message}`));
+    if (this.job.id === job.id) this.advice.load(job);
   }
 
   // Shows what is there of a new window at once, and all of it when the data are.

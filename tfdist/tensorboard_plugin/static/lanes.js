@@ -8,33 +8,58 @@ const STACK = [
   ['accepted', ['accepted_secs']], ['dropped', ['dropped_secs', 'lost_secs']], ['wait', ['wait_secs']], ['held', ['held_secs']],
 ];
 
-export function drawBuckets(pen, data, place, laneHeight, top, scale) {
-  const height = laneHeight - 1, step = data.buckets * data.workers;
+// Kept from one drawing to the next: it has megabytes.
+let picture = null;
+
+// Draws pixel by pixel: tens of thousands of bars as paths would take longer than a frame.
+export function drawBuckets(pen, data, place, laneHeight, top, scale, chosen) {
+  const step = data.buckets * data.workers, palette = colours();
   const channel = Object.fromEntries(data.channels.map((name, i) => [name, i * step]));
-  const base = new Float32Array(step);
-  for (const [name, channels] of STACK) {
-    const path = new Path2D();
+  const left = Math.round(place.left * scale), width = Math.round(place.width * scale);
+  const rows = Math.round(data.workers * laneHeight * scale);
+  if (!picture || picture.width !== width || picture.height !== rows) picture = pen.createImageData(width, rows);
+  const pixels = new Uint32Array(picture.data.buffer).fill(0);
+  const inks = STACK.map(([name]) => [packed(palette[name]), packed(palette.pattern), MARKS[name]]);
+  for (let worker = 0; worker < data.workers; worker++) {
+    const first = Math.round(worker * laneHeight * scale), last = Math.round(((worker + 1) * laneHeight - 1) * scale);
+    pixels.fill(packed(worker === chosen ? palette.line : palette.lane), first * width, last * width);
     for (let bucket = 0; bucket < data.buckets; bucket++) {
-      const left = place(data.begin + bucket * data.secs), right = place(data.begin + (bucket + 1) * data.secs);
-      for (let worker = 0; worker < data.workers; worker++) {
-        const cell = bucket * data.workers + worker;
-        let secs = 0;
-        for (const each of channels) secs += data.cells[channel[each] + cell];
-        const low = base[cell], high = Math.min(1, low + secs / data.secs);
-        if (high - low < 0.01) continue;
-        base[cell] = high;
-        path.rect(left, top + worker * laneHeight + height * (1 - high), right - left + 0.25, height * (high - low));
+      const cell = bucket * data.workers + worker;
+      const from = Math.max(0, Math.round(place(data.begin + bucket * data.secs) * scale) - left);
+      const to = Math.min(width, Math.round(place(data.begin + (bucket + 1) * data.secs) * scale) - left);
+      let part = 0, bottom = last;
+      for (let i = 0; i < STACK.length && to > from; i++) {
+        for (const name of STACK[i][1]) part += data.cells[channel[name] + cell] / data.secs;
+        const upper = Math.max(first, last - Math.round(Math.min(1, part) * (last - first)));
+        const [ink, other, hatch] = inks[i];
+        // A thin bar has no room for a hatch.
+        const mark = bottom - upper >= 4 * scale ? hatch : null;
+        for (let y = upper; y < bottom; y++) {
+          for (let x = from; x < to; x++) pixels[y * width + x] = mark && mark(x / scale, y / scale) ? other : ink;
+        }
+        bottom = Math.min(bottom, upper);
       }
     }
-    fill(pen, path, name, scale);
   }
-  crosses(pen, colours().lost, laneHeight, function* () {
+  pen.putImageData(picture, left, Math.round(top * scale));
+  crosses(pen, palette.lost, laneHeight, function* () {
     for (let cell = 0; cell < step; cell++) {
       if (data.cells[channel.lost + cell] < 0.5) continue;
       const bucket = Math.floor(cell / data.workers), worker = cell % data.workers;
       yield [place(data.begin + (bucket + 0.5) * data.secs), top + (worker + 0.5) * laneHeight];
     }
   });
+}
+
+// Where a hatch or a dot is.
+const MARKS = {
+  dropped: (x, y) => (x + y) % 6 < 1.5,
+  held: (x, y) => x % 4 < 2 && y % 4 < 2,
+};
+
+function packed(hex) {
+  const value = parseInt(hex.slice(1), 16);
+  return (0xff000000 | (value & 0xff) << 16 | (value & 0xff00) | value >> 16) >>> 0;
 }
 
 export function drawGradients(pen, data, place, laneHeight, top, scale) {

@@ -2,11 +2,11 @@
 // Colours. Categories are of the Okabe-Ito palette, amounts of viridis; each has a second cue: a pattern, a height or a number.
 
 const LIGHT = {
-  accepted: '#0072B2', dropped: '#D55E00', wait: '#B9DDF3', held: '#CC79A7', lost: '#000000',
+  accepted: '#0072B2', dropped: '#D55E00', wait: '#56B4E9', held: '#CC79A7', lost: '#000000',
   paper: '#ffffff', lane: '#f4f5f7', line: '#c9ced6', text: '#24292f', faint: '#57606a', pattern: '#ffffff',
 };
 const DARK = {
-  accepted: '#3D9BDC', dropped: '#F07F2E', wait: '#2B5876', held: '#DB93BB', lost: '#ffffff',
+  accepted: '#3D9BDC', dropped: '#F07F2E', wait: '#A6D3EE', held: '#DB93BB', lost: '#ffffff',
   paper: '#303030', lane: '#3a3a3a', line: '#5c5c5c', text: '#f0f0f0', faint: '#c0c0c0', pattern: '#202020',
 };
 const VIRIDIS = [

@@ -94,8 +94,11 @@ export class Timeline {
     const data = await this.requests.call({job: this.job.id, begin, end, buckets});
     if (!data) return null;
     data.end = data.begin + data.secs * data.buckets;
+    // Gradients of a few pixels would be a blur: then their sums say more.
+    data.detail &&= data.worker.length / data.workers * 7 <= this.plot(this.lanes).width;
     this.data = data;
     this.draw();
+    if (this.chosen !== null) this.describe(this.chosen);
     return data;
   }
 
@@ -123,7 +126,7 @@ export class Timeline {
       pen.rect(LEFT, AXIS, width - LEFT - RIGHT, this.job.workers.length * this.laneHeight);
       pen.clip();
       const draw = this.data.detail ? drawGradients : drawBuckets;
-      draw(pen, this.data, place, this.laneHeight, AXIS, scale);
+      draw(pen, this.data, place, this.laneHeight, AXIS, scale, this.chosen);
       pen.restore();
     }
     this.drawEvents(pen, place);
@@ -210,7 +213,8 @@ export class Timeline {
 
   placing(width) {
     const {begin, length} = this.window;
-    return time => LEFT + (time - begin) / length * (width - LEFT - RIGHT);
+    const place = time => LEFT + (time - begin) / length * (width - LEFT - RIGHT);
+    return Object.assign(place, {left: LEFT, width: width - LEFT - RIGHT});
   }
 
   drawNames(pen, width) {
@@ -282,7 +286,7 @@ export class Timeline {
   describe(worker) {
     if (!this.data) return;
     const sums = this.sums(worker, 0, this.data.buckets);
-    const entries = [['worker', this.job.workers[worker]], ...rows(sums, this.data.end - this.data.begin)];
+    const entries = [['worker', this.job.workers[worker]], ['in', `${secs(this.data.end - this.data.begin)} shown`], ...rows(sums, this.data.end - this.data.begin)];
     empty(this.details).append(...entries.flatMap(([name, value]) => [
       element('dt', {text: name}), element('dd', {text: short(value, 120), 'data-name': name}),
     ]));
@@ -386,7 +390,7 @@ function fitting(pen, text, width) {
 function legend() {
   const entries = [
     ['accepted', 'computing, accepted'], ['dropped', 'computing, late and dropped'], ['wait', 'waiting for the update'],
-    ['held', 'held back by the policy'], ['lost', 'lost'],
+    ['held', 'held back before the next start'], ['lost', 'lost'],
   ];
   return element('ul', {class: 'legend', 'aria-label': 'Legend'}, entries.map(([name, text]) =>
     element('li', {}, [element('span', {class: `swatch ${name}`, 'aria-hidden': 'true', text: name === 'lost' ? '✕' : ''}),

@@ -48,6 +48,11 @@ export class WorkerTable {
     this.draw();
   }
 
+  clear() {
+    this.rows = [];
+    this.draw();
+  }
+
   sort(key) {
     const {sorting} = this;
     this.sorting = {key, descending: sorting.key === key ? !sorting.descending : key !== 'name'};
