@@ -33,7 +33,7 @@ _PICTURES = {
     "tensorboard_backup_workers": ("backup_workers", False, 1280, 0, "main"),
     "tensorboard_gradients": ("backup_workers", False, 1280, 6, "section[data-mode]"),
     "tensorboard_staleness_dark": ("soft_sync", True, 1280, 0, "main"),
-    "tensorboard_64_workers": ("simulated_64_workers", False, 1280, 0, "main"),
+    "tensorboard_64_workers": ("simulated_64_workers", False, 1120, 0, "main"),
 }
 
 
@@ -71,7 +71,7 @@ def _photograph(address: str, name: str) -> pathlib.Path:
         page.resize(width, page.value("document.documentElement.scrollHeight"))
         page.wait_for(
             "(() => { const w = document.querySelector('section[data-mode]').dataset; "
-            "return document.querySelector('main').dataset.shown === w.begin + ' ' + w.end; })()"
+            "return document.querySelector('main').dataset.shown === w.begin + ' ' + w.end && w.buckets > 100; })()"
         )
         page.value("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
         box = page.value(

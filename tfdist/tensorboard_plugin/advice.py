@@ -66,7 +66,7 @@ def advise(timeline: Timeline, seed: int = 0) -> dict[str, Any]:
     if spares is None:
         return {
             "state": "none",
-            "reason": "each gradient is applied without waiting for other workers: a spare has no meaning, and one "
+            "reason": "under these policies no update waits for a certain worker: a spare has no meaning, and one "
             "worker less costs its share of the gradients",
         }
     times = _times(timeline)

@@ -28,10 +28,12 @@ export class TimeWindow {
   set(begin, end) {
     const length = Math.min(Math.max(end - begin, MIN_SECS), this.high - this.low);
     const middle = (begin + end) / 2;
-    const from = Math.min(Math.max(middle - length / 2, this.low), this.high - length);
-    if (from === this.begin && from + length === this.end) return;
+    const all = length >= (this.high - this.low) * (1 - 1e-9);
+    const from = all ? this.low : Math.min(Math.max(middle - length / 2, this.low), this.high - length);
+    const to = all ? this.high : from + length;
+    if (from === this.begin && to === this.end) return;
     this.begin = from;
-    this.end = from + length;
+    this.end = to;
     this.changed();
   }
 

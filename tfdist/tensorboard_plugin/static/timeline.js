@@ -88,7 +88,8 @@ export class Timeline {
 
   // Fetches the window that is shown; null if a newer one was asked for meanwhile.
   async load() {
-    if (!this.job) return null;
+    // Without a width TensorBoard shows another tab; the page is drawn when it is shown again.
+    if (!this.job || this.lanes.clientWidth < LEFT + 100) return null;
     const {begin, end} = this.window;
     const buckets = Math.max(20, Math.floor(this.plot(this.lanes).width / 4));
     const data = await this.requests.call({job: this.job.id, begin, end, buckets});
@@ -111,6 +112,7 @@ export class Timeline {
     const root = this.root;
     root.dataset.begin = begin;
     root.dataset.end = end;
+    root.dataset.buckets = this.data ? this.data.buckets : 0;
     root.dataset.mode = this.data ? (this.data.detail ? 'gradients' : 'buckets') : 'none';
     this.exact.textContent = !this.data ? '' : this.data.detail ? 'Each gradient by itself.'
       : `Bars: shares of ${secs(this.data.secs)}${this.data.exact ? '' : ', interpolated between groups of updates'}. Zoom in to see each gradient.`;
