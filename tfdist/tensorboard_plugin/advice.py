@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from tfdist.policies import BackupWorkers, simulate
+from tfdist import simulation
+from tfdist.policies import BackupWorkers
 from tfdist.update_log import Timeline
 from tfdist.update_log.records import Outcome
 
@@ -174,7 +175,9 @@ def _rate(secs: list[list[float]], spares: int, num_updates: int, overhead: floa
     """Returns updates per second, with the time that the updates themselves take."""
     count = len(secs[0])
     policy = BackupWorkers(spares=spares)
-    done = simulate.simulate(policy, lambda replica, attempt: secs[replica][attempt % count], num_updates, len(secs))
+    done = simulation.simulate_policy(
+        policy, lambda replica, attempt: secs[replica][attempt % count], num_updates, len(secs)
+    )
     return num_updates / (done.seconds + num_updates * overhead)
 
 
