@@ -2,9 +2,10 @@
 // The timeline of updates and the heat map of staleness: two canvases with one lane per worker and a common time axis.
 
 import {getBlock, Latest} from './api.js';
-import {element, empty, digits, percent, secs, short, timeTicks, tickSecs} from './format.js';
+import {element, empty, digits, secs, short, timeTicks, tickSecs} from './format.js';
 import {colours, viridis} from './theme.js';
 import {drawBuckets, drawGradients} from './lanes.js';
+import {fitting, legend, rows} from './timeline_texts.js';
 
 const LEFT = 132, RIGHT = 12, AXIS = 26;
 const OUTCOMES = ['accepted', 'late and dropped', 'lost'];
@@ -370,32 +371,3 @@ export class Timeline {
     return data.worker.some((each, i) => each === worker && !data.outcome[i] && at >= data.arrival[i] && at <= data.update[i]);
   }
 }
-
-function rows(sums, length) {
-  const share = value => `${secs(value)} (${percent(value / length)})`;
-  const counted = value => (Math.abs(value - Math.round(value)) < 0.01 ? String(Math.round(value)) : `about ${digits(value)}`);
-  return [
-    ['computing, accepted', share(sums.accepted_secs)], ['computing, dropped', share(sums.dropped_secs + sums.lost_secs)],
-    ['waiting for updates', share(sums.wait_secs)], ['held back', share(sums.held_secs)],
-    ['accepted', counted(sums.accepted)], ['late and dropped', counted(sums.dropped)], ['lost', counted(sums.lost)],
-    ['mean staleness', sums.accepted > 0.01 ? digits(sums.staleness_sum / sums.accepted) : '-'],
-  ];
-}
-
-function fitting(pen, text, width) {
-  if (pen.measureText(text).width <= width) return text;
-  let length = Math.min(text.length, 40);
-  while (length > 1 && pen.measureText(`${text.slice(0, length)}…`).width > width) length -= 1;
-  return `${text.slice(0, length)}…`;
-}
-
-function legend() {
-  const entries = [
-    ['accepted', 'computing, accepted'], ['dropped', 'computing, late and dropped'], ['wait', 'waiting for the update'],
-    ['held', 'held back before the next start'], ['lost', 'lost'],
-  ];
-  return element('ul', {class: 'legend', 'aria-label': 'Legend'}, entries.map(([name, text]) =>
-    element('li', {}, [element('span', {class: `swatch ${name}`, 'aria-hidden': 'true', text: name === 'lost' ? '✕' : ''}),
-      element('span', {text})])));
-}
-
