@@ -31,16 +31,21 @@ class Job:
         directories = [posixpath.dirname(path) for path in timeline.headers]
         self.run = posixpath.commonpath(directories) if all(directories) else ""
         self.advisor = advice.Advisor(timeline)
+        self._lock = threading.Lock()
+        self._levels: lod.Levels | None = None
 
-    @functools.cached_property
+    @property
     def levels(self) -> lod.Levels:
-        """Sums over any window."""
-        return lod.Levels(self.timeline)
+        """Sums over any window. The page asks for them in several requests at once; they are computed once."""
+        with self._lock:
+            if self._levels is None:
+                self._levels = lod.Levels(self.timeline)
+            return self._levels
 
     @functools.cached_property
     def table(self) -> list[dict[str, Any]]:
         """Rows of the table of workers."""
-        return people.table(self.timeline)
+        return people.table(self.timeline, self.levels.total)
 
     def summary(self) -> dict[str, Any]:
         """Returns the fields of a job in the list of jobs."""

@@ -8,22 +8,21 @@ from typing import Any
 
 import numpy as np
 
-from tfdist.update_log import Timeline
+from tfdist.update_log import Groups, Timeline
 from tfdist.update_log.records import Outcome
 
 # Percentiles come from so many gradients at most, spread evenly over the timeline.
 _SAMPLE = 500_000
 
 
-def table(timeline: Timeline) -> list[dict[str, Any]]:
-    """Returns a row for each worker, the one that delays the updates most first.
+def table(timeline: Timeline, total: Groups) -> list[dict[str, Any]]:
+    """Returns a row for each worker, the one that delays the updates most first; `total` adds up the timeline.
 
     `delay_secs` adds up, over the updates in which the worker's gradient was the last one that entered, the time since
     the last but one: by so much the updates would have been earlier without this worker's gradient.
     """
-    if not timeline.num_updates:
+    if not len(total):
         return []
-    total = timeline.total()
     delay, last = _delays(timeline)
     percentiles = _percentiles(timeline)
     rows = []
