@@ -15,7 +15,7 @@ PARALLEL = -n 4 --dist loadfile --no-loadscope-reorder
 
 SRC =
 
-.PHONY: help demo chaos programs fuzz test test-all test-fast test-keras test-kubernetes test-network test-slurm test-ssh test-versions test-oldest test-newest lint format bench bench-torch flames venv venv-dev venv-bench python clean
+.PHONY: help demo chaos programs screenshots fuzz test test-all test-fast test-keras test-kubernetes test-network test-slurm test-ssh test-versions test-oldest test-newest lint format bench bench-torch flames venv venv-dev venv-bench python clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null || grep '##' Makefile
@@ -82,6 +82,9 @@ flames: venv-bench  ## draw where the time of a step goes, per strategy (5 minut
 
 programs: venv  ## run tutorials and examples of others, in SRC, under each strategy (hours); FLAGS="--programs=... --kinds=..."
 	$(BIN)/python experiments/programs/run.py --src $(SRC) $(FLAGS)
+
+screenshots: venv  ## take the screenshots of docs/watching.md (Chromium; 5 minutes); FLAGS=--logdir=... keeps the logs
+	$(BIN)/python benchmarks/screenshots.py $(FLAGS)
 
 venv: python
 	@$(PYTHON) .ci/venv.py experiments,test

@@ -8,8 +8,10 @@ import setuptools
 
 _HERE = pathlib.Path(__file__).parent
 _MPI = ["mpi4py>=4.1", "mpich>=4.3"]
-_TESTS = [*_MPI, "hypothesis>=6.100", "psutil>=5.9", "pytest>=8.4", "pytest-timeout>=2.3", "pytest-xdist>=3.6"]
 _TENSORBOARD = ["tensorboard>=2.20,<2.22"]
+_BROWSER = [*_TENSORBOARD, "websocket-client>=1.8"]
+_PYTEST = ["pytest>=8.4", "pytest-timeout>=2.3", "pytest-xdist>=3.6"]
+_TESTS = [*_MPI, *_BROWSER, *_PYTEST, "hypothesis>=6.100", "psutil>=5.9"]
 _EXPERIMENTS = ["matplotlib>=3.8", "scikit-learn>=1.5", *_TENSORBOARD]
 
 
@@ -60,7 +62,7 @@ setuptools.setup(
         "Typing :: Typed",
     ],
     packages=setuptools.find_packages(include=["tfdist", "tfdist.*"]),
-    package_data={"tfdist": ["py.typed"]},
+    package_data={"tfdist": ["py.typed"], "tfdist.tensorboard_plugin": ["static/*.js", "static/*.css"]},
     ext_modules=[_NATIVE],
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
     zip_safe=False,
@@ -80,8 +82,12 @@ setuptools.setup(
         "experiments": _EXPERIMENTS,
         "bench": [*_MPI, "psutil>=5.9", "py-spy>=0.4", "tf-keras>=2.20,<2.22"],
         "bench-torch": ["torch>=2.5", "jax>=0.4.38"],
+        "browser": _BROWSER,
         "test": _TESTS,
         "dev": [*_TESTS, *_EXPERIMENTS, "build>=1.2", "pyright[nodejs]>=1.1.390", "ruff>=0.9"],
     },
-    entry_points={"console_scripts": ["tfdist=tfdist.cli:main"]},
+    entry_points={
+        "console_scripts": ["tfdist=tfdist.cli:main"],
+        "tensorboard_plugins": ["tfdist=tfdist.tensorboard_plugin.plugin:TfdistPlugin"],
+    },
 )

@@ -70,6 +70,7 @@ ARROWS: dict[str, set[str]] = {
         "strategies",
         "telemetry",
     },
+    "tensorboard_plugin": {"policies", "simulation", "update_log"},
     "firewall": {"_addresses", "cluster"},
     "doctor_meeting": {*_SOCKETS, "cluster"},
     "doctor": {"__init__", "_addresses", "cluster", "doctor_meeting", "firewall", "launchers"},

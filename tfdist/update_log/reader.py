@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
+import functools
 import itertools
 import os
 import re
@@ -19,6 +21,7 @@ _MAX_DEPTH = 6
 _HEADER = "log.json"
 # A segment may be replaced between the listing of its directory and its reading.
 _ATTEMPTS = 3
+_THREADS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,16 +161,24 @@ class _Log:
     def _read_new(self, names: set[str], workers: int, is_last: bool) -> bool:
         """Reads segments; returns True if some have vanished, because others have replaced them."""
         gone = False
-        for name in sorted(names - self.content.keys() - self.skipped.keys()):
-            try:
-                data = self._files.read(f"{self._directory}/{name}")
-                self.content[name] = segments.decode(segments.kind_and_serial(name)[0], data, workers)
-            except (OSError, ValueError) as error:
-                if isinstance(error, OSError) and not is_last:
+        new = sorted(names - self.content.keys() - self.skipped.keys())
+        # Reading and inflating run without Python's lock.
+        with concurrent.futures.ThreadPoolExecutor(_THREADS if len(new) > 1 else 1) as pool:
+            for name, read in zip(new, pool.map(functools.partial(self._segment, workers), new), strict=True):
+                if isinstance(read, segments.Segment):
+                    self.content[name] = read
+                elif isinstance(read, OSError) and not is_last:
                     gone = True
                 else:
-                    self._skip(name, error)
+                    self._skip(name, read)
         return gone
+
+    def _segment(self, workers: int, name: str) -> segments.Segment | Exception:
+        try:
+            data = self._files.read(f"{self._directory}/{name}")
+            return segments.decode(segments.kind_and_serial(name)[0], data, workers)
+        except (OSError, ValueError) as error:
+            return error
 
     def _skip(self, name: str, error: Exception) -> None:
         self.skipped[name] = Skipped(f"{self._path}/{name}".lstrip("/"), str(error) or type(error).__name__)

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jobs below TensorBoard's log directory: reads their logs, and keeps what the page has asked of each."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import posixpath
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tfdist.tensorboard_plugin import advice, lod, people
+from tfdist.update_log import Files, LocalFiles, LogReader, Skipped, Timeline
+from tfdist.update_log.reader import find_logs
+
+# The disk is looked at again after so many seconds, and after ten times as long as the last look took.
+_REREAD_SECS = 5.0
+_LOOK_SECS = 10.0
+
+
+class Job:
+    """One training: a timeline, and what is computed from it when the page first asks."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self.timeline = timeline
+        header = timeline.header
+        self.id = hashlib.sha256(f"{timeline.job}\0{header.writer}\0{timeline.origin_secs!r}".encode()).hexdigest()[:16]
+        directories = [posixpath.dirname(path) for path in timeline.headers]
+        self.run = posixpath.commonpath(directories) if all(directories) else ""
+        self.advisor = advice.Advisor(timeline)
+        self._lock = threading.Lock()
+        self._levels: lod.Levels | None = None
+
+    @property
+    def levels(self) -> lod.Levels:
+        """Sums over any window. The page asks for them in several requests at once; they are computed once."""
+        with self._lock:
+            if self._levels is None:
+                self._levels = lod.Levels(self.timeline)
+            return self._levels
+
+    @functools.cached_property
+    def table(self) -> list[dict[str, Any]]:
+        """Rows of the table of workers."""
+        return people.table(self.timeline, self.levels.total)
+
+    def summary(self) -> dict[str, Any]:
+        """Returns the fields of a job in the list of jobs."""
+        timeline, header = self.timeline, self.timeline.header
+        begin, end = timeline.span
+        return {
+            "id": self.id,
+            "run": self.run,
+            "job": timeline.job,
+            "writers": sorted({each.writer for each in timeline.headers.values()})[:100],
+            "strategy": header.strategy,
+            "policies": list(header.policies),
+            "simulated": header.simulated,
+            "workers": list(timeline.workers),
+            "updates": timeline.num_updates,
+            "aggregated_updates": int(timeline.groups.updates.sum()),
+            "gradients": len(timeline.contributions),
+            "origin_secs": timeline.origin_secs,
+            "begin": begin,
+            "end": end,
+        }
+
+
+class Jobs:
+    """All jobs below a directory. Any thread may call it.
+
+    Args:
+      directory: the log directory.
+      files: its file system.
+      clock: seconds, for the intervals between two readings.
+    """
+
+    def __init__(self, directory: str, files: Files | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._directory = directory
+        self._files = files or LocalFiles()
+        self._reader = LogReader(directory, self._files)
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._next_read = -1e9
+        self._jobs: dict[str, Job] = {}
+        self._skipped: tuple[Skipped, ...] = ()
+        self._looking: threading.Thread | None = None
+        self._next_look = -1e9
+        self.has_logs = False
+
+    def look(self) -> bool:
+        """Returns True if there is a log, as far as is known; looks for one in the background, now and then."""
+        if not self.has_logs and self._clock() >= self._next_look and not (self._looking and self._looking.is_alive()):
+            self._next_look = self._clock() + _LOOK_SECS
+            self._looking = threading.Thread(target=self._look, name="tfdist plugin", daemon=True)
+            self._looking.start()
+            # Enough for a local directory, so that the tab is there at once.
+            self._looking.join(0.2)
+        return self.has_logs
+
+    def all(self) -> tuple[list[Job], tuple[Skipped, ...]]:
+        """Returns the jobs, the newest first, and the files that were skipped."""
+        with self._lock:
+            if self._clock() >= self._next_read:
+                began = self._clock()
+                self._read()
+                ended = self._clock()
+                self._next_read = ended + max(_REREAD_SECS, 10 * (ended - began))
+            return list(self._jobs.values()), self._skipped
+
+    def get(self, job_id: str) -> Job | None:
+        """Returns one of the known jobs."""
+        if not self._jobs:
+            self.all()
+        return self._jobs.get(job_id)
+
+    def _read(self) -> None:
+        reading = self._reader.read()
+        self._skipped = reading.skipped
+        if reading.is_new:
+            kept = {id(job.timeline): job for job in self._jobs.values()}
+            jobs = [kept.get(id(timeline)) or Job(timeline) for timeline in reversed(reading.timelines)]
+            self._jobs = {job.id: job for job in jobs}
+        self.has_logs = bool(self._jobs or self._skipped)
+
+    def _look(self) -> None:
+        try:
+            self.has_logs = bool(list(itertools.islice(find_logs(self._directory, self._files), 1)))
+            if self.has_logs:
+                # What the page will ask first.
+                for job in self.all()[0][:1]:
+                    _ = job.levels
+        except OSError:
+            # The directory may come later.
+            pass

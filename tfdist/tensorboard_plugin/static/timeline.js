@@ -1,0 +1,373 @@
+// SPDX-License-Identifier: Apache-2.0
+// The timeline of updates and the heat map of staleness: two canvases with one lane per worker and a common time axis.
+
+import {getBlock, Latest} from './api.js';
+import {element, empty, digits, secs, short, timeTicks, tickSecs} from './format.js';
+import {colours, viridis} from './theme.js';
+import {drawBuckets, drawGradients} from './lanes.js';
+import {fitting, legend, rows} from './timeline_texts.js';
+
+const LEFT = 132, RIGHT = 12, AXIS = 26;
+const OUTCOMES = ['accepted', 'late and dropped', 'lost'];
+const KINDS = ['lost', 'returned', 'policy changed', 'phase changed', 'resumed', 'restarted'];
+
+export class Timeline {
+  constructor(timeWindow) {
+    this.window = timeWindow;
+    this.job = null;
+    this.data = null;
+    this.events = [];
+    this.isStale = false;
+    this.chosen = null;
+    this.hover = null;
+    this.requests = new Latest(parameters => getBlock('window', parameters));
+    this.live = element('div', {class: 'sr-only', 'aria-live': 'polite'});
+    this.details = element('dl', {class: 'details', id: 'details'});
+    this.range = element('span', {class: 'range', id: 'range'});
+    this.lanes = this.canvas('lanes', 'Timeline of updates, one lane per worker. Arrow keys pan, plus and minus zoom, ' +
+      'up and down choose a worker, 0 shows everything.');
+    this.heat = this.canvas('heat', 'Heat map of the staleness of gradients, worker by time.');
+    this.tip = element('div', {class: 'tip', id: 'tip', role: 'tooltip', hidden: ''});
+    this.exact = element('p', {class: 'hint'});
+    this.scale = element('div', {class: 'scale'});
+    this.root = element('section', {'aria-label': 'Timeline'}, [
+      element('div', {class: 'bar'}, [element('h2', {text: 'Timeline of updates'}), this.range, ...this.buttons()]),
+      legend(), this.lanes, this.exact, this.details,
+      element('div', {class: 'bar'}, [element('h2', {text: 'Staleness of gradients'}), this.scale]),
+      this.heat, this.tip, this.live,
+    ]);
+  }
+
+  canvas(id, label) {
+    const made = element('canvas', {id, tabindex: '0', role: 'application', 'aria-label': label});
+    this.window.listen(made, () => this.plot(made));
+    made.addEventListener('keydown', event => this.key(event));
+    made.addEventListener('pointermove', event => { if (!this.window.drag) this.point(made, event); });
+    made.addEventListener('pointerleave', () => this.hide());
+    made.addEventListener('click', event => {
+      const lane = this.laneAt(made, event.offsetY);
+      if (lane !== null && !this.window.dragged) this.choose(lane);
+    });
+    return made;
+  }
+
+  buttons() {
+    const made = [
+      ['zoom-in', '+', 'Zoom in (+)', () => this.window.zoom(0.5)],
+      ['zoom-out', '−', 'Zoom out (−)', () => this.window.zoom(2)],
+      ['left', '◀', 'Earlier (left arrow)', () => this.window.pan(-0.25)],
+      ['right', '▶', 'Later (right arrow)', () => this.window.pan(0.25)],
+      ['fit', 'All', 'Show the whole training (0)', () => this.window.fit()],
+    ];
+    return made.map(([id, text, title, action]) => {
+      const button = element('button', {id, type: 'button', title, 'aria-label': title, text});
+      button.addEventListener('click', action);
+      return button;
+    });
+  }
+
+  setJob(job, isOther) {
+    this.job = job;
+    if (isOther) { this.data = null; this.chosen = null; this.hide(); empty(this.details); }
+  }
+
+  setWorkers(workers) {
+    this.events = workers.events;
+    this.isStale = workers.rows.some(row => row.staleness_max > 0);
+    this.heat.hidden = !this.isStale;
+    if (!this.isStale) empty(this.scale).append(element('span', {text: 'none: each gradient was of the current step'}));
+    this.draw();
+  }
+
+  get laneHeight() {
+    return Math.max(5, Math.min(26, Math.floor(620 / Math.max(1, this.job.workers.length))));
+  }
+
+  plot(canvas) {
+    return {left: LEFT, width: Math.max(50, canvas.clientWidth - LEFT - RIGHT)};
+  }
+
+  // Fetches the window that is shown; null if a newer one was asked for meanwhile.
+  async load() {
+    // Without a width TensorBoard shows another tab; the page is drawn when it is shown again.
+    if (!this.job || this.lanes.clientWidth < LEFT + 100) return null;
+    const {begin, end} = this.window;
+    const buckets = Math.max(20, Math.floor(this.plot(this.lanes).width / 4));
+    const data = await this.requests.call({job: this.job.id, begin, end, buckets});
+    if (!data) return null;
+    data.end = data.begin + data.secs * data.buckets;
+    // Gradients of a few pixels would be a blur: then their sums say more.
+    data.detail &&= data.worker.length / data.workers * 7 <= this.plot(this.lanes).width;
+    this.data = data;
+    this.draw();
+    if (this.chosen !== null) this.describe(this.chosen);
+    return data;
+  }
+
+  draw() {
+    if (!this.job || !this.lanes.isConnected) return;
+    this.drawLanes();
+    if (this.isStale) this.drawHeat();
+    const {begin, end, low} = this.window;
+    this.range.textContent = `${secs(begin - low)} to ${secs(end - low)} (${secs(end - begin)} shown)`;
+    const root = this.root;
+    root.dataset.begin = begin;
+    root.dataset.end = end;
+    root.dataset.buckets = this.data ? this.data.buckets : 0;
+    root.dataset.mode = this.data ? (this.data.detail ? 'gradients' : 'buckets') : 'none';
+    this.exact.textContent = !this.data ? '' : this.data.detail ? 'Each gradient by itself.'
+      : `Bars: shares of ${secs(this.data.secs)}${this.data.exact ? '' : ', interpolated between groups of updates'}. Zoom in to see each gradient.`;
+  }
+
+  drawLanes() {
+    const {pen, width, scale} = this.prepare(this.lanes, this.job.workers.length * this.laneHeight + AXIS);
+    const place = this.placing(width);
+    this.drawNames(pen, width);
+    if (this.data) {
+      pen.save();
+      pen.beginPath();
+      pen.rect(LEFT, AXIS, width - LEFT - RIGHT, this.job.workers.length * this.laneHeight);
+      pen.clip();
+      const draw = this.data.detail ? drawGradients : drawBuckets;
+      draw(pen, this.data, place, this.laneHeight, AXIS, scale, this.chosen);
+      pen.restore();
+    }
+    this.drawEvents(pen, place);
+    this.drawAxis(pen, width, place);
+  }
+
+  drawHeat() {
+    const {pen, width} = this.prepare(this.heat, this.job.workers.length * this.laneHeight + AXIS);
+    const place = this.placing(width);
+    this.drawNames(pen, width);
+    if (this.data) this.drawCells(pen, place, width);
+    this.drawAxis(pen, width, place);
+  }
+
+  drawCells(pen, place, width) {
+    const {data, laneHeight} = this;
+    const most = this.mostStale();
+    const step = data.buckets * data.workers;
+    const accepted = data.channels.indexOf('accepted') * step, staleness = data.channels.indexOf('staleness_sum') * step;
+    const joined = Math.max(1, Math.ceil(data.buckets / ((width - LEFT - RIGHT) / Math.max(8, laneHeight))));
+    for (let bucket = 0; bucket < data.buckets; bucket += joined) {
+      const last = Math.min(data.buckets, bucket + joined);
+      const left = Math.max(LEFT, place(data.begin + bucket * data.secs));
+      const right = Math.min(width - RIGHT, place(data.begin + last * data.secs));
+      if (right <= left) continue;
+      for (let worker = 0; worker < data.workers; worker++) {
+        let sum = 0, gradients = 0;
+        for (let each = bucket; each < last; each++) {
+          sum += data.cells[staleness + each * data.workers + worker];
+          gradients += data.cells[accepted + each * data.workers + worker];
+        }
+        if (gradients < 0.05) continue;
+        const mean = sum / gradients, rgb = viridis(most ? mean / most : 0), top = AXIS + worker * laneHeight;
+        pen.fillStyle = `rgb(${rgb})`;
+        pen.fillRect(left, top, right - left + 0.3, laneHeight - 1);
+        if (laneHeight >= 14 && right - left >= 24) {
+          pen.fillStyle = rgb[0] * 0.3 + rgb[1] * 0.59 + rgb[2] * 0.11 > 128 ? '#000' : '#fff';
+          pen.textAlign = 'center';
+          pen.fillText(digits(mean).slice(0, 4), (left + right) / 2, top + laneHeight / 2);
+        }
+      }
+    }
+    this.drawScale(most);
+  }
+
+  // The scale ends at the largest mean of a worker and a bucket of the window.
+  mostStale() {
+    const {data} = this;
+    const step = data.buckets * data.workers;
+    const accepted = data.channels.indexOf('accepted') * step, staleness = data.channels.indexOf('staleness_sum') * step;
+    let most = 0;
+    for (let i = 0; i < step; i++) {
+      if (data.cells[accepted + i] >= 0.5) most = Math.max(most, data.cells[staleness + i] / data.cells[accepted + i]);
+    }
+    return most;
+  }
+
+  drawScale(most) {
+    const steps = Array.from({length: 9}, (_, i) => {
+      const box = element('span', {class: 'step'});
+      box.style.backgroundColor = `rgb(${viridis(i / 8)})`;
+      return box;
+    });
+    empty(this.scale).append(...(most ? [
+      element('span', {text: '0'}), ...steps, element('span', {text: `${digits(most)} updates behind (mean of a cell)`}),
+    ] : [element('span', {text: '0 in this window'})]));
+  }
+
+  prepare(canvas, height) {
+    const scale = devicePixelRatio || 1;
+    const width = canvas.parentElement.clientWidth;
+    if (canvas.width !== Math.round(width * scale) || canvas.height !== Math.round(height * scale)) {
+      canvas.width = Math.round(width * scale);
+      canvas.height = Math.round(height * scale);
+      canvas.style.height = `${height}px`;
+    }
+    const pen = canvas.getContext('2d');
+    pen.setTransform(scale, 0, 0, scale, 0, 0);
+    pen.clearRect(0, 0, width, height);
+    pen.font = `${Math.min(12, Math.max(9, this.laneHeight - 1))}px Roboto, Helvetica, Arial, sans-serif`;
+    pen.textBaseline = 'middle';
+    return {pen, width, scale};
+  }
+
+  placing(width) {
+    const {begin, length} = this.window;
+    const place = time => LEFT + (time - begin) / length * (width - LEFT - RIGHT);
+    return Object.assign(place, {left: LEFT, width: width - LEFT - RIGHT});
+  }
+
+  drawNames(pen, width) {
+    const palette = colours(), {laneHeight} = this;
+    // Each name if there is room for it, else each second, fourth and so on.
+    const every = laneHeight >= 9 ? 1 : Math.ceil(11 / laneHeight);
+    this.job.workers.forEach((name, worker) => {
+      const top = AXIS + worker * laneHeight;
+      pen.fillStyle = worker === this.chosen ? palette.line : palette.lane;
+      pen.fillRect(worker === this.chosen ? 0 : LEFT, top, width - RIGHT - (worker === this.chosen ? 0 : LEFT), laneHeight - 1);
+      if (worker % every) return;
+      pen.fillStyle = palette.text;
+      pen.textAlign = 'right';
+      pen.fillText(fitting(pen, name, LEFT - 14), LEFT - 8, top + laneHeight / 2);
+    });
+  }
+
+  drawAxis(pen, width, place) {
+    const palette = colours(), {begin, end, low} = this.window;
+    const {step, values} = timeTicks(begin - low, end - low, (width - LEFT - RIGHT) / 100);
+    pen.font = '11px Roboto, Helvetica, Arial, sans-serif';
+    pen.fillStyle = palette.faint;
+    pen.strokeStyle = palette.line;
+    pen.textAlign = 'center';
+    pen.lineWidth = 1;
+    for (const value of values) {
+      const x = Math.round(place(low + value)) + 0.5;
+      pen.beginPath();
+      pen.moveTo(x, AXIS - 6);
+      pen.lineTo(x, AXIS - 1);
+      pen.stroke();
+      const text = tickSecs(value, step), half = pen.measureText(text).width / 2;
+      pen.fillText(text, Math.min(width - half - 1, x), AXIS - 14);
+    }
+  }
+
+  drawEvents(pen, place) {
+    const palette = colours(), bottom = AXIS + this.job.workers.length * this.laneHeight;
+    for (const event of this.events) {
+      const x = place(event.time);
+      if (x < LEFT || event.time > this.window.end) continue;
+      pen.strokeStyle = palette.lost;
+      pen.lineWidth = 1;
+      pen.setLineDash([3, 3]);
+      pen.beginPath();
+      const top = event.worker >= 0 ? AXIS + event.worker * this.laneHeight : AXIS;
+      pen.moveTo(x, top);
+      pen.lineTo(x, event.worker >= 0 ? top + this.laneHeight : bottom);
+      pen.stroke();
+      pen.setLineDash([]);
+      pen.fillStyle = palette.text;
+      pen.textAlign = 'center';
+      pen.fillText('▾', x, AXIS - 4);
+    }
+  }
+
+  laneAt(canvas, y) {
+    const lane = Math.floor((y - AXIS) / this.laneHeight);
+    return this.job && lane >= 0 && lane < this.job.workers.length ? lane : null;
+  }
+
+  choose(worker) {
+    this.chosen = worker;
+    this.draw();
+    this.describe(worker);
+  }
+
+  // Writes the sums of a worker over the window below the timeline.
+  describe(worker) {
+    if (!this.data) return;
+    const sums = this.sums(worker, 0, this.data.buckets);
+    const entries = [['worker', this.job.workers[worker]], ['in', `${secs(this.data.end - this.data.begin)} shown`], ...rows(sums, this.data.end - this.data.begin)];
+    empty(this.details).append(...entries.flatMap(([name, value]) => [
+      element('dt', {text: name}), element('dd', {text: short(value, 120), 'data-name': name}),
+    ]));
+    this.live.textContent = entries.map(entry => entry.join(': ')).join(', ');
+  }
+
+  sums(worker, first, last) {
+    const {data} = this, step = data.buckets * data.workers;
+    return Object.fromEntries(data.channels.map((name, channel) => {
+      let sum = 0;
+      for (let bucket = first; bucket < last; bucket++) sum += data.cells[channel * step + bucket * data.workers + worker];
+      return [name, sum];
+    }));
+  }
+
+  key(event) {
+    if (!this.job) return;
+    const move = {ArrowUp: -1, ArrowDown: 1}[event.key];
+    if (move) {
+      const last = this.job.workers.length - 1;
+      this.choose(this.chosen === null ? 0 : Math.min(last, Math.max(0, this.chosen + move)));
+      event.preventDefault();
+    } else if (event.key === 'Escape') {
+      this.chosen = null;
+      empty(this.details);
+      this.hide();
+      this.draw();
+    } else {
+      this.window.key(event);
+    }
+  }
+
+  point(canvas, event) {
+    const worker = this.laneAt(canvas, event.offsetY), {left, width} = this.plot(canvas);
+    const time = this.window.begin + (event.offsetX - left) / width * this.window.length;
+    if (worker === null || !this.data || event.offsetX < left || time > this.window.end) { this.hide(); return; }
+    const entries = this.data.detail && canvas === this.lanes ? this.gradientAt(worker, time) : this.bucketAt(worker, time);
+    const near = this.events.filter(each => Math.abs(each.time - time) < this.window.length / width * 4 &&
+      (each.worker === worker || each.worker < 0));
+    for (const each of near.slice(0, 3)) entries.push([KINDS[each.kind] || 'event', each.text]);
+    empty(this.tip).append(
+      element('strong', {text: `${short(this.job.workers[worker], 60)} at ${secs(time - this.window.low)}`}),
+      ...entries.map(([name, value]) => element('div', {text: `${name}: ${short(String(value), 160)}`})));
+    this.tip.hidden = false;
+    const x = Math.min(event.clientX + 14, innerWidth - this.tip.offsetWidth - 8);
+    const y = event.clientY + 16 + this.tip.offsetHeight > innerHeight ? event.clientY - this.tip.offsetHeight - 10 : event.clientY + 16;
+    this.tip.style.left = `${x}px`;
+    this.tip.style.top = `${y}px`;
+  }
+
+  hide() { this.tip.hidden = true; }
+
+  bucketAt(worker, time) {
+    const bucket = Math.floor((time - this.data.begin) / this.data.secs);
+    if (bucket < 0 || bucket >= this.data.buckets) return [];
+    return [['in', secs(this.data.secs)], ...rows(this.sums(worker, bucket, bucket + 1), this.data.secs)];
+  }
+
+  gradientAt(worker, time) {
+    const {data} = this, at = time - data.begin;
+    for (let i = 0; i < data.worker.length; i++) {
+      if (data.worker[i] !== worker) continue;
+      const until = data.outcome[i] ? data.arrival[i] : Math.max(data.update[i], data.arrival[i]);
+      if (at < data.start[i] - data.held[i] || at > until) continue;
+      const doing = at < data.start[i] ? 'held back' : at <= data.arrival[i] ? 'computing' : 'waiting for the update';
+      if (doing === 'held back' && this.isWaiting(worker, at)) continue;
+      return [
+        ['doing', doing], ['gradient', OUTCOMES[data.outcome[i]]], ['update', data.step[i]],
+        ['computed for', secs(data.arrival[i] - data.start[i])],
+        ['waited for the update', data.outcome[i] ? '-' : secs(until - data.arrival[i])],
+        ['staleness', data.staleness[i]], ['weight', digits(data.weight[i])], ['held back before', secs(data.held[i])],
+      ];
+    }
+    return [['doing', 'idle, or not in the log']];
+  }
+
+  isWaiting(worker, at) {
+    const {data} = this;
+    return data.worker.some((each, i) => each === worker && !data.outcome[i] && at >= data.arrival[i] && at <= data.update[i]);
+  }
+}
