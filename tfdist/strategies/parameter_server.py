@@ -168,13 +168,13 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             total = aggregation.total_num_replicas if aggregation.is_synchronous else aggregation.replicas_to_aggregate
             self.distribution.gradients_per_batch = lambda: total if is_split else 1
             self._training = engine(self, self._engine, aggregation, *given)
+        for each in {self._engine, self._training}:
+            each.follow_losses(lambda worker, is_lost: self.distribution.recorder.changed(worker, is_lost))
         self.distribution.take(policies, *dict.fromkeys((self._engine, self._training)), of_workers=of_workers)
 
     def _measure(self) -> None:
-        """Has losses counted, and the counters of all processes fetched when they are asked for."""
-        recorder, coordinator = self.distribution.recorder, self._engine.coordinator
-        for engine in {self._engine, self._training}:
-            engine.follow_losses(recorder.changed)
+        """Has the counters of all processes fetched when they are asked for."""
+        coordinator = self._engine.coordinator
         tasks = [f"worker:{index}" for index in range(self._num_workers)] + [f"ps:{i}" for i in range(self._num_ps)]
         fetch, own = TaskUsages(tasks, lambda: closures.lost_workers(coordinator)).fetch, self.distribution.own_usage
         self.distribution.usage = lambda: {**fetch(), self.distribution.task: own()}
