@@ -56,7 +56,7 @@ class Distribution:
     serving: Attachment | None = None
     coordinator: Any = None
     bytes_sent: Callable[[], Sequence[int]] = lambda: ()
-    usage: Callable[[], dict[str, Usage]] = dict
+    usage: Callable[[], dict[str, Usage]] = dataclasses.field(init=False)
     own_usage: Callable[[], Usage] = dataclasses.field(default_factory=lambda: Sampler().sample)
     task: str = "chief:0"
     spares: Callable[[], int | None] = lambda: None
@@ -67,6 +67,10 @@ class Distribution:
     replicas: Sequence[int] | None = None
     served_tasks: Sequence[str] = ()
     sizes: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # Of a program without other processes.
+        self.usage = lambda: {self.task: self.own_usage()}
 
     def take(
         self,

@@ -94,8 +94,6 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
         if composed.warmup:
             replicas, sum_up = range(self.num_replicas_in_sync), self._sum_over_workers
             self._warming = WarmupEngine(self, composed.warmup, replicas, sum_up, record)
-        own = self.distribution.own_usage
-        self.distribution.usage = lambda: {self.distribution.task: own()}
         if policy:
             self.distribution.spares = lambda: getattr(policy, "spares", None)
         self.distribution.take(policies, self._engine, self._warming, self._averaging)

@@ -119,9 +119,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         self._gathers: dict[Any, Any] = {}
         self._sums = WorkerSums(self)
         self.distribution = Distribution(Recorder([f"worker:{index}" for index in range(num_workers)]))
-        self.distribution.task = str(cluster.task) if cluster is not None else "worker:0"
-        own = self.distribution.own_usage
-        self.distribution.usage = lambda: {self.distribution.task: own()}
+        self.distribution.task = str(cluster.task) if cluster else "worker:0"
         if cluster is None or not is_training or num_workers == 1:
             # An evaluator would be looked for among the workers.
             resolver = cluster_resolver if is_training else _multi_worker_cluster.empty_resolver()
