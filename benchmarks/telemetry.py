@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `tfdist.callbacks.Telemetry` costs a step.
+"""What `tfdist.callbacks.Telemetry` costs a step, with all that it writes: points, histograms and the update log.
 
 `measure` runs this file once for each strategy. In one `fit`, epochs with and without the callback take turns, and each
-is compared with its neighbour.
+is compared with its neighbour. Of several workers all take turns alike, and the chief is measured.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import pathlib
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -17,7 +21,7 @@ from typing import Any
 import child
 from absl import app, flags
 
-STRATEGIES = ("mirrored", "parameter_server")
+STRATEGIES = ("mirrored", "parameter_server", "asynchronous", "multi_worker", "multi_worker_policy")
 MOST_SHARE = 0.01
 _NUM_WORKERS = 4
 _STEPS_PER_EPOCH = 100
@@ -35,13 +39,15 @@ def measure(pairs: int, progress: Callable[[str], None]) -> dict[str, dict[str, 
     found = {}
     for strategy in STRATEGIES:
         progress(f"telemetry: {strategy}")
-        found[strategy] = child.result(__file__, [f"--strategy={strategy}", f"--pairs={pairs}"], _LIMIT_SECS)
+        arguments = [f"--strategy={strategy}", f"--pairs={pairs}"]
+        run = _run_workers if strategy.startswith("multi_worker") else child.result
+        found[strategy] = run(__file__, arguments, _LIMIT_SECS)
     return found
 
 
 def summary(report: dict[str, dict[str, list[float]]]) -> str:
     """A line for each strategy."""
-    lines = [f"{'telemetry':18}  step, ms  longer by  quartiles           within the callback  target"]
+    lines = [f"{'telemetry':20}  step, ms  longer by  quartiles           within the callback  target"]
     for strategy, secs in report.items():
         ratios = [a / b - 1 for a, b in zip(secs["with"], secs["without"], strict=True)]
         low, _, high = statistics.quantiles(ratios, n=4)
@@ -49,17 +55,44 @@ def summary(report: dict[str, dict[str, list[float]]]) -> str:
         # Of the first, a busy machine can say no more than where it surely is not.
         missed = "  MISSED" if low > MOST_SHARE or inside > MOST_SHARE else ""
         lines.append(
-            f"{strategy:18}  {1e3 * statistics.median(secs['without']) / _STEPS_PER_EPOCH:8.2f}  "
-            f"{statistics.median(ratios):9.2%}  {low:.2%} to {high:.2%}".ljust(60)
+            f"{strategy:20}  {1e3 * statistics.median(secs['without']) / _STEPS_PER_EPOCH:8.2f}  "
+            f"{statistics.median(ratios):9.2%}  {low:.2%} to {high:.2%}".ljust(62)
             + f"{inside:.2%} of the time".ljust(21)
             + f"<= {MOST_SHARE:.0%}{missed}"
         )
     return "\n".join(lines)
 
 
-def _train(directory: str) -> dict[str, list[float]]:
-    import keras
-    import numpy as np
+def _run_workers(script: str, arguments: list[str], limit_secs: float) -> Any:
+    """Runs this file as each worker of a cluster on this machine; returns the chief's result."""
+    from tfdist import Cluster, Task
+    from tfdist.launchers.ports import PortReservation
+
+    with tempfile.TemporaryDirectory() as folder, PortReservation(_NUM_WORKERS) as reserved:
+        addresses = {index: f"127.0.0.1:{port}" for index, port in enumerate(reserved.ports)}
+        outputs = [pathlib.Path(folder) / f"{index}.json" for index in addresses]
+        workers: list[subprocess.Popen[bytes]] = []
+        try:
+            for index, output in enumerate(outputs):
+                cluster = Cluster({"worker": addresses}, Task("worker", index))
+                environment = {name: value for name, value in os.environ.items() if name != "TFDIST_JOB_SECRET"}
+                environment |= {"TF_CPP_MIN_LOG_LEVEL": "3", "GRPC_VERBOSITY": "ERROR"}
+                environment["TF_CONFIG"] = cluster.to_tf_config()
+                command = [sys.executable, script, *arguments, f"--result={output}"]
+                with output.with_suffix(".log").open("w") as log:
+                    workers.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+            codes = [worker.wait(limit_secs) for worker in workers]
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.wait()
+        if any(codes):
+            last = "\n".join(output.with_suffix(".log").read_text()[-2000:] for output in outputs)
+            raise RuntimeError(f"telemetry: the workers ended with {codes}:\n{last}")
+        return json.loads(outputs[0].read_text())
+
+
+def _strategy() -> Any:
     import tensorflow as tf
 
     import tfdist
@@ -70,10 +103,21 @@ def _train(directory: str) -> dict[str, list[float]]:
         parts = [tf.config.LogicalDeviceConfiguration()] * _NUM_WORKERS
         tf.config.set_logical_device_configuration(cpu, parts)
         tf.config.threading.set_inter_op_parallelism_threads(_NUM_WORKERS + 1)
-        names = [f"CPU:{index}" for index in range(_NUM_WORKERS)]
-        strategy = tfdist.MirroredStrategy(names, policies=policies)
-    else:
-        strategy = tfdist.ParameterServerStrategy(num_workers=_NUM_WORKERS, policies=policies)
+        return tfdist.MirroredStrategy([f"CPU:{index}" for index in range(_NUM_WORKERS)], policies=policies)
+    if FLAGS.strategy.startswith("multi_worker"):
+        return tfdist.MultiWorkerMirroredStrategy(policies=policies if FLAGS.strategy.endswith("policy") else [])
+    given = [] if FLAGS.strategy == "asynchronous" else policies
+    return tfdist.ParameterServerStrategy(num_workers=_NUM_WORKERS, policies=given)
+
+
+def _train(directory: str) -> dict[str, list[float]]:
+    strategy = _strategy()
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    import tfdist
+
     with strategy.scope():
         model = keras.Sequential([keras.Input((10,)), keras.layers.Dense(32, "relu"), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
@@ -89,6 +133,7 @@ def _train(directory: str) -> dict[str, list[float]]:
             self.secs: dict[str, list[float]] = {"with": [], "without": [], "inside": []}
             self.is_on = False
             self.inside = self.began = 0.0
+            self.sink: Any = None
 
         def _call(self, function: Callable[..., None], *arguments: Any) -> None:
             if self.is_on:
@@ -99,17 +144,24 @@ def _train(directory: str) -> dict[str, list[float]]:
         def on_train_begin(self, logs: Any = None) -> None:
             self.telemetry.set_model(self.model)
             self.telemetry.on_train_begin()
+            self.sink = strategy.distribution.recorder.sink
 
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
             # The first two epochs build graphs and warm up.
             self.is_on = epoch % 4 in (1, 2)
+            # What engines hand over in their own threads.
+            strategy.distribution.recorder.sink = self.sink if self.is_on else None
             self.inside, self.began = 0.0, time.perf_counter()
             self._call(self.telemetry.on_epoch_begin, epoch)
+
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            self._call(self.telemetry.on_train_batch_begin, batch, logs)
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             self._call(self.telemetry.on_train_batch_end, batch, logs)
 
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self._call(self.telemetry.on_epoch_end, epoch, logs)
             if epoch >= 2:
                 self.secs["with" if self.is_on else "without"].append(time.perf_counter() - self.began)
             if epoch >= 2 and self.is_on:

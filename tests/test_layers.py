@@ -50,7 +50,7 @@ ARROWS: dict[str, set[str]] = {
     "engines.synchronous": {*_ENGINES, "compression"},
     "engines.warmup": _ENGINES,
     "engines.parameter_server": {*_ENGINES, "compression"},
-    "telemetry": {"cluster", "compat", "data", "policies", "update_log"},
+    "telemetry": {"cluster", "compat", "data", "policies", "runtime", "update_log"},
     "launchers": {"__init__", *_SOCKETS, "cluster"},
     "serving": {"_addresses", "cluster", "compat", "compression", "data", "launchers", "runtime"},
     "strategies": {"_addresses", "cluster", "compression", "engines", *_STEPS, "launchers", "serving", "telemetry"},

@@ -91,5 +91,5 @@ class BytesLog(digits.EpochLog):
 
     def _bytes_sent(self) -> float:
         """Returns the mean over the workers, whose messages differ in length."""
-        sent = self._strategy.report().bytes_sent.values()
+        sent = self._strategy.report().message_bytes.values()
         return sum(sent) / len(sent)

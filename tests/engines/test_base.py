@@ -21,7 +21,7 @@ from tfdist.engines.multi_worker.engine import QuorumEngine
 from tfdist.engines.multi_worker.step import Sums
 from tfdist.policies.saved_state import SavedState
 from tfdist.strategies.distribution import Distribution
-from tfdist.telemetry.report import Recorder
+from tfdist.telemetry.recorder import Recorder
 
 pytestmark = pytest.mark.devices
 

@@ -9,11 +9,13 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import ledger
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tfdist
+from tfdist.policies import Outcome
 from tfdist.policies.asynchronous import Asynchronous
 from tfdist.simulation import simulate_policy
 
@@ -46,6 +48,7 @@ def test_in_any_order_of_arrivals_losses_and_recoveries(
 ) -> None:
     draw, updates = random.Random(seed), min(updates, total)
     policy = _machine(total, updates, bound, drop)
+    named = ledger.Ledger(policy)
     # What the world knows: replica -> local step of what it computes; numbers of what was accepted and not used yet.
     computing: dict[int, int] = {}
     waiting: dict[int, tuple[int, int]] = {}
@@ -101,6 +104,10 @@ def test_in_any_order_of_arrivals_losses_and_recoveries(
             policy.recovered(replica, time)
     # Each gradient was used, or dropped, once at most.
     assert all(told[replica] <= arrivals[replica] for replica in range(total))
+    unnamed = collections.Counter(replica for replica, _ in named.open)
+    assert unnamed >= collections.Counter([*computing, *(replica for replica, _ in waiting.values())])
+    for replica in range(total):
+        assert told[replica] == named.outcomes[replica, Outcome.ACCEPTED] + named.outcomes[replica, Outcome.DROPPED]
 
 
 @pytest.mark.parametrize("bound", [1, 2, 4, 8])

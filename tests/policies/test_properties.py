@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import random
 
+import ledger
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -40,6 +41,7 @@ class BackupWorkersMachine(RuleBasedStateMachine):
             self.most = data.draw(st.integers(0, total - 1))
             self.policy = tfdist.BackupWorkers(self.most)
         self.policy.begin(total, "MirroredStrategy")
+        self.ledger = ledger.Ledger(self.policy)
         self.time = 0.0
         self.step = 0
         self.alive = set(range(total))
@@ -190,6 +192,11 @@ class BackupWorkersMachine(RuleBasedStateMachine):
         assert self.policy.step == self.step
         assert self.policy.contributors == tuple(gradient.replica for gradient in self.accepted)
         assert self.policy.update_due == (len(self.accepted) == self.wanted)
+
+    @invariant()
+    def gradients_that_no_update_has_named_are_computed_or_wait(self) -> None:
+        unnamed = {(replica, local_step) for (replica, _), local_step in self.ledger.open.items()}
+        assert unnamed >= {(gradient.replica, gradient.local_step) for gradient in [*self._current(), *self.accepted]}
 
     @invariant()
     def whoever_is_alive_and_idle_and_was_not_heard_may_start(self) -> None:

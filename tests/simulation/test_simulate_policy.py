@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 import tfdist
-from tfdist.policies import base
+from tfdist.policies import Outcome, base
 from tfdist.simulation import simulate_policy
 
 Durations = Callable[[int, int], float]
@@ -34,13 +35,24 @@ def _one_slow(replica: int, attempt: int) -> float:
 def test_three_replicas_step_by_step():
     secs = [[3.0, 3.0], [1.0, 3.0, 1.0], [2.0, 0.5, 1.0]]
     simulation = simulate_policy(tfdist.BackupWorkers(spares=1), lambda replica, attempt: secs[replica][attempt], 2, 3)
-    assert simulation.updates == (
+    assert [(update.time, update.opened_secs) for update in simulation.updates] == [(2.0, 2.0), (5.0, 3.0)]
+    counts = {"contributions": (), "time": 0.0, "opened_secs": 0.0}
+    assert [dataclasses.replace(update, **counts) for update in simulation.updates] == [
         # Replica 1 had waited for the update since 1 s.
         base.Update(1, (1, 2), (), (0, 0), 2.0, 1.0, (), (1.0, 1.0), (0, 1), held_secs=(0.0, 1.0, 0.0)),
         # Replica 0 was late for the first update. It began anew at 3 s, and is not done when the second is made at 5 s.
         # Replica 2 had waited since 2.5 s.
         base.Update(2, (2, 1), (0,), (0, 0), 3.0, 2.5, (), (1.0, 1.0), (2, 3), held_secs=(0.0, 0.0, 2.5)),
-    )
+    ]
+    accepted, dropped = Outcome.ACCEPTED, Outcome.DROPPED
+    assert [update.contributions for update in simulation.updates] == [
+        ((1, 0.0, 1.0, accepted, 0, 1.0, 0.0), (2, 0.0, 2.0, accepted, 0, 1.0, 0.0)),
+        (
+            (0, 0.0, 3.0, dropped, 1, 0.0, 0.0),
+            (2, 2.0, 2.5, accepted, 0, 1.0, 0.0),
+            (1, 2.0, 5.0, accepted, 0, 1.0, 1.0),
+        ),
+    ]
     assert simulation.accepted == (0, 2, 2)
     assert simulation.dropped == (1, 0, 0)
     assert simulation.seconds == 5.0

@@ -6,7 +6,7 @@ from __future__ import annotations
 from tfdist import ParameterServerStrategy
 from tfdist.policies import composition
 from tfdist.policies.base import Policy
-from tfdist.telemetry.report import Recorder
+from tfdist.telemetry.recorder import Recorder
 
 
 def under(

@@ -112,13 +112,13 @@ def test_lossy_codec_trains_and_reports_bytes(with_policies: Callable[..., Any],
     assert history[-1] < 0.5 * history[0]
     report = strategy.report()
     pushed = sum(report.accepted.values()) + sum(report.dropped.values())
-    assert sum(report.bytes_sent.values()) > 0
+    assert sum(report.message_bytes.values()) > 0
     if name.endswith("float16"):
         # A gradient is 2 bytes per parameter. To each of two parameter servers a message has a frame and the name of
         # its sender; counts, logs and weights of a contribution are some bytes.
-        each = sum(report.bytes_sent.values()) / pushed
+        each = sum(report.message_bytes.values()) / pushed
         assert each <= 2 * model.count_params() + 2 * (frames.HEADER_BYTES + len("worker:0")) + 100
-        assert sum(report.bytes_sent.values()) >= 2 * model.count_params() * sum(report.accepted.values())
+        assert sum(report.message_bytes.values()) >= 2 * model.count_params() * sum(report.accepted.values())
     assert "gradients are sent encoded" in report.transfer
 
 
@@ -219,9 +219,9 @@ def test_killed_worker_is_replaced_with_an_empty_state(with_policies: Callable[.
     tfdist.testing.kill(strategy, "worker:1")
     losses += fit(model, epochs=30)
     assert losses[-1] < losses[0]
-    before = strategy.report().bytes_sent["worker:1"]
+    before = strategy.report().message_bytes["worker:1"]
     description, arrays = strategy.distribution.saved_state.collect_state(model)
     assert len(arrays) == 2
     strategy.distribution.saved_state.distribute_state(model, description, arrays)
-    while strategy.report().bytes_sent["worker:1"] == before:
+    while strategy.report().message_bytes["worker:1"] == before:
         fit(model)

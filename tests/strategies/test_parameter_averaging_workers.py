@@ -127,10 +127,10 @@ class Counts(keras.callbacks.Callback):
     sent = [traffic.sent_by_this_process()]
     def on_train_batch_end(self, batch, logs=None):
         self.sent.append(traffic.sent_by_this_process())
-counts, told = Counts(), strategy.report().bytes_sent
+counts, told = Counts(), strategy.report().message_bytes
 model.fit(data, steps_per_epoch=40, verbose=0, callbacks=[counts])
 report("sent", counts.sent[-1] - counts.sent[0])
-report("told", {name: sent - told[name] for name, sent in strategy.report().bytes_sent.items()})
+report("told", {name: sent - told[name] for name, sent in strategy.report().message_bytes.items()})
 report("weights", [weight.tolist() for weight in model.get_weights()])
 """
 
@@ -157,7 +157,7 @@ model.fit(x, y, batch_size=8, epochs=2, verbose=0, callbacks=[log])
 report("seen", seen)
 report("weights", values(model.weights))
 report("slots", values(model.optimizer.variables))
-report("sent", strategy.report().bytes_sent)
+report("sent", strategy.report().message_bytes)
 """
 
 

@@ -3,44 +3,35 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
+import gc
 import pathlib
+import shutil
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
-import process_cluster
-import programs
 import pytest
+import telemetry_files
 import tensorflow as tf
 from waiting import Clock
 
 import tfdist
 from tfdist.policies.base import Update
-from tfdist.telemetry.report import Recorder
+from tfdist.telemetry.recorder import Recorder
+from tfdist.update_log import EventKind, read_logs
 
 X = np.random.default_rng(0).random((64, 4), np.float32)
 Y = X.sum(1, keepdims=True)
 SPEED = "tfdist/speed/updates_per_sec"
 
-Scalars = dict[str, dict[int, float]]
 
-
-def scalars(log_dir: pathlib.Path) -> Scalars:
-    """Every scalar below `log_dir`, as {tag: {step: value}}."""
-    found: Scalars = collections.defaultdict(dict)
-    for path in event_files(log_dir):
-        for event in tf.compat.v1.train.summary_iterator(str(path)):
-            for value in event.summary.value:
-                assert event.step not in found[value.tag], "one writer, one point for each step"
-                found[value.tag][event.step] = value.simple_value
-    return dict(found)
-
-
-def event_files(log_dir: pathlib.Path) -> list[pathlib.Path]:
-    return sorted(log_dir.rglob("*tfevents*"))
+def scalars(log_dir: pathlib.Path, run: str = "train") -> telemetry_files.Scalars:
+    """The scalars of a run, without the logs of epochs."""
+    found = telemetry_files.scalars(log_dir, run)
+    return {tag: points for tag, points in found.items() if not tag.startswith("tfdist/logs/")}
 
 
 class Engine(keras.callbacks.Callback):
@@ -104,21 +95,25 @@ def test_a_fit_shows_its_speed_and_who_contributed(cpus: list[str], tmp_path: pa
     recorder, clock = Recorder([f"worker:{replica}" for replica in range(3)], is_complete=True), Clock()
     model = compiled(mirrored(cpus, recorder))
     fit(model, [Engine(clock, recorder, examples=32), telemetry(tmp_path, clock, 5)], steps=21)
-    found = scalars(tmp_path)
-    steps = [6, 11, 16, 21]
-    assert {tag: list(points) for tag, points in found.items()} == dict.fromkeys(found, steps)
+    found, steps = scalars(tmp_path), [6, 11, 16, 21]
     # Five batches, of which the last four, or the last but the last, are alike in pairs.
-    assert found[SPEED] == dict.fromkeys(steps, 1.0)
-    assert found["tfdist/speed/examples_per_sec"] == dict.fromkeys(steps, 32.0)
-    assert found["tfdist/accepted/worker:0"] == dict.fromkeys(steps, 1.0)
+    assert found == {
+        SPEED: dict.fromkeys(steps, 1.0),
+        "tfdist/speed/examples_per_sec": dict.fromkeys(steps, 32.0),
+    }
+    workers = [scalars(tmp_path, f"workers/worker_0{index}") for index in range(3)]
+    accepted = [each["tfdist/gradients/accepted"] for each in workers]
+    dropped = [each["tfdist/gradients/dropped"] for each in workers]
+    assert accepted[0] == dict.fromkeys(steps, 1.0)
     shares = dict(zip(steps, [0.4, 0.6, 0.4, 0.6], strict=True))
-    assert found["tfdist/accepted/worker:1"] == pytest.approx(shares)
+    assert accepted[1] == pytest.approx(shares)
     late = {step: 1 - share for step, share in shares.items()}
-    assert found["tfdist/accepted/worker:2"] == found["tfdist/dropped/worker:1"] == pytest.approx(late)
-    assert found["tfdist/dropped/worker:0"] == found["tfdist/dropped/worker:2"] == dict.fromkeys(steps, 0.0)
-    assert found["tfdist/wait/per_update_secs"] == dict.fromkeys(steps, 0.5)
-    assert found["tfdist/wait/first_to_last_secs"] == dict.fromkeys(steps, 0.25)
-    assert event_files(tmp_path)[0].parent == tmp_path / "tfdist"
+    assert accepted[2] == dropped[1] == pytest.approx(late)
+    assert dropped[0] == dropped[2] == dict.fromkeys(steps, 0.0)
+    policy = scalars(tmp_path, "policy")
+    assert policy["tfdist/wait/per_update_secs"] == dict.fromkeys(steps, 0.5)
+    assert policy["tfdist/wait/first_to_last_secs"] == dict.fromkeys(steps, 0.25)
+    assert policy["tfdist/gradients/accepted"] == dict.fromkeys(steps, 2.0)
     assert int(keras.ops.convert_to_numpy(model.optimizer.iterations)) == 21
 
 
@@ -128,6 +123,7 @@ def test_without_policies_it_shows_speed_alone(cpus: list[str], tmp_path: pathli
     model = compiled(strategy)
     fit(model, [Engine(clock), telemetry(tmp_path / "unknown", clock, 10)])
     assert scalars(tmp_path / "unknown") == {SPEED: {11: 1.0, 20: 1.0}}
+    assert "tfdist/time/step_secs" in scalars(tmp_path / "unknown", "workers/worker_01")
     fit(model, [Engine(clock), telemetry(tmp_path / "known", clock, 10)], drop_remainder=True)
     assert scalars(tmp_path / "known")["tfdist/speed/examples_per_sec"] == {31: 16.0, 40: 16.0}
 
@@ -174,6 +170,8 @@ def test_a_fit_that_raises_keeps_its_points_and_the_next_one_goes_on(cpus: list[
     model, callback = compiled(mirrored(cpus)), telemetry(tmp_path, clock, 5)
     with pytest.raises(RuntimeError, match="on purpose"):
         fit(model, [Engine(clock), callback, Fail()])
+    # Else within seconds, by the writer's thread.
+    callback.flush()
     assert list(scalars(tmp_path)[SPEED]) == [6, 11]
     fit(model, [Engine(clock), callback])
     assert list(scalars(tmp_path)[SPEED]) == [6, 11, 19, 24, 29, 33]
@@ -182,7 +180,7 @@ def test_a_fit_that_raises_keeps_its_points_and_the_next_one_goes_on(cpus: list[
 @pytest.mark.devices
 def test_evaluate_alone_writes_nothing(cpus: list[str], tmp_path: pathlib.Path) -> None:
     compiled(mirrored(cpus)).evaluate(X, Y, verbose=0, callbacks=[tfdist.callbacks.Telemetry(tmp_path)])
-    assert event_files(tmp_path) == []
+    assert telemetry_files.event_files(tmp_path) == []
 
 
 @pytest.mark.devices
@@ -194,7 +192,7 @@ def test_a_model_of_no_tfdist_strategy(tmp_path: pathlib.Path, scope: Callable[[
     with pytest.raises(ValueError, match=r"strategy\.scope\(\).*Received: a model of ") as raised:
         model.fit(X, Y, verbose=0, callbacks=[tfdist.callbacks.Telemetry(tmp_path)])
     assert "\n" not in str(raised.value)
-    assert event_files(tmp_path) == []
+    assert telemetry_files.event_files(tmp_path) == []
 
 
 @pytest.mark.devices
@@ -205,38 +203,101 @@ def test_frequencies_that_make_no_sense(tmp_path: pathlib.Path, update_freq: Any
     assert f"Received: update_freq={update_freq!r}" in str(raised.value)
 
 
-TRAIN = """
-with strategy.scope():
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-    model.compile("adam", "mse")
-    X = np.random.default_rng(0).random((64, 4), np.float32)
-    data = tf.data.Dataset.from_tensor_slices((X, X.sum(1, keepdims=True))).batch(16).repeat()
-    callback = tfdist.callbacks.Telemetry("logs", update_freq=10)
-    # In scope too, as some write it.
-    model.fit(data, steps_per_epoch=40, epochs=2, verbose=0, callbacks=[callback])
-"""
+@pytest.mark.devices
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_beside_keras_tensorboard_it_writes_other_runs(cpus: list[str], tmp_path: pathlib.Path, order: str) -> None:
+    model, keras_own = compiled(mirrored(cpus)), keras.callbacks.TensorBoard(tmp_path, write_graph=False)
+    own = tfdist.callbacks.Telemetry(tmp_path, update_freq=5)
+    fit(model, [own, keras_own] if order == "after" else [keras_own, own], validation_data=(X, Y))
+    runs = telemetry_files.tags(tmp_path).keys()
+    assert {"tfdist_train", "tfdist_validation"} <= runs
+    assert not runs & {"train", "validation"}
+    # The next training goes on in the same runs.
+    fit(model, [tfdist.callbacks.Telemetry(tmp_path, update_freq=5)])
+    assert not telemetry_files.tags(tmp_path).keys() & {"train", "validation"}
 
 
-@pytest.mark.processes
-def test_of_several_workers_the_chief_alone_writes(tmp_path: pathlib.Path) -> None:
-    script = """
-    import os
-    os.chdir(shared)
-    os.makedirs(task)
-    os.chdir(task)
-    strategy = tfdist.MultiWorkerMirroredStrategy()
-    """
-    process_cluster.run("import textwrap\nexec(textwrap.dedent('''" + script + "'''))" + TRAIN, tmp_path)
-    (path,) = event_files(tmp_path)
-    assert path.parent == tmp_path / "worker:0" / "logs" / "tfdist"
-    assert max(scalars(tmp_path)[SPEED]) == 80
+@pytest.mark.devices
+def test_a_directory_that_vanishes_is_one_warning(
+    cpus: list[str], tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    directory, callback = tmp_path / "logs", tfdist.callbacks.Telemetry(tmp_path / "logs", update_freq=5)
+
+    class Vanish(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 12:
+                callback.flush()
+                shutil.rmtree(directory)
+
+    fit(compiled(mirrored(cpus)), [callback, Vanish()], steps=40)
+    warnings = [line for line in capfd.readouterr().err.splitlines() if "can't be written" in line]
+    assert len(warnings) == 1 and "tried again" in warnings[0]
+    # The directory was made again.
+    assert max(scalars(directory)[SPEED]) == 40
 
 
-@pytest.mark.processes
-def test_under_a_parameter_server(tmp_path: pathlib.Path) -> None:
-    script = "strategy = tfdist.ParameterServerStrategy(num_workers=2)\n"
-    with programs.running(script + TRAIN, tmp_path) as program:
-        assert program.wait(110) == 0, program.output
-    found = scalars(tmp_path)[SPEED]
-    assert max(found) == 80
-    assert all(speed > 0 for speed in found.values())
+@pytest.mark.devices
+def test_a_path_that_can_not_be_written_ends_no_training(
+    cpus: list[str], tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    model = compiled(mirrored(cpus))
+    fit(model, [tfdist.callbacks.Telemetry(tmp_path / "file" / "logs", update_freq=5)], steps=8)
+    assert int(keras.ops.convert_to_numpy(model.optimizer.iterations)) == 8
+    assert "can't be written" in capfd.readouterr().err
+
+
+@pytest.mark.devices
+def test_nothing_is_kept_and_no_thread_runs_without_the_callback(cpus: list[str], tmp_path: pathlib.Path) -> None:
+    strategy = tfdist.MirroredStrategy(cpus[:2], policies=[tfdist.BackupWorkers(spares=1)])
+    model = compiled(strategy)
+    fit(model, [])
+    assert strategy.distribution.recorder.sink is None
+    callback = tfdist.callbacks.Telemetry(tmp_path)
+    fit(model, [callback])
+    assert strategy.distribution.recorder.sink is None
+    names = {thread.name for thread in threading.enumerate()}
+    assert not names & {"tfdist telemetry", "tfdist update log"}
+
+
+@pytest.mark.devices
+def test_a_training_that_raised_is_closed_with_its_callback(cpus: list[str], tmp_path: pathlib.Path) -> None:
+    class Fail(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            raise RuntimeError("on purpose")
+
+    strategy = tfdist.MirroredStrategy(cpus[:2], policies=[tfdist.BackupWorkers(spares=1)])
+    with pytest.raises(RuntimeError, match="on purpose"):
+        fit(compiled(strategy), [tfdist.callbacks.Telemetry(tmp_path), Fail()])
+    gc.collect()
+    assert strategy.distribution.recorder.sink is None
+    assert read_logs(tmp_path).num_updates >= 1
+
+
+@pytest.mark.devices
+@pytest.mark.parametrize("spares", [None, 0])
+def test_updates_of_a_warmup_phase_are_in_the_log(cpus: list[str], tmp_path: pathlib.Path, spares: int | None) -> None:
+    policies = [tfdist.Warmup(steps=4), *([] if spares is None else [tfdist.BackupWorkers(spares)])]
+    model = compiled(tfdist.MirroredStrategy(cpus[:2], policies=policies))
+    fit(model, [tfdist.callbacks.Telemetry(tmp_path)], steps=10)
+    timeline = read_logs(tmp_path)
+    assert timeline.updates.step.tolist() == list(range(1, 11))
+    assert timeline.updates.phase.tolist() == [1] * 4 + [0] * 6
+    assert timeline.contributions.worker[:4].tolist() == [0] * 4
+    # The first replica alone, then both.
+    assert timeline.updates.count.tolist() == [1] * 4 + [2] * 6
+    assert timeline.events.event_kind.tolist() == [EventKind.PHASE_CHANGED]
+
+
+@pytest.mark.devices
+def test_points_go_on_where_a_resumed_training_does(cpus: list[str], tmp_path: pathlib.Path) -> None:
+    for epochs in (1, 2):
+        # A strategy of its own, as a program that was started again has.
+        callbacks = [tfdist.callbacks.Resume(tmp_path / "saved"), tfdist.callbacks.Telemetry(tmp_path / "logs", 5)]
+        fit(compiled(mirrored(cpus)), callbacks, epochs=epochs)
+    steps = [6, 11, 16, 20, 26, 31, 36, 40]
+    assert list(scalars(tmp_path / "logs", "workers/worker_00")["tfdist/time/step_secs"]) == steps
+    # Both logs are one.
+    timeline = read_logs(tmp_path / "logs")
+    assert timeline.updates.step.tolist() == list(range(1, 41))
+    assert timeline.events.event_kind.tolist() == [EventKind.RESUMED]

@@ -61,6 +61,11 @@ class EpochIterator:
         return self._iterator.data_adapter.num_batches
 
     @property
+    def batch_size(self) -> int | None:
+        """Number of examples in a batch, if all but the last one have the same."""
+        return getattr(self._iterator.data_adapter, "batch_size", None)
+
+    @property
     def num_batches(self) -> int | None:
         """The same, or what was found out at the end of a pass."""
         return self._iterator._num_batches

@@ -38,6 +38,7 @@ is dropped, and the replica starts again:
 `tfdist.simulation` drives policies event by event, in simulated time.
 """
 
+from tfdist.policies.answers import Contribution, Outcome
 from tfdist.policies.backup_workers import BackupWorkers
 from tfdist.policies.base import Aggregation, Arrival, Change, Policy, Update
 from tfdist.policies.compression import Compression
@@ -52,7 +53,9 @@ __all__ = [
     "BoundedStaleness",
     "Change",
     "Compression",
+    "Contribution",
     "DropStale",
+    "Outcome",
     "ParameterAveraging",
     "Policy",
     "SoftSync",

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
+from typing import NamedTuple
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +23,36 @@ class Arrival:
     staleness: int
     weight: float
     number: int = -1
+
+
+class Outcome(enum.IntEnum):
+    """What became of a gradient."""
+
+    ACCEPTED = 0  # it entered the update
+    DROPPED = 1  # the policy dropped it, or the engine withdrew it: at the end of the data, or after an error
+    LOST = 2  # its replica was lost
+
+
+class Contribution(NamedTuple):
+    """A gradient that was started, and what became of it. A tuple, because one is made for each gradient.
+
+    Attributes:
+      replica: index of the replica that computed it.
+      start: time at which its computation started.
+      arrival: time at which it arrived; if it never did, at which it was withdrawn or its replica was lost.
+      outcome: what became of it.
+      staleness: global step - local step, when it was applied or dropped.
+      weight: factor with which it entered the update; 0.0 if it didn't.
+      held: seconds for which the replica had to wait before this start, after it had delivered its last gradient.
+    """
+
+    replica: int
+    start: float
+    arrival: float
+    outcome: Outcome
+    staleness: int
+    weight: float
+    held: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +79,10 @@ class Update:
       numbers: `Arrival.number` of each contributor's gradient, in the same order.
       held_secs: for each replica, the time since the previous update in which it had delivered a gradient and was not
         allowed to start the next one.
+      contributions: the gradients that were accepted, dropped or lost since the previous update, with the times of
+        their start and arrival. The accepted ones are last, in the order of `contributors`.
+      time: time at which the update was made, on the clock of the contributions.
+      opened_secs: from the opening of the step to the update.
     """
 
     step: int
@@ -59,8 +95,30 @@ class Update:
     weights: tuple[float, ...] = ()
     numbers: tuple[int, ...] = ()
     held_secs: tuple[float, ...] = ()
+    contributions: tuple[Contribution, ...] = ()
+    time: float = 0.0
+    opened_secs: float = 0.0
 
     @staticmethod
-    def of_one(step: int, replica: int, staleness: int) -> Update:
-        """Builds the update of plain asynchronous training: one gradient, applied as soon as it arrived."""
-        return Update(step, (replica,), (), (staleness,), 0.0, 0.0, (), (1.0,))
+    def of_one(step: int, contribution: Contribution, ended: tuple[Contribution, ...], opened_secs: float) -> Update:
+        """Builds the update of plain asynchronous training: one gradient, applied as soon as it arrived.
+
+        Args:
+          step: see `Update`.
+          contribution: the gradient.
+          ended: gradients lost since the previous update.
+          opened_secs: see `Update`.
+        """
+        return Update(
+            step,
+            contributors=(contribution.replica,),
+            dropped=(),
+            staleness=(contribution.staleness,),
+            wait_secs=0.0,
+            spread_secs=0.0,
+            changes=(),
+            weights=(contribution.weight,),
+            contributions=(*ended, contribution),
+            time=contribution.arrival,
+            opened_secs=opened_secs,
+        )

@@ -8,6 +8,8 @@ import heapq
 from typing import NamedTuple
 
 from tfdist.policies import base
+from tfdist.policies.answers import Contribution, Outcome
+from tfdist.policies.computations import Computation
 from tfdist.policies.staleness import BoundedStaleness, DropStale, SoftSync, StalenessScaling
 
 
@@ -16,8 +18,17 @@ class _Pending(NamedTuple):
 
     local_step: int
     number: int
-    replica: int
+    computation: Computation
     time: float
+
+    @property
+    def replica(self) -> int:
+        """Index of the replica that computed it."""
+        return self.computation.replica
+
+    def ended(self, step: int, weight: float) -> Contribution:
+        """Returns its contribution to the update that increments `step`."""
+        return self.computation.ended(self.time, step, Outcome.ACCEPTED, weight)
 
 
 class Asynchronous(base.Aggregation):
@@ -127,13 +138,14 @@ class Asynchronous(base.Aggregation):
         """
         # Before: a gradient that is computed may hold an update back, which is due when the gradient arrives.
         was_due = self.update_due
-        staleness = self._end_computing(replica, local_step, time)
-        if staleness is None or self._is_too_old(local_step):
-            if staleness is not None:
+        staleness = self._step - local_step
+        computation = self._end_computing(replica, local_step, time)
+        if computation is None or self._is_too_old(local_step):
+            if computation is not None:
                 self._landed(local_step)
-            self._dropped.append(replica)
-            return base.Arrival(False, self._step - local_step, 0.0)
-        heapq.heappush(self._pending, _Pending(local_step, self._number, replica, time))
+            self._drop(replica, computation, time)
+            return base.Arrival(False, staleness, 0.0)
+        heapq.heappush(self._pending, _Pending(local_step, self._number, computation, time))
         self._number += 1
         if self.update_due and not was_due:
             self._due_at = time
@@ -155,19 +167,12 @@ class Asynchronous(base.Aggregation):
             raise RuntimeError(f"no update was due in step {self._step}: {count} of {self._updates} gradients")
         # An error of the user's rule leaves the gradients where they are.
         chosen = heapq.nsmallest(count, self._pending)
-        staleness = tuple(self._step - pending.local_step for pending in chosen)
-        weights = tuple(self._scaling.weight(each) if self._scaling else 1.0 for each in staleness)
+        weights = [self._scaling.weight(self._step - each.local_step) if self._scaling else 1.0 for each in chosen]
+        accepted = [each.ended(self._step, weight) for each, weight in zip(chosen, weights, strict=True)]
         for pending in chosen:
             heapq.heappop(self._pending)
             self._landed(pending.local_step)
-        update = self._stepped_with(
-            time,
-            replicas=[pending.replica for pending in chosen],
-            times=[pending.time for pending in chosen],
-            staleness=staleness,
-            weights=weights,
-            numbers=[pending.number for pending in chosen],
-        )
+        update = self._stepped_with(time, accepted, numbers=[pending.number for pending in chosen])
         if self.update_due:
             self._due_at = time
         return update
@@ -178,25 +183,24 @@ class Asynchronous(base.Aggregation):
 
     def discard(self) -> None:
         """Drops all waiting gradients."""
-        self._drop(self._pending)
+        self._drop_all(self._pending)
         self._pending = []
 
     def _stepped(self) -> None:
         too_old = []
         while self._pending and self._is_too_old(self._pending[0].local_step):
             too_old.append(heapq.heappop(self._pending))
-        self._drop(too_old)
+        self._drop_all(too_old)
 
-    def _drop(self, gradients: list[_Pending]) -> None:
+    def _drop_all(self, gradients: list[_Pending]) -> None:
         for pending in sorted(gradients, key=lambda pending: pending.number):
-            self._dropped.append(pending.replica)
+            self._drop(pending.replica, pending.computation, pending.time)
             self._landed(pending.local_step)
 
-    def _withdraw(self, replica: int) -> None:
+    def _withdraw(self, replica: int, time: float, outcome: Outcome) -> None:
         # Delivered gradients stay: the parameter servers hold them, so that the loss of a worker doesn't matter.
-        if computing := self._computing.pop(replica, None):
-            self._landed(computing[0])
-        self._held_secs.forget(replica)
+        if computation := self._stop(replica, time, outcome):
+            self._landed(computation.local_step)
 
     def _landed(self, local_step: int) -> None:
         """Notes that a gradient is in flight no more."""

@@ -8,21 +8,12 @@ simulator and the tests.
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from typing import Any
 
-from tfdist.policies.answers import Arrival, Change, Update
+from tfdist.policies.answers import Arrival, Change, Contribution, Outcome, Update
+from tfdist.policies.computations import Computation, Delivered
 from tfdist.policies.held_secs import HeldSecs, NoHeldSecs
-
-
-@dataclasses.dataclass(frozen=True)
-class _Accepted:
-    """A gradient that waits for its update."""
-
-    staleness: int
-    time: float
-    number: int
 
 
 class Policy:
@@ -95,17 +86,18 @@ class Aggregation(Policy):
         super().__init__()
         self._step = 0
         self._lost: set[int] = set()
-        # Replica -> (local step, time at which it started).
-        self._computing: dict[int, tuple[int, float]] = {}
+        self._computing: dict[int, Computation] = {}
         # Replicas that have started at least once, ordered by their last start.
         self._started: dict[int, None] = {}
         # Gradients accepted for this step's update, in the order of arrival.
-        self._accepted: dict[int, _Accepted] = {}
+        self._accepted: dict[int, Delivered] = {}
         # Replicas whose gradient was of this step, but was not needed.
         self._surplus: set[int] = set()
         self._opened_at = 0.0
         self._due_at = 0.0
         self._dropped: list[int] = []
+        # Gradients dropped or lost since the last update.
+        self._ended: list[Contribution] = []
         self._changes: list[Change] = []
         self._number = 0
         # Number of replicas that take part, None for all; their indices.
@@ -201,10 +193,9 @@ class Aggregation(Policy):
         """
         if not self.may_start(replica):
             raise RuntimeError(f"replica {replica} may not start in step {self._step}: it {self._doing(replica)}")
-        self._computing[replica] = (self._step, time)
         self._started.pop(replica, None)
         self._started[replica] = None
-        self._held_secs.started(replica, time)
+        self._computing[replica] = Computation(replica, self._step, time, self._held_secs.started(replica, time))
         return self._step
 
     def arrived(self, replica: int, local_step: int, time: float) -> Arrival:
@@ -212,13 +203,14 @@ class Aggregation(Policy):
 
         A gradient whose start is unknown is dropped: its replica was lost in the meantime.
         """
-        staleness = self._end_computing(replica, local_step, time)
-        if staleness is None or not self._accepts(replica, local_step):
-            self._dropped.append(replica)
-            if staleness == 0:
+        staleness = self._step - local_step
+        computation = self._end_computing(replica, local_step, time)
+        if computation is None or not self._accepts(replica, local_step):
+            self._drop(replica, computation, time)
+            if computation and staleness == 0:
                 self._surplus.add(replica)
-            return Arrival(False, self._step - local_step, 0.0)
-        self._accepted[replica] = _Accepted(staleness, time, self._number)
+            return Arrival(False, staleness, 0.0)
+        self._accepted[replica] = Delivered(self._number, computation, time)
         self._number += 1
         if self.update_due:
             self._due_at = time
@@ -238,11 +230,8 @@ class Aggregation(Policy):
         accepted, self._accepted = self._accepted, {}
         return self._stepped_with(
             time,
-            replicas=list(accepted),
-            times=[gradient.time for gradient in accepted.values()],
-            staleness=tuple(gradient.staleness for gradient in accepted.values()),
-            weights=(1.0,) * len(accepted),
-            numbers=[gradient.number for gradient in accepted.values()],
+            [each.ended(self._step, Outcome.ACCEPTED, 1.0) for each in accepted.values()],
+            numbers=[each.number for each in accepted.values()],
         )
 
     def lost(self, replica: int, time: float) -> None:
@@ -254,7 +243,7 @@ class Aggregation(Policy):
         was_due = self.update_due
         self._lost.add(replica)
         self._taking_part.discard(replica)
-        self._withdraw(replica)
+        self._withdraw(replica, time, Outcome.LOST)
         self._fill()
         self._shrunk()
         if self.update_due and not was_due:
@@ -262,10 +251,9 @@ class Aggregation(Policy):
 
     def recovered(self, replica: int, time: float) -> None:
         """Notes that `replica` was restarted. It begins like a new replica."""
-        del time  # Part of the event, for subclasses.
         self._check(replica)
         # The replica may have died and returned before its loss was detected.
-        self._withdraw(replica)
+        self._withdraw(replica, time, Outcome.LOST)
         self._lost.discard(replica)
         self._fill()
         self._returned(replica)
@@ -279,61 +267,66 @@ class Aggregation(Policy):
         """Returns True if `replica` has started a gradient for `local_step` that was not withdrawn."""
         self._check(replica)
         computing = self._computing.get(replica)
-        return computing is not None and computing[0] == local_step
+        return computing is not None and computing.local_step == local_step
 
-    def withdraw(self, replica: int) -> None:
-        """Withdraws the gradient that `replica` computes or has delivered for this step; it may start again."""
+    def withdraw(self, replica: int, time: float | None = None) -> None:
+        """Withdraws the gradient that `replica` computes or has delivered for this step; it may start again.
+
+        In `Update.contributions` it is a dropped one, which ends at `time` (its start if not given) or at its arrival.
+        """
         self._check(replica)
-        self._withdraw(replica)
+        computation = self._computing.get(replica)
+        self._withdraw(replica, computation.start if computation and time is None else time or 0.0, Outcome.DROPPED)
 
     def missing(self) -> tuple[int, ...]:
         """Returns the lost replicas if too few are alive for an update, else ()."""
         enough = self._total - len(self._lost) >= self.replicas_to_aggregate
         return () if enough else tuple(sorted(self._lost))
 
-    def _end_computing(self, replica: int, local_step: int, time: float) -> int | None:
-        """Notes that a gradient was computed; returns its staleness, or None if its start is unknown."""
+    def _drop(self, replica: int, computation: Computation | None, time: float) -> None:
+        """Counts a gradient as dropped. One without a known start was noted when it was withdrawn or lost."""
+        self._dropped.append(replica)
+        if computation:
+            self._ended.append(computation.ended(time, self._step, Outcome.DROPPED))
+
+    def _end_computing(self, replica: int, local_step: int, time: float) -> Computation | None:
+        """Notes that a gradient was computed; returns its computation, or None if its start is unknown."""
         self._check(replica)
         if local_step > self._step:
             raise ValueError(
                 f"the gradient of replica {replica} is from the future. Received: local_step={local_step}, "
                 f"step={self._step}"
             )
-        computing = self._computing.get(replica)
-        if computing is None or computing[0] != local_step:
+        computation = self._computing.get(replica)
+        if computation is None or computation.local_step != local_step:
             return None
         del self._computing[replica]
         self._held_secs.delivered(replica, time)
-        self._measured(replica, time - computing[1])
-        return self._step - local_step
+        self._measured(replica, time - computation.start)
+        return computation
 
-    def _stepped_with(
-        self,
-        time: float,
-        *,
-        replicas: list[int],
-        times: list[float],
-        staleness: tuple[int, ...],
-        weights: tuple[float, ...],
-        numbers: list[int],
-    ) -> Update:
+    def _stepped_with(self, time: float, accepted: list[Contribution], numbers: list[int]) -> Update:
         """Increments the global step and resets the counts of the step; returns the `Update` of these gradients."""
         self._step += 1
         dropped, self._dropped = self._dropped, []
+        ended, self._ended = self._ended, []
         self._surplus.clear()
         self._stepped()
         changes, self._changes = self._changes, []
         update = Update(
             step=self._step,
-            contributors=tuple(replicas),
+            contributors=tuple(each.replica for each in accepted),
             dropped=tuple(dropped),
-            staleness=staleness,
+            staleness=tuple(each.staleness for each in accepted),
             wait_secs=max(0.0, self._due_at - self._opened_at),
-            spread_secs=max(times) - min(times),
+            spread_secs=max(each.arrival for each in accepted) - min(each.arrival for each in accepted),
             changes=tuple(changes),
-            weights=weights,
+            weights=tuple(each.weight for each in accepted),
             numbers=tuple(numbers),
             held_secs=self._held_secs.updated(time, self._total),
+            contributions=(*ended, *accepted),
+            time=time,
+            opened_secs=max(0.0, time - self._opened_at),
         )
         self._opened_at = time
         return update
@@ -346,18 +339,26 @@ class Aggregation(Policy):
     def _alive(self) -> list[int]:
         return [replica for replica in range(self._total) if replica not in self._lost]
 
-    def _withdraw(self, replica: int) -> None:
-        self._computing.pop(replica, None)
-        self._held_secs.forget(replica)
+    def _withdraw(self, replica: int, time: float, outcome: Outcome) -> None:
+        self._stop(replica, time, outcome)
         # Replicas whose gradient was surplus may start again: one of them must replace the withdrawn gradient.
-        if self._accepted.pop(replica, None):
+        if accepted := self._accepted.pop(replica, None):
+            self._ended.append(accepted.ended(self._step, outcome))
             self._surplus.clear()
+
+    def _stop(self, replica: int, time: float, outcome: Outcome) -> Computation | None:
+        """Withdraws the gradient that `replica` computes, if any, and returns it."""
+        self._held_secs.forget(replica)
+        computation = self._computing.pop(replica, None)
+        if computation:
+            self._ended.append(computation.ended(time, self._step, outcome))
+        return computation
 
     def _doing(self, replica: int) -> str:
         if replica in self._lost:
             return "is lost"
         if replica in self._computing:
-            return f"is computing, since step {self._computing[replica][0]}"
+            return f"is computing, since step {self._computing[replica].local_step}"
         return "has arrived for this step"
 
     def _check(self, replica: int) -> None:

@@ -10,8 +10,9 @@ class HeldSecs:
     def __init__(self) -> None:
         # Replica -> arrival time of its last gradient, while the replica is idle.
         self._idle_since: dict[int, float] = {}
-        # Replica -> idle seconds since the last update.
+        # Replica -> idle seconds since the last update; and since its last gradient was delivered.
         self._held: dict[int, float] = {}
+        self._before_start: dict[int, float] = {}
 
     def opened(self, time: float) -> None:
         """Notes that Keras asked for an update. Idle time before doesn't count: no update was wanted."""
@@ -21,14 +22,16 @@ class HeldSecs:
         """Notes that `replica` has delivered a gradient and is idle."""
         self._idle_since[replica] = time
 
-    def started(self, replica: int, time: float) -> None:
-        """Notes that `replica` starts a gradient."""
+    def started(self, replica: int, time: float) -> float:
+        """Notes that `replica` starts a gradient; returns for how long it was held back before."""
         self._add(replica, time)
         self._idle_since.pop(replica, None)
+        return self._before_start.pop(replica, 0.0)
 
     def forget(self, replica: int) -> None:
         """Notes that the gradient of `replica` was withdrawn."""
         self._idle_since.pop(replica, None)
+        self._before_start.pop(replica, None)
 
     def updated(self, time: float, total_num_replicas: int) -> tuple[float, ...]:
         """Returns the seconds of each replica since the previous update, and begins anew."""
@@ -41,6 +44,7 @@ class HeldSecs:
         since = self._idle_since.get(replica, time)
         self._idle_since[replica] = time
         self._held[replica] = self._held.get(replica, 0.0) + time - since
+        self._before_start[replica] = self._before_start.get(replica, 0.0) + time - since
 
 
 class NoHeldSecs(HeldSecs):
@@ -52,8 +56,10 @@ class NoHeldSecs(HeldSecs):
     def delivered(self, replica: int, time: float) -> None:
         """Does nothing."""
 
-    def started(self, replica: int, time: float) -> None:
-        """Does nothing."""
+    def started(self, replica: int, time: float) -> float:
+        """Returns 0.0."""
+        del replica, time
+        return 0.0
 
     def updated(self, time: float, total_num_replicas: int) -> tuple[float, ...]:
         """Returns an empty tuple."""

@@ -19,6 +19,7 @@ No TensorFlow import.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import secrets
@@ -29,7 +30,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from tfdist import _line_server, _sockets
-from tfdist.policies.base import Aggregation
+from tfdist.policies.base import Aggregation, Update
 from tfdist.runtime import messages
 from tfdist.runtime import quorum_messages as wire
 from tfdist.runtime.quorum_messages import Act, Doing, Kind, ProtocolError, Report, Verdict
@@ -44,6 +45,8 @@ _MOST_STRANGERS = 64
 # Most log lines about refused connections between two statuses, so that a flood doesn't fill the disk.
 _MOST_LINES = 10
 _NO_RESOURCES_SECS = 0.01
+# The chief's worker is an update or two behind the server.
+_KEPT_UPDATES = 16
 
 
 @dataclasses.dataclass(eq=False)
@@ -105,6 +108,8 @@ class QuorumServer:
         self._examples: dict[int, int] = {}
         self._opened_step = -1
         self._ended_pass = 0
+        # The newest updates, for the chief's records.
+        self._updates: collections.deque[Update] = collections.deque(maxlen=_KEPT_UPDATES)
         self._thread = threading.Thread(target=self._run, name="tfdist quorum server", daemon=True)
 
     @property
@@ -117,6 +122,10 @@ class QuorumServer:
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         self._selector.register(self._woken, selectors.EVENT_READ, None)
         self._thread.start()
+
+    def update_of(self, step: int) -> Update | None:
+        """Returns the policy's `Update` that made global step `step`, if it is one of the last ones; in any thread."""
+        return next((update for update in list(self._updates) if update.step == step), None)
 
     def close(self) -> None:
         """Stops the thread and closes all connections. May be called again."""
@@ -292,7 +301,7 @@ class QuorumServer:
                 self._end(report.number, now)
         elif report.step == step and not is_current:
             # The contribution is from the previous pass, which ended without this step's update: it is dropped.
-            self._policy.withdraw(worker)
+            self._policy.withdraw(worker, now)
         else:
             self._arrived(worker, report, now)
 
@@ -304,6 +313,8 @@ class QuorumServer:
             return
         examples = sum(self._examples[contributor] for contributor in self._policy.contributors)
         update = self._policy.updated(now)
+        # Before any worker knows of it.
+        self._updates.append(update)
         self._examples.clear()
         marks = wire.update_marks(len(self._names), update.contributors, update.dropped)
         self._broadcast(Verdict(Kind.UPDATE, update.step - 1, marks, examples, update.wait_secs, update.spread_secs))
@@ -316,7 +327,7 @@ class QuorumServer:
         self._opened_step = -1
         for worker in self._all():
             # Contributions of this pass are dropped. A worker that still computes reports ARRIVED later.
-            self._policy.withdraw(worker)
+            self._policy.withdraw(worker, now)
         self._broadcast(self._verdict(Kind.END, bytes(len(self._names)), count=number))
 
     def _verdict(self, kind: Kind, marks: bytes, count: int = 0) -> Verdict:

@@ -69,6 +69,8 @@ class RoundRunner:
         self._error: BaseException | None = None
         # Replica -> longest delivery time, where it was raised.
         self._delivery_secs: dict[int, float] = {}
+        # Called when a replica is lost, with True, and when it is back, with False.
+        self.on_loss: Callable[[int, bool], object] = lambda replica, is_lost: None
         # Time of the last progress of any replica.
         self._last_event = clock()
 
@@ -132,6 +134,7 @@ class RoundRunner:
             release()
             self._lost.add(replica)
             self._policy.lost(replica, self._clock())
+            self.on_loss(replica, True)
             self._forget(replica)
             self._count_the_living()
             self._startable.notify_all()
@@ -145,6 +148,7 @@ class RoundRunner:
                 return
             self._lost.discard(replica)
             self._policy.recovered(replica, self._clock())
+            self.on_loss(replica, False)
             self._count_the_living()
             self._startable.notify_all()
 
@@ -164,7 +168,7 @@ class RoundRunner:
             is_pushed = is_present and replica not in self._delivered
             if not self._policy.is_computing(replica, local_step) and not is_pushed:
                 return
-            self._policy.withdraw(replica)
+            self._policy.withdraw(replica, self._clock())
             self._forget(replica)
             if local_step == self._policy.step and self._is_open:
                 self._error = self._error or error
@@ -176,7 +180,7 @@ class RoundRunner:
     def give_up(self, replica: int) -> None:
         """Notes that `replica` ended its computation without a contribution; it may start again."""
         with self._lock:
-            self._policy.withdraw(replica)
+            self._policy.withdraw(replica, self._clock())
             self._forget(replica)
             self._startable.notify_all()
             self._collectable.notify_all()
@@ -275,7 +279,7 @@ class RoundRunner:
         # The next update may be of another model, so no present contribution may enter it.
         self._error = None
         for replica in range(len(self._names)):
-            self._policy.withdraw(replica)
+            self._policy.withdraw(replica, self._clock())
             self._forget(replica)
 
     def _is_complete(self) -> bool:
@@ -292,7 +296,7 @@ class RoundRunner:
             limit = self._delivery_secs.get(replica, _DELIVERY_SECS)
             others = set(filter(self._policy.takes_part, range(len(self._names)))) - set(self._policy.contributors)
             if others and replica not in self._delivered and now - self._accepted_at[replica] > limit:
-                self._policy.withdraw(replica)
+                self._policy.withdraw(replica, self._clock())
                 self._forget(replica)
                 # The network may only be slow.
                 self._delivery_secs[replica] = 2 * limit

@@ -102,7 +102,7 @@ class StreamRunner(round_runner.RoundRunner):
           is_over: returns True if there are data again: another pass has begun, or a lost replica's data are free.
         """
         with self._lock:
-            self._policy.withdraw(replica)
+            self._policy.withdraw(replica, self._clock())
             if not is_over():
                 self._idle.add(replica)
             self._startable.notify_all()
@@ -120,7 +120,7 @@ class StreamRunner(round_runner.RoundRunner):
         with self._lock:
             if not self._policy.is_computing(replica, local_step):
                 return
-            self._policy.withdraw(replica)
+            self._policy.withdraw(replica, self._clock())
             if is_end:
                 self._say(f"a gradient of {self._names[replica]} failed: {type(error).__name__}: {error}")
             else:

@@ -11,6 +11,7 @@ from tfdist import _addresses
 from tfdist.cluster import Cluster
 from tfdist.compat import bare_servers
 from tfdist.runtime import cpus
+from tfdist.runtime.usage import USAGE_REQUEST, Sampler
 
 # TensorFlow's own variable for the number of threads of an operation.
 _THREADS_VARIABLE = "TF_NUM_INTRAOP_THREADS"
@@ -19,29 +20,42 @@ _THREADS_VARIABLE = "TF_NUM_INTRAOP_THREADS"
 def start(cluster: Cluster) -> Any:
     """Starts the server of this process' task; it lives as long as it is held, and then some."""
     task = cluster.task
-    return bare_servers.start(cluster.jobs, task.type, task.index, _threads(cluster), _Codecs(str(task)))
+    # Its thread ends with the process, which does nothing else.
+    functions = _Functions(str(task), Sampler(from_now=False).start())
+    return bare_servers.start(cluster.jobs, task.type, task.index, _threads(cluster), functions)
 
 
-class _Codecs:
-    """Answers requests for codecs; imports them with the first one, because most clusters need none.
+class _Functions:
+    """Answers requests for counters and codecs; imports codecs with the first one, because most clusters need none.
 
     Args:
       task: name of this process, such as "worker:0".
+      sampler: counters of this process.
     """
 
-    def __init__(self, task: str) -> None:
+    def __init__(self, task: str, sampler: Sampler) -> None:
         self._task = task
+        self._sampler = sampler
         self._lock = threading.Lock()
         self._server: Any = None
 
     def __call__(self, *arguments: Any) -> Any:
         """See `on_servers.Server`."""
+        if arguments and _is_usage_request(arguments[0]):
+            import numpy as np
+
+            return [np.frombuffer(self._sampler.sample().to_json().encode(), np.uint8).copy()]
         with self._lock:
             if self._server is None:
                 from tfdist.compression import on_servers
 
                 self._server = on_servers.Server(self._task)
         return self._server(*arguments)
+
+
+def _is_usage_request(given: Any) -> bool:
+    # A scalar string comes as bytes, or in an array.
+    return getattr(given, "size", 1) == 1 and (given.item() if hasattr(given, "item") else given) == USAGE_REQUEST
 
 
 def threads_per_operation(cluster: Cluster, num_cpus: int) -> int:

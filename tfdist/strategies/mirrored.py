@@ -31,7 +31,8 @@ from tfdist.policies.base import Aggregation
 from tfdist.runtime import allocator, cpus
 from tfdist.strategies import _common
 from tfdist.strategies.distribution import Distribution
-from tfdist.telemetry.report import Recorder, Report
+from tfdist.telemetry.recorder import Recorder
+from tfdist.telemetry.report import Report
 
 # TensorFlow tells the collectives of a process apart by numbers that each strategy counts from this one.
 _KEY_BASES = itertools.count(2**16, 2**16)
@@ -93,6 +94,8 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
         if composed.warmup:
             replicas, sum_up = range(self.num_replicas_in_sync), self._sum_over_workers
             self._warming = WarmupEngine(self, composed.warmup, replicas, sum_up, record)
+        if policy:
+            self.distribution.spares = lambda: getattr(policy, "spares", None)
         self.distribution.take(policies, self._engine, self._warming, self._averaging)
 
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
@@ -195,7 +198,7 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
     def report(self) -> Report:
         """Returns the counts since the strategy was built; all zero without a policy."""
         report = self.distribution.recorder.report()
-        return self._averaging.complete(report) if self._averaging else report
+        return self.distribution.complete(self._averaging.complete(report) if self._averaging else report)
 
 
 def _check_threads() -> None:

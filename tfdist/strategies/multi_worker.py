@@ -38,6 +38,7 @@ from tfdist.data.handle import DistributedDataset
 from tfdist.engines.averaging.engine import AveragingEngine
 from tfdist.engines.multi_worker import agreement as agreements
 from tfdist.engines.multi_worker import engine as quorum
+from tfdist.engines.multi_worker.shared_usage import SharedUsage
 from tfdist.engines.multi_worker.step import Sums
 from tfdist.engines.synchronous.engine import SynchronousEngine
 from tfdist.engines.warmup.engine import WarmupEngine
@@ -48,7 +49,8 @@ from tfdist.step import copies, replicated_step
 from tfdist.strategies import _common, _communication, _multi_worker_cluster
 from tfdist.strategies._compressed_sums import CompressedSums
 from tfdist.strategies.distribution import Distribution
-from tfdist.telemetry.report import Recorder, Report
+from tfdist.telemetry.recorder import Recorder
+from tfdist.telemetry.report import Report
 from tfdist.transport.sums import WorkerSums
 
 _POLICY = tf.data.experimental.AutoShardPolicy
@@ -119,6 +121,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         self.distribution = Distribution(Recorder([f"worker:{index}" for index in range(num_workers)]))
         if cluster is None:
             _communication.check_alone(communication)
+        self.distribution.task = str(cluster.task) if cluster else "worker:0"
         if cluster is None or not is_training or num_workers == 1:
             # An evaluator would be looked for among the workers.
             resolver = cluster_resolver if is_training else _multi_worker_cluster.empty_resolver()
@@ -201,6 +204,9 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         stalls.InterruptEscape(agreement.waited_for, on_interrupt=agreements.end_soon_after_exit).install()
         agreement.reporter.start()
         atexit.register(agreement.reporter.stop)
+        self.distribution.job = agreement.from_chief(lambda: secrets.token_hex(8), "naming the job")
+        self.distribution.replicas = [agreement.tasks.index(agreement.task)]
+        self.distribution.usage = SharedUsage(agreement, self.distribution.own_usage).fetch
 
     def _check_devices(self, policy: Any) -> None:
         count = len(self.extended.worker_devices)
@@ -241,11 +247,15 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         self._quorum.start()
         atexit.register(self.distribution.close)
         self.distribution.recorder.is_complete = True
+        # Of "auto", the chief's policy alone knows.
+        self.distribution.spares = lambda: self.num_replicas_in_sync - self.replicas_to_aggregate
 
     def _record(self, update: Update, examples: int) -> None:
         # Only the quorum server's policy decides; every worker receives the result.
         self._num_contributed = len(update.contributors)
-        self.distribution.recorder.record(update, examples)
+        # The chief has all of it, with the times of each gradient.
+        whole = self._quorum_server.update_of(update.step) if self._quorum_server else None
+        self.distribution.recorder.record(whole or update, examples)
 
     def gather(self, value: Any, axis: int) -> Any:
         """Puts the values of all replicas together along `axis`, as `tf.distribute.Strategy.gather` does."""
@@ -262,7 +272,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
     def report(self) -> Report:
         """Returns the counts since the strategy was built, equal on all workers; all zero without a policy."""
         report = self.distribution.recorder.report()
-        return self.distribution.with_bytes_sent(self._averaging.complete(report) if self._averaging else report)
+        return self.distribution.complete(self._averaging.complete(report) if self._averaging else report)
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         """Divides each batch of `dataset` among the replicas of all workers, as evenly as its size allows.

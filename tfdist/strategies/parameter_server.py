@@ -19,6 +19,7 @@ import tensorflow as tf
 from tfdist.compat import (
     array_data,
     autograph_rules,
+    closures,
     cluster_joining,
     colocation,
     creation_lines,
@@ -37,6 +38,7 @@ from tfdist.engines.parameter_server.asynchronous import AsynchronousEngine
 from tfdist.engines.parameter_server.coordinated_variable import coordinate
 from tfdist.engines.parameter_server.engine import CoordinatedEngine
 from tfdist.engines.parameter_server.partitioned_variable import PartitionedVariable, partition
+from tfdist.engines.parameter_server.task_usage import TaskUsages
 from tfdist.engines.parameter_server.transfer import plan as transfer_plan
 from tfdist.engines.parameter_server.transfer.encoding import Encoding
 from tfdist.engines.parameter_server.worker_batch import WorkerBatch
@@ -48,7 +50,8 @@ from tfdist.serving import embedded
 from tfdist.step import in_scope, keras_steps, rehearsal
 from tfdist.strategies import _parameter_server_arguments
 from tfdist.strategies.distribution import Distribution
-from tfdist.telemetry.report import Recorder, Report
+from tfdist.telemetry.recorder import Recorder
+from tfdist.telemetry.report import Report
 
 
 class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
@@ -140,11 +143,13 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         self._training: CoordinatedEngine | AggregatedEngine = self._engine
         self.distribution.coordinator = self._engine.coordinator
         self._take(policies, composed, stall_timeout_secs)
+        self._measure()
         stalls.InterruptEscape(self._engine.waited_for).install()
         strategy_order.joined_cluster()
 
     def _take(self, policies: Sequence[Any], composed: composition.Composition, stall_timeout_secs: float) -> None:
         """Builds the engine of the policies, if there are any."""
+        self.distribution.gradients_per_batch = lambda: 1
         of_workers = {}
         self._sending, aggregation = self._transfer, composed.aggregation
         if composed.compression:
@@ -155,10 +160,25 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             self.distribution.bytes_sent = encoding.bytes_sent
             of_workers["Compression"] = codec_state.CodecStates(encoding, self._engine.coordinator, self._num_workers)
         if aggregation is not None:
+            self.distribution.spares = lambda: getattr(aggregation, "spares", None)
             engine = AggregatedEngine if aggregation.is_synchronous else AsynchronousEngine
             given = self._sending, self.distribution.recorder.record, stall_timeout_secs, composed.warmup
+            # Of a batch that the workers share, each gradient of an update has a part.
+            is_split = not aggregation.is_synchronous or self._engine.data_sharding == "shard"
+            total = aggregation.total_num_replicas if aggregation.is_synchronous else aggregation.replicas_to_aggregate
+            self.distribution.gradients_per_batch = lambda: total if is_split else 1
             self._training = engine(self, self._engine, aggregation, *given)
+        for each in {self._engine, self._training}:
+            each.follow_losses(lambda worker, is_lost: self.distribution.recorder.changed(worker, is_lost))
         self.distribution.take(policies, *dict.fromkeys((self._engine, self._training)), of_workers=of_workers)
+
+    def _measure(self) -> None:
+        """Has the counters of all processes fetched when they are asked for."""
+        coordinator = self._engine.coordinator
+        tasks = [f"worker:{index}" for index in range(self._num_workers)] + [f"ps:{i}" for i in range(self._num_ps)]
+        fetch, own = TaskUsages(tasks, lambda: closures.lost_workers(coordinator)).fetch, self.distribution.own_usage
+        self.distribution.usage = lambda: {**fetch(), self.distribution.task: own()}
+        self.distribution.served_tasks, self.distribution.sizes = tasks, {"num_ps": self._num_ps}
 
     def _connect_to_cluster(self, coordinator_name: str) -> None:
         del coordinator_name
@@ -251,7 +271,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     def report(self) -> Report:
         """Counts since the strategy was built."""
         report = dataclasses.replace(self.distribution.recorder.report(), transfer=str(self._sending))
-        return self.distribution.with_bytes_sent(report)
+        return self.distribution.complete(report)
 
     # Results. A step is made by one replica, so there is nothing to be combined.
 

@@ -1,86 +1,146 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keras callback that writes the speed of updates, and each worker's accepted and dropped gradients, to TensorBoard."""
+"""Keras callback that writes measurements of a training to TensorBoard, and its update log.
+
+Keras' thread                 a point every `update_freq` batches: copies counts, swaps histograms
+threads of the engines        each update: `Recorder.record`, which hands it to the `LogSink`
+thread of `EventWriters`      makes protos, samples processes, writes event files
+thread of `LogWriter`         writes segments of the update log
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+import weakref
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from tfdist.compat import epoch_iterators
-from tfdist.data import progress, splitting
-from tfdist.telemetry.report import Recorder, Sums
+from tfdist.policies.answers import Contribution, Outcome
+from tfdist.telemetry import points, summaries
+from tfdist.telemetry.recorder import Recorder, Sums
+from tfdist.telemetry.session import Session
+from tfdist.update_log import EventKind
 
 
 class Telemetry(keras.callbacks.Callback):
-    """Writes TensorBoard scalars about the updates, against `optimizer.iterations`.
+    """Writes who is slow, what was dropped, staleness, speed and network traffic to TensorBoard.
 
-    `tfdist/speed/updates_per_sec`. Under the mirrored strategies `tfdist/speed/examples_per_sec`, with `BackupWorkers`
-    or if all batches have one static size. Under a strategy with policies also, as means per update since the last
-    point: `tfdist/accepted/<worker>` and `tfdist/dropped/<worker>` (gradients), `tfdist/wait/per_update_secs` and
-    `tfdist/wait/first_to_last_secs`. With `Compression` or `ParameterAveraging` also `tfdist/bytes_sent/<worker>`, the
-    bytes that a worker has sent per update, or per step of its own. The time of validation is left out.
+        model.fit(dataset, epochs=5, callbacks=[tfdist.callbacks.Telemetry("logs/run1")])
 
-    The files are in the run directory `<log_dir>/tfdist`. On several workers only the chief writes.
+    There is one run directory per writer below `log_dir`: `train`, `validation` and `policy` of the chief,
+    `workers/worker_03` of each worker, and `ps/ps_0` of each parameter server. Points are at
+    `optimizer.iterations`. The update log (docs/update_log.md) is in `policy/updates`, or in `updates` of each worker.
+
+    On several workers, each needs the callback, and writes its own directory: `log_dir` is a shared path, one of an
+    object store, or a path of each machine. All is written by threads, every few seconds; an error of the disk is one
+    warning.
 
     Args:
-      log_dir: the log directory of TensorBoard, or a directory in it.
+      log_dir: the log directory of TensorBoard, or a directory in it. Another training needs another one.
       update_freq: number of batches between two points; no value is read in between.
+      update_log: True to write the update log.
+      max_contributions: gradients that the update log keeps one by one; older updates are aggregated.
 
     Raises:
       ValueError: an argument is invalid. When training begins: the model belongs to no tfdist strategy.
     """
 
-    def __init__(self, log_dir: str | os.PathLike[str], update_freq: int = 50) -> None:
+    def __init__(
+        self,
+        log_dir: str | os.PathLike[str],
+        update_freq: int = 50,
+        *,
+        update_log: bool = True,
+        max_contributions: int = 8_000_000,
+    ) -> None:
         super().__init__()
-        if not isinstance(update_freq, int) or isinstance(update_freq, bool) or update_freq < 1:
-            raise ValueError(
-                f"Telemetry(update_freq=...) must be an integer of at least 1. Received: update_freq={update_freq!r}"
-            )
-        self._run_dir = os.path.join(os.fspath(log_dir), "tfdist")  # noqa: PTH118 - may be a gs:// path
+        for name, value in (("update_freq", update_freq), ("max_contributions", max_contributions)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"Telemetry({name}=...) must be an integer of at least 1. Received: {name}={value!r}")
+        self._directory = os.fspath(log_dir)
         self._update_freq = update_freq
+        self._max_contributions = max_contributions if update_log else 0
         self._clock = time.monotonic
-        self._writer: tf.summary.SummaryWriter | None = None
+        self._session: Session | None = None
+        self._end_session: Any = None
         self._recorder = Recorder([])
-        self._bytes_sent: Callable[[], Sequence[int]] = lambda: ()
-        self._batch_examples = 0
-        self._epoch = _Start(0, 0, 0)
-        self._last: _Moment | None = None
-        self._batches = 0
-        self._evaluated_secs = 0.0
+        self._last: points.Moment | None = None
+        self._batches = self._batches_before = 0
+        self._iterations_before = self._updates_before = 0
+        self._execution_began = 0.0
+        self._last_batch = -1
+        self._evaluated_secs = self._evaluation_began = 0.0
+        self._evaluated_for: float | None = None
+        self._batch_size = self._accumulated = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Opens the event file, on the chief."""
+        """Opens the files."""
         strategy = self.model.distribute_strategy
-        self._recorder, agreement = _recorder(strategy), strategy.distribution.agreement
-        self._bytes_sent = strategy.distribution.bytes_sent
-        self._batch_examples = 0 if self._recorder.is_complete else _batch_examples(self.model)
-        # The file of an earlier training that has raised.
-        self._close()
-        self._last, self._batches, self._evaluated_secs = None, 0, 0.0
-        if agreement is None or agreement.is_chief:
-            self._writer = tf.summary.create_file_writer(self._run_dir)
+        self._recorder = _recorder(strategy)
+        # An earlier training that has raised has left its files open.
+        self._close(summaries.RUNNING)
+        self._last, self._batches, self._evaluated_secs, self._evaluated_for = None, 0, 0.0, None
+        self._batch_size, self._accumulated = _batch_size(self.model), _accumulated(self.model)
+        self._recorder.take_times()
+        hparams, size = _hparams(self.model, self._batch_size), self._batch_size
+        session = self._session = Session(strategy, self._directory, self._max_contributions, size, hparams)
+        # Nothing that refers to this callback: it may be deleted after a training that has raised.
+        self._end_session = weakref.finalize(self, session.close)
+        self._end_session.atexit = False
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Reads `optimizer.iterations`; within the epoch updates are counted without reading it."""
         # On every worker, because reading the variable may be a collective operation.
-        self._epoch = _Start(_iterations(self.model), self._batches, self._recorder.sums().updates)
+        self._iterations_before = _iterations(self.model)
+        self._batches_before, self._last_batch = self._batches, -1
+        self._updates_before = self._recorder.sums().updates
+        if self._session is not None:
+            sink = self._session.sink
+            is_new = not (self._updates_before or self._recorder.has_steps)
+            is_resumed = bool(self._iterations_before) and not self._batches and is_new
+            self._session.begin_log(is_resumed)
+            sink.begin(self._iterations_before, self._updates_before, self._accumulated)
+            if is_resumed:
+                sink.event(EventKind.RESUMED, f"training continues at iteration {self._iterations_before}")
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Notes the time at which a step begins."""
+        self._execution_began = time.monotonic()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Writes a point, if enough batches have passed."""
-        if self._writer is None:
+        """Notes the step, and writes a point if enough batches have passed."""
+        session = self._session
+        if session is None:
             return
-        self._batches = self._epoch.batches + batch + 1
+        self._batches = self._batches_before + batch + 1
+        if session.times_steps:
+            self._note_steps(session, batch)
+        self._last_batch = batch
         if self._last is None:
             # The first batch includes the building of the graph.
             self._last = self._now()
+            self._recorder.take_times()
         elif self._batches - self._last.batches >= self._update_freq:
-            self._write(self._last)
+            self._write(session, self._last)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Writes the logs of the epoch, on the chief."""
+        if self._session is None or not self._session.is_chief:
+            return
+        iteration = self._iteration(self._batches, self._recorder.sums())
+        found: dict[str, list[Any]] = {"train": [], "validation": []}
+        for name, value in (logs or {}).items():
+            run, tag = ("validation", name[4:]) if name.startswith("val_") else ("train", name)
+            if isinstance(value, int | float):
+                found[run].append(summaries.scalar(f"logs/{tag}", value))
+        if self._evaluated_for is not None:
+            found["validation"].append(summaries.scalar("speed/evaluation_secs", self._evaluated_for))
+            self._evaluated_for = None
+        for run, values in found.items():
+            if values:
+                self._session.events.add(run, iteration, lambda values=values: values)
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Stops the measured time."""
@@ -88,81 +148,67 @@ class Telemetry(keras.callbacks.Callback):
 
     def on_test_end(self, logs: Any = None) -> None:
         """Continues the measured time."""
-        self._evaluated_secs += self._clock() - self._evaluation_began
+        self._evaluated_for = self._clock() - self._evaluation_began
+        self._evaluated_secs += self._evaluated_for
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Writes the last point and closes the file."""
-        if self._last is not None and self._batches > self._last.batches:
-            self._write(self._last)
-        self._close()
+        """Writes the last point and closes the files."""
+        if self._session is not None and self._last is not None and self._batches > self._last.batches:
+            self._write(self._session, self._last)
+        self._close(summaries.SUCCESS)
 
-    def _now(self) -> _Moment:
-        return _Moment(self._clock() - self._evaluated_secs, self._batches, self._recorder.sums(), self._bytes_sent())
+    def flush(self) -> None:
+        """Writes what there is so far; waits for the disk."""
+        if self._session is not None:
+            self._session.flush()
 
-    def _write(self, last: _Moment) -> None:
+    def _note_steps(self, session: Session, batch: int) -> None:
+        """Notes the steps of an execution that no engine times, with equal times."""
+        count = batch - self._last_batch
+        if count < 1:
+            return
+        end = time.monotonic()
+        secs = (end - self._execution_began) / count
+        iteration = self._iteration(self._batches, self._recorder.sums())
+        for index in range(count):
+            start = self._execution_began + index * secs
+            gradients = tuple(
+                Contribution(replica, start, start + secs, Outcome.ACCEPTED, 0, 1.0, 0.0)
+                for replica in session.replicas_in_step()
+            )
+            if gradients:
+                self._recorder.add_step(gradients, start + secs)
+                step = iteration - (count - 1 - index) // self._accumulated
+                session.sink.step(step, self._batch_size, gradients)
+
+    def _now(self) -> points.Moment:
+        counted = self._session.counted_bytes() if self._session is not None else ()
+        return points.Moment(self._clock() - self._evaluated_secs, self._batches, self._recorder.sums(), counted)
+
+    def _write(self, session: Session, last: points.Moment) -> None:
         now = self._last = self._now()
-        summary = tf.compat.v1.Summary()
-        for name, value in _values(self._recorder, last, now, _accumulated(self.model), self._batch_examples):
-            summary.value.add(tag=f"tfdist/{name}", simple_value=value)
-        # One operation for all values; tf.summary.scalar makes several for each value, and needs tensorboard.
-        with self._writer.as_default(self._iteration(now)):
-            tf.summary.experimental.write_raw_pb(summary.SerializeToString())
-        # Flushed at each point, because Keras calls no callback when training raises.
-        self._writer.flush()
+        sums, secs, batches = now.sums.since(last.sums), now.secs - last.secs, now.batches - last.batches
+        updates, examples = float(sums.updates), float(sums.examples)
+        if not self._recorder.is_complete:
+            updates, examples = batches // self._accumulated, batches * self._batch_size
+        else:
+            examples = examples or session.examples(sum(sums.accepted))
+        iteration = self._iteration(now.batches, now.sums)
+        counted = [(after - before) / max(1, updates) for after, before in zip(now.counted, last.counted, strict=False)]
+        session.write(iteration, secs, updates, examples, sums, self._recorder.take_times(), counted)
 
-    def _iteration(self, moment: _Moment) -> int:
+    def _iteration(self, batches: int, sums: Sums) -> int:
         """Computes `optimizer.iterations` from the counts; reading it would wait for steps under a parameter server."""
-        recorded, batches = moment.sums.updates - self._epoch.updates, moment.batches - self._epoch.batches
-        updates = recorded if self._recorder.is_complete else batches
-        return self._epoch.iterations + updates // _accumulated(self.model)
+        updates = batches - self._batches_before
+        if self._recorder.is_complete:
+            updates = sums.updates - self._updates_before
+        return self._iterations_before + updates // self._accumulated
 
-    def _close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-
-
-@dataclasses.dataclass(frozen=True)
-class _Start:
-    """Counts at the beginning of an epoch."""
-
-    iterations: int
-    batches: int
-    updates: int
-
-
-@dataclasses.dataclass(frozen=True)
-class _Moment:
-    """Counts between two batches of a training; `secs` is the time without that of evaluations."""
-
-    secs: float
-    batches: int
-    sums: Sums
-    sent: Sequence[int]
-
-
-def _values(
-    recorder: Recorder, last: _Moment, now: _Moment, accumulated: int, batch_examples: int
-) -> Iterator[tuple[str, float]]:
-    """Yields names and values of a point, for the interval from `last` to `now`."""
-    sums, secs, batches = now.sums.since(last.sums), now.secs - last.secs, now.batches - last.batches
-    updates, examples = sums.updates, sums.examples
-    if not recorder.is_complete:
-        updates, examples = batches // accumulated, batches * batch_examples
-    if secs > 0:
-        yield "speed/updates_per_sec", updates / secs
-        if examples:
-            yield "speed/examples_per_sec", examples / secs
-    for name, count, before in zip(recorder.names, now.sent, last.sent, strict=False):
-        if updates:
-            yield f"bytes_sent/{name}", (count - before) / updates
-    if not sums.updates:
-        return
-    for name, accepted, dropped in zip(recorder.names, sums.accepted, sums.dropped, strict=True):
-        yield f"accepted/{name}", accepted / sums.updates
-        yield f"dropped/{name}", dropped / sums.updates
-    yield "wait/per_update_secs", sums.wait_secs / sums.updates
-    yield "wait/first_to_last_secs", sums.spread_secs / sums.updates
+    def _close(self, status: int) -> None:
+        if self._session is not None:
+            self._end_session.detach()
+            self._session.close(status)
+            self._session = None
 
 
 def _recorder(strategy: Any) -> Recorder:
@@ -175,12 +221,28 @@ def _recorder(strategy: Any) -> Recorder:
     return recorder
 
 
-def _batch_examples(model: keras.Model) -> int:
-    """Returns the number of examples in each global batch of the running `fit`; 0 if their sizes may differ."""
+def _batch_size(model: keras.Model) -> int:
+    """Returns the number of examples in each global batch but the last one; 0 if it isn't known."""
     fit = epoch_iterators.EpochIterator.of(model)
-    restart = progress.restart_of(fit.dataset) if fit is not None else None
-    source = getattr(restart, "source", None)
-    return 0 if source is None else splitting.static_size(source.element_spec) or 0
+    size = fit.batch_size if fit is not None else None
+    return int(size) if isinstance(size, int) else 0
+
+
+def _hparams(model: keras.Model, batch_size: int) -> dict[str, str | float | bool]:
+    """Returns what runs are compared by in the HParams tab, except for what the strategy knows."""
+    optimizer: Any = model.optimizer
+    found: dict[str, str | float | bool] = {
+        "optimizer": type(getattr(optimizer, "inner_optimizer", optimizer)).__name__
+    }
+    rate = getattr(optimizer, "learning_rate", None)
+    try:
+        # Of a schedule, its value now.
+        found["learning_rate"] = float(keras.ops.convert_to_numpy(rate))
+    except (TypeError, ValueError, RuntimeError):
+        found["learning_rate"] = -1.0
+    found["batch_size"] = batch_size
+    found["steps_per_execution"] = int(getattr(model, "steps_per_execution", None) or 1)
+    return found
 
 
 def _iterations(model: Any) -> int:

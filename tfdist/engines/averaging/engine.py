@@ -133,7 +133,6 @@ class AveragingEngine(Engine):
             updates=report.updates + steps,
             accepted=added(report.accepted, steps),
             staleness=report.staleness | own,
-            bytes_sent=added(report.bytes_sent, self.bytes_sent),
         )
 
     # What happens between steps, in Keras' thread.

@@ -30,6 +30,8 @@ from tfdist.runtime import stalls
 
 # Timeout of one read from the service, during which Python can't deliver Ctrl-C.
 _ASK_MS = 1000
+# The same for a text that is replaced now and then.
+_PEEK_MS = 100
 _STATE_EVERY_CHECKS = 5
 # The service is lost if it does not answer for so long; as long as it waits for a worker's heartbeats itself.
 _SERVICE_SECS = 10.0
@@ -98,6 +100,19 @@ class Agreement:
         except tf.errors.OpError:
             return False
         return True
+
+    def post(self, key: str, value: str) -> None:
+        """Stores text under a key in place of what is there; does nothing if the service is gone. Thread-safe."""
+        with contextlib.suppress(tf.errors.OpError):
+            eager_context.delete_key(f"tfdist/posted/{key}")
+            eager_context.set_key(f"tfdist/posted/{key}", value)
+
+    def peek(self, key: str) -> str | None:
+        """Returns the text that was posted under a key; None if there is none, or no service. Thread-safe."""
+        try:
+            return eager_context.get_key(f"tfdist/posted/{key}", _PEEK_MS)
+        except tf.errors.OpError:
+            return None
 
     def receive(self, key: str, timeout_secs: float) -> str | None:
         """Waits for the text that a worker publishes under `key`; returns None after the timeout. Thread-safe.

@@ -27,6 +27,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,7 +40,7 @@ from tfdist.data.handle import BatchHandle, CountedDataset, registry
 from tfdist.engines.base import Engine
 from tfdist.engines.multi_worker.data import PartIterator, Pass
 from tfdist.engines.multi_worker.step import QuorumStep, Sums
-from tfdist.policies.base import Update
+from tfdist.policies.answers import Contribution, Outcome, Update
 from tfdist.runtime import delay_hook, stalls
 from tfdist.runtime.quorum_client import QuorumClient
 from tfdist.runtime.quorum_messages import Verdict
@@ -99,6 +100,9 @@ class QuorumEngine(Engine):
         self._raised: BaseException | None = None
         self._is_computing = False
         self._is_closing = False
+        self._clock = time.monotonic
+        # Step, start and end of each contribution since the last update.
+        self._computed: list[tuple[int, float, float]] = []
         self._thread = threading.Thread(target=self._compute, name="tfdist-contributions", daemon=True)
         self._reporter = stalls.StallReporter(client.waited_for)
 
@@ -178,6 +182,7 @@ class QuorumEngine(Engine):
             raise
 
     def _round_of(self, traced: QuorumStep, of: Pass) -> list[tf.Tensor]:
+        opened_at = self._clock()
         current = _Round(traced, of, self._step)
         with self._changed:
             self._round = current
@@ -196,9 +201,23 @@ class QuorumEngine(Engine):
         if verdict is None:
             raise tf.errors.OutOfRangeError(None, None, "End of sequence")
         self._step += 1
-        self._record(_update(verdict), verdict.count)
+        self._record(_update(verdict, self._own_gradients(verdict), self._clock(), opened_at), verdict.count)
         is_contributor = self._worker in verdict.contributors()
         return _given(current) if is_contributor else traced.nothing
+
+    def _own_gradients(self, verdict: Verdict) -> tuple[Contribution, ...]:
+        """Returns this worker's gradients since the previous update; the accepted one is last."""
+        with self._changed:
+            computed, self._computed = self._computed, []
+        is_contributor = self._worker in verdict.contributors()
+        found = []
+        for step, start, arrival in computed:
+            is_accepted = is_contributor and step == verdict.step
+            outcome = Outcome.ACCEPTED if is_accepted else Outcome.DROPPED
+            found.append(
+                Contribution(self._worker, start, arrival, outcome, verdict.step - step, float(is_accepted), 0.0)
+            )
+        return tuple(found)
 
     def raised_in_step(self) -> BaseException | None:
         """See `Engine.raised_in_step`: the exception of the last round."""
@@ -237,6 +256,7 @@ class QuorumEngine(Engine):
 
     def _contribute(self, current: _Round) -> None:
         of = current.of
+        start = self._clock()
         self._client.started(of.number, current.step)
         delay_hook.before_contribution(self._worker, next(self._attempts))
         try:
@@ -244,6 +264,9 @@ class QuorumEngine(Engine):
         except tf.errors.OutOfRangeError:
             self._client.ended(of.number, current.step)
             return
+        with self._changed:
+            # At most one for each update.
+            self._computed.append((current.step, start, self._clock()))
         # Before the report: Keras' step reads it as soon as it is accepted.
         current.contribution = contribution
         self._client.arrived(of.number, current.step, examples)
@@ -257,7 +280,7 @@ def _given(current: _Round) -> list[tf.Tensor]:
     return current.contribution
 
 
-def _update(verdict: Verdict) -> Update:
+def _update(verdict: Verdict, own: tuple[Contribution, ...], now: float, opened_at: float) -> Update:
     contributors = verdict.contributors()
     return Update(
         step=verdict.step + 1,
@@ -268,4 +291,7 @@ def _update(verdict: Verdict) -> Update:
         wait_secs=verdict.wait_secs,
         spread_secs=verdict.spread_secs,
         changes=(),
+        contributions=own,
+        time=now,
+        opened_secs=now - opened_at,
     )

@@ -116,6 +116,10 @@ class AggregatedEngine(Engine):
         """Number of gradients of the next update."""
         return self._policy.replicas_to_aggregate
 
+    def follow_losses(self, on_loss: Callable[[int, bool], object]) -> None:
+        """See `CoordinatedEngine.follow_losses`."""
+        self._runner.on_loss = on_loss
+
     def distribute(self, dataset: tf.data.Dataset) -> WorkerDataset:
         """Returns a data set of handles, of whose batches each worker reads its part."""
         dataset, sharding = self._in_order(dataset), self._engine.data_sharding

@@ -94,6 +94,10 @@ class CoordinatedEngine(Engine):
 
     # What the strategy and its data sets call.
 
+    def follow_losses(self, on_loss: Callable[[int, bool], object]) -> None:
+        """Has `on_loss(worker, is_lost)` called when a worker is lost, and when it is back."""
+        self._queue.on_loss = on_loss
+
     def in_order(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """Returns the data set in an order that is the same for all workers, if each of them reads its share."""
         return splitting.reorder_batches(dataset, seed=0) if self.data_sharding == "shard" else dataset

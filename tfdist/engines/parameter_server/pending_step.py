@@ -31,9 +31,10 @@ class Step:
     result: concurrent.futures.Future | None = None
     worker_fed: bool = False
     queued: bool = False
-    # True for an update; and the number of updates when it was last started.
+    # True for an update; and the number of updates and the time when it was last started.
     is_update: bool = False
     local_step: int = 0
+    started_at: float = 0.0
     # The batch, for a loop that may use it again.
     batch: Batch | None = None
     count: int = 1

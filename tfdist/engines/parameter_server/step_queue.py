@@ -25,7 +25,7 @@ from tfdist.engines.parameter_server.accumulation import Sums
 from tfdist.engines.parameter_server.execution import MadeSteps, make_steps
 from tfdist.engines.parameter_server.pending_step import Step, resolve
 from tfdist.engines.parameter_server.worker_data import WorkerIterator
-from tfdist.policies.base import Update
+from tfdist.policies import Contribution, Outcome, Update
 
 # Interval at which a wait checks for lost tasks. It delays the detection of errors, not the results.
 _POLL_SECS = 0.5
@@ -61,6 +61,11 @@ class StepQueue:
         self._clock = clock
         self._on_update = on_update
         self._updates = 0
+        self._updated_at = clock()
+        # Called when a worker is lost, with True, and when it is back, with False.
+        self.on_loss: Callable[[int, bool], object] = lambda worker, is_lost: None
+        # Gradients lost since the last update.
+        self._ended: list[Contribution] = []
         self.stall_timeout_secs = stall_timeout_secs
         self._progressed_at = clock()
         self._changed = threading.Condition()
@@ -180,7 +185,7 @@ class StepQueue:
         """Queues a step; only the main thread may call it."""
         with self._changed:
             if not self._pending:
-                self._progressed_at = self._clock()
+                self._progressed_at = self._updated_at = self._clock()
             self._pending.add(step)
         self._schedule(step)
 
@@ -203,11 +208,14 @@ class StepQueue:
         worker = closures.this_worker()
         with self._changed:
             # A worker that executes a closure is not lost.
-            self._lost.discard(worker)
+            if worker in self._lost:
+                self._lost.discard(worker)
+                self.on_loss(worker, False)
             if step not in self._pending:
                 return
             step.queued = False
             step.local_step = self._updates
+            step.started_at = self._clock()
         if iterator_on_worker is not None and not step.iterator.has_batch(worker):
             self._hand_back(step, worker)
             return
@@ -226,7 +234,13 @@ class StepQueue:
     def _lose(self, step: Step, worker: int) -> None:
         """Notes the loss of the worker; the coordinator will reschedule the step."""
         with self._changed:
-            self._lost.add(worker)
+            if worker not in self._lost:
+                self._lost.add(worker)
+                self.on_loss(worker, True)
+            if step.is_update and step in self._pending:
+                staleness = self._updates - step.local_step
+                lost = Contribution(worker, step.started_at, self._clock(), Outcome.LOST, staleness, 0.0, 0.0)
+                self._ended.append(lost)
             if step.worker_fed:
                 step.iterator.lost.add(worker)
             self._running.discard(worker)
@@ -302,11 +316,21 @@ class StepQueue:
     def _count_updates(self, step: Step, worker: int, made: MadeSteps) -> None:
         if not step.is_update:
             return
-        for known in made.staleness:
+        now, num_updates = self._clock(), len(made.staleness)
+        # Of several steps in one execution, the times of the first start and of the last end are known.
+        secs = (now - step.started_at) / num_updates
+        for index, known in enumerate(made.staleness):
             # The chief's estimate: the updates that arrived while the step was under way.
             staleness = self._updates - step.local_step if known is None else known
+            start = step.started_at + index * secs
+            gradient = Contribution(worker, start, start + secs, Outcome.ACCEPTED, staleness, 1.0, 0.0)
+            ended, self._ended = self._ended, []
             self._updates += 1
-            self._on_update(Update.of_one(self._updates, worker, staleness))
+            # Updates of several workers may be made in any order.
+            opened_secs, self._updated_at = max(0.0, start + secs - self._updated_at), start + secs
+            self._on_update(Update.of_one(self._updates, gradient, tuple(ended), opened_secs))
+        # The rest of the execution may go to another worker.
+        step.started_at = now
 
     # The end of the data.
 

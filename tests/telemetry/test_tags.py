@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every tag of the table in docs/telemetry.md is in the files of a training, under every strategy, and no other.
+
+The trainings on real processes also compare the bytes of reports with what `ss` says of the kernel's counters.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import shutil
+from typing import Any
+
+import process_cluster
+import programs
+import pytest
+import telemetry_files
+from telemetry_files import expected
+
+from tfdist.update_log import EventKind, Outcome, read_logs
+
+DECIDED, TIMED = "decided", "timed"
+STEPS = 48
+
+TRAIN = f"""
+import json, os, pathlib, re, subprocess, time
+
+def train(strategy, directory, layers=(256, 256)):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((256,)), *(keras.layers.Dense(each) for each in layers)])
+        model.compile(keras.optimizers.SGD(1e-4), "mse")
+    x = np.random.default_rng(0).normal(size=(64, 256)).astype("float32")
+    data = tf.data.Dataset.from_tensor_slices((x, x)).batch(16, drop_remainder=True)
+    callback = tfdist.callbacks.Telemetry(directory, update_freq=8)
+    model.fit(data.repeat(), steps_per_epoch={STEPS // 2}, epochs=2, verbose=0, callbacks=[callback],
+              validation_data=data)
+    return model
+
+def of_kernel(pids):
+    # Bytes of the open sockets of each process, as another program reads them.
+    found = {{pid: [0, 0] for pid in pids}}
+    text = subprocess.run(["ss", "-tinpHO"], capture_output=True, text=True, check=True).stdout
+    for line in text.splitlines():
+        for pid in set(map(int, re.findall(r"pid=(\\d+)", line))) & set(pids):
+            for index, name in enumerate(("bytes_sent", "bytes_received")):
+                count = re.search(name + r":(\\d+)", line)
+                found[pid][index] += int(count[1]) if count else 0
+    return found
+"""
+
+needs_ss = pytest.mark.skipif(shutil.which("ss") is None, reason="ss of iproute2 reads the kernel's counters")
+
+
+def _assert_close_bytes(told: list[int], counted: list[int]) -> None:
+    # 2 %, and what is sent between the two readings: a heartbeat or a question for counters is some hundred bytes.
+    assert told == [pytest.approx(count, rel=0.02, abs=2000) for count in counted]
+    assert min(counted) > 100_000
+
+
+MULTI_WORKER = """
+strategy = tfdist.MultiWorkerMirroredStrategy(policies={policies})
+train(strategy, shared / "logs")
+# The others' counters arrive within seconds.
+from waiting import wait_until
+others = lambda: [each for name, each in strategy.report().bytes_sent.items() if each > 100_000]
+wait_until(lambda: len(others()) == 2)
+found, name = strategy.report(), f"worker:{{index}}"
+report("told", [found.bytes_sent[name], found.bytes_received[name]])
+report("counted", of_kernel([os.getpid()])[os.getpid()])
+report("report", str(found))
+report("memory", found.memory_bytes[name])
+"""
+POLICIES = {
+    "none": [],
+    "BackupWorkers": ["tfdist.BackupWorkers(spares=0)"],
+    "ParameterAveraging": ["tfdist.ParameterAveraging(4)"],
+}
+
+
+@needs_ss
+@pytest.mark.processes
+@pytest.mark.parametrize("policy", POLICIES)
+def test_multi_worker_writes_each_tag_and_the_kernels_bytes(policy: str, tmp_path: pathlib.Path) -> None:
+    script = f"import sys; sys.path.insert(0, {str(process_cluster.ROOT / 'tests')!r})" + TRAIN
+    script += MULTI_WORKER.format(policies=f"[{', '.join(POLICIES[policy])}]")
+    workers = process_cluster.run(script, tmp_path, timeout_secs=280)
+    for found in workers:
+        _assert_close_bytes(found["told"], found["counted"])
+        assert found["memory"] > 100e6
+    log_dir = tmp_path / "logs"
+    features = [TIMED, *([DECIDED, "BackupWorkers"] if policy == "BackupWorkers" else [])]
+    features += ["Compression", "ParameterAveraging"] if policy == "ParameterAveraging" else []
+    found = telemetry_files.tags(log_dir)
+    assert found.pop("train") == expected("train")
+    assert found.pop("validation") == expected("validation")
+    of_worker = expected("worker", *features) | expected("process")
+    assert found.pop("workers/worker_00") == of_worker
+    assert found.pop("workers/worker_01") == of_worker
+    assert found.pop("policy", set()) == (expected("policy", *features) if DECIDED in features else set())
+    assert not found
+    _check_log(log_dir, gradients=STEPS, updates=STEPS)
+
+
+def _check_log(log_dir: pathlib.Path, *, gradients: int | None, updates: int) -> None:
+    timeline = read_logs(log_dir)
+    assert timeline.workers == ("worker:0", "worker:1")
+    assert len(timeline.updates) == updates
+    assert timeline.updates.step.tolist() == list(range(1, updates + 1))
+    accepted = timeline.contributions.outcome == Outcome.ACCEPTED
+    for worker in range(2):
+        own = accepted & (timeline.contributions.worker == worker)
+        assert gradients is None or own.sum() == gradients
+    assert (timeline.contributions.start <= timeline.contributions.arrival).all()
+    assert (timeline.updates.time[1:] >= timeline.updates.time[:-1] - 1e-3).all()
+
+
+PARAMETER_SERVER = """
+strategy = tfdist.ParameterServerStrategy(num_workers=2, policies={policies})
+train(strategy, "logs")
+if {kills}:
+    tfdist.testing.kill(strategy, "worker:1")
+    # The other worker may be done before it is back.
+    while not strategy.report().returns:
+        train(strategy, "again")
+pids = {{name: strategy.distribution.serving.embedded.pid(name) for name in ("worker:0", "worker:1", "ps:0")}}
+pids["chief:0"] = os.getpid()
+found, counted = strategy.report(), of_kernel(pids.values())
+print(found)
+result = {{name: [[found.bytes_sent[name], found.bytes_received[name]], counted[pid]] for name, pid in pids.items()}}
+pathlib.Path("bytes.json").write_text(json.dumps(result))
+pathlib.Path("losses.json").write_text(json.dumps([found.losses, found.returns, found.restarts]))
+"""
+SERVED = {
+    "none": ("[]", []),
+    "BackupWorkers": ("[tfdist.BackupWorkers(spares=0)]", ["BackupWorkers"]),
+    "SoftSync": ("[tfdist.SoftSync(1), tfdist.StalenessScaling(), tfdist.Warmup(steps=8)]", ["event"]),
+}
+
+
+@needs_ss
+@pytest.mark.processes
+@pytest.mark.parametrize("policy", SERVED)
+def test_parameter_server_writes_each_tag_and_the_kernels_bytes(policy: str, tmp_path: pathlib.Path) -> None:
+    policies, features = SERVED[policy]
+    imports = "import numpy as np, tensorflow as tf, keras, tfdist\n"
+    script = imports + TRAIN + PARAMETER_SERVER.format(policies=policies, kills=False)
+    with programs.running(script, tmp_path) as program:
+        assert program.wait(200) == 0, program.output
+    log_dir = tmp_path / "logs"
+    found = telemetry_files.tags(log_dir)
+    assert found.pop("train") == expected("train")
+    assert found.pop("validation") == expected("validation")
+    of_policy = expected("policy", DECIDED, TIMED, *features) | expected("process")
+    assert found.pop("policy") - {("tfdist/tasks/events", "text")} == of_policy - {("tfdist/tasks/events", "text")}
+    of_worker = expected("worker", DECIDED, TIMED) | expected("process")
+    assert found.pop("workers/worker_00") == found.pop("workers/worker_01") == of_worker
+    assert found.pop("ps/ps_0") == expected("process")
+    assert not found
+    for told, counted in programs_json(tmp_path, "bytes.json").values():
+        _assert_close_bytes(told, counted)
+    each = STEPS if policy == "BackupWorkers" else None
+    _check_log(log_dir, gradients=each, updates=STEPS)
+
+
+@needs_ss
+@pytest.mark.processes
+@pytest.mark.slow
+def test_lost_worker_is_in_the_report_and_in_the_log(tmp_path: pathlib.Path) -> None:
+    imports = "import numpy as np, tensorflow as tf, keras, tfdist\n"
+    script = imports + TRAIN + PARAMETER_SERVER.format(policies="[tfdist.SoftSync(1)]", kills=True)
+    with programs.running(script, tmp_path) as program:
+        assert program.wait(200) == 0, program.output
+    losses, returns, restarts = programs_json(tmp_path, "losses.json")
+    assert losses == returns == restarts == {"worker:1": 1}
+    kinds = read_logs(tmp_path / "again").events.event_kind.tolist()
+    assert EventKind.LOST in kinds and EventKind.RETURNED in kinds
+    assert ("tfdist/tasks/events", "text") in telemetry_files.tags(tmp_path / "again")["policy"]
+
+
+def programs_json(folder: pathlib.Path, name: str) -> Any:
+    """What a program has written."""
+    return json.loads((folder / name).read_text())

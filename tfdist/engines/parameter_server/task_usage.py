@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counters of the worker and ps processes, such as the bytes that they have sent, fetched by the chief.
+
+Each process samples itself (`serving/task_server`). The chief has its server return the newest sample: one small
+operation on that server's CPU, in a thread of its own, so that a process that stands still holds up nobody for long.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import tensorflow as tf
+
+from tfdist.compat import closures, server_functions
+from tfdist.runtime.usage import USAGE_REQUEST, Usage
+
+_TIMEOUT_SECS = 5.0
+
+
+class TaskUsages:
+    """Fetches the counters of all tasks; any thread may call it.
+
+    Args:
+      tasks: names of the tasks, such as "worker:0".
+      lost: returns the indices of the workers that are lost now.
+    """
+
+    def __init__(self, tasks: Sequence[str], lost: Callable[[], set[int]]) -> None:
+        self._tasks = tuple(tasks)
+        self._lost = lost
+        self._lock = threading.Lock()
+        self._known: dict[str, Usage] = {}
+        # Bytes and CPU time of a task's former processes.
+        self._former: dict[str, Usage] = {}
+        # Tasks that are being asked, and those that can't answer: their server is of another program.
+        self._asked: set[str] = set()
+        self._foreign: set[str] = set()
+
+    def fetch(self, timeout_secs: float = _TIMEOUT_SECS) -> dict[str, Usage]:
+        """Returns the counters of each task, the last known ones of a task that does not answer in time."""
+        lost = {f"worker:{index}" for index in self._lost()}
+        with self._lock:
+            free = [each for each in self._tasks if each not in lost | self._asked | self._foreign]
+            self._asked.update(free)
+        threads = [threading.Thread(target=self._ask, args=(each,), daemon=True) for each in free]
+        until = time.monotonic() + timeout_secs
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        with self._lock:
+            return {task: self._known[task] for task in self._tasks if task in self._known}
+
+    def _ask(self, task: str) -> None:
+        job, _, index = task.partition(":")
+        usage, is_foreign = None, False
+        try:
+            with tf.init_scope(), tf.device(f"/job:{job}/replica:0/task:{index}/device:CPU:0"):
+                (answer,) = server_functions.call([tf.constant(USAGE_REQUEST)], [tf.uint8])
+            usage = Usage.from_json(answer.numpy().tobytes())
+        except (tf.errors.OpError, RuntimeError, ValueError) as error:
+            is_foreign = not closures.is_task_failure(error)
+            closures.clear_error()
+        with self._lock:
+            self._asked.discard(task)
+            if is_foreign:
+                self._foreign.add(task)
+            if usage is not None:
+                self._take(task, usage)
+
+    def _take(self, task: str, usage: Usage) -> None:
+        last = self._known.get(task)
+        if last is not None and last.started_at != usage.started_at:
+            # The task was started again; the bytes of its former process count, too.
+            self._former[task] = last
+        if task in self._former:
+            usage = usage.after(self._former[task])
+        self._known[task] = usage

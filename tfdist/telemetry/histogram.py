@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bounded histogram of seconds with a fixed relative error.
+
+After Masson, Rim and Lee 2019, DDSketch, arXiv 1908.10693: bucket i has the values in (gamma^(i-1), gamma^i]. With
+gamma = (1 + a) / (1 - a), the middle of a bucket is within a fraction a of each of its values. Two histograms are
+merged by adding their counts, without another error. Their reference implementation needs protobuf; this is the part
+of it that telemetry needs.
+"""
+
+from __future__ import annotations
+
+import math
+
+RELATIVE_ERROR = 0.02
+_GAMMA = (1 + RELATIVE_ERROR) / (1 - RELATIVE_ERROR)
+_PER_LOG = 1 / math.log(_GAMMA)
+# Values outside of these bounds, in seconds, count as the bounds. So there are at most 750 buckets.
+LEAST, MOST = 1e-6, 1e7
+_ZERO = math.ceil(math.log(LEAST) * _PER_LOG)
+_MOST = math.ceil(math.log(MOST) * _PER_LOG)
+
+
+class Histogram:
+    """Counts of values of 0 or more; `add` takes constant time. Not thread-safe.
+
+    Attributes:
+      count: number of values.
+      total: their sum.
+      least: the smallest one, exact; infinity if there is none.
+      most: the largest one, exact; 0.0 if there is none.
+    """
+
+    __slots__ = ("_buckets", "count", "least", "most", "total")
+
+    def __init__(self) -> None:
+        self._buckets: dict[int, int] = {}
+        self.count = 0
+        self.total = 0.0
+        self.least = math.inf
+        self.most = 0.0
+
+    def add(self, value: float) -> None:
+        """Adds a value."""
+        # Each gradient adds three values, most of them 0. min and max would be called.
+        if value > LEAST:
+            bucket = math.ceil(math.log(value) * _PER_LOG) if value < MOST else _MOST
+            self.total += value
+            if value > self.most:
+                self.most = value
+        else:
+            # Not a NaN either.
+            bucket, value = _ZERO, value if value > 0.0 else 0.0
+            self.total += value
+            self.most = max(self.most, value)
+        if value < self.least:
+            self.least = value
+        self.count += 1
+        buckets = self._buckets
+        buckets[bucket] = buckets.get(bucket, 0) + 1
+
+    def merge(self, other: Histogram) -> None:
+        """Adds all values of another histogram."""
+        for bucket, count in other._buckets.items():
+            self._buckets[bucket] = self._buckets.get(bucket, 0) + count
+        self.count += other.count
+        self.total += other.total
+        self.least = min(self.least, other.least)
+        self.most = max(self.most, other.most)
+
+    @property
+    def mean(self) -> float:
+        """Mean of the values, exact; 0.0 if there is none."""
+        return self.total / self.count if self.count else 0.0
+
+    def percentile(self, percent: float) -> float:
+        """Returns the value below which `percent` % of all are, within `RELATIVE_ERROR`; 0.0 if there's none."""
+        rank = percent / 100 * (self.count - 1)
+        seen = 0
+        for bucket, count in sorted(self._buckets.items()):
+            seen += count
+            if seen > rank:
+                return min(max(_middle(bucket), self.least), self.most)
+        return 0.0
+
+    def buckets(self) -> list[tuple[float, int]]:
+        """Returns the upper limit and the count of each bucket that has values, in order."""
+        return [(_GAMMA**bucket, count) for bucket, count in sorted(self._buckets.items())]
+
+    @property
+    def squares(self) -> float:
+        """Sum of the squares of the values, within twice the error."""
+        return sum(count * _middle(bucket) ** 2 for bucket, count in self._buckets.items())
+
+
+def _middle(bucket: int) -> float:
+    return 0.0 if bucket == _ZERO else 2 * _GAMMA**bucket / (_GAMMA + 1)

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Recorder`: counts and histograms of updates, for `strategy.report()` and the Telemetry callback. No TensorFlow."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import threading
+from collections.abc import Callable, Sequence
+
+from tfdist.policies.answers import Contribution, Outcome, Update
+from tfdist.telemetry.histogram import Histogram
+from tfdist.telemetry.report import Percentiles, Report
+
+# Called with an update, its number of examples, and the number of updates so far.
+Sink = Callable[[Update, int, int], None]
+# Called with the index of a replica, and True if it was lost, False if it is back.
+LossSink = Callable[[int, bool], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    """Sums of a `Recorder` at one time. The difference of two gives the sums of an interval.
+
+    Attributes:
+      updates: number of updates.
+      examples: number of examples in the accepted gradients; 0 if unknown.
+      accepted: number of gradients that entered an update, by replica.
+      dropped: number of dropped gradients, by replica.
+      wait_secs: sum of the updates' `wait_secs`.
+      spread_secs: sum of the times from the first to the last gradient of an update.
+      lost: number of gradients lost with their replica, by replica.
+      staleness: sum of the staleness of the accepted gradients.
+    """
+
+    updates: int
+    examples: int
+    accepted: tuple[int, ...]
+    dropped: tuple[int, ...]
+    wait_secs: float
+    spread_secs: float
+    lost: tuple[int, ...] = ()
+    staleness: int = 0
+
+    def since(self, before: Sums) -> Sums:
+        """Returns the difference between these sums and those of `before`."""
+
+        def less(now: tuple[int, ...], then: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(a - b for a, b in zip(now, then, strict=True))
+
+        return Sums(
+            updates=self.updates - before.updates,
+            examples=self.examples - before.examples,
+            accepted=less(self.accepted, before.accepted),
+            dropped=less(self.dropped, before.dropped),
+            wait_secs=self.wait_secs - before.wait_secs,
+            spread_secs=self.spread_secs - before.spread_secs,
+            lost=less(self.lost, before.lost),
+            staleness=self.staleness - before.staleness,
+        )
+
+
+class Times:
+    """Histograms of one replica's gradients: step time, wait for the update, hold, and staleness."""
+
+    __slots__ = ("held", "staleness", "step", "wait")
+
+    def __init__(self) -> None:
+        self.step = Histogram()
+        self.wait = Histogram()
+        self.held = Histogram()
+        self.staleness: collections.Counter[int] = collections.Counter()
+
+    def add(self, gradient: Contribution, updated_at: float) -> None:
+        """Adds a gradient; of a lost one no time is known."""
+        _, start, arrival, outcome, staleness, _, held = gradient
+        if outcome is Outcome.LOST:
+            return
+        self.step.add(arrival - start)
+        self.held.add(held)
+        if outcome is Outcome.ACCEPTED:
+            self.wait.add(updated_at - arrival)
+            self.staleness[staleness] = self.staleness.get(staleness, 0) + 1
+
+    def merge(self, other: Times) -> None:
+        """Adds what another one has counted."""
+        self.step.merge(other.step)
+        self.wait.merge(other.wait)
+        self.held.merge(other.held)
+        self.staleness.update(other.staleness)
+
+
+class Recorder:
+    """Adds up the statistics of updates; any thread may call it.
+
+    Args:
+      names: names of the replicas in reports, such as "worker:0".
+      is_complete: see the attribute.
+
+    Attributes:
+      names: names of the replicas in reports.
+      is_complete: True if all updates are recorded. A mirrored strategy without a policy that decides about gradients
+        records none, or a warmup phase only: each batch of Keras' loop is an update then.
+      sink: receives each update, under the recorder's lock; None if nobody wants them.
+      loss_sink: receives losses and returns of replicas.
+      has_steps: True if steps were added that no policy has decided about.
+    """
+
+    def __init__(self, names: Sequence[str], is_complete: bool = False) -> None:
+        self.names = tuple(names)
+        self.is_complete = is_complete
+        self.sink: Sink | None = None
+        self.loss_sink: LossSink | None = None
+        self.has_steps = False
+        self._lock = threading.RLock()
+        self._updates = 0
+        self._examples = 0
+        self._accepted = [0] * len(self.names)
+        self._dropped = [0] * len(self.names)
+        self._lost = [0] * len(self.names)
+        self._staleness: collections.Counter[int] = collections.Counter()
+        self._held_secs = [0.0] * len(self.names)
+        self._wait_secs = 0.0
+        self._spread_secs = 0.0
+        self._staleness_sum = 0
+        # Of all time but the last interval, and of that.
+        self._before: dict[int, Times] = {}
+        self._times: dict[int, Times] = {}
+        self._losses = [0] * len(self.names)
+        self._returns = [0] * len(self.names)
+
+    def record(self, update: Update, examples: int = 0) -> None:
+        """Adds an update.
+
+        Args:
+          update: the policy's result.
+          examples: number of examples in its gradients; 0 if unknown.
+        """
+        with self._lock:
+            self._updates += 1
+            self._examples += examples
+            for replica in update.contributors:
+                self._accepted[replica] += 1
+            for replica in update.dropped:
+                self._dropped[replica] += 1
+            for replica, secs in enumerate(update.held_secs):
+                self._held_secs[replica] += secs
+            self._staleness.update(update.staleness)
+            self._staleness_sum += sum(update.staleness)
+            self._wait_secs += update.wait_secs
+            self._spread_secs += update.spread_secs
+            self._add_times(update.contributions, update.time)
+            if self.sink is not None:
+                self.sink(update, examples, self._updates)
+
+    def add_step(self, contributions: Sequence[Contribution], time: float) -> None:
+        """Adds the times of a step of Keras' loop, where no policy decides; it is counted in no sum."""
+        with self._lock:
+            self.has_steps = True
+            self._add_times(contributions, time)
+
+    def _add_times(self, contributions: Sequence[Contribution], time: float) -> None:
+        for gradient in contributions:
+            times = self._times.get(gradient.replica)
+            if times is None:
+                times = self._times[gradient.replica] = Times()
+            times.add(gradient, time)
+            if gradient.outcome == Outcome.LOST:
+                self._lost[gradient.replica] += 1
+
+    def changed(self, replica: int, is_lost: bool) -> None:
+        """Counts the loss of a replica, or its return."""
+        with self._lock:
+            (self._losses if is_lost else self._returns)[replica] += 1
+            if self.loss_sink is not None:
+                self.loss_sink(replica, is_lost)
+
+    def sums(self) -> Sums:
+        """Returns the sums so far."""
+        with self._lock:
+            return Sums(
+                updates=self._updates,
+                examples=self._examples,
+                accepted=tuple(self._accepted),
+                dropped=tuple(self._dropped),
+                wait_secs=self._wait_secs,
+                spread_secs=self._spread_secs,
+                lost=tuple(self._lost),
+                staleness=self._staleness_sum,
+            )
+
+    def take_times(self) -> dict[int, Times]:
+        """Returns the histograms of the replicas since the last call, and begins new ones."""
+        with self._lock:
+            taken, self._times = self._times, {}
+            for replica, times in taken.items():
+                self._before.setdefault(replica, Times()).merge(times)
+            return taken
+
+    def report(self) -> Report:
+        """Returns the sums as a `Report`, with the replicas' names."""
+        with self._lock:
+            times = self._all_times()
+            return Report(
+                updates=self._updates,
+                accepted=self._named(self._accepted),
+                dropped=self._named(self._dropped),
+                staleness=dict(sorted(self._staleness.items())),
+                wait_secs=self._wait_secs,
+                bytes_sent=dict.fromkeys(self.names, 0),
+                held_secs=dict(zip(self.names, self._held_secs, strict=True)),
+                examples=self._examples,
+                bytes_received=dict.fromkeys(self.names, 0),
+                step_secs={name: _percentiles(each.step) for name, each in times.items()},
+                wait={name: _percentiles(each.wait) for name, each in times.items()},
+                held={name: _percentiles(each.held) for name, each in times.items()},
+                lost=self._named(self._lost),
+                losses={name: count for name, count in self._named(self._losses).items() if count},
+                returns={name: count for name, count in self._named(self._returns).items() if count},
+            )
+
+    def _all_times(self) -> dict[str, Times]:
+        whole: dict[str, Times] = {}
+        for replica in sorted(self._before.keys() | self._times.keys()):
+            times = whole[self.names[replica]] = Times()
+            for part in (self._before, self._times):
+                if replica in part:
+                    times.merge(part[replica])
+        return whole
+
+    def _named(self, counts: Sequence[int]) -> dict[str, int]:
+        return dict(zip(self.names, counts, strict=True))
+
+
+def _percentiles(values: Histogram) -> Percentiles:
+    p50, p95, p99 = (values.percentile(percent) for percent in (50, 95, 99))
+    return Percentiles(values.count, values.mean, p50, p95, p99, values.most)
