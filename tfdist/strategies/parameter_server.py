@@ -25,13 +25,15 @@ from tfdist.compat import (
     late_builds,
     overlapping_loops,
     plain_loops,
+    row_lookups,
     running_loop,
     scheduled_functions,
+    shard_strategy,
     strategy_order,
     symbolic_build,
     trainers,
 )
-from tfdist.engines.parameter_server import batch_arguments, codec_state, scope_checks, worker_batch
+from tfdist.engines.parameter_server import batch_arguments, codec_state, scope_checks, shard_updates, worker_batch
 from tfdist.engines.parameter_server.aggregated import AggregatedEngine
 from tfdist.engines.parameter_server.asynchronous import AsynchronousEngine
 from tfdist.engines.parameter_server.coordinated_variable import coordinate
@@ -121,6 +123,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         scope_checks.check_colocation(self)
         plain_loops.allow(self)
         late_builds.allow(self, in_scope.redirected)
+        self._take_shards(variable_partitioner)
         autograph_rules.leave_library()
         has_gpu = "GPU" in self.extended.worker_devices[0].upper()
         self._transfer = transfer_plan.of(transfer, self._num_workers, self._num_ps, has_gpu)
@@ -160,6 +163,15 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             self._training = engine(self, self._engine, aggregation, *given)
         self.distribution.take(policies, *dict.fromkeys((self._engine, self._training)), of_workers=of_workers)
 
+    def _take_shards(self, variable_partitioner: Any) -> None:
+        """Has rows of variables in shards looked up, and the shards updated, on their servers."""
+        if variable_partitioner is None:
+            return
+        row_lookups.install(lambda variable: isinstance(variable, PartitionedVariable))
+        shard_strategy.replace_update(
+            self, lambda stock, is_elementwise: shard_updates.by_shards(stock, lambda: False, is_elementwise)
+        )
+
     def _connect_to_cluster(self, coordinator_name: str) -> None:
         del coordinator_name
         cluster_spec = self._serving.renamed_resolver(cluster_joining.CHIEF_JOB).cluster_spec()
@@ -184,10 +196,12 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         overlapping_loops.begin(self, is_exclusive=True, nests=not isinstance(self._training, AsynchronousEngine))
 
     def _create_coordinated(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        beside: contextlib.AbstractContextManager = contextlib.nullcontext()
         if isinstance(kwargs.get("colocate_with"), PartitionedVariable):
             # An optimizer's slot: its shape is that of the variable, so it falls into the same shards.
-            del kwargs["colocate_with"]
-        variable = next_creator(**kwargs)
+            beside = shard_strategy.beside(self, kwargs.pop("colocate_with").variables[0])
+        with beside:
+            variable = next_creator(**kwargs)
         barrier = self.distribution.barrier
         return partition(coordinate(variable, barrier), barrier)
 

@@ -2,8 +2,14 @@
 """A variable sharded by rows over several parameter servers, with an interface that Keras 3 can use.
 
 TensorFlow's `ShardedVariable` (of a strategy with a `variable_partitioner`) has no handle, so neither gradient tapes
-nor Keras' optimizers support it. Here the whole variable is read once per step, by concatenating the shards, and this
-read is the handle: gradients are taken with respect to it. Writes are split into the shards.
+nor Keras' optimizers support it. This class has three ways to be used in a step, and the handle that gradients are taken
+with respect to depends on the first of them:
+
+    rows are looked up    (embeddings)   each server gathers its rows; the handle is an empty tensor, the anchor, and
+                                         the gradient has the rows of the step (`shard_rows`)
+    the whole is read     (kernels)      the shards are concatenated on the worker; the handle is the first read
+    an update             (optimizers)   each shard is updated on its server (`shard_updates`): for that time the
+                                         variable, and all of the same shards, stand for one shard, or for rows of it
 
 Source of the layout: "div" partitioning of `tf.distribute.experimental.ParameterServerStrategy`: consecutive rows,
 the first shards one row larger where the rows don't divide evenly.
@@ -11,16 +17,22 @@ the first shards one row larger where the rows don't divide evenly.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import threading
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from tfdist.compat import enclosing_graphs, server_variables
+from tfdist.engines.parameter_server import shard_rows
 from tfdist.engines.parameter_server.coordinated_variable import CoordinatedVariable
 
 VARIABLE_VALUE = "VARIABLE_VALUE"
+# Write of rows for each write of the whole.
+_SCATTER_OF = {"assign": "scatter_update", "assign_add": "scatter_add", "assign_sub": "scatter_sub"}
 
 
 class PartitionedVariable(CoordinatedVariable):
@@ -36,9 +48,8 @@ class PartitionedVariable(CoordinatedVariable):
 
     @property
     def handle(self) -> tf.Tensor:
-        """Tensor that gradients are taken with respect to: the first read of this step."""
-        value = self.stored.value()
-        return value if tf.executing_eagerly() else self.stored.first_read()
+        """Tensor that gradients are taken with respect to: the first read of this step, or the anchor of its lookups."""
+        return self.stored.value() if tf.executing_eagerly() else self.stored.handle_of_step()
 
     @property
     def trainable(self) -> bool:
@@ -61,14 +72,53 @@ class PartitionedVariable(CoordinatedVariable):
         return [shard.handle for shard in self.variables]
 
     def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
-        raise NotImplementedError  # Makes checkpoints use the two methods below, which know nothing of partitions.
+        raise NotImplementedError  # Makes checkpoints use the two methods below.
 
     def _serialize_to_tensors(self) -> dict[str, Any]:
+        """Returns the shards by their place in the whole; each is saved by its server."""
         self._barrier(writes=False)
-        return {VARIABLE_VALUE: self.stored.value()}
+        values = [shard.read_value() for shard in self.variables]
+        return {VARIABLE_VALUE: dict(zip(self.stored.slice_specs(), values, strict=True))}
 
     def _restore_from_tensors(self, restored_tensors: dict[str, Any]) -> Any:
-        return self.assign(restored_tensors[VARIABLE_VALUE])
+        self._barrier(writes=True)
+        values = restored_tensors[VARIABLE_VALUE]
+        if not isinstance(values, dict):
+            return self.assign(values)
+        for shard, spec in zip(self.variables, self.stored.slice_specs(), strict=True):
+            shard.assign(values[spec])
+        return self
+
+
+class Part(NamedTuple):
+    """The part of partitioned variables that is updated: a shard, or rows of it.
+
+    Attributes:
+      index: of the shard.
+      sizes: rows of each shard. Variables with other sizes stay whole.
+      rows: int64 [rows], indices within the shard; None for all of it.
+    """
+
+    index: int
+    sizes: tuple[int, ...]
+    rows: tf.Tensor | None
+
+
+class _Updating(threading.local):
+    part: Part | None = None
+
+
+_updating = _Updating()
+
+
+@contextlib.contextmanager
+def updating(part: Part) -> Iterator[None]:
+    """Context in which partitioned variables with the same sizes stand for their part, in this thread."""
+    before, _updating.part = _updating.part, part
+    try:
+        yield
+    finally:
+        _updating.part = before
 
 
 class _Whole:
@@ -76,9 +126,13 @@ class _Whole:
 
     def __init__(self, shards: server_variables.ShardedVariable):
         self._shards = shards
-        self._sizes = [shard.shape.as_list()[0] for shard in shards.variables]
+        self.sizes = tuple(shard.shape.as_list()[0] for shard in shards.variables)
+        # First row of each shard.
+        self.starts = (0, *itertools.accumulate(self.sizes[:-1]))
         self._read: tuple[weakref.ref, tf.Tensor] | None = None
+        # The handle of the present step: its first read, or the anchor of its lookups.
         self._first: tuple[weakref.ref, tf.Tensor] | None = None
+        self._is_anchor = False
         self.trainable = shards.variables[0].trainable
         self.device = shards.variables[0].device
         self.variables = list(shards.variables)
@@ -86,36 +140,60 @@ class _Whole:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._shards, name)
 
+    @property
+    def shape(self) -> tf.TensorShape:
+        """The shape of the whole, or of the part that is updated."""
+        part, whole = self._part(), self._shards.shape
+        if part is None:
+            return whole
+        return tf.TensorShape([None if part.rows is not None else self.sizes[part.index], *whole[1:]])
+
+    def _part(self) -> Part | None:
+        part = _updating.part
+        return part if part is not None and part.sizes == self.sizes else None
+
     def value(self) -> tf.Tensor:
-        """Returns the whole value; within one graph it is read once between two writes."""
+        """Returns the whole value; within one graph it is read once between two writes. In an update, the part."""
+        part = self._part()
+        if part is not None:
+            shard = self.variables[part.index]
+            return shard.read_value() if part.rows is None else shard.sparse_read(part.rows)
         if tf.executing_eagerly():
             return self._concatenated()
         value = _of_this_graph(self._read)
         if value is None:
             value = self._concatenated()
             self._read = (weakref.ref(value.graph), value)
-        first = self.first_read()
+        first = _of_this_graph(self._first)
         if first is None:
-            read = self._read_in_the_step()
-            first = value if read is None else read
-            self._first = weakref.ref(first.graph), first
+            graph = _outermost_graph()
+            first = value if graph is value.graph else _made_in(graph, self._concatenated)
+            self._first, self._is_anchor = (weakref.ref(first.graph), first), False
         server_variables.watch(first, self.trainable)
         # A read after a write is another tensor, but the same variable for a tape.
         return value if value is first else _read_again(first, value)
 
-    def _read_in_the_step(self) -> tf.Tensor | None:
-        """Reads the variable outside of the traced loop, conditional or function, if there is one."""
-        graph = current = tf.compat.v1.get_default_graph()
-        while isinstance(outer := getattr(graph, "outer_graph", None), tf.Graph) and outer.building_function:
-            graph = outer
-        if graph is current:
-            return None
-        with graph.as_default(), tf.control_dependencies(None):
-            return self._concatenated()
+    def handle_of_step(self) -> tf.Tensor:
+        """Returns the tensor that gradients of this graph, or of an enclosing one, are taken with respect to."""
+        first = _of_this_graph(self._first)
+        return self._anchor() if first is None else first
 
-    def first_read(self) -> tf.Tensor | None:
-        """Returns the first read in this graph, or in an enclosing graph."""
-        return _of_this_graph(self._first)
+    def _anchor(self) -> tf.Tensor:
+        """Makes the handle of a step that looks up rows before it has read the whole."""
+
+        def make() -> tf.Tensor:
+            # Of no static shape, because the gradient has that of the variable.
+            return tf.raw_ops.PlaceholderWithDefault(input=tf.zeros([], self._shards.dtype), shape=None)
+
+        anchor = _made_in(_outermost_graph(), make)
+        self._first, self._is_anchor = (weakref.ref(anchor.graph), anchor), True
+        return anchor
+
+    def slice_specs(self) -> list[str]:
+        """Returns the place of each shard in the whole, in the form of TensorFlow's checkpoints."""
+        full = " ".join(map(str, self._shards.shape.as_list()))
+        rest = "".join(f":0,{size}" for size in self._shards.shape.as_list()[1:])
+        return [f"{full} {start},{size}{rest}" for start, size in zip(self.starts, self.sizes, strict=True)]
 
     def __getitem__(self, key: Any) -> tf.Tensor:
         part = self.value()[key]
@@ -138,7 +216,16 @@ class _Whole:
         return self.value()
 
     def sparse_read(self, indices: tf.Tensor, name: str | None = None) -> tf.Tensor:
-        return tf.gather(self.value(), indices, name=name)
+        """Returns rows, each gathered on its server unless the step has read the whole before."""
+        if self._part() is not None:
+            return tf.gather(self.value(), indices, name=name)
+        if tf.executing_eagerly():
+            return shard_rows.look_up(self.variables, self.starts, indices, self._shards.name)
+        first = self.handle_of_step()
+        if not self._is_anchor:
+            return tf.gather(self.value(), indices, name=name)
+        server_variables.watch(first, self.trainable)
+        return shard_rows.looked_up(first, self.variables, self.starts, indices, self._shards.name)
 
     def gather_nd(self, indices: tf.Tensor, name: str | None = None) -> tf.Tensor:
         return tf.gather_nd(self.value(), indices, name=name)
@@ -172,8 +259,17 @@ class _Whole:
 
     def _write(self, method: str, value: Any, kwargs: dict[str, Any]) -> Any:
         self._read = None
+        part = self._part()
+        if part is not None:
+            shard = self.variables[part.index]
+            if part.rows is None:
+                getattr(shard, method)(value, **kwargs)
+            else:
+                slices = tf.IndexedSlices(tf.convert_to_tensor(value, self._shards.dtype), part.rows)
+                getattr(shard, _SCATTER_OF[method])(slices)
+            return self
         parts = tf.split(
-            tf.broadcast_to(tf.convert_to_tensor(value, self._shards.dtype), self._shards.shape), self._sizes
+            tf.broadcast_to(tf.convert_to_tensor(value, self._shards.dtype), self._shards.shape), list(self.sizes)
         )
         for shard, part in zip(self.variables, parts, strict=True):
             getattr(shard, method)(part, **kwargs)
@@ -181,7 +277,8 @@ class _Whole:
 
     def _scatter(self, method: str, slices: tf.IndexedSlices, kwargs: dict[str, Any]) -> Any:
         self._read = None
-        getattr(self._shards, method)(slices, **kwargs)
+        part = self._part()
+        getattr(self._shards if part is None else self.variables[part.index], method)(slices, **kwargs)
         return self
 
     def _concatenated(self) -> tf.Tensor:
@@ -193,6 +290,19 @@ def _of_this_graph(read: tuple[weakref.ref, tf.Tensor] | None) -> tf.Tensor | No
     """Returns the tensor of a read, if it is in the current graph or in an enclosing graph."""
     graph, value = (read[0](), read[1]) if read else (None, None)
     return value if any(each is graph for each in enclosing_graphs.enclosing()) else None
+
+
+def _outermost_graph() -> Any:
+    """Returns the graph of the step: outside of the traced loop, conditional or function, if there is one."""
+    graph = tf.compat.v1.get_default_graph()
+    while isinstance(outer := getattr(graph, "outer_graph", None), tf.Graph) and outer.building_function:
+        graph = outer
+    return graph
+
+
+def _made_in(graph: Any, make: Callable[[], tf.Tensor]) -> tf.Tensor:
+    with graph.as_default(), tf.control_dependencies(None):
+        return make()
 
 
 @tf.custom_gradient

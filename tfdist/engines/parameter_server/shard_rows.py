@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lookup of rows of a variable in shards, and the gradient of what was looked up.
+
+    worker                                       parameter servers
+      ids, each once, by shard            -->      gather the rows
+      rows in the order of the ids        <--
+      gradients of equal ids added up              (later: an update of these rows, `shard_updates`)
+
+All servers are asked at the same time, and those of several tables as well: a step waits for one round trip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+
+def looked_up(
+    anchor: tf.Tensor, shards: Sequence[Any], starts: Sequence[int], ids: tf.Tensor, name: str
+) -> tf.Tensor:
+    """Returns rows, with a gradient with respect to `anchor` that is a `tf.IndexedSlices` with each id once.
+
+    Args:
+      anchor: stands for the variable.
+      shards: the variables on the parameter servers, [rows of the shard, ...].
+      starts: first row of each shard.
+      ids: integers of any shape.
+      name: of the variable, for the error of an id out of range.
+
+    Returns:
+      The rows, of shape ids.shape + shards[0].shape[1:].
+    """
+
+    @tf.custom_gradient
+    def gather(anchor: tf.Tensor) -> Any:
+        del anchor
+        unique, positions = _unique(ids)
+        rows = _gather(shards, starts, unique, name)
+        shape = tf.concat([tf.shape(ids), rows.shape[1:]], 0)
+
+        def gradient(upstream: tf.Tensor) -> tf.IndexedSlices:
+            flat = tf.reshape(upstream, [-1, *rows.shape[1:]])
+            added = tf.math.unsorted_segment_sum(flat, positions, tf.size(unique))
+            whole = tf.constant([_count(shards, starts), *rows.shape[1:]], unique.dtype)
+            return tf.IndexedSlices(added, unique, whole)
+
+        return tf.reshape(tf.gather(rows, positions), shape), gradient
+
+    found = gather(anchor)
+    found.set_shape(ids.shape.concatenate(shards[0].shape[1:]))
+    return found
+
+
+def look_up(shards: Sequence[Any], starts: Sequence[int], ids: Any, name: str) -> tf.Tensor:
+    """Returns rows without a gradient; see `looked_up`."""
+    ids = tf.convert_to_tensor(ids)
+    unique, positions = _unique(ids)
+    rows = tf.gather(_gather(shards, starts, unique, name), positions)
+    return tf.reshape(rows, tf.concat([tf.shape(ids), rows.shape[1:]], 0))
+
+
+def merged(slices: tf.IndexedSlices) -> tf.IndexedSlices:
+    """Adds up the values of equal indices."""
+    if slices.indices.op.type == "Unique":
+        return slices
+    unique, positions = _unique(slices.indices)
+    values = tf.math.unsorted_segment_sum(slices.values, positions, tf.size(unique))
+    return tf.IndexedSlices(values, unique, slices.dense_shape)
+
+
+def split(slices: tf.IndexedSlices, starts: Sequence[int], sizes: Sequence[int]) -> list[tf.IndexedSlices]:
+    """Returns the slices of each shard, with indices within the shard."""
+    shard, within = _places(slices.indices, starts)
+    count = len(starts)
+    indices = tf.dynamic_partition(within, shard, count)
+    values = tf.dynamic_partition(slices.values, shard, count)
+    rest = slices.values.shape[1:]
+    shapes = [tf.constant([size, *rest], within.dtype) for size in sizes]
+    return [tf.IndexedSlices(*each) for each in zip(values, indices, shapes, strict=True)]
+
+
+def _unique(ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    found = tf.unique(tf.cast(tf.reshape(ids, [-1]), tf.int64))
+    return found.y, found.idx
+
+
+def _count(shards: Sequence[Any], starts: Sequence[int]) -> int:
+    return starts[-1] + shards[-1].shape[0]
+
+
+def _places(ids: tf.Tensor, starts: Sequence[int]) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns the shard of each id, int32, and its row there."""
+    firsts = tf.constant(starts, tf.int64)
+    shard = tf.searchsorted(firsts, ids, side="right") - 1
+    return shard, ids - tf.gather(firsts, shard)
+
+
+def _gather(shards: Sequence[Any], starts: Sequence[int], ids: tf.Tensor, name: str) -> tf.Tensor:
+    """Gathers the rows of different ids on the servers of their shards."""
+    with tf.control_dependencies([_in_range(ids, _count(shards, starts), name)]):
+        shard, within = _places(ids, starts)
+    asked = tf.dynamic_partition(within, shard, len(shards))
+    places = tf.dynamic_partition(tf.range(tf.size(ids)), shard, len(shards))
+    rows = []
+    for variable, each in zip(shards, asked, strict=True):
+        with tf.device(variable.device):
+            rows.append(
+                tf.raw_ops.ResourceGather(resource=variable.handle, indices=each, dtype=variable.dtype)
+            )
+    found = tf.dynamic_stitch(places, rows)
+    found.set_shape([None, *shards[0].shape[1:]])
+    return found
+
+
+def _in_range(ids: tf.Tensor, count: int, name: str) -> Any:
+    """Checks the ids before they are sent; a server would name the row of its shard."""
+    wrong = tf.boolean_mask(ids, (ids < 0) | (ids >= count))
+    text = f"{name.split(':')[0]}: ids must be in [0, {count}). Received:"
+    return tf.debugging.Assert(tf.equal(tf.size(wrong), 0), [text, wrong], summarize=5)
