@@ -28,6 +28,8 @@ from tfdist.compat import (
     row_lookups,
     running_loop,
     scheduled_functions,
+    shard_files,
+    shard_initializers,
     shard_strategy,
     strategy_order,
     symbolic_build,
@@ -38,7 +40,7 @@ from tfdist.engines.parameter_server.aggregated import AggregatedEngine
 from tfdist.engines.parameter_server.asynchronous import AsynchronousEngine
 from tfdist.engines.parameter_server.coordinated_variable import coordinate
 from tfdist.engines.parameter_server.engine import CoordinatedEngine
-from tfdist.engines.parameter_server.partitioned_variable import PartitionedVariable, partition
+from tfdist.engines.parameter_server.partitioned_variable import PartitionedVariable, has_shards, partition
 from tfdist.engines.parameter_server.transfer import plan as transfer_plan
 from tfdist.engines.parameter_server.transfer.encoding import Encoding
 from tfdist.engines.parameter_server.worker_batch import WorkerBatch
@@ -47,6 +49,7 @@ from tfdist.engines.parameter_server.worker_dataset import WorkerDataset
 from tfdist.policies import composition
 from tfdist.runtime import rendezvous, stalls
 from tfdist.serving import embedded
+from tfdist.sharded_tables import ShardedTables
 from tfdist.step import in_scope, keras_steps, rehearsal
 from tfdist.strategies import _parameter_server_arguments
 from tfdist.strategies.distribution import Distribution
@@ -113,6 +116,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         strategy_order.join_cluster()
         is_dynamic = data_sharding == "dynamic"
         self._serving = serving = embedded.attach(cluster, num_workers, num_ps, start_timeout_secs, is_dynamic)
+        if isinstance(variable_partitioner, ShardedTables):
+            variable_partitioner.begin(serving.num_ps)
         names = [f"worker:{index}" for index in range(serving.num_workers)]
         self.distribution = Distribution(Recorder(names, is_complete=True), serving=serving)
         with rendezvous.naming_port(cluster):
@@ -123,7 +128,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         scope_checks.check_colocation(self)
         plain_loops.allow(self)
         late_builds.allow(self, in_scope.redirected)
-        self._take_shards(variable_partitioner)
+        self._take_shards(variable_partitioner, composed.is_lazy)
         autograph_rules.leave_library()
         has_gpu = "GPU" in self.extended.worker_devices[0].upper()
         self._transfer = transfer_plan.of(transfer, self._num_workers, self._num_ps, has_gpu)
@@ -163,14 +168,14 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             self._training = engine(self, self._engine, aggregation, *given)
         self.distribution.take(policies, *dict.fromkeys((self._engine, self._training)), of_workers=of_workers)
 
-    def _take_shards(self, variable_partitioner: Any) -> None:
-        """Has rows of variables in shards looked up, and the shards updated, on their servers."""
-        if variable_partitioner is None:
-            return
-        row_lookups.install(lambda variable: isinstance(variable, PartitionedVariable))
-        shard_strategy.replace_update(
-            self, lambda stock, is_elementwise: shard_updates.by_shards(stock, lambda: False, is_elementwise)
-        )
+    def _take_shards(self, variable_partitioner: Any, is_lazy: bool) -> None:
+        """Has rows of variables in shards looked up, and shards and rows updated, on their servers."""
+        if variable_partitioner is not None:
+            row_lookups.install(has_shards)
+            shard_files.install(has_shards)
+            shard_initializers.install()
+        if variable_partitioner is not None or is_lazy:
+            shard_strategy.replace_update(self, lambda *given: shard_updates.by_shards(given[0], is_lazy, given[1]))
 
     def _connect_to_cluster(self, coordinator_name: str) -> None:
         del coordinator_name
@@ -200,6 +205,9 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         if isinstance(kwargs.get("colocate_with"), PartitionedVariable):
             # An optimizer's slot: its shape is that of the variable, so it falls into the same shards.
             beside = shard_strategy.beside(self, kwargs.pop("colocate_with").variables[0])
+        initial = shard_initializers.present()
+        if initial is not None and kwargs.get("shape") is None:
+            kwargs |= {"initial_value": initial, "shape": initial.shape}
         with beside:
             variable = next_creator(**kwargs)
         barrier = self.distribution.barrier

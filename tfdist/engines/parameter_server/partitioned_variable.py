@@ -17,22 +17,20 @@ the first shards one row larger where the rows don't divide evenly.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdist.compat import enclosing_graphs, server_variables
 from tfdist.engines.parameter_server import shard_rows
 from tfdist.engines.parameter_server.coordinated_variable import CoordinatedVariable
+from tfdist.engines.parameter_server.updated_part import Part, part_of
 
 VARIABLE_VALUE = "VARIABLE_VALUE"
-# Write of rows for each write of the whole.
-_SCATTER_OF = {"assign": "scatter_update", "assign_add": "scatter_add", "assign_sub": "scatter_sub"}
 
 
 class PartitionedVariable(CoordinatedVariable):
@@ -52,6 +50,14 @@ class PartitionedVariable(CoordinatedVariable):
         return self.stored.value() if tf.executing_eagerly() else self.stored.handle_of_step()
 
     @property
+    def shape(self) -> tf.TensorShape:
+        """The shape of the whole, or of the part that is updated."""
+        return self.stored.shape
+
+    def _part(self) -> None:
+        """Returns None: what is stored stands for its part by itself."""
+
+    @property
     def trainable(self) -> bool:
         """True if gradient tapes watch the variable."""
         return self.stored.trainable
@@ -64,6 +70,24 @@ class PartitionedVariable(CoordinatedVariable):
     def variables(self) -> list[tf.Variable]:
         """The shards."""
         return self.stored.variables
+
+    def read_rows(self, first: int, last: int) -> np.ndarray:
+        """Returns rows first to last - 1 on the chief, after all steps before."""
+        self._barrier(writes=False)
+        parts = [
+            shard.get()[max(0, first - start) : max(0, last - start)].numpy()
+            for shard, start in self.stored.from_starts()
+            if first < start + shard.shape[0] and start < last
+        ]
+        return np.concatenate(parts) if len(parts) != 1 else parts[0]
+
+    def write_rows(self, first: int, rows: np.ndarray) -> None:
+        """Writes rows from `first` on, after all steps before."""
+        self._barrier(writes=True)
+        for shard, start in self.stored.from_starts():
+            low, high = max(first, start), min(first + len(rows), start + shard.shape[0])
+            if low < high:
+                shard.get()[low - start : high - start].assign(rows[low - first : high - first])
 
     def _match_scaling(self, value: Any) -> None:
         """Returns None: the fused gradient descent is for single variables; each shard is assigned its rows."""
@@ -90,45 +114,12 @@ class PartitionedVariable(CoordinatedVariable):
         return self
 
 
-class Part(NamedTuple):
-    """The part of partitioned variables that is updated: a shard, or rows of it.
-
-    Attributes:
-      index: of the shard.
-      sizes: rows of each shard. Variables with other sizes stay whole.
-      rows: int64 [rows], indices within the shard; None for all of it.
-    """
-
-    index: int
-    sizes: tuple[int, ...]
-    rows: tf.Tensor | None
-
-
-class _Updating(threading.local):
-    part: Part | None = None
-
-
-_updating = _Updating()
-
-
-@contextlib.contextmanager
-def updating(part: Part) -> Iterator[None]:
-    """Context in which partitioned variables with the same sizes stand for their part, in this thread."""
-    before, _updating.part = _updating.part, part
-    try:
-        yield
-    finally:
-        _updating.part = before
-
-
 class _Whole:
     """`ShardedVariable` with the missing parts of a variable's interface."""
 
     def __init__(self, shards: server_variables.ShardedVariable):
         self._shards = shards
         self.sizes = tuple(shard.shape.as_list()[0] for shard in shards.variables)
-        # First row of each shard.
-        self.starts = (0, *itertools.accumulate(self.sizes[:-1]))
         self._read: tuple[weakref.ref, tf.Tensor] | None = None
         # The handle of the present step: its first read, or the anchor of its lookups.
         self._first: tuple[weakref.ref, tf.Tensor] | None = None
@@ -144,20 +135,16 @@ class _Whole:
     def shape(self) -> tf.TensorShape:
         """The shape of the whole, or of the part that is updated."""
         part, whole = self._part(), self._shards.shape
-        if part is None:
-            return whole
-        return tf.TensorShape([None if part.rows is not None else self.sizes[part.index], *whole[1:]])
+        return whole if part is None else part.shape(whole)
 
     def _part(self) -> Part | None:
-        part = _updating.part
-        return part if part is not None and part.sizes == self.sizes else None
+        return part_of(self.sizes)
 
     def value(self) -> tf.Tensor:
         """Returns the whole value; within one graph it is read once between two writes. In an update, the part."""
         part = self._part()
         if part is not None:
-            shard = self.variables[part.index]
-            return shard.read_value() if part.rows is None else shard.sparse_read(part.rows)
+            return part.read(self.variables[part.index])
         if tf.executing_eagerly():
             return self._concatenated()
         value = _of_this_graph(self._read)
@@ -193,7 +180,11 @@ class _Whole:
         """Returns the place of each shard in the whole, in the form of TensorFlow's checkpoints."""
         full = " ".join(map(str, self._shards.shape.as_list()))
         rest = "".join(f":0,{size}" for size in self._shards.shape.as_list()[1:])
-        return [f"{full} {start},{size}{rest}" for start, size in zip(self.starts, self.sizes, strict=True)]
+        return [f"{full} {start},{size}{rest}" for size, (_, start) in zip(self.sizes, self.from_starts(), strict=True)]
+
+    def from_starts(self) -> Iterator[tuple[Any, int]]:
+        """Yields each shard and its first row."""
+        yield from zip(self.variables, (0, *itertools.accumulate(self.sizes[:-1])), strict=True)
 
     def __getitem__(self, key: Any) -> tf.Tensor:
         part = self.value()[key]
@@ -220,12 +211,12 @@ class _Whole:
         if self._part() is not None:
             return tf.gather(self.value(), indices, name=name)
         if tf.executing_eagerly():
-            return shard_rows.look_up(self.variables, self.starts, indices, self._shards.name)
+            return shard_rows.look_up(self.variables, indices, self._shards.name)
         first = self.handle_of_step()
         if not self._is_anchor:
             return tf.gather(self.value(), indices, name=name)
         server_variables.watch(first, self.trainable)
-        return shard_rows.looked_up(first, self.variables, self.starts, indices, self._shards.name)
+        return shard_rows.looked_up(first, self.variables, indices, self._shards.name)
 
     def gather_nd(self, indices: tf.Tensor, name: str | None = None) -> tf.Tensor:
         return tf.gather_nd(self.value(), indices, name=name)
@@ -261,12 +252,7 @@ class _Whole:
         self._read = None
         part = self._part()
         if part is not None:
-            shard = self.variables[part.index]
-            if part.rows is None:
-                getattr(shard, method)(value, **kwargs)
-            else:
-                slices = tf.IndexedSlices(tf.convert_to_tensor(value, self._shards.dtype), part.rows)
-                getattr(shard, _SCATTER_OF[method])(slices)
+            part.write(self.variables[part.index], method, value, kwargs)
             return self
         parts = tf.split(
             tf.broadcast_to(tf.convert_to_tensor(value, self._shards.dtype), self._shards.shape), list(self.sizes)
@@ -310,6 +296,11 @@ def _read_again(first: tf.Tensor, value: tf.Tensor) -> Any:
     """Returns `value` with the gradients of `first`."""
     del first
     return tf.identity(value), lambda gradient: (gradient, None)
+
+
+def has_shards(variable: Any) -> bool:
+    """Returns True for a `PartitionedVariable`."""
+    return isinstance(variable, PartitionedVariable)
 
 
 def partition(variable: Any, barrier: Callable[..., None]) -> Any:

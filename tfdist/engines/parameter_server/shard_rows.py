@@ -11,21 +11,19 @@ All servers are asked at the same time, and those of several tables as well: a s
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 
-def looked_up(
-    anchor: tf.Tensor, shards: Sequence[Any], starts: Sequence[int], ids: tf.Tensor, name: str
-) -> tf.Tensor:
+def looked_up(anchor: tf.Tensor, shards: Sequence[Any], ids: tf.Tensor, name: str) -> tf.Tensor:
     """Returns rows, with a gradient with respect to `anchor` that is a `tf.IndexedSlices` with each id once.
 
     Args:
       anchor: stands for the variable.
       shards: the variables on the parameter servers, [rows of the shard, ...].
-      starts: first row of each shard.
       ids: integers of any shape.
       name: of the variable, for the error of an id out of range.
 
@@ -37,13 +35,13 @@ def looked_up(
     def gather(anchor: tf.Tensor) -> Any:
         del anchor
         unique, positions = _unique(ids)
-        rows = _gather(shards, starts, unique, name)
+        rows = _gather(shards, unique, name)
         shape = tf.concat([tf.shape(ids), rows.shape[1:]], 0)
 
         def gradient(upstream: tf.Tensor) -> tf.IndexedSlices:
             flat = tf.reshape(upstream, [-1, *rows.shape[1:]])
             added = tf.math.unsorted_segment_sum(flat, positions, tf.size(unique))
-            whole = tf.constant([_count(shards, starts), *rows.shape[1:]], unique.dtype)
+            whole = tf.constant([sum(_sizes(shards)), *rows.shape[1:]], unique.dtype)
             return tf.IndexedSlices(added, unique, whole)
 
         return tf.reshape(tf.gather(rows, positions), shape), gradient
@@ -53,11 +51,11 @@ def looked_up(
     return found
 
 
-def look_up(shards: Sequence[Any], starts: Sequence[int], ids: Any, name: str) -> tf.Tensor:
+def look_up(shards: Sequence[Any], ids: Any, name: str) -> tf.Tensor:
     """Returns rows without a gradient; see `looked_up`."""
     ids = tf.convert_to_tensor(ids)
     unique, positions = _unique(ids)
-    rows = tf.gather(_gather(shards, starts, unique, name), positions)
+    rows = tf.gather(_gather(shards, unique, name), positions)
     return tf.reshape(rows, tf.concat([tf.shape(ids), rows.shape[1:]], 0))
 
 
@@ -70,10 +68,12 @@ def merged(slices: tf.IndexedSlices) -> tf.IndexedSlices:
     return tf.IndexedSlices(values, unique, slices.dense_shape)
 
 
-def split(slices: tf.IndexedSlices, starts: Sequence[int], sizes: Sequence[int]) -> list[tf.IndexedSlices]:
-    """Returns the slices of each shard, with indices within the shard."""
-    shard, within = _places(slices.indices, starts)
-    count = len(starts)
+def split(slices: tf.IndexedSlices, sizes: Sequence[int]) -> list[tf.IndexedSlices]:
+    """Returns the slices of each shard, with indices within the shard; `sizes` are the shards' rows."""
+    if len(sizes) == 1:
+        return [slices]
+    shard, within = _places(slices.indices, sizes)
+    count = len(sizes)
     indices = tf.dynamic_partition(within, shard, count)
     values = tf.dynamic_partition(slices.values, shard, count)
     rest = slices.values.shape[1:]
@@ -86,21 +86,22 @@ def _unique(ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     return found.y, found.idx
 
 
-def _count(shards: Sequence[Any], starts: Sequence[int]) -> int:
-    return starts[-1] + shards[-1].shape[0]
+def _sizes(shards: Sequence[Any]) -> list[int]:
+    return [shard.shape[0] for shard in shards]
 
 
-def _places(ids: tf.Tensor, starts: Sequence[int]) -> tuple[tf.Tensor, tf.Tensor]:
+def _places(ids: tf.Tensor, sizes: Sequence[int]) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns the shard of each id, int32, and its row there."""
-    firsts = tf.constant(starts, tf.int64)
+    firsts = tf.constant([0, *itertools.accumulate(sizes[:-1])], tf.int64)
     shard = tf.searchsorted(firsts, ids, side="right") - 1
     return shard, ids - tf.gather(firsts, shard)
 
 
-def _gather(shards: Sequence[Any], starts: Sequence[int], ids: tf.Tensor, name: str) -> tf.Tensor:
+def _gather(shards: Sequence[Any], ids: tf.Tensor, name: str) -> tf.Tensor:
     """Gathers the rows of different ids on the servers of their shards."""
-    with tf.control_dependencies([_in_range(ids, _count(shards, starts), name)]):
-        shard, within = _places(ids, starts)
+    sizes = _sizes(shards)
+    with tf.control_dependencies([_in_range(ids, sum(sizes), name)]):
+        shard, within = _places(ids, sizes)
     asked = tf.dynamic_partition(within, shard, len(shards))
     places = tf.dynamic_partition(tf.range(tf.size(ids)), shard, len(shards))
     rows = []

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Updates of variables in shards: each shard is updated on its parameter server, with its part of the gradient.
+"""Updates of variables in shards, and of rows: on the parameter server, with what that server needs of the gradient.
 
 Keras updates a variable by a function of it, of its gradient and of slots of the same shape, element by element. So the
-function is called once for each shard, and meanwhile the variable and its slots stand for that shard:
+function is called once for each shard, and meanwhile the variable and its slots stand for that shard; with `LazyRows`
+for the rows of it that have a gradient:
 
     worker                                  parameter server of shard i
-      the gradient's rows of shard i  -->     optimizer.update_step(gradient, shard i), slots likewise
+      the gradient's rows of shard i  -->     optimizer.update_step(gradient, part of shard i), slots likewise
 
-An optimizer that is not element by element (`ELEMENTWISE` has those that are) computes the update of the whole on the worker.
+Equal ids are added up first. The update of an optimizer that is not element by element is made of the whole, by the worker.
 """
 
 from __future__ import annotations
@@ -18,27 +19,34 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.engines.parameter_server import shard_rows
-from tfdist.engines.parameter_server.partitioned_variable import Part, PartitionedVariable, updating
+from tfdist.engines.parameter_server.coordinated_variable import CoordinatedVariable
+from tfdist.engines.parameter_server.partitioned_variable import PartitionedVariable
+from tfdist.engines.parameter_server.updated_part import Part, updating
 
 # Updates a variable: (variable, function, args, kwargs, group).
 Update = Callable[[Any, Callable[..., Any], tuple, dict[str, Any], bool], Any]
 
 
-def by_shards(stock: Update, is_lazy: Callable[[], bool], is_elementwise: Callable[[], bool]) -> Update:
-    """Returns a replacement of `strategy.extended._update` that updates variables in shards one shard at a time.
+def by_shards(stock: Update, is_lazy: bool, is_elementwise: Callable[[], bool]) -> Update:
+    """Returns a replacement of `strategy.extended._update`.
 
     Args:
       stock: the strategy's own.
-      is_lazy: returns True if an update touches only the rows that have a gradient.
+      is_lazy: True if an update touches only the rows that have a gradient.
       is_elementwise: returns False within the update of an optimizer that needs the whole variable.
     """
 
     def update(variable: Any, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any], group: bool) -> Any:
-        if not isinstance(variable, PartitionedVariable) or not is_elementwise():
+        if not is_elementwise():
             return stock(variable, function, args, kwargs, group)
-        parts = _parts(variable.stored, args, is_lazy())
-        for index, (shard, (rows, own)) in enumerate(zip(variable.variables, parts, strict=True)):
-            part = Part(index, variable.stored.sizes, rows)
+        if isinstance(variable, PartitionedVariable):
+            shards, sizes = variable.variables, variable.stored.sizes
+        elif is_lazy and isinstance(variable, CoordinatedVariable) and _has_rows(args):
+            shards, sizes = [variable], (variable.shape[0],)
+        else:
+            return stock(variable, function, args, kwargs, group)
+        for index, (shard, (rows, own)) in enumerate(zip(shards, _parts(args, variable.shape, sizes, is_lazy), strict=True)):
+            part = Part(index, sizes, rows)
 
             def of_part(_: Any, *own: Any, part: Part = part, **kwargs: Any) -> Any:
                 with updating(part):
@@ -50,21 +58,26 @@ def by_shards(stock: Update, is_lazy: Callable[[], bool], is_elementwise: Callab
     return update
 
 
-def _parts(whole: Any, args: Sequence[Any], is_lazy: bool) -> list[tuple[tf.Tensor | None, list[Any]]]:
+def _has_rows(args: Sequence[Any]) -> bool:
+    return any(isinstance(arg, tf.IndexedSlices) for arg in args)
+
+
+def _parts(
+    args: Sequence[Any], shape: tf.TensorShape, sizes: Sequence[int], is_lazy: bool
+) -> list[tuple[tf.Tensor | None, list[Any]]]:
     """Returns for each shard the rows to update, None for all, and the arguments of the update."""
-    by_shard: list[list[Any]] = [[] for _ in whole.sizes]
-    rows: list[tf.Tensor | None] = [None] * len(whole.sizes)
+    by_shard: list[list[Any]] = [[] for _ in sizes]
+    rows: list[tf.Tensor | None] = [None] * len(sizes)
     for arg in args:
-        print("ARG", type(arg), getattr(arg,"shape",None), getattr(getattr(arg,"indices",None),"op",None) and arg.indices.op.type)
         if isinstance(arg, tf.IndexedSlices):
-            pieces: list[Any] = shard_rows.split(shard_rows.merged(arg), whole.starts, whole.sizes)
+            pieces: list[Any] = shard_rows.split(shard_rows.merged(arg), sizes)
             if is_lazy:
                 rows = [piece.indices for piece in pieces]
                 pieces = [piece.values for piece in pieces]
-        elif isinstance(arg, tf.Tensor) and arg.shape.rank and arg.shape.is_compatible_with(whole.shape):
-            pieces = tf.split(arg, list(whole.sizes))
+        elif isinstance(arg, tf.Tensor) and arg.shape.rank and arg.shape.is_compatible_with(shape):
+            pieces = tf.split(arg, list(sizes))
         else:
-            pieces = [arg] * len(whole.sizes)
+            pieces = [arg] * len(sizes)
         for own, piece in zip(by_shard, pieces, strict=True):
             own.append(piece)
     return list(zip(rows, by_shard, strict=True))
