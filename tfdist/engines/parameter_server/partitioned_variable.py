@@ -2,12 +2,13 @@
 """A variable sharded by rows over several parameter servers, with an interface that Keras 3 can use.
 
 TensorFlow's `ShardedVariable` (of a strategy with a `variable_partitioner`) has no handle, so neither gradient tapes
-nor Keras' optimizers support it. This class has three ways to be used in a step, and the handle that gradients are taken
-with respect to depends on the first of them:
+nor Keras' optimizers support it. This class has three ways to be used in a step, on which the handle depends that
+gradients are taken with respect to:
 
     rows are looked up    (embeddings)   each server gathers its rows; the handle is an empty tensor, the anchor, and
                                          the gradient has the rows of the step (`shard_rows`)
-    the whole is read     (kernels)      the shards are concatenated on the worker; the handle is the first read
+    the whole is read     (kernels)      the shards are concatenated on the worker; the handle is the first read,
+                                         unless rows are looked up, too
     an update             (optimizers)   each shard is updated on its server (`shard_updates`): for that time the
                                          variable, and all of the same shards, stand for one shard, or for rows of it
 
@@ -17,6 +18,7 @@ the first shards one row larger where the rows don't divide evenly.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
@@ -114,6 +116,23 @@ class PartitionedVariable(CoordinatedVariable):
         return self
 
 
+@dataclasses.dataclass
+class _Step:
+    """What gradients of a step are taken with respect to.
+
+    Attributes:
+      graph: returns the graph of the step, or None if it is gone.
+      anchor: an empty tensor, where the step looks up rows: their gradient is a `tf.IndexedSlices`.
+      first: the first read of the whole, where the step doesn't; None before it is made.
+      is_looked_up: True if the step has looked up rows.
+    """
+
+    graph: Callable[[], Any]
+    anchor: tf.Tensor
+    first: tf.Tensor | None = None
+    is_looked_up: bool = False
+
+
 class _Whole:
     """`ShardedVariable` with the missing parts of a variable's interface."""
 
@@ -121,9 +140,7 @@ class _Whole:
         self._shards = shards
         self.sizes = tuple(shard.shape.as_list()[0] for shard in shards.variables)
         self._read: tuple[weakref.ref, tf.Tensor] | None = None
-        # The handle of the present step: its first read, or the anchor of its lookups.
-        self._first: tuple[weakref.ref, tf.Tensor] | None = None
-        self._is_anchor = False
+        self._present: _Step | None = None
         self.trainable = shards.variables[0].trainable
         self.device = shards.variables[0].device
         self.variables = list(shards.variables)
@@ -151,30 +168,41 @@ class _Whole:
         if value is None:
             value = self._concatenated()
             self._read = (weakref.ref(value.graph), value)
-        first = _of_this_graph(self._first)
-        if first is None:
-            graph = _outermost_graph()
-            first = value if graph is value.graph else _made_in(graph, self._concatenated)
-            self._first, self._is_anchor = (weakref.ref(first.graph), first), False
-        server_variables.watch(first, self.trainable)
+        step = self._step()
+        first = self._first_read(step, value)
+        for handle in (step.anchor, first):
+            server_variables.watch(handle, self.trainable)
+        if value.graph is not first.graph:
+            # The gradient of a loop can't add up for the anchor, which has no shape.
+            return _linked(first, value)
         # A read after a write is another tensor, but the same variable for a tape.
-        return value if value is first else _read_again(first, value)
+        return _linked_twice(first, step.anchor, value)
 
     def handle_of_step(self) -> tf.Tensor:
         """Returns the tensor that gradients of this graph, or of an enclosing one, are taken with respect to."""
-        first = _of_this_graph(self._first)
-        return self._anchor() if first is None else first
+        step = self._step()
+        return step.anchor if step.is_looked_up else self._first_read(step, None)
 
-    def _anchor(self) -> tf.Tensor:
-        """Makes the handle of a step that looks up rows before it has read the whole."""
+    def _step(self) -> _Step:
+        """Returns the handles in the graph of the step; they are made anew for each graph."""
+        graph = _outermost_graph()
+        if self._present is None or self._present.graph() is not graph:
+            with graph.as_default(), tf.control_dependencies(None):
+                # Of no static shape, because its gradient has that of the variable.
+                anchor = tf.raw_ops.PlaceholderWithDefault(input=tf.zeros([], self._shards.dtype), shape=None)
+            self._present = _Step(weakref.ref(graph), anchor)
+        return self._present
 
-        def make() -> tf.Tensor:
-            # Of no static shape, because the gradient has that of the variable.
-            return tf.raw_ops.PlaceholderWithDefault(input=tf.zeros([], self._shards.dtype), shape=None)
-
-        anchor = _made_in(_outermost_graph(), make)
-        self._first, self._is_anchor = (weakref.ref(anchor.graph), anchor), True
-        return anchor
+    def _first_read(self, step: _Step, value: tf.Tensor | None) -> tf.Tensor:
+        """Returns the first read of the step; `value` is one of this graph, if there is one."""
+        if step.first is None:
+            graph = step.anchor.graph
+            if value is not None and value.graph is graph:
+                step.first = value
+            else:
+                with graph.as_default(), tf.control_dependencies(None):
+                    step.first = self._concatenated()
+        return step.first
 
     def slice_specs(self) -> list[str]:
         """Returns the place of each shard in the whole, in the form of TensorFlow's checkpoints."""
@@ -212,11 +240,10 @@ class _Whole:
             return tf.gather(self.value(), indices, name=name)
         if tf.executing_eagerly():
             return shard_rows.look_up(self.variables, indices, self._shards.name)
-        first = self.handle_of_step()
-        if not self._is_anchor:
-            return tf.gather(self.value(), indices, name=name)
-        server_variables.watch(first, self.trainable)
-        return shard_rows.looked_up(first, self.variables, indices, self._shards.name)
+        step = self._step()
+        step.is_looked_up = True
+        server_variables.watch(step.anchor, self.trainable)
+        return shard_rows.looked_up(step.anchor, self.variables, indices, self._shards.name)
 
     def gather_nd(self, indices: tf.Tensor, name: str | None = None) -> tf.Tensor:
         return tf.gather_nd(self.value(), indices, name=name)
@@ -286,16 +313,18 @@ def _outermost_graph() -> Any:
     return graph
 
 
-def _made_in(graph: Any, make: Callable[[], tf.Tensor]) -> tf.Tensor:
-    with graph.as_default(), tf.control_dependencies(None):
-        return make()
+@tf.custom_gradient
+def _linked(handle: tf.Tensor, value: tf.Tensor) -> Any:
+    """Returns `value`, with its gradient that of `handle`."""
+    del handle
+    return tf.identity(value), lambda gradient: (gradient, None)
 
 
 @tf.custom_gradient
-def _read_again(first: tf.Tensor, value: tf.Tensor) -> Any:
-    """Returns `value` with the gradients of `first`."""
-    del first
-    return tf.identity(value), lambda gradient: (gradient, None)
+def _linked_twice(first: tf.Tensor, anchor: tf.Tensor, value: tf.Tensor) -> Any:
+    """Returns `value`, with its gradient that of both handles, of which a step takes one."""
+    del first, anchor
+    return tf.identity(value), lambda gradient: (gradient, gradient, None)
 
 
 def has_shards(variable: Any) -> bool:

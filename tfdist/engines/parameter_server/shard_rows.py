@@ -18,7 +18,7 @@ from typing import Any
 import tensorflow as tf
 
 
-def looked_up(anchor: tf.Tensor, shards: Sequence[Any], ids: tf.Tensor, name: str) -> tf.Tensor:
+def looked_up(anchor: tf.Tensor, shards: Sequence[Any], ids: Any, name: str) -> tf.Tensor:
     """Returns rows, with a gradient with respect to `anchor` that is a `tf.IndexedSlices` with each id once.
 
     Args:
@@ -30,6 +30,8 @@ def looked_up(anchor: tf.Tensor, shards: Sequence[Any], ids: tf.Tensor, name: st
     Returns:
       The rows, of shape ids.shape + shards[0].shape[1:].
     """
+
+    ids = tf.convert_to_tensor(ids)
 
     @tf.custom_gradient
     def gather(anchor: tf.Tensor) -> Any:
