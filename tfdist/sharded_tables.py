@@ -7,6 +7,8 @@ import math
 from typing import Any
 
 _SMALLEST = 1 << 10
+# Bytes of an element, by the names of dtypes that are not of four bytes.
+_BYTES = {"float64": 8, "int64": 8, "float16": 2, "bfloat16": 2, "int16": 2, "int8": 1, "uint8": 1}
 
 
 class ShardedTables:
@@ -50,7 +52,9 @@ class ShardedTables:
         """Returns the number of shards along each axis, as a `variable_partitioner` does."""
         del unused
         sizes = [int(size) for size in shape]
-        is_table = len(sizes) == 2 and math.prod(sizes) * dtype.size >= self.min_bytes
+        # A dtype of TensorFlow, or its name, as Keras gives it.
+        size = getattr(dtype, "size", None) or _BYTES.get(str(dtype), 4)
+        is_table = len(sizes) == 2 and math.prod(sizes) * size >= self.min_bytes
         most = min(self._num_ps, self.max_shards or self._num_ps, sizes[0]) if is_table else 1
         return [max(1, most), *[1] * (len(sizes) - 1)]
 

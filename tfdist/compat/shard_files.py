@@ -57,6 +57,7 @@ class StoredArray:
         self.dtype = stored.dtype
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        """Reads all of it."""
         del copy
         return np.array(self._stored, dtype)
 
@@ -128,7 +129,7 @@ def _reading(original: Any) -> Any:
 def _on_disk(rows_of: Callable[[Any], Rows | None]) -> Callable[[Any], Any]:
     def wrap(original: Any) -> Any:
         def is_memory_sufficient(model: Any) -> bool:
-            return not any(rows_of(variable) for variable in model.variables) and original(model)
+            return all(rows_of(variable) is None for variable in model.variables) and original(model)
 
         return is_memory_sufficient
 
@@ -153,7 +154,7 @@ def _assigning(rows_of: Callable[[Any], Rows | None]) -> Callable[[Any], Any]:
 def _saving_slots(rows_of: Callable[[Any], Rows | None]) -> Callable[[Any], Any]:
     def wrap(original: Any) -> Any:
         def save_own_variables(optimizer: Any, store: Any) -> None:
-            if not any(rows_of(variable) for variable in optimizer.variables):
+            if all(rows_of(variable) is None for variable in optimizer.variables):
                 return original(optimizer, store)
             # As Keras does, but without an array of each.
             for index, variable in enumerate(optimizer.variables):

@@ -65,10 +65,12 @@ class ShardInitial:
       initializer: a Keras initializer.
       shape: of the whole.
       dtype: of the variable.
+      path: name of the variable, with that of its layer.
     """
 
-    def __init__(self, initializer: Any, shape: Sequence[int], dtype: str) -> None:
+    def __init__(self, initializer: Any, shape: Sequence[int], dtype: str, path: str = "") -> None:
         self.shape = tuple(shape)
+        self.path = path
         self._initializer = initializer
         self._dtype = dtype
         # What is drawn as a seed for the first shard holds for all.
@@ -115,7 +117,7 @@ def present() -> ShardInitial | None:
 
 def _noting(original: Any) -> Any:
     def initialize(variable: Any, initializer: Any) -> None:
-        with _made(ShardInitial(initializer, variable._shape, variable._dtype)):
+        with _made(ShardInitial(initializer, variable._shape, variable._dtype, variable.path)):
             original(variable, initializer)
 
     return initialize

@@ -31,6 +31,7 @@ from tfdist.compat import (
     shard_files,
     shard_initializers,
     shard_strategy,
+    sliced_restores,
     strategy_order,
     symbolic_build,
     trainers,
@@ -110,14 +111,14 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         if cluster is None:
             embedded.check_sizes(num_workers, num_ps)
         composed = composition.compose(
-            policies, "ParameterServerStrategy", _parameter_server_arguments.num_workers_of(cluster, num_workers)
+            policies, "ParameterServerStrategy", _parameter_server_arguments.num_tasks_of(cluster, "worker", num_workers)
         )
         creation_lines.remember()
         strategy_order.join_cluster()
         is_dynamic = data_sharding == "dynamic"
         self._serving = serving = embedded.attach(cluster, num_workers, num_ps, start_timeout_secs, is_dynamic)
         if isinstance(variable_partitioner, ShardedTables):
-            variable_partitioner.begin(serving.num_ps)
+            variable_partitioner.begin(_parameter_server_arguments.num_tasks_of(cluster, "ps", num_ps))
         names = [f"worker:{index}" for index in range(serving.num_workers)]
         self.distribution = Distribution(Recorder(names, is_complete=True), serving=serving)
         with rendezvous.naming_port(cluster):
@@ -174,6 +175,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             row_lookups.install(has_shards)
             shard_files.install(has_shards)
             shard_initializers.install()
+            sliced_restores.install()
         if variable_partitioner is not None or is_lazy:
             shard_strategy.replace_update(self, lambda *given: shard_updates.by_shards(given[0], is_lazy, given[1]))
 
@@ -211,7 +213,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         with beside:
             variable = next_creator(**kwargs)
         barrier = self.distribution.barrier
-        return partition(coordinate(variable, barrier), barrier)
+        return partition(coordinate(variable, barrier), barrier, initial.path if initial else "")
 
     # Data.
 

@@ -41,10 +41,11 @@ class PartitionedVariable(CoordinatedVariable):
     Args:
       shards: The stock `ShardedVariable`.
       barrier: See `CoordinatedVariable`.
+      path: name of the variable in messages, with that of its layer.
     """
 
-    def __init__(self, shards: server_variables.ShardedVariable, barrier: Callable[..., None]):
-        super().__init__(_Whole(shards), barrier)
+    def __init__(self, shards: server_variables.ShardedVariable, barrier: Callable[..., None], path: str = ""):
+        super().__init__(_Whole(shards, path or shards.name), barrier)
 
     @property
     def handle(self) -> tf.Tensor:
@@ -136,8 +137,9 @@ class _Step:
 class _Whole:
     """`ShardedVariable` with the missing parts of a variable's interface."""
 
-    def __init__(self, shards: server_variables.ShardedVariable):
+    def __init__(self, shards: server_variables.ShardedVariable, path: str):
         self._shards = shards
+        self._path = path
         self.sizes = tuple(shard.shape.as_list()[0] for shard in shards.variables)
         self._read: tuple[weakref.ref, tf.Tensor] | None = None
         self._present: _Step | None = None
@@ -239,11 +241,11 @@ class _Whole:
         if self._part() is not None:
             return tf.gather(self.value(), indices, name=name)
         if tf.executing_eagerly():
-            return shard_rows.look_up(self.variables, indices, self._shards.name)
+            return shard_rows.look_up(self.variables, indices, self._path)
         step = self._step()
         step.is_looked_up = True
         server_variables.watch(step.anchor, self.trainable)
-        return shard_rows.looked_up(step.anchor, self.variables, indices, self._shards.name)
+        return shard_rows.looked_up(step.anchor, self.variables, indices, self._path)
 
     def gather_nd(self, indices: tf.Tensor, name: str | None = None) -> tf.Tensor:
         return tf.gather_nd(self.value(), indices, name=name)
@@ -332,8 +334,8 @@ def has_shards(variable: Any) -> bool:
     return isinstance(variable, PartitionedVariable)
 
 
-def partition(variable: Any, barrier: Callable[..., None]) -> Any:
+def partition(variable: Any, barrier: Callable[..., None], path: str = "") -> Any:
     """Wraps a stock variable in a `PartitionedVariable`, if it is sharded."""
     if isinstance(variable, server_variables.ShardedVariable):
-        return PartitionedVariable(variable, barrier)
+        return PartitionedVariable(variable, barrier, path)
     return variable

@@ -36,8 +36,8 @@ def looked_up(anchor: tf.Tensor, shards: Sequence[Any], ids: Any, name: str) -> 
     @tf.custom_gradient
     def gather(anchor: tf.Tensor) -> Any:
         del anchor
-        unique, positions = _unique(ids)
-        rows = _gather(shards, unique, name)
+        unique, positions = _unique(ids, shards, name)
+        rows = _gather(shards, unique)
         shape = tf.concat([tf.shape(ids), rows.shape[1:]], 0)
 
         def gradient(upstream: tf.Tensor) -> tf.IndexedSlices:
@@ -56,18 +56,19 @@ def looked_up(anchor: tf.Tensor, shards: Sequence[Any], ids: Any, name: str) -> 
 def look_up(shards: Sequence[Any], ids: Any, name: str) -> tf.Tensor:
     """Returns rows without a gradient; see `looked_up`."""
     ids = tf.convert_to_tensor(ids)
-    unique, positions = _unique(ids)
-    rows = tf.gather(_gather(shards, unique, name), positions)
+    unique, positions = _unique(ids, shards, name)
+    rows = tf.gather(_gather(shards, unique), positions)
     return tf.reshape(rows, tf.concat([tf.shape(ids), rows.shape[1:]], 0))
 
 
 def merged(slices: tf.IndexedSlices) -> tf.IndexedSlices:
     """Adds up the values of equal indices."""
-    if slices.indices.op.type == "Unique":
+    operation = slices.indices.op
+    if operation.type == "Identity" and operation.inputs[0].op.type == "Unique":
         return slices
-    unique, positions = _unique(slices.indices)
-    values = tf.math.unsorted_segment_sum(slices.values, positions, tf.size(unique))
-    return tf.IndexedSlices(values, unique, slices.dense_shape)
+    found = tf.unique(slices.indices)
+    values = tf.math.unsorted_segment_sum(slices.values, found.idx, tf.size(found.y))
+    return tf.IndexedSlices(values, found.y, slices.dense_shape)
 
 
 def split(slices: tf.IndexedSlices, sizes: Sequence[int]) -> list[tf.IndexedSlices]:
@@ -83,9 +84,11 @@ def split(slices: tf.IndexedSlices, sizes: Sequence[int]) -> list[tf.IndexedSlic
     return [tf.IndexedSlices(*each) for each in zip(values, indices, shapes, strict=True)]
 
 
-def _unique(ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+def _unique(ids: tf.Tensor, shards: Sequence[Any], name: str) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns the different ids, int64, and the place of each id among them, int32; raises if one is out of range."""
     found = tf.unique(tf.cast(tf.reshape(ids, [-1]), tf.int64))
-    return found.y, found.idx
+    with tf.control_dependencies([_in_range(found.y, sum(_sizes(shards)), name)]):
+        return tf.identity(found.y), found.idx
 
 
 def _sizes(shards: Sequence[Any]) -> list[int]:
@@ -99,11 +102,9 @@ def _places(ids: tf.Tensor, sizes: Sequence[int]) -> tuple[tf.Tensor, tf.Tensor]
     return shard, ids - tf.gather(firsts, shard)
 
 
-def _gather(shards: Sequence[Any], ids: tf.Tensor, name: str) -> tf.Tensor:
+def _gather(shards: Sequence[Any], ids: tf.Tensor) -> tf.Tensor:
     """Gathers the rows of different ids on the servers of their shards."""
-    sizes = _sizes(shards)
-    with tf.control_dependencies([_in_range(ids, sum(sizes), name)]):
-        shard, within = _places(ids, sizes)
+    shard, within = _places(ids, _sizes(shards))
     asked = tf.dynamic_partition(within, shard, len(shards))
     places = tf.dynamic_partition(tf.range(tf.size(ids)), shard, len(shards))
     rows = []
@@ -120,5 +121,5 @@ def _gather(shards: Sequence[Any], ids: tf.Tensor, name: str) -> tf.Tensor:
 def _in_range(ids: tf.Tensor, count: int, name: str) -> Any:
     """Checks the ids before they are sent; a server would name the row of its shard."""
     wrong = tf.boolean_mask(ids, (ids < 0) | (ids >= count))
-    text = f"{name.split(':')[0]}: ids must be in [0, {count}). Received:"
+    text = f"{name}: ids must be in [0, {count}). Received:"
     return tf.debugging.Assert(tf.equal(tf.size(wrong), 0), [text, wrong], summarize=5)
