@@ -65,7 +65,14 @@ setuptools.setup(
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
     zip_safe=False,
     python_requires=">=3.11,<3.14",
-    install_requires=["absl-py>=2.1", "keras>=3.15", "numpy>=1.26", "pyyaml>=6.0", "tensorflow>=2.20,<2.22"],
+    install_requires=[
+        "absl-py>=2.1",
+        "keras>=3.15",
+        "numpy>=1.26",
+        "pyyaml>=6.0",
+        "rich>=13.7",
+        "tensorflow>=2.20,<2.22",
+    ],
     extras_require={
         "mpi": _MPI,
         "gpu": ["tensorflow[and-cuda]>=2.20,<2.22"],

@@ -6,8 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from tfdist import policies, testing
-from tfdist.policies import simulate
+from tfdist import policies, simulation, testing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Scenario:
         attempt. So this is the very same draw as the measured segment's, not a mean over others.
         """
         policy, secs = policies.BackupWorkers(spares=spares), self.delays(seed).secs
-        return simulate.simulate(policy, secs, num_updates, num_workers).updates_per_sec
+        return simulation.simulate_policy(policy, secs, num_updates, num_workers).updates_per_sec
 
 
 class SegmentDelays(testing.Delays):

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.machinery
 import os
 import pathlib
 import random
 import signal
 import sys
 import threading
+import types
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import prefork
@@ -30,6 +33,9 @@ os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 # Children find tfdist wherever they are started, and import Keras as sparingly as lean/sitecustomize.py says.
 _TESTS = pathlib.Path(__file__).resolve().parent
 os.environ["PYTHONPATH"] = os.pathsep.join([str(_TESTS / "lean"), str(_TESTS.parent)])
+# Each of hundreds of processes would compile all modules of tfdist anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # For this process too, which Python started without them.
 gc.set_threshold(100_000, 50, 50)
 
@@ -64,7 +70,7 @@ _LONGEST_FILES = (
 pytest.register_assert_rewrite("conformance", "training")
 LOGICAL_CPUS = 4
 _GRACE_SECS = 5.0
-# Set by pytest itself, and by whichever test is the first to import TensorFlow, h5py or scikit-learn.
+# Set by pytest itself, and by whichever test is the first to import TensorFlow, h5py, scikit-learn or JAX.
 _NOT_OURS = {
     "ENABLE_RUNTIME_UPTIME_TELEMETRY",
     "HDF5_PLUGIN_PATH",
@@ -74,6 +80,7 @@ _NOT_OURS = {
     "TF2_BEHAVIOR",
     "TPU_ML_PLATFORM",
     "TPU_ML_PLATFORM_VERSION",
+    "TPU_SKIP_MDS_QUERY",
 }
 
 
@@ -88,6 +95,7 @@ def cpus() -> list[str]:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Starts what forks programs, once for all processes of a run."""
+    sys.meta_path.insert(0, _SplitsCpu())
     if prefork.VARIABLE not in os.environ:
         stack = contextlib.ExitStack()
         stack.enter_context(prefork.servers())
@@ -110,6 +118,23 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Splits the CPU before any test can start TensorFlow's runtime, which fixes the number of devices."""
     if "tensorflow" in sys.modules:
         _split_cpu()
+
+
+class _SplitsCpu:
+    """Does so for a test that is the first to import TensorFlow, and may start its runtime, too."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        spec = importlib.machinery.PathFinder.find_spec(name, path) if name == "tensorflow" else None
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def split(module: types.ModuleType) -> None:
+            execute(module)
+            _split_cpu()
+
+        vars(spec.loader)["exec_module"] = split
+        return spec
 
 
 def _split_cpu() -> None:

@@ -92,6 +92,8 @@ def test_the_quick_start_is_ten_lines(quick_start: str) -> None:
     assert len([line for line in quick_start.splitlines() if line.strip()]) <= 10
 
 
+# Programs of other tests are scripts.
+@pytest.mark.slow
 @pytest.mark.processes
 def test_the_quick_start_runs_as_a_script(quick_start: str, tmp_path: pathlib.Path) -> None:
     (tmp_path / "train.py").write_text(quick_start)

@@ -29,9 +29,8 @@ def exact_numbers() -> Iterator[None]:
     keras.config.set_dtype_policy(before[1])
 
 
-# The last of these models is one of the three largest, and all parts of it are in others: a residual and an attention
-# layer, a conditional and an optimizer that is applied by hand.
-SEEDS = [*range(5), pytest.param(5, marks=pytest.mark.slow)]
+# The quick ones have every layer, step, optimizer, loss, metric and kind of data of the first five, in smaller models.
+SEEDS = [0, 141, 235, 306, 2422, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))]
 
 
 @pytest.mark.parametrize("seed", SEEDS)

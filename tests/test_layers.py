@@ -32,6 +32,8 @@ ARROWS: dict[str, set[str]] = {
     "_line_server": {"_addresses", "_sockets"},
     "cluster": {"_addresses"},
     "policies": set(),
+    "update_log": set(),
+    "simulation": {"policies"},
     "runtime": {*_SOCKETS, "cluster", "policies"},
     "compat": {"runtime"},
     # Codecs know neither strategies nor engines.
@@ -48,7 +50,7 @@ ARROWS: dict[str, set[str]] = {
     "engines.synchronous": {*_ENGINES, "compression"},
     "engines.warmup": _ENGINES,
     "engines.parameter_server": {*_ENGINES, "compression"},
-    "telemetry": {"cluster", "compat", "data", "policies"},
+    "telemetry": {"cluster", "compat", "data", "policies", "update_log"},
     "launchers": {"__init__", *_SOCKETS, "cluster"},
     "serving": {"_addresses", "cluster", "compat", "compression", "data", "launchers", "runtime"},
     "strategies": {"_addresses", "cluster", "compression", "engines", *_STEPS, "launchers", "serving", "telemetry"},
@@ -57,11 +59,23 @@ ARROWS: dict[str, set[str]] = {
     "schedules": set(),
     "callbacks": {"learning_rate", "resume", "telemetry"},
     "flags": {"__init__", "callbacks", "cluster", "policies", "strategies"},
-    "testing": {"__init__", "cluster", "launchers", "policies", "runtime", "serving", "strategies", "telemetry"},
+    "testing": {
+        "__init__",
+        "cluster",
+        "launchers",
+        "policies",
+        "runtime",
+        "serving",
+        "simulation",
+        "strategies",
+        "telemetry",
+    },
     "firewall": {"_addresses", "cluster"},
     "doctor_meeting": {*_SOCKETS, "cluster"},
     "doctor": {"__init__", "_addresses", "cluster", "doctor_meeting", "firewall", "launchers"},
-    "cli": {"__init__", "cluster", "doctor", "launchers"},
+    "simulate": {"__init__", "flags", "launchers", "simulation", "update_log"},
+    "watching": {"launchers", "update_log"},
+    "cli": {"__init__", "cluster", "doctor", "launchers", "update_log", "watching"},
     # Its names are resolved on first use, so importing it imports none of its parts.
     "__init__": {
         "callbacks",
@@ -85,9 +99,12 @@ LIGHT_FILES = (
     "doctor",
     "doctor_meeting",
     "firewall",
+    "simulate",
 )
-WITHOUT_TENSORFLOW = (*LIGHT_FILES, "launchers", "policies", "runtime")
+WITHOUT_TENSORFLOW = (*LIGHT_FILES, "launchers", "policies", "runtime", "simulation")
 HEAVY = ("tensorflow", "keras", "numpy")
+# These read and write arrays, but answer at once, too.
+WITH_NUMPY = ("update_log", "watching")
 
 
 def _part(path: pathlib.Path) -> str:
@@ -163,12 +180,13 @@ def test_light_modules_name_no_tensorflow(path: pathlib.Path):
     assert not {module.split(".")[0] for module in _imported(path)} & set(HEAVY)
 
 
-def test_light_modules_import_without_tensorflow():
-    modules = [_module(path) for path in MODULES if _part(path) in WITHOUT_TENSORFLOW]
+@pytest.mark.parametrize(("parts", "heavy"), [(WITHOUT_TENSORFLOW, HEAVY), (WITH_NUMPY, HEAVY[:2])])
+def test_light_modules_import_without_tensorflow(parts: Collection[str], heavy: Collection[str]):
+    modules = [_module(path) for path in MODULES if _part(path) in parts]
     program = f"import importlib, sys\nfor name in {modules}: importlib.import_module(name)\nprint(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    assert not set(HEAVY) & set(done.stdout.split())
+    assert not set(heavy) & set(done.stdout.split())
 
 
 @pytest.mark.parametrize("path", [p for f in FOLDERS for p in sorted((ROOT / f).rglob("*.py"))], ids=_name)

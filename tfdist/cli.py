@@ -17,12 +17,18 @@ _HELP = ("-h", "-help", "--help", "help")
 _USAGE = """\
 usage: tfdist launch PLATFORM [FLAGS] SCRIPT [ARGUMENTS]
        tfdist doctor [FLAGS]
+       tfdist simulate [FLAGS]
+       tfdist watch LOGDIR [FLAGS]
+       tfdist trace LOGDIR -o FILE [FLAGS]
        tfdist --help | --version
 
 The distribution toolkit for TensorFlow and Keras 3.
 
   launch    start a script as every task of a cluster (see tfdist launch --help)
   doctor    look at this machine, and at the cluster in TF_CONFIG, for what would fail
+  simulate  simulate training on a cluster of any size
+  watch     show a run in the terminal, live: updates, and which worker costs most
+  trace     write the timeline of a run for Perfetto or chrome://tracing
 """
 _LAUNCH_USAGE = """\
 usage: tfdist launch PLATFORM [FLAGS] SCRIPT [ARGUMENTS]
@@ -31,6 +37,13 @@ Starts the same script as every task of a cluster, each with its own TF_CONFIG.
 
 platforms (tfdist launch PLATFORM --help lists the flags of one):
 """
+# Each is a module with `main(arguments)`, imported only when it is used.
+COMMANDS = {
+    "doctor": "tfdist.doctor",
+    "simulate": "tfdist.simulate",
+    "watch": "tfdist.watching.watch",
+    "trace": "tfdist.watching.trace",
+}
 # Each is a module of tfdist.launchers with `main(arguments)`, imported only when it is used.
 PLATFORMS = {
     "local": "processes on this machine",
@@ -69,10 +82,12 @@ def _run(arguments: list[str]) -> int:
         return _print(_USAGE, asked=bool(arguments))
     if arguments[0] in ("-version", "--version"):
         return _print(f"tfdist {tfdist.__version__}\n", asked=True)
-    if arguments[0] == "doctor":
-        return _call("tfdist.doctor", arguments[1:], "tfdist doctor")
+    if arguments[0] in COMMANDS:
+        return _call(COMMANDS[arguments[0]], arguments[1:], f"tfdist {arguments[0]}")
     if arguments[0] != "launch":
-        raise _UsageError(f"unknown command; use launch or doctor (see tfdist --help). Received: {arguments[0]!r}")
+        *names, last = ("launch", *COMMANDS)
+        known = f"{', '.join(names)} or {last}"
+        raise _UsageError(f"unknown command; use {known} (see tfdist --help). Received: {arguments[0]!r}")
     return _launch(arguments[1:])
 
 

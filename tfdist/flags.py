@@ -116,25 +116,29 @@ def _check_ready(flag_values: flags.FlagValues) -> None:
 # Policies.
 
 
-def parse_policy(text: str) -> Any:
+def parse_policy(text: str, flag: str = "--tfdist_policies") -> Any:
     """Builds a policy from text such as "BackupWorkers(spares=1)". Arguments are literals; no code is evaluated.
+
+    Args:
+      text: the text.
+      flag: name of the flag in messages.
 
     Raises:
       ValueError: the text is invalid, or the policy refuses the arguments.
     """
-    name, arguments, keywords = _parse_call(text)
+    name, arguments, keywords = _parse_call(text, flag)
     known = _policies()
     if name not in known:
         close = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(sorted(known))}"
-        raise ValueError(f"--tfdist_policies names no policy; {hint} Received: {text!r}")
+        raise ValueError(f"{flag} names no policy; {hint} Received: {text!r}")
     try:
         return known[name]()(*arguments, **keywords)
     except TypeError as error:
         problem = " ".join(str(error).replace(f"{name}.__init__()", name).split())
-        raise ValueError(f"--tfdist_policies: {problem}; see docs/policies.md. Received: {text!r}") from None
+        raise ValueError(f"{flag}: {problem}; see docs/policies.md. Received: {text!r}") from None
     except ValueError as error:
-        raise ValueError(" ".join(f"--tfdist_policies={text}: {error}".split())) from None
+        raise ValueError(" ".join(f"{flag}={text}: {error}".split())) from None
 
 
 def _policies() -> dict[str, Callable[[], Callable[..., Any]]]:
@@ -147,7 +151,7 @@ def _attribute(home: str, name: str) -> Any:
     return getattr(importlib.import_module(home), name)
 
 
-def _parse_call(text: str) -> tuple[str, list[Any], dict[str, Any]]:
+def _parse_call(text: str, flag: str) -> tuple[str, list[Any], dict[str, Any]]:
     """Parses "Name(1, key=2)", or "Name", into the name, the arguments and the keyword arguments."""
     try:
         if len(text) > _MAX_TEXT:
@@ -163,8 +167,7 @@ def _parse_call(text: str) -> tuple[str, list[Any], dict[str, Any]]:
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         shown = text if len(text) <= _MAX_TEXT else f"{text[:100]}..."
         raise ValueError(
-            "--tfdist_policies is no policy with plain arguments; write it as --tfdist_policies='Warmup(epochs=1)'. "
-            f"Received: {shown!r}"
+            f"{flag} is no policy with plain arguments; write it as {flag}='Warmup(epochs=1)'. Received: {shown!r}"
         ) from None
     return call.func.id, arguments, keywords
 

@@ -22,6 +22,16 @@ LIKE_OTHERS = frozenset(
     }
 )
 
+# A policy changes neither which calls are refused nor which logs a step returns: `TestMirrored` and
+# `TestBackupWorkers` have both.
+AS_WITHOUT_POLICY = frozenset(
+    {
+        "test_calls_within_callbacks_work",
+        "test_own_train_step_keeps_its_logs",
+        "test_second_thread_is_refused_during_a_fit",
+    }
+)
+
 
 class AveragingEveryStep(Conformance):
     only = frozenset(

@@ -9,7 +9,7 @@ from typing import Any
 
 import multi_worker_cluster
 import pytest
-from averaging import LIKE_OTHERS, AveragingEveryStep
+from averaging import AS_WITHOUT_POLICY, LIKE_OTHERS, AveragingEveryStep
 from cases import LOOPS
 from conformance import Conformance, pytest_generate_tests  # noqa: F401
 
@@ -26,7 +26,8 @@ class Workers(Conformance):
         return multi_worker_cluster.of_one_device(case, found, directory)
 
 
-# Their steps, or their ways to the data, are those of other loops.
+# Their steps, or their ways to the data, are those of other loops. `TestMirrored` has the last ones;
+# `multi_worker_checks.py` has checkpoints, too.
 _LIKE_OTHERS = {
     f"loop, {name}"
     for name in (
@@ -35,15 +36,9 @@ _LIKE_OTHERS = {
         *("two_optimizers_and_a_persistent_tape", "loss_scaling", "weights_set_within_the_loop"),
         *("train_step_of_keras_given_to_run", "train_function_of_keras", "saved_models"),
         *("optimizers_made_outside_of_the_scope", "gradients_clipped_after_their_sum", "optional_in_a_graph"),
+        *("metrics_and_evaluation_within_the_loop", "seed_generators_made_outside_of_the_scope"),
+        *("batches_unpacked_by_the_caller", "checkpoints"),
     )
-}
-
-
-# The policy changes neither which calls are refused nor which logs a step returns: MirroredStrategy's tests have both.
-_AS_WITHOUT_POLICY = {
-    "test_calls_within_callbacks_work",
-    "test_own_train_step_keeps_its_logs",
-    "test_second_thread_is_refused_during_a_fit",
 }
 
 
@@ -55,6 +50,7 @@ class TestMultiWorker(Workers):
             "test_evaluate_after_an_own_step_counts_no_empty_replica",
             "test_metric_variable_of_aggregation_mean_is_read",
             "test_model_compiled_again_trains_as_compiled_last",
+            "test_own_train_step_keeps_its_logs",
             "test_steps_on_single_batches",
         }
     )
@@ -68,7 +64,7 @@ class TestMultiWorker(Workers):
 class TestBackupWorkers(Workers):
     left_out = LOOPS
     logs_within = 0.1
-    slow_tests = LIKE_OTHERS | _AS_WITHOUT_POLICY | {"test_every_batch_of_a_generator_is_used_once"}
+    slow_tests = LIKE_OTHERS | AS_WITHOUT_POLICY | {"test_every_batch_of_a_generator_is_used_once"}
     quick = frozenset({"embedding, clipnorm", "unknown length, steps_per_execution", "sum loss, eagerly"})
 
     @pytest.fixture(scope="class")
@@ -82,7 +78,8 @@ class TestBackupWorkers(Workers):
 
 class TestParameterAveraging(AveragingEveryStep, Workers):
     quick = frozenset({"steps_per_execution", "sum loss, eagerly"})
-    slow_tests = LIKE_OTHERS | _AS_WITHOUT_POLICY
+    # An average of weights asks no worker for examples: MirroredStrategy's tests have batches of too few.
+    slow_tests = LIKE_OTHERS | AS_WITHOUT_POLICY | {"test_replicas_without_examples_leave_no_trace"}
 
     @pytest.fixture(scope="class")
     @classmethod

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import pytest
-from averaging import AveragingEveryStep
+from averaging import AS_WITHOUT_POLICY, LIKE_OTHERS, AveragingEveryStep
 from cases import CASES, LOOPS, SCALED_AGAIN
 from conformance import Conformance, pytest_generate_tests  # noqa: F401
 
@@ -31,6 +31,9 @@ SLOW = frozenset(
         *("first call, loop, built", "first call, loop, by name", "first call, no run, eager"),
         *(f"step {step}, fewer examples than replicas" for step in ("tracked", "average_by_tensorflow")),
         *("no run, in scope, graph", "no run, in scope, eager", "no run, out of it, graph"),
+        # Adam is in "embedding, clipnorm", the same losses are there in a graph, weights of classes come as
+        # "sample_weight", and the data are split before they come to a strategy.
+        *("adam", "losses of layers alone, eagerly", "class weights", "validation_split"),
         *SCALED_AGAIN,
     }
 )
@@ -41,6 +44,7 @@ _SLOW_LOOPS = frozenset(
     for name in (
         *("iterator_as_an_argument", "next_until_the_end", "optional_outside_of_a_graph", "data_sets_from_a_function"),
         *("models_saved", "models_exported", "saved_models", "signature_of_the_data_set"),
+        *("data_set_as_an_argument", "iterator_made_in_a_graph"),
     )
 )
 
@@ -69,6 +73,11 @@ class TestBackupWorkers(Conformance):
         *("sum loss", "class weights", "dicts", "ema overwrites", "sgd", "ConvLSTM"),
         # `test_mirrored_policies.py` has batches of a Python generator, and "unknown length, whole executions" is here.
         *("embedding, clipnorm", "from Python", "unknown length, steps_per_execution"),
+        # "recurrent, built from one example" is here, and `TestAggregated` has the same policy with these.
+        *("LSTM", "interrupted and resumed", "first call, optimizer of its own"),
+        # Parts of other optimizers, losses and first calls in this list.
+        *("decay, ema", "penalties, sum, uneven", "loss one number, fewer examples than replicas", "own compute_loss"),
+        *("loss beside one of Keras", "first call, seed generator", "first call, layer with Trainer"),
         # The step finds a loss of users' code by `global_losses`, as without a policy.
         *("loss one number, tf.function, one over", "loss one number of a class, one over"),
         # Nothing of a policy is in a loop without `run`; one is enough.
@@ -85,6 +94,12 @@ class TestBackupWorkers(Conformance):
 
 class TestParameterAveraging(AveragingEveryStep):
     quick = frozenset({"sgd", "one example left", "sum loss, eagerly"})
+    # An error ends a step before anything is averaged.
+    slow_tests = (
+        LIKE_OTHERS
+        | AS_WITHOUT_POLICY
+        | {"test_error_of_an_operation_is_raised_and_the_next_fit_is_clean", "test_error_of_the_data_is_raised"}
+    )
 
     @pytest.fixture(scope="class")
     @classmethod

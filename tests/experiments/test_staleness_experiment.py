@@ -15,7 +15,7 @@ import pytest
 
 from tfdist.policies import SoftSync
 from tfdist.policies.asynchronous import Asynchronous
-from tfdist.policies.simulate import simulate
+from tfdist.simulation import simulate_policy
 from tfdist.testing import Delays
 
 FOLDER = pathlib.Path(__file__).resolve().parents[2] / "experiments" / "staleness"
@@ -32,7 +32,7 @@ def softsync_runs(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.mark.parametrize("n", [1, 2, 4, 8])
 def test_without_overhead_these_delays_make_gradients_about_n_updates_stale(softsync_runs: ModuleType, n: int) -> None:
     policy = Asynchronous(soft_sync=SoftSync(8 // n))
-    updates = simulate(policy, Delays.from_json(softsync_runs.delays(SETTING)).secs, 500, 8).updates
+    updates = simulate_policy(policy, Delays.from_json(softsync_runs.delays(SETTING)).secs, 500, 8).updates
     staleness = [each for update in updates for each in update.staleness]
     low, high = EXPECTED["mean_staleness_over_n_within"]
     assert low * n <= sum(staleness) / len(staleness) <= high * n

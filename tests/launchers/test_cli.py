@@ -39,7 +39,13 @@ def test_nothing_to_do_is_an_error_that_shows_the_usage(arguments, capsys):
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["lunch"], "tfdist: unknown command; use launch or doctor (see tfdist --help). Received: 'lunch'\n"),
+        (
+            ["lunch"],
+            (
+                "tfdist: unknown command; use launch, doctor, simulate, watch or trace (see tfdist --help). "
+                "Received: 'lunch'\n"
+            ),
+        ),
         (
             ["launch", "slrum", "train.py"],
             "tfdist: unknown platform; there is: {platforms} (see tfdist launch --help). Received: 'slrum'\n",

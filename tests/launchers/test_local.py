@@ -238,6 +238,31 @@ def test_a_signal_ends_everything(script, signum, code):
     assert not any(task.is_running() for task in tasks)
 
 
+QUIET = """
+print(name, "says", os.environ["TF_CPP_MIN_LOG_LEVEL"])
+if name == "worker:1":
+    print("the cause", file=sys.stderr)
+    sys.exit(3)
+signal.pause()
+"""
+
+
+@pytest.mark.processes
+def test_quiet_workers_print_only_the_chief_and_who_fails(script, tmp_path):
+    env = {name: value for name, value in os.environ.items() if name != "TF_CPP_MIN_LOG_LEVEL"}
+    flags = ("--num_workers=3", "--quiet_workers", "--run=1", f"--task_logs={tmp_path}")
+    code, out, err = launch(*flags, script(QUIET), env=env)
+    assert code == 3
+    assert out.splitlines() in ([], ["[worker:0] worker:0 says 1"])
+    lines = err.splitlines()
+    assert lines[0] == "tfdist: the last lines of worker:1:"
+    assert sorted(lines[1:3]) == ["tfdist:   the cause", "tfdist:   worker:1 says 1"]
+    assert lines[3] == "tfdist: worker:1 failed first (exit code 3); all tasks have ended"
+    log = tmp_path / "1" / "attempt_0" / "worker_1"
+    assert (log / "stdout.log").read_text() == "worker:1 says 1\n"
+    assert (log / "stderr.log").read_text() == "the cause\n"
+
+
 @pytest.mark.processes
 def test_a_second_signal_ends_everything_at_once(script):
     stubborn = (

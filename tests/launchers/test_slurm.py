@@ -219,6 +219,23 @@ def test_a_job_runs_every_task_and_all_arrives_unchanged(launch):
 
 
 @pytest.mark.processes
+def test_quiet_workers_write_only_the_last_lines_of_who_fails(launch):
+    text = """
+print(name, os.environ["TF_CPP_MIN_LOG_LEVEL"], flush=True)
+open(name, "w").close()
+if name == "worker:0":
+    while True: signal.pause()
+if name == "worker:1":
+    while not (os.path.exists("worker:0") and os.path.exists("worker:2")): pass
+    sys.exit(7)
+"""
+    _, code, lines = launch(text, "--num_workers=3", "--quiet_workers", "--tf_log_level=error")
+    assert code == 7, lines
+    expected = ["[worker:0] worker:0 2", "tfdist: the last lines of worker:1:", "[worker:1] worker:1 2"]
+    assert lines[:3] == expected
+
+
+@pytest.mark.processes
 def test_a_failure_has_the_others_save_their_work_and_its_code_is_the_jobs(launch):
     text = """
 def save(*_):

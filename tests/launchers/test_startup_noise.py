@@ -10,6 +10,8 @@ import sys
 
 import pytest
 
+from tfdist import cli
+from tfdist.launchers import tf_log_level
 from tfdist.launchers.startup_noise import StartupNoise
 
 NOISE = """\
@@ -27,8 +29,15 @@ device_count {
 }
 allow_soft_placement: true
 
+W0000 00:00:1795530509.9  5024 local_rendezvous.cc:412] Local rendezvous is aborting with status: ABORTED: Cleanup -12
+W0000 00:00:1795530524.2  5 destroy_tensor_handle_node.h:59] Ignoring an error encountered when deleting remote \
+tensors handles: INVALID_ARGUMENT: Unable to find the relevant tensor
+Additional GRPC error information from remote target /job:worker/replica:0/task:1 while calling /tensorflow.eager
+:UNKNOWN:Error received from peer  {grpc_message:"Unable to find the relevant tensor"}
 """.splitlines()
 SHOWN = """\
+W0000 00:00:1795530509.9  5024 local_rendezvous.cc:412] Local rendezvous is aborting with status: OUT_OF_RANGE: End
+Additional GRPC error information from remote target /job:worker/replica:0/task:1 while calling /tensorflow.eager
 W0000 00:00:1795390331.153472   28695 auto_shard.cc:1] a warning
 E0000 00:00:1795390331.153472   28695 cuda_platform.cc:52] failed call to cuInit: CUDA_ERROR_NO_DEVICE (100)
 I1122 23:31:00.153472 28695 train.py:10] a line of the program's own logging
@@ -49,8 +58,32 @@ def test_noise_goes_and_all_else_stays_in_whatever_pieces_it_comes(size: int):
 
 
 @pytest.mark.parametrize("name", ["TF_CPP_MIN_LOG_LEVEL", "TFDIST_SEND_TF_CPP_MIN_LOG_LEVEL"])
-def test_who_sets_a_level_sees_everything(name: str):
+def test_level_0_shows_everything_and_others_no_information(name: str):
     assert StartupNoise({name: "0"}).without(NOISE) == NOISE
+    assert StartupNoise({name: "2"}).without([*NOISE, *SHOWN]) == SHOWN
+
+
+@pytest.mark.parametrize(
+    ("chosen", "env", "is_filtered", "level"),
+    [
+        (None, {}, False, "1"),
+        (None, {}, True, None),
+        (None, {"TF_CPP_MIN_LOG_LEVEL": "0"}, True, "0"),
+        ("error", {"TF_CPP_MIN_LOG_LEVEL": "0"}, False, "2"),
+        ("0", {}, True, "0"),
+    ],
+)
+def test_the_flag_then_the_user_then_warnings_set_the_level(chosen, env, is_filtered, level):
+    expected = {} if level is None else {"TF_CPP_MIN_LOG_LEVEL": level}
+    assert tf_log_level.environment(chosen, env, is_filtered) == expected
+
+
+@pytest.mark.parametrize("platform", ["local", "ssh", "slurm", "kubernetes", "tpu"])
+def test_wrong_tf_log_level_is_one_line_on_every_platform(platform: str, capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["launch", platform, "--tf_log_level=loud", "train.py"]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith("tfdist: flag --tf_log_level=loud: ") and line.count("\n") == 1
+    assert f"(see tfdist launch {platform} --help)" in line
 
 
 def test_who_has_gpus_sees_what_becomes_of_them():

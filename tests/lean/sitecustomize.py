@@ -3,7 +3,8 @@
 
 Keras imports as in an installation without the extras for experiments: it imports scikit-learn and Matplotlib wherever
 they are installed, for more than a third of the 4 seconds of CPU which an import takes, and the old Keras within
-TensorFlow imports SciPy. Keras imports IPython where it finds that. A program's own import of any of them finds it.
+TensorFlow imports SciPy. Keras imports IPython and JAX where it finds them. A program's own import of any of them finds
+it.
 
 Python's collector runs seldom: it goes through the objects of TensorFlow's modules again and again while they are
 imported and while steps are traced, for a fifth of that CPU. `gc.collect()` is as ever.
@@ -19,7 +20,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-_HIDDEN = {"IPython", "matplotlib", "matplotlib.pyplot", "scipy", "scipy.sparse", "sklearn"}
+_HIDDEN = {"IPython", "jax", "matplotlib", "matplotlib.pyplot", "scipy", "scipy.sparse", "sklearn"}
 
 
 class _HiddenFromKeras:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import tfdist
 from tfdist.policies.asynchronous import Asynchronous
-from tfdist.policies.simulate import simulate
+from tfdist.simulation import simulate_policy
 
 
 def _new(updates: int = 1, bound: int | None = None, drop: int | None = None) -> Asynchronous:
@@ -106,7 +106,7 @@ def test_in_any_order_of_arrivals_losses_and_recoveries(
 @pytest.mark.parametrize("bound", [1, 2, 4, 8])
 def test_a_slow_worker_holds_the_others_back_at_the_bound(bound: int) -> None:
     policy = _new(bound=bound)
-    found = simulate(policy, lambda replica, attempt: 10.0 if replica == 0 else 1.0, 400, 4)
+    found = simulate_policy(policy, lambda replica, attempt: 10.0 if replica == 0 else 1.0, 400, 4)
     assert max(max(update.staleness) for update in found.updates) == bound
     # In the 10 s that the slow one needs, as many updates as the bound allows are made; then its own, and those of the
     # others that were held back meanwhile.
@@ -117,7 +117,7 @@ def test_a_slow_worker_holds_the_others_back_at_the_bound(bound: int) -> None:
 @pytest.mark.parametrize("slow", range(4))
 @pytest.mark.parametrize("bound", [1, 2])
 def test_where_few_may_start_everybody_has_a_turn(bound: int, slow: int) -> None:
-    found = simulate(_new(bound=bound), lambda replica, attempt: 10.0 if replica == slow else 1.0, 400, 4)
+    found = simulate_policy(_new(bound=bound), lambda replica, attempt: 10.0 if replica == slow else 1.0, 400, 4)
     assert min(found.accepted) >= 60
     # The others wait for the slow one, which hardly waits itself, whatever its number.
     assert found.accepted[slow] * 10.0 >= 0.9 * found.seconds
@@ -125,14 +125,16 @@ def test_where_few_may_start_everybody_has_a_turn(bound: int, slow: int) -> None
 
 def test_a_larger_bound_gives_more_throughput() -> None:
     rates = [
-        simulate(_new(bound=bound), lambda replica, attempt: 10.0 if replica == 3 else 1.0, 400, 4).updates_per_sec
+        simulate_policy(
+            _new(bound=bound), lambda replica, attempt: 10.0 if replica == 3 else 1.0, 400, 4
+        ).updates_per_sec
         for bound in (1, 2, 4, 8, 16)
     ]
     assert rates == sorted(set(rates))
 
 
 def test_without_a_bound_everybody_goes_at_his_own_pace() -> None:
-    found = simulate(_new(), lambda replica, attempt: 10.0 if replica == 0 else 1.0, 3100, 4)
+    found = simulate_policy(_new(), lambda replica, attempt: 10.0 if replica == 0 else 1.0, 3100, 4)
     assert found.updates_per_sec == pytest.approx(3.1, rel=0.01)
 
 
@@ -142,7 +144,7 @@ def test_n_softsync_is_about_n_updates_stale(n: int) -> None:
     updates = 30 // n
     n = 30 // updates
     law = random.Random(0)
-    found = simulate(_new(updates), lambda replica, attempt: law.gauss(1.0, 0.05), 4000, 30)
+    found = simulate_policy(_new(updates), lambda replica, attempt: law.gauss(1.0, 0.05), 4000, 30)
     ages = [age for update in found.updates[500:] for age in update.staleness]
     assert sum(ages) / len(ages) == pytest.approx(n, abs=max(1.0, 0.15 * n))
     assert sum(age > 2 * n for age in ages) / len(ages) < 1e-2
@@ -155,6 +157,19 @@ def test_the_last_update_of_a_pass_is_made_of_what_there_is() -> None:
     with pytest.raises(RuntimeError, match=r"no update was due in step 0: 1 of 2 gradients"):
         policy.updated(1.0)
     assert policy.updated(1.0, with_fewer=True).contributors == (0,)
+
+
+def test_an_update_waits_for_the_gradient_that_the_bound_demands() -> None:
+    policy = _machine(2, bound=1)
+    assert [policy.started(replica, 0.0) for replica in (0, 1)] == [0, 0]
+    policy.arrived(0, 0, 1.0)
+    assert policy.updated(1.0).wait_secs == 1.0
+    policy.started(0, 1.0)
+    policy.arrived(0, 1, 2.0)
+    # An update now would leave the gradient of replica 1 too old.
+    assert not policy.update_due
+    policy.arrived(1, 0, 5.0)
+    assert policy.updated(5.0).wait_secs == 4.0
 
 
 def test_what_a_lost_worker_has_given_counts_and_what_it_computed_does_not() -> None:

@@ -22,6 +22,6 @@ def test_the_example_of_the_package_runs():
 @pytest.mark.parametrize("page", ["policies.md", "asynchronous.md"])
 def test_the_simulation_in_the_page_prints_what_the_page_says(page: str, capsys: pytest.CaptureFixture[str]):
     blocks = re.findall(r"^```\w*\n(.*?)^```$", (_DOCS / page).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    ((code, printed),) = [pair for pair in itertools.pairwise(blocks) if "simulate(" in pair[0]]
+    ((code, printed),) = [pair for pair in itertools.pairwise(blocks) if "simulate_policy(" in pair[0]]
     exec(compile(code, f"docs/{page}", "exec"), {})
     assert capsys.readouterr().out == printed

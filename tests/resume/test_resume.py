@@ -103,7 +103,8 @@ def calm() -> Calm:
 @pytest.mark.parametrize(
     ("kind", "steps_per_execution", "save_freq", "interruptions"),
     [
-        ("arrays", 1, 5, (18,)),
+        # The next test has arrays.
+        pytest.param("arrays", 1, 5, (18,), marks=pytest.mark.slow),
         ("shuffled", 1, "epoch", (30,)),
         # At the end of an epoch, which comes as one step more where the length is not known.
         ("uneven", 1, 1, (14,)),

@@ -359,7 +359,8 @@ print("iterations", int(made.optimizer.iterations), flush=True)
 
 @pytest.mark.processes
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("sharding", ["shard", "dynamic"])
+# Dynamic sharding adds a data service, whose servers have to end, too.
+@pytest.mark.parametrize("sharding", [pytest.param("shard", marks=pytest.mark.slow), "dynamic"])
 def test_launched_tasks_need_no_grace_when_the_chief_is_done(tmp_path: pathlib.Path, sharding: str) -> None:
     """Each of them ends by itself: none is ended by the launcher, whose patience outlasts this test's."""
     path = tmp_path / "train.py"

@@ -3,18 +3,18 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import changed_policies
 import keras
 import numpy as np
 import pytest
 
 import tfdist
-from tfdist.policies import composition
 from tfdist.runtime import delay_hook
-from tfdist.telemetry.report import Recorder
 
 NUM_WORKERS = 4
 # After a worker was stopped and went on, TensorFlow's answers may take the chief a minute or two.
@@ -38,16 +38,7 @@ def cluster() -> tfdist.ParameterServerStrategy:
 
 @pytest.fixture
 def with_policies(cluster: tfdist.ParameterServerStrategy) -> Callable[..., tfdist.ParameterServerStrategy]:
-    """The same cluster under other policies, and with a report of its own: a process can join only one."""
-
-    def change(*policies: Any) -> tfdist.ParameterServerStrategy:
-        cluster._training.close()
-        cluster.distribution.recorder = Recorder(cluster.distribution.recorder.names)
-        composed = composition.compose(policies, "ParameterServerStrategy", NUM_WORKERS)
-        cluster._take(policies, composed, stall_timeout_secs=STALL_SECS)
-        return cluster
-
-    return change
+    return functools.partial(changed_policies.under, cluster, NUM_WORKERS, STALL_SECS)
 
 
 @pytest.fixture

@@ -186,7 +186,7 @@ def test_several_steps_per_execution(strategy: Any) -> None:
 @pytest.mark.parametrize(
     "steps_per_execution",
     # Within a pass with a remainder, and more than a pass has.
-    [pytest.param(2, marks=pytest.mark.slow), 5, pytest.param(STEPS, marks=pytest.mark.slow), 100],
+    [pytest.param(2, marks=pytest.mark.slow), 5, pytest.param(STEPS, marks=pytest.mark.slow), STEPS + 3],
 )
 def test_metrics_of_several_steps_are_those_of_one_device(strategy: Any, steps_per_execution: int) -> None:
     """Where no step changes a weight, all have the same to count, whoever makes them."""

@@ -20,7 +20,6 @@ from tfdist.strategies import _communication
 from tfdist.transport import mpi_library
 
 needs_mpi = pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="mpi4py is not installed")
-KINDS = ["tensorflow", pytest.param("mpi", marks=needs_mpi)]
 CASES = [
     "uneven batches",
     "several steps at once",
@@ -112,8 +111,18 @@ def check_numbers(kind: str, chosen: Sequence[str], tmp_path: pathlib.Path, monk
 @pytest.mark.processes
 @pytest.mark.timeout(300)
 @needs_mpi
-def test_numbers_by_mpi_are_those_of_one_device(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
-    check_numbers("mpi", CASES, tmp_path, monkeypatch)
+@pytest.mark.parametrize(
+    "chosen",
+    # MPI sums in a step, in a step of several and in an eager one; what becomes of the sum is TensorFlow's matter.
+    [
+        pytest.param(CASES, id="all", marks=pytest.mark.slow),
+        pytest.param(["uneven batches", "several steps at once", "eagerly"], id="each way"),
+    ],
+)
+def test_numbers_by_mpi_are_those_of_one_device(
+    chosen: Sequence[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    check_numbers("mpi", chosen, tmp_path, monkeypatch)
 
 
 @pytest.mark.processes
@@ -132,7 +141,15 @@ def test_numbers_by_tensorflow_are_those_of_one_device(
 @pytest.mark.processes
 @pytest.mark.timeout(300)
 @needs_mpi
-@pytest.mark.parametrize("policy", ["BackupWorkers(spares=0)", "ParameterAveraging(every_steps=1)", "Warmup(steps=2)"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "BackupWorkers(spares=0)",
+        # `test_compression.py` has an average by MPI.
+        pytest.param("ParameterAveraging(every_steps=1)", marks=pytest.mark.slow),
+        "Warmup(steps=2)",
+    ],
+)
 def test_policies_sum_by_mpi_what_they_sum_by_tensorflow(
     policy: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ):

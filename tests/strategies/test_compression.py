@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Sequence
 
 import numpy as np
 import process_cluster
 import pytest
-from test_communication import KINDS, PREPARED, assert_close, needs_mpi
+from test_communication import PREPARED, assert_close, needs_mpi
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
@@ -83,14 +84,23 @@ def _prepared(codec: str, *others: str) -> str:
     return PREPARED.replace("(start_timeout_secs=60)", f"(start_timeout_secs=60, {policy})")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("tensorflow", NAMES),
+        pytest.param("mpi", NAMES, marks=[needs_mpi, pytest.mark.slow]),
+        # What MPI carries is a message of the codec, however the gradients came to it.
+        pytest.param("mpi", ("eagerly", "two optimizers"), marks=needs_mpi),
+    ],
+    ids=["tensorflow", "mpi, all", "mpi"],
+)
 def test_a_codec_that_sends_all_trains_as_one_device(
-    kind: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, names: Sequence[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("TFDIST_COMMUNICATION", kind)
-    script = f"NAMES = {NAMES}" + _prepared("TopK(1.0, momentum=0)") + CASES
+    script = f"NAMES = {names}" + _prepared("TopK(1.0, momentum=0)") + CASES
     first, second = process_cluster.run(script, tmp_path, timeout_secs=280)
-    for name in NAMES:
+    for name in names:
         assert_close(first[name], first[f"one device, {name}"])
         assert second[name] == first[name]
 

@@ -17,6 +17,7 @@ from tfdist.launchers.notices import GIVEN_UP, Notices
 from tfdist.launchers.processes import Process, Supervisor
 from tfdist.launchers.replacements import Replacements
 from tfdist.launchers.requests import CAUSE_SECS, HOPELESS_EXIT_CODES, TRY_AGAIN_EXIT_CODE, Request
+from tfdist.launchers.startup_noise import StartupNoise
 from tfdist.launchers.task_logs import TaskLogs
 
 _SHOWN_LINES = 8
@@ -177,7 +178,7 @@ class Attempt:
         if secs is None:
             self._give_up(ended, failures)
         elif secs > least_secs:
-            self._say(f"{text}; starting it again in {secs:g} s")
+            self._say(*_muted_lines(ended), f"{text}; starting it again in {secs:g} s")
         else:
             self._restart_lines[ended.name] = f"{text}; starting it again"
 
@@ -190,7 +191,7 @@ class Attempt:
                 self._replacements.postpone(name, _SWEPT_SECS)
                 continue
             if text := self._restart_lines.pop(name, ""):
-                self._say(text)
+                self._say(*_muted_lines(ended), text)
             if self._logs:
                 self._logs.close_task(name)
             try:
@@ -315,9 +316,15 @@ def _how(process: Process) -> str:
 
 
 def _last_lines(failed: Process) -> list[str]:
-    shown = [line for line in failed.tail if line.strip()][-_SHOWN_LINES:]
+    lines = [line for line in StartupNoise({}).without(failed.tail) if line.strip()]
+    # The output of a muted task was not printed, so that all that is left of it is shown.
+    shown = lines if failed.is_muted else lines[-_SHOWN_LINES:]
     title = [f"the last lines of {failed.name}:"] if shown else []
     return [*title, *(f"  {line}" for line in shown)]
+
+
+def _muted_lines(ended: Process) -> list[str]:
+    return _last_lines(ended) if ended.is_muted else []
 
 
 def _signal_name(signum: int) -> str:

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import secrets
 import sys
@@ -16,7 +17,16 @@ from typing import Any
 
 from absl import flags
 
-from tfdist.launchers import command_line, communication, kubernetes_submit, manifests, shape, tools, yaml_text
+from tfdist.launchers import (
+    command_line,
+    communication,
+    kubernetes_submit,
+    manifests,
+    shape,
+    tf_log_level,
+    tools,
+    yaml_text,
+)
 from tfdist.launchers.manifests import Pods
 from tfdist.launchers.requests import LaunchError
 from tfdist.launchers.shape import Shape
@@ -175,6 +185,7 @@ def define_pod_flags(values: flags.FlagValues) -> None:
     }
     for name, text in repeated.items():
         flags.DEFINE_multi_string(name, [], text, flag_values=values)
+    tf_log_level.define_flag(values)
     flags.DEFINE_boolean("dry_run", False, "print the manifests, create nothing", flag_values=values)
 
 
@@ -189,7 +200,7 @@ def pods_from_flags(values: flags.FlagValues, command: Sequence[str], job: Shape
     pods = Pods(
         shape=job,
         command=tuple(command),
-        env=tools.parse_environment("env", values.env),
+        env=tf_log_level.environment(values.tf_log_level, os.environ) | tools.parse_environment("env", values.env),
         node_selector=_pairs("node_selector", values.node_selector),
         claims=_pairs("claim", values.claim),
         grace_secs=values.grace_period_secs,

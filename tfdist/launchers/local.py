@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import pathlib
 import secrets
 import sys
@@ -16,7 +17,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from absl import flags
 
 from tfdist.cluster import DATA_SERVICE_VARIABLE, Task
-from tfdist.launchers import command_line, communication, gpus, private_network, shape
+from tfdist.launchers import command_line, communication, gpus, private_network, shape, tf_log_level
 from tfdist.launchers.ports import PortReservation
 from tfdist.launchers.requests import (
     TRY_AGAIN_EXIT_CODE,
@@ -161,9 +162,12 @@ def define_run_flags(values: flags.FlagValues, grace_period_secs: float) -> None
     least_help = "with how many workers to go on when some are given up; all by default"
     flags.DEFINE_integer("min_workers", None, least_help, flag_values=values)
     communication.define_flag(values)
+    tf_log_level.define_flag(values)
     flags.DEFINE_string("task_logs", None, "directory for files with each task's output", flag_values=values)
     flags.DEFINE_string("run", "", "folder in --task_logs; the time by default", flag_values=values)
     flags.DEFINE_boolean("tee", True, "print the tasks' output, also where it is logged", flag_values=values)
+    quiet_help = "print the output of the chief (and evaluator) alone, and the last lines of a task that fails"
+    flags.DEFINE_boolean("quiet_workers", False, quiet_help, flag_values=values)
     flags.DEFINE_boolean("dry_run", False, "print a shell command per task, start nothing", flag_values=values)
 
 
@@ -184,7 +188,7 @@ def logs_from_flags(values: flags.FlagValues) -> LogSettings:
     Raises:
       LaunchError: the run's folder exists, or its name is invalid.
     """
-    logs = LogSettings(values.task_logs, values.run, values.tee)
+    logs = LogSettings(values.task_logs, values.run, values.tee, values.quiet_workers)
     if logs.directory and logs.run and pathlib.Path(logs.directory, logs.run).exists():
         raise LaunchError(f"--run names a folder that exists in {logs.directory}; use another. Received: {logs.run!r}")
     return logs
@@ -196,6 +200,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
+    devices = [] if values.gpus_per_worker == 0 else gpus.present()
+    level = tf_log_level.environment(values.tf_log_level, os.environ, is_filtered=bool(devices))
     job = Job(
         tuple(command),
         values.num_workers,
@@ -205,11 +211,10 @@ def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
         values.evaluator,
         values.gpus_per_worker,
         restarts_from_flags(values),
-        communication.environment(values.communication),
+        communication.environment(values.communication) | level,
     )
     check_command(job.command)
     logs = logs_from_flags(values)
-    devices = [] if values.gpus_per_worker == 0 else gpus.present()
     if values.private_network and not values.dry_run:
         private_network.enter()  # Before the first socket and the first thread.
     with PortReservation(job.num_ports) as reservation:

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from tfdist.launchers.output import Console, LineReader
@@ -44,6 +44,7 @@ class Process:
       name: name in messages, such as "worker:1".
       command: program and arguments.
       restart: number of tasks of this name that the supervisor had started before.
+      is_muted: True if the output is not printed.
       returncode: None while the task runs; then its exit code, or -N if signal N ended it.
     """
 
@@ -56,8 +57,10 @@ class Process:
         on_exit: Callable[[Process], None],
         keeps_colours: Callable[[bool], bool],
         restart: int = 0,
+        is_muted: bool = False,
     ) -> None:
         self.name = name
+        self.is_muted = is_muted
         self.command = tuple(command)
         self.restart = restart
         self.returncode: int | None = None
@@ -213,11 +216,16 @@ class Supervisor:
       console: prints the output, each line with the prefix "[name] "; None to print nothing (`Process.tail` has the
         last lines).
       on_lines: called from any thread with a task, lines of its output, and True for standard error.
+      shown: names of the tasks whose output is printed; None for all.
     """
 
     def __init__(
-        self, console: Console | None = None, on_lines: Callable[[Process, list[str], bool], None] | None = None
+        self,
+        console: Console | None = None,
+        on_lines: Callable[[Process, list[str], bool], None] | None = None,
+        shown: Collection[str] | None = None,
     ) -> None:
+        self._shown = shown
         self._console = console
         self._on_lines = on_lines
         self._owner = os.getpid()
@@ -248,7 +256,9 @@ class Supervisor:
         keeps_colours = self._console.keeps_colours if self._console else lambda error: False
         same = [number for number, process in enumerate(self._processes) if process.name == name]
         number = same[0] if same else len(self._processes)
-        process = Process(name, command, env, self._printer(number, env), self._exits.put, keeps_colours, len(same))
+        is_muted = self._shown is not None and name not in self._shown
+        printer = self._printer(number, env)
+        process = Process(name, command, env, printer, self._exits.put, keeps_colours, len(same), is_muted)
         self._processes.append(process)
         return process
 
@@ -300,7 +310,7 @@ class Supervisor:
         def show(process: Process, lines: list[str], error: bool) -> None:
             if self._on_lines:
                 self._on_lines(process, lines, error)
-            if self._console:
+            if self._console and not process.is_muted:
                 self._console.write(f"[{process.name}] ", noise[error].without(lines), error, number)
 
         return show

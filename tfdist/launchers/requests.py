@@ -103,6 +103,7 @@ class Request:
       computing: names of the workers, in order; the job may continue without some of them.
       replaces_workers: True if a failed worker is started again alone; False if all tasks restart together.
       orphan_secs: time after which tasks on unreachable hosts have ended by themselves.
+      reporting: names of the tasks whose output --quiet_workers keeps.
     """
 
     tasks: tuple[TaskRequest, ...]
@@ -112,6 +113,7 @@ class Request:
     computing: tuple[str, ...] = ()
     replaces_workers: bool = False
     orphan_secs: float = 0.0
+    reporting: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.tasks))

@@ -108,9 +108,10 @@ class _Submission:
         console = self._console if self._logs.tee else _Quiet(self._console)
         on_lines = (lambda task, lines, error: logs.write(task.name, lines, error, task.restart)) if logs else None
         try:
-            with Supervisor(console, on_lines) as supervisor:
+            workers = self._workers
+            shown = workers.request.reporting if self._logs.quiet_workers else None
+            with Supervisor(console, on_lines, shown) as supervisor:
                 self._supervisor = supervisor
-                workers = self._workers
                 return Attempt(workers.request, supervisor, self._received, number, workers.min_workers, logs).run()
         finally:
             if logs:

@@ -75,6 +75,11 @@ class Shape:
             task for task in self.members if task.type == "worker" or (task.type == "chief" and not self.num_ps)
         )
 
+    @property
+    def reporting(self) -> tuple[Task, ...]:
+        """The tasks whose output nobody else repeats: the chief, or else the first worker, and the evaluator."""
+        return tuple(task for task in self.tasks if task == self.members[0] or task.type == "evaluator")
+
     def without(self, dropped: Collection[str]) -> tuple[Shape, dict[Task, Task]]:
         """Returns the same job without some workers, and a dict from each of its tasks to this job's task.
 
@@ -132,7 +137,15 @@ class Shape:
     def request(self, tasks: Sequence[TaskRequest], grace_secs: float, restarts: Restarts) -> Request:
         """Builds the request for these tasks, with their roles in this job."""
         deciding, computing = (tuple(map(str, group)) for group in (self.deciding, self.computing))
-        return Request(tuple(tasks), frozenset(deciding), grace_secs, restarts, computing, self.num_ps > 0)
+        return Request(
+            tuple(tasks),
+            frozenset(deciding),
+            grace_secs,
+            restarts,
+            computing,
+            replaces_workers=self.num_ps > 0,
+            reporting=frozenset(map(str, self.reporting)),
+        )
 
     def arguments(self) -> tuple[str, ...]:
         """Returns the flags from which `from_flags` builds this shape, for a wrapper on another machine."""

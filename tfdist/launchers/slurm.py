@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 
 from absl import flags
 
-from tfdist.launchers import command_line, communication, shape, slurm_time, tools
+from tfdist.launchers import command_line, communication, shape, slurm_time, tf_log_level, tools
 from tfdist.launchers.requests import LaunchError, check_command
 from tfdist.launchers.shape import Shape
 from tfdist.launchers.slurm_task import MOST_WITHOUT_PORT
@@ -65,6 +65,7 @@ class Job:
       env: variables added to the environment.
       options: values of sbatch options by name; empty values are left out.
       extra: further options of sbatch, such as "--exclusive".
+      quiet_workers: whether only the chief and the evaluator write to the job's output.
 
     Raises:
       LaunchError: a value is out of range, or can't be written into a batch script.
@@ -86,6 +87,7 @@ class Job:
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
     options: Mapping[str, str] = dataclasses.field(default_factory=dict)
     extra: tuple[str, ...] = ()
+    quiet_workers: bool = False
 
     def __post_init__(self) -> None:
         if not self.command:
@@ -213,7 +215,8 @@ def _body(job: Job) -> str:
     srun = ["srun", tasks, f"--cpus-per-task={job.cpus_per_task}"]
     options = ["--distribution=block", "--kill-on-bad-exit=1", "--unbuffered"]
     port, grace = f"--port={job.port}", f"--grace_period_secs={job.grace_secs:g}"
-    task = [*python, "tfdist.launchers.slurm_task", *shape_flags, port, grace, "--", *job.command]
+    quiet = ["--quiet_workers"] * job.quiet_workers
+    task = [*python, "tfdist.launchers.slurm_task", *shape_flags, port, grace, *quiet, "--", *job.command]
     lines = " \\\n  ".join(map(shlex.join, (run, [*srun, *options], task)))
     return f"""\
 {tools.shell_exports(job.env)}# Starts the step, and queues the job again. Gets Slurm's signals in place of the shell.
@@ -283,6 +286,9 @@ def define_flags(values: flags.FlagValues) -> None:
         "grace_period_secs", 30.0, "seconds for the other tasks after one has failed", flag_values=values
     )
     communication.define_flag(values)
+    tf_log_level.define_flag(values)
+    quiet_help = "write the output of the chief (and evaluator) alone, and the last lines of a task that fails"
+    flags.DEFINE_boolean("quiet_workers", False, quiet_help, flag_values=values)
     flags.DEFINE_multi_string("env", [], "NAME=VALUE for all tasks; may be repeated", flag_values=values)
     flags.DEFINE_multi_string("sbatch", [], "one more option of sbatch; may be repeated", flag_values=values)
     flags.DEFINE_boolean("dry_run", False, "print the batch script, submit nothing", flag_values=values)
@@ -302,10 +308,16 @@ def job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> Job:
         **{name: getattr(values, name) for name in (*same, *limits)},
         grace_secs=values.grace_period_secs,
         directory=values.directory or str(pathlib.Path.cwd()),
-        env=communication.environment(values.communication) | tools.parse_environment("env", values.env),
+        env=_environment(values),
+        quiet_workers=values.quiet_workers,
         options={name: getattr(values, name) for name in _OPTIONS},
         extra=tuple(values.sbatch),
     )
+
+
+def _environment(values: flags.FlagValues) -> dict[str, str]:
+    level = tf_log_level.environment(values.tf_log_level, os.environ, is_filtered=bool(values.gpus_per_node))
+    return communication.environment(values.communication) | level | tools.parse_environment("env", values.env)
 
 
 def main(arguments: Sequence[str]) -> int:

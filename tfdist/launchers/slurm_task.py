@@ -148,6 +148,9 @@ def define_flags(values: flags.FlagValues) -> None:
     shape.define_flags(values)
     flags.DEFINE_integer("port", 0, "first port of each host; 0 derives it from the job", flag_values=values)
     flags.DEFINE_float("grace_period_secs", 30.0, "seconds for the others after one has failed", flag_values=values)
+    flags.DEFINE_boolean(
+        "quiet_workers", False, "print the chief's and the evaluator's output alone", flag_values=values
+    )
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -172,7 +175,8 @@ def main(arguments: Sequence[str]) -> int:
             exits.note_term(task)
         return not reaches_all
 
-    return wrapping.run(command, env, leave, over, str(task), note)
+    is_muted = values.quiet_workers and task not in job.reporting
+    return wrapping.run(command, env, leave, over, str(task), note, is_muted=is_muted)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import pathlib
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -18,7 +19,17 @@ from absl import flags
 
 import tfdist
 from tfdist.cluster import DATA_SERVICE_VARIABLE, Task
-from tfdist.launchers import command_line, communication, hostfile, local, shape, ssh_client, ssh_preflight, tools
+from tfdist.launchers import (
+    command_line,
+    communication,
+    hostfile,
+    local,
+    shape,
+    ssh_client,
+    ssh_preflight,
+    tf_log_level,
+    tools,
+)
 from tfdist.launchers.gpus import VISIBLE
 from tfdist.launchers.hostfile import Host
 from tfdist.launchers.requests import SENT_PREFIX, LaunchError, Request, Restarts, TaskRequest
@@ -209,11 +220,16 @@ def job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> Job:
         python=values.python,
         port=values.port,
         gpus_per_worker=values.gpus_per_worker,
-        env=communication.environment(values.communication) | tools.parse_environment("env", values.env),
+        env=_environment(values),
         ssh_options=tuple(values.ssh),
         grace_secs=values.grace_period_secs,
         restarts=local.restarts_from_flags(values),
     )
+
+
+def _environment(values: flags.FlagValues) -> dict[str, str]:
+    level = tf_log_level.environment(values.tf_log_level, os.environ, is_filtered=bool(values.gpus_per_worker))
+    return communication.environment(values.communication) | level | tools.parse_environment("env", values.env)
 
 
 def main(arguments: Sequence[str]) -> int:

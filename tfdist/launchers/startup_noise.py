@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Filter for the informational lines that TensorFlow's C++ code writes at every start of a task. No TensorFlow import.
+"""Filter for the informational lines that TensorFlow's C++ code writes, mostly at a task's start. No TensorFlow import.
 
 TF_CPP_MIN_LOG_LEVEL doesn't suppress all of these lines, because some are written before TensorFlow's logger is set up.
 Warnings, errors and lines about present GPUs stay, and so does Python's own logging, whose lines have a date. All lines
-are shown if TF_CPP_MIN_LOG_LEVEL is set, for example to 0. Log files of tasks have all lines in any case.
+are shown if TF_CPP_MIN_LOG_LEVEL is 0. Log files of tasks have all lines that a task writes.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 
-from tfdist.launchers import gpus
+from tfdist.launchers import gpus, tf_log_level
 from tfdist.launchers.requests import SENT_PREFIX
 
-_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 # A logger that is not set up writes the date 00/00.
 _INFORMATION = re.compile(r"I0000 00:00:\d+\.\d+ +\d+ (?!gpu_|cuda_dnn)\S+\.(?:cc|h):\d+\] ")
 _OF_INFORMATION = re.compile(r"To enable the following instructions: |/job:\w+/(?:replica:\d+/)?task:\d+$")
@@ -23,6 +22,14 @@ _OF_INFORMATION = re.compile(r"To enable the following instructions: |/job:\w+/(
 _BUFFER_FOLLOWS = "goo.gle/debug"
 _OF_BUFFER = re.compile(r"\s*(?:\w+ \{|\w+: .*|\})?$")
 _NO_LOGGER = "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR"
+# Warnings of the ordinary course of a parameter-server job: the rendezvous of a step is cleaned up, and a handle of a
+# tensor is deleted that the worker has deleted already.
+_HARMLESS = re.compile(
+    r"W0000 00:00:\d+\.\d+ +\d+ "
+    r"(?:local_rendezvous\.cc:\d+\] Local rendezvous is aborting with status: ABORTED: Cleanup "
+    r"|destroy_tensor_handle_node\.h:\d+\] Ignoring an error encountered when deleting remote tensors handles: )"
+)
+_OF_HARMLESS = re.compile(r"Additional GRPC error information from remote target |:[A-Z_]+:Error received from peer ")
 # 303: this machine has no NVIDIA driver.
 _NO_DRIVER = re.compile(r"E0000 00:00:\d+\.\d+ +\d+ cuda_platform\.cc:\d+\] failed call to cuInit: .*\(303\)")
 
@@ -31,15 +38,19 @@ class StartupNoise:
     """Filter for the lines of one stream; it also removes the continuation lines of a removed line.
 
     Args:
-      env: the environment of the task; with TF_CPP_MIN_LOG_LEVEL in it, all lines stay.
+      env: the environment of the task; with TF_CPP_MIN_LOG_LEVEL=0 in it, all lines stay.
     """
 
     def __init__(self, env: Mapping[str, str] | None = None) -> None:
         env = os.environ if env is None else env
-        self._is_wanted, self._has_gpus = (
-            bool(env.get(name) or env.get(SENT_PREFIX + name)) for name in (_LEVEL, gpus.VISIBLE)
+        level, visible = (
+            env.get(name) or env.get(SENT_PREFIX + name) or "" for name in (tf_log_level.VARIABLE, gpus.VISIBLE)
         )
+        # TensorFlow takes what is no number as 0.
+        self._is_wanted = bool(level) and level not in ("1", "2", "3")
+        self._has_gpus = bool(visible)
         self._was_information = False
+        self._was_harmless = False
         self._is_in_buffer = False
 
     def without(self, lines: Sequence[str]) -> list[str]:
@@ -53,5 +64,7 @@ class StartupNoise:
         )
         belongs = self._was_information and bool(_OF_INFORMATION.match(line))
         self._was_information = is_first or belongs or self._is_in_buffer
+        is_harmless = bool(_HARMLESS.match(line))
+        self._was_harmless = is_harmless or (self._was_harmless and bool(_OF_HARMLESS.match(line)))
         is_expected = not self._has_gpus and bool(_NO_DRIVER.match(line))
-        return self._was_information or line == _NO_LOGGER or is_expected
+        return self._was_information or self._was_harmless or line == _NO_LOGGER or is_expected

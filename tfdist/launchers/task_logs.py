@@ -29,6 +29,7 @@ class LogSettings:
       directory: directory for the log files; None for no files.
       run: name of this run: a folder in `directory`.
       tee: whether the output is also printed.
+      quiet_workers: whether only the output of the chief and the evaluator is printed.
 
     Raises:
       LaunchError: the run's name is invalid, or all output would be lost.
@@ -37,6 +38,7 @@ class LogSettings:
     directory: str | None = None
     run: str = ""
     tee: bool = True
+    quiet_workers: bool = False
 
     def __post_init__(self) -> None:
         if self.run and not _RUN.fullmatch(self.run):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import re
 import shlex
 import signal
@@ -17,7 +18,7 @@ from collections.abc import Mapping, Sequence
 
 from absl import flags
 
-from tfdist.launchers import command_line, kubernetes, manifests, shape, tools, tpu_shapes
+from tfdist.launchers import command_line, kubernetes, manifests, shape, tf_log_level, tools, tpu_shapes
 from tfdist.launchers.kubernetes import KubernetesRequest
 from tfdist.launchers.manifests import Pods
 from tfdist.launchers.requests import LaunchError, Request, Restarts, TaskRequest
@@ -256,6 +257,6 @@ def _job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> Job:
         tuple(command),
         **{name: getattr(values, name) for name in same},
         directory=values.working_dir or ".",
-        env=tools.parse_environment("env", values.env),
+        env=tf_log_level.environment(values.tf_log_level, os.environ) | tools.parse_environment("env", values.env),
         restarts=Restarts(values.max_restarts),
     )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
 import os
@@ -10,10 +11,11 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import IO, Any
 
 from tfdist.launchers.output import Console, LineReader
+from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE
 from tfdist.launchers.startup_noise import StartupNoise
 
 _FORWARDED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGCONT")
@@ -22,6 +24,7 @@ _POLL_SECS = 1.0
 # Time for a task that is no longer needed: to end by itself, and again to end after SIGTERM.
 _OVER_SECS = 10.0
 _DRAIN_SECS = 2.0
+_TAIL_LINES = 20
 _PR_SET_PDEATHSIG = 1
 
 
@@ -44,6 +47,7 @@ def run(
     name: str | None = None,
     on_signal: Callable[[int], bool] | None = None,
     early: Sequence[int] = (),
+    is_muted: bool = False,
 ) -> int:
     """Runs a command to its end.
 
@@ -60,15 +64,20 @@ def run(
         then printed as lines.
       on_signal: called with each signal; returns True to forward it, False if the scheduler has sent it to the command.
       early: earlier signals, which are forwarded once the command has started.
+      is_muted: with `name`, prints nothing but the last lines of a command that failed by itself: without a signal, and
+        not because it has lost another task.
 
     Returns:
       The exit code; 128+N if signal N ended the command.
     """
     pending: list[int] = []
+    signals: list[int] = [*early]
+    tail: collections.deque[tuple[str, bool]] | None = collections.deque(maxlen=_TAIL_LINES) if is_muted else None
     child: list[subprocess.Popen[bytes]] = []
 
     def forward(signum: int, _: object) -> None:
         is_wanted = on_signal(signum) if on_signal else True
+        signals.append(signum)
         if not child:
             pending.append(signum)  # The command has not started yet.
         elif is_wanted:
@@ -85,13 +94,15 @@ def run(
             say(f"can't run {command[0]}: {error}")
             return _NOT_FOUND_EXIT_CODE
         child.append(started)
-        readers = _print_lines(started, f"[{name}] ") if name else []
+        readers = _print_lines(started, f"[{name}] ", tail) if name else []
         for signum in (*early, *pending):
             _kill(started, signum)
         code = _wait(started, is_over)
         for reader in readers:
             # With a timeout, because background processes of the command may keep writing.
             reader.join(_DRAIN_SECS)
+        if tail and code not in (0, TRY_AGAIN_EXIT_CODE) and not signals:
+            _print_tail(tail, f"[{name}] ")
         if on_exit:
             on_exit(code)
         return code
@@ -135,21 +146,36 @@ def _prctl() -> Callable[..., Any]:
     return call
 
 
-def _print_lines(child: subprocess.Popen[bytes], prefix: str) -> list[threading.Thread]:
-    """Starts threads that print both streams line by line, until the streams end."""
+def _print_lines(
+    child: subprocess.Popen[bytes], prefix: str, tail: collections.deque[tuple[str, bool]] | None
+) -> list[threading.Thread]:
+    """Starts threads that print both streams line by line until they end, or put the lines into `tail` instead."""
     console = Console()
+
+    def show(lines: list[str], error: bool) -> None:
+        if tail is None:
+            console.write(prefix, lines, error)
+        else:
+            tail.extend((line, error) for line in lines if line.strip())
 
     def copy(stream: IO[bytes], error: bool) -> None:
         lines, noise = LineReader(), StartupNoise()
         while data := os.read(stream.fileno(), 1 << 16):
-            console.write(prefix, noise.without(lines.feed(data)), error)
-        console.write(prefix, noise.without(lines.close()), error)
+            show(noise.without(lines.feed(data)), error)
+        show(noise.without(lines.close()), error)
 
     streams = [(stream, error) for stream, error in ((child.stdout, False), (child.stderr, True)) if stream]
     threads = [threading.Thread(target=copy, args=each, name="tfdist output", daemon=True) for each in streams]
     for thread in threads:
         thread.start()
     return threads
+
+
+def _print_tail(tail: Iterable[tuple[str, bool]], prefix: str) -> None:
+    say(f"the last lines of {prefix.strip('[] ')}:")
+    console = Console()
+    for line, error in tail:
+        console.write(prefix, [line], error)
 
 
 def _wait(child: subprocess.Popen[bytes], is_over: Callable[[], bool] | None) -> int:

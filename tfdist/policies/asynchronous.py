@@ -3,19 +3,20 @@
 
 from __future__ import annotations
 
-import dataclasses
+import collections
+import heapq
+from typing import NamedTuple
 
 from tfdist.policies import base
 from tfdist.policies.staleness import BoundedStaleness, DropStale, SoftSync, StalenessScaling
 
 
-@dataclasses.dataclass(frozen=True)
-class _Pending:
-    """A gradient that waits for its update."""
+class _Pending(NamedTuple):
+    """A gradient that waits for its update; the oldest is the smallest."""
 
+    local_step: int
     number: int
     replica: int
-    local_step: int
     time: float
 
 
@@ -51,7 +52,10 @@ class Asynchronous(base.Aggregation):
         self._scaling = scaling
         self._max_staleness = drop.max_staleness if drop else None
         self._bound = bounded.bound if bounded else None
+        # A heap.
         self._pending: list[_Pending] = []
+        # Local step -> number of gradients in flight, by ascending local step. Kept with a bound only.
+        self._in_flight: dict[int, int] = {}
 
     def __repr__(self) -> str:
         return (
@@ -77,28 +81,40 @@ class Asynchronous(base.Aggregation):
     @property
     def update_due(self) -> bool:
         """True if S gradients wait, and all other gradients in flight could still meet the bound after their update."""
-        return self._total > 0 and len(self._pending) >= self._updates and self._leaves_time(self._next(self._updates))
+        return self._total > 0 and len(self._pending) >= self._updates and self._leaves_time()
 
     @property
     def contributors(self) -> tuple[int, ...]:
         """Replicas of the waiting gradients, the oldest gradient first. A replica may appear several times."""
-        return tuple(pending.replica for pending in self._next(len(self._pending)))
+        return tuple(pending.replica for pending in sorted(self._pending))
 
     @property
     def waiting(self) -> tuple[int, ...]:
         """`Arrival.number` of each waiting gradient, the oldest first."""
-        return tuple(pending.number for pending in self._next(len(self._pending)))
+        return tuple(pending.number for pending in sorted(self._pending))
 
     def is_busy(self, replica: int) -> bool:
         """Returns True if `replica` computes a gradient."""
         return replica in self._computing
 
-    def may_start(self, replica: int) -> bool:
-        """Returns True if `replica` takes part, is idle, and a new gradient could be applied within the bound."""
-        if not super().may_start(replica) or len(self._pending) >= self._updates:
+    @property
+    def may_any_start(self) -> bool:
+        """True if fewer than S gradients wait, and a new gradient could be applied within the bound."""
+        if len(self._pending) >= self._updates:
             return False
         under_way = len(self._computing) + len(self._pending)
         return self._bound is None or under_way < (self._bound + 1) * self._updates
+
+    def may_start(self, replica: int) -> bool:
+        """Returns True if `replica` takes part, is idle, and a new gradient could be applied within the bound."""
+        return self.may_any_start and super().may_start(replica)
+
+    def started(self, replica: int, time: float) -> int:
+        """See `Aggregation.started`."""
+        local_step = super().started(replica, time)
+        if self._bound is not None:
+            self._in_flight[local_step] = self._in_flight.get(local_step, 0) + 1
+        return local_step
 
     def is_wanted(self, replica: int, local_step: int) -> bool:
         """Returns False if a computed gradient would be dropped, so that it need not be sent."""
@@ -109,12 +125,15 @@ class Asynchronous(base.Aggregation):
 
         The answer has the staleness at arrival. The weight depends on the staleness when the gradient is applied.
         """
+        # Before: a gradient that is computed may hold an update back, which is due when the gradient arrives.
+        was_due = self.update_due
         staleness = self._end_computing(replica, local_step, time)
         if staleness is None or self._is_too_old(local_step):
+            if staleness is not None:
+                self._landed(local_step)
             self._dropped.append(replica)
             return base.Arrival(False, self._step - local_step, 0.0)
-        was_due = self.update_due
-        self._pending.append(_Pending(self._number, replica, local_step, time))
+        heapq.heappush(self._pending, _Pending(local_step, self._number, replica, time))
         self._number += 1
         if self.update_due and not was_due:
             self._due_at = time
@@ -131,12 +150,16 @@ class Asynchronous(base.Aggregation):
           RuntimeError: no update was due.
           ValueError: the user's rule returned an invalid weight.
         """
-        chosen = self._next(self._updates)
-        if not chosen or not (self.update_due or with_fewer):
-            raise RuntimeError(f"no update was due in step {self._step}: {len(chosen)} of {self._updates} gradients")
+        count = min(len(self._pending), self._updates)
+        if not count or not (self.update_due or with_fewer):
+            raise RuntimeError(f"no update was due in step {self._step}: {count} of {self._updates} gradients")
+        # An error of the user's rule leaves the gradients where they are.
+        chosen = heapq.nsmallest(count, self._pending)
         staleness = tuple(self._step - pending.local_step for pending in chosen)
         weights = tuple(self._scaling.weight(each) if self._scaling else 1.0 for each in staleness)
-        self._pending = [pending for pending in self._pending if pending not in chosen]
+        for pending in chosen:
+            heapq.heappop(self._pending)
+            self._landed(pending.local_step)
         update = self._stepped_with(
             time,
             replicas=[pending.replica for pending in chosen],
@@ -155,34 +178,50 @@ class Asynchronous(base.Aggregation):
 
     def discard(self) -> None:
         """Drops all waiting gradients."""
-        self._dropped += [pending.replica for pending in self._pending]
+        self._drop(self._pending)
         self._pending = []
 
     def _stepped(self) -> None:
-        too_old = [pending for pending in self._pending if self._is_too_old(pending.local_step)]
-        self._dropped += [pending.replica for pending in too_old]
-        self._pending = [pending for pending in self._pending if pending not in too_old]
+        too_old = []
+        while self._pending and self._is_too_old(self._pending[0].local_step):
+            too_old.append(heapq.heappop(self._pending))
+        self._drop(too_old)
+
+    def _drop(self, gradients: list[_Pending]) -> None:
+        for pending in sorted(gradients, key=lambda pending: pending.number):
+            self._dropped.append(pending.replica)
+            self._landed(pending.local_step)
 
     def _withdraw(self, replica: int) -> None:
         # Delivered gradients stay: the parameter servers hold them, so that the loss of a worker doesn't matter.
-        self._computing.pop(replica, None)
-        self._idle_since.pop(replica, None)
+        if computing := self._computing.pop(replica, None):
+            self._landed(computing[0])
+        self._held_secs.forget(replica)
 
-    def _next(self, count: int) -> list[_Pending]:
-        return sorted(self._pending, key=lambda pending: (pending.local_step, pending.number))[:count]
+    def _landed(self, local_step: int) -> None:
+        """Notes that a gradient is in flight no more."""
+        if self._bound is None:
+            return
+        self._in_flight[local_step] -= 1
+        if not self._in_flight[local_step]:
+            del self._in_flight[local_step]
 
     def _is_too_old(self, local_step: int) -> bool:
         return self._max_staleness is not None and self._step - local_step > self._max_staleness
 
-    def _leaves_time(self, chosen: list[_Pending]) -> bool:
-        """Returns True if all other gradients in flight can still meet the bound after an update from `chosen`."""
+    def _leaves_time(self) -> bool:
+        """Returns True if all other gradients in flight can still meet the bound after an update of the S oldest."""
         if self._bound is None:
             return True
-        local_steps = [local_step for local_step, _ in self._computing.values()]
-        local_steps += [pending.local_step for pending in self._pending if pending not in chosen]
-        for local_step in local_steps:
-            no_later = sum(each <= local_step for each in local_steps)
+        chosen = collections.Counter(pending.local_step for pending in heapq.nsmallest(self._updates, self._pending))
+        left = len(self._computing) + len(self._pending) - self._updates
+        no_later = 0
+        for local_step, count in self._in_flight.items():
             updates_left = local_step + self._bound - self._step
-            if no_later > updates_left * self._updates:
+            if updates_left * self._updates >= left:
+                # Also for all later local steps.
+                return True
+            no_later += count - chosen[local_step]
+            if count > chosen[local_step] and no_later > updates_left * self._updates:
                 return False
         return True

@@ -13,6 +13,7 @@ import warnings
 from typing import Any
 
 from tfdist.policies.answers import Arrival, Change, Update
+from tfdist.policies.held_secs import HeldSecs, NoHeldSecs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,10 +111,7 @@ class Aggregation(Policy):
         # Number of replicas that take part, None for all; their indices.
         self._limit: int | None = None
         self._taking_part: set[int] = set()
-        # Replica -> arrival time of its last gradient, while the replica is idle.
-        self._idle_since: dict[int, float] = {}
-        # Replica -> idle seconds since the last update.
-        self._held: dict[int, float] = {}
+        self._held_secs = HeldSecs()
 
     @property
     def replicas_to_aggregate(self) -> int:
@@ -131,6 +129,11 @@ class Aggregation(Policy):
         return False
 
     @property
+    def may_any_start(self) -> bool:
+        """False if no replica may start, which is known without a call of `may_start` for each."""
+        return True
+
+    @property
     def step(self) -> int:
         """Global step: the number of updates so far."""
         return self._step
@@ -145,6 +148,10 @@ class Aggregation(Policy):
         """Replicas whose gradients were accepted for the current step's update, in the order of arrival."""
         return tuple(self._accepted)
 
+    def leave_out_held_secs(self) -> None:
+        """Leaves `Update.held_secs` empty, so that no call takes time per idle replica: for simulators."""
+        self._held_secs = NoHeldSecs()
+
     def opened(self, time: float) -> None:
         """Notes that Keras asked for the update of this step; `Update.wait_secs` counts from this time.
 
@@ -152,8 +159,7 @@ class Aggregation(Policy):
         calls `may_start` only after Keras has asked.
         """
         self._opened_at = time
-        # Idle time before this call doesn't count as held back by the policy: no update was wanted.
-        self._idle_since = dict.fromkeys(self._idle_since, time)
+        self._held_secs.opened(time)
 
     def limit(self, count: int) -> None:
         """Lets only `count` of the living replicas take part from now on.
@@ -170,7 +176,11 @@ class Aggregation(Policy):
         return replica not in self._lost and (self._limit is None or replica in self._taking_part)
 
     def may_start(self, replica: int) -> bool:
-        """Returns True if `replica` takes part, computes no gradient, and has delivered none for this step."""
+        """Returns True if `replica` takes part, computes no gradient, and has delivered none for this step.
+
+        If the policy is synchronous, only `updated`, `lost`, `recovered`, `withdraw`, `limit` and the replica's own
+        events turn the answer from False to True.
+        """
         heard = replica in self._accepted or replica in self._surplus or replica in self._computing
         return self.takes_part(replica) and not heard
 
@@ -194,8 +204,7 @@ class Aggregation(Policy):
         self._computing[replica] = (self._step, time)
         self._started.pop(replica, None)
         self._started[replica] = None
-        self._hold(replica, time)
-        self._idle_since.pop(replica, None)
+        self._held_secs.started(replica, time)
         return self._step
 
     def arrived(self, replica: int, local_step: int, time: float) -> Arrival:
@@ -282,12 +291,6 @@ class Aggregation(Policy):
         enough = self._total - len(self._lost) >= self.replicas_to_aggregate
         return () if enough else tuple(sorted(self._lost))
 
-    def _hold(self, replica: int, time: float) -> None:
-        """Adds the replica's idle time up to now to `_held`."""
-        since = self._idle_since.get(replica, time)
-        self._idle_since[replica] = time
-        self._held[replica] = self._held.get(replica, 0.0) + time - since
-
     def _end_computing(self, replica: int, local_step: int, time: float) -> int | None:
         """Notes that a gradient was computed; returns its staleness, or None if its start is unknown."""
         self._check(replica)
@@ -300,7 +303,7 @@ class Aggregation(Policy):
         if computing is None or computing[0] != local_step:
             return None
         del self._computing[replica]
-        self._idle_since[replica] = time
+        self._held_secs.delivered(replica, time)
         self._measured(replica, time - computing[1])
         return self._step - local_step
 
@@ -320,9 +323,6 @@ class Aggregation(Policy):
         self._surplus.clear()
         self._stepped()
         changes, self._changes = self._changes, []
-        for replica in self._idle_since:
-            self._hold(replica, time)
-        held, self._held = self._held, {}
         update = Update(
             step=self._step,
             contributors=tuple(replicas),
@@ -333,7 +333,7 @@ class Aggregation(Policy):
             changes=tuple(changes),
             weights=weights,
             numbers=tuple(numbers),
-            held_secs=tuple(held.get(replica, 0.0) for replica in range(self._total)),
+            held_secs=self._held_secs.updated(time, self._total),
         )
         self._opened_at = time
         return update
@@ -348,7 +348,7 @@ class Aggregation(Policy):
 
     def _withdraw(self, replica: int) -> None:
         self._computing.pop(replica, None)
-        self._idle_since.pop(replica, None)
+        self._held_secs.forget(replica)
         # Replicas whose gradient was surplus may start again: one of them must replace the withdrawn gradient.
         if self._accepted.pop(replica, None):
             self._surplus.clear()

@@ -11,7 +11,16 @@ import importlib
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from tfdist.testing.delay_distributions import DelayDistribution, constant, lognormal, pareto, stalls
+from tfdist.simulation.delay_distributions import (
+    DelayDistribution,
+    constant,
+    empirical,
+    exponential,
+    lognormal,
+    pareto,
+    shifted_exponential,
+    stalls,
+)
 from tfdist.testing.delay_injection import Delays, delays
 
 if TYPE_CHECKING:
@@ -24,9 +33,12 @@ __all__ = [
     "constant",
     "continue_task",
     "delays",
+    "empirical",
+    "exponential",
     "kill",
     "lognormal",
     "pareto",
+    "shifted_exponential",
     "stalls",
     "stop_task",
 ]

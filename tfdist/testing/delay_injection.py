@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tfdist.runtime import delay_hook
-from tfdist.testing.delay_distributions import DelayDistribution
+from tfdist.simulation.delay_distributions import DelayDistribution
 
 EVERYBODY = "*"
 _WORKER = re.compile(r"worker:(\d+)")

@@ -11,7 +11,7 @@ import pytest
 
 import tfdist
 from tfdist.policies import base
-from tfdist.policies.simulate import simulate
+from tfdist.simulation import simulate_policy
 
 Durations = Callable[[int, int], float]
 
@@ -33,7 +33,7 @@ def _one_slow(replica: int, attempt: int) -> float:
 
 def test_three_replicas_step_by_step():
     secs = [[3.0, 3.0], [1.0, 3.0, 1.0], [2.0, 0.5, 1.0]]
-    simulation = simulate(tfdist.BackupWorkers(spares=1), lambda replica, attempt: secs[replica][attempt], 2, 3)
+    simulation = simulate_policy(tfdist.BackupWorkers(spares=1), lambda replica, attempt: secs[replica][attempt], 2, 3)
     assert simulation.updates == (
         # Replica 1 had waited for the update since 1 s.
         base.Update(1, (1, 2), (), (0, 0), 2.0, 1.0, (), (1.0, 1.0), (0, 1), held_secs=(0.0, 1.0, 0.0)),
@@ -49,13 +49,13 @@ def test_three_replicas_step_by_step():
 
 def test_the_same_durations_give_the_same_simulation():
     def again() -> object:
-        return simulate(tfdist.BackupWorkers(spares="auto"), _lognormal(3), 200, 8)
+        return simulate_policy(tfdist.BackupWorkers(spares="auto"), _lognormal(3), 200, 8)
 
     assert again() == again()
 
 
 def test_of_those_that_arrive_together_the_lowest_number_is_first():
-    simulation = simulate(tfdist.BackupWorkers(spares=1), lambda replica, attempt: 1.0, 2, 3)
+    simulation = simulate_policy(tfdist.BackupWorkers(spares=1), lambda replica, attempt: 1.0, 2, 3)
     # Replica 2 arrives at 1.0 too, just after the update, and starts then.
     assert [update.contributors for update in simulation.updates] == [(0, 1), (0, 1)]
     assert simulation.dropped == (0, 0, 1)
@@ -63,13 +63,13 @@ def test_of_those_that_arrive_together_the_lowest_number_is_first():
 
 @pytest.mark.parametrize(("law", "limit"), [(_lognormal, 0.67), (_pareto, 0.79)])
 def test_six_and_two_spares_reach_the_known_limits(law: Callable[[int], Durations], limit: float):
-    simulation = simulate(tfdist.BackupWorkers(spares=2), law(1), 10_000, 8)
+    simulation = simulate_policy(tfdist.BackupWorkers(spares=2), law(1), 10_000, 8)
     assert simulation.updates_per_sec == pytest.approx(limit, rel=0.02)
 
 
 def test_one_of_four_that_is_ten_times_slower_costs_nothing():
-    assert simulate(tfdist.BackupWorkers(spares=0), _one_slow, 100, 4).updates_per_sec == pytest.approx(0.1)
-    simulation = simulate(tfdist.BackupWorkers(spares=1), _one_slow, 100, 4)
+    assert simulate_policy(tfdist.BackupWorkers(spares=0), _one_slow, 100, 4).updates_per_sec == pytest.approx(0.1)
+    simulation = simulate_policy(tfdist.BackupWorkers(spares=1), _one_slow, 100, 4)
     assert simulation.updates_per_sec == pytest.approx(1.0)
     assert simulation.accepted == (0, 100, 100, 100)
 
@@ -80,4 +80,4 @@ def test_a_policy_that_stalls_is_an_error():
             return False
 
     with pytest.raises(RuntimeError, match="lets no replica start in step 0"):
-        simulate(Nobody(spares=0), _one_slow, 1, 2)
+        simulate_policy(Nobody(spares=0), _one_slow, 1, 2)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tfdist
-from tfdist.testing import delay_distributions as distributions
+from tfdist.simulation import delay_distributions as distributions
 
 MEANS = st.floats(1e-3, 1e3)
 ANY_DISTRIBUTION = st.one_of(

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Probability distributions of injected delays.
+"""Probability distributions of delays: of computing times in the simulator, and of injected delays in real runs.
 
     distribution = lognormal(mean=0.2, s=1.0)
+    distribution.mean                                 # seconds
     distribution.draw(seed=0, replica=3, attempt=17)  # seconds
 
 A draw depends on the seed, the replica and its attempt alone, and not on the process or the order of the draws. So the
-simulator of `tfdist.policies` can use the same delays as a real run.
+simulator can use the same delays as a real run.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import math
 import random
 import statistics
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 _NORMAL = statistics.NormalDist()
@@ -30,11 +31,17 @@ class DelayDistribution:
     Attributes:
       name: name of the function.
       parameters: arguments of the function.
+      mean: expected delay in seconds.
     """
 
     name: str
-    parameters: Mapping[str, float]
+    parameters: Mapping[str, Any]
+    mean: float = dataclasses.field(repr=False, compare=False)
     _secs: Callable[[float, int], float] = dataclasses.field(repr=False, compare=False)
+
+    def quantile(self, uniform: float, attempt: int = 0) -> float:
+        """Returns the delay in seconds that is exceeded with probability 1 - `uniform`, a number in (0, 1)."""
+        return self._secs(uniform, attempt)
 
     def draw(self, seed: int, replica: int, attempt: int) -> float:
         """Returns the delay of the `attempt`-th contribution (from 0) of `replica`, in seconds."""
@@ -72,7 +79,7 @@ class DelayDistribution:
 def constant(secs: float) -> DelayDistribution:
     """Constant: always `secs` seconds."""
     _check("constant", {"secs": secs}, secs=0)
-    return DelayDistribution("constant", {"secs": secs}, lambda uniform, attempt: float(secs))
+    return DelayDistribution("constant", {"secs": secs}, float(secs), lambda uniform, attempt: float(secs))
 
 
 def lognormal(mean: float, s: float) -> DelayDistribution:
@@ -84,8 +91,54 @@ def lognormal(mean: float, s: float) -> DelayDistribution:
     """
     _check("lognormal", {"mean": mean, "s": s}, mean=None, s=0)
     mu = math.log(mean) - s * s / 2
+    inverse = _NORMAL.inv_cdf
     return DelayDistribution(
-        "lognormal", {"mean": mean, "s": s}, lambda uniform, attempt: math.exp(mu + s * _NORMAL.inv_cdf(uniform))
+        "lognormal", {"mean": mean, "s": s}, float(mean), lambda uniform, attempt: math.exp(mu + s * inverse(uniform))
+    )
+
+
+def exponential(mean: float) -> DelayDistribution:
+    """Exponential of mean `mean` seconds, > 0."""
+    _check("exponential", {"mean": mean}, mean=None)
+    return DelayDistribution(
+        "exponential", {"mean": mean}, float(mean), lambda uniform, attempt: -mean * math.log1p(-uniform)
+    )
+
+
+def shifted_exponential(shift: float, mean: float) -> DelayDistribution:
+    """Shifted exponential: at least `shift` seconds, and then exponential; the mean of the sum is `mean` seconds.
+
+    Args:
+      shift: seconds, >= 0.
+      mean: seconds, > `shift`.
+    """
+    _check("shifted_exponential", {"shift": shift, "mean": mean}, shift=0, mean=None)
+    if not mean > shift:
+        raise ValueError(
+            f"shifted_exponential(mean=...) must be greater than shift. Received: shift={shift!r}, mean={mean!r}"
+        )
+    return DelayDistribution(
+        "shifted_exponential",
+        {"shift": shift, "mean": mean},
+        float(mean),
+        lambda uniform, attempt: shift - (mean - shift) * math.log1p(-uniform),
+    )
+
+
+def empirical(samples: Sequence[float]) -> DelayDistribution:
+    """Empirical: each of the measured durations `samples`, in seconds and >= 0, with the same probability."""
+    given = list(samples) if isinstance(samples, Sequence) and not isinstance(samples, str) else []
+    if not given:
+        raise ValueError(f"empirical(samples=...) must be a list of durations in seconds. Received: {samples!r}")
+    for each in given:
+        _check("empirical", {"samples": each}, samples=0)
+    secs = tuple(sorted(map(float, given)))
+    count = len(secs)
+    return DelayDistribution(
+        "empirical",
+        {"samples": secs},
+        statistics.fmean(secs),
+        lambda uniform, attempt: secs[min(int(uniform * count), count - 1)],
     )
 
 
@@ -101,7 +154,7 @@ def pareto(mean: float, a: float) -> DelayDistribution:
         raise ValueError(f"pareto(a=...): there is a mean only for a > 1. Received: a={a!r}")
     least = mean * (a - 1) / a
     return DelayDistribution(
-        "pareto", {"mean": mean, "a": a}, lambda uniform, attempt: least * (1 - uniform) ** (-1 / a)
+        "pareto", {"mean": mean, "a": a}, float(mean), lambda uniform, attempt: least * (1 - uniform) ** (-1 / a)
     )
 
 
@@ -118,12 +171,14 @@ def stalls(secs: float, every: int) -> DelayDistribution:
     return DelayDistribution(
         "stalls",
         {"secs": secs, "every": every},
+        secs / every,
         lambda uniform, attempt: float(secs) if attempt % every == every - 1 else 0.0,
     )
 
 
 _BUILDERS: dict[str, Callable[..., DelayDistribution]] = {
-    builder.__name__: builder for builder in (constant, lognormal, pareto, stalls)
+    builder.__name__: builder
+    for builder in (constant, lognormal, exponential, shifted_exponential, pareto, empirical, stalls)
 }
 
 

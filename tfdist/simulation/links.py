@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Links on which transfers queue. The cost of an event does not depend on the number of transfers."""
+
+from __future__ import annotations
+
+import collections
+import math
+
+
+class Link:
+    """A link that all transfers share at once and equally, as TCP connections do (processor sharing).
+
+    A virtual clock runs at the rate of one transfer, so that a transfer ends when the clock has advanced by its bytes.
+    Transfers of one size end in the order of their beginnings; so there is a queue for each size. An engine has one
+    size or two.
+
+    Args:
+      capacity: bytes per second of all transfers together.
+      most_per_transfer: bytes per second of one transfer at most, because of the link at its other end.
+
+    Attributes:
+      capacity: see above.
+      next: time at which the next transfer ends; infinite if there is none.
+      bytes_sent: bytes of all transfers so far.
+    """
+
+    def __init__(self, capacity: float, most_per_transfer: float = math.inf) -> None:
+        self.capacity = capacity
+        self._most = min(capacity, most_per_transfer)
+        self.next = math.inf
+        self.bytes_sent = 0.0
+        self._clock = 0.0
+        self._last = 0.0
+        self._count = 0
+        # Size -> (virtual end, owner) of each transfer.
+        self._queues: dict[float, collections.deque[tuple[float, int]]] = {}
+        self._first: collections.deque[tuple[float, int]] = collections.deque()
+
+    def enter(self, time: float, size: float, owner: int) -> None:
+        """Begins a transfer of `size` bytes."""
+        if self._count:
+            share = self.capacity / self._count
+            self._clock += (time - self._last) * (share if share < self._most else self._most)
+        else:
+            self._clock = 0.0
+        self._last = time
+        queue = self._queues.get(size)
+        if queue is None:
+            queue = self._queues[size] = collections.deque()
+        queue.append((self._clock + size, owner))
+        self._count += 1
+        self.bytes_sent += size
+        self._schedule(time)
+
+    def leave(self) -> int:
+        """Ends the transfer that ends at `next`; returns its owner."""
+        self._last = self.next
+        self._clock, owner = self._first.popleft()
+        self._count -= 1
+        self._schedule(self._last)
+        return owner
+
+    def _schedule(self, time: float) -> None:
+        if not self._count:
+            self.next = math.inf
+            return
+        first = self._first
+        if not first or len(self._queues) > 1:
+            first = self._first = min(filter(None, self._queues.values()), key=_end)
+        left = first[0][0] - self._clock
+        share = self.capacity / self._count
+        self.next = time + left / (share if share < self._most else self._most) if left > 0.0 else time
+
+
+class FifoLink(Link):
+    """A link that serves one transfer after another, in the order of their beginnings."""
+
+    def enter(self, time: float, size: float, owner: int) -> None:
+        """See `Link.enter`."""
+        # The link is free again when the last byte has left; the other end may take longer to receive it. What it
+        # receives stays in order.
+        self._clock = max(self._clock, time) + size / self.capacity
+        self._last = max(self._last, self._clock, time + size / self._most)
+        self._first.append((self._last, owner))
+        self.bytes_sent += size
+        self.next = self._first[0][0]
+
+    def leave(self) -> int:
+        """See `Link.leave`."""
+        owner = self._first.popleft()[1]
+        self.next = self._first[0][0] if self._first else math.inf
+        return owner
+
+
+def _end(queue: collections.deque[tuple[float, int]]) -> float:
+    return queue[0][0]

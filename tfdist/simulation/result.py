@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Results of a simulation: throughput, waits, drops, staleness, use of the links, and what limits the throughput."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from tfdist.policies.base import Update
+from tfdist.simulation import gradient_records
+from tfdist.simulation.gradient_records import GradientRecords
+
+# Share of the time from which a link counts as full.
+_FULL = 0.9
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulation:
+    """What happened to a policy's gradients.
+
+    Attributes:
+      seconds: simulated time until the last update.
+      updates: all updates, in order.
+      gradients: record of each gradient.
+      replicas: number of replicas.
+      times: time of each update.
+      opened: time at which each update's step was opened.
+      taking_part: number of replicas that took part in each update.
+      losses: (time, replica, False if it was lost then, True if it was back).
+    """
+
+    seconds: float
+    updates: tuple[Update, ...]
+    gradients: GradientRecords
+    replicas: int
+    times: Sequence[float] = ()
+    opened: Sequence[float] = ()
+    taking_part: Sequence[int] = ()
+    losses: Sequence[tuple[float, int, bool]] = ()
+
+    @property
+    def updates_per_sec(self) -> float:
+        """Updates per simulated second."""
+        return len(self.updates) / self.seconds if self.seconds else float("inf")
+
+    @functools.cached_property
+    def accepted(self) -> tuple[int, ...]:
+        """Number of each replica's gradients that entered an update."""
+        return self._count(gradient_records.ACCEPTED)
+
+    @functools.cached_property
+    def dropped(self) -> tuple[int, ...]:
+        """Number of each replica's gradients that were dropped."""
+        return self._count(gradient_records.DROPPED)
+
+    @functools.cached_property
+    def lost(self) -> tuple[int, ...]:
+        """Number of each replica's gradients that were lost with the replica."""
+        return self._count(gradient_records.LOST)
+
+    @functools.cached_property
+    def staleness(self) -> dict[int, int]:
+        """Number of applied gradients by staleness (global step - local step)."""
+        counts = collections.Counter(age for update in self.updates for age in update.staleness)
+        return dict(sorted(counts.items()))
+
+    @functools.cached_property
+    def mean_staleness(self) -> float:
+        """Mean staleness of the applied gradients."""
+        return sum(age * count for age, count in self.staleness.items()) / max(1, sum(self.staleness.values()))
+
+    @functools.cached_property
+    def wait_secs(self) -> float:
+        """Time for which updates waited for gradients (`Update.wait_secs`)."""
+        return sum(update.wait_secs for update in self.updates)
+
+    def _count(self, outcome: int) -> tuple[int, ...]:
+        counts = [0] * self.replicas
+        for replica, each in zip(self.gradients.replica, self.gradients.outcome, strict=True):
+            if each == outcome:
+                counts[replica] += 1
+        return tuple(counts)
+
+
+@dataclasses.dataclass(frozen=True)
+class LinkUse:
+    """Use of one kind of link.
+
+    Attributes:
+      bytes_sent: bytes of all transfers.
+      utilisation: share of the time for which the busiest of these links was full.
+    """
+
+    bytes_sent: float
+    utilisation: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Result(Simulation):
+    """Result of `simulate`: `print` shows a table, `to_dict` returns JSON data.
+
+    Attributes:
+      strategy: name of the strategy.
+      examples_per_gradient: examples in a gradient of one replica.
+      policies: the policies, as text.
+      examples_per_sec: examples of accepted gradients per second.
+      single_examples_per_sec: the same of one device alone, without communication.
+      efficiency: examples per second / those of all devices if each trained alone, by their speeds.
+      computing_share: mean share of the replicas' time that they compute.
+      transfer_share: mean share in which they fetch variables, and send gradients.
+      held_share: mean share in which they wait: for an update, for the policy, or while they are lost.
+      held_secs: time for which each replica was idle.
+      updating_secs: time spent in updates: collectives, and the optimizer's step.
+      links: use of the links, by name.
+      limit: what limits the throughput, in words.
+    """
+
+    strategy: str = ""
+    examples_per_gradient: int = 0
+    policies: tuple[str, ...] = ()
+    examples_per_sec: float = 0.0
+    single_examples_per_sec: float = 0.0
+    efficiency: float = 0.0
+    computing_share: float = 0.0
+    transfer_share: float = 0.0
+    held_share: float = 0.0
+    held_secs: tuple[float, ...] = ()
+    updating_secs: float = 0.0
+    links: dict[str, LinkUse] = dataclasses.field(default_factory=dict)
+    limit: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the result as JSON data, without the gradients."""
+        columns = {"updates", "gradients", "links", "times", "opened", "taking_part", "losses"}
+        names = [field.name for field in dataclasses.fields(Result) if field.name not in columns]
+        data = {name: getattr(self, name) for name in names}
+        data["links"] = {name: dataclasses.asdict(link) for name, link in self.links.items()}
+        data["updates"] = len(self.updates)
+        data["updates_per_sec"] = self.updates_per_sec
+        for name in ("accepted", "dropped", "lost", "staleness", "mean_staleness", "wait_secs"):
+            data[name] = getattr(self, name)
+        return data
+
+    def __str__(self) -> str:
+        gradients = f"{sum(self.accepted):,} accepted, {sum(self.dropped):,} dropped, {sum(self.lost):,} lost"
+        rows = [
+            ("strategy", " + ".join((self.strategy, *self.policies))),
+            ("updates", f"{len(self.updates):,} in {self.seconds:.4g} s: {self.updates_per_sec:.4g} updates/s"),
+            (
+                "examples",
+                f"{self.examples_per_sec:,.4g} examples/s; one device alone {self.single_examples_per_sec:,.4g}",
+            ),
+            ("efficiency", f"{self.efficiency:.1%} of {self.replicas} replicas that train alone"),
+            ("gradients", gradients),
+            ("staleness", f"mean {self.mean_staleness:.3g}, at most {max(self.staleness, default=0)}"),
+            ("time", self._shares()),
+            *((name, f"{use.bytes_sent:,.4g} bytes, {use.utilisation:.1%} busy") for name, use in self.links.items()),
+            ("limit", self.limit),
+        ]
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:{width}}  {text}" for name, text in rows)
+
+    def _shares(self) -> str:
+        return f"computing {self.computing_share:.1%}, transfers {self.transfer_share:.1%}, idle {self.held_share:.1%}"
+
+
+def limit_in_words(shares: dict[str, float], links: dict[str, LinkUse], updating_share: float) -> str:
+    """Names what limits the throughput.
+
+    Args:
+      shares: share of the replicas' time by what they do: "compute", "transfer" and "wait".
+      links: use of the links, by name.
+      updating_share: share of the time that is spent in updates.
+    """
+    name, use = max(links.items(), key=lambda item: item[1].utilisation, default=("", LinkUse(0.0, 0.0)))
+    if use.utilisation >= _FULL:
+        return f"the link {name} is full ({use.utilisation:.0%} busy)"
+    if len(links) > 1 and sum(each.utilisation for each in links.values()) >= _FULL:
+        return f"the links {' and '.join(links)} are full in turn ({use.utilisation:.0%} busy each)"
+    if shares["compute"] >= 0.5:
+        return f"computing: replicas compute {shares['compute']:.0%} of the time"
+    if updating_share >= max(shares.values()):
+        return f"updates: collectives and the optimizer take {updating_share:.0%} of the time"
+    if shares["transfer"] >= shares["wait"]:
+        return f"transfers: replicas fetch and send {shares['transfer']:.0%} of the time, and no link is full"
+    return f"waiting: replicas wait {shares['wait']:.0%} of the time for others"

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The update log: who contributed to each update of the variables, and when. NumPy only, no TensorFlow.
+
+`LogWriter` writes the log of one task, `read_logs` merges the logs of all tasks below a directory into a `Timeline`,
+and `summary` adds up consecutive updates. docs/update_log.md describes the files.
+"""
+
+from tfdist.update_log.columns import Contributions, Events, Groups, Updates
+from tfdist.update_log.files import Files, LocalFiles
+from tfdist.update_log.reader import LogReader, Reading, Skipped, read_logs
+from tfdist.update_log.records import ContributionRecord, EventKind, Header, Outcome, UpdateRecord
+from tfdist.update_log.timeline import Timeline
+from tfdist.update_log.writer import LogWriter
+
+__all__ = [
+    "ContributionRecord",
+    "Contributions",
+    "EventKind",
+    "Events",
+    "Files",
+    "Groups",
+    "Header",
+    "LocalFiles",
+    "LogReader",
+    "LogWriter",
+    "Outcome",
+    "Reading",
+    "Skipped",
+    "Timeline",
+    "UpdateRecord",
+    "Updates",
+    "read_logs",
+]

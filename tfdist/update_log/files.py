@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Access to files for the update log: the protocol `Files`, and its implementation for local disks."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import tempfile
+from typing import Protocol
+
+
+class Files(Protocol):
+    """File system that holds logs: a local disk, an object store through `tf.io.gfile`, or TensorBoard's own access.
+
+    Paths are strings whose parts are joined by "/". Errors are `OSError`.
+    """
+
+    def read(self, path: str) -> bytes:
+        """Returns the content of a file."""
+        ...
+
+    def write(self, path: str, data: bytes) -> None:
+        """Writes a file so that no reader ever sees a part of it."""
+        ...
+
+    def entries(self, directory: str) -> tuple[list[str], list[str]]:
+        """Returns the names of the subdirectories and of the files in a directory; none if it doesn't exist."""
+        ...
+
+    def remove(self, path: str) -> None:
+        """Removes a file; no error if it doesn't exist."""
+        ...
+
+    def make_directory(self, path: str) -> None:
+        """Makes a directory and its parents, unless they exist."""
+        ...
+
+
+class LocalFiles:
+    """Files of a local disk. Links to directories are not followed, so that nothing outside is read."""
+
+    def read(self, path: str) -> bytes:
+        """Returns the content of a file."""
+        return pathlib.Path(path).read_bytes()
+
+    def write(self, path: str, data: bytes) -> None:
+        """Writes a file under another name and renames it."""
+        target = pathlib.Path(path)
+        descriptor, temporary = tempfile.mkstemp(prefix=".", suffix=".part", dir=target.parent)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(data)
+            pathlib.Path(temporary).chmod(0o644)
+            pathlib.Path(temporary).replace(target)
+        except BaseException:
+            pathlib.Path(temporary).unlink(missing_ok=True)
+            raise
+
+    def entries(self, directory: str) -> tuple[list[str], list[str]]:
+        """Returns the names of the subdirectories and of the files in a directory; none if it doesn't exist."""
+        directories, files = [], []
+        try:
+            with os.scandir(directory) as found:
+                for entry in found:
+                    if entry.is_dir(follow_symlinks=False):
+                        directories.append(entry.name)
+                    elif entry.is_file(follow_symlinks=False):
+                        files.append(entry.name)
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        return sorted(directories), sorted(files)
+
+    def remove(self, path: str) -> None:
+        """Removes a file; no error if it doesn't exist."""
+        pathlib.Path(path).unlink(missing_ok=True)
+
+    def make_directory(self, path: str) -> None:
+        """Makes a directory and its parents, unless they exist."""
+        pathlib.Path(path).mkdir(parents=True, exist_ok=True)

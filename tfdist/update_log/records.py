@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values that a writer of an update log is given: the header, one record for each update, and the codes in them."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+FORMAT = "tfdist update log"
+VERSION = 1
+MAX_WORKERS = 2**16
+
+
+class Outcome(enum.IntEnum):
+    """Fate of a gradient."""
+
+    ACCEPTED = 0
+    DROPPED = 1
+    LOST = 2
+
+
+class EventKind(enum.IntEnum):
+    """Kind of an event."""
+
+    LOST = 0
+    RETURNED = 1
+    POLICY_CHANGED = 2
+    PHASE_CHANGED = 3
+    RESUMED = 4
+    RESTARTED = 5
+
+
+class ContributionRecord(NamedTuple):
+    """One gradient that was accepted, dropped or lost.
+
+    Attributes:
+      worker: index into the header's `workers`.
+      start: start of its computation, in seconds on the clock of the log.
+      arrival: time of its arrival; of a lost gradient, the time of the loss.
+      outcome: an `Outcome`.
+      staleness: global step - local step, when the gradient was applied or dropped.
+      weight: factor with which it entered the update; 0 if it didn't.
+      held: seconds for which the worker was held back before this start.
+    """
+
+    worker: int
+    start: float
+    arrival: float
+    outcome: int = Outcome.ACCEPTED
+    staleness: int = 0
+    weight: float = 1.0
+    held: float = 0.0
+
+
+class UpdateRecord(NamedTuple):
+    """One update, with the gradients since the previous update. All times are seconds on the clock of the log.
+
+    Attributes:
+      step: `optimizer.iterations` after the update, or the number of updates.
+      time: time at which the update was made.
+      opened: time from the opening of the step to the update.
+      wait: time for which the update waited for gradients.
+      examples: number of examples in the gradients that entered; 0 if unknown.
+      phase: 0: all replicas train; 1: the warmup phase.
+      contributions: tuples with the fields of `ContributionRecord`, in that order.
+    """
+
+    step: int
+    time: float
+    opened: float
+    wait: float
+    examples: int
+    phase: int
+    contributions: Sequence[tuple[int, float, float, int, int, float, float]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Header:
+    """Content of `log.json`.
+
+    Attributes:
+      job: identifier that all logs of one training have in common.
+      writer: task that writes the log, such as "chief:0".
+      workers: names of the workers; contributions have indices into them.
+      strategy: class name of the strategy.
+      policies: `repr` of each policy.
+      origin_secs: Unix time of second 0 of all times in the log.
+      simulated: True if no real cluster made the log.
+    """
+
+    job: str
+    writer: str
+    workers: tuple[str, ...]
+    strategy: str = ""
+    policies: tuple[str, ...] = ()
+    origin_secs: float = 0.0
+    simulated: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.workers) <= MAX_WORKERS:
+            raise ValueError(
+                f"an update log has 1 to {MAX_WORKERS} workers. Received: a Header with {len(self.workers)}"
+            )
+        if len(set(self.workers)) < len(self.workers):
+            raise ValueError(
+                "workers of an update log have different names. Received: a Header with the same one twice"
+            )
+
+    def to_json(self) -> bytes:
+        """Returns the content of `log.json`."""
+        values = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
+        return (json.dumps(values, indent=1) + "\n").encode()
+
+    @staticmethod
+    def from_json(data: bytes) -> Header:
+        """Parses the content of `log.json`.
+
+        Raises:
+          ValueError: it is no header of an update log, or of a later version.
+        """
+        values = json.loads(data)
+        if not isinstance(values, dict) or values.get("format") != FORMAT:
+            raise ValueError(f'log.json has no "format": "{FORMAT}"')
+        version = values.get("version")
+        if not isinstance(version, int) or version > VERSION:
+            raise ValueError(f"version {version!r} of the format is later than {VERSION}; upgrade tfdist to read it")
+        return Header(
+            job=_text(values, "job"),
+            writer=_text(values, "writer"),
+            workers=_texts(values, "workers"),
+            strategy=_text(values, "strategy"),
+            policies=_texts(values, "policies"),
+            origin_secs=_number(values, "origin_secs"),
+            simulated=bool(values.get("simulated")),
+        )
+
+
+def _text(values: dict[str, Any], key: str) -> str:
+    if not isinstance(values.get(key), str):
+        raise ValueError(f"log.json has no string {key!r}")
+    return values[key]
+
+
+def _texts(values: dict[str, Any], key: str) -> tuple[str, ...]:
+    if not isinstance(values.get(key), list) or not all(isinstance(each, str) for each in values[key]):
+        raise ValueError(f"log.json has no list of strings {key!r}")
+    return tuple(values[key])
+
+
+def _number(values: dict[str, Any], key: str) -> float:
+    value = values.get(key)
+    if not isinstance(value, int | float) or not abs(value) < 1e12:
+        raise ValueError(f"log.json has no number {key!r}")
+    return float(value)

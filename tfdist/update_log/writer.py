@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes the update log of one task: records are kept in memory, and a thread writes them as segments."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from tfdist.update_log import segments
+from tfdist.update_log.columns import Contributions, Events, Updates
+from tfdist.update_log.files import Files, LocalFiles
+from tfdist.update_log.records import EventKind, Header, UpdateRecord
+from tfdist.update_log.store import Store
+
+_LOGGER = logging.getLogger("tfdist")
+_MAX_PENDING = 2_000_000
+# NumPy converts this many gradients at once in about a millisecond, in which no other thread runs.
+_BLOCK = 4096
+_CLOSE_SECS = 30.0
+
+
+class LogWriter:
+    """Writes a log. Any thread may call it; no method but `flush` and `close` waits for the disk.
+
+    The thread writes every `flush_secs`. An error of the disk is one warning, and the writing is tried again with the
+    next flush; beyond two million gradients in memory the oldest updates are left out, with a warning.
+
+    Args:
+      directory: `updates` in a run directory. If there is a log already, of an earlier training or of the time before
+        a restart, it is left alone, and this one is written to `updates_2`, `updates_3` and so on.
+      header: content of `log.json`.
+      files: file system of `directory`.
+      flush_secs: time between two writes.
+      max_contributions: gradients that are kept one by one; older updates are aggregated.
+      clock: seconds on the clock of the log, for events without a time.
+      warn: called with a line when the disk fails.
+
+    Attributes:
+      directory: the directory of this log. It is known after the first flush.
+    """
+
+    def __init__(
+        self,
+        directory: str,
+        header: Header,
+        files: Files | None = None,
+        flush_secs: float = 5.0,
+        max_contributions: int = 8_000_000,
+        clock: Callable[[], float] = time.monotonic,
+        warn: Callable[[str], None] = _LOGGER.warning,
+    ) -> None:
+        if not flush_secs > 0:
+            raise ValueError(f"LogWriter(flush_secs=...) must be over 0. Received: flush_secs={flush_secs!r}")
+        self.directory = directory
+        self._header = header
+        self._files = files or LocalFiles()
+        self._flush_secs = flush_secs
+        self._max_contributions = max_contributions
+        self._clock = clock
+        self._warn = warn
+        self._warned = False
+        # Guards what `add` and `event` append to.
+        self._lock = threading.Lock()
+        self._records: list[UpdateRecord] = []
+        self._gradients = 0
+        self._events: list[tuple[float, int, int, str]] = []
+        self._left_out = 0
+        # Guards the disk.
+        self._writing = threading.Lock()
+        self._store: Store | None = None
+        self._blocks: list[segments.Detail] = []
+        self._num_updates = 0
+        self._wake = threading.Event()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="tfdist update log", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    def add(self, record: UpdateRecord) -> None:
+        """Adds an update."""
+        with self._lock:
+            self._records.append(record)
+            self._gradients += len(record.contributions)
+            if self._gradients > _MAX_PENDING:
+                self._leave_out()
+
+    def event(self, kind: EventKind, text: str = "", worker: int = -1, time: float | None = None) -> None:
+        """Adds an event.
+
+        Args:
+          kind: what happened.
+          text: a line for people.
+          worker: index of the worker; -1: the policy, or all workers.
+          time: when, on the clock of the log; now, if it isn't given.
+        """
+        moment = self._clock() if time is None else time
+        with self._lock:
+            self._events.append((moment, worker, int(kind), str(text)[: segments.MAX_TEXT]))
+            del self._events[: -segments.MAX_EVENTS]
+
+    def flush(self) -> None:
+        """Writes all that was added."""
+        with self._writing:
+            try:
+                self._write()
+            except Exception as error:
+                # Telemetry never ends a training, whatever a file system raises.
+                self._warn_once(f"the update log in {self.directory} can't be written, and is tried again: {error!r}")
+
+    def close(self) -> None:
+        """Writes all that was added and ends the thread; waits at most 30 s for the disk."""
+        self._closed = True
+        self._wake.set()
+        self._thread.join(_CLOSE_SECS)
+        if self._thread.is_alive():
+            self._warn(f"the disk of the update log in {self.directory} didn't answer for {_CLOSE_SECS:.0f} s")
+        atexit.unregister(self.close)
+
+    def _run(self) -> None:
+        while not self._closed:
+            self.flush()
+            self._wake.wait(self._flush_secs)
+        self.flush()
+
+    def _leave_out(self) -> None:
+        """Forgets the older half of what waits for the disk."""
+        half = len(self._records) // 2
+        self._left_out += half
+        del self._records[:half]
+        self._gradients = sum(len(each.contributions) for each in self._records)
+
+    def _write(self) -> None:
+        self._drain()
+        if self._store is None:
+            self._store = Store.begin(self.directory, self._header, self._files, self._max_contributions)
+            self.directory = self._store.directory
+        while self._blocks:
+            self._store.append(self._blocks[0])
+            del self._blocks[0]
+            self._store.tidy()
+        if self._left_out:
+            self._warn_once(f"the disk is too slow for the update log in {self.directory}: updates were left out")
+
+    def _drain(self) -> None:
+        """Moves what was added into `_blocks`, as columns."""
+        with self._lock:
+            records, self._records, self._gradients = self._records, [], 0
+            events, self._events = self._events, []
+        for rows in _blocks(records):
+            self._blocks.append(segments.Detail(self._num_updates, *_columns(rows), Events.empty()))
+            self._num_updates += len(rows)
+        if events:
+            columns = _events(events)
+            nothing = segments.Detail(self._num_updates, Updates.empty(), Contributions.empty(), columns)
+            self._blocks.append(nothing)
+        if len(self._blocks) > 1:
+            self._blocks = _filled(self._blocks)
+        while sum(len(each.contributions) for each in self._blocks[1:]) > _MAX_PENDING:
+            self._left_out += self._blocks[0].num_updates
+            del self._blocks[0]
+
+    def _warn_once(self, line: str) -> None:
+        if not self._warned:
+            self._warned = True
+            self._warn(line)
+
+
+def _blocks(records: Sequence[UpdateRecord]) -> list[Sequence[UpdateRecord]]:
+    """Cuts records into blocks of about `_BLOCK` gradients."""
+    sizes = np.fromiter((len(each.contributions) + 1 for each in records), np.int64, len(records))
+    block = np.cumsum(sizes) // _BLOCK
+    cuts = [0, *(np.flatnonzero(np.diff(block)) + 1).tolist(), len(records)]
+    return [records[begin:end] for begin, end in itertools.pairwise(cuts) if end > begin]
+
+
+def _columns(records: Sequence[UpdateRecord]) -> tuple[Updates, Contributions]:
+    counts = np.array([len(each.contributions) for each in records], np.int32)
+    rows = [each[:-1] for each in records]
+    step, moment, opened, wait, examples, phase = np.array(rows, np.float64).reshape(-1, 6).T
+    updates = Updates.of(step=step, time=moment, opened=opened, wait=wait, examples=examples, phase=phase, count=counts)
+    flat = itertools.chain.from_iterable(itertools.chain.from_iterable(each.contributions for each in records))
+    total = int(counts.sum())
+    worker, start, arrival, outcome, staleness, weight, held = (
+        np.fromiter(flat, np.float64, 7 * total).reshape(total, 7).T
+    )
+    made = np.repeat(updates.time, counts)
+    contributions = Contributions.of(
+        worker=worker,
+        start=start - made,
+        arrival=arrival - made,
+        outcome=outcome,
+        staleness=np.minimum(staleness, np.iinfo(np.uint16).max),
+        weight=weight,
+        held=held,
+    )
+    return updates, contributions
+
+
+def _events(rows: Sequence[tuple[float, int, int, str]]) -> Events:
+    moment, worker, kind, text = zip(*rows, strict=True)
+    return Events.of(event_time=moment, event_worker=worker, event_kind=kind, event_text=text)
+
+
+def _filled(blocks: list[segments.Detail]) -> list[segments.Detail]:
+    """Joins blocks, as long as they fit into a segment together."""
+    filled: list[list[segments.Detail]] = []
+    updates, gradients = 0, 0
+    for block in blocks:
+        updates += block.num_updates
+        gradients += len(block.contributions)
+        if not filled or updates > segments.MAX_UPDATES or gradients > segments.MAX_CONTRIBUTIONS:
+            filled.append([])
+            updates, gradients = block.num_updates, len(block.contributions)
+        filled[-1].append(block)
+    return [segments.Detail.joined(each) for each in filled]
