@@ -113,10 +113,16 @@ def test_a_keras_variable_looks_up_its_rows() -> None:
     row_lookups.install(has_shards)
     assert not hasattr(variable, "sparse_read")
     variable._value = table
-    # Keras reads it for its static shape, which nothing depends on.
-    assert "ReadVariableOp" not in kinds_needed(lambda: keras.ops.take(variable, IDS, axis=0))
-    found = tf.function(lambda: keras.ops.take(variable, IDS, axis=0), autograph=False)()
-    np.testing.assert_allclose(found, tf.gather(one, IDS))
+    take = tf.function(keras.ops.take, autograph=False)
+    traced = take.get_concrete_function(variable, IDS - 7, axis=0)
+    # A read that nothing depends on would be made all the same, and copy the table.
+    assert "ReadVariableOp" not in [operation.type for operation in traced.graph.get_operations()]
+    # Negative ones count from the end, as in Keras.
+    np.testing.assert_allclose(take(variable, IDS - 7, axis=0), tf.gather(one, IDS))
+    ragged = tf.ragged.constant([[0, 6], [], [4]])
+    assert take(variable, ragged, axis=0).to_list() == tf.nn.embedding_lookup(one, ragged).to_list()
+    sparse = tf.sparse.from_dense([[3, 0], [0, 5]])
+    np.testing.assert_allclose(take(variable, sparse, axis=0), keras.ops.take(keras.Variable(one), sparse, axis=0))
 
 
 @pytest.mark.parametrize("weights", [None, [0.5, 2.0, 1.0]], ids=["plain", "weighted"])
