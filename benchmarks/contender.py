@@ -206,6 +206,20 @@ def _multi_worker_tfdist(
     return _multi_worker(keras, strategy, steps_per_execution=steps_per_execution)
 
 
+def _multi_worker_mpi_spinning() -> Loop:
+    """Keeps its core while it waits, as an MPI library does that takes each core for its own."""
+    from tfdist.transport import mpi
+
+    start = mpi.Mpi.__init__
+
+    def start_spinning(self: Any, *arguments: Any, **options: Any) -> None:
+        start(self, *arguments, **options)
+        self._spin_secs = self._yield_secs = float("inf")
+
+    mpi.Mpi.__init__ = start_spinning
+    return _multi_worker_tfdist("mpi", 1, 1)
+
+
 def _multi_worker_torch() -> Loop:
     import torch_ddp
 
@@ -370,6 +384,7 @@ CONTENDERS: dict[str, Callable[[], Loop]] = {
     "multi_worker/tensorflow x16": functools.partial(_multi_worker_tfdist, "tensorflow", 16, 1),
     "multi_worker/auto": functools.partial(_multi_worker_tfdist, "tensorflow", 1, 1, "auto"),
     "multi_worker/mpi": functools.partial(_multi_worker_tfdist, "mpi", 1, 1),
+    "multi_worker/mpi spinning": _multi_worker_mpi_spinning,
     "multi_worker/mpi x16": functools.partial(_multi_worker_tfdist, "mpi", 16, 1),
     "multi_worker/torch": _multi_worker_torch,
     "mirrored/tfdist": _mirrored_tfdist,

@@ -4,7 +4,7 @@
     make flames            all, at tiny; FLAGS="--sizes=1M --only=multi_worker/mpi"
 
 The contenders are those of the benchmark. py-spy looks at the stacks of Python and of the compiled code beneath, of all
-threads that run Python, 100 times a second while one segment runs. Idle threads are left out.
+threads that run Python, while one segment runs. Idle threads are left out.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from arena import Team
 
 FLAGS = flags.FLAGS
 HERE = pathlib.Path(__file__).resolve().parent
+# Samples per second. The stacks of compiled code take py-spy tens of milliseconds each time, in which all stands still.
+_RATE, _NATIVE_RATE = 100, 10
 # By contender: processes of its cluster, and its parameter servers.
 _CONTENDERS = {
     "mirrored/tfdist": (0, 0),
@@ -54,7 +56,8 @@ def _draw(contender: str, size: str, path: pathlib.Path) -> None:
         team.wait_ready()
         # Longer than what is looked at, because py-spy needs time to begin.
         team.calibrate(FLAGS.secs * (4 if FLAGS.native else 2))
-        spy = [str(pathlib.Path(sys.executable).with_name("py-spy")), "record", "--format=flamegraph", "--rate=100"]
+        spy = [str(pathlib.Path(sys.executable).with_name("py-spy")), "record", "--format=flamegraph"]
+        spy += [f"--rate={_NATIVE_RATE if FLAGS.native else _RATE}"]
         spy += [f"--duration={FLAGS.secs:g}", f"--pid={_first_process(contender)}", f"--output={path}", "--threads"]
         with subprocess.Popen([*spy, *(["--native"] if FLAGS.native else [])], stderr=subprocess.PIPE) as process:
             team.segment()
@@ -68,10 +71,15 @@ def _first_process(contender: str) -> int:
     found = [
         (process.cmdline()[-1] if "--task=" in process.cmdline()[-1] else process.cmdline()[-2], process.pid)
         for process in psutil.Process().children(recursive=True)
-        if f"--contender={contender}" in process.cmdline()
+        # The launcher's guard of a task has the task's command line behind its own.
+        if f"--contender={contender}" in process.cmdline() and not _is_guard(process)
     ]
     leading = [pid for task, pid in sorted(found) if task.removeprefix("--task=").partition(":")[0] in ("chief", "")]
     return leading[0] if leading else sorted(found)[0][1]
+
+
+def _is_guard(process: psutil.Process) -> bool:
+    return any(part.endswith("_guard.py") for part in process.cmdline())
 
 
 if __name__ == "__main__":

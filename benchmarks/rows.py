@@ -67,6 +67,8 @@ _TORCH_BY_MPI = Measurement("torch", {"torch": 1.0})
 _TORCH_BY_TENSORFLOW = Measurement("torch", {"torch": 0.6})
 # On one machine, where no codec saves what it costs.
 _COMPRESSION = Measurement("compression", {"tensorflow": 0.97})
+# More workers than this machine has cores. "mpi spinning" waits as MPI libraries do by default.
+_MORE_WORKERS = Measurement("more_workers", {"mpi spinning": None, "tensorflow": None, "torch": None}, rounds=5)
 _BACKENDS = Measurement("backends", {"keras_torch": None, "keras_jax": None})
 
 
@@ -96,6 +98,7 @@ STAGES = (
     Stage("multi_worker", ("tfdist", "tf_keras"), (_MULTI_WORKER,), num_workers=2),
     Stage("multi_worker", ("mpi", "torch"), (_TORCH_BY_MPI,), num_workers=2, starts=3),
     Stage("multi_worker", ("tensorflow", "torch"), (_TORCH_BY_TENSORFLOW,), num_workers=2, starts=3),
+    Stage("multi_worker", ("mpi", "mpi spinning", "tensorflow", "torch"), (_MORE_WORKERS,), num_workers=4),
     Stage("one_device", ("tfdist", "keras_torch", "keras_jax"), (_BACKENDS,), starts=3),
     Stage("multi_worker", ("auto", "tensorflow"), (_COMPRESSION,), num_workers=2, starts=3),
     _at_once("multi_worker", "mpi x16", "mpi", 3.0),

@@ -41,7 +41,7 @@ STRATEGIES = tuple(dict.fromkeys(stage.strategy for stage in STAGES))
 BEFORE = "before"
 SIZES = ("tiny", "1M", "25M", "deep")
 # These need more than `make bench` installs, or measure something else than steps.
-_ON_REQUEST = ("torch", "steps_per_execution", "backends", "compression")
+_ON_REQUEST = ("torch", "steps_per_execution", "more_workers", "backends", "compression")
 # Rows with a summary of their own: what measures each, and what makes the summary.
 _SUMMED_UP: dict[str, tuple[Callable[[], Any], Callable[[Any], str]]] = {
     "deaths": (lambda: deaths.measure(FLAGS.deaths_secs, _say), deaths.summary),

@@ -171,23 +171,81 @@ def test_another_word_is_refused_at_once(value: Any):
         tfdist.MultiWorkerMirroredStrategy(communication=value)
 
 
+class Alone:
+    """An agreement of one worker."""
+
+    tasks = ("worker:0",)
+    task, is_chief = tasks[0], True
+
+    def gather(self, value: Any, what: str) -> dict[str, Any]:
+        return {self.task: value}
+
+    def from_chief(self, value: Any, what: str) -> Any:
+        return value()
+
+    def check_others(self) -> None:
+        pass
+
+
+class BesideAnotherLibrary(Alone):
+    """An agreement with a worker that has MPICH 4.1."""
+
+    tasks = ("worker:0", "worker:1")
+
+    def gather(self, value: Any, what: str) -> dict[str, Any]:
+        return {"worker:0": value, "worker:1": {**value, "library": "MPICH 4.1"}}
+
+
+def refusal_of_mpi(agreement: Any, devices: Sequence[str] = CPUS) -> str:
+    """Returns the line that refuses communication="mpi"."""
+    with pytest.raises(ValueError, match=r"^communication='mpi': [^\n]*$") as caught:
+        _communication.connect("mpi", agreement, devices, 60.0)
+    return str(caught.value).removeprefix("communication='mpi': ")
+
+
+@pytest.fixture
+def installed_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mpi_library, "is_installed", lambda: True)
+    monkeypatch.setattr(mpi_library, "size_of_job", lambda: None)
+    monkeypatch.setattr(mpi_library, "name", lambda: "MPICH 5.0.2")
+
+
 def test_gpus_are_left_to_nccl():
-    (problem,) = _communication._local_state("mpi", [CPUS[0].replace("CPU", "GPU")], 2).values()
-    assert "it sums on CPUs only; use 'auto'" in problem and "GPU:0" in problem
+    line = refusal_of_mpi(Alone(), [CPUS[0].replace("CPU", "GPU")])
+    assert line.startswith("on worker:0, it sums on CPUs only; use 'auto'") and line.endswith("device:GPU:0")
 
 
 def test_a_missing_mpi4py_is_said_with_what_installs_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(mpi_library, "is_installed", lambda: False)
-    (problem,) = _communication._local_state("mpi", CPUS, 2).values()
-    assert problem == "it needs mpi4py and an MPI library: pip install 'tfdist[mpi]'"
+    assert refusal_of_mpi(Alone()) == "on worker:0, it needs mpi4py and an MPI library: pip install 'tfdist[mpi]'"
 
 
+@pytest.mark.usefixtures("installed_mpi")
 def test_open_mpi_without_its_launcher_is_said(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(mpi_library, "is_installed", lambda: True)
     monkeypatch.setattr(mpi_library, "name", lambda: "Open MPI 5.0.11")
+    line = refusal_of_mpi(Alone())
+    assert line.startswith("on worker:0, Open MPI 5.0.11 needs a launcher of its own; start the tasks with mpiexec or")
+    assert line.endswith("Received: none has")
+
+
+@pytest.mark.usefixtures("installed_mpi")
+def test_different_libraries_are_named_by_task():
+    assert refusal_of_mpi(BesideAnotherLibrary()) == (
+        "all workers must use one MPI library. Received: worker:0: MPICH 5.0.2, worker:1: MPICH 4.1"
+    )
+
+
+def test_an_mpi_launcher_without_a_cluster_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    for name in ("TF_CONFIG", "TFDIST_COMMUNICATION"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(mpi_library, "size_of_job", lambda: 2)
+    with pytest.raises(ValueError, match=r"^communication='mpi': an MPI launcher has started 2 processes, .*TF_CONFIG"):
+        tfdist.MultiWorkerMirroredStrategy(communication="mpi")
+    _communication.check_alone("auto")
+    assert "started 2 processes. Without TF_CONFIG each trains alone; set TF_CONFIG" in capsys.readouterr().err
     monkeypatch.setattr(mpi_library, "size_of_job", lambda: None)
-    (problem,) = _communication._local_state("mpi", CPUS, 2).values()
-    assert problem.startswith("Open MPI 5.0.11 needs a launcher of its own; start the tasks with mpiexec or srun")
+    _communication.check_alone("mpi")
+    assert not capsys.readouterr().err
 
 
 def test_without_a_launcher_auto_is_tensorflow(monkeypatch: pytest.MonkeyPatch):
@@ -216,37 +274,12 @@ def test_a_launcher_of_another_job_is_not_this_one_s(monkeypatch: pytest.MonkeyP
     assert _communication._local_state("mpi", CPUS, 2) == {"library": "MPICH 5.0.2"}
 
 
-def test_different_libraries_are_named_by_task():
-    found = {"worker:0": {"library": "MPICH 5.0.2"}, "worker:1": {"library": "MPICH 4.1"}}
-    assert _communication._problem(found) == (
-        "all workers must use one MPI library. Received: worker:0: MPICH 5.0.2, worker:1: MPICH 4.1"
-    )
-
-
-class Alone:
-    """An agreement of one worker."""
-
-    tasks = ("worker:0",)
-    task, is_chief = tasks[0], True
-
-    def gather(self, value: Any, what: str) -> dict[str, Any]:
-        return {self.task: value}
-
-    def from_chief(self, value: Any, what: str) -> Any:
-        return value()
-
-    def check_others(self) -> None:
-        pass
-
-
 @pytest.fixture
-def failing_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+def failing_mpi(installed_mpi: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def start(*arguments: Any) -> None:
         raise RuntimeError("the MPI job has another number of processes than the cluster")
 
-    monkeypatch.setattr(mpi_library, "is_installed", lambda: True)
     monkeypatch.setattr(mpi_library, "size_of_job", lambda: 1)
-    monkeypatch.setattr(mpi_library, "name", lambda: "MPICH 5.0.2")
     monkeypatch.setattr(mpi_library, "start", start)
 
 

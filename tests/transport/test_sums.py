@@ -68,6 +68,22 @@ def test_constants_that_are_put_together_are_summed_anew_in_each_step(sums: tupl
     assert sums[1].in_place.count(True) == 4
 
 
+def test_tensors_that_are_put_together_keep_a_known_size(monkeypatch: pytest.MonkeyPatch):
+    """TensorFlow's collectives sum a tensor of unknown size with a key for each execution, around a ring."""
+    shapes = []
+    monkeypatch.setattr(
+        "tfdist.compat.worker_collectives.sum_in_step", lambda strategy, flat: shapes.append(flat.shape) or flat
+    )
+
+    @tf.function(input_signature=[tf.TensorSpec([None])])
+    def step(unknown: tf.Tensor) -> list[tf.Tensor]:
+        known = WorkerSums(None).in_step([tf.ones([2, 3]), tf.ones([5])])
+        return known + WorkerSums(None).in_step([tf.ones([2, 3]), unknown])
+
+    assert [one.shape.as_list() for one in step(tf.ones([4]))] == [[2, 3], [5], [2, 3], [4]]
+    assert [shape.as_list() for shape in shapes] == [[11], [None]]
+
+
 def test_a_single_tensor_is_left_as_it_is(sums: tuple[WorkerSums, Doubling]):
     variable = tf.Variable([1.0, 2.0])
 

@@ -26,6 +26,23 @@ def check(communication: Any) -> None:
         )
 
 
+def check_alone(communication: str) -> None:
+    """Raises ValueError if a process without a cluster is one of several that an MPI launcher has started.
+
+    Each of them would train a model of its own. Unless MPI is asked for they may be meant to, and a line says it.
+    """
+    size = mpi_library.size_of_job() or 1
+    if size == 1:
+        return
+    remedy = "set TF_CONFIG for each process, or start them with `tfdist launch --communication=mpi`"
+    if _asked(communication) == MPI:
+        raise ValueError(
+            f"communication='mpi': an MPI launcher has started {size} processes, and there is no cluster in TF_CONFIG, "
+            f"so each would train alone; {remedy}"
+        )
+    messages.say(f"tfdist: an MPI launcher has started {size} processes. Without TF_CONFIG each trains alone; {remedy}")
+
+
 def connect(
     communication: str, agreement: Agreement, devices: Sequence[str], start_timeout_secs: float
 ) -> mpi.Mpi | None:

@@ -117,6 +117,8 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         self._gathers: dict[Any, Any] = {}
         self._sums = WorkerSums(self)
         self.distribution = Distribution(Recorder([f"worker:{index}" for index in range(num_workers)]))
+        if cluster is None:
+            _communication.check_alone(communication)
         if cluster is None or not is_training or num_workers == 1:
             # An evaluator would be looked for among the workers.
             resolver = cluster_resolver if is_training else _multi_worker_cluster.empty_resolver()

@@ -150,7 +150,11 @@ def _put_together(flat: list[tf.Tensor]) -> tf.Tensor:
     """
     if tf.executing_eagerly():
         return tf.concat(flat, 0)
-    return tf.concat(flat, _zeros()[0])
+    together = tf.concat(flat, _zeros()[0])
+    sizes = [tensor.shape.num_elements() for tensor in flat]
+    # Of such an axis TensorFlow infers no shape, and a sum whose size isn't known is the slow one.
+    together.set_shape([None if None in sizes else sum(sizes)])
+    return together
 
 
 @functools.cache
