@@ -29,8 +29,8 @@ class ShardedTables:
     def __init__(self, min_bytes: int = 16 << 20, max_shards: int | None = None) -> None:
         if not _is_int(min_bytes) or min_bytes < _SMALLEST:
             raise ValueError(
-                f"ShardedTables(min_bytes=...) must be an integer of at least {_SMALLEST}: smaller ones cost more round "
-                f"trips than they save. Received: min_bytes={min_bytes!r}"
+                f"ShardedTables(min_bytes=...) must be an integer of at least {_SMALLEST}: smaller ones cost more "
+                f"round trips than they save. Received: min_bytes={min_bytes!r}"
             )
         if max_shards is not None and (not _is_int(max_shards) or max_shards < 1):
             raise ValueError(

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
@@ -26,9 +28,11 @@ INITIALIZERS = [
 
 
 def shards_of(initial: ShardInitial, *rows: int) -> np.ndarray:
-    bounds = zip(rows, rows[1:], strict=False)
     return np.concatenate(
-        [initial(partition_shape=(last - first, 7), partition_offset=(first, 0)) for first, last in bounds]
+        [
+            initial(partition_shape=(last - first, 7), partition_offset=(first, 0))
+            for first, last in itertools.pairwise(rows)
+        ]
     )
 
 

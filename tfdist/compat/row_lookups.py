@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Has rows of a Keras variable in shards looked up on the servers that have them.
 
-There is no public way. `tf.gather` calls `sparse_read` of a variable, if it has one; a Keras variable has none, and so is
-read whole. `keras.ops.take`, which `keras.layers.Embedding` calls, reads it besides for its number of rows: TensorFlow
-makes that read although nothing depends on it, and a read copies a variable whose rows have ever been written. Both
-changes are permanent, and ones of variables in shards alone.
+There is no public way. `tf.gather` calls `sparse_read` of a variable, if it has one; a Keras variable has none, and so
+is read whole. `keras.ops.take`, which `keras.layers.Embedding` calls, reads it besides for its number of rows:
+TensorFlow makes that read although nothing depends on it, and a read copies a variable whose rows have ever been
+written. Both changes are permanent, and ones of variables in shards alone.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saves variables in shards to `.keras` and `.weights.h5` files, and loads them, a block of rows at a time.
 
-There is no public way: Keras turns each variable into an array before it writes it, reads each array whole, and makes the
-file in memory where there seems to be enough. The files are the same as those of a model without shards: a data set
-of HDF5 for each variable. All changes are permanent, and act on variables in shards alone; a large array that is read for
-any other variable is read when it is assigned.
+There is no public way: Keras turns each variable into an array before it writes it, reads each array whole, and makes
+the file in memory where there seems to be enough. The files are the same as those of a model without shards: a data set
+of HDF5 for each variable. All changes are permanent, and act on variables in shards alone; a large array that is read
+for any other variable is read when it is assigned.
 """
 
 from __future__ import annotations

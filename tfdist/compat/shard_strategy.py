@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Has a parameter-server strategy update variables in shards shard by shard, and put their slots beside them.
 
-There is no public way: `strategy.extended` updates a variable whole, can't be replaced, and counts the variables that it
-has made to find the next one's parameter server. The replacement of `_update` lives and ends with the strategy. The one
-of Keras' optimizers is permanent, and only notes which optimizer makes an update.
+There is no public way: `strategy.extended` updates a variable whole, can't be replaced, and counts the variables that
+it has made to find the next one's parameter server. The replacement of `_update` lives and ends with the strategy. The
+one of Keras' optimizers is permanent, and only notes which optimizer makes an update.
 """
 
 from __future__ import annotations

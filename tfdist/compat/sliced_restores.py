@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Restores a variable whose checkpoint is in slices, one for each shard, from all of its slices.
 
-`Trackable._serialize_to_tensors` may return a dictionary of slices in place of a tensor, and TensorFlow saves each slice on
-the device that has it. Its restore (TensorFlow 2.21, `TrackableSaveable.restore`) pairs names with tensors one to one, and so gives the
-variable its first slice alone. There is no other way to restore by parts, because Keras' variables define these methods. The change is
-permanent, and one of variables with several slices only.
+`Trackable._serialize_to_tensors` may return a dictionary of slices in place of a tensor, and TensorFlow saves each
+slice on the device that has it. Its restore (TensorFlow 2.21, `TrackableSaveable.restore`) pairs names with tensors one
+to one, and so gives the variable its first slice alone. There is no other way to restore by parts, because Keras'
+variables define these methods. The change is permanent, and one of variables with several slices only.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from tensorflow.python.training.saving import saveable_object_util
 
 from tfdist.compat import replacing
 
-NEEDS = (
-    "tensorflow.python.training.saving.saveable_object_util:TrackableSaveable.restore(restored_tensors, restored_shapes)",
-)
+NEEDS = ("tensorflow.python.training.saving.saveable_object_util:TrackableSaveable.restore",)
 
 
 def install() -> None:

@@ -38,7 +38,8 @@ _WITHOUT_MESSAGES = (
     "or tfdist.ParameterServerStrategy"
 )
 _WITHOUT_TABLES = (
-    "each of its replicas has the whole table and updates it densely; use tfdist.ParameterServerStrategy, or leave it away"
+    "each of its replicas has the whole table and updates it densely; use tfdist.ParameterServerStrategy, or leave it "
+    "away"
 )
 # Reasons why two policies exclude each other.
 _ONE_OF_A_KIND = "there can be only one of a kind; leave one away"

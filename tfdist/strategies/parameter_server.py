@@ -111,7 +111,9 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         if cluster is None:
             embedded.check_sizes(num_workers, num_ps)
         composed = composition.compose(
-            policies, "ParameterServerStrategy", _parameter_server_arguments.num_tasks_of(cluster, "worker", num_workers)
+            policies,
+            "ParameterServerStrategy",
+            _parameter_server_arguments.num_tasks_of(cluster, "worker", num_workers),
         )
         creation_lines.remember()
         strategy_order.join_cluster()

@@ -49,7 +49,7 @@ class PartitionedVariable(CoordinatedVariable):
 
     @property
     def handle(self) -> tf.Tensor:
-        """Tensor that gradients are taken with respect to: the first read of this step, or the anchor of its lookups."""
+        """Tensor that gradients are taken with respect to: the step's first read, or the anchor of its lookups."""
         return self.stored.value() if tf.executing_eagerly() else self.stored.handle_of_step()
 
     @property
@@ -140,7 +140,7 @@ class _Whole:
     def __init__(self, shards: server_variables.ShardedVariable, path: str):
         self._shards = shards
         self._path = path
-        self.sizes = tuple(shard.shape.as_list()[0] for shard in shards.variables)
+        self.sizes: tuple[int, ...] = tuple(shard.shape.as_list()[0] or 0 for shard in shards.variables)
         self._read: tuple[weakref.ref, tf.Tensor] | None = None
         self._present: _Step | None = None
         self.trainable = shards.variables[0].trainable

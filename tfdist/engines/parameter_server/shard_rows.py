@@ -30,7 +30,6 @@ def looked_up(anchor: tf.Tensor, shards: Sequence[Any], ids: Any, name: str) -> 
     Returns:
       The rows, of shape ids.shape + shards[0].shape[1:].
     """
-
     ids = tf.convert_to_tensor(ids)
 
     @tf.custom_gradient
@@ -110,9 +109,7 @@ def _gather(shards: Sequence[Any], ids: tf.Tensor) -> tf.Tensor:
     rows = []
     for variable, each in zip(shards, asked, strict=True):
         with tf.device(variable.device):
-            rows.append(
-                tf.raw_ops.ResourceGather(resource=variable.handle, indices=each, dtype=variable.dtype)
-            )
+            rows.append(tf.raw_ops.ResourceGather(resource=variable.handle, indices=each, dtype=variable.dtype))
     found = tf.dynamic_stitch(places, rows)
     found.set_shape([None, *shards[0].shape[1:]])
     return found

@@ -8,7 +8,8 @@ for the rows of it that have a gradient:
     worker                                  parameter server of shard i
       the gradient's rows of shard i  -->     optimizer.update_step(gradient, part of shard i), slots likewise
 
-Equal ids are added up first. The update of an optimizer that is not element by element is made of the whole, by the worker.
+Equal ids are added up first. The update of an optimizer that is not element by element is made of the whole, by the
+worker.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def by_shards(stock: Update, is_lazy: bool, is_elementwise: Callable[[], bool]) 
             shards, sizes = [variable], (variable.shape[0],)
         else:
             return stock(variable, function, args, kwargs, group)
-        for index, (shard, (rows, own)) in enumerate(zip(shards, _parts(args, variable.shape, sizes, is_lazy), strict=True)):
+        for index, (shard, (rows, own)) in enumerate(
+            zip(shards, _parts(args, variable.shape, sizes, is_lazy), strict=True)
+        ):
             part = Part(index, sizes, rows)
 
             def of_part(_: Any, *own: Any, part: Part = part, **kwargs: Any) -> Any:
