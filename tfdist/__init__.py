@@ -20,10 +20,12 @@ if TYPE_CHECKING:
     from tfdist.flags import strategy_from_flags
     from tfdist.policies.backup_workers import BackupWorkers
     from tfdist.policies.compression import Compression
+    from tfdist.policies.lazy_rows import LazyRows
     from tfdist.policies.parameter_averaging import ParameterAveraging
     from tfdist.policies.staleness import BoundedStaleness, DropStale, SoftSync, StalenessScaling
     from tfdist.policies.warmup import Warmup
     from tfdist.runtime.allocator import keep_freed_memory
+    from tfdist.sharded_tables import ShardedTables
     from tfdist.strategies.mirrored import MirroredStrategy
     from tfdist.strategies.multi_worker import MultiWorkerMirroredStrategy
     from tfdist.strategies.parameter_server import ParameterServerStrategy
@@ -37,10 +39,12 @@ __all__ = [
     "ClusterError",
     "Compression",
     "DropStale",
+    "LazyRows",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "ParameterAveraging",
     "ParameterServerStrategy",
+    "ShardedTables",
     "SoftSync",
     "StalenessScaling",
     "Task",
@@ -56,6 +60,7 @@ MODULE_OF = {
     "BoundedStaleness": "tfdist.policies.staleness",
     "Compression": "tfdist.policies.compression",
     "DropStale": "tfdist.policies.staleness",
+    "LazyRows": "tfdist.policies.lazy_rows",
     "ParameterAveraging": "tfdist.policies.parameter_averaging",
     "SoftSync": "tfdist.policies.staleness",
     "StalenessScaling": "tfdist.policies.staleness",
@@ -63,6 +68,7 @@ MODULE_OF = {
     "Cluster": "tfdist.cluster",
     "ClusterError": "tfdist.cluster",
     "Task": "tfdist.cluster",
+    "ShardedTables": "tfdist.sharded_tables",
     "MirroredStrategy": "tfdist.strategies.mirrored",
     "MultiWorkerMirroredStrategy": "tfdist.strategies.multi_worker",
     "ParameterServerStrategy": "tfdist.strategies.parameter_server",

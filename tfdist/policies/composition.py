@@ -13,13 +13,14 @@ from typing import Any
 from tfdist.policies.asynchronous import Asynchronous
 from tfdist.policies.base import Aggregation, Policy
 from tfdist.policies.compression import Compression
+from tfdist.policies.lazy_rows import LazyRows
 from tfdist.policies.parameter_averaging import ParameterAveraging
 from tfdist.policies.staleness import BoundedStaleness, DropStale, SoftSync, StalenessScaling
 from tfdist.policies.warmup import Warmup
 
 _STALENESS = (SoftSync, StalenessScaling, DropStale, BoundedStaleness)
 # What a strategy asks; a policy of one's own derives from one of them.
-_KINDS = (Aggregation, Warmup, ParameterAveraging, Compression, *_STALENESS)
+_KINDS = (Aggregation, Warmup, ParameterAveraging, Compression, LazyRows, *_STALENESS)
 PARAMETER_SERVER = "ParameterServerStrategy"
 MULTI_WORKER = "MultiWorkerMirroredStrategy"
 
@@ -35,6 +36,10 @@ _WITHOUT_AVERAGING = (
 _WITHOUT_MESSAGES = (
     "its replicas send no gradients over a network, which could be encoded; use tfdist.MultiWorkerMirroredStrategy, "
     "or tfdist.ParameterServerStrategy"
+)
+_WITHOUT_TABLES = (
+    "each of its replicas has the whole table and updates it densely; use tfdist.ParameterServerStrategy, or leave it "
+    "away"
 )
 # Reasons why two policies exclude each other.
 _ONE_OF_A_KIND = "there can be only one of a kind; leave one away"
@@ -53,12 +58,14 @@ class Composition:
       warmup: limits the replicas at the start of training; None if all replicas train from the start.
       averaging: sets when parameters are averaged; None for never.
       compression: how gradients are encoded; None to send them as they are.
+      is_lazy: True if an update touches only the rows of a table that have a gradient.
     """
 
     aggregation: Aggregation | None = None
     warmup: Warmup | None = None
     averaging: ParameterAveraging | None = None
     compression: Compression | None = None
+    is_lazy: bool = False
 
 
 def check(policies: Sequence[Any], strategy: str) -> None:
@@ -114,6 +121,8 @@ def refusal(policy: type[Policy], strategy: str) -> str | None:
         return _WITHOUT_AVERAGING
     if issubclass(policy, Compression) and strategy not in (MULTI_WORKER, PARAMETER_SERVER):
         return _WITHOUT_MESSAGES
+    if issubclass(policy, LazyRows) and strategy != PARAMETER_SERVER:
+        return _WITHOUT_TABLES
     return None
 
 
@@ -149,7 +158,8 @@ def compose(policies: Sequence[Policy], strategy: str, total_num_replicas: int) 
     by_kind: dict[type[Policy], Any] = {_kind_of(type(policy)): policy for policy in policies}
     warmup = by_kind.get(Warmup)
     aggregation = by_kind.get(Aggregation)
-    if aggregation is None and strategy == PARAMETER_SERVER and policies:
+    is_lazy = LazyRows in by_kind
+    if aggregation is None and strategy == PARAMETER_SERVER and len(policies) > is_lazy:
         aggregation = Asynchronous(*(by_kind.get(kind) for kind in _STALENESS))
         aggregation.begin(total_num_replicas, strategy)
-    return Composition(aggregation, warmup, by_kind.get(ParameterAveraging), by_kind.get(Compression))
+    return Composition(aggregation, warmup, by_kind.get(ParameterAveraging), by_kind.get(Compression), is_lazy)

@@ -26,9 +26,9 @@ def find_cluster(resolver: tf.distribute.cluster_resolver.ClusterResolver | None
     return cluster
 
 
-def num_workers_of(cluster: Cluster | None, num_workers: int) -> int:
-    """Returns the number of workers of the cluster, or of the embedded cluster if there is none."""
-    return num_workers if cluster is None else len(cluster.jobs["worker"])
+def num_tasks_of(cluster: Cluster | None, job: str, embedded_tasks: int) -> int:
+    """Returns the number of tasks of a job of the cluster, or of the embedded cluster if there is none."""
+    return embedded_tasks if cluster is None else len(cluster.jobs[job])
 
 
 def check(policies: Sequence[Any], data_sharding: str, start_timeout_secs: float, stall_timeout_secs: float) -> None:

@@ -26,18 +26,23 @@ from tfdist.compat import (
     late_builds,
     overlapping_loops,
     plain_loops,
+    row_lookups,
     running_loop,
     scheduled_functions,
+    shard_files,
+    shard_initializers,
+    shard_strategy,
+    sliced_restores,
     strategy_order,
     symbolic_build,
     trainers,
 )
-from tfdist.engines.parameter_server import batch_arguments, codec_state, scope_checks, worker_batch
+from tfdist.engines.parameter_server import batch_arguments, codec_state, scope_checks, shard_updates, worker_batch
 from tfdist.engines.parameter_server.aggregated import AggregatedEngine
 from tfdist.engines.parameter_server.asynchronous import AsynchronousEngine
 from tfdist.engines.parameter_server.coordinated_variable import coordinate
 from tfdist.engines.parameter_server.engine import CoordinatedEngine
-from tfdist.engines.parameter_server.partitioned_variable import PartitionedVariable, partition
+from tfdist.engines.parameter_server.partitioned_variable import PartitionedVariable, has_shards, partition
 from tfdist.engines.parameter_server.task_usage import TaskUsages
 from tfdist.engines.parameter_server.transfer import plan as transfer_plan
 from tfdist.engines.parameter_server.transfer.encoding import Encoding
@@ -47,6 +52,7 @@ from tfdist.engines.parameter_server.worker_dataset import WorkerDataset
 from tfdist.policies import composition
 from tfdist.runtime import rendezvous, stalls
 from tfdist.serving import embedded
+from tfdist.sharded_tables import ShardedTables
 from tfdist.step import in_scope, keras_steps, rehearsal
 from tfdist.strategies import _parameter_server_arguments
 from tfdist.strategies.distribution import Distribution
@@ -108,12 +114,16 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         if cluster is None:
             embedded.check_sizes(num_workers, num_ps)
         composed = composition.compose(
-            policies, "ParameterServerStrategy", _parameter_server_arguments.num_workers_of(cluster, num_workers)
+            policies,
+            "ParameterServerStrategy",
+            _parameter_server_arguments.num_tasks_of(cluster, "worker", num_workers),
         )
         creation_lines.remember()
         strategy_order.join_cluster()
         is_dynamic = data_sharding == "dynamic"
         self._serving = serving = embedded.attach(cluster, num_workers, num_ps, start_timeout_secs, is_dynamic)
+        if isinstance(variable_partitioner, ShardedTables):
+            variable_partitioner.begin(_parameter_server_arguments.num_tasks_of(cluster, "ps", num_ps))
         names = [f"worker:{index}" for index in range(serving.num_workers)]
         self.distribution = Distribution(Recorder(names, is_complete=True), serving=serving)
         with rendezvous.naming_port(cluster):
@@ -124,6 +134,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         scope_checks.check_colocation(self)
         plain_loops.allow(self)
         late_builds.allow(self, in_scope.redirected)
+        self._take_shards(variable_partitioner, composed.is_lazy)
         autograph_rules.leave_library()
         has_gpu = "GPU" in self.extended.worker_devices[0].upper()
         self._transfer = transfer_plan.of(transfer, self._num_workers, self._num_ps, has_gpu)
@@ -180,6 +191,16 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         self.distribution.usage = lambda: {**fetch(), self.distribution.task: own()}
         self.distribution.served_tasks, self.distribution.sizes = tasks, {"num_ps": self._num_ps}
 
+    def _take_shards(self, variable_partitioner: Any, is_lazy: bool) -> None:
+        """Has rows of variables in shards looked up, and shards and rows updated, on their servers."""
+        if variable_partitioner is not None:
+            row_lookups.install(has_shards)
+            shard_files.install(has_shards)
+            shard_initializers.install()
+            sliced_restores.install()
+        if variable_partitioner is not None or is_lazy:
+            shard_strategy.replace_update(self, lambda *given: shard_updates.by_shards(given[0], is_lazy, given[1]))
+
     def _connect_to_cluster(self, coordinator_name: str) -> None:
         del coordinator_name
         cluster_spec = self._serving.renamed_resolver(cluster_joining.CHIEF_JOB).cluster_spec()
@@ -204,12 +225,17 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         overlapping_loops.begin(self, is_exclusive=True, nests=not isinstance(self._training, AsynchronousEngine))
 
     def _create_coordinated(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        beside: contextlib.AbstractContextManager = contextlib.nullcontext()
         if isinstance(kwargs.get("colocate_with"), PartitionedVariable):
             # An optimizer's slot: its shape is that of the variable, so it falls into the same shards.
-            del kwargs["colocate_with"]
-        variable = next_creator(**kwargs)
+            beside = shard_strategy.beside(self, kwargs.pop("colocate_with").variables[0])
+        initial = shard_initializers.present()
+        if initial is not None and kwargs.get("shape") is None:
+            kwargs |= {"initial_value": initial, "shape": initial.shape}
+        with beside:
+            variable = next_creator(**kwargs)
         barrier = self.distribution.barrier
-        return partition(coordinate(variable, barrier), barrier)
+        return partition(coordinate(variable, barrier), barrier, initial.path if initial else "")
 
     # Data.
 

@@ -24,6 +24,7 @@ import tensorflow as tf
 
 from tfdist.compat import dataset_functions, process_variable, replicas, server_variables
 from tfdist.engines.parameter_server.transfer.bundles import is_small
+from tfdist.engines.parameter_server.updated_part import Part, part_of
 
 _SCATTERS = tuple(
     f"scatter_{kind}" for kind in ("add", "sub", "update", "max", "min", "mul", "div", "nd_add", "nd_sub", "nd_update")
@@ -59,7 +60,8 @@ class CoordinatedVariable(server_variables.ServerVariable):
             return read(*args, **kwargs)
         if dataset_functions.is_traced():
             return getattr(self._copy_for_data(), read.__name__)(*args, **kwargs)
-        value = self._as_read_ahead() if is_whole else None
+        part = self._part() if is_whole else None
+        value = part.read(self.stored) if part else self._as_read_ahead() if is_whole else None
         if value is None:
             value = read(*args, **kwargs)
         # An addition to the variable begins with the whole variable, not with a part or a permutation of it.
@@ -86,6 +88,16 @@ class CoordinatedVariable(server_variables.ServerVariable):
     def _dense_var_to_tensor(self, dtype: Any = None, name: str | None = None, as_ref: bool = False) -> tf.Tensor:
         is_whole = dtype in (None, self.dtype) and not as_ref
         return self._read(super()._dense_var_to_tensor, is_whole=is_whole, dtype=dtype, name=name, as_ref=as_ref)
+
+    @property
+    def shape(self) -> tf.TensorShape:
+        """The shape of the variable; in an update of rows, that of the rows."""
+        part = self._part()
+        return self.stored.shape if part is None else part.shape(self.stored.shape)
+
+    def _part(self) -> Part | None:
+        """Returns the rows that the variable stands for in an update, or None."""
+        return part_of(tuple(self.stored.shape[:1]))
 
     def _copy_for_data(self) -> tf.Variable:
         """Makes a variable on the chief with the current value, when a data set first uses this variable.
@@ -181,6 +193,10 @@ class CoordinatedVariable(server_variables.ServerVariable):
             for watcher in getattr(_watchers, "writes", ()):
                 watcher(self)
         self._writes += 1
+        part = self._part()
+        if part is not None and write.__name__ in ("assign", "assign_add", "assign_sub"):
+            part.write(self.stored, write.__name__, args[0], {})
+            return self
         return write(*args, **kwargs)
 
     def _state_in(self, graph: Any) -> tuple[int, int]:
@@ -214,7 +230,8 @@ class CoordinatedVariable(server_variables.ServerVariable):
 
     def _match_scaling(self, value: Any) -> tuple[tf.Tensor, tf.Tensor] | None:
         """Returns the scalar and the tensor of a large product `value`; None if it is no product, or small."""
-        if is_small(self) or not self.dtype.is_floating or not tf.is_symbolic_tensor(value):
+        is_rows = self._part() is not None
+        if is_rows or is_small(self) or not self.dtype.is_floating or not tf.is_symbolic_tensor(value):
             return None
         if value.op.type != "Mul" or value.dtype != self.dtype:
             return None

@@ -2,8 +2,15 @@
 """A variable sharded by rows over several parameter servers, with an interface that Keras 3 can use.
 
 TensorFlow's `ShardedVariable` (of a strategy with a `variable_partitioner`) has no handle, so neither gradient tapes
-nor Keras' optimizers support it. Here the whole variable is read once per step, by concatenating the shards, and this
-read is the handle: gradients are taken with respect to it. Writes are split into the shards.
+nor Keras' optimizers support it. This class has three ways to be used in a step, on which the handle depends that
+gradients are taken with respect to:
+
+    rows are looked up    (embeddings)   each server gathers its rows; the handle is an empty tensor, the anchor, and
+                                         the gradient has the rows of the step (`shard_rows`)
+    the whole is read     (kernels)      the shards are concatenated on the worker; the handle is the first read,
+                                         unless rows are looked up, too
+    an update             (optimizers)   each shard is updated on its server (`shard_updates`): for that time the
+                                         variable, and all of the same shards, stand for one shard, or for rows of it
 
 Source of the layout: "div" partitioning of `tf.distribute.experimental.ParameterServerStrategy`: consecutive rows,
 the first shards one row larger where the rows don't divide evenly.
@@ -11,14 +18,19 @@ the first shards one row larger where the rows don't divide evenly.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdist.compat import enclosing_graphs, server_variables
+from tfdist.engines.parameter_server import shard_rows
 from tfdist.engines.parameter_server.coordinated_variable import CoordinatedVariable
+from tfdist.engines.parameter_server.updated_part import Part, part_of
 
 VARIABLE_VALUE = "VARIABLE_VALUE"
 
@@ -29,16 +41,24 @@ class PartitionedVariable(CoordinatedVariable):
     Args:
       shards: The stock `ShardedVariable`.
       barrier: See `CoordinatedVariable`.
+      path: name of the variable in messages, with that of its layer.
     """
 
-    def __init__(self, shards: server_variables.ShardedVariable, barrier: Callable[..., None]):
-        super().__init__(_Whole(shards), barrier)
+    def __init__(self, shards: server_variables.ShardedVariable, barrier: Callable[..., None], path: str = ""):
+        super().__init__(_Whole(shards, path or shards.name), barrier)
 
     @property
     def handle(self) -> tf.Tensor:
-        """Tensor that gradients are taken with respect to: the first read of this step."""
-        value = self.stored.value()
-        return value if tf.executing_eagerly() else self.stored.first_read()
+        """Tensor that gradients are taken with respect to: the step's first read, or the anchor of its lookups."""
+        return self.stored.value() if tf.executing_eagerly() else self.stored.handle_of_step()
+
+    @property
+    def shape(self) -> tf.TensorShape:
+        """The shape of the whole, or of the part that is updated."""
+        return self.stored.shape
+
+    def _part(self) -> None:
+        """Returns None: what is stored stands for its part by itself."""
 
     @property
     def trainable(self) -> bool:
@@ -54,6 +74,24 @@ class PartitionedVariable(CoordinatedVariable):
         """The shards."""
         return self.stored.variables
 
+    def read_rows(self, first: int, last: int) -> np.ndarray:
+        """Returns rows first to last - 1 on the chief, after all steps before."""
+        self._barrier(writes=False)
+        parts = [
+            shard.get()[max(0, first - start) : max(0, last - start)].numpy()
+            for shard, start in self.stored.from_starts()
+            if first < start + shard.shape[0] and start < last
+        ]
+        return np.concatenate(parts) if len(parts) != 1 else parts[0]
+
+    def write_rows(self, first: int, rows: np.ndarray) -> None:
+        """Writes rows from `first` on, after all steps before."""
+        self._barrier(writes=True)
+        for shard, start in self.stored.from_starts():
+            low, high = max(first, start), min(first + len(rows), start + shard.shape[0])
+            if low < high:
+                shard.get()[low - start : high - start].assign(rows[low - first : high - first])
+
     def _match_scaling(self, value: Any) -> None:
         """Returns None: the fused gradient descent is for single variables; each shard is assigned its rows."""
 
@@ -61,24 +99,50 @@ class PartitionedVariable(CoordinatedVariable):
         return [shard.handle for shard in self.variables]
 
     def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
-        raise NotImplementedError  # Makes checkpoints use the two methods below, which know nothing of partitions.
+        raise NotImplementedError  # Makes checkpoints use the two methods below.
 
     def _serialize_to_tensors(self) -> dict[str, Any]:
+        """Returns the shards by their place in the whole; each is saved by its server."""
         self._barrier(writes=False)
-        return {VARIABLE_VALUE: self.stored.value()}
+        values = [shard.read_value() for shard in self.variables]
+        return {VARIABLE_VALUE: dict(zip(self.stored.slice_specs(), values, strict=True))}
 
     def _restore_from_tensors(self, restored_tensors: dict[str, Any]) -> Any:
-        return self.assign(restored_tensors[VARIABLE_VALUE])
+        self._barrier(writes=True)
+        values = restored_tensors[VARIABLE_VALUE]
+        if not isinstance(values, dict):
+            return self.assign(values)
+        for shard, spec in zip(self.variables, self.stored.slice_specs(), strict=True):
+            shard.assign(values[spec])
+        return self
+
+
+@dataclasses.dataclass
+class _Step:
+    """What gradients of a step are taken with respect to.
+
+    Attributes:
+      graph: returns the graph of the step, or None if it is gone.
+      anchor: an empty tensor, where the step looks up rows: their gradient is a `tf.IndexedSlices`.
+      first: the first read of the whole, where the step doesn't; None before it is made.
+      is_looked_up: True if the step has looked up rows.
+    """
+
+    graph: Callable[[], Any]
+    anchor: tf.Tensor
+    first: tf.Tensor | None = None
+    is_looked_up: bool = False
 
 
 class _Whole:
     """`ShardedVariable` with the missing parts of a variable's interface."""
 
-    def __init__(self, shards: server_variables.ShardedVariable):
+    def __init__(self, shards: server_variables.ShardedVariable, path: str):
         self._shards = shards
-        self._sizes = [shard.shape.as_list()[0] for shard in shards.variables]
+        self._path = path
+        self.sizes: tuple[int, ...] = tuple(shard.shape.as_list()[0] or 0 for shard in shards.variables)
         self._read: tuple[weakref.ref, tf.Tensor] | None = None
-        self._first: tuple[weakref.ref, tf.Tensor] | None = None
+        self._present: _Step | None = None
         self.trainable = shards.variables[0].trainable
         self.device = shards.variables[0].device
         self.variables = list(shards.variables)
@@ -86,36 +150,71 @@ class _Whole:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._shards, name)
 
+    @property
+    def shape(self) -> tf.TensorShape:
+        """The shape of the whole, or of the part that is updated."""
+        part, whole = self._part(), self._shards.shape
+        return whole if part is None else part.shape(whole)
+
+    def _part(self) -> Part | None:
+        return part_of(self.sizes)
+
     def value(self) -> tf.Tensor:
-        """Returns the whole value; within one graph it is read once between two writes."""
+        """Returns the whole value; within one graph it is read once between two writes. In an update, the part."""
+        part = self._part()
+        if part is not None:
+            return part.read(self.variables[part.index])
         if tf.executing_eagerly():
             return self._concatenated()
         value = _of_this_graph(self._read)
         if value is None:
             value = self._concatenated()
             self._read = (weakref.ref(value.graph), value)
-        first = self.first_read()
-        if first is None:
-            read = self._read_in_the_step()
-            first = value if read is None else read
-            self._first = weakref.ref(first.graph), first
-        server_variables.watch(first, self.trainable)
+        step = self._step()
+        first = self._first_read(step, value)
+        for handle in (step.anchor, first):
+            server_variables.watch(handle, self.trainable)
+        if value.graph is not first.graph:
+            # The gradient of a loop can't add up for the anchor, which has no shape.
+            return _linked(first, value)
         # A read after a write is another tensor, but the same variable for a tape.
-        return value if value is first else _read_again(first, value)
+        return _linked_twice(first, step.anchor, value)
 
-    def _read_in_the_step(self) -> tf.Tensor | None:
-        """Reads the variable outside of the traced loop, conditional or function, if there is one."""
-        graph = current = tf.compat.v1.get_default_graph()
-        while isinstance(outer := getattr(graph, "outer_graph", None), tf.Graph) and outer.building_function:
-            graph = outer
-        if graph is current:
-            return None
-        with graph.as_default(), tf.control_dependencies(None):
-            return self._concatenated()
+    def handle_of_step(self) -> tf.Tensor:
+        """Returns the tensor that gradients of this graph, or of an enclosing one, are taken with respect to."""
+        step = self._step()
+        return step.anchor if step.is_looked_up else self._first_read(step, None)
 
-    def first_read(self) -> tf.Tensor | None:
-        """Returns the first read in this graph, or in an enclosing graph."""
-        return _of_this_graph(self._first)
+    def _step(self) -> _Step:
+        """Returns the handles in the graph of the step; they are made anew for each graph."""
+        graph = _outermost_graph()
+        if self._present is None or self._present.graph() is not graph:
+            with graph.as_default(), tf.control_dependencies(None):
+                # Of no static shape, because its gradient has that of the variable.
+                anchor = tf.raw_ops.PlaceholderWithDefault(input=tf.zeros([], self._shards.dtype), shape=None)
+            self._present = _Step(weakref.ref(graph), anchor)
+        return self._present
+
+    def _first_read(self, step: _Step, value: tf.Tensor | None) -> tf.Tensor:
+        """Returns the first read of the step; `value` is one of this graph, if there is one."""
+        if step.first is None:
+            graph = step.anchor.graph
+            if value is not None and value.graph is graph:
+                step.first = value
+            else:
+                with graph.as_default(), tf.control_dependencies(None):
+                    step.first = self._concatenated()
+        return step.first
+
+    def slice_specs(self) -> list[str]:
+        """Returns the place of each shard in the whole, in the form of TensorFlow's checkpoints."""
+        full = " ".join(map(str, self._shards.shape.as_list()))
+        rest = "".join(f":0,{size}" for size in self._shards.shape.as_list()[1:])
+        return [f"{full} {start},{size}{rest}" for size, (_, start) in zip(self.sizes, self.from_starts(), strict=True)]
+
+    def from_starts(self) -> Iterator[tuple[Any, int]]:
+        """Yields each shard and its first row."""
+        yield from zip(self.variables, (0, *itertools.accumulate(self.sizes[:-1])), strict=True)
 
     def __getitem__(self, key: Any) -> tf.Tensor:
         part = self.value()[key]
@@ -138,7 +237,15 @@ class _Whole:
         return self.value()
 
     def sparse_read(self, indices: tf.Tensor, name: str | None = None) -> tf.Tensor:
-        return tf.gather(self.value(), indices, name=name)
+        """Returns rows, each gathered on its server unless the step has read the whole before."""
+        if self._part() is not None:
+            return tf.gather(self.value(), indices, name=name)
+        if tf.executing_eagerly():
+            return shard_rows.look_up(self.variables, indices, self._path)
+        step = self._step()
+        step.is_looked_up = True
+        server_variables.watch(step.anchor, self.trainable)
+        return shard_rows.looked_up(step.anchor, self.variables, indices, self._path)
 
     def gather_nd(self, indices: tf.Tensor, name: str | None = None) -> tf.Tensor:
         return tf.gather_nd(self.value(), indices, name=name)
@@ -172,8 +279,12 @@ class _Whole:
 
     def _write(self, method: str, value: Any, kwargs: dict[str, Any]) -> Any:
         self._read = None
+        part = self._part()
+        if part is not None:
+            part.write(self.variables[part.index], method, value, kwargs)
+            return self
         parts = tf.split(
-            tf.broadcast_to(tf.convert_to_tensor(value, self._shards.dtype), self._shards.shape), self._sizes
+            tf.broadcast_to(tf.convert_to_tensor(value, self._shards.dtype), self._shards.shape), list(self.sizes)
         )
         for shard, part in zip(self.variables, parts, strict=True):
             getattr(shard, method)(part, **kwargs)
@@ -181,7 +292,8 @@ class _Whole:
 
     def _scatter(self, method: str, slices: tf.IndexedSlices, kwargs: dict[str, Any]) -> Any:
         self._read = None
-        getattr(self._shards, method)(slices, **kwargs)
+        part = self._part()
+        getattr(self._shards if part is None else self.variables[part.index], method)(slices, **kwargs)
         return self
 
     def _concatenated(self) -> tf.Tensor:
@@ -195,15 +307,35 @@ def _of_this_graph(read: tuple[weakref.ref, tf.Tensor] | None) -> tf.Tensor | No
     return value if any(each is graph for each in enclosing_graphs.enclosing()) else None
 
 
+def _outermost_graph() -> Any:
+    """Returns the graph of the step: outside of the traced loop, conditional or function, if there is one."""
+    graph = tf.compat.v1.get_default_graph()
+    while isinstance(outer := getattr(graph, "outer_graph", None), tf.Graph) and outer.building_function:
+        graph = outer
+    return graph
+
+
 @tf.custom_gradient
-def _read_again(first: tf.Tensor, value: tf.Tensor) -> Any:
-    """Returns `value` with the gradients of `first`."""
-    del first
+def _linked(handle: tf.Tensor, value: tf.Tensor) -> Any:
+    """Returns `value`, with its gradient that of `handle`."""
+    del handle
     return tf.identity(value), lambda gradient: (gradient, None)
 
 
-def partition(variable: Any, barrier: Callable[..., None]) -> Any:
+@tf.custom_gradient
+def _linked_twice(first: tf.Tensor, anchor: tf.Tensor, value: tf.Tensor) -> Any:
+    """Returns `value`, with its gradient that of both handles, of which a step takes one."""
+    del first, anchor
+    return tf.identity(value), lambda gradient: (gradient, gradient, None)
+
+
+def has_shards(variable: Any) -> bool:
+    """Returns True for a `PartitionedVariable`."""
+    return isinstance(variable, PartitionedVariable)
+
+
+def partition(variable: Any, barrier: Callable[..., None], path: str = "") -> Any:
     """Wraps a stock variable in a `PartitionedVariable`, if it is sharded."""
     if isinstance(variable, server_variables.ShardedVariable):
-        return PartitionedVariable(variable, barrier)
+        return PartitionedVariable(variable, barrier, path)
     return variable

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables in shards train as on one device, and are saved and restored by their servers."""
+
+from __future__ import annotations
+
+import pathlib
+
+import programs
+import pytest
+
+pytestmark = pytest.mark.processes
+
+MODEL = """
+import re
+rng = np.random.default_rng(0)
+O = keras.optimizers
+# Each row once in each batch, or any rows.
+EVERY = np.concatenate([rng.permutation(48).reshape(16, 3) for _ in range(3)])
+SOME = rng.integers(0, 48, size=EVERY.shape)
+TARGETS = rng.normal(size=(48, 1)).astype("float32")
+def dense(optimizer):
+    # Keras clips the gradient as a dense one, in which equal ids are added up.
+    optimizer.global_clipnorm = 1e9
+    return optimizer
+def trained(strategy, optimizer, ids, rows=48):
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        inputs = keras.Input((3,), dtype="int32")
+        table = keras.layers.Embedding(rows, 8, name="table")
+        made = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Flatten()(table(inputs))))
+        made.compile(optimizer(), "mse")
+    made.fit(ids, TARGETS, batch_size=16, epochs=2, shuffle=False, verbose=0)
+    return made
+one = tf.distribute.get_strategy()
+def same(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
+OPTIMIZERS = {
+    "SGD": lambda: O.SGD(0.05), "momentum": lambda: O.SGD(0.05, momentum=0.9), "Adam": lambda: O.Adam(0.01),
+    "Adagrad": lambda: O.Adagrad(0.05), "Ftrl": lambda: O.Ftrl(0.05),
+}
+"""
+DENSE = """
+strategy = tfdist.ParameterServerStrategy(num_workers=1, num_ps=2, policies=[tfdist.BackupWorkers(spares=0)],
+    variable_partitioner=tfdist.ShardedTables(min_bytes=1024))
+for optimizer in [*OPTIMIZERS.values(), lambda: O.AdamW(0.01, weight_decay=0.1)]:
+    found = trained(strategy, optimizer, SOME)
+    same(found.get_weights(), trained(one, lambda: dense(optimizer()), SOME).get_weights())
+    for variable in [found.layers[1].embeddings, *found.optimizer.variables[2:3]]:
+        if variable.shape == (48, 8):
+            assert [shard.device[-19:-13] for shard in variable.value.variables] == ["task:0", "task:1"], variable
+found.save("m.keras")
+same(keras.models.load_model("m.keras").get_weights(), found.get_weights())
+with strategy.scope():
+    again = keras.models.load_model("m.keras")
+same(again.get_weights(), found.get_weights())
+same([np.array(v) for v in again.optimizer.variables], [np.array(v) for v in found.optimizer.variables])
+checkpoint = tf.train.Checkpoint(model=found)
+path, before = checkpoint.save("checkpoint"), found.get_weights()
+found.fit(SOME, TARGETS, batch_size=16, verbose=0)
+checkpoint.restore(path)
+same(found.get_weights(), before)
+other = trained(one, lambda: O.AdamW(0.01, weight_decay=0.1), SOME)
+tf.train.Checkpoint(model=other).restore(path).assert_existing_objects_matched()
+same(other.get_weights(), before)
+try:
+    found.predict(np.array([[0, 1, 48]]), verbose=0)
+    raise SystemExit("no error")
+except Exception as error:
+    assert re.search(r"table/embeddings: ids must be in \\[0, 48\\). Received:. .48", str(error)), error
+"""
+LAZY = """
+class LazyAdam(O.Adam):
+    # The formula of docs/large_models.md, written out.
+    def update_step(self, gradient, variable, lr):
+        if not isinstance(gradient, tf.IndexedSlices):
+            return super().update_step(gradient, variable, lr)
+        g = tf.convert_to_tensor(gradient)
+        touched, index = tf.reduce_any(g != 0, 1, keepdims=True), self._get_variable_index(variable)
+        m, v, t = self._momentums[index], self._velocities[index], tf.cast(self.iterations + 1, tf.float32)
+        new_m = tf.where(touched, m + (g - m) * (1 - self.beta_1), m)
+        new_v = tf.where(touched, v + (g * g - v) * (1 - self.beta_2), v)
+        rate = lr * tf.sqrt(1 - self.beta_2**t) / (1 - self.beta_1**t)
+        variable.assign(tf.where(touched, variable - rate * new_m / (tf.sqrt(new_v) + self.epsilon), variable))
+        m.assign(new_m)
+        v.assign(new_v)
+partitioner = tfdist.ShardedTables(min_bytes=1024) if SHARDED else None
+strategy = tfdist.ParameterServerStrategy(
+    num_workers=1, num_ps=2, policies=[tfdist.LazyRows()], variable_partitioner=partitioner)
+for optimizer in OPTIMIZERS.values():
+    found, expected = trained(strategy, optimizer, EVERY), trained(one, lambda: dense(optimizer()), EVERY)
+    same(found.get_weights(), expected.get_weights())
+found, expected = trained(strategy, lambda: O.Adam(0.01), SOME), trained(one, lambda: LazyAdam(0.01), SOME)
+same(found.get_weights(), expected.get_weights())
+assert hasattr(found.layers[1].embeddings.value, "variables") == SHARDED
+"""
+
+
+def test_tables_in_shards_train_save_and_restore_as_on_one_device(tmp_path: pathlib.Path) -> None:
+    with programs.running(MODEL + DENSE, tmp_path) as program:
+        assert program.wait(280) == 0, program.output
+
+
+@pytest.mark.parametrize("is_sharded", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["shards", "whole"])
+def test_lazy_rows_update_the_rows_of_the_step(tmp_path: pathlib.Path, is_sharded: bool) -> None:
+    with programs.running(MODEL + LAZY.replace("SHARDED", str(is_sharded)), tmp_path) as program:
+        assert program.wait(200) == 0, program.output
