@@ -25,6 +25,7 @@ import asynchrony
 import deaths
 import first_step
 import launch_start
+import sharded_tables
 import startup
 import telemetry
 import traffic
@@ -48,6 +49,7 @@ _SUMMED_UP: dict[str, tuple[Callable[[], Any], Callable[[Any], str]]] = {
     "telemetry": (lambda: telemetry.measure(FLAGS.telemetry_pairs, _say), telemetry.summary),
     "traffic": (lambda: traffic.measure(_say), traffic.summary),
     "first_step": (lambda: first_step.measure(FLAGS.rounds or 5, _say), first_step.summary),
+    "sharded_tables": (lambda: sharded_tables.measure(FLAGS.rounds or 9, _say), sharded_tables.summary),
     "launch_start": (lambda: launch_start.measure(FLAGS.rounds or 7, _say), launch_start.summary),
 }
 _EVERYTHING = (*ROWS, *asynchrony.ROWS, warmup.ROW, "startup", *_SUMMED_UP)

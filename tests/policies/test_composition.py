@@ -23,6 +23,7 @@ POLICIES = {
     "Warmup": lambda: tfdist.Warmup(steps=5),
     "ParameterAveraging": lambda: tfdist.ParameterAveraging(6),
     "Compression": lambda: tfdist.Compression(tfdist.compression.HalfPrecision("float16")),
+    "LazyRows": lambda: tfdist.LazyRows(),
 }
 STRATEGIES = ("MirroredStrategy", "MultiWorkerMirroredStrategy", "ParameterServerStrategy")
 
@@ -86,6 +87,8 @@ def test_codec_without_compression_names_the_policy() -> None:
 def test_a_list_comes_to_one_that_decides() -> None:
     none = composition.compose([], "ParameterServerStrategy", 4)
     assert none == composition.Composition()
+    lazy = composition.compose([tfdist.LazyRows()], "ParameterServerStrategy", 4)
+    assert lazy == composition.Composition(is_lazy=True)
     warmup = tfdist.Warmup(steps=1)
     alone = composition.compose([warmup], "ParameterServerStrategy", 4)
     assert isinstance(alone.aggregation, Asynchronous)
