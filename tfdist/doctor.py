@@ -11,6 +11,7 @@ import concurrent.futures
 import ctypes
 import dataclasses
 import errno
+import functools
 import json
 import os
 import pathlib
@@ -22,7 +23,7 @@ from importlib import metadata
 from absl import flags
 
 import tfdist
-from tfdist import _addresses, doctor_meeting, firewall
+from tfdist import _addresses, doctor_measure, doctor_meeting, firewall
 from tfdist.cluster import DATA_SERVICE_VARIABLE, Cluster, ClusterError, Task
 from tfdist.launchers import command_line, gpus
 from tfdist.launchers.requests import LaunchError
@@ -35,6 +36,7 @@ the other tasks can be reached, clocks. Returns 0 if nothing is wrong, else 1.
 
   tfdist doctor                                                    this machine
   tfdist launch ssh --hosts=a,b -m tfdist.doctor --meet_secs=60    all machines of a cluster, from each other
+  tfdist launch ssh --hosts=a,b -m tfdist.doctor --measure         bandwidth and latency between all machines
   tfdist doctor --firewall_rules                                   prints rules that let only the job's hosts in
 
 flags:
@@ -83,6 +85,8 @@ def main(arguments: Sequence[str]) -> int:
         raise LaunchError(f"tfdist doctor takes flags only; see tfdist doctor --help. Received: {rest[0]!r}")
     if values.firewall_rules:
         return _print_rules(os.environ)
+    if values.measure:
+        return _measure(values, os.environ)
     states = []
     for finding in examine(values.timeout_secs, values.meet_secs):
         sys.stdout.write(f"{finding}\n")
@@ -101,6 +105,32 @@ def _print_rules(env: Mapping[str, str]) -> int:
         sys.stderr.write(f"tfdist: {error}\n")
         return 1
     sys.stdout.write(text)
+    return 0
+
+
+def _measure(values: flags.FlagValues, env: Mapping[str, str]) -> int:
+    """Measures the links of the cluster together with its other tasks; the first task writes the file."""
+    try:
+        cluster = Cluster.from_tf_config(env.get("TF_CONFIG"))
+        links = doctor_measure.measure(cluster, values.measure_secs, values.link_secs, values.link_bytes)
+        if links and values.json and cluster.task == cluster.tasks[0]:
+            output = pathlib.Path(values.json)
+            part = output.with_name(f"{output.name}.{os.getpid()}.part")
+            part.write_text(doctor_measure.to_json(links), encoding="utf-8")
+            part.replace(output)
+    except (ValueError, OSError) as error:  # TimeoutError is an OSError.
+        sys.stderr.write(f"tfdist: {error}\n")
+        return 1
+    if not links:
+        sys.stderr.write(f"tfdist: there is no link to measure: {cluster.task} has no other task\n")
+        return 1
+    for link in links:
+        if link.source == str(cluster.task):
+            speed, latency = link.bytes_per_sec / 0.125e9, 1e6 * link.latency_secs
+            sys.stdout.write(f"{link.source} to {link.target}: {speed:.3g} Gbit/s, {latency:.0f} us\n")
+    if cluster.task == cluster.tasks[0]:
+        sys.stdout.write(f"{doctor_measure.summary(links)}\n")
+    sys.stdout.flush()
     return 0
 
 
@@ -137,6 +167,14 @@ def _define_flags(values: flags.FlagValues) -> None:
         lower_bound=0.0,
         flag_values=values,
     )
+    flags.DEFINE_boolean(
+        "measure", False, "measure the links between the tasks, which run this too", flag_values=values
+    )
+    number = functools.partial(flags.DEFINE_float, lower_bound=0.1, flag_values=values)
+    number("measure_secs", 120.0, "longest time of --measure for all links together")
+    number("link_secs", 1.0, "longest time for the bandwidth of one link")
+    flags.DEFINE_integer("link_bytes", 2**26, "most bytes over one link", lower_bound=2**16, flag_values=values)
+    flags.DEFINE_string("json", None, "where the first task writes the links, for tfdist advise", flag_values=values)
     flags.DEFINE_boolean(
         "firewall_rules", False, "print rules for nft that let only the job's hosts in", flag_values=values
     )
