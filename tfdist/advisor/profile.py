@@ -92,8 +92,9 @@ class Profile:
 
     @property
     def samples(self) -> tuple[float, ...]:
-        """Seconds of single steps at the script's batch size."""
-        return next((each.secs for each in self.steps if each.batch_size == self.batch_size), self.fit_secs)
+        """Seconds of single steps at the script's batch size: those of `fit`, unless there are more of the step alone."""
+        alone = next((each.secs for each in self.steps if each.batch_size == self.batch_size), ())
+        return alone if len(alone) > len(self.fit_secs) else self.fit_secs
 
     def to_json(self) -> str:
         """Returns the content of a profile's file."""
