@@ -165,9 +165,11 @@ def _predicted(run: Run, name: str, measured: profile.Profile, network: networks
         strategy,
         [tfdist.flags.parse_policy(run.policy)] if run.policy else [],
         run.workers,
-        num_updates=run.steps // every_steps,
+        num_updates=200 * run.workers,
     )
-    return {"network": name, "run": run.name, "predicted": result.updates_per_sec * every_steps, "limit": result.limit,
+    # Before the steps that are measured, workers have made others, and are no longer in step with each other.
+    _, updates_per_sec = prediction.steady(result, measured.batch_size)
+    return {"network": name, "run": run.name, "predicted": updates_per_sec * every_steps, "limit": result.limit,
             "network_measured": network.text, "predicted_at": time.time()}
 
 

@@ -9,13 +9,13 @@ import statistics
 from collections.abc import Sequence
 
 from tfdist import simulation
-from tfdist.advisor.candidates import PARAMETER_SERVER, Candidate
+from tfdist.advisor.candidates import MULTI_WORKER, PARAMETER_SERVER, Candidate
 from tfdist.advisor.network import Network
 from tfdist.advisor.profile import Profile
 from tfdist.policies.base import Aggregation, Policy
 
 # Updates that a prediction simulates: of one gradient each, and of one from each worker.
-_GRADIENTS, _UPDATES = 600, 30
+_GRADIENTS, _UPDATES = 400, 24
 # Share of the updates at the beginning that don't count: all workers start at the same time there.
 _BEGINNING = 0.2
 # Two processes of one program differ by so much for as long as they live, and a model of a cluster by as much again.
@@ -23,6 +23,9 @@ _LEAST_SPREAD = 0.03
 # Quantile of the normal distribution for an interval of 90 %.
 _QUANTILE = 1.645
 _MOST_SAMPLES = 500
+# What an update costs in software, measured on small models (benchmarks/README.md): the chief of parameter servers hands
+# out some 400 steps per second, all workers together; a step of several workers takes some milliseconds at least.
+_UPDATE_SECS = {PARAMETER_SERVER: 2.5e-3, MULTI_WORKER: 2e-3}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +123,7 @@ def simulate(
     codec: simulation.CodecModel | None = None,
     workers_per_machine: int = 1,
     batch_size: int | None = None,
-    update_secs: float = 0.0,
+    update_secs: float | None = None,
     num_updates: int = 0,
 ) -> simulation.Result:
     """Simulates a strategy on workers like the profiled device; see `predict`."""
@@ -143,10 +146,10 @@ def simulate(
         sparse_tables=tables,
         batch_size=size,
         optimizer_bytes=profile.optimizer_bytes,
-        update_secs=update_secs,
+        update_secs=_UPDATE_SECS[strategy] if update_secs is None else update_secs,
     )
     is_asynchronous = strategy == PARAMETER_SERVER and not any(isinstance(each, Aggregation) for each in policies)
-    updates = num_updates or (max(_GRADIENTS, 10 * workers) if is_asynchronous else _UPDATES)
+    updates = num_updates or (max(_GRADIENTS, 8 * workers) if is_asynchronous else _UPDATES)
     return simulation.simulate(cluster, model, strategy=strategy, policies=policies, codec=codec, num_updates=updates)
 
 
