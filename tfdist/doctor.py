@@ -86,7 +86,8 @@ def main(arguments: Sequence[str]) -> int:
     if values.firewall_rules:
         return _print_rules(os.environ)
     if values.measure:
-        return _measure(values, os.environ)
+        limits = (values.measure_secs, values.link_secs, values.link_bytes)
+        return doctor_measure.run(os.environ, *limits, values.json)
     states = []
     for finding in examine(values.timeout_secs, values.meet_secs):
         sys.stdout.write(f"{finding}\n")
@@ -105,32 +106,6 @@ def _print_rules(env: Mapping[str, str]) -> int:
         sys.stderr.write(f"tfdist: {error}\n")
         return 1
     sys.stdout.write(text)
-    return 0
-
-
-def _measure(values: flags.FlagValues, env: Mapping[str, str]) -> int:
-    """Measures the links of the cluster together with its other tasks; the first task writes the file."""
-    try:
-        cluster = Cluster.from_tf_config(env.get("TF_CONFIG"))
-        links = doctor_measure.measure(cluster, values.measure_secs, values.link_secs, values.link_bytes)
-        if links and values.json and cluster.task == cluster.tasks[0]:
-            output = pathlib.Path(values.json)
-            part = output.with_name(f"{output.name}.{os.getpid()}.part")
-            part.write_text(doctor_measure.to_json(links), encoding="utf-8")
-            part.replace(output)
-    except (ValueError, OSError) as error:  # TimeoutError is an OSError.
-        sys.stderr.write(f"tfdist: {error}\n")
-        return 1
-    if not links:
-        sys.stderr.write(f"tfdist: there is no link to measure: {cluster.task} has no other task\n")
-        return 1
-    for link in links:
-        if link.source == str(cluster.task):
-            speed, latency = link.bytes_per_sec / 0.125e9, 1e6 * link.latency_secs
-            sys.stdout.write(f"{link.source} to {link.target}: {speed:.3g} Gbit/s, {latency:.0f} us\n")
-    if cluster.task == cluster.tasks[0]:
-        sys.stdout.write(f"{doctor_measure.summary(links)}\n")
-    sys.stdout.flush()
     return 0
 
 

@@ -22,11 +22,14 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
+import pathlib
 import socket
 import statistics
+import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfdist import _addresses, _line_server, _sockets
@@ -54,9 +57,11 @@ class Link:
 
 
 def peers(tasks: Sequence[Task], task: Task) -> list[Task]:
-    """Returns the tasks to which `task` measures: all others, or those at distances of powers of two in a large cluster."""
+    """Returns the tasks to which `task` measures: all others; in a large cluster, those at distances of powers of 2."""
     own, count = tasks.index(task), len(tasks)
-    distances = range(1, count) if count <= _MOST_PEERS + 1 else [2**power for power in range(math.ceil(math.log2(count)))]
+    distances = (
+        range(1, count) if count <= _MOST_PEERS + 1 else [2**power for power in range(math.ceil(math.log2(count)))]
+    )
     return [tasks[(own + distance) % count] for distance in distances]
 
 
@@ -102,6 +107,44 @@ def _take_turns(
     return links
 
 
+def run(
+    env: Mapping[str, str], timeout_secs: float, link_secs: float, link_bytes: int, output: str | None = None
+) -> int:
+    """Measures as a task of the cluster in TF_CONFIG, and prints this task's links; see `measure`.
+
+    Args:
+      env: the environment.
+      timeout_secs: longest time for all of it.
+      link_secs: longest time for the bandwidth of a link.
+      link_bytes: most bytes over a link.
+      output: file into which the first task writes all links.
+
+    Returns:
+      The exit code: 1 if something could not be measured.
+    """
+    try:
+        cluster = Cluster.from_tf_config(env.get("TF_CONFIG"))
+        links = measure(cluster, timeout_secs, link_secs, link_bytes)
+        is_first = bool(links) and cluster.task == cluster.tasks[0]
+        if is_first and output:
+            part = pathlib.Path(f"{output}.{os.getpid()}.part")
+            part.write_text(to_json(links), encoding="utf-8")
+            part.replace(output)
+    except (ValueError, OSError) as error:  # TimeoutError is an OSError.
+        sys.stderr.write(f"tfdist: {error}\n")
+        return 1
+    if not links:
+        sys.stderr.write(f"tfdist: there is no link to measure: {cluster.task} has no other task\n")
+        return 1
+    for link in links:
+        if link.source == str(cluster.task):
+            speed, latency = link.bytes_per_sec / 0.125e9, 1e6 * link.latency_secs
+            sys.stdout.write(f"{link.source} to {link.target}: {speed:.3g} Gbit/s, {latency:.0f} us\n")
+    sys.stdout.write(f"{summary(links)}\n" if is_first else "")
+    sys.stdout.flush()
+    return 0
+
+
 def to_json(links: Sequence[Link]) -> str:
     """Returns the content of a file that `load` reads."""
     each = [dataclasses.asdict(link) for link in links]
@@ -119,7 +162,9 @@ def parse(text: str, name: str) -> list[Link]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{name} is no JSON ({error}); write it with tfdist doctor --measure --json={name}") from None
     if not isinstance(given, dict) or given.get("format") != FORMAT or given.get("version") != VERSION:
-        raise ValueError(f"{name} is no {FORMAT} of version {VERSION}; write it with tfdist doctor --measure --json={name}")
+        raise ValueError(
+            f"{name} is no {FORMAT} of version {VERSION}; write it with tfdist doctor --measure --json={name}"
+        )
     links = _links(given.get("links"))
     if not links:
         raise ValueError(f"{name}: links must be a list of measured links. Received: {str(given.get('links'))[:80]}")
@@ -131,7 +176,9 @@ def _links(given: Any) -> list[Link]:
     found = []
     for each in given if isinstance(given, list) else ():
         try:
-            link = Link(str(each["source"]), str(each["target"]), float(each["bytes_per_sec"]), float(each["latency_secs"]))
+            link = Link(
+                str(each["source"]), str(each["target"]), float(each["bytes_per_sec"]), float(each["latency_secs"])
+            )
         except (TypeError, KeyError, ValueError):
             return []
         if not (0 < link.bytes_per_sec < math.inf and 0 <= link.latency_secs < math.inf):
@@ -146,7 +193,7 @@ def summary(links: Sequence[Link]) -> str:
     latency = statistics.median(link.latency_secs for link in links)
     slowest = min(links, key=lambda link: link.bytes_per_sec)
     return (
-        f"{len(links)} links: {speeds[len(speeds) // 2] / 0.125e9:.3g} Gbit/s and {1e6 * latency:.0f} us in the middle; "
+        f"{len(links)} links: {speeds[len(speeds) // 2] / 0.125e9:.3g} Gbit/s and {1e6 * latency:.0f} us in the middle, "
         f"the slowest is {slowest.source} to {slowest.target} with {slowest.bytes_per_sec / 0.125e9:.3g} Gbit/s"
     )
 
@@ -162,7 +209,9 @@ def _connected(cluster: Cluster, task: Task, kind: str, deadline: float) -> Any:
     while True:
         left = deadline - time.monotonic()
         if left <= 0:
-            raise TimeoutError(f"{task} at {cluster.address(task)} does not answer; does it run tfdist doctor --measure?")
+            raise TimeoutError(
+                f"{task} at {cluster.address(task)} does not answer; does it run tfdist doctor --measure?"
+            )
         try:
             connection = socket.create_connection(address, min(_CONNECT_SECS, left))
             break
@@ -294,4 +343,3 @@ class _Answering:
             with self._changed:
                 self._passed[kind] = links
                 self._changed.notify_all()
-

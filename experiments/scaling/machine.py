@@ -84,15 +84,20 @@ def main(argv: list[str]) -> None:
             measured_profile = _profile(pathlib.Path(folder), size)
             network = _network(pathlib.Path(folder), at)
             rows = [_predicted(run, name, measured_profile, network) for run in runs]
-            found = [row for row in found if (row["network"], row["run"]) not in {(r["network"], r["run"]) for r in rows}]
+            found = [
+                row for row in found if (row["network"], row["run"]) not in {(r["network"], r["run"]) for r in rows}
+            ]
             found += rows
             _write(output, found)  # before anything is measured
             for row, run in zip(rows, runs, strict=True):
                 row["measured"] = _measured(run, size, pathlib.Path(folder), at)
                 row["error"] = row["predicted"] / row["measured"] - 1
                 row["measured_at"] = time.time()
-                print(f"{name:5} {run.name:50} predicted {row['predicted']:7.3f} measured {row['measured']:7.3f} steps/s "
-                      f"{row['error']:+.1%}", flush=True)
+                print(
+                    f"{name:5} {run.name:50} predicted {row['predicted']:7.3f} measured {row['measured']:7.3f} steps/s "
+                    f"{row['error']:+.1%}",
+                    flush=True,
+                )
                 _write(output, found)
     if worst := max((abs(row["error"]) for row in found if row.get("measured")), default=0.0):
         print(f"worst error {worst:.1%}; wanted: {WITHIN:.0%}")
@@ -123,16 +128,18 @@ def _machines(name: str, count: int) -> Iterator[Sequence[Machine]]:
         yield [Machine((), "127.0.0.1")] * count
         return
     with namespaces.joined(count, int(name)) as (spaces, hosts):
-        yield [
-            Machine(("ip", "netns", "exec", space), host) for space, host in zip(spaces, hosts, strict=True)
-        ]
+        yield [Machine(("ip", "netns", "exec", space), host) for space, host in zip(spaces, hosts, strict=True)]
 
 
 def _profile(folder: pathlib.Path, size: str) -> profile.Profile:
     path = folder / "profile.json"
     command = [sys.executable, "-m", "tfdist.cli", "profile", f"--secs={FLAGS.profile_secs}", f"--output={path}"]
     done = subprocess.run(
-        [*command, str(SCRIPT), f"--size={size}"], env=_environment(), capture_output=True, text=True, timeout=_LIMIT_SECS
+        [*command, str(SCRIPT), f"--size={size}"],
+        env=_environment(),
+        capture_output=True,
+        text=True,
+        timeout=_LIMIT_SECS,
     )
     if done.returncode:
         raise RuntimeError(f"tfdist profile failed:\n{done.stderr[-2000:]}")
@@ -157,7 +164,9 @@ def _address(machine: Machine) -> str:
 
 
 def _predicted(run: Run, name: str, measured: profile.Profile, network: networks.Network) -> dict[str, Any]:
-    strategy = {"multi_worker": "MultiWorkerMirroredStrategy", "parameter_server": "ParameterServerStrategy"}[run.strategy]
+    strategy = {"multi_worker": "MultiWorkerMirroredStrategy", "parameter_server": "ParameterServerStrategy"}[
+        run.strategy
+    ]
     every_steps = 4 if "ParameterAveraging" in run.policy else 1
     result = prediction.simulate(
         measured,
@@ -169,8 +178,14 @@ def _predicted(run: Run, name: str, measured: profile.Profile, network: networks
     )
     # Before the steps that are measured, workers have made others, and are no longer in step with each other.
     _, updates_per_sec = prediction.steady(result, measured.batch_size)
-    return {"network": name, "run": run.name, "predicted": updates_per_sec * every_steps, "limit": result.limit,
-            "network_measured": network.text, "predicted_at": time.time()}
+    return {
+        "network": name,
+        "run": run.name,
+        "predicted": updates_per_sec * every_steps,
+        "limit": result.limit,
+        "network_measured": network.text,
+        "predicted_at": time.time(),
+    }
 
 
 def _measured(run: Run, size: str, folder: pathlib.Path, machines: Sequence[Machine]) -> float:

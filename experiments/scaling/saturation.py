@@ -3,8 +3,8 @@
 
 python saturation.py
 
-Published (Jeff Dean, talks of 2015 and 2016): 25 to 40 times the speed of one GPU on 50 GPUs for dense models, and 300 times
-on 500 for sparse ones. The ordering is to be reproduced, under assumptions of those years: `DENSE` and `SPARSE` below.
+Published (Jeff Dean, talks of 2015 and 2016): 25 to 40 times the speed of one GPU on 50 GPUs for dense models, and 300
+times on 500 for sparse ones. The ordering is to be reproduced, under assumptions of those years: `DENSE` and `SPARSE` below.
 """
 
 from __future__ import annotations
@@ -53,8 +53,7 @@ DENSE = Setting(
     10,
     (50, 25, 40),
 )
-# A language model whose softmax and embeddings are sampled: 8,000 rows of 4 kB and a dense part of 8 MB; 50 servers, which
-# hold the rows.
+# A language model whose softmax and embeddings are sampled: 8,000 rows of 4 kB and a dense part of 8 MB; 50 servers.
 SPARSE = Setting(
     "sparse: 8,000 rows of 4 kB and 8 MB of dense gradients, a step of 1 s, 50 servers",
     simulation.ModelProfile(dense_bytes="8MB", sparse_tables=[simulation.SparseTable(8000, 4096)], batch_size=32),
@@ -93,7 +92,9 @@ def main(argv: list[str]) -> None:
             print(f"  {name:14}" + "".join(f"{value:8.1f}" for value in found.values()))
             axes.plot(list(found), list(found.values()), color=colour, marker="o", markersize=4, label=name)
         workers, low, high = setting.published
-        axes.plot([workers, workers], [low, high], color="black", linewidth=4, marker="_", markersize=12, label="published")
+        axes.plot(
+            [workers, workers], [low, high], color="black", linewidth=4, marker="_", markersize=12, label="published"
+        )
         axes.plot(WORKERS, WORKERS, color="0.6", linestyle=":", label="linear")
         axes.set(xscale="log", yscale="log", xlabel="workers")
         axes.set_xticks(WORKERS, [str(count) for count in WORKERS])

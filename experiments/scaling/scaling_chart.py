@@ -11,6 +11,7 @@ import matplotlib
 
 matplotlib.use("agg")  # draws into a file; needs no display
 from matplotlib import pyplot as plt
+from matplotlib.ticker import PercentFormatter
 
 BLUE, ORANGE = "#0072B2", "#D55E00"
 
@@ -45,22 +46,25 @@ def save(path: pathlib.Path, title: str, results: Sequence[Mapping[str, Any]], c
 
 
 def _panel(axes: plt.Axes, rows: Sequence[Mapping[str, Any]], calibrate_up_to: int) -> None:
+    """Draws efficiency, the throughput per device relative to the first row, because differences are small."""
     devices = [row["devices"] for row in rows]
     single = rows[0]["published"] / rows[0]["devices"]
-    axes.plot(devices, [single * count for count in devices], color="0.6", linestyle=":", label="linear")
-    axes.fill_between(
-        devices, [row["low"] for row in rows], [row["high"] for row in rows], color=BLUE, alpha=0.2, label="90 % interval"
-    )
-    axes.plot(devices, [row["predicted"] for row in rows], color=BLUE, linewidth=1.8, label="predicted")
+
+    def efficiency(name: str, chosen: Sequence[Mapping[str, Any]]) -> list[float]:
+        return [row[name] / (single * row["devices"]) for row in chosen]
+
+    low, high = efficiency("low", rows), efficiency("high", rows)
+    axes.fill_between(devices, low, high, color=BLUE, alpha=0.2, label="90 % interval")
+    axes.plot(devices, efficiency("predicted", rows), color=BLUE, linewidth=1.8, label="predicted")
     for is_known, colour, label in ((True, "0.2", "calibrated on"), (False, ORANGE, "published, not calibrated on")):
         chosen = [row for row in rows if (row["devices"] <= calibrate_up_to) == is_known]
-        x, y = [row["devices"] for row in chosen], [row["published"] for row in chosen]
-        axes.plot(x, y, linestyle="", marker="o", markersize=5, color=colour, label=label)
+        x = [row["devices"] for row in chosen]
+        axes.plot(x, efficiency("published", chosen), "o", markersize=5, color=colour, label=label)
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log", base=2)
     axes.set_xticks(devices, [str(count) for count in devices])
-    axes.yaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.set_ylim(0, 1.1)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.set_xlabel("devices")
-    axes.set_ylabel("images per second")
+    axes.set_ylabel("throughput per device, of one device's")
     axes.grid(color="0.9")
     axes.spines[["top", "right"]].set_visible(False)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import json
-import math
 import pathlib
 import time
 from typing import Any
@@ -99,7 +98,6 @@ def main(argv: list[str]) -> None:
     model.fit(data, steps_per_epoch=FLAGS.steps, epochs=1, verbose=0, callbacks=[times])
     cluster = tfdist.Cluster.from_environment()
     if FLAGS.output and (cluster is None or cluster.is_chief):
-        assert math.isfinite(times.secs[0])
         pathlib.Path(FLAGS.output).write_text(json.dumps({"steps_per_sec": FLAGS.steps / times.secs[0]}))
 
 

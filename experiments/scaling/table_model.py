@@ -15,10 +15,10 @@ second that one device produces, d devices of a machine in use, M machines and p
       + o                                  once there are two machines: the last gradients, which nothing hides
       + q s (M - 1) / B_usual              a path that all machines share, such as a parameter server
 
-a, k, c, i, j, o and q are at least 0 and found by least squares with Gaussian priors (`PRIORS`); k, c, j, q, B and h are those
-of the cluster, so all models of a table share them. B and h are averaged over a grid (`_links`), whose prior is what is
-known of the network; rows on one machine say nothing about them, so the prediction then rests on the prior alone. Tables
-don't have b either: it is between the same for all models, and such that steps of all models take equally long.
+a, k, c, i, j, o and q are at least 0 and found by least squares with Gaussian priors (`PRIORS`); k, c, i, j, o, q, B and
+h are those of the cluster, so all models of a table share them. B and h are averaged over a grid (`_links`), whose prior is what is
+known of the network; rows on one machine say nothing about them, so the prediction then rests on the prior. Tables don't
+have b either: it is between the same for all models, and such that steps of all models take equally long.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ import numpy as np
 from scipy import optimize, special
 
 BYTES_PER_PARAMETER = 4
-# Standard deviations: of the measured throughputs (relative), and of the priors. A prior of 1 / (GB/s) means that a path
-# of that bandwidth would be no surprise.
+# Standard deviations: of the measured throughputs (relative), and of the priors. A prior of 1 / (GB/s) means that a
+# path of that bandwidth would be no surprise.
 NOISE = 0.01
 PRIORS = {"overhead": 0.04, "overhead_of_model": 0.03, "ring": 0.2e-9, "host": 0.05e-9}
 PRIORS |= {"input": 0.005, "jitter": 0.01, "last": 0.05, "server": 0.01}
@@ -128,7 +128,9 @@ class Calibration:
         """
         slowdowns = self._slowdowns(row)
         noise = 1 + NOISE * np.random.default_rng(1).standard_normal(len(slowdowns))
-        low, middle, high = np.quantile(self._single[row.model] * row.devices / (1 + slowdowns) * noise, [0.05, 0.5, 0.95])
+        low, middle, high = np.quantile(
+            self._single[row.model] * row.devices / (1 + slowdowns) * noise, [0.05, 0.5, 0.95]
+        )
         return Prediction(float(middle), float(low), float(high))
 
     def limit(self, row: Row) -> float:
@@ -155,7 +157,9 @@ class Calibration:
         ring, shared = produced * 2 * (row.local - 1) / row.local, produced * (row.local - 1)
         examples = self._single[row.model] / self._middle * (row.local - 1)
         between = produced * (row.machines - 1) / self.network
-        return np.array([*own, several, ring, shared, examples, largest_of(row.devices), float(row.machines > 1), between])
+        return np.array(
+            [*own, several, ring, shared, examples, largest_of(row.devices), float(row.machines > 1), between]
+        )
 
     def _exposed(self, row: Row, power: float) -> np.ndarray:
         """The sum between machines that is not hidden, as a share of a step: one number for each link."""

@@ -107,7 +107,12 @@ def rows(profile: Profile, network: Network, question: Question) -> list[Row]:
 
 
 def _row(
-    candidate: Candidate | None, predicted: Prediction, limit: str, profile: Profile, question: Question, alone: Estimate
+    candidate: Candidate | None,
+    predicted: Prediction,
+    limit: str,
+    profile: Profile,
+    question: Question,
+    alone: Estimate,
 ) -> Row:
     row = Row(candidate, predicted, limit)
     speed = Estimate(predicted.examples_per_sec, predicted.low, predicted.high)
@@ -126,7 +131,7 @@ def _to_a_loss(row: Row, profile: Profile, speed: Estimate, alone: Estimate) -> 
     found = statistical.speedup_to_a_loss(profile, speed, alone, batch, predicted.staleness)
     if found is None or row.candidate is None or "ParameterAveraging" not in row.candidate.code:
         return found
-    # Between averages workers train apart: at worst as in one step with all their examples, at best as in as many steps.
+    # Between averages workers train apart: at worst as in one step with all these examples, at best as in many steps.
     best = statistical.speedup_to_a_loss(profile, speed, alone, batch / candidates.EVERY_STEPS, 0.0) or found
     return Estimate(math.sqrt(found.value * best.value), found.low, best.high)
 
@@ -146,7 +151,7 @@ def recommended(found: Sequence[Row]) -> Row:
         if row.prediction.low < _LEAST_SPEEDUP * speed:
             continue
         gained = row.prediction.examples_per_sec - best.prediction.examples_per_sec
-        # From one device on, any clear gain may be worth it; from several on, each further worker has to bring its part.
+        # Against one device any clear gain may be worth it; against several each further worker has to bring its part.
         needed = (_LEAST_SPEEDUP - 1) * speed if best is single else _LEAST_SHARE * speed * (row.workers - best.workers)
         if gained >= needed and _is_worth(row, best):
             best = row
@@ -189,10 +194,12 @@ def in_words(found: Sequence[Row], chosen: Row, profile: Profile) -> str:
     own, predicted = chosen.candidate, chosen.prediction
     servers = f" and {own.servers} parameter server{'s' * (own.servers > 1)}" if own.servers else ""
     policies = f"(policies=[{_public(own.code)}])" if own.code else "()"
-    gain, low, high = (each / single.examples_per_sec for each in (predicted.examples_per_sec, predicted.low, predicted.high))
+    gain, low, high = (
+        each / single.examples_per_sec for each in (predicted.examples_per_sec, predicted.low, predicted.high)
+    )
     text = (
-        f"use {own.workers} workers{servers} with tfdist.{own.strategy}{policies}: {gain:.1f} times the throughput of one "
-        f"device ({low:.1f} to {high:.1f}), {predicted.efficiency:.0%} efficient; {own.spares or 'no'} spares"
+        f"use {own.workers} workers{servers} with tfdist.{own.strategy}{policies}: {gain:.1f} times the throughput of "
+        f"one device ({low:.1f} to {high:.1f}), {predicted.efficiency:.0%} efficient; {own.spares or 'no'} spares"
     )
     text += f", {own.servers} shards" if own.strategy == PARAMETER_SERVER else ""
     text += ", with compression" if own.codec else ", no compression"
@@ -210,8 +217,8 @@ def in_words(found: Sequence[Row], chosen: Row, profile: Profile) -> str:
     if chosen.speedup_to_loss and profile.noise_scale:
         estimate = chosen.speedup_to_loss
         text += (
-            f". To a loss, as a model of the gradient noise scale says: {estimate.value:.1f} times as fast as one device "
-            f"({estimate.low:.1f} to {estimate.high:.1f})"
+            f". To a loss, as a model of the gradient noise scale says: {estimate.value:.1f} times as fast as one "
+            f"device ({estimate.low:.1f} to {estimate.high:.1f})"
         )
     return text
 
@@ -224,10 +231,13 @@ def _alone(found: Sequence[Row]) -> str:
     ratio = best.prediction.examples_per_sec / single.examples_per_sec
     what = f"{best.workers} workers with {best.candidate.strategy}" if best.candidate else ""
     if ratio <= 1:
-        return f"do not distribute: one device is faster. The best of the others, {what}, makes {ratio:.2f} times as much; {best.limit}"
+        return (
+            f"do not distribute: one device is faster. The best of the others, {what}, makes {ratio:.2f} times as much; "
+            f"{best.limit}"
+        )
     return (
-        f"do not distribute: one device is better value. The fastest of the others, {what}, makes {ratio:.1f} times as much "
-        f"on {best.machines} machines; {best.limit}"
+        f"do not distribute: one device is better value. The fastest of the others, {what}, makes {ratio:.1f} times as "
+        f"much on {best.machines} machines; {best.limit}"
     )
 
 
@@ -239,5 +249,6 @@ def _caution(own: Candidate, predicted: Prediction) -> str:
     if own.codec:
         return "Compression changes what is learned in a step: compare the loss with that of one device"
     if own.strategy == PARAMETER_SERVER:
-        return f"Gradients are {predicted.staleness:.1f} updates old on average: compare the loss, and lower the learning rate"
+        old = f"Gradients are {predicted.staleness:.1f} updates old on average"
+        return f"{old}: compare the loss, and lower the learning rate"
     return "Workers train apart between averages: compare the loss with that of one device"

@@ -98,14 +98,27 @@ def all_for(workers: int, samples: Sequence[float], has_dense: bool) -> Iterator
         servers = server_counts(workers)[-1]
         policies = _builder(BackupWorkers, spares=spares)
         yield Candidate(
-            PARAMETER_SERVER, workers, f"{spares} spares", backup, policies, servers=servers, spares=spares, is_exact=True
+            PARAMETER_SERVER,
+            workers,
+            f"{spares} spares",
+            backup,
+            policies,
+            servers=servers,
+            spares=spares,
+            is_exact=True,
         )
     if has_dense:
         codec, cost = _HALF
         cost = dataclasses.replace(cost, variables_ratio=0.5)
         code = f"Compression({codec!r})"
         yield Candidate(
-            PARAMETER_SERVER, workers, codec.name, code, _builder(Compression, codec), server_counts(workers)[-1], codec=cost
+            PARAMETER_SERVER,
+            workers,
+            codec.name,
+            code,
+            _builder(Compression, codec),
+            server_counts(workers)[-1],
+            codec=cost,
         )
 
 

@@ -20,8 +20,8 @@ from tfdist.launchers.requests import LaunchError
 _USAGE = """\
 usage: tfdist advise [FLAGS] PROFILE
 
-Predicts what several workers would make of a training script, and recommends one setting, or one device. PROFILE is a file
-of tfdist profile, or a directory with the update log of a run (tfdist.callbacks.Telemetry).
+Predicts what several workers would make of a training script, and recommends one setting, or one device. PROFILE is a
+file of tfdist profile, or a directory with the update log of a run (tfdist.callbacks.Telemetry).
 
   tfdist profile train.py && tfdist advise profile.json --workers=1,2,4,8,16,64 --network=10Gbit
   tfdist advise profile.json --network=network.json --examples=1e9 --price-per-hour=3.06 --plot=advice.png
@@ -38,7 +38,8 @@ def main(arguments: Sequence[str]) -> int:
     """Runs `tfdist advise`.
 
     Args:
-      arguments: the command line after the command's name; flags may have dashes for underscores, before or after PROFILE.
+      arguments: the command line after the command's name; flags may stand before or after PROFILE, and have dashes for
+        underscores.
 
     Returns:
       0.
@@ -68,7 +69,11 @@ def _define_flags(values: flags.FlagValues) -> None:
     real("price_per_hour", 0.0, "of one machine, in any currency", lower_bound=0.0, flag_values=values)
     flags.DEFINE_integer("workers_per_machine", 1, "workers that share a link", lower_bound=1, flag_values=values)
     flags.DEFINE_integer(
-        "global_batch", 0, "examples of an update; 0 keeps the profile's batch on each worker", lower_bound=0, flag_values=values
+        "global_batch",
+        0,
+        "examples of an update; 0 keeps the profile's batch on each worker",
+        lower_bound=0,
+        flag_values=values,
     )
     flags.DEFINE_boolean("all", False, "show slow candidates, too; --json has them always", flag_values=values)
     text("json", None, "where the rows and the recommendation go, for programs", flag_values=values)
@@ -149,11 +154,9 @@ def _finite(name: str, value: float) -> float:
 
 def _write_head(measured: profile.Profile, links: network.Network) -> None:
     noise = measured.noise_scale
-    lines = [
-        f"profile: {measured.script or measured.model}, {measured.batch_size} examples a step on one {measured.device}, "
-        f"{measured.dense_bytes / 1e6:.3g} MB of dense gradients, {len(measured.tables)} sparse tables",
-        f"network: {links.text}",
-    ]
+    step = f"{measured.batch_size} examples a step on one {measured.device}"
+    sent = f"{measured.dense_bytes / 1e6:.3g} MB of dense gradients, {len(measured.tables)} sparse tables"
+    lines = [f"profile: {measured.script or measured.model}, {step}, {sent}", f"network: {links.text}"]
     if noise:
         lines.append(f"gradient noise scale: {noise.value:.3g} examples ({noise.low:.3g} to {noise.high:.3g})")
     sys.stdout.write("\n".join(lines) + "\n\n")

@@ -46,7 +46,11 @@ def in_words(profile: Profile, network: Network, candidate: Candidate, predictio
             return f"{whose} full from {workers} workers on{suffix}"
         if prediction.efficiency < _MOSTLY:
             return f"sending and fetching variables takes {1 - prediction.efficiency:.0%} of the time{suffix}"
-        return "the devices compute most of the time" if not workers else f"none yet; {whose} full from {workers} workers on"
+        return (
+            "the devices compute most of the time"
+            if not workers
+            else f"none yet; {whose} full from {workers} workers on"
+        )
     if prediction.efficiency >= 0.9:
         return "the devices compute most of the time"
     samples = profile.samples

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A profile from the update log of a run: the real arrivals of its gradients. docs/update_log.md has the format.
 
-A log has no bytes: what the gradients' arrivals took includes sending them in that run, so a prediction from a log is one
-for links like those of the run.
+A log has no bytes: what the gradients' arrivals took includes sending them in that run, so a prediction from a log is
+one for links like those of the run.
 """
 
 from __future__ import annotations

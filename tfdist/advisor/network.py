@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The network that a prediction assumes: from a flag such as 10Gbit, or from what `tfdist doctor --measure` has measured."""
+"""The network that a prediction assumes: from a flag such as 10Gbit, or from a file of `tfdist doctor --measure`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import statistics
 from tfdist import doctor_measure
 from tfdist.simulation import NetworkModel, units
 
-# TensorFlow's own part of each message on CPUs, measured with TensorFlow 2.21 between two processes of one machine: a sum
-# of 4 floats takes 2 ms, two messages; one of a million floats 14 ms, so that its gRPC moves about 0.35 GB/s.
+# TensorFlow's own part of each message on CPUs, measured with TensorFlow 2.21 between two processes of one machine: a
+# sum of 4 floats takes 2 ms, two messages; one of a million floats 14 ms, so that its gRPC moves about 0.35 GB/s.
 SOFTWARE_LATENCY_SECS = 1e-3
 SOFTWARE_BANDWIDTH = 0.35e9
 # Uncertainty of a bandwidth that was not measured, as a share; measured ones have their own spread.
@@ -86,7 +86,9 @@ def _from_file(path: pathlib.Path, latency: str | None, software: float) -> Netw
     speeds = [link.bytes_per_sec for link in links]
     # A synchronous step waits for the slowest link, so its speed counts; the spread says how sure it is.
     bandwidth, middle = min(speeds), statistics.median(speeds)
-    latency_secs = units.secs(latency, "--latency") if latency else statistics.median(each.latency_secs for each in links)
+    latency_secs = (
+        units.secs(latency, "--latency") if latency else statistics.median(each.latency_secs for each in links)
+    )
     spread = min(0.5, max(0.05, (middle - bandwidth) / middle))
     text = f"{len(links)} measured links, the slowest {bandwidth / 0.125e9:.3g} Gbit/s, {1e6 * latency_secs:.0f} us"
     return Network(bandwidth, latency_secs, spread, software, text)

@@ -23,8 +23,8 @@ _LEAST_SPREAD = 0.03
 # Quantile of the normal distribution for an interval of 90 %.
 _QUANTILE = 1.645
 _MOST_SAMPLES = 500
-# What an update costs in software, measured on small models (benchmarks/README.md): the chief of parameter servers hands
-# out some 400 steps per second, all workers together; a step of several workers takes some milliseconds at least.
+# What an update costs in software, measured on small models (benchmarks/README.md): the chief of parameter servers
+# hands out some 400 steps per second, all workers together; a step of several workers takes some milliseconds.
 _UPDATE_SECS = {PARAMETER_SERVER: 2.5e-3, MULTI_WORKER: 2e-3}
 
 
@@ -79,7 +79,11 @@ def spread(samples: Sequence[float]) -> float:
 
 
 def predict(
-    profile: Profile, network: Network, candidate: Candidate, workers_per_machine: int = 1, batch_size: int | None = None
+    profile: Profile,
+    network: Network,
+    candidate: Candidate,
+    workers_per_machine: int = 1,
+    batch_size: int | None = None,
 ) -> Prediction:
     """Predicts the throughput of a candidate, in the steady state.
 
@@ -91,9 +95,17 @@ def predict(
       batch_size: examples of a step of each worker; by default the profile's.
     """
     size = batch_size or profile.batch_size
-    result = simulate(profile, network, candidate.strategy, candidate.policies(), candidate.workers,
-                      servers=candidate.servers or 1, codec=candidate.codec,
-                      workers_per_machine=workers_per_machine, batch_size=size)
+    result = simulate(
+        profile,
+        network,
+        candidate.strategy,
+        candidate.policies(),
+        candidate.workers,
+        servers=candidate.servers or 1,
+        codec=candidate.codec,
+        workers_per_machine=workers_per_machine,
+        batch_size=size,
+    )
     speed, updates_per_sec = steady(result, size)
     # Computing is as uncertain as the samples, all else as the network.
     computing = min(1.0, result.computing_share)

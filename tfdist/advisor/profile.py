@@ -92,7 +92,7 @@ class Profile:
 
     @property
     def samples(self) -> tuple[float, ...]:
-        """Seconds of single steps at the script's batch size: those of `fit`, unless there are more of the step alone."""
+        """Seconds of single steps at the script's batch size: of `fit`, unless there are more of the step alone."""
         alone = next((each.secs for each in self.steps if each.batch_size == self.batch_size), ())
         return alone if len(alone) > len(self.fit_secs) else self.fit_secs
 
@@ -128,8 +128,8 @@ def parse(text: str, name: str = "profile") -> Profile:
         raise ProfileError(f"{name} is no profile of tfdist; write one with tfdist profile SCRIPT")
     if given.get("version") != VERSION:
         raise ProfileError(
-            f"{name} is a profile of version {given.get('version')!r}, and this tfdist reads version {VERSION}; write it "
-            "again with tfdist profile SCRIPT"
+            f"{name} is a profile of version {given.get('version')!r}, and this tfdist reads version {VERSION}; write "
+            "it again with tfdist profile SCRIPT"
         )
     return _Reader(name).profile(given)
 
@@ -142,7 +142,8 @@ class _Reader:
 
     def profile(self, given: Mapping[str, Any]) -> Profile:
         steps = tuple(
-            StepTimes(self._count(each, "batch_size", 1), self._secs(each, "secs")) for each in self._list(given, "steps")
+            StepTimes(self._count(each, "batch_size", 1), self._secs(each, "secs"))
+            for each in self._list(given, "steps")
         )
         fit_secs = self._secs(given, "fit_secs") if given.get("fit_secs") else ()
         if not steps and not fit_secs:

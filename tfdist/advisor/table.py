@@ -49,10 +49,25 @@ def _is_worth_showing(row: Row, best: float) -> bool:
 
 def cells(found: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """Returns the names of the columns, and the texts of each row; columns that nothing is known of are left out."""
-    header = ["workers", "ps", "strategy", "policies", "examples/s", "90 % interval", "efficiency", "time", "cost", "to a loss (model)"]
+    header = [
+        "workers",
+        "ps",
+        "strategy",
+        "policies",
+        "examples/s",
+        "90 % interval",
+        "efficiency",
+        "time",
+        "cost",
+        "to a loss (model)",
+    ]
     lines = [[*_cells(row), row.limit] for row in found]
     header.append("limit")
-    kept = [index for index, name in enumerate(header) if name not in ("time", "cost", "to a loss (model)") or any(line[index] for line in lines)]
+    kept = [
+        index
+        for index, name in enumerate(header)
+        if name not in ("time", "cost", "to a loss (model)") or any(line[index] for line in lines)
+    ]
     return [header[index] for index in kept], [[line[index] for index in kept] for line in lines]
 
 

@@ -111,7 +111,9 @@ def _run(command: list[str], is_module: bool, secs: float, measured: list[Profil
             except KeyboardInterrupt:
                 return _INTERRUPT
             except SystemExit as end:
-                return "" if end.code in (None, 0) else f"{script} ended with code {end.code!r} before it called model.fit"
+                return (
+                    "" if end.code in (None, 0) else f"{script} ended with code {end.code!r} before it called model.fit"
+                )
             except BaseException as error:
                 traceback.print_exception(error)
                 return f"{script} raised {type(error).__name__}, see above, before all was measured"
@@ -122,7 +124,7 @@ def _run(command: list[str], is_module: bool, secs: float, measured: list[Profil
 
 def _run_as_main(script: str, is_module: bool) -> None:
     if is_module:
-        sys.path.insert(0, os.getcwd())
+        sys.path.insert(0, str(pathlib.Path.cwd()))
         runpy.run_module(script, run_name="__main__", alter_sys=True)
     else:
         sys.path.insert(0, str(pathlib.Path(script).resolve().parent))

@@ -127,9 +127,7 @@ def _size(batch: Any) -> int:
     return int(first.shape[0] if first.shape[0] is not None else tf.shape(first)[0])
 
 
-def _steps(
-    fit: Callable[..., Any], found: Sequence[Any], size: int, secs: float
-) -> list[StepTimes]:
+def _steps(fit: Callable[..., Any], found: Sequence[Any], size: int, secs: float) -> list[StepTimes]:
     can_slice = all(isinstance(each, tf.Tensor) and each.shape.rank for each in tf.nest.flatten(found[0]))
     sizes = dict.fromkeys(max(1, round(size * factor)) for factor in _FACTORS) if can_slice else {size: None}
     measured = []
@@ -162,7 +160,10 @@ def _tables(model: Any, batch: Any) -> tuple[tuple[Table, ...], str]:
     try:
         return gradients.sparse(model, batch).tables, ""
     except Exception as error:  # whatever a model's own train_step does without `call` and `compute_loss`
-        return (), f"gradients can't be computed outside of the model's train_step: {' '.join(str(error).split())[:200]}"
+        return (
+            (),
+            f"gradients can't be computed outside of the model's train_step: {' '.join(str(error).split())[:200]}",
+        )
 
 
 def _noise(model: Any, found: Sequence[Any], size: int, secs: float) -> tuple[NoiseScale | None, str]:
