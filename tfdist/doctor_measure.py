@@ -192,8 +192,9 @@ def summary(links: Sequence[Link]) -> str:
     speeds = sorted(link.bytes_per_sec for link in links)
     latency = statistics.median(link.latency_secs for link in links)
     slowest = min(links, key=lambda link: link.bytes_per_sec)
+    middle = speeds[len(speeds) // 2] / 0.125e9
     return (
-        f"{len(links)} links: {speeds[len(speeds) // 2] / 0.125e9:.3g} Gbit/s and {1e6 * latency:.0f} us in the middle, "
+        f"{len(links)} links: {middle:.3g} Gbit/s and {1e6 * latency:.0f} us in the middle, "
         f"the slowest is {slowest.source} to {slowest.target} with {slowest.bytes_per_sec / 0.125e9:.3g} Gbit/s"
     )
 

@@ -4,7 +4,7 @@
 python saturation.py
 
 Published (Jeff Dean, talks of 2015 and 2016): 25 to 40 times the speed of one GPU on 50 GPUs for dense models, and 300
-times on 500 for sparse ones. The ordering is to be reproduced, under assumptions of those years: `DENSE` and `SPARSE` below.
+times on 500 for sparse ones. The ordering is to be reproduced, under the assumptions `DENSE` and `SPARSE`.
 """
 
 from __future__ import annotations

@@ -15,10 +15,11 @@ second that one device produces, d devices of a machine in use, M machines and p
       + o                                  once there are two machines: the last gradients, which nothing hides
       + q s (M - 1) / B_usual              a path that all machines share, such as a parameter server
 
-a, k, c, i, j, o and q are at least 0 and found by least squares with Gaussian priors (`PRIORS`); k, c, i, j, o, q, B and
-h are those of the cluster, so all models of a table share them. B and h are averaged over a grid (`_links`), whose prior is what is
-known of the network; rows on one machine say nothing about them, so the prediction then rests on the prior. Tables don't
-have b either: it is between the same for all models, and such that steps of all models take equally long.
+a, k, c, i, j, o and q are at least 0 and found by least squares with Gaussian priors (`PRIORS`); k, c, i, j, o, q, B
+and h are those of the cluster, so all models of a table share them. B and h are averaged over a grid (`_links`), whose
+prior is what is known of the network; rows on one machine say nothing about them, so the prediction then rests on the
+prior. Tables don't have b either: it is between the same for all models, and such that steps of all models take
+equally long.
 """
 
 from __future__ import annotations

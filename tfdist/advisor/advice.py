@@ -20,7 +20,7 @@ _LEAST_SPEEDUP = 1.2
 # A larger number of workers has to bring so much more for each of them: half of its share.
 _LEAST_SHARE = 0.5
 # What changes the trained model (staleness, averaging, lossy codecs) has to be so much faster than what does not.
-_LEAST_GAIN = 1.3
+_LEAST_GAIN = 2.0
 # By the model of statistical efficiency, more workers have to reach a loss so many times as fast.
 _LEAST_MORE = 1.1
 
@@ -146,6 +146,10 @@ def recommended(found: Sequence[Row]) -> Row:
     single = found[0]
     speed = single.prediction.examples_per_sec
     best = single
+    # Where no synchronous update gains anything, the model is too small for a network: stale or averaged updates only
+    # hide that behind examples that teach less.
+    if not any(_is_exact(row) and row.prediction.low >= _LEAST_SPEEDUP * speed for row in found[1:]):
+        return single
     for workers in sorted({row.workers for row in found[1:]}):
         row = _best([row for row in found[1:] if row.workers == workers])
         if row.prediction.low < _LEAST_SPEEDUP * speed:
@@ -178,9 +182,11 @@ def _simplicity(row: Row) -> float:
 
 def _best(found: Sequence[Row]) -> Row:
     if all(row.speedup_to_loss for row in found):
-        return max(found, key=lambda row: _simplicity(row) * _cautious(row))
+        # Of stale gradients and averages the model often can't tell whether they help at all.
+        sure = [row for row in found if _is_exact(row) or (row.speedup_to_loss and row.speedup_to_loss.low >= 1.0)]
+        return max(sure, key=lambda row: _simplicity(row) * _cautious(row))
     fastest = max(found, key=lambda row: _simplicity(row) * row.prediction.examples_per_sec)
-    exact = [row for row in found if row.candidate and row.candidate.is_exact]
+    exact = [row for row in found if _is_exact(row)]
     fastest_exact = max(exact, key=lambda row: row.prediction.examples_per_sec, default=fastest)
     gain = fastest.prediction.examples_per_sec / fastest_exact.prediction.examples_per_sec
     return fastest if gain > _LEAST_GAIN else fastest_exact
@@ -224,21 +230,25 @@ def in_words(found: Sequence[Row], chosen: Row, profile: Profile) -> str:
 
 
 def _alone(found: Sequence[Row]) -> str:
-    single = found[0].prediction
     if len(found) == 1:
         return "one device was asked about; give --workers=1,2,4,8 to compare"
-    best = max(found[1:], key=lambda row: row.prediction.examples_per_sec)
-    ratio = best.prediction.examples_per_sec / single.examples_per_sec
+    best = max((row for row in found[1:] if _is_exact(row)), key=lambda row: row.prediction.examples_per_sec)
+    ratio = best.prediction.examples_per_sec / found[0].prediction.examples_per_sec
     what = f"{best.workers} workers with {best.candidate.strategy}" if best.candidate else ""
-    if ratio <= 1:
-        return (
-            f"do not distribute: one device is faster. The best of the others, {what}, makes {ratio:.2f} times as much; "
-            f"{best.limit}"
-        )
-    return (
-        f"do not distribute: one device is better value. The fastest of the others, {what}, makes {ratio:.1f} times as "
-        f"much on {best.machines} machines; {best.limit}"
-    )
+    why = "one device is faster" if ratio <= 1 else "more machines gain too little for what they cost"
+    text = f"do not distribute: {why}. The best that trains as one device does, {what}, makes {ratio:.2f} times as much"
+    text += f" on {best.machines} machines; {best.limit}"
+    other = max(found[1:], key=lambda row: row.prediction.examples_per_sec)
+    gain = other.prediction.examples_per_sec / found[0].prediction.examples_per_sec
+    if other.candidate and not _is_exact(other) and gain > _LEAST_SPEEDUP:
+        name = other.candidate.code or "Asynchronous updates"
+        text += f". {name} on {other.workers} workers would make {gain:.1f} times "
+        text += "as many examples, but changes what is learned from each"
+    return text
+
+
+def _is_exact(row: Row) -> bool:
+    return row.candidate is not None and row.candidate.is_exact
 
 
 def _public(code: str) -> str:

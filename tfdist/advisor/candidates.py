@@ -94,32 +94,23 @@ def all_for(workers: int, samples: Sequence[float], has_dense: bool) -> Iterator
         yield Candidate(MULTI_WORKER, workers, codec.name, code, _builder(Compression, codec), codec=cost)
     for servers in server_counts(workers):
         yield Candidate(PARAMETER_SERVER, workers, "asynchronous", "", list, servers=servers)
-    if spares:
-        servers = server_counts(workers)[-1]
-        policies = _builder(BackupWorkers, spares=spares)
+    servers = server_counts(workers)[-1]
+    for count in sorted({0, spares}):
         yield Candidate(
             PARAMETER_SERVER,
             workers,
-            f"{spares} spares",
-            backup,
-            policies,
+            f"{count} spares" if count else "synchronous",
+            f"BackupWorkers(spares={count})",
+            _builder(BackupWorkers, spares=count),
             servers=servers,
-            spares=spares,
+            spares=count,
             is_exact=True,
         )
     if has_dense:
         codec, cost = _HALF
         cost = dataclasses.replace(cost, variables_ratio=0.5)
         code = f"Compression({codec!r})"
-        yield Candidate(
-            PARAMETER_SERVER,
-            workers,
-            codec.name,
-            code,
-            _builder(Compression, codec),
-            server_counts(workers)[-1],
-            codec=cost,
-        )
+        yield Candidate(PARAMETER_SERVER, workers, codec.name, code, _builder(Compression, codec), servers, codec=cost)
 
 
 def server_counts(workers: int) -> list[int]:

@@ -13,9 +13,10 @@ from tfdist.advisor.candidates import MULTI_WORKER, PARAMETER_SERVER, Candidate
 from tfdist.advisor.network import Network
 from tfdist.advisor.profile import Profile
 from tfdist.policies.base import Aggregation, Policy
+from tfdist.policies.parameter_averaging import ParameterAveraging
 
 # Updates that a prediction simulates: of one gradient each, and of one from each worker.
-_GRADIENTS, _UPDATES = 400, 24
+_GRADIENTS, _UPDATES = 300, 16
 # Share of the updates at the beginning that don't count: all workers start at the same time there.
 _BEGINNING = 0.2
 # Two processes of one program differ by so much for as long as they live, and a model of a cluster by as much again.
@@ -153,9 +154,11 @@ def simulate(
     )
     rows = size / profile.batch_size
     tables = [simulation.SparseTable(table.rows_per_step * rows, table.row_bytes) for table in profile.tables]
+    # An average is of whole tables, not of the rows that a step touches.
+    is_averaged = any(isinstance(each, ParameterAveraging) for each in policies)
     model = simulation.ModelProfile(
-        dense_bytes=profile.dense_bytes,
-        sparse_tables=tables,
+        dense_bytes=profile.trainable_bytes if is_averaged else profile.dense_bytes,
+        sparse_tables=() if is_averaged else tables,
         batch_size=size,
         optimizer_bytes=profile.optimizer_bytes,
         update_secs=_UPDATE_SECS[strategy] if update_secs is None else update_secs,

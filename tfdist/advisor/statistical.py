@@ -11,10 +11,10 @@ training with batches of B examples to a given loss needs
 B_crit is estimated by the gradient noise scale at the weights that were profiled. It grows during training, by an order
 of magnitude or more, so an estimate at the start is cautious about large batches.
 
-Stale gradients: plain SGD at a step size a and curvature h, with gradients that are t updates old, is stable for
-a h < 2 sin(pi / (2 (2 t + 1))) (Levin and May 1976, A note on difference-delay equations). So where stability limits the
-step size, staleness t needs between 1 and 1 / sin(pi / (2 (2 t + 1))) times as many updates, which is about
-(2 t + 1) 2 / pi; the middle is the geometric mean of the two.
+Stale gradients: plain SGD at a step size a and curvature h, with gradients that are t updates old, is stable for a h <
+2 sin(pi / (2 (2 t + 1))) (Levin and May 1976, A note on difference-delay equations). So where stability limits the
+step size, staleness t needs between 1 and 1 / sin(pi / (2 (2 t + 1))) times as many updates, which is about (2 t + 1)
+2 / pi; the middle is the geometric mean of the two.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of `tfdist advise`, by rich if it is installed."""
+"""The table of `tfdist advise`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ _SHOWN_FROM = 0.5
 
 
 def write(found: Sequence[Row], chosen: Row, stream: Any) -> None:
-    """Writes the table; in colour where the stream is a terminal and rich is installed."""
+    """Writes the table; in colour where the stream is a terminal."""
+    # Only here, because importing rich takes a while.
+    from rich.console import Console
+    from rich.table import Table
+
     header, lines = cells(found)
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        stream.write(plain(header, lines))
-        return
     width = shutil.get_terminal_size().columns if stream.isatty() else _RICH_WIDTH
     table = Table(header_style="bold", box=None, pad_edge=False, show_edge=False)
     texts = ("strategy", "policies", "limit")
@@ -89,12 +87,3 @@ def _cells(row: Row) -> list[str]:
 
 def _between(estimate: Estimate | None, text: Any) -> str:
     return f"{text(estimate.low)} to {text(estimate.high)}" if estimate else ""
-
-
-def plain(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Returns the table as text."""
-    widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
-    texts = []
-    for line in (header, *lines):
-        texts.append("  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip())
-    return "\n".join(texts) + "\n"

@@ -7,6 +7,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import tfdist
 
@@ -22,14 +23,9 @@ def replacing_strategies(built: list[str]) -> Iterator[None]:
     Args:
       built: gets the text of each strategy that the script builds.
     """
-    originals = {name: getattr(tfdist, name) for name in _NAMES}
-    for name in _NAMES:
-        setattr(tfdist, name, _one_device(name, originals["MirroredStrategy"], built))
-    try:
+    mirrored = tfdist.MirroredStrategy
+    with mock.patch.dict(vars(tfdist), {name: _one_device(name, mirrored, built) for name in _NAMES}):
         yield
-    finally:
-        for name, original in originals.items():
-            setattr(tfdist, name, original)
 
 
 def _one_device(name: str, mirrored: Any, built: list[str]) -> type:
