@@ -15,7 +15,7 @@ from typing import Any
 
 from absl import app, flags
 from table_model import Assumptions, Calibration, Row
-from tables_io import TableError, read
+from tables_io import TableError, calibrated, read
 
 FLAGS = flags.FLAGS
 HERE = pathlib.Path(__file__).resolve().parent
@@ -59,9 +59,7 @@ def main(argv: list[str]) -> None:
 
 def _predict(rows: list[Row], path: pathlib.Path) -> list[dict[str, Any]]:
     limit = FLAGS.calibrate_up_to
-    known = [row for row in rows if row.devices <= limit]
-    if not known:
-        raise TableError(f"{path}: no row of up to {limit} devices to calibrate on; raise --calibrate_up_to")
+    known = calibrated(rows, limit, path)
     assumptions = Assumptions(FLAGS.batch_per_device, FLAGS.network_gbits * 0.125e9, FLAGS.overlap)
     calibration = Calibration(known, assumptions)
     for model in sorted({row.model for row in rows} - set(calibration.models)):

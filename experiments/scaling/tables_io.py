@@ -43,6 +43,18 @@ def read(path: pathlib.Path) -> list[Row]:
     return rows
 
 
+def calibrated(rows: list[Row], up_to: int, path: pathlib.Path) -> list[Row]:
+    """Returns the rows to calibrate on.
+
+    Raises:
+      TableError: there are none.
+    """
+    known = [row for row in rows if row.devices <= up_to]
+    if not known:
+        raise TableError(f"{path}: no row of up to {up_to} devices to calibrate on; raise --calibrate_up_to")
+    return known
+
+
 def _row(values: dict[str, str | None], where: str) -> Row:
     text = {name: (values[name] or "").strip() for name in COLUMNS}
     if not text["model"]:
