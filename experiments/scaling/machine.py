@@ -64,7 +64,7 @@ LOCAL = (
     *(Run("multi_worker", "ParameterAveraging(every_steps=4)", workers, 32) for workers in (2, 4, 8)),
 )
 SLOW = (
-    *(Run("parameter_server", "", workers, 12 * workers) for workers in (1, 2, 4)),
+    *(Run("parameter_server", "", workers, 30 * workers) for workers in (1, 2, 4)),
     *(Run("multi_worker", "", workers, 16) for workers in (2, 4)),
 )
 

@@ -20,7 +20,7 @@ hidden = keras.layers.Flatten()(keras.layers.Embedding(1000, 4)(inputs))
 model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
 model.compile("adam", "mse", metrics=["mae"])
 rng = np.random.default_rng(0)
-x, y = rng.integers(0, 1000, (640, 5)), rng.normal(size=(640, 1))
+x, y = rng.integers(0, 1000, (640, 5)), rng.normal(3.0, size=(640, 1))
 model.fit(x, y, 32, epochs=3, validation_split=0.1, callbacks=[keras.callbacks.ModelCheckpoint("never.keras")])
 raise SystemExit("what follows fit is not run")
 """

@@ -47,6 +47,8 @@ class Network:
             within_bandwidth=self.software_bandwidth,
             within_latency_secs=software_secs,
             server_bandwidth=self.effective,
+            # TCP shares a full link among its connections: measured in experiments/scaling, machine.py.
+            queueing="fair",
         )
 
     @property
