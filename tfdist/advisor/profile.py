@@ -165,16 +165,16 @@ class _Reader:
         )
 
     def _table(self, given: Mapping[str, Any]) -> Table:
-        sizes = (self._count(given, key, 1) for key in ("rows", "row_bytes"))
-        return Table(str(given.get("name", "")), *sizes, self._number(given, "rows_per_step"))
+        rows, row_bytes = self._count(given, "rows", 1), self._count(given, "row_bytes", 1)
+        return Table(str(given.get("name", "")), rows, row_bytes, self._number(given, "rows_per_step"))
 
     def _noise(self, given: Any) -> NoiseScale | None:
         if given is None:
             return None
         if not isinstance(given, dict):
             raise self._error("noise_scale", given, "an object, or null")
-        numbers = (self._number(given, key, is_finite=False) for key in ("value", "low", "high"))
-        return NoiseScale(*numbers, self._count(given, "batches", 1))
+        value, low, high = (self._number(given, key, is_finite=False) for key in ("value", "low", "high"))
+        return NoiseScale(value, low, high, self._count(given, "batches", 1))
 
     def _list(self, given: Any, key: str) -> Sequence[Mapping[str, Any]]:
         found = given.get(key, [])
@@ -195,7 +195,7 @@ class _Reader:
         return found
 
     def _number(self, given: Mapping[str, Any], key: str, is_finite: bool = True) -> float:
-        found = given.get(key)
+        found: Any = given.get(key)
         if not _is_number(found, is_finite) or found < 0:
             raise self._error(key, found, "a number of at least 0")
         return float(found)
