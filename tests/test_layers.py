@@ -73,7 +73,10 @@ ARROWS: dict[str, set[str]] = {
     "tensorboard_plugin": {"policies", "simulation", "update_log"},
     "firewall": {"_addresses", "cluster"},
     "doctor_meeting": {*_SOCKETS, "cluster"},
-    "doctor": {"__init__", "_addresses", "cluster", "doctor_meeting", "firewall", "launchers"},
+    "doctor_measure": {*_SOCKETS, "cluster"},
+    "doctor": {"__init__", "_addresses", "cluster", "doctor_measure", "doctor_meeting", "firewall", "launchers"},
+    "advisor": {"doctor_measure", "launchers", "policies", "simulation", "update_log"},
+    "profiling": {"__init__", "advisor", "compat", "launchers"},
     "simulate": {"__init__", "flags", "launchers", "simulation", "update_log"},
     "watching": {"launchers", "update_log"},
     "cli": {"__init__", "cluster", "doctor", "launchers", "update_log", "watching"},
@@ -98,11 +101,12 @@ LIGHT_FILES = (
     "cli",
     "cluster",
     "doctor",
+    "doctor_measure",
     "doctor_meeting",
     "firewall",
     "simulate",
 )
-WITHOUT_TENSORFLOW = (*LIGHT_FILES, "launchers", "policies", "runtime", "simulation")
+WITHOUT_TENSORFLOW = (*LIGHT_FILES, "advisor", "launchers", "policies", "runtime", "simulation")
 HEAVY = ("tensorflow", "keras", "numpy")
 # These read and write arrays, but answer at once, too.
 WITH_NUMPY = ("update_log", "watching")

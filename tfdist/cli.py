@@ -17,6 +17,8 @@ _HELP = ("-h", "-help", "--help", "help")
 _USAGE = """\
 usage: tfdist launch PLATFORM [FLAGS] SCRIPT [ARGUMENTS]
        tfdist doctor [FLAGS]
+       tfdist profile [FLAGS] SCRIPT [ARGUMENTS]
+       tfdist advise [FLAGS] PROFILE
        tfdist simulate [FLAGS]
        tfdist watch LOGDIR [FLAGS]
        tfdist trace LOGDIR -o FILE [FLAGS]
@@ -26,6 +28,8 @@ The distribution toolkit for TensorFlow and Keras 3.
 
   launch    start a script as every task of a cluster (see tfdist launch --help)
   doctor    look at this machine, and at the cluster in TF_CONFIG, for what would fail
+  profile   run a training script on one device, and write what advise needs
+  advise    say whether more machines would help, how many, and with which strategy
   simulate  simulate training on a cluster of any size
   watch     show a run in the terminal, live: updates, and which worker costs most
   trace     write the timeline of a run for Perfetto or chrome://tracing
@@ -40,6 +44,8 @@ platforms (tfdist launch PLATFORM --help lists the flags of one):
 # Each is a module with `main(arguments)`, imported only when it is used.
 COMMANDS = {
     "doctor": "tfdist.doctor",
+    "profile": "tfdist.profiling.command",
+    "advise": "tfdist.advisor.command",
     "simulate": "tfdist.simulate",
     "watch": "tfdist.watching.watch",
     "trace": "tfdist.watching.trace",

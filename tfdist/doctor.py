@@ -11,6 +11,7 @@ import concurrent.futures
 import ctypes
 import dataclasses
 import errno
+import functools
 import json
 import os
 import pathlib
@@ -22,7 +23,7 @@ from importlib import metadata
 from absl import flags
 
 import tfdist
-from tfdist import _addresses, doctor_meeting, firewall
+from tfdist import _addresses, doctor_measure, doctor_meeting, firewall
 from tfdist.cluster import DATA_SERVICE_VARIABLE, Cluster, ClusterError, Task
 from tfdist.launchers import command_line, gpus
 from tfdist.launchers.requests import LaunchError
@@ -35,6 +36,7 @@ the other tasks can be reached, clocks. Returns 0 if nothing is wrong, else 1.
 
   tfdist doctor                                                    this machine
   tfdist launch ssh --hosts=a,b -m tfdist.doctor --meet_secs=60    all machines of a cluster, from each other
+  tfdist launch ssh --hosts=a,b -m tfdist.doctor --measure         bandwidth and latency between all machines
   tfdist doctor --firewall_rules                                   prints rules that let only the job's hosts in
 
 flags:
@@ -83,6 +85,9 @@ def main(arguments: Sequence[str]) -> int:
         raise LaunchError(f"tfdist doctor takes flags only; see tfdist doctor --help. Received: {rest[0]!r}")
     if values.firewall_rules:
         return _print_rules(os.environ)
+    if values.measure:
+        limits = (values.measure_secs, values.link_secs, values.link_bytes)
+        return doctor_measure.run(os.environ, *limits, values.json)
     states = []
     for finding in examine(values.timeout_secs, values.meet_secs):
         sys.stdout.write(f"{finding}\n")
@@ -137,6 +142,14 @@ def _define_flags(values: flags.FlagValues) -> None:
         lower_bound=0.0,
         flag_values=values,
     )
+    flags.DEFINE_boolean(
+        "measure", False, "measure the links between the tasks, which run this too", flag_values=values
+    )
+    number = functools.partial(flags.DEFINE_float, lower_bound=0.1, flag_values=values)
+    number("measure_secs", 120.0, "longest time of --measure for all links together")
+    number("link_secs", 1.0, "longest time for the bandwidth of one link")
+    flags.DEFINE_integer("link_bytes", 2**26, "most bytes over one link", lower_bound=2**16, flag_values=values)
+    flags.DEFINE_string("json", None, "where the first task writes the links, for tfdist advise", flag_values=values)
     flags.DEFINE_boolean(
         "firewall_rules", False, "print rules for nft that let only the job's hosts in", flag_values=values
     )

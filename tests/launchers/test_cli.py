@@ -42,8 +42,8 @@ def test_nothing_to_do_is_an_error_that_shows_the_usage(arguments, capsys):
         (
             ["lunch"],
             (
-                "tfdist: unknown command; use launch, doctor, simulate, watch or trace (see tfdist --help). "
-                "Received: 'lunch'\n"
+                "tfdist: unknown command; use launch, doctor, profile, advise, simulate, watch or trace "
+                "(see tfdist --help). Received: 'lunch'\n"
             ),
         ),
         (

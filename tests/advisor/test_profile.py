@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Profiles are read as they were written, and each invalid value is a line that names its key."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+
+import profiles
+import pytest
+
+from tfdist.advisor import profile
+from tfdist.advisor.profile import NoiseScale, Table
+
+WHOLE = profiles.make(
+    0.1,
+    10_000_000,
+    tables=(Table("embeddings", 1000, 64, 12.5),),
+    noise_scale=NoiseScale(100.0, 50.0, math.inf, 8),
+    flops_per_example=1e9,
+    script="train.py",
+)
+
+
+def test_a_profile_is_read_as_it_was_written():
+    assert profile.parse(WHOLE.to_json()) == WHOLE
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("batch_size", 0),
+        ("batch_size", True),
+        ("batch_size", None),
+        ("dense_bytes", -1),
+        ("steps", 3),
+        ("steps", [{"batch_size": 8, "secs": []}]),
+        ("steps", [{"batch_size": 8, "secs": [0.1, math.nan]}]),
+        ("steps", [{"batch_size": 8, "secs": [math.inf]}]),
+        ("fit_secs", ["0.1"]),
+        ("tables", [{"name": "t", "rows": 1, "row_bytes": 0, "rows_per_step": 1}]),
+        ("tables", [{"name": "t", "rows": 1, "row_bytes": 1, "rows_per_step": -1}]),
+        ("noise_scale", 3),
+        ("noise_scale", {"value": -1, "low": 0, "high": 1, "batches": 3}),
+        ("flops_per_example", "many"),
+    ],
+)
+def test_an_invalid_value_is_one_line_that_names_the_key(key, value):
+    given = {**json.loads(WHOLE.to_json()), key: value}
+    with pytest.raises(profile.ProfileError) as raised:
+        profile.parse(json.dumps(given), "my.json")
+    assert re.match(r"my.json: (secs|value|row_bytes|rows_per_step|" + key + ") must be ", str(raised.value))
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "is no JSON"),
+        ("[" * 100_000, "is no JSON"),
+        ("[]", "is no profile of tfdist"),
+        ('{"format": "tfdist network"}', "is no profile of tfdist"),
+        ('{"format": "tfdist profile", "version": 2}', "is a profile of version 2, and this tfdist reads version 1"),
+    ],
+)
+def test_what_is_no_profile_of_this_version_is_one_line(text, reason):
+    with pytest.raises(profile.ProfileError, match=reason):
+        profile.parse(text)
+
+
+def test_a_profile_without_any_step_is_refused():
+    given = {**json.loads(WHOLE.to_json()), "steps": [], "fit_secs": []}
+    with pytest.raises(profile.ProfileError, match="steps must be a list with at least one batch size"):
+        profile.parse(json.dumps(given))

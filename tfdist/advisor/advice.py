@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All candidates with their predictions, times and costs, and one recommendation in words."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from tfdist.advisor import candidates, limits, numbers, prediction, statistical
+from tfdist.advisor.candidates import PARAMETER_SERVER, Candidate
+from tfdist.advisor.network import Network
+from tfdist.advisor.prediction import Prediction
+from tfdist.advisor.profile import Profile
+from tfdist.advisor.statistical import Estimate
+
+# Less than this many times the speed of one device is not worth several machines.
+_LEAST_SPEEDUP = 1.2
+# A larger number of workers has to bring so much more for each of them: half of its share.
+_LEAST_SHARE = 0.5
+# What changes the trained model (staleness, averaging, lossy codecs) has to be so much faster than what does not.
+_LEAST_GAIN = 2.0
+# By the model of statistical efficiency, more workers have to reach a loss so many times as fast.
+_LEAST_MORE = 1.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A candidate, or one device if `candidate` is None, with what is expected of it.
+
+    Attributes:
+      candidate: None for one device.
+      prediction: its throughput.
+      limit: what limits it, in words.
+      secs: time for the wanted number of examples; None if no number was given.
+      cost: of that time; None without a price.
+      speedup_to_loss: a model's estimate of how many times as fast as one device a loss is reached.
+    """
+
+    candidate: Candidate | None
+    prediction: Prediction
+    limit: str
+    secs: Estimate | None = None
+    cost: Estimate | None = None
+    speedup_to_loss: Estimate | None = None
+
+    @property
+    def workers(self) -> int:
+        """Number of workers."""
+        return self.candidate.workers if self.candidate else 1
+
+    @property
+    def machines(self) -> int:
+        """Workers and parameter servers together."""
+        return self.workers + (self.candidate.servers if self.candidate else 0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the row as JSON data."""
+        own = self.candidate
+        found: dict[str, Any] = {
+            "strategy": own.strategy if own else "one device",
+            "policies": own.code if own else "",
+            "workers": self.workers,
+            "servers": own.servers if own else 0,
+            "spares": own.spares if own else 0,
+            **dataclasses.asdict(self.prediction),
+            "limit": self.limit,
+        }
+        for name in ("secs", "cost", "speedup_to_loss"):
+            estimate = getattr(self, name)
+            found[name] = None if estimate is None else dataclasses.asdict(estimate)
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """What the user asks.
+
+    Attributes:
+      workers: numbers of workers to compare.
+      examples: how many examples to train on; 0 if unknown.
+      price_per_hour: of one machine; 0 if unknown.
+      workers_per_machine: workers that share a machine.
+      global_batch: examples of an update on all workers together; 0 to keep the profile's batch on each worker.
+    """
+
+    workers: Sequence[int]
+    examples: float = 0.0
+    price_per_hour: float = 0.0
+    workers_per_machine: int = 1
+    global_batch: int = 0
+
+
+def rows(profile: Profile, network: Network, question: Question) -> list[Row]:
+    """Predicts one device, and all candidates for each number of workers."""
+    single = prediction.one_device(profile)
+    alone = Estimate(single.examples_per_sec, single.low, single.high)
+    found = [_row(None, single, single.limit, profile, question, alone)]
+    for workers in sorted(set(question.workers) - {1}):
+        size = max(1, question.global_batch // workers) if question.global_batch else profile.batch_size
+        for candidate in candidates.all_for(workers, profile.samples, profile.dense_bytes > 0):
+            predicted = prediction.predict(profile, network, candidate, question.workers_per_machine, size)
+            limit = limits.in_words(profile, network, candidate, predicted)
+            found.append(_row(candidate, predicted, limit, profile, question, alone))
+    return found
+
+
+def _row(
+    candidate: Candidate | None,
+    predicted: Prediction,
+    limit: str,
+    profile: Profile,
+    question: Question,
+    alone: Estimate,
+) -> Row:
+    row = Row(candidate, predicted, limit)
+    speed = Estimate(predicted.examples_per_sec, predicted.low, predicted.high)
+    secs = cost = None
+    if question.examples:
+        secs = Estimate(*(question.examples / each for each in (speed.value, speed.high, speed.low)))
+        machines = math.ceil(row.workers / question.workers_per_machine) + row.machines - row.workers
+        price = question.price_per_hour / 3600 * machines
+        cost = Estimate(secs.value * price, secs.low * price, secs.high * price) if question.price_per_hour else None
+    return dataclasses.replace(row, secs=secs, cost=cost, speedup_to_loss=_to_a_loss(row, profile, speed, alone))
+
+
+def _to_a_loss(row: Row, profile: Profile, speed: Estimate, alone: Estimate) -> Estimate | None:
+    predicted = row.prediction
+    batch = predicted.global_batch if row.candidate else profile.batch_size
+    found = statistical.speedup_to_a_loss(profile, speed, alone, batch, predicted.staleness)
+    if found is None or row.candidate is None or "ParameterAveraging" not in row.candidate.code:
+        return found
+    # Between averages workers train apart: at worst as in one step with all these examples, at best as in many steps.
+    best = statistical.speedup_to_a_loss(profile, speed, alone, batch / candidates.EVERY_STEPS, 0.0) or found
+    return Estimate(math.sqrt(found.value * best.value), found.low, best.high)
+
+
+def recommended(found: Sequence[Row]) -> Row:
+    """Returns the row to recommend: `found[0]`, one device, unless several workers are clearly worth it.
+
+    Among the best candidate of each number of workers, the largest number whose additional workers still bring half of
+    their share; where examples are equal to those of one device (no staleness, no averaging, no lossy codec), unless
+    another candidate is much faster.
+    """
+    single = found[0]
+    speed = single.prediction.examples_per_sec
+    best = single
+    # Where no synchronous update gains anything, the model is too small for a network: stale or averaged updates only
+    # hide that behind examples that teach less.
+    if not any(_is_exact(row) and row.prediction.low >= _LEAST_SPEEDUP * speed for row in found[1:]):
+        return single
+    for workers in sorted({row.workers for row in found[1:]}):
+        row = _best([row for row in found[1:] if row.workers == workers])
+        if row.prediction.low < _LEAST_SPEEDUP * speed:
+            continue
+        gained = row.prediction.examples_per_sec - best.prediction.examples_per_sec
+        # Against one device any clear gain may be worth it; against several each further worker has to bring its part.
+        needed = (_LEAST_SPEEDUP - 1) * speed if best is single else _LEAST_SHARE * speed * (row.workers - best.workers)
+        if gained >= needed and _is_worth(row, best):
+            best = row
+    return best
+
+
+def _is_worth(row: Row, best: Row) -> bool:
+    """False if more workers make a loss come later, by the model of statistical efficiency."""
+    if row.speedup_to_loss is None or best.speedup_to_loss is None:
+        return True
+    return _cautious(row) >= (_LEAST_SPEEDUP if best.candidate is None else _LEAST_MORE) * _cautious(best)
+
+
+def _cautious(row: Row) -> float:
+    """Speed to a loss between the middle and the lower bound: what the model can't tell is no reason to distribute."""
+    estimate = row.speedup_to_loss
+    return math.sqrt(estimate.value * estimate.low) if estimate else 0.0
+
+
+def _simplicity(row: Row) -> float:
+    """A factor below 1 for codecs: they have to gain something."""
+    return 0.9 if row.candidate and row.candidate.codec else 1.0
+
+
+def _best(found: Sequence[Row]) -> Row:
+    if all(row.speedup_to_loss for row in found):
+        # Of stale gradients and averages the model often can't tell whether they help at all.
+        sure = [row for row in found if _is_exact(row) or (row.speedup_to_loss and row.speedup_to_loss.low >= 1.0)]
+        return max(sure, key=lambda row: _simplicity(row) * _cautious(row))
+    fastest = max(found, key=lambda row: _simplicity(row) * row.prediction.examples_per_sec)
+    exact = [row for row in found if _is_exact(row)]
+    fastest_exact = max(exact, key=lambda row: row.prediction.examples_per_sec, default=fastest)
+    gain = fastest.prediction.examples_per_sec / fastest_exact.prediction.examples_per_sec
+    return fastest if gain > _LEAST_GAIN else fastest_exact
+
+
+def in_words(found: Sequence[Row], chosen: Row, profile: Profile) -> str:
+    """Returns the recommendation: what to do, and why."""
+    single = found[0].prediction
+    if chosen.candidate is None:
+        return _alone(found)
+    own, predicted = chosen.candidate, chosen.prediction
+    servers = f" and {own.servers} parameter server{'s' * (own.servers > 1)}" if own.servers else ""
+    policies = f"(policies=[{_public(own.code)}])" if own.code else "()"
+    gain, low, high = (
+        each / single.examples_per_sec for each in (predicted.examples_per_sec, predicted.low, predicted.high)
+    )
+    text = (
+        f"use {own.workers} workers{servers} with tfdist.{own.strategy}{policies}: {gain:.1f} times the throughput of "
+        f"one device ({low:.1f} to {high:.1f}), {predicted.efficiency:.0%} efficient; {own.spares or 'no'} spares"
+    )
+    text += f", {own.servers} shards" if own.strategy == PARAMETER_SERVER else ""
+    text += ", with compression" if own.codec else ", no compression"
+    if not own.is_exact:
+        text += f". {_caution(own, predicted)}"
+    more = [row for row in found[1:] if row.workers > own.workers]
+    if more:
+        best = max(more, key=lambda row: row.prediction.examples_per_sec)
+        ratio = best.prediction.examples_per_sec / predicted.examples_per_sec
+        text += f". More workers: {best.workers} would make {ratio:.1f} times as much as {own.workers}; {best.limit}"
+    if chosen.secs:
+        text += f". The examples take {numbers.duration(chosen.secs.low)} to {numbers.duration(chosen.secs.high)}"
+        cost = chosen.cost
+        text += f" and cost {numbers.number(cost.low)} to {numbers.number(cost.high)}" if cost else ""
+    if chosen.speedup_to_loss and profile.noise_scale:
+        estimate = chosen.speedup_to_loss
+        text += (
+            f". To a loss, as a model of the gradient noise scale says: {estimate.value:.1f} times as fast as one "
+            f"device ({estimate.low:.1f} to {estimate.high:.1f})"
+        )
+    return text
+
+
+def _alone(found: Sequence[Row]) -> str:
+    if len(found) == 1:
+        return "one device was asked about; give --workers=1,2,4,8 to compare"
+    best = max((row for row in found[1:] if _is_exact(row)), key=lambda row: row.prediction.examples_per_sec)
+    ratio = best.prediction.examples_per_sec / found[0].prediction.examples_per_sec
+    what = f"{best.workers} workers with {best.candidate.strategy}" if best.candidate else ""
+    why = "one device is faster" if ratio <= 1 else "more machines gain too little for what they cost"
+    text = f"do not distribute: {why}. The best that trains as one device does, {what}, makes {ratio:.2f} times as much"
+    text += f" on {best.machines} machines; {best.limit}"
+    other = max(found[1:], key=lambda row: row.prediction.examples_per_sec)
+    gain = other.prediction.examples_per_sec / found[0].prediction.examples_per_sec
+    if other.candidate and not _is_exact(other) and gain > _LEAST_SPEEDUP:
+        name = other.candidate.code or "Asynchronous updates"
+        text += f". {name} on {other.workers} workers would make {gain:.1f} times "
+        text += "as many examples, but changes what is learned from each"
+    return text
+
+
+def _is_exact(row: Row) -> bool:
+    return row.candidate is not None and row.candidate.is_exact
+
+
+def _public(code: str) -> str:
+    return code if code.startswith("tfdist.") else f"tfdist.{code}"
+
+
+def _caution(own: Candidate, predicted: Prediction) -> str:
+    if own.codec:
+        return "Compression changes what is learned in a step: compare the loss with that of one device"
+    if own.strategy == PARAMETER_SERVER:
+        old = f"Gradients are {predicted.staleness:.1f} updates old on average"
+        return f"{old}: compare the loss, and lower the learning rate"
+    return "Workers train apart between averages: compare the loss with that of one device"

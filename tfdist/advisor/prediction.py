@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predicted throughput of a profile on several workers: the simulator with the profile's measured step times."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Sequence
+
+from tfdist import simulation
+from tfdist.advisor.candidates import MULTI_WORKER, PARAMETER_SERVER, Candidate
+from tfdist.advisor.network import Network
+from tfdist.advisor.profile import Profile
+from tfdist.policies.base import Aggregation, Policy
+from tfdist.policies.parameter_averaging import ParameterAveraging
+
+# Updates that a prediction simulates: of one gradient each, and of one from each worker.
+_GRADIENTS, _UPDATES = 300, 16
+# Share of the updates at the beginning that don't count: all workers start at the same time there.
+_BEGINNING = 0.2
+# Two processes of one program differ by so much for as long as they live, and a model of a cluster by as much again.
+_LEAST_SPREAD = 0.03
+# Quantile of the normal distribution for an interval of 90 %.
+_QUANTILE = 1.645
+_MOST_SAMPLES = 500
+# What an update costs in software, measured on small models (benchmarks/README.md): the chief of parameter servers
+# hands out some 400 steps per second, all workers together; a step of several workers takes some milliseconds.
+_UPDATE_SECS = {PARAMETER_SERVER: 2.5e-3, MULTI_WORKER: 2e-3}
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """What a candidate is expected to do.
+
+    Attributes:
+      examples_per_sec: examples that enter updates.
+      low: lower bound of the 90 % interval.
+      high: upper bound of it.
+      updates_per_sec: updates.
+      efficiency: examples per second / (workers * those of one device).
+      staleness: mean staleness of the applied gradients.
+      global_batch: examples of one update.
+      limit: what limits the throughput, in words.
+    """
+
+    examples_per_sec: float
+    low: float
+    high: float
+    updates_per_sec: float
+    efficiency: float
+    staleness: float
+    global_batch: float
+    limit: str
+
+
+def one_device(profile: Profile) -> Prediction:
+    """Returns the throughput that was measured, with the interval of the samples."""
+    samples = profile.samples
+    speed = profile.batch_size / statistics.fmean(samples)
+    factor = 1 + _QUANTILE * spread(samples)
+    limit = "one device computes all the time"
+    return Prediction(
+        speed, speed / factor, speed * factor, speed / profile.batch_size, 1.0, 0.0, profile.batch_size, limit
+    )
+
+
+def spread(samples: Sequence[float]) -> float:
+    """Standard deviation of a mean step time as a share of it, from the means of ten blocks of consecutive samples.
+
+    Blocks, because a machine that was busy for a while makes all samples of that while longer.
+    """
+    count = min(10, len(samples))
+    if count < 2:
+        return 0.1
+    size = len(samples) // count
+    means = [statistics.fmean(samples[index * size : (index + 1) * size]) for index in range(count)]
+    own = statistics.stdev(means) / statistics.fmean(means) / math.sqrt(count)
+    return math.hypot(_LEAST_SPREAD, own)
+
+
+def predict(
+    profile: Profile,
+    network: Network,
+    candidate: Candidate,
+    workers_per_machine: int = 1,
+    batch_size: int | None = None,
+) -> Prediction:
+    """Predicts the throughput of a candidate, in the steady state.
+
+    Args:
+      profile: of one device.
+      network: between the machines.
+      candidate: strategy, policies and number of workers.
+      workers_per_machine: workers that share a machine's link.
+      batch_size: examples of a step of each worker; by default the profile's.
+    """
+    size = batch_size or profile.batch_size
+    result = simulate(
+        profile,
+        network,
+        candidate.strategy,
+        candidate.policies(),
+        candidate.workers,
+        servers=candidate.servers or 1,
+        codec=candidate.codec,
+        workers_per_machine=workers_per_machine,
+        batch_size=size,
+    )
+    speed, updates_per_sec = steady(result, size)
+    # Computing is as uncertain as the samples, all else as the network.
+    computing = min(1.0, result.computing_share)
+    relative = math.hypot(computing * spread(profile.samples), (1 - computing) * network.spread, _LEAST_SPREAD)
+    factor = 1 + _QUANTILE * relative
+    alone = size / step_secs(profile, size)
+    return Prediction(
+        speed,
+        speed / factor,
+        speed * factor,
+        updates_per_sec,
+        speed / (candidate.workers * alone),
+        result.mean_staleness,
+        speed / updates_per_sec,
+        result.limit,
+    )
+
+
+def simulate(
+    profile: Profile,
+    network: Network,
+    strategy: str,
+    policies: Sequence[Policy],
+    workers: int,
+    *,
+    servers: int = 1,
+    codec: simulation.CodecModel | None = None,
+    workers_per_machine: int = 1,
+    batch_size: int | None = None,
+    update_secs: float | None = None,
+    num_updates: int = 0,
+) -> simulation.Result:
+    """Simulates a strategy on workers like the profiled device; see `predict`."""
+    size = batch_size or profile.batch_size
+    steps = [sample * step_secs(profile, size) / step_secs(profile, profile.batch_size) for sample in profile.samples]
+    if len(steps) > _MOST_SAMPLES:
+        ordered = sorted(steps)
+        steps = [ordered[(2 * index + 1) * len(ordered) // (2 * _MOST_SAMPLES)] for index in range(_MOST_SAMPLES)]
+    cluster = simulation.ClusterModel(
+        workers=workers,
+        workers_per_machine=workers_per_machine,
+        servers=servers,
+        compute=simulation.empirical(steps),
+        network=network.model(),
+    )
+    rows = size / profile.batch_size
+    tables = [simulation.SparseTable(table.rows_per_step * rows, table.row_bytes) for table in profile.tables]
+    # An average is of whole tables, not of the rows that a step touches.
+    is_averaged = any(isinstance(each, ParameterAveraging) for each in policies)
+    model = simulation.ModelProfile(
+        dense_bytes=profile.trainable_bytes if is_averaged else profile.dense_bytes,
+        sparse_tables=() if is_averaged else tables,
+        batch_size=size,
+        optimizer_bytes=profile.optimizer_bytes,
+        update_secs=_UPDATE_SECS[strategy] if update_secs is None else update_secs,
+    )
+    is_asynchronous = strategy == PARAMETER_SERVER and not any(isinstance(each, Aggregation) for each in policies)
+    updates = num_updates or (max(_GRADIENTS, 8 * workers) if is_asynchronous else _UPDATES)
+    return simulation.simulate(cluster, model, strategy=strategy, policies=policies, codec=codec, num_updates=updates)
+
+
+def steady(result: simulation.Result, batch_size: int) -> tuple[float, float]:
+    """Returns examples and updates per second after the beginning of a simulation."""
+    count = len(result.updates)
+    first = int(_BEGINNING * count)
+    records = result.gradients
+    times = [0.0] * count
+    for update, arrived in zip(records.update, records.arrived, strict=True):
+        if update > 0:
+            times[update - 1] = max(times[update - 1], arrived)
+    secs = times[-1] - times[first]
+    if count - first < 2 or secs <= 0:
+        return result.examples_per_sec, result.updates_per_sec
+    rate = (count - 1 - first) / secs
+    return rate * result.examples_per_sec / result.updates_per_sec, rate
+
+
+def step_secs(profile: Profile, batch_size: int) -> float:
+    """Returns the mean seconds of a step with so many examples: measured, or on the line through the nearest sizes."""
+    points = sorted((each.batch_size, statistics.fmean(each.secs)) for each in profile.steps)
+    if batch_size == profile.batch_size or not points:
+        return statistics.fmean(profile.samples) * batch_size / profile.batch_size
+    if len(points) == 1:
+        return points[0][1] * batch_size / points[0][0]
+    if batch_size <= points[0][0]:
+        return points[0][1]
+    upper = next((index for index, (size, _) in enumerate(points) if size >= batch_size), len(points) - 1)
+    (x0, y0), (x1, y1) = points[upper - 1], points[upper]
+    return max(min(y0, y1), y0 + (y1 - y0) * (batch_size - x0) / (x1 - x0))
