@@ -76,14 +76,25 @@ def _carries(process: psutil.Process, mark: str) -> bool:
 
 @contextlib.contextmanager
 def running(
-    script: str, directory: pathlib.Path, env: Mapping[str, str] = {}, name: str = "script"
+    script: str, directory: pathlib.Path, env: Mapping[str, str] = {}, name: str = "script", is_fork: bool = True
 ) -> Iterator[Program]:
-    """Starts Python code (after `_HEADER`) in `directory`; what is left of its family is killed at the end."""
+    """Starts Python code (after `_HEADER`) in `directory`; what is left of its family is killed at the end.
+
+    Args:
+      script: the code.
+      directory: where it runs.
+      env: additions to the environment.
+      name: of the script's file.
+      is_fork: False for a fresh Python, in which nothing of tfdist was imported yet.
+    """
     path = directory / f"{name}.py"
     path.write_text(_HEADER + textwrap.dedent(script))
 
-    def start(environment: Mapping[str, str], output: BinaryIO) -> prefork.Process:
-        return prefork.start(path, environment, output, directory)
+    def start(environment: Mapping[str, str], output: BinaryIO) -> Any:
+        if is_fork:
+            return prefork.start(path, environment, output, directory)
+        command = [sys.executable, str(path)]
+        return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT, cwd=directory)
 
     with _started(start, directory, env, name) as program:
         yield program

@@ -125,7 +125,7 @@ def test_a_version_without_an_imported_name_is_refused_with_that_line(tmp_path: 
         except RuntimeError as error:
             print("refused:", error)
     """
-    with programs.running(script, tmp_path) as program:
+    with programs.running(script, tmp_path, is_fork=False) as program:
         assert program.wait() == 0, program.output
     refusals = [line for line in program.output.splitlines() if line.startswith("refused:")]
     assert len(refusals) == 2

@@ -301,7 +301,13 @@ def test_ctrl_c_in_a_terminal_ends_everything(script):
     keyboard, terminal = pty.openpty()
     arguments = [sys.executable, "-c", own_terminal, *command("--num_workers=2", path)]
     launcher = subprocess.Popen(
-        arguments, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True, cwd=ROOT
+        arguments,
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        start_new_session=True,
+        cwd=ROOT,
+        env={**os.environ, "TERM": "xterm"},
     )
     os.close(terminal)
     screen = read_until(keyboard, lambda text: text.count("pid ") == 2 and text.count(".") == 2)

@@ -22,7 +22,7 @@ AWAY = "ssh: connect to host beta port 22: Connection timed out"
 class Task:
     """A task whose local process runs on until it is stopped; given a code, it has ended."""
 
-    pid, restart, tail = 1, 0, ()
+    pid, restart, tail, is_muted = 1, 0, (), False
 
     def __init__(self, name, code):
         self.name, self.returncode, self.ran_secs = name, code, 40.0

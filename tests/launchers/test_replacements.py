@@ -61,6 +61,7 @@ class Ended:
     """A task of `Scripted`."""
 
     pid = 1
+    is_muted = False
 
     def __init__(self, name, env, restart):
         self.name, self.env, self.restart = name, env, restart

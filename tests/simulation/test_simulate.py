@@ -325,3 +325,20 @@ def test_invalid_input_is_one_line_that_names_it(make: Any, message: str | None)
     with pytest.raises(ValueError, match=message) as caught:
         make()
     assert "\n" not in str(caught.value)
+
+
+def test_overlap_hides_communication_under_the_step_of_the_cluster() -> None:
+    # 50 MB over 1 GB/s take 0.075 s on 4 workers, less than a step of 0.1 s.
+    cluster = ClusterModel(workers=4, compute=constant(0.1), network=NetworkModel(bandwidth=1e9, latency_secs=0.0))
+    model = ModelProfile(dense_bytes=50e6, overlap=1.0)
+    found = simulate(cluster, model, strategy="MultiWorkerMirroredStrategy", num_updates=50)
+    assert found.updates_per_sec == pytest.approx(10.0, rel=0.02)
+
+
+@pytest.mark.parametrize("every_steps", [1, 10])
+def test_local_steps_of_averaging_pay_for_their_updates(every_steps: int) -> None:
+    cluster = ClusterModel(workers=4, compute=constant(0.1), network=NetworkModel(bandwidth=1e12, latency_secs=0.0))
+    model = ModelProfile(dense_bytes=4.0, update_secs=0.05)
+    policies = [tfdist.ParameterAveraging(every_steps)]
+    found = simulate(cluster, model, strategy="MultiWorkerMirroredStrategy", policies=policies, num_updates=20)
+    assert found.updates_per_sec * every_steps == pytest.approx(1 / 0.15, rel=0.02)

@@ -140,7 +140,7 @@ report("expected", [expected, sent])
 HISTORY = """
 def history_of(model, data, steps, strategy):
     model.fit(data, steps_per_epoch=steps, verbose=0)
-    return strategy.report().bytes_sent["worker:0"]
+    return strategy.report().message_bytes["worker:0"]
 """
 
 

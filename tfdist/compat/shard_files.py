@@ -22,7 +22,7 @@ from tfdist.compat import keras_variables, replacing
 NEEDS = (
     "keras.src.saving.saving_lib:H5IOStore.__getitem__",
     "keras.src.saving.saving_lib:H5IOStore.__setitem__",
-    "keras.src.saving.saving_lib:H5IOStore._create_h5_group",
+    "keras.src.saving.saving_lib:H5IOStore._h5_entry_group",
     "keras.src.saving.saving_lib:is_memory_sufficient(model)",
     "keras.src.saving.saving_lib:safe_get_h5_dataset",
     "keras:Optimizer.save_own_variables",
@@ -48,18 +48,27 @@ class Rows(Protocol):
         ...
 
 
-class StoredArray:
-    """A data set of a file, which is read when it is needed as an array."""
+class StoredArray(np.lib.mixins.NDArrayOperatorsMixin):
+    """A data set of a file, which is read when it is needed as an array: by arithmetic, or any attribute of one."""
 
     def __init__(self, stored: Any) -> None:
         self._stored = stored
         self.shape = tuple(stored.shape)
         self.dtype = stored.dtype
 
-    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """Reads all of it."""
-        del copy
+        del copy  # A copy each time.
         return np.array(self._stored, dtype)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        arrays = [np.array(each) if isinstance(each, StoredArray) else each for each in inputs]
+        return getattr(ufunc, method)(*arrays, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(np.array(self), name)
 
     def __len__(self) -> int:
         return self.shape[0]

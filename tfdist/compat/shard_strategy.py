@@ -21,7 +21,7 @@ from tfdist.compat import optimizer_patches, replacing
 NEEDS = (
     "keras.src.backend.tensorflow.optimizer:TFOptimizer._distributed_tf_update_step",
     "tensorflow.python.distribute.parameter_server_strategy_v2:ParameterServerStrategyV2Extended._update",
-    "tensorflow.python.distribute.parameter_server_strategy_v2:ParameterServerStrategyV2Extended._create_variable_round_robin",
+    "tensorflow.python.distribute.parameter_server_strategy_v2:ParameterServerStrategyV2Extended._variable_count",
 )
 
 # Optimizers whose update of an element needs no other element of the variable.

@@ -15,7 +15,11 @@ from tensorflow.python.training.saving import saveable_object_util
 
 from tfdist.compat import replacing
 
-NEEDS = ("tensorflow.python.training.saving.saveable_object_util:TrackableSaveable.restore",)
+NEEDS = (
+    "tensorflow.python.training.saving.saveable_object_util:TrackableSaveable._local_names",
+    "tensorflow.python.training.saving.saveable_object_util:TrackableSaveable._trackable",
+    "tensorflow.python.training.saving.saveable_object_util:TrackableSaveable.restore",
+)
 
 
 def install() -> None:

@@ -174,7 +174,8 @@ def _print_lines(
 def _print_tail(tail: Iterable[tuple[str, bool]], prefix: str) -> None:
     say(f"the last lines of {prefix.strip('[] ')}:")
     console = Console()
-    for line, error in tail:
+    # A copy, which is made at once: background processes of the command may still write.
+    for line, error in list(tail):
         console.write(prefix, [line], error)
 
 

@@ -96,9 +96,14 @@ class EngineModel:
         within = self._within_secs() + self._codec_secs()
         if self.is_parameter_server:
             return self._server_costs(within, is_synchronous)
+        update_secs = self._model.update_secs
+        if self._averaging:
+            # Each of the H local steps sums over the worker's devices and updates; only the average is exchanged.
+            within = self.steps_per_gradient * (self._within_secs() + update_secs) + self._codec_secs()
+            update_secs = 0.0
         return Costs(
             gradient_secs=within,
-            update_secs=lambda count: self.exposed_secs(count) + self._model.update_secs,
+            update_secs=lambda count: self.exposed_secs(count) + update_secs,
             join_secs=self._join_secs,
             needs_all=True,
         )
@@ -179,7 +184,10 @@ class EngineModel:
 
     def exposed_secs(self, participants: int) -> float:
         """Returns the time of an exchange that computing does not hide."""
-        hidden = 0.0 if self._averaging else self._model.overlap * (self._model.mean_step_secs or 0.0)
+        step_secs = self._model.mean_step_secs
+        if step_secs is None and self._cluster.compute is not None:
+            step_secs = self._cluster.compute.mean
+        hidden = 0.0 if self._averaging else self._model.overlap * (step_secs or 0.0)
         return max(0.0, self.exchange(participants).secs - hidden)
 
     def _collective_link(self) -> tuple[float, float]:

@@ -283,6 +283,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         with tf.init_scope(), self.scope():  # `fit`, where optimizers are built, may be called outside of it.
             keras_steps.check(fn, asynchronous=self._training is self._engine)
         if tf.executing_eagerly() and keras_steps.runs_eagerly(fn):
+            scope_checks.check_shards(fn, has_shards)
             return self._engine.run_on_chief(fn, args, kwargs)
         if keras_steps.classify(fn) == "train" and len(args) == 1 and isinstance(args[0], WorkerBatch) and not kwargs:
             return args[0].engine.run(fn, args[0])

@@ -10,6 +10,7 @@ thread of `LogWriter`         writes segments of the update log
 from __future__ import annotations
 
 import os
+import threading
 import time
 import weakref
 from typing import Any
@@ -87,7 +88,8 @@ class Telemetry(keras.callbacks.Callback):
         hparams, size = _hparams(self.model, self._batch_size), self._batch_size
         session = self._session = Session(strategy, self._directory, self._max_contributions, size, hparams)
         # Nothing that refers to this callback: it may be deleted after a training that has raised.
-        self._end_session = weakref.finalize(self, session.close)
+        # In a thread of its own: garbage may be collected by a thread that holds a lock which `close` needs.
+        self._end_session = weakref.finalize(self, _close_in_thread, session)
         self._end_session.atexit = False
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -209,6 +211,10 @@ class Telemetry(keras.callbacks.Callback):
             self._end_session.detach()
             self._session.close(status)
             self._session = None
+
+
+def _close_in_thread(session: Session) -> None:
+    threading.Thread(target=session.close, name="tfdist telemetry end", daemon=True).start()
 
 
 def _recorder(strategy: Any) -> Recorder:

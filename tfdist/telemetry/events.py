@@ -76,7 +76,12 @@ class EventWriters:
             changed = set()
             for run, step, wall_time, values in pending:
                 try:
-                    summary = tf.compat.v1.Summary(value=values())
+                    found = values()
+                except Exception as error:
+                    self._warn(f"Telemetry: a point of {run or 'the run'} is left out: {' '.join(str(error).split())}")
+                    continue
+                try:
+                    summary = tf.compat.v1.Summary(value=found)
                     if summary.value:
                         self._file(run).write(tf.compat.v1.Event(wall_time=wall_time, step=step, summary=summary))
                         changed.add(run)

@@ -40,10 +40,13 @@ class GFiles:
         with _os_errors(), contextlib.suppress(tf.errors.NotFoundError):
             tf.io.gfile.remove(path)
 
-    def make_directory(self, path: str) -> None:
-        """Makes a directory and its parents, unless they exist."""
+    def claim_directory(self, path: str) -> bool:
+        """Makes a directory and its parents; returns False if it has files. An object store can't do both at once."""
+        if self.entries(path)[1]:
+            return False
         with _os_errors():
             tf.io.gfile.makedirs(path)
+        return True
 
 
 def files_of(path: str) -> Files:

@@ -53,9 +53,11 @@ class LogSink:
     def record(self, update: Update, examples: int, count: int) -> None:
         """See `recorder.Sink`."""
         # The engine of a warmup phase doesn't time its updates; the callback times them, by Keras' steps.
-        if self.writer is not None and update.time:
+        # Another thread may close it.
+        writer = self.writer
+        if writer is not None and update.time:
             iterations = self._iterations + (count - self._updates) // self._per_iteration
-            self.writer.add(
+            writer.add(
                 UpdateRecord(
                     iterations,
                     update.time,
@@ -72,10 +74,11 @@ class LogSink:
 
     def step(self, iterations: int, examples: int, contributions: tuple[Contribution, ...]) -> None:
         """Writes a step of Keras' loop, in which each gradient of this process was computed."""
-        if self.writer is not None:
+        writer = self.writer
+        if writer is not None:
             start, end = contributions[0].start, contributions[0].arrival
             phase = int(self._is_warming())
-            self.writer.add(UpdateRecord(iterations, end, end - start, 0.0, examples, phase, contributions))
+            writer.add(UpdateRecord(iterations, end, end - start, 0.0, examples, phase, contributions))
         self._check_phase()
 
     def lost(self, replica: int, is_lost: bool) -> None:
@@ -86,9 +89,9 @@ class LogSink:
 
     def close(self) -> None:
         """Writes what is left."""
-        if self.writer is not None:
-            self.writer.close()
-            self.writer = None
+        writer, self.writer = self.writer, None
+        if writer is not None:
+            writer.close()
 
     def event(self, kind: EventKind, text: str) -> None:
         """Writes an event of the whole job."""
@@ -104,8 +107,9 @@ class LogSink:
             self._tell(EventKind.POLICY_CHANGED, change.text)
 
     def _tell(self, kind: EventKind, text: str, replica: int = -1) -> None:
-        if self.writer is not None:
-            self.writer.event(kind, text, replica)
+        writer = self.writer
+        if writer is not None:
+            writer.event(kind, text, replica)
         self._on_event(kind, text, replica)
 
 

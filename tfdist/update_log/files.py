@@ -31,8 +31,8 @@ class Files(Protocol):
         """Removes a file; no error if it doesn't exist."""
         ...
 
-    def make_directory(self, path: str) -> None:
-        """Makes a directory and its parents, unless they exist."""
+    def claim_directory(self, path: str) -> bool:
+        """Makes a directory and its parents; returns False if another writer has it."""
         ...
 
 
@@ -74,6 +74,10 @@ class LocalFiles:
         """Removes a file; no error if it doesn't exist."""
         pathlib.Path(path).unlink(missing_ok=True)
 
-    def make_directory(self, path: str) -> None:
-        """Makes a directory and its parents, unless they exist."""
-        pathlib.Path(path).mkdir(parents=True, exist_ok=True)
+    def claim_directory(self, path: str) -> bool:
+        """Makes a directory and its parents; returns False if it exists, because making it is the claim."""
+        try:
+            pathlib.Path(path).mkdir(parents=True)
+        except FileExistsError:
+            return False
+        return True

@@ -53,9 +53,8 @@ class Store:
         """Makes a log's directory: the given name if it is free, else with _2, _3 and so on."""
         for number in itertools.count(1):
             path = directory if number == 1 else f"{directory}_{number}"
-            if not files.entries(path)[1]:
+            if files.claim_directory(path):
                 break
-        files.make_directory(path)
         files.write(f"{path}/log.json", header.to_json())
         return cls(path, header, files, max_contributions)
 

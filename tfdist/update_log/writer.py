@@ -57,7 +57,7 @@ class LogWriter:
     ) -> None:
         if not flush_secs > 0:
             raise ValueError(f"LogWriter(flush_secs=...) must be over 0. Received: flush_secs={flush_secs!r}")
-        self.directory = directory
+        self.directory = self._base = directory
         self._header = header
         self._files = files or LocalFiles()
         self._flush_secs = flush_secs
@@ -117,7 +117,8 @@ class LogWriter:
         """Writes all that was added and ends the thread; waits at most 30 s for the disk."""
         self._closed = True
         self._wake.set()
-        self._thread.join(_CLOSE_SECS)
+        if self._thread is not threading.current_thread():
+            self._thread.join(_CLOSE_SECS)
         if self._thread.is_alive():
             self._warn(f"the disk of the update log in {self.directory} didn't answer for {_CLOSE_SECS:.0f} s")
         atexit.unregister(self.close)
@@ -138,12 +139,17 @@ class LogWriter:
     def _write(self) -> None:
         self._drain()
         if self._store is None:
-            self._store = Store.begin(self.directory, self._header, self._files, self._max_contributions)
+            self._store = Store.begin(self._base, self._header, self._files, self._max_contributions)
             self.directory = self._store.directory
-        while self._blocks:
-            self._store.append(self._blocks[0])
-            del self._blocks[0]
-            self._store.tidy()
+        try:
+            while self._blocks:
+                self._store.append(self._blocks[0])
+                del self._blocks[0]
+                self._store.tidy()
+        except FileNotFoundError:
+            # Somebody has removed the directory: the next flush begins another.
+            self._store = None
+            raise
         if self._left_out:
             self._warn_once(f"the disk is too slow for the update log in {self.directory}: updates were left out")
 

@@ -63,7 +63,52 @@ def gathered_in_a_function(variable: Any) -> Any:
     return loss, tape.gradient(loss, variable.handle)
 
 
-STEPS = (gathered, gathered_twice, gathered_and_read, read_and_gathered, gathered_in_a_function)
+def read_in_a_function(variable: Any) -> Any:
+    inner = tf.function(lambda: tf.reduce_sum(tf.convert_to_tensor(variable)), autograph=False)
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(tf.gather(variable, IDS) ** 2) + 10 * inner()
+    return loss, tape.gradient(loss, variable.handle)
+
+
+def gathered_in_a_branch(variable: Any) -> Any:
+    with tf.GradientTape() as tape:
+        branch = tf.cond(tf.size(IDS) > 0, lambda: tf.gather(variable, IDS), lambda: tf.zeros([2, 3, 3], tf.float64))
+        loss = tf.reduce_sum(tf.gather(variable, [1, 6]) ** 3) + tf.reduce_sum(branch**2)
+    return loss, tape.gradient(loss, variable.handle)
+
+
+def gathered_in_a_loop(variable: Any) -> Any:
+    with tf.GradientTape() as tape:
+        body = lambda i, total: (i + 1, total + tf.reduce_sum(tf.gather(variable, [i, 6]) ** 2))  # noqa: E731
+        loss = tf.while_loop(lambda i, total: i < 3, body, [0, tf.constant(0.0, tf.float64)])[1]
+    return loss, tape.gradient(loss, variable.handle)
+
+
+def gathered_by_rows_of_a_read(variable: Any) -> Any:
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(tf.gather(tf.convert_to_tensor(variable), tf.constant(IDS, tf.int32)) ** 2)
+    return loss, tape.gradient(loss, variable.handle)
+
+
+def watched(variable: Any) -> Any:
+    with tf.GradientTape(watch_accessed_variables=False) as tape:
+        tape.watch(variable.handle)
+        loss = tf.reduce_sum(tf.gather(variable, IDS) ** 2)
+    return loss, tape.gradient(loss, variable.handle)
+
+
+STEPS = (
+    gathered,
+    gathered_twice,
+    gathered_and_read,
+    read_and_gathered,
+    gathered_in_a_function,
+    read_in_a_function,
+    gathered_in_a_branch,
+    gathered_in_a_loop,
+    gathered_by_rows_of_a_read,
+    watched,
+)
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)

@@ -8,13 +8,17 @@ their last post, which is `usage.EVERY_SECS` old at most.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import threading
+import time
 from collections.abc import Callable
 
 from tfdist.engines.multi_worker.agreement import Agreement
 from tfdist.runtime import usage
 from tfdist.runtime.usage import Usage
 
+# Longest time that `fetch` asks for others' counters.
+_FETCH_SECS = 2.0
 _JOIN_SECS = 2.0
 
 
@@ -43,17 +47,25 @@ class SharedUsage:
 
     def fetch(self) -> dict[str, Usage]:
         """Returns the counters of each worker that has posted some, by its name in reports."""
+        found: dict[str, Usage] = {}
+        until = time.monotonic() + _FETCH_SECS
+        for index, task in enumerate(self._agreement.tasks):
+            if task == self._agreement.task:
+                found[f"worker:{index}"] = self._sample()
+            # Each answer of a chief that stands still takes its own time limit.
+            elif not self._ended.is_set() and time.monotonic() < until:
+                text = self._agreement.peek(_key(task))
+                if text is not None:
+                    found[f"worker:{index}"] = Usage.from_json(text)
         with self._lock:
-            for index, task in enumerate(self._agreement.tasks):
-                if task == self._agreement.task:
-                    self._known[f"worker:{index}"] = self._sample()
-                elif not self._ended.is_set() and (text := self._agreement.peek(_key(task))) is not None:
-                    self._known[f"worker:{index}"] = Usage.from_json(text)
+            self._known |= found
             return dict(sorted(self._known.items(), key=lambda each: int(each[0].partition(":")[2])))
 
     def _run(self) -> None:
         while True:
-            self._agreement.post(_key(self._agreement.task), self._sample().to_json())
+            # Posting fails while the chief is away; the next sample has all that this one has.
+            with contextlib.suppress(Exception):
+                self._agreement.post(_key(self._agreement.task), self._sample().to_json())
             if self._ended.wait(usage.EVERY_SECS):
                 return
 

@@ -57,7 +57,8 @@ class CoordinatedVariable(server_variables.ServerVariable):
     def _read(self, read: Callable[..., Any], *args: Any, is_whole: bool = False, **kwargs: Any) -> Any:
         if tf.executing_eagerly():
             self._barrier(writes=False)
-            return read(*args, **kwargs)
+            part = self._part() if is_whole else None
+            return part.read(self.stored) if part else read(*args, **kwargs)
         if dataset_functions.is_traced():
             return getattr(self._copy_for_data(), read.__name__)(*args, **kwargs)
         part = self._part() if is_whole else None

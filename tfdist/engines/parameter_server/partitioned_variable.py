@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import enclosing_graphs, server_variables
+from tfdist.compat import loops, own_attributes, server_variables
 from tfdist.engines.parameter_server import shard_rows
 from tfdist.engines.parameter_server.coordinated_variable import CoordinatedVariable
 from tfdist.engines.parameter_server.updated_part import Part, part_of
@@ -122,13 +122,11 @@ class _Step:
     """What gradients of a step are taken with respect to.
 
     Attributes:
-      graph: returns the graph of the step, or None if it is gone.
       anchor: an empty tensor, where the step looks up rows: their gradient is a `tf.IndexedSlices`.
       first: the first read of the whole, where the step doesn't; None before it is made.
       is_looked_up: True if the step has looked up rows.
     """
 
-    graph: Callable[[], Any]
     anchor: tf.Tensor
     first: tf.Tensor | None = None
     is_looked_up: bool = False
@@ -142,7 +140,6 @@ class _Whole:
         self._path = path
         self.sizes: tuple[int, ...] = tuple(shard.shape.as_list()[0] or 0 for shard in shards.variables)
         self._read: tuple[weakref.ref, tf.Tensor] | None = None
-        self._present: _Step | None = None
         self.trainable = shards.variables[0].trainable
         self.device = shards.variables[0].device
         self.variables = list(shards.variables)
@@ -175,8 +172,10 @@ class _Whole:
         for handle in (step.anchor, first):
             server_variables.watch(handle, self.trainable)
         if value.graph is not first.graph:
-            # The gradient of a loop can't add up for the anchor, which has no shape.
-            return _linked(first, value)
+            # The gradient of a loop can't add up for the anchor, which has no shape: both handles follow outside of it.
+            with first.graph.as_default(), tf.control_dependencies(None):
+                both = _linked_twice(first, step.anchor, first)
+            return _linked(both, value)
         # A read after a write is another tensor, but the same variable for a tape.
         return _linked_twice(first, step.anchor, value)
 
@@ -188,12 +187,14 @@ class _Whole:
     def _step(self) -> _Step:
         """Returns the handles in the graph of the step; they are made anew for each graph."""
         graph = _outermost_graph()
-        if self._present is None or self._present.graph() is not graph:
+        # Kept by the graph: several threads may trace at the same time, and the threads of a step are several.
+        steps = own_attributes.setdefault(graph, "_tfdist_steps", weakref.WeakKeyDictionary)
+        if self not in steps:
             with graph.as_default(), tf.control_dependencies(None):
                 # Of no static shape, because its gradient has that of the variable.
                 anchor = tf.raw_ops.PlaceholderWithDefault(input=tf.zeros([], self._shards.dtype), shape=None)
-            self._present = _Step(weakref.ref(graph), anchor)
-        return self._present
+            steps[self] = _Step(anchor)
+        return steps[self]
 
     def _first_read(self, step: _Step, value: tf.Tensor | None) -> tf.Tensor:
         """Returns the first read of the step; `value` is one of this graph, if there is one."""
@@ -237,15 +238,20 @@ class _Whole:
         return self.value()
 
     def sparse_read(self, indices: tf.Tensor, name: str | None = None) -> tf.Tensor:
-        """Returns rows, each gathered on its server unless the step has read the whole before."""
+        """Returns rows, each gathered on its server; in a conditional or a loop, rows of the whole."""
         if self._part() is not None:
             return tf.gather(self.value(), indices, name=name)
         if tf.executing_eagerly():
             return shard_rows.look_up(self.variables, indices, self._path)
+        if loops.in_branch_or_loop():
+            # A branch that isn't taken has a gradient of the handle's shape, and the anchor has none.
+            return tf.gather(self.value(), indices, name=name)
         step = self._step()
-        step.is_looked_up = True
-        server_variables.watch(step.anchor, self.trainable)
-        return shard_rows.looked_up(step.anchor, self.variables, indices, self._path)
+        step.is_looked_up |= step.first is None
+        handles = [step.anchor] if step.first is None else [step.anchor, step.first]
+        for handle in handles:
+            server_variables.watch(handle, self.trainable)
+        return shard_rows.looked_up(handles, self.variables, indices, self._path)
 
     def gather_nd(self, indices: tf.Tensor, name: str | None = None) -> tf.Tensor:
         return tf.gather_nd(self.value(), indices, name=name)
@@ -302,9 +308,9 @@ class _Whole:
 
 
 def _of_this_graph(read: tuple[weakref.ref, tf.Tensor] | None) -> tf.Tensor | None:
-    """Returns the tensor of a read, if it is in the current graph or in an enclosing graph."""
+    """Returns the tensor of a read, if it is in the current graph: a loop has to read anew each time."""
     graph, value = (read[0](), read[1]) if read else (None, None)
-    return value if any(each is graph for each in enclosing_graphs.enclosing()) else None
+    return value if graph is not None and graph is tf.compat.v1.get_default_graph() else None
 
 
 def _outermost_graph() -> Any:

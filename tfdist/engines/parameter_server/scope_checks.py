@@ -27,6 +27,22 @@ def check_scope(fn: Callable[..., Any]) -> None:
             raise ValueError(_outside(variable.path, variable))
 
 
+def check_shards(fn: Callable[..., Any], has_shards: Callable[[Any], bool]) -> None:
+    """Refuses to train variables in shards untraced, where their gradients would be lost.
+
+    Raises:
+      ValueError: The model has such a variable.
+    """
+    if classify(fn) != "train":
+        return
+    for variable in getattr(fn, "__self__", None).trainable_variables:  # type: ignore[union-attr]
+        if has_shards(keras_variables.tf_variable(variable)):
+            raise ValueError(
+                "run_eagerly=True can't train variables in shards, such as variable_partitioner has made of "
+                f"{variable.path!r}. Compile with run_eagerly=False, or build the strategy without it. Received: run_eagerly=True"
+            )
+
+
 def check_colocation(strategy: Any) -> None:
     """Makes optimizers of the strategy refuse to make slots for a variable that was made outside of the scope."""
     colocation.replace(strategy, _checking)

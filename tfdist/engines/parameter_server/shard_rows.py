@@ -18,11 +18,11 @@ from typing import Any
 import tensorflow as tf
 
 
-def looked_up(anchor: tf.Tensor, shards: Sequence[Any], ids: Any, name: str) -> tf.Tensor:
-    """Returns rows, with a gradient with respect to `anchor` that is a `tf.IndexedSlices` with each id once.
+def looked_up(handles: Sequence[tf.Tensor], shards: Sequence[Any], ids: Any, name: str) -> tf.Tensor:
+    """Returns rows, with a gradient with respect to each handle that is a `tf.IndexedSlices` with each id once.
 
     Args:
-      anchor: stands for the variable.
+      handles: stand for the variable.
       shards: the variables on the parameter servers, [rows of the shard, ...].
       ids: integers of any shape.
       name: of the variable, for the error of an id out of range.
@@ -33,8 +33,7 @@ def looked_up(anchor: tf.Tensor, shards: Sequence[Any], ids: Any, name: str) -> 
     ids = tf.convert_to_tensor(ids)
 
     @tf.custom_gradient
-    def gather(anchor: tf.Tensor) -> Any:
-        del anchor
+    def gather(*handles: tf.Tensor) -> Any:
         unique, positions = _unique(ids, shards, name)
         rows = _gather(shards, unique)
         shape = tf.concat([tf.shape(ids), rows.shape[1:]], 0)
@@ -43,11 +42,11 @@ def looked_up(anchor: tf.Tensor, shards: Sequence[Any], ids: Any, name: str) -> 
             flat = tf.reshape(upstream, [-1, *rows.shape[1:]])
             added = tf.math.unsorted_segment_sum(flat, positions, tf.size(unique))
             whole = tf.constant([sum(_sizes(shards)), *rows.shape[1:]], unique.dtype)
-            return tf.IndexedSlices(added, unique, whole)
+            return [tf.IndexedSlices(added, unique, whole)] * len(handles)
 
         return tf.reshape(tf.gather(rows, positions), shape), gradient
 
-    found = gather(anchor)
+    found = gather(*handles)
     found.set_shape(ids.shape.concatenate(shards[0].shape[1:]))
     return found
 
@@ -62,9 +61,10 @@ def look_up(shards: Sequence[Any], ids: Any, name: str) -> tf.Tensor:
 
 def merged(slices: tf.IndexedSlices) -> tf.IndexedSlices:
     """Adds up the values of equal indices."""
-    operation = slices.indices.op
-    if operation.type == "Identity" and operation.inputs[0].op.type == "Unique":
-        return slices
+    if tf.is_symbolic_tensor(slices.indices) and slices.indices.op.type == "Identity":
+        source = slices.indices.op.inputs[0]
+        if source.op.type == "Unique" and source.value_index == 0:
+            return slices
     found = tf.unique(slices.indices)
     values = tf.math.unsorted_segment_sum(slices.values, found.idx, tf.size(found.y))
     return tf.IndexedSlices(values, found.y, slices.dense_shape)
@@ -96,6 +96,7 @@ def _sizes(shards: Sequence[Any]) -> list[int]:
 
 def _places(ids: tf.Tensor, sizes: Sequence[int]) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns the shard of each id, int32, and its row there."""
+    ids = tf.cast(ids, tf.int64)
     firsts = tf.constant([0, *itertools.accumulate(sizes[:-1])], tf.int64)
     shard = tf.searchsorted(firsts, ids, side="right") - 1
     return shard, ids - tf.gather(firsts, shard)

@@ -2,7 +2,8 @@
 """Counters of the worker and ps processes, such as the bytes that they have sent, fetched by the chief.
 
 Each process samples itself (`serving/task_server`). The chief has its server return the newest sample: one small
-operation on that server's CPU, in a thread of its own, so that a process that stands still holds up nobody for long.
+operation on that server's CPU, in a thread of its own. A server that stands still holds up that thread alone: request
+and answer are copied by operations, which wait without Python's lock, and not by NumPy, which keeps it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 from tfdist.compat import closures, server_functions
+from tfdist.compat.cluster_joining import CHIEF_DEVICE
 from tfdist.runtime.usage import USAGE_REQUEST, Usage
 
 _TIMEOUT_SECS = 5.0
@@ -57,11 +59,16 @@ class TaskUsages:
         job, _, index = task.partition(":")
         usage, is_foreign = None, False
         try:
-            with tf.init_scope(), tf.device(f"/job:{job}/replica:0/task:{index}/device:CPU:0"):
-                (answer,) = server_functions.call([tf.constant(USAGE_REQUEST)], [tf.uint8])
+            with tf.init_scope():
+                with tf.device(CHIEF_DEVICE):
+                    request = tf.constant(USAGE_REQUEST)
+                with tf.device(f"/job:{job}/replica:0/task:{index}/device:CPU:0"):
+                    (answer,) = server_functions.call([request], [tf.uint8])
+                with tf.device(CHIEF_DEVICE):
+                    answer = tf.identity(answer)
             usage = Usage.from_json(answer.numpy().tobytes())
-        except (tf.errors.OpError, RuntimeError, ValueError) as error:
-            is_foreign = not closures.is_task_failure(error)
+        except Exception as error:  # Whatever a server answers, the report goes without its counters.
+            is_foreign = isinstance(error, TypeError | tf.errors.InvalidArgumentError)
             closures.clear_error()
         with self._lock:
             self._asked.discard(task)
