@@ -137,7 +137,7 @@ def test_a_proof_is_of_one_side_one_worker_and_one_conversation():
 # Rounds.
 
 
-def test_contribution_read_at_once_with_its_start_has_the_time_of_its_worker():
+def test_start_read_with_its_arrival_keeps_the_workers_time():
     with job(2, spares=1) as running:
         # The server reads both reports of a worker together, as after a pause of its thread.
         reports = Report(Act.STARTED, 1, 0).pack() + Report(Act.ARRIVED, 1, 0, 4, 0.25).pack()

@@ -18,7 +18,7 @@ from tfdist.watching import runs, snapshot, trace
 WORKERS = ("worker:0", "worker:1")
 
 
-def test_log_of_sink_begins_with_training_and_names_each_worker_once(tmp_path: pathlib.Path) -> None:
+def test_log_begins_with_training_and_names_workers_once(tmp_path: pathlib.Path) -> None:
     lines: list[tuple[EventKind, str]] = []
     sink = LogSink(WORKERS, lambda: False, lambda kind, line: lines.append((kind, line)), lambda update: 8)
     began = time.time()
