@@ -3,9 +3,9 @@
 
     make screenshots
 
-Two real trainings on an embedded cluster of four workers write the logs (`--logdir` reads those of an earlier run
-again): backup workers, with a slow worker and one that is killed; and stale gradients. The picture of 64 workers is of
-a simulated cluster, and says so itself.
+Two real trainings on an embedded cluster of four workers write the logs with `tfdist.callbacks.Telemetry` (`--logdir`
+reads those of an earlier run again): backup workers, with a slow worker and one that is killed; and stale gradients.
+The picture of 64 workers is of a simulated cluster, and says so itself.
 """
 
 from __future__ import annotations
@@ -56,6 +56,9 @@ def _choose(page: browser.Browser, training: str) -> None:
     page.wait_for(f"document.querySelector('#job').selectedOptions[0].textContent.startsWith({training!r})")
     page.wait_for(_SHOWN)
     page.wait_for(f"document.querySelector('#facts').textContent.length && {_ADVISED}", 300)
+    if not training.startswith("simulated"):
+        # TensorBoard reads event files in the background.
+        page.wait_for("document.querySelector('#bytes').dataset.series > 0", 60)
 
 
 def _photograph(address: str, name: str) -> pathlib.Path:

@@ -49,7 +49,7 @@ class Job:
     def contribute(self, worker: int, step: int, number: int = 1, examples: int = 4) -> None:
         self.clients[worker].want(number, step)
         self.clients[worker].started(number, step)
-        self.clients[worker].arrived(number, step, examples)
+        self.clients[worker].arrived(number, step, examples, 0.01)
 
     def verdicts(self, step: int, number: int = 1) -> list[Verdict | None]:
         return [client.wait(number, step) for client in self.clients]
@@ -69,9 +69,9 @@ def job(num_workers: int, spares: int) -> Iterator[Job]:
 # Bytes.
 
 
-@given(st.sampled_from(Act), st.integers(0, 2**32 - 1), UINT64, UINT64)
-def test_reports_come_back_as_they_were(act: Act, number: int, step: int, examples: int):
-    report = Report(act, number, step, examples)
+@given(st.sampled_from(Act), st.integers(0, 2**32 - 1), UINT64, UINT64, st.floats(0, 1e9))
+def test_reports_come_back_as_they_were(act: Act, number: int, step: int, examples: int, secs: float):
+    report = Report(act, number, step, examples, secs)
     assert len(report.pack()) == wire.REPORT_BYTES
     assert Report.unpack(report.pack()) == report
 
@@ -137,6 +137,19 @@ def test_a_proof_is_of_one_side_one_worker_and_one_conversation():
 # Rounds.
 
 
+def test_start_read_with_its_arrival_keeps_the_workers_time():
+    with job(2, spares=1) as running:
+        # The server reads both reports of a worker together, as after a pause of its thread.
+        reports = Report(Act.STARTED, 1, 0).pack() + Report(Act.ARRIVED, 1, 0, 4, 0.25).pack()
+        running.clients[1]._socket.sendall(reports)
+        running.verdicts(0)
+        update = running.server.update_of(1)
+    assert update is not None
+    (gradient,) = update.contributions
+    assert gradient.replica == 1
+    assert gradient.arrival - gradient.start == pytest.approx(0.25, abs=1e-6)
+
+
 def test_all_hear_the_same_and_late_ones_are_dropped():
     with job(3, spares=1) as running:
         for step in range(5):
@@ -145,14 +158,14 @@ def test_all_hear_the_same_and_late_ones_are_dropped():
                 running.clients[worker].want(1, step)
                 running.clients[worker].started(1, step)
             first, second = [worker for worker in range(3) if worker != late]
-            running.clients[first].arrived(1, step, 4)
-            running.clients[second].arrived(1, step, 5)
+            running.clients[first].arrived(1, step, 4, 0.01)
+            running.clients[second].arrived(1, step, 5, 0.01)
             verdicts = running.verdicts(step)
             assert len(set(verdicts)) == 1 and verdicts[0] is not None
             assert verdicts[0].contributors() == (first, second)
             assert verdicts[0].count == 9
             # Which was late before is counted with this update, if its gradient came in time for that.
-            running.clients[late].arrived(1, step, 4)
+            running.clients[late].arrived(1, step, 4, 0.01)
         assert running.lines == []
 
 
@@ -185,7 +198,7 @@ def test_a_pass_ends_for_all_and_what_had_arrived_is_given_up():
         running.clients[1].ended(1, 0)
         assert running.verdicts(0) == [None, None]
         # What arrives for the pass before does not count, and the same worker may start again.
-        running.clients[0].arrived(1, 0, 4)
+        running.clients[0].arrived(1, 0, 4, 0.01)
         running.contribute(0, 0, number=2, examples=1)
         running.contribute(1, 0, number=2, examples=1)
         verdicts = running.verdicts(0, number=2)
@@ -228,7 +241,7 @@ def test_an_update_that_nobody_gets_on_with_is_an_error_that_names_them():
     try:
         client.want(1, 0)
         client.started(1, 0)
-        client.arrived(1, 0, 4)
+        client.arrived(1, 0, 4, 0.01)
         with pytest.raises(TimeoutError, match=r"step 0 waits for 1 of worker:1 .*, worker:2 .*stall_timeout_secs=600"):
             client.wait(1, 0, look)
         assert now[0] == 600.0
@@ -403,7 +416,7 @@ def test_a_silent_server_is_an_error():
 
 def test_a_line_of_frames_from_the_future_costs_only_its_sender():
     with job(3, spares=1) as running:
-        running.clients[2].arrived(1, 7, 4)
+        running.clients[2].arrived(1, 7, 4, 0.01)
         with pytest.raises(ConnectionError, match="worker:2"):
             running.clients[0].wait(1, 0)
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator
 
@@ -21,6 +24,32 @@ pytestmark = [
     pytest.mark.skipif(browser.CHROMIUM is None, reason=browser.NO_CHROMIUM),
 ]
 HOSTILE = "<img src=x onerror=document.title='hit'>"
+# By run: bytes sent and received per second, at seconds 60, 120 and 180.
+BYTES = {
+    "policy": ([4e3, 5e3, 6e3], [1e3, 1e3, 2e3]),
+    "ps/ps_0": ([9e3, 8e3, 9e3], [7e3, 6e3, 5e3]),
+    "workers/worker_00": ([2e3, 2e3, 2e3], [3e3, 3e3, 3e3]),
+    "workers/worker_03": ([500.0, 0.0, 800.0], [100.0, 200.0, 300.0]),
+}
+NAMES = {"policy": "chief:0", "ps/ps_0": "ps:0", "workers/worker_00": "worker:0", "workers/worker_03": "worker:3"}
+ORIGIN = 1.7e9
+# Telemetry's own writer imports TensorFlow, which the tests of this file do without.
+_WRITE = """
+import json, sys, time
+from tfdist.runtime.usage import Usage
+from tfdist.telemetry import events, points
+directory, origin, found = sys.argv[1], float(sys.argv[2]), json.loads(sys.argv[3])
+writers = events.EventWriters(directory, warn=sys.exit)
+for run, (sent, received) in found.items():
+    now = Usage(0, 0, 0.0, 1, 0.0)
+    for number, rates in enumerate(zip(sent, received)):
+        last, (more_sent, more_received) = now, (int(60 * rate) for rate in rates)
+        now = Usage(last.bytes_sent + more_sent, last.bytes_received + more_received, 0.0, 1, 0.0)
+        moment = origin + 60 * (number + 1)
+        events.time.time = lambda moment=moment: moment
+        writers.add(run, 50 * number, lambda given=(last, now, 60.0): points.process(*given))
+writers.close()
+"""
 SHOWN = "document.querySelector('main').dataset.state === 'ready'"
 
 
@@ -29,6 +58,8 @@ def logdir(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     directory = tmp_path_factory.mktemp("logs")
     cluster_log.write(directory / HOSTILE / "updates", workers=2, updates=30, job=HOSTILE, origin_secs=1.6e9)
     cluster_log.write(directory / "run1" / "policy" / "updates", workers=4, updates=2000)
+    program = [sys.executable, "-c", _WRITE, str(directory / "run1"), str(ORIGIN), json.dumps(BYTES)]
+    subprocess.run(program, check=True, timeout=120)
     damaged = directory / "run1" / "policy" / "updates" / "detail-0000000999.npz"
     damaged.write_bytes(b"half a file")
     return directory
@@ -95,6 +126,42 @@ def test_page_routes_and_log_have_the_same_numbers(page, server, logdir):
     order = page.value("[...document.querySelectorAll('#workers tbody tr')].map(r => +r.dataset.worker)")
     assert order == sorted(range(4), key=lambda worker: -expected[worker][2])
     assert page.value("document.querySelector('th[data-key=dropped]').getAttribute('aria-sort')") == "descending"
+
+
+def test_bytes_of_telemetry_are_equal_in_files_route_and_figure(page, server):
+    job = page.value("document.querySelector('#job').value")
+    # TensorBoard reads event files in the background; then the page takes them over by itself.
+    page.wait_for(f"+document.querySelector('#bytes').dataset.series === {2 * len(BYTES)}")
+    with urllib.request.urlopen(f"{server}/data/plugin/tfdist/bytes?job={job}", timeout=60) as answer:
+        series = json.load(answer)["series"]
+    times = [60.0, 120.0, 180.0]
+    steps = [0, 50, 100]
+    expected = {
+        (f"run1/{run}", direction): [list(row) for row in zip(times, steps, rates, strict=True)]
+        for run, pair in BYTES.items()
+        for direction, rates in zip(("sent", "received"), pair, strict=True)
+    }
+    assert {(each["run"], each["direction"]): each["points"] for each in series} == expected
+    drawn = page.value(
+        "Object.fromEntries([...document.querySelectorAll('#bytes > svg path')].map(p => [p.dataset.name, "
+        "p.getAttribute('d')]))"
+    )
+    legend = page.value("[...document.querySelectorAll('#bytes .legend li')].map(e => e.textContent)")
+    lines = {f"{NAMES[run.removeprefix('run1/')]} {direction}": rows for (run, direction), rows in expected.items()}
+    assert set(legend) == set(drawn) == set(lines)
+    for name, rows in lines.items():
+        places = re.findall(r"[ML]([\d.]+),([\d.]+)", drawn[name])
+        # The highest line is drawn at 1 / 1.05 of the height of 136 above the axis at 146.
+        values = [(146 - float(y)) / 136 * 1.05 * 9e3 for _, y in places]
+        assert values == pytest.approx([rate for *_, rate in rows], abs=10)
+    assert "mean since the point before" in page.value("document.querySelector('#bytes-note').textContent")
+    # Between two points a line goes on.
+    page.click(*place(page, "#zoom-in"))
+    for _ in range(9):
+        page.click(*place(page, "#zoom-in"))
+    shown(page)
+    zoomed = page.value("[...document.querySelectorAll('#bytes > svg path')].map(p => p.getAttribute('d'))")
+    assert all(re.fullmatch(r"M[\d.]+,[\d.]+L[\d.]+,[\d.]+", each) for each in zoomed), zoomed
 
 
 def test_zoom_to_single_gradients_and_click_on_a_lane_show_the_log(page, server, logdir):

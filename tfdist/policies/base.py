@@ -198,6 +198,17 @@ class Aggregation(Policy):
         self._computing[replica] = Computation(replica, self._step, time, self._held_secs.started(replica, time))
         return self._step
 
+    def correct_start(self, replica: int, local_step: int, start: float) -> None:
+        """Corrects the start of the gradient that `replica` computes, if the event of the start was late.
+
+        Does nothing if no such gradient is being computed.
+        """
+        if self.is_computing(replica, local_step):
+            computation = self._computing[replica]
+            # The time until the event was counted as held back.
+            held = max(0.0, computation.held - max(0.0, computation.start - start))
+            self._computing[replica] = computation._replace(start=start, held=held)
+
     def arrived(self, replica: int, local_step: int, time: float) -> Arrival:
         """Accepts or drops the gradient of `replica`, which was computed from the variables of `local_step`.
 

@@ -88,9 +88,9 @@ class QuorumClient:
         """Reports that Keras asks for the update, and that this worker starts to compute a contribution to it."""
         self._report(Report(Act.STARTED, number, step))
 
-    def arrived(self, number: int, step: int, examples: int) -> None:
-        """Reports that this worker has computed its contribution, from so many examples."""
-        self._report(Report(Act.ARRIVED, number, step, examples))
+    def arrived(self, number: int, step: int, examples: int, secs: float) -> None:
+        """Reports that this worker has computed its contribution, from so many examples and in so many seconds."""
+        self._report(Report(Act.ARRIVED, number, step, examples, secs))
 
     def ended(self, number: int, step: int) -> None:
         """Reports that this worker's data have ended."""

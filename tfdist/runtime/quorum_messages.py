@@ -20,15 +20,16 @@ import dataclasses
 import enum
 import hashlib
 import hmac
+import math
 import struct
 from collections.abc import Iterator
 
-MAGIC = b"tfdist quorum 1\r\n"
+MAGIC = b"tfdist quorum 2\r\n"
 NONCE_BYTES = 32
 PROOF_BYTES = hashlib.sha256().digest_size
 
 _CLAIM = struct.Struct(f"!{len(MAGIC)}sI{NONCE_BYTES}s{PROOF_BYTES}s")
-_REPORT = struct.Struct("!BIQQ")
+_REPORT = struct.Struct("!BIQQd")
 _VERDICT = struct.Struct("!BQQdd")
 
 GREETING_BYTES = len(MAGIC) + NONCE_BYTES
@@ -83,16 +84,18 @@ class Report:
       number: number of the pass over the data, from 1.
       step: the global step.
       examples: number of examples in the contribution.
+      secs: time that the computation of the contribution took, on the worker's clock.
     """
 
     act: Act
     number: int = 0
     step: int = 0
     examples: int = 0
+    secs: float = 0.0
 
     def pack(self) -> bytes:
         """Returns the frame, of `REPORT_BYTES` bytes."""
-        return _REPORT.pack(self.act, self.number, self.step, self.examples)
+        return _REPORT.pack(self.act, self.number, self.step, self.examples, self.secs)
 
     @classmethod
     def unpack(cls, frame: bytes) -> Report:
@@ -101,10 +104,12 @@ class Report:
         Raises:
           ProtocolError: the frame is of an unknown kind.
         """
-        act, *rest = _REPORT.unpack(frame)
+        act, number, step, examples, secs = _REPORT.unpack(frame)
         if act >= len(Act):
             raise ProtocolError(f"sent a report of no known kind, {act}")
-        return cls(Act(act), *rest)
+        if not 0.0 <= secs < math.inf:
+            raise ProtocolError(f"sent a report of a contribution that took {secs} s")
+        return cls(Act(act), number, step, examples, secs)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@
                                 ARRIVED step 7  --------->  policy.arrived: is the update due?
       <---------------------------------------------------  UPDATE 7 from workers 0, 2 and 5, to all workers
 
-The server carries control traffic only, some thirty bytes per message. It owns the policy, and one thread runs all of
+The server carries control traffic only, some forty bytes per message. It owns the policy, and one thread runs all of
 it. So the reports have one order, and all workers receive the same verdicts in the same order.
 
 The server listens at the chief's own address only. A client must prove that it knows the job's secret (see
@@ -307,6 +307,9 @@ class QuorumServer:
 
     def _arrived(self, worker: int, report: Report, now: float) -> None:
         self._started.pop(worker, None)
+        # STARTED and ARRIVED may be read together, if this thread or the network was slow: only the worker knows how
+        # long it has computed.
+        self._policy.correct_start(worker, report.step, now - report.secs)
         if self._policy.arrived(worker, report.step, now).accepted:
             self._examples[worker] = report.examples
         if not self._policy.update_due:

@@ -11,8 +11,8 @@ from tfdist.policies.answers import Change, Contribution, Update
 from tfdist.telemetry import gfiles
 from tfdist.update_log import EventKind, Files, Header, LogWriter, UpdateRecord
 
-# Receives the kind of an event, a line for people, and the index of a replica, or -1.
-OnEvent = Callable[[EventKind, str, int], object]
+# Receives the kind of an event, and a line for people, which names the task.
+OnEvent = Callable[[EventKind, str], object]
 
 
 class LogSink:
@@ -83,9 +83,8 @@ class LogSink:
 
     def lost(self, replica: int, is_lost: bool) -> None:
         """See `recorder.LossSink`."""
-        name = self._names[replica]
         kind = EventKind.LOST if is_lost else EventKind.RETURNED
-        self._tell(kind, f"{name} is lost" if is_lost else f"{name} is back", replica)
+        self._tell(kind, "takes no part any more" if is_lost else "takes part again", replica)
 
     def close(self) -> None:
         """Writes what is left."""
@@ -93,9 +92,12 @@ class LogSink:
         if writer is not None:
             writer.close()
 
-    def event(self, kind: EventKind, text: str) -> None:
-        """Writes an event of the whole job."""
-        self._tell(kind, text)
+    def event(self, kind: EventKind, text: str, task: str = "") -> None:
+        """Writes an event of a task, or of the whole job."""
+        if task in self._names:
+            self._tell(kind, text, self._names.index(task))
+        else:
+            self._tell(kind, f"{task}: {text}" if task else text)
 
     def _check_phase(self) -> None:
         if self._was_warming and not self._is_warming():
@@ -109,8 +111,9 @@ class LogSink:
     def _tell(self, kind: EventKind, text: str, replica: int = -1) -> None:
         writer = self.writer
         if writer is not None:
+            # The log has a column for the worker, a line of TensorBoard has not.
             writer.event(kind, text, replica)
-        self._on_event(kind, text, replica)
+        self._on_event(kind, f"{self._names[replica]} {text}" if replica >= 0 else text)
 
 
 def _last_job(directory: str, files: Files) -> str | None:
@@ -150,14 +153,15 @@ def open_log(
       warn: see `LogWriter`.
     """
     files = gfiles.files_of(run_directory)
+    # All engines use the monotonic clock, whose second 0 is the start of the machine: the log counts from now on.
+    zero_secs = time.monotonic()
     header = Header(
         job=(_last_job(run_directory, files) if is_resumed else None) or job,
         writer=task,
         workers=tuple(workers),
         strategy=strategy,
         policies=tuple(map(repr, policies)),
-        # All engines use this clock.
-        origin_secs=time.time() - time.monotonic(),
+        origin_secs=time.time(),
     )
     directory = os.path.join(run_directory, "updates")  # noqa: PTH118 - may be a gs:// path
-    return LogWriter(directory, header, files, max_contributions=max_contributions, warn=warn)
+    return LogWriter(directory, header, files, max_contributions=max_contributions, warn=warn, zero_secs=zero_secs)

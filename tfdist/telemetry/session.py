@@ -68,7 +68,7 @@ class Session:
             recorder.sink, recorder.loss_sink = self.sink.record, self.sink.lost
         if self.is_chief:
             self._begin_session(hparams)
-        self._note_restart()
+        self._is_begun = False
 
     @property
     def times_steps(self) -> bool:
@@ -152,14 +152,19 @@ class Session:
         return points.run_of(f"worker:{replica}", self._num_workers) or ""
 
     def begin_log(self, is_resumed: bool) -> None:
-        """Begins the update log, if this process is to write one and has not begun it.
+        """Begins the update log, if this process is to write one and has not begun it; notes a restart.
 
         Args:
           is_resumed: True if an earlier program has begun this training.
         """
+        if not self._is_begun:
+            self._is_begun = True
+            self._open_log(is_resumed)
+            self._note_restart()
+
+    def _open_log(self, is_resumed: bool) -> None:
         if not self._max_contributions or not (self.is_chief or not self._recorder.is_complete):
             return
-        max_contributions, self._max_contributions = self._max_contributions, 0
         # Where one task decides, or is alone, it writes the log of all workers.
         run = "policy" if self._recorder.is_complete else self._run_of(self._replicas[0])
         self.sink.writer = open_log(
@@ -170,7 +175,7 @@ class Session:
             workers=self._recorder.names,
             strategy=type(self._strategy).__name__,
             policies=self._distribution.policies,
-            max_contributions=max_contributions,
+            max_contributions=self._max_contributions,
             warn=self._warn,
         )
 
@@ -188,10 +193,9 @@ class Session:
     def _note_restart(self) -> None:
         restarts = self._distribution.own_usage().restarts
         if restarts:
-            self.sink.event(EventKind.RESTARTED, f"{self._distribution.task}: restart {restarts} by the launcher")
+            self.sink.event(EventKind.RESTARTED, f"restart {restarts} by the launcher", self._distribution.task)
 
-    def _on_event(self, kind: EventKind, line: str, replica: int) -> None:
-        del replica  # The line names it.
+    def _on_event(self, kind: EventKind, line: str) -> None:
         if self.is_chief:
             name = "policy/changes" if kind in (EventKind.POLICY_CHANGED, EventKind.PHASE_CHANGED) else "tasks/events"
             self.events.add("policy", self._iteration, lambda: [summaries.text(name, line)])

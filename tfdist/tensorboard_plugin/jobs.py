@@ -6,14 +6,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-import posixpath
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 from tfdist.tensorboard_plugin import advice, lod, people
-from tfdist.update_log import Files, LocalFiles, LogReader, Skipped, Timeline
+from tfdist.update_log import Files, LocalFiles, LogReader, Skipped, Timeline, run_directory
 from tfdist.update_log.reader import find_logs
 
 # The disk is looked at again after so many seconds, and after ten times as long as the last look took.
@@ -28,8 +27,7 @@ class Job:
         self.timeline = timeline
         header = timeline.header
         self.id = hashlib.sha256(f"{timeline.job}\0{header.writer}\0{timeline.origin_secs!r}".encode()).hexdigest()[:16]
-        directories = [posixpath.dirname(path) for path in timeline.headers]
-        self.run = posixpath.commonpath(directories) if all(directories) else ""
+        self.run = run_directory(timeline)
         self.advisor = advice.Advisor(timeline)
         self._lock = threading.Lock()
         self._levels: lod.Levels | None = None

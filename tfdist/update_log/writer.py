@@ -40,6 +40,7 @@ class LogWriter:
       max_contributions: gradients that are kept one by one; older updates are aggregated.
       clock: seconds on the clock of the log, for events without a time.
       warn: called with a line when the disk fails.
+      zero_secs: second 0 of the log (`header.origin_secs`) on the clock of all times that the methods receive.
 
     Attributes:
       directory: the directory of this log. It is known after the first flush.
@@ -54,6 +55,7 @@ class LogWriter:
         max_contributions: int = 8_000_000,
         clock: Callable[[], float] = time.monotonic,
         warn: Callable[[str], None] = _LOGGER.warning,
+        zero_secs: float = 0.0,
     ) -> None:
         if not flush_secs > 0:
             raise ValueError(f"LogWriter(flush_secs=...) must be over 0. Received: flush_secs={flush_secs!r}")
@@ -64,6 +66,7 @@ class LogWriter:
         self._max_contributions = max_contributions
         self._clock = clock
         self._warn = warn
+        self._zero_secs = zero_secs
         self._warned = False
         # Guards what `add` and `event` append to.
         self._lock = threading.Lock()
@@ -159,10 +162,10 @@ class LogWriter:
             records, self._records, self._gradients = self._records, [], 0
             events, self._events = self._events, []
         for rows in _blocks(records):
-            self._blocks.append(segments.Detail(self._num_updates, *_columns(rows), Events.empty()))
+            self._blocks.append(segments.Detail(self._num_updates, *_columns(rows, self._zero_secs), Events.empty()))
             self._num_updates += len(rows)
         if events:
-            columns = _events(events)
+            columns = _events(events, self._zero_secs)
             nothing = segments.Detail(self._num_updates, Updates.empty(), Contributions.empty(), columns)
             self._blocks.append(nothing)
         if len(self._blocks) > 1:
@@ -185,17 +188,18 @@ def _blocks(records: Sequence[UpdateRecord]) -> list[Sequence[UpdateRecord]]:
     return [records[begin:end] for begin, end in itertools.pairwise(cuts) if end > begin]
 
 
-def _columns(records: Sequence[UpdateRecord]) -> tuple[Updates, Contributions]:
+def _columns(records: Sequence[UpdateRecord], zero_secs: float) -> tuple[Updates, Contributions]:
     counts = np.array([len(each.contributions) for each in records], np.int32)
     rows = [each[:-1] for each in records]
     step, moment, opened, wait, examples, phase = np.array(rows, np.float64).reshape(-1, 6).T
-    updates = Updates.of(step=step, time=moment, opened=opened, wait=wait, examples=examples, phase=phase, count=counts)
+    after = moment - zero_secs
+    updates = Updates.of(step=step, time=after, opened=opened, wait=wait, examples=examples, phase=phase, count=counts)
     flat = itertools.chain.from_iterable(itertools.chain.from_iterable(each.contributions for each in records))
     total = int(counts.sum())
     worker, start, arrival, outcome, staleness, weight, held = (
         np.fromiter(flat, np.float64, 7 * total).reshape(total, 7).T
     )
-    made = np.repeat(updates.time, counts)
+    made = np.repeat(moment, counts)
     contributions = Contributions.of(
         worker=worker,
         start=start - made,
@@ -208,9 +212,9 @@ def _columns(records: Sequence[UpdateRecord]) -> tuple[Updates, Contributions]:
     return updates, contributions
 
 
-def _events(rows: Sequence[tuple[float, int, int, str]]) -> Events:
+def _events(rows: Sequence[tuple[float, int, int, str]], zero_secs: float) -> Events:
     moment, worker, kind, text = zip(*rows, strict=True)
-    return Events.of(event_time=moment, event_worker=worker, event_kind=kind, event_text=text)
+    return Events.of(event_time=np.asarray(moment) - zero_secs, event_worker=worker, event_kind=kind, event_text=text)
 
 
 def _filled(blocks: list[segments.Detail]) -> list[segments.Detail]:

@@ -4,25 +4,15 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 
-from tfdist.update_log import Timeline
-
-# Who writes a log has a directory of its own below the run's: the chief, or each worker.
-_WRITER = re.compile(r"(^|/)(policy|workers/[^/]+)$")
-_LOG = re.compile(r"(^|/)updates(_\d+)?$")
+from tfdist.update_log import Timeline, run_directory
 
 
 def name_of(timeline: Timeline, directory: str) -> str:
     """Returns the name of a job's run: the directory of its logs below `directory`, without that of the writer."""
-    path = directory_of(timeline)
+    path = run_directory(timeline)
     return path or os.path.basename(os.path.abspath(directory)) or directory  # noqa: PTH100, PTH119 - a name
-
-
-def directory_of(timeline: Timeline) -> str:
-    """Returns the path of a job's run directory, below the log directory; "" for the log directory itself."""
-    return _WRITER.sub("", _LOG.sub("", min(timeline.headers)))
 
 
 def started(timeline: Timeline) -> float:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from absl import flags
 
 from tfdist.launchers.requests import LaunchError, ToolError
-from tfdist.update_log import LogReader, Reading
+from tfdist.update_log import LogReader, Reading, run_directory
 from tfdist.watching import arguments as command_arguments
 from tfdist.watching import runs, snapshot
 from tfdist.watching.sent_bytes import SentBytes
@@ -116,7 +116,7 @@ class _Watched:
         if jobs:
             self._name = runs.name_of(jobs[-1], self.directory)
             self._snapshot = snapshot.take(jobs[-1], self._window_secs)
-            path = pathlib.Path(self.directory, runs.directory_of(jobs[-1]))
+            path = pathlib.Path(self.directory, run_directory(jobs[-1]))
             if path != self._path:
                 self._path, self._sent = path, SentBytes(path)
 

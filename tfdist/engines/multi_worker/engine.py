@@ -264,12 +264,13 @@ class QuorumEngine(Engine):
         except tf.errors.OutOfRangeError:
             self._client.ended(of.number, current.step)
             return
+        end = self._clock()
         with self._changed:
             # At most one for each update.
-            self._computed.append((current.step, start, self._clock()))
+            self._computed.append((current.step, start, end))
         # Before the report: Keras' step reads it as soon as it is accepted.
         current.contribution = contribution
-        self._client.arrived(of.number, current.step, examples)
+        self._client.arrived(of.number, current.step, examples, end - start)
 
 
 def _given(current: _Round) -> list[tf.Tensor]:

@@ -39,7 +39,8 @@ def check_shards(fn: Callable[..., Any], has_shards: Callable[[Any], bool]) -> N
         if has_shards(keras_variables.tf_variable(variable)):
             raise ValueError(
                 "run_eagerly=True can't train variables in shards, such as variable_partitioner has made of "
-                f"{variable.path!r}. Compile with run_eagerly=False, or build the strategy without it. Received: run_eagerly=True"
+                f"{variable.path!r}. Compile with run_eagerly=False, or build the strategy without it. "
+                "Received: run_eagerly=True"
             )
 
 

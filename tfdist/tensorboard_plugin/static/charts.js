@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Charts over the same window of time: updates, examples and waiting per second, and bytes that crossed the network.
+// Charts over the same window of time: updates, examples and waiting per second, and bytes per second by task.
 
 import {getJson} from './api.js';
 import {element, empty, bytes, digits, secs, short, ticks, timeTicks, tickSecs} from './format.js';
@@ -16,7 +16,7 @@ export class Charts {
     this.job = null;
     this.speed = chart('speed', 'Updates per second');
     this.examples = chart('examples', 'Examples per second');
-    this.bytes = chart('bytes', 'Bytes');
+    this.bytes = chart('bytes', 'Bytes per second');
     this.root = element('section', {'aria-label': 'Throughput and bytes', class: 'charts'},
       [this.speed.root, this.examples.root, this.bytes.root]);
   }
@@ -46,13 +46,14 @@ export class Charts {
       this.line(this.examples, 'examples', 'examples/s');
       this.examples.root.hidden = !this.data.totals.some((value, i) => value > 0 && Math.floor(i / this.data.buckets) === 1);
     }
-    const named = this.series.length > 1;
     this.bytes.svg.toggleAttribute('hidden', !this.series.length);
     lines(this.bytes, this.series.map(each => ({
-      name: `${each.direction} ${each.name}`, points: each.points.map(point => [point[0], point[2]]),
-    })), {begin, end, low, format: bytes, named});
-    this.bytes.note.textContent = !this.series.length ? 'No bytes were written by Telemetry for this run.'
-      : this.all > this.series.length ? `the ${this.series.length} largest of ${this.all} tasks, per update` : 'per update';
+      name: `${each.name} ${each.direction}`, points: each.points.map(point => [point[0], point[2]]),
+    })), {begin, end, low, format: bytes, named: true});
+    const mean = 'each point is the mean since the point before';
+    this.bytes.note.textContent = !this.series.length ? 'Telemetry has written no bytes for this run.'
+      : this.all > this.series.length ? `the ${this.series.length} largest of ${this.all} lines; ${mean}` : mean;
+    this.bytes.root.dataset.series = this.series.length;
   }
 
   line(target, name, unit) {
@@ -98,7 +99,7 @@ function lines(target, series, {begin, end, low, format, named}) {
   empty(svg);
   empty(target.names);
   const place = time => LEFT + (time - begin) / (end - begin) * (WIDTH - LEFT - RIGHT);
-  const shown = series.map(each => ({...each, points: each.points.filter(point => point[0] >= begin - 1e-6 && point[0] <= end + 1e-6)}));
+  const shown = series.map(each => ({...each, points: inside(each.points, begin - 1e-6, end + 1e-6)}));
   const most = Math.max(...shown.flatMap(each => each.points.map(point => point[1])), 0) * 1.05 || 1;
   const height = value => HEIGHT - BOTTOM - value / most * (HEIGHT - TOP - BOTTOM);
   for (const value of ticks(0, most, 4).values) {
@@ -112,7 +113,7 @@ function lines(target, series, {begin, end, low, format, named}) {
   }
   shown.forEach((each, i) => {
     const path = each.points.map((point, k) => `${k ? 'L' : 'M'}${place(point[0]).toFixed(1)},${height(point[1]).toFixed(1)}`);
-    drawn(svg, 'path', {class: `line line${i % MOST_LINES}`, d: path.join('')});
+    drawn(svg, 'path', {class: `line line${i % MOST_LINES}`, d: path.join(''), 'data-name': each.name});
     if (named) {
       const sample = document.createElementNS(NS, 'svg');
       sample.setAttribute('class', 'sample');
@@ -120,6 +121,21 @@ function lines(target, series, {begin, end, low, format, named}) {
       target.names.append(element('li', {}, [sample, element('span', {text: short(each.name, 60)})]));
     }
   });
+}
+
+// The points of a line between two times; where it enters and leaves, a point between its neighbours.
+function inside(points, begin, end) {
+  const kept = [];
+  points.forEach((point, i) => {
+    const before = points[i - 1];
+    for (const time of before ? [begin, end] : []) {
+      if (before[0] < time && time < point[0]) {
+        kept.push([time, before[1] + (time - before[0]) / (point[0] - before[0]) * (point[1] - before[1])]);
+      }
+    }
+    if (point[0] >= begin && point[0] <= end) kept.push(point);
+  });
+  return kept;
 }
 
 function drawn(parent, tag, attributes) {

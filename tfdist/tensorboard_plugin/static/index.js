@@ -108,7 +108,11 @@ class Page {
       return;
     }
     this.message.hidden = true;
-    if (!isOther && !grew) return;
+    if (!isOther && !grew) {
+      // TensorBoard may have read event files later than the log.
+      await this.charts.loadBytes(job).catch(error => this.say(`The page can't read its data: ${error.message}`));
+      return;
+    }
     if (isOther) {
       this.root.dataset.state = 'loading';
       this.table.clear();
@@ -132,12 +136,14 @@ class Page {
   async changed() {
     this.timeline.draw();
     this.charts.draw();
+    // Meanwhile the window may move on.
+    const {begin, end} = this.window;
     try {
       const data = await this.timeline.load();
       if (!data) return;
       this.charts.setWindow(data);
       this.charts.draw();
-      this.root.dataset.shown = `${this.window.begin} ${this.window.end}`;
+      this.root.dataset.shown = `${begin} ${end}`;
     } catch (error) {
       this.say(`The page can't read its data: ${error.message}`);
     }
