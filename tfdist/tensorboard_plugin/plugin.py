@@ -146,6 +146,6 @@ class RemoteFiles:
         """Raises: the page only reads."""
         raise PermissionError(f"the tfdist page removes no files: {path}")
 
-    def claim_directory(self, path: str) -> None:
+    def claim_directory(self, path: str) -> bool:
         """Raises: the page only reads."""
         raise PermissionError(f"the tfdist page makes no directories: {path}")
