@@ -9,6 +9,7 @@ that thread. `tests/compat/test_closures.py` fails if TensorFlow changes any of 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ NEEDS = (
     "tensorflow.python.distribute.coordinator.cluster_coordinator:ClusterCoordinator._cluster",
     "tensorflow.python.distribute.coordinator.cluster_coordinator:ClusterCoordinator._create_per_worker_resources",
     "tensorflow.python.distribute.coordinator.cluster_coordinator:Worker._is_dead_with_error",
+    "tensorflow.python.distribute.coordinator.cluster_coordinator:Worker._process_closure(closure)",
     "tensorflow.python.distribute.coordinator.cluster_coordinator:Worker.worker_index",
     "tensorflow.python.distribute.coordinator.cluster_coordinator:_CoordinatedClosureQueue._error",
     "tensorflow.python.distribute.coordinator.cluster_coordinator:_CoordinatedClosureQueue.done",
@@ -75,6 +77,25 @@ def _preceded(function: Callable[[], None], method: Callable[..., Any], coordina
         return method(coordinator, *args, **kwargs)
 
     return call
+
+
+def after_each(coordinator: tf.distribute.coordinator.ClusterCoordinator, method: Callable[[int], None]) -> None:
+    """Calls `method` with the index of a worker, in its thread, whenever that thread is done with a closure.
+
+    If the worker was lost, that is when the coordinator has it back: `ClusterCoordinator` waits for it before it lets
+    the closure go. The bound method is kept by a weak reference, because the threads of the workers would else keep
+    the coordinator for as long as the process lives.
+    """
+    reference = weakref.WeakMethod(method)
+    for worker in coordinator._cluster.workers:
+        worker._process_closure = functools.partial(_followed, worker._process_closure, reference, worker.worker_index)
+
+
+def _followed(process: Callable[[Any], None], reference: weakref.WeakMethod, worker: int, closure: Any) -> None:
+    process(closure)
+    method = reference()
+    if method is not None:
+        method(worker)
 
 
 def create_on_workers(

@@ -42,6 +42,8 @@ class FakeCluster:
         self._changed = threading.Condition()
         self._queue: collections.deque[tuple[Callable[..., None], tuple]] = collections.deque()
         self._gone: set[int] = set()
+        self._held: set[int] = set()
+        self._done: Callable[[int], None] = lambda worker: None
         self._stopped = False
         self._threads = [threading.Thread(target=self._work, args=(index,)) for index in range(num_workers)]
 
@@ -53,6 +55,9 @@ class FakeCluster:
         with self._changed:
             self._queue.append((function, args))
             self._changed.notify_all()
+
+    def after_each(self, coordinator: Any, method: Callable[[int], None]) -> None:
+        self._done = method
 
     def create_on_workers(self, coordinator: Any, function: Callable[..., Any], *args: Any) -> PerWorker:
         values = []
@@ -94,6 +99,18 @@ class FakeCluster:
             self.lives[worker] += 1
             self._changed.notify_all()
 
+    @contextlib.contextmanager
+    def holding(self, worker: int) -> Iterator[None]:
+        """This worker takes no closure: it builds its data again, for example."""
+        with self._changed:
+            self._held.add(worker)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._held.discard(worker)
+                self._changed.notify_all()
+
     def start(self) -> None:
         for thread in self._threads:
             thread.start()
@@ -118,6 +135,7 @@ class FakeCluster:
                         self._queue.append(taken)
                         self._changed.notify_all()
                         self._changed.wait_for(lambda: worker not in self._gone or self._stopped)
+                self._done(worker)
 
     def check_alive(self) -> None:
         """Raises what a call to a lost task raises, in the thread of its worker."""
@@ -126,7 +144,8 @@ class FakeCluster:
 
     def _take(self, worker: int) -> tuple[Callable[..., None], tuple] | None:
         with self._changed:
-            self._changed.wait_for(lambda: (self._queue and worker not in self.found_dead) or self._stopped)
+            unable = self.found_dead, self._held
+            self._changed.wait_for(lambda: (self._queue and not any(worker in u for u in unable)) or self._stopped)
             return self._queue.popleft() if self._queue and not self._stopped else None
 
 
@@ -273,7 +292,15 @@ def running_engine(
     is missing is a test that hangs.
     """
     cluster = FakeCluster(num_workers)
-    names = ("schedule", "create_on_workers", "current_worker", "lost_workers", "has_failed", "raise_failure")
+    names = (
+        "schedule",
+        "after_each",
+        "create_on_workers",
+        "current_worker",
+        "lost_workers",
+        "has_failed",
+        "raise_failure",
+    )
     with contextlib.ExitStack() as stack:
         for name in names:
             stack.enter_context(mock.patch.object(closures, name, getattr(cluster, name)))

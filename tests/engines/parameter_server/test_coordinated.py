@@ -438,6 +438,29 @@ def test_a_worker_that_is_back_in_time_goes_on_with_its_share_and_nothing_is_sai
         assert not warned
 
 
+def test_a_worker_that_is_back_has_its_share_before_it_takes_the_first_step_of_it() -> None:
+    """The other one comes to its end in between, while the worker that is back builds its data again."""
+    with running_engine(2, poll_secs=0.02) as (engine, cluster), warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        gate = Gate()
+        passed = Pass(engine, cluster, [4, 3], work=lambda batch: gate() if batch == Batch(1, 1) else None)
+        cluster.lose(0)
+        loop = threading.Thread(target=passed.run)
+        loop.start()
+        gate.wait_for(1)
+        wait_until(lambda: "worker:0 (lost" in engine.waited_for())
+        with cluster.holding(0):
+            cluster.bring_back(0)
+            wait_until(lambda: "lost" not in engine.waited_for())
+            gate.open()
+            wait_until(lambda: passed.iterator.exhausted == {1})
+            assert not passed.iterator.ended
+        loop.join(timeout=30)
+        engine.barrier(writes=False)
+        assert sorted(passed.batches) == all_of([4, 3])
+        assert not warned
+
+
 def test_what_a_lost_worker_had_fetched_of_batches_that_are_dealt_out_is_said_to_be_missing() -> None:
     with running_engine(2, poll_secs=0.02) as (engine, cluster):
         passed = Pass(engine, cluster, [3, 4], "total")

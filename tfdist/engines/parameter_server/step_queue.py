@@ -78,6 +78,7 @@ class StepQueue:
         self._running: set[int] = set()
         self._lost: set[int] = set()
         self._cut_short: WorkerIterator | None = None
+        closures.after_each(coordinator, self._find_alive)
 
     @property
     def num_pending(self) -> int:
@@ -207,10 +208,6 @@ class StepQueue:
         """Runs a step; in the thread of the worker that took it."""
         worker = closures.this_worker()
         with self._changed:
-            # A worker that executes a closure is not lost.
-            if worker in self._lost:
-                self._lost.discard(worker)
-                self.on_loss(worker, False)
             if step not in self._pending:
                 return
             step.queued = False
@@ -245,6 +242,20 @@ class StepQueue:
                 step.iterator.lost.add(worker)
             self._running.discard(worker)
             step.queued = True
+            self._changed.notify_all()
+
+    def _find_alive(self, worker: int) -> None:
+        """Notes that a worker is back; its thread waits within the failed closure until then.
+
+        Not only when it executes its next closure: until then it builds its data again, and another worker that comes
+        to the end of its share must not take the pass for ended.
+        """
+        # Only this thread adds the worker.
+        if worker not in self._lost:
+            return
+        with self._changed:
+            self._lost.discard(worker)
+            self.on_loss(worker, False)
             self._changed.notify_all()
 
     def _run(self, step: Step, worker: int, iterator_on_worker: Any, sums: Sums | None) -> None:
