@@ -224,6 +224,25 @@ def test_reader_reads_new_segments_only(tmp_path):
     assert files.count == 1 + 5
 
 
+def test_reader_tries_a_segment_again_that_it_could_not_read(tmp_path):
+    class Unreachable(LocalFiles):
+        is_there = False
+
+        def read(self, path: str) -> bytes:
+            if path.endswith(".npz") and not self.is_there:
+                raise OSError(110, "Connection timed out")
+            return super().read(path)
+
+    store.Store.begin(str(tmp_path / "updates"), made.header(), LocalFiles(), 2**30).append(block(0, 5, workers=2))
+    files = Unreachable()
+    reader = LogReader(tmp_path, files)
+    (skipped,) = reader.read().skipped
+    assert "Connection timed out" in skipped.reason
+    files.is_there = True
+    reading = reader.read()
+    assert (reading.skipped, reading.is_new, reading.timelines[0].num_updates) == ((), True, 5)
+
+
 def test_logs_of_all_workers_merge_by_step(tmp_path):
     for worker in (2, 10):
         rows = [

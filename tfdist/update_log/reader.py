@@ -127,6 +127,8 @@ class _Log:
         self.header: Header | None = None
         self.content: dict[str, segments.Segment] = {}
         self.skipped: dict[str, Skipped] = {}
+        # Segments never change, so a damaged one stays so; one that could not be read may be readable next time.
+        self._damaged: set[str] = set()
 
     def read(self) -> None:
         """Reads the header, if that isn't done, and segments that are new."""
@@ -161,16 +163,19 @@ class _Log:
     def _read_new(self, names: set[str], workers: int, is_last: bool) -> bool:
         """Reads segments; returns True if some have vanished, because others have replaced them."""
         gone = False
-        new = sorted(names - self.content.keys() - self.skipped.keys())
+        new = sorted(names - self.content.keys() - self._damaged)
         # Reading and inflating run without Python's lock.
         with concurrent.futures.ThreadPoolExecutor(_THREADS if len(new) > 1 else 1) as pool:
             for name, read in zip(new, pool.map(functools.partial(self._segment, workers), new), strict=True):
                 if isinstance(read, segments.Segment):
                     self.content[name] = read
+                    self.skipped.pop(name, None)
                 elif isinstance(read, OSError) and not is_last:
                     gone = True
                 else:
                     self._skip(name, read)
+                    if not isinstance(read, OSError):
+                        self._damaged.add(name)
         return gone
 
     def _segment(self, workers: int, name: str) -> segments.Segment | Exception:
