@@ -83,8 +83,15 @@ class TestBackupWorkers(Conformance):
         # Nothing of a policy is in a loop without `run`; one is enough.
         *(name for name in CASES if "no run" in name and name != "no run, in scope, graph, loss scale"),
     }
-    # `TestAggregated` has the callbacks with the same policy.
-    slow_tests = frozenset({"test_callbacks_stop_schedule_save_and_restore"})
+    # `TestAggregated` has these with the same policy.
+    slow_tests = frozenset(
+        {
+            "test_callbacks_stop_schedule_save_and_restore",
+            "test_error_of_an_operation_is_raised_and_the_next_fit_is_clean",
+            "test_error_of_the_data_is_raised",
+            "test_steps_on_single_batches",
+        }
+    )
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -93,7 +100,8 @@ class TestBackupWorkers(Conformance):
 
 
 class TestParameterAveraging(AveragingEveryStep):
-    quick = frozenset({"sgd", "one example left", "sum loss, eagerly"})
+    # Batches of one example are in `test_replicas_without_examples_leave_no_trace`.
+    quick = frozenset({"sgd", "sum loss, eagerly"})
     # An error ends a step before anything is averaged.
     slow_tests = (
         LIKE_OTHERS
