@@ -11,7 +11,7 @@ FLAGS =
 KUBE_BIN =
 PYTEST = $(BIN)/python -m pytest
 # Several files of tests at a time: most of them wait for processes that they have started. FLAGS="-n 0" for one.
-PARALLEL = -n 6 --dist loadfile --no-loadscope-reorder
+PARALLEL = -n 4 --dist loadfile --no-loadscope-reorder
 
 SRC =
 

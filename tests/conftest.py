@@ -55,14 +55,16 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 # Files that take half a minute and more, begun first, so that at the end none runs alone: those that compute for
 # minutes, between them those that mostly wait for processes, and then the shorter ones.
 _LONGEST_FILES = (
-    "test_mirrored_conformance.py",
     "test_parameter_server.py",
+    "test_mirrored_conformance.py",
     "test_pod_group.py",
     "test_parameter_server_policies.py",
     "test_multi_worker_failures.py",
     "test_multi_worker_conformance.py",
     "test_embedded.py",
+    "test_mirrored_loops_conformance.py",
     "test_data_worker.py",
+    "test_mirrored_policies_conformance.py",
     "test_compression_parameter_server.py",
     "test_resume_processes.py",
     "test_resume.py",
