@@ -11,13 +11,13 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-import time
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Client, Connection
+from multiprocessing.connection import Client
 from types import ModuleType
 from typing import Any
 
 from absl import app, flags
+from segments import Gate, Loop, NewSteps, fit_loop
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("contender", None, "ROW/NAME, such as mirrored/stock.", required=True)
@@ -25,50 +25,6 @@ flags.DEFINE_string("size", None, "A key of models.SIZES.", required=True)
 flags.DEFINE_string("address", None, "The arena's socket.", required=True)
 flags.DEFINE_string("task", None, "What the arena calls this process.", required=True)
 flags.DEFINE_integer("core", None, "The core that this process keeps to, if it is to keep to one.")
-
-
-class NewSteps(Exception):  # noqa: N818, it is no error
-    """The arena wants segments of another length, so this `fit` ends."""
-
-
-class Gate:
-    """What stands at both ends of a segment."""
-
-    def __init__(self, connection: Connection):
-        self._connection = connection
-        self._start, self._steps_end = 0.0, None
-        self.delays: Any = None
-        self.answer: Callable[[], Any] = lambda: None
-        self.steps: int = connection.recv()[1]
-
-    def enter(self) -> None:
-        """Waits until the arena wants a segment."""
-        kind, value = self._connection.recv()
-        while kind == "ask":
-            self._connection.send(self.answer())
-            kind, value = self._connection.recv()
-        if kind == "prepare":
-            self.steps = value
-            raise NewSteps
-        if value:
-            import scenarios
-
-            self.delays = scenarios.SegmentDelays.from_json(value).start()
-        self._start, self._steps_end = time.perf_counter(), None
-
-    def steps_done(self) -> None:
-        """Says that what comes until `leave` does not count."""
-        self._steps_end = time.perf_counter()
-
-    def leave(self) -> None:
-        self._connection.send((self._steps_end or time.perf_counter()) - self._start)
-        if self.delays is not None:
-            # Whoever is still late wakes up, and meets the next segment as idle as the others.
-            self.delays.stop()
-            self.delays = None
-
-
-Loop = Callable[[Gate], None]
 
 
 def main(argv: list[str]) -> None:
@@ -88,45 +44,6 @@ def main(argv: list[str]) -> None:
             return  # The arena has seen enough.
 
 
-def _fit_loop(
-    keras: ModuleType, model: Any, data: Any, late: Sequence[int] = (), counts_end_of_epoch: bool = True
-) -> Loop:
-    """Trains with `fit`.
-
-    Args:
-      keras: the Keras that the model is of.
-      model: a compiled model.
-      data: what `fit` takes.
-      late: under a strategy without policies, which delays are not injected into: the replicas of this process. Each
-        step waits, before it is run, for the latest of them. Empty otherwise.
-      counts_end_of_epoch: whether what `fit` does after the last step of an epoch is a part of the segment.
-    """
-
-    class Segments(keras.callbacks.Callback):
-        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-            self.gate.enter()
-
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            self.gate.leave()
-
-    class StepsOnly(Segments):
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            if batch + 1 == self.gate.steps:
-                self.gate.steps_done()
-
-    class LateSegments(Segments):
-        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-            if self.gate.delays is not None:
-                time.sleep(max(self.gate.delays.secs(replica, batch) for replica in late))
-
-    def loop(gate: Gate) -> None:
-        callback = LateSegments() if late else Segments() if counts_end_of_epoch else StepsOnly()
-        callback.gate = gate
-        model.fit(data, steps_per_epoch=gate.steps, epochs=10**6, verbose=0, callbacks=[callback])
-
-    return loop
-
-
 def _mirrored(strategy_class: Callable[[Any], Any], num_devices: int = 2, late: Sequence[int] = ()) -> Loop:
     import keras
     import models
@@ -137,7 +54,7 @@ def _mirrored(strategy_class: Callable[[Any], Any], num_devices: int = 2, late: 
     size = models.SIZES[FLAGS.size]
     with strategy_class([f"CPU:{index}" for index in range(num_devices)]).scope():
         model = models.compiled(keras, size)
-    return _fit_loop(keras, model, models.dataset(size, replicas=num_devices), late)
+    return fit_loop(keras, model, models.dataset(size, replicas=num_devices), late)
 
 
 def _tfdist(few_arenas: bool = True) -> ModuleType:
@@ -187,7 +104,7 @@ def _multi_worker(
     with strategy.scope():
         model = models.compiled(keras, size, steps_per_execution=steps_per_execution)
     data = models.dataset(size, replicas=strategy.num_replicas_in_sync)
-    return _fit_loop(keras, model, data, late, counts_end_of_epoch)
+    return fit_loop(keras, model, data, late, counts_end_of_epoch)
 
 
 def _multi_worker_tfdist(
@@ -241,7 +158,7 @@ def _one_device() -> Loop:
     import models
 
     size = models.SIZES[FLAGS.size]
-    return _fit_loop(keras, models.compiled(keras, size), models.dataset(size), counts_end_of_epoch=False)
+    return fit_loop(keras, models.compiled(keras, size), models.dataset(size), counts_end_of_epoch=False)
 
 
 def _one_device_tfdist() -> Loop:
@@ -260,7 +177,7 @@ def _one_device_keras(backend: str) -> Loop:
     (batch,) = models.dataset(size).take(1).as_numpy_iterator()
     batch = tuple(map(keras.ops.convert_to_tensor, batch))
     # Keras takes a generator, and no other iterator.
-    return _fit_loop(keras, models.compiled(keras, size), (batch for _ in itertools.count()))
+    return fit_loop(keras, models.compiled(keras, size), (batch for _ in itertools.count()))
 
 
 def _multi_worker_spares(spares: int) -> Loop:
@@ -301,7 +218,7 @@ def _parameter_server_tfdist(spares: int | None = None, steps_per_execution: int
         model = models.compiled(keras, size, steps_per_execution=steps_per_execution)
     # With a policy, a batch is shared among the workers.
     replicas = 1 if spares is None else len(tfdist.Cluster.from_environment().jobs["worker"])
-    return _fit_loop(keras, model, models.dataset(size, replicas))
+    return fit_loop(keras, model, models.dataset(size, replicas))
 
 
 def _parameter_server_asynchronous(name: str, number: int) -> Loop:
@@ -315,7 +232,7 @@ def _parameter_server_asynchronous(name: str, number: int) -> Loop:
     size = models.SIZES[FLAGS.size]
     with strategy.scope():
         model = models.compiled(keras, size)
-    loop = _fit_loop(keras, model, models.dataset(size))
+    loop = fit_loop(keras, model, models.dataset(size))
 
     def answering_loop(gate: Gate) -> None:
         gate.answer = lambda: max(strategy.report().staleness, default=0)
@@ -333,7 +250,7 @@ def _parameter_server_tf_keras() -> Loop:
     strategy = tf.distribute.ParameterServerStrategy(_serve_or_resolver())
     with strategy.scope():
         model = models.compiled(tf_keras, size)
-    return _fit_loop(tf_keras, model, tf_keras.utils.experimental.DatasetCreator(lambda _: models.dataset(size)))
+    return fit_loop(tf_keras, model, tf_keras.utils.experimental.DatasetCreator(lambda _: models.dataset(size)))
 
 
 def _parameter_server_bare() -> Loop:

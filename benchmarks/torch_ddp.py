@@ -21,7 +21,7 @@ def loop_of(size_name: str) -> Callable[[Any], None]:
       size_name: a key of `sizes.SIZES`.
 
     Returns:
-      What trains in segments, whenever `contender.Gate` lets it.
+      What trains in segments, whenever `segments.Gate` lets it.
     """
     config = json.loads(os.environ["TF_CONFIG"])
     workers, index = config["cluster"]["worker"], config["task"]["index"]

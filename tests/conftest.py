@@ -52,19 +52,44 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# Files that take minutes: begun first, they run beside all others, and nobody waits for the last of them.
+# Files that take half a minute and more, begun first, so that at the end none runs alone: those that compute for
+# minutes, between them those that mostly wait for processes, and then the shorter ones.
 _LONGEST_FILES = (
     "test_parameter_server.py",
-    "test_parameter_server_policies.py",
     "test_mirrored_conformance.py",
+    "test_pod_group.py",
+    "test_parameter_server_policies.py",
+    "test_multi_worker_failures.py",
     "test_multi_worker_conformance.py",
     "test_embedded.py",
+    "test_mirrored_loops_conformance.py",
+    "test_data_worker.py",
+    "test_mirrored_policies_conformance.py",
+    "test_compression_parameter_server.py",
     "test_resume_processes.py",
     "test_resume.py",
-    "test_multi_worker_failures.py",
+    "test_slurm.py",
+    "test_compression.py",
+    "test_ssh.py",
+    "test_fuzz.py",
+    "test_communication.py",
+    "test_warmup_devices.py",
+    "test_first_calls.py",
+    "test_training_with_replacements.py",
+    "test_callback.py",
+    "test_split_train_step.py",
+    "test_mirrored.py",
+    "test_docs.py",
+    "test_replaced_workers.py",
+    "test_overlapping_calls.py",
+    "test_parameter_averaging_mirrored.py",
+    "test_processes.py",
+    "test_recording.py",
     "test_resume_strategies.py",
-    "test_mirrored_policies.py",
-    "test_pod_group.py",
+    "test_tags.py",
+    "test_page.py",
+    "test_resume_one_worker.py",
+    "test_sharded_tables.py",
 )
 # What fails in these shows its values, too.
 pytest.register_assert_rewrite("conformance", "training")

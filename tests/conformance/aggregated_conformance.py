@@ -20,8 +20,9 @@ class TestAggregated(Conformance):
     quick = frozenset(
         {
             *("global_clipnorm", "accumulation, clipnorm, ema", "loss scale", "embedding, clipnorm"),
+            # `TestBackupWorkers` on devices splits the step in the same way, with masks and slices.
             *("steps_per_execution", "sum loss, even parts", "unknown length", "interrupted and resumed"),
-            *("dicts, even parts", "ragged", "mask", "step with slices"),
+            *("dicts, even parts", "ragged"),
             # With validation data.
             "first call, optimizer of its own",
         }

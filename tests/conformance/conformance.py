@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import functools
+import os
 import pathlib
+import pickle
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,18 +14,30 @@ from typing import Any
 import keras
 import numpy as np
 import own_models
+import prefork
 import pytest
 import tensorflow as tf
 from cases import CASES
 from overlapping import during_fit
-from training import OPTIMIZERS, OwnStep, X, Y, assert_close, assert_like_one_device, dense_model, trained
+from training import OPTIMIZERS, SETTINGS, OwnStep, X, Y, assert_close, assert_like_one_device, dense_model, trained
 
 
 @functools.cache
 def on_one_device(name: str) -> Any:
-    """The numbers of a case, which all strategies are compared with."""
+    """The numbers of a case, which all strategies are compared with. One process of a run of pytest finds them for all.
+
+    Where examples are batched in another way, each process finds them by itself.
+    """
+    path = pathlib.Path(os.environ[prefork.VARIABLE], f"one device, {name.replace('/', ' ')}.pickle")
+    if not SETTINGS.in_one_batch and path.exists():
+        return pickle.loads(path.read_bytes())
     with tempfile.TemporaryDirectory() as directory:
-        return CASES[name](tf.distribute.get_strategy(), pathlib.Path(directory))
+        found = CASES[name](tf.distribute.get_strategy(), pathlib.Path(directory))
+    if not SETTINGS.in_one_batch:
+        part = path.with_suffix(f".{os.getpid()}")
+        part.write_bytes(pickle.dumps(found))
+        part.replace(path)
+    return found
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

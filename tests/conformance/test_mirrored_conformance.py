@@ -1,107 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MirroredStrategy without a policy, and with one under which all replicas count, is as one device."""
+"""MirroredStrategy without a policy is as one device; `test_mirrored_loops_conformance.py` has its other cases."""
 
 from __future__ import annotations
 
 import pytest
-from averaging import AS_WITHOUT_POLICY, LIKE_OTHERS, AveragingEveryStep
-from cases import CASES, LOOPS, SCALED_AGAIN
+from cases import CASES
 from conformance import Conformance, pytest_generate_tests  # noqa: F401
+from mirrored_cases import IN_LOOPS, SLOW
 
 import tfdist
 
 pytestmark = pytest.mark.devices
 
 
-# They show again what others show: two sizes, or two kinds, at a time are enough for each kind of code.
-SLOW = frozenset(
-    {
-        *("fewer examples than replicas", "batches of one size", "constraint", "constraint, sum loss"),
-        *("GRU, both directions", "penalties, sum, one example left", "penalties, sum_over_batch_size, uneven"),
-        *(f"step {step}, fewer examples than replicas" for step in ("of_keras", "of_both")),
-        *(
-            f"loss {loss}, fewer examples than replicas"
-            for loss in ("one number, tf.function", "one per example", "one number of a class")
-        ),
-        *("one example left", "unknown length, whole executions", "sum loss, eagerly"),
-        *("sum loss, even parts", "dicts, even parts"),
-        # Parts of other optimizers, executions and layers in this list.
-        *("sgd", "ema overwrites", "loss scale", "embedding, steps_per_execution", "ConvLSTM"),
-        *("unknown length", "embedding", "recurrent, built from one example", "step of_both, one over"),
-        *("first call, loop, built", "first call, loop, by name", "first call, no run, eager"),
-        *(f"step {step}, fewer examples than replicas" for step in ("tracked", "average_by_tensorflow")),
-        *("no run, in scope, graph", "no run, in scope, eager", "no run, out of it, graph"),
-        # Adam is in "embedding, clipnorm", the same losses are there in a graph, weights of classes come as
-        # "sample_weight", and the data are split before they come to a strategy.
-        *("adam", "losses of layers alone, eagerly", "class weights", "validation_split"),
-        *SCALED_AGAIN,
-    }
-)
-
-# `TestMultiWorker` and `TestAsynchronous` read data in these ways and write these files.
-_SLOW_LOOPS = frozenset(
-    f"loop, {name}"
-    for name in (
-        *("iterator_as_an_argument", "next_until_the_end", "optional_outside_of_a_graph", "data_sets_from_a_function"),
-        *("models_saved", "models_exported", "saved_models", "signature_of_the_data_set"),
-        *("data_set_as_an_argument", "iterator_made_in_a_graph"),
-    )
-)
-
-
 class TestMirrored(Conformance):
     is_exclusive = False
-    slow = SLOW | _SLOW_LOOPS
+    only = frozenset(CASES) - IN_LOOPS
+    slow = SLOW - IN_LOOPS
 
     @pytest.fixture(scope="class")
     @classmethod
     def strategy(cls, cpus: list[str]) -> tfdist.MirroredStrategy:
         return tfdist.MirroredStrategy(cpus[:2])
-
-
-class TestBackupWorkers(Conformance):
-    # One device reads its weights after the update, a contribution those before.
-    logs_within = 0.1
-    # Loops unpack batches, which are handles here.
-    left_out = LOOPS | {"step tracked, one over", "step tracked, fewer examples than replicas"}
-    # `TestMirrored` has the others of each kind.
-    _only_here = frozenset(
-        {"unknown length, whole executions", "recurrent, built from one example", "step of_both, one over"}
-    )
-    slow = SLOW - _only_here | {
-        *("steps_per_execution", "run_eagerly", "validation_split", "steps_per_epoch", "sample_weight"),
-        *("sum loss", "class weights", "dicts", "ema overwrites", "sgd", "ConvLSTM"),
-        # `test_mirrored_policies.py` has batches of a Python generator, and "unknown length, whole executions" is here.
-        *("embedding, clipnorm", "from Python", "unknown length, steps_per_execution"),
-        # "recurrent, built from one example" is here, and `TestAggregated` has the same policy with these.
-        *("LSTM", "interrupted and resumed", "first call, optimizer of its own"),
-        # Parts of other optimizers, losses and first calls in this list.
-        *("decay, ema", "penalties, sum, uneven", "loss one number, fewer examples than replicas", "own compute_loss"),
-        *("loss beside one of Keras", "first call, seed generator", "first call, layer with Trainer"),
-        # The step finds a loss of users' code by `global_losses`, as without a policy.
-        *("loss one number, tf.function, one over", "loss one number of a class, one over"),
-        # Nothing of a policy is in a loop without `run`; one is enough.
-        *(name for name in CASES if "no run" in name and name != "no run, in scope, graph, loss scale"),
-    }
-    # `TestAggregated` has the callbacks with the same policy.
-    slow_tests = frozenset({"test_callbacks_stop_schedule_save_and_restore"})
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def strategy(cls, cpus: list[str]) -> tfdist.MirroredStrategy:
-        return tfdist.MirroredStrategy(cpus[:2], policies=[tfdist.BackupWorkers(spares=0)])
-
-
-class TestParameterAveraging(AveragingEveryStep):
-    quick = frozenset({"sgd", "one example left", "sum loss, eagerly"})
-    # An error ends a step before anything is averaged.
-    slow_tests = (
-        LIKE_OTHERS
-        | AS_WITHOUT_POLICY
-        | {"test_error_of_an_operation_is_raised_and_the_next_fit_is_clean", "test_error_of_the_data_is_raised"}
-    )
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def strategy(cls, cpus: list[str]) -> tfdist.MirroredStrategy:
-        return tfdist.MirroredStrategy(cpus[:2], policies=[tfdist.ParameterAveraging(1)])

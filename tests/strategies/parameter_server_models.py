@@ -77,6 +77,8 @@ def test_mixed_precision(strategy: Any) -> None:
         keras.mixed_precision.set_global_policy("float32")
 
 
+# The same with another type and without a scale of losses.
+@pytest.mark.slow
 def test_mixed_bfloat16(strategy: Any) -> None:
     keras.mixed_precision.set_global_policy("mixed_bfloat16")
     try:
@@ -185,8 +187,8 @@ def test_several_steps_per_execution(strategy: Any) -> None:
 
 @pytest.mark.parametrize(
     "steps_per_execution",
-    # Within a pass with a remainder, and more than a pass has.
-    [pytest.param(2, marks=pytest.mark.slow), 5, pytest.param(STEPS, marks=pytest.mark.slow), STEPS + 3],
+    # Within a pass with a remainder. `test_predict_gives_each_example_its_own_in_order` has more than a pass.
+    [5, *(pytest.param(steps, marks=pytest.mark.slow) for steps in (2, STEPS, STEPS + 3))],
 )
 def test_metrics_of_several_steps_are_those_of_one_device(strategy: Any, steps_per_execution: int) -> None:
     """Where no step changes a weight, all have the same to count, whoever makes them."""
@@ -340,7 +342,13 @@ WIDE_OPTIMIZERS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("optimizer", WIDE_OPTIMIZERS.values(), ids=WIDE_OPTIMIZERS)
+# A scale of losses is a factor of what is multiplied; "Adam" has the products.
+_SCALED = {"loss scaling": pytest.mark.slow}
+
+
+@pytest.mark.parametrize(
+    "optimizer", [pytest.param(make, id=name, marks=_SCALED.get(name, ())) for name, make in WIDE_OPTIMIZERS.items()]
+)
 def test_a_wide_layer_learns_as_on_one_device(strategy: Any, optimizer: Callable[[], Any]) -> None:
     """One batch per epoch, of a size that is not known while tracing: on both sides of each limit, and all."""
     with strategy.scope():

@@ -129,8 +129,8 @@ def test_numbers_by_mpi_are_those_of_one_device(
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "chosen",
-    # `tests/conformance` has these cases on two workers, which communicate by TensorFlow.
-    [pytest.param(CASES, id="all", marks=pytest.mark.slow), pytest.param(CASES[:1], id="one")],
+    # `tests/conformance` has these cases on two workers, which communicate by TensorFlow, and MPI has three above.
+    [pytest.param(CASES, id="all", marks=pytest.mark.slow)],
 )
 def test_numbers_by_tensorflow_are_those_of_one_device(
     chosen: Sequence[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A task that stands still doesn't stop its chief: neither the report, nor any other thread."""
+"""A task that stands still doesn't stop its chief: neither the report, nor a checkpoint, nor any other thread."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ import pytest
 
 SCRIPT = """
 import threading, time
+from tfdist.engines.parameter_server.codec_state import CodecStates
+from tfdist.engines.parameter_server.transfer.encoding import Encoding
 strategy = tfdist.ParameterServerStrategy(num_workers=2, num_ps=1)
+made = model(strategy)
+encoding, coordinator = Encoding(tfdist.compression.SignSGD(), 2), strategy.distribution.coordinator
+CodecStates(encoding, coordinator, 2, timeout_secs=60.0).collect(made)
 before = strategy.report()
 pid = strategy.distribution.serving.embedded.pid("worker:1")
 ticks, ended = [], threading.Event()
@@ -23,17 +28,24 @@ try:
     first = len(ticks)
     report = strategy.report()
     during = len(ticks) - first
+    try:
+        CodecStates(encoding, coordinator, 2, timeout_secs=5.0).collect(made)
+    except TimeoutError as error:
+        message = str(error)
+    during_collect = len(ticks) - first - during
 finally:
     os.kill(pid, signal.SIGCONT)
     ended.set()
 # The report has waited for the answer in a thread of its own, and the others have gone on.
 assert during >= 10, during
+assert during_collect >= 10, during_collect
+assert message.startswith("worker:1 has not answered for 5 s"), message
 assert report.bytes_sent["worker:1"] == before.bytes_sent["worker:1"] > 0
 print("the chief went on", flush=True)
 """
 
 
 @pytest.mark.processes
-def test_a_stopped_worker_stops_no_report_and_no_thread(tmp_path: pathlib.Path) -> None:
+def test_a_stopped_worker_stops_no_report_checkpoint_or_thread(tmp_path: pathlib.Path) -> None:
     with programs.running(SCRIPT, tmp_path) as program:
         assert program.wait(100) == 0, program.output

@@ -69,6 +69,9 @@ report("told", [found.bytes_sent[name], found.bytes_received[name]])
 report("counted", of_kernel([os.getpid()])[os.getpid()])
 report("report", str(found))
 report("memory", found.memory_bytes[name])
+# A worker that has ended tells the other no counters any more.
+(shared / f"{{index}} has all").touch()
+wait_until((shared / f"{{1 - index}} has all").exists)
 """
 POLICIES = {
     "none": [],

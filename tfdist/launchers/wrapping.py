@@ -70,47 +70,72 @@ def run(
     Returns:
       The exit code; 128+N if signal N ended the command.
     """
-    pending: list[int] = []
-    signals: list[int] = [*early]
     tail: collections.deque[tuple[str, bool]] | None = collections.deque(maxlen=_TAIL_LINES) if is_muted else None
-    child: list[subprocess.Popen[bytes]] = []
-
-    def forward(signum: int, _: object) -> None:
-        is_wanted = on_signal(signum) if on_signal else True
-        signals.append(signum)
-        if not child:
-            pending.append(signum)  # The command has not started yet.
-        elif is_wanted:
-            _kill(child[0], signum)
-
-    before = {}
-    if threading.current_thread() is threading.main_thread():
-        before = {number: signal.signal(number, forward) for number in _forwarded()}
-    try:
+    prefix = f"[{name}] "
+    with _Forwarding(on_signal, early) as forwarding:
         try:
-            output = subprocess.PIPE if name else None
-            started = _start(command, {**os.environ, **env}, output)
+            started = _start(command, {**os.environ, **env}, subprocess.PIPE if name else None)
         except OSError as error:
             say(f"can't run {command[0]}: {error}")
             return _NOT_FOUND_EXIT_CODE
-        child.append(started)
-        readers = _print_lines(started, f"[{name}] ", tail) if name else []
-        for signum in (*early, *pending):
-            _kill(started, signum)
-        code = _wait(started, is_over)
-        for reader in readers:
-            # With a timeout, because background processes of the command may keep writing.
-            reader.join(_DRAIN_SECS)
-        if tail and code not in (0, TRY_AGAIN_EXIT_CODE) and not signals:
-            _print_tail(tail, f"[{name}] ")
-        if on_exit:
-            on_exit(code)
-        return code
-    finally:
-        if child and child[0].poll() is None:
-            _kill(child[0], signal.SIGKILL)
-        for number, handler in before.items():
+        try:
+            readers = _print_lines(started, prefix, tail) if name else []
+            forwarding.begin(started)
+            code = _wait(started, is_over)
+            for reader in readers:
+                # With a timeout, because background processes of the command may keep writing.
+                reader.join(_DRAIN_SECS)
+            if tail and code not in (0, TRY_AGAIN_EXIT_CODE) and not forwarding.received:
+                _print_tail(tail, prefix)
+            if on_exit:
+                on_exit(code)
+            return code
+        finally:
+            if started.poll() is None:
+                _kill(started, signal.SIGKILL)
+
+
+class _Forwarding:
+    """Handles signals within a block, if it is entered in the main thread, and forwards them to the command.
+
+    Args:
+      on_signal: see `run`.
+      early: earlier signals.
+
+    Attributes:
+      received: all signals so far, with the earlier ones.
+    """
+
+    def __init__(self, on_signal: Callable[[int], bool] | None, early: Sequence[int]) -> None:
+        self.received = [*early]
+        self._on_signal = on_signal
+        self._child: subprocess.Popen[bytes] | None = None
+        # Signals that came before the command had started.
+        self._pending = [*early]
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> _Forwarding:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._forward) for number in _forwarded()}
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def begin(self, child: subprocess.Popen[bytes]) -> None:
+        """Forwards the signals so far, and from now on each signal at once."""
+        self._child = child
+        for signum in self._pending:
+            _kill(child, signum)
+
+    def _forward(self, signum: int, _: object) -> None:
+        is_wanted = self._on_signal(signum) if self._on_signal else True
+        self.received.append(signum)
+        if self._child is None:
+            self._pending.append(signum)
+        elif is_wanted:
+            _kill(self._child, signum)
 
 
 def _forwarded() -> list[signal.Signals]:

@@ -164,12 +164,14 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         of_workers = {}
         self._sending, aggregation = self._transfer, composed.aggregation
         if composed.compression:
-            codec_state.check_servers(self._num_workers, self._num_ps)
+            codec_state.check_servers(self._num_workers, self._num_ps, stall_timeout_secs)
             compression = composed.compression
             encoding = Encoding(compression.codec, self._num_workers, compression.variables)
             self._sending = transfer_plan.encoded(self._transfer_mode, encoding)
             self.distribution.bytes_sent = encoding.bytes_sent
-            of_workers["Compression"] = codec_state.CodecStates(encoding, self._engine.coordinator, self._num_workers)
+            of_workers["Compression"] = codec_state.CodecStates(
+                encoding, self._engine.coordinator, self._num_workers, stall_timeout_secs
+            )
         if aggregation is not None:
             self.distribution.spares = lambda: getattr(aggregation, "spares", None)
             engine = AggregatedEngine if aggregation.is_synchronous else AsynchronousEngine

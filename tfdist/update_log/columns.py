@@ -15,6 +15,8 @@ class Columns:
     """Arrays of the same length. A subclass has one field for each column, and its dtype in `DTYPES`."""
 
     DTYPES: ClassVar[dict[str, Any]] = {}
+    # Columns of shape [rows, workers]; the others have one cell in each row.
+    CELLS: ClassVar[tuple[str, ...]] = ()
 
     def __len__(self) -> int:
         return len(self.arrays()[next(iter(self.DTYPES))])
@@ -28,7 +30,7 @@ class Columns:
 
     def replace(self, **arrays: np.ndarray) -> Self:
         """Returns the columns with some of them replaced."""
-        return type(self)(**{**self.arrays(), **{n: np.asarray(a, self.DTYPES[n]) for n, a in arrays.items()}})
+        return self.of(**{**self.arrays(), **arrays})
 
     @classmethod
     def of(cls, **values: Any) -> Self:
@@ -36,18 +38,19 @@ class Columns:
         return cls(**{name: np.asarray(values[name], dtype) for name, dtype in cls.DTYPES.items()})
 
     @classmethod
-    def concatenated(cls, parts: Sequence[Self], **empty: Any) -> Self:
-        """Joins several of them, in order; `empty(**empty)` if there are none."""
+    def concatenated(cls, parts: Sequence[Self], workers: int = 0) -> Self:
+        """Joins several of them, in order; `empty(workers)` if there are none."""
         if not parts:
-            return cls.empty(**empty)
+            return cls.empty(workers)
         if len(parts) == 1:
             return parts[0]
         return cls(**{name: np.concatenate([getattr(each, name) for each in parts]) for name in cls.DTYPES})
 
     @classmethod
-    def empty(cls) -> Self:
-        """Returns columns without rows."""
-        return cls(**{name: np.zeros(0, dtype) for name, dtype in cls.DTYPES.items()})
+    def empty(cls, workers: int = 0) -> Self:
+        """Returns columns without rows, for so many workers."""
+        shapes = {name: (0, workers) if name in cls.CELLS else (0,) for name in cls.DTYPES}
+        return cls(**{name: np.zeros(shapes[name], dtype) for name, dtype in cls.DTYPES.items()})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +141,6 @@ class Groups(Columns):
         "staleness_sum": np.int32,
         "staleness_max": np.int32,
     }
-    # Columns of shape [g, w].
     CELLS: ClassVar[tuple[str, ...]] = (
         "accepted",
         "dropped",
@@ -167,9 +169,3 @@ class Groups(Columns):
     held_secs: np.ndarray
     staleness_sum: np.ndarray
     staleness_max: np.ndarray
-
-    @classmethod
-    def empty(cls, workers: int = 0) -> Self:
-        """Returns columns without rows, for so many workers."""
-        shapes = {name: (0, workers) if name in cls.CELLS else (0,) for name in cls.DTYPES}
-        return cls(**{name: np.zeros(shapes[name], dtype) for name, dtype in cls.DTYPES.items()})

@@ -7,31 +7,34 @@ The state of a worker that is lost is lost with its process; a replacement begin
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import closures, optimizer_patches, server_functions
+from tfdist.compat import closures, optimizer_patches
 from tfdist.compression import error_feedback, on_servers
+from tfdist.engines.parameter_server import server_calls
 from tfdist.engines.parameter_server.transfer.encoding import Encoding
 
 # Server processes that are asked at the same time.
 _THREADS = 16
 
 
-def check_servers(num_workers: int, num_ps: int) -> None:
+def check_servers(num_workers: int, num_ps: int, timeout_secs: float) -> None:
     """Checks that codecs can be called in all server processes.
 
     Raises:
       RuntimeError: a server process was not started by tfdist; it is named.
+      TimeoutError: a server process has not answered for `timeout_secs`.
     """
     tasks = [f"worker:{index}" for index in range(num_workers)] + [f"ps:{index}" for index in range(num_ps)]
 
     def check(task: str) -> str | None:
         try:
-            _call(task, on_servers.probe_request())
+            server_calls.within(timeout_secs, task, lambda: server_calls.call(task, on_servers.probe_request()))
         except (tf.errors.OpError, RuntimeError) as error:
             # A worker that is being restarted is not checked.
             return None if closures.is_task_failure(error) else task
@@ -54,10 +57,12 @@ class CodecStates:
       encoding: of the strategy.
       coordinator: the `ClusterCoordinator` of the workers.
       num_workers: number of workers.
+      timeout_secs: longest wait for the answer of a worker that is not lost; then TimeoutError is raised.
     """
 
-    def __init__(self, encoding: Encoding, coordinator: Any, num_workers: int) -> None:
+    def __init__(self, encoding: Encoding, coordinator: Any, num_workers: int, timeout_secs: float) -> None:
         self._encoding, self._coordinator, self._num_workers = encoding, coordinator, num_workers
+        self._timeout_secs = timeout_secs
 
     def collect(self, model: Any) -> tuple[Any, list[Any]]:
         """See `WorkerState.collect`: for each worker and optimizer one array, uint8; empty for a lost worker."""
@@ -65,9 +70,9 @@ class CodecStates:
         requests = [on_servers.collect_request(self._encoding.prefix_of(optimizer)) for optimizer in optimizers]
 
         def states_of(worker: int) -> list[np.ndarray]:
-            return [_call(f"worker:{worker}", request) for request in requests]
+            return [server_calls.call(f"worker:{worker}", request) for request in requests]
 
-        by_worker = _on_each(self._coordinator, range(self._num_workers), states_of)
+        by_worker = self._on_each(range(self._num_workers), states_of)
         empty = [np.zeros(0, np.uint8)] * len(requests)
         arrays = [array for worker in range(self._num_workers) for array in by_worker.get(worker, empty)]
         return {"codec": repr(self._encoding.codec), "optimizers": len(requests)}, arrays
@@ -86,29 +91,22 @@ class CodecStates:
         def restore(worker: int) -> None:
             for request, saved in zip(requests, arrays[worker * count : (worker + 1) * count], strict=True):
                 if saved.size:
-                    _call(f"worker:{worker}", request, tf.constant(saved, tf.uint8))
+                    server_calls.call(f"worker:{worker}", request, tf.constant(saved, tf.uint8))
 
         saved_workers = len(arrays) // count if count else 0
-        _on_each(self._coordinator, range(min(self._num_workers, saved_workers)), restore)
+        self._on_each(range(min(self._num_workers, saved_workers)), restore)
 
-
-def _on_each(coordinator: Any, workers: Sequence[int], function: Callable[[int], Any]) -> dict[int, Any]:
-    """Calls `function` for each worker that is not lost; returns the results of those that weren't lost meanwhile."""
-    results = {}
-    lost = closures.lost_workers(coordinator)
-    for worker in workers:
-        try:
-            if worker not in lost:
-                results[worker] = function(worker)
-        except Exception as error:
-            if not closures.is_task_failure(error):
-                raise
-            closures.clear_error()
-    return results
-
-
-def _call(task: str, request: bytes, *arguments: tf.Tensor) -> np.ndarray:
-    job, _, index = task.partition(":")
-    with tf.init_scope(), tf.device(f"/job:{job}/replica:0/task:{index}/device:CPU:0"):
-        (answer,) = server_functions.call([tf.constant(request), *arguments], [tf.uint8])
-    return answer.numpy()
+    def _on_each(self, workers: Sequence[int], function: Callable[[int], Any]) -> dict[int, Any]:
+        """Calls `function` for each worker that is not lost; returns the results of those not lost meanwhile."""
+        results = {}
+        lost = closures.lost_workers(self._coordinator)
+        for worker in workers:
+            if worker in lost:
+                continue
+            try:
+                call = functools.partial(function, worker)
+                results[worker] = server_calls.within(self._timeout_secs, f"worker:{worker}", call)
+            except Exception as error:
+                if not closures.is_task_failure(error):
+                    raise
+        return results

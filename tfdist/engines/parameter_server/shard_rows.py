@@ -36,7 +36,6 @@ def looked_up(handles: Sequence[tf.Tensor], shards: Sequence[Any], ids: Any, nam
     def gather(*handles: tf.Tensor) -> Any:
         unique, positions = _unique(ids, shards, name)
         rows = _gather(shards, unique)
-        shape = tf.concat([tf.shape(ids), rows.shape[1:]], 0)
 
         def gradient(upstream: tf.Tensor) -> tf.IndexedSlices:
             flat = tf.reshape(upstream, [-1, *rows.shape[1:]])
@@ -44,7 +43,7 @@ def looked_up(handles: Sequence[tf.Tensor], shards: Sequence[Any], ids: Any, nam
             whole = tf.constant([sum(_sizes(shards)), *rows.shape[1:]], unique.dtype)
             return [tf.IndexedSlices(added, unique, whole)] * len(handles)
 
-        return tf.reshape(tf.gather(rows, positions), shape), gradient
+        return _repeated(rows, positions, ids), gradient
 
     found = gather(*handles)
     found.set_shape(ids.shape.concatenate(shards[0].shape[1:]))
@@ -55,8 +54,7 @@ def look_up(shards: Sequence[Any], ids: Any, name: str) -> tf.Tensor:
     """Returns rows without a gradient; see `looked_up`."""
     ids = tf.convert_to_tensor(ids)
     unique, positions = _unique(ids, shards, name)
-    rows = tf.gather(_gather(shards, unique), positions)
-    return tf.reshape(rows, tf.concat([tf.shape(ids), rows.shape[1:]], 0))
+    return _repeated(_gather(shards, unique), positions, ids)
 
 
 def merged(slices: tf.IndexedSlices) -> tf.IndexedSlices:
@@ -114,6 +112,11 @@ def _gather(shards: Sequence[Any], ids: tf.Tensor) -> tf.Tensor:
     found = tf.dynamic_stitch(places, rows)
     found.set_shape([None, *shards[0].shape[1:]])
     return found
+
+
+def _repeated(rows: tf.Tensor, positions: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:
+    """Returns a row for each of the ids, in their shape, from the rows of the different ids."""
+    return tf.reshape(tf.gather(rows, positions), tf.concat([tf.shape(ids), rows.shape[1:]], 0))
 
 
 def _in_range(ids: tf.Tensor, count: int, name: str) -> Any:

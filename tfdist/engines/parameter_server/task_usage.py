@@ -2,8 +2,7 @@
 """Counters of the worker and ps processes, such as the bytes that they have sent, fetched by the chief.
 
 Each process samples itself (`serving/task_server`). The chief has its server return the newest sample: one small
-operation on that server's CPU, in a thread of its own. A server that stands still holds up that thread alone: request
-and answer are copied by operations, which wait without Python's lock, and not by NumPy, which keeps it.
+operation on that server's CPU, in a thread of its own, which a server that stands still holds up alone.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from tfdist.compat import closures, server_functions
-from tfdist.compat.cluster_joining import CHIEF_DEVICE
+from tfdist.compat import closures
+from tfdist.engines.parameter_server import server_calls
 from tfdist.runtime.usage import USAGE_REQUEST, Usage
 
 _TIMEOUT_SECS = 5.0
@@ -56,17 +55,9 @@ class TaskUsages:
             return {task: self._known[task] for task in self._tasks if task in self._known}
 
     def _ask(self, task: str) -> None:
-        job, _, index = task.partition(":")
         usage, is_foreign = None, False
         try:
-            with tf.init_scope():
-                with tf.device(CHIEF_DEVICE):
-                    request = tf.constant(USAGE_REQUEST)
-                with tf.device(f"/job:{job}/replica:0/task:{index}/device:CPU:0"):
-                    (answer,) = server_functions.call([request], [tf.uint8])
-                with tf.device(CHIEF_DEVICE):
-                    answer = tf.identity(answer)
-            usage = Usage.from_json(answer.numpy().tobytes())
+            usage = Usage.from_json(server_calls.call(task, USAGE_REQUEST).tobytes())
         except Exception as error:  # Whatever a server answers, the report goes without its counters.
             is_foreign = isinstance(error, TypeError | tf.errors.InvalidArgumentError)
             closures.clear_error()
