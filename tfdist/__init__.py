@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import tfdist.testing as testing  # noqa: F401
     from tfdist.cluster import Cluster, ClusterError, Task
     from tfdist.flags import strategy_from_flags
+    from tfdist.model_parts import placement, split
     from tfdist.policies.backup_workers import BackupWorkers
     from tfdist.policies.compression import Compression
     from tfdist.policies.lazy_rows import LazyRows
@@ -51,6 +52,8 @@ __all__ = [
     "Warmup",
     "__version__",
     "keep_freed_memory",
+    "placement",
+    "split",
     "strategy_from_flags",
 ]
 
@@ -69,6 +72,8 @@ MODULE_OF = {
     "ClusterError": "tfdist.cluster",
     "Task": "tfdist.cluster",
     "ShardedTables": "tfdist.sharded_tables",
+    "placement": "tfdist.model_parts",
+    "split": "tfdist.model_parts",
     "MirroredStrategy": "tfdist.strategies.mirrored",
     "MultiWorkerMirroredStrategy": "tfdist.strategies.multi_worker",
     "ParameterServerStrategy": "tfdist.strategies.parameter_server",

@@ -86,8 +86,9 @@ def test_a_missing_name_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch):
         versions.check()
     assert str(raised.value) == (
         "tfdist needs what the installed TensorFlow or Keras does not have: tensorflow.python.eager.backprop:"
-        f"_handle_or_self, {BUILD}; install other versions (tensorflow>=2.20,<2.22, keras>=3.15) or a newer tfdist. "
-        f"Received: tensorflow {tf.__version__}, keras {keras.__version__}"
+        "_gradient_function(op_name, attr_tuple, num_inputs, inputs, outputs, out_grads), "
+        f"tensorflow.python.eager.backprop:_handle_or_self, {BUILD}; install other versions (tensorflow>=2.20,<2.22, "
+        f"keras>=3.15) or a newer tfdist. Received: tensorflow {tf.__version__}, keras {keras.__version__}"
     )
 
 

@@ -164,6 +164,8 @@ def _launchers_by_operations(strategy: tf.distribute.Strategy) -> list[list[Any]
     """Returns the launchers of all devices, for each of the strategy's kinds of collectives."""
     names = ("_cross_device_ops", "_host_cross_device_ops", "_collective_ops")
     operations: list[Any] = [getattr(strategy.extended, name, None) for name in names]
+    # Replicas that span devices have operations for each part.
+    operations = [each for one in operations for each in getattr(one, "by_part", [one])]
     return [list(getattr(one, "_launchers", ())) for one in operations]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.compat import fresh_threads, keras_variables, own_attributes
+from tfdist.compat import fresh_threads, keras_variables, own_attributes, placed_layers
 
 NEEDS = ("keras:Variable._initialize",)
 
@@ -40,3 +40,21 @@ def _make(strategy: Any, variable: Any, value: Any) -> None:
     with strategy.scope():
         variable._initialize(value.numpy())
     own_attributes.setdefault(variable, _FORMER, list).append(value)
+
+
+@tf.autograph.experimental.do_not_convert
+def move_to_part(strategy: Any, variable: Any, part: int) -> None:
+    """Moves a Keras variable to the devices of a part of replicas that span devices, with the value that it has.
+
+    Functions that were traced with the variable are not to be called any more.
+
+    Args:
+      strategy: on several workers, all of them call this alike.
+      variable: of this part already, it stays as it is.
+      part: the part.
+    """
+    if placed_layers.part_of(variable) == part:
+        return
+    value = keras_variables.tf_variable(variable)
+    with strategy.scope(), placed_layers.creating(part):
+        variable._initialize(value.numpy())

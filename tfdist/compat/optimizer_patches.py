@@ -19,7 +19,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat import instance_keys, loops, optimizer_variables, own_attributes, replicas
+from tfdist.compat import (
+    instance_keys,
+    loops,
+    optimizer_variables,
+    own_attributes,
+    placed_layers,
+    replicas,
+)
 
 NEEDS = (
     "keras.src.backend.tensorflow.optimizer:TFOptimizer._all_reduce_sum_gradients",
@@ -105,7 +112,7 @@ class Postponed:
         for gradient, variable in zip(grads, trainable_variables or (), strict=False):
             if isinstance(gradient, tf.Tensor):
                 gradient.set_shape(variable.shape)  # Not known by the gradients of some operations on rows.
-        grads = list(self._weigh(grads)) if self._weigh else grads
+        grads = placed_layers.beside(list(self._weigh(grads)) if self._weigh else grads, self.variables)
         is_sparse = [isinstance(gradient, tf.IndexedSlices) for gradient in grads]
         sums = sum_over_replicas([g if sparse else None for g, sparse in zip(grads, is_sparse, strict=True)])
         self.gradients = [
@@ -146,8 +153,7 @@ def sum_over_replicas(gradients: Gradients) -> list[Any]:
 
 
 def _sum_up(gradients: Gradients, variables: Sequence[Any]) -> list[Any]:
-    del variables
-    return sum_over_replicas(gradients)
+    return sum_over_replicas(placed_layers.beside(gradients, variables))
 
 
 def _sum_varying(values: Gradients) -> Sequence[Any]:

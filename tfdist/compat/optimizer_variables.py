@@ -7,8 +7,10 @@ There is no public way: `optimizer.variables` has them all in one list. The publ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+import keras
 
 NEEDS = (
     "keras.src.optimizers.base_optimizer:BaseOptimizer._accumulated_gradients",
@@ -17,6 +19,8 @@ NEEDS = (
     "keras.src.optimizers.base_optimizer:BaseOptimizer._learning_rate",
     "keras.src.optimizers.base_optimizer:BaseOptimizer._model_variables_moving_average",
     "keras.src.optimizers.base_optimizer:BaseOptimizer._trainable_variables",
+    "keras.src.optimizers.base_optimizer:BaseOptimizer._trainable_variables_indices",
+    "keras.src.optimizers.base_optimizer:BaseOptimizer._var_key",
 )
 
 
@@ -48,3 +52,21 @@ def averages_of(optimizer: Any) -> Sequence[Any]:
 def sums_of(optimizer: Any) -> Sequence[Any]:
     """The gradients that it accumulates, in the same order; none without `gradient_accumulation_steps`."""
     return getattr(optimizer, "_accumulated_gradients", None) or ()
+
+
+def slots_of(optimizer: Any) -> Iterator[tuple[Any, Any]]:
+    """Yields each variable that a built optimizer updates with each of the slots that it keeps for the variable."""
+    trained = optimizer._trainable_variables
+    others = {id(variable) for variable in [*trained, optimizer._iterations, learning_rate_of(optimizer)]}
+    for name, kept in vars(optimizer).items():
+        # Optimizers keep a list of slots of each kind, in the order of the variables.
+        is_list = isinstance(kept, Sequence) and not isinstance(kept, str) and len(kept) == len(trained)
+        if is_list and name not in ("_variables", "_trainable_variables"):
+            pairs = zip(trained, kept, strict=True)
+            yield from ((v, slot) for v, slot in pairs if isinstance(slot, keras.Variable) and id(slot) not in others)
+
+
+def find_again(optimizer: Any) -> None:
+    """Has a built optimizer find the variables that it updates, after other TensorFlow variables are behind them."""
+    trained = optimizer._trainable_variables
+    optimizer._trainable_variables_indices = {optimizer._var_key(variable): i for i, variable in enumerate(trained)}

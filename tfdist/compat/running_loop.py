@@ -85,6 +85,12 @@ def call_name() -> str | None:
     return None if frame is None else frame.f_code.co_name
 
 
+def call_model() -> Any:
+    """The model of that call; or None."""
+    frame = call_frame(sys._getframe(1))
+    return None if frame is None else frame.f_locals.get("self")
+
+
 def build_in_caller() -> Build | None:
     """The building of a model in which Keras calls the method that calls this; None if somebody else calls it."""
     frame = sys._getframe(2)

@@ -13,11 +13,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.compat import instance_keys, optimizer_patches, replicas
+from tfdist.compat import instance_keys, optimizer_patches, part_collectives, replica_parts, replicas
 
 NEEDS = (
-    "tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended._cross_device_ops",
-    "tensorflow.python.distribute.cross_device_ops:CollectiveAllReduce._launchers",
     "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher._all_gather",
     "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher.all_reduce",
 )
@@ -41,7 +39,11 @@ def sum_of(strategy: Any, flat: tf.Tensor) -> tf.Tensor:
     if context is not None and context.strategy is strategy:
         (total,) = optimizer_patches.sum_over_replicas([flat])
         return total
-    with tf.device(replicas.worker_device(strategy)):
+    parts = replica_parts.of(strategy)
+    home = replicas.worker_device(strategy)
+    if parts is not None:
+        home = parts.groups[0][0 if tf.executing_eagerly() else parts.part_of(flat)]
+    with tf.device(home):
         return tf.distribute.Strategy.reduce(strategy, "SUM", tf.identity(flat), axis=None)
 
 
@@ -55,8 +57,7 @@ def sum_in_step(strategy: Any, flat: tf.Tensor) -> tf.Tensor:
     size, num_workers = flat.shape.num_elements(), replicas.worker_count(strategy)
     if tf.executing_eagerly() or size is None:
         return sum_of(strategy, flat)
-    (launcher,) = strategy.extended._cross_device_ops._launchers
-    (device,) = strategy.extended.worker_devices
+    launcher, device = _launcher(strategy, flat)
     with instance_keys.fixed(strategy), tf.device(device):
         if not is_gathered(strategy, flat):
             return launcher.all_reduce(tf.identity(flat))
@@ -87,8 +88,7 @@ def gather(strategy: Any, message: tf.Tensor, in_step: bool) -> tf.Tensor:
       uint8 [workers, longest], each message padded with zeros.
     """
     num_workers = replicas.worker_count(strategy)
-    (launcher,) = strategy.extended._cross_device_ops._launchers
-    (device,) = strategy.extended.worker_devices
+    launcher, device = part_collectives.launcher(strategy, 0), strategy.extended.worker_devices[0]
     with tf.device(device):
         # TensorFlow gathers no bytes, but integers.
         length = tf.size(message)
@@ -110,6 +110,16 @@ def gathered_bytes(lengths: tf.Tensor) -> tf.Tensor:
     """Returns how many bytes `gather` carries from each worker to each other one, for messages so long."""
     longest = tf.reduce_max(lengths)
     return 4 + HEAD_BYTES + tf.maximum((longest - HEAD_BYTES + 3) // 4 * 4, 0)
+
+
+def _launcher(strategy: Any, flat: tf.Tensor) -> tuple[Any, str]:
+    """Returns the launcher of the collectives of the part that a tensor is of, and its device."""
+    parts = replica_parts.of(strategy)
+    if parts is None:
+        (device,) = strategy.extended.worker_devices
+        return part_collectives.launcher(strategy, 0), device
+    part = parts.part_of(flat)
+    return part_collectives.launcher(strategy, part), parts.groups[0][part]
 
 
 def _padded(message: tf.Tensor, size: Any) -> tf.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.compat import fresh_threads
+from tfdist.compat import fresh_threads, placed_layers
 
 # Arguments of a variable creator that `tf.Variable` accepts.
 _ARGUMENTS = (
@@ -59,7 +59,7 @@ def _redirected(
     scope: Callable[[], contextlib.AbstractContextManager], colocate: Callable[[], contextlib.AbstractContextManager]
 ) -> contextlib.AbstractContextManager:
     def create(_: Any, **arguments: Any) -> Any:
-        return fresh_threads.call(_make, scope, colocate, arguments)
+        return fresh_threads.call(_make, scope, colocate, arguments, placed_layers.current())
 
     return tf.variable_creator_scope(create)
 
@@ -68,6 +68,7 @@ def _make(
     scope: Callable[[], contextlib.AbstractContextManager],
     colocate: Callable[[], contextlib.AbstractContextManager],
     arguments: dict[str, Any],
+    part: int | None,
 ) -> Any:
-    with scope(), colocate():
+    with scope(), placed_layers.creating(part), colocate():
         return tf.Variable(**{name: value for name, value in arguments.items() if name in _ARGUMENTS})

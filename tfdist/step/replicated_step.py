@@ -36,7 +36,15 @@ from tfdist.compat import (
 )
 from tfdist.data import splitting
 from tfdist.data.shares import Shares, Sum
-from tfdist.step import copies, empty_parts, global_losses, loss_weights, used_objects, write_order
+from tfdist.step import (
+    copies,
+    empty_parts,
+    global_losses,
+    loss_weights,
+    replica_placement,
+    used_objects,
+    write_order,
+)
 
 # One trace at a time: `global_losses.counted_as_one` sets an attribute of the strategy, and two threads may fit two
 # models.
@@ -72,7 +80,7 @@ def run_step(
     Args:
       strategy: the strategy.
       run: runs the step on data as the stock strategy does and returns its logs per replica.
-      step: a bound `train_step` or `test_step`, of a model that `check_xla` accepts; for the first, after `prepare`.
+      step: a bound `train_step` or `test_step`, of a model that `check_model` accepts; for the first, after `prepare`.
       data: the step's argument: distributed values, or a value for every replica.
       sum_over_workers: sums tensors over all workers.
       shares_of: returns the shares of the batch that this process' replicas have these parts of, None if they are
@@ -168,8 +176,9 @@ def _distributed(like: Any, parts: Sequence[Any]) -> Any:
     return tf.nest.pack_sequence_as(like, leaves)
 
 
-def check_xla(strategy: Any, model: keras.Model) -> None:
-    """Raises ValueError if the model is to be compiled by XLA, and its replicas are not all local GPUs."""
+def check_model(strategy: Any, model: keras.Model) -> None:
+    """Raises ValueError if a model can't be trained or evaluated as it was compiled, or has layers without a place."""
+    replica_placement.check(strategy, model)
     devices = strategy.extended.worker_devices
     is_local_gpus = len(devices) == strategy.num_replicas_in_sync and all("GPU" in device for device in devices)
     if model.jit_compile and strategy.num_replicas_in_sync > 1 and not is_local_gpus:

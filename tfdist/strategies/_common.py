@@ -33,7 +33,7 @@ from tfdist.engines.averaging.engine import AveragingEngine
 from tfdist.engines.warmup.engine import WarmupEngine
 from tfdist.policies.base import Aggregation
 from tfdist.policies.warmup import Warmup
-from tfdist.step import in_scope, keras_steps, rehearsal, replicated_step, used_objects
+from tfdist.step import in_scope, keras_steps, rehearsal, replica_placement, replicated_step, used_objects
 
 
 class KerasSteps(tf.distribute.Strategy):
@@ -103,7 +103,7 @@ class KerasSteps(tf.distribute.Strategy):
         if replicated_step.is_train_step(fn):
             self._prepare(fn.__self__)
         else:
-            replicated_step.check_xla(self, fn.__self__)
+            replicated_step.check_model(self, fn.__self__)
         return replicated_step.run_step(
             self, stock, fn, args[0], self._sum_over_workers, sum_gradients=self._sum_gradients
         )
@@ -117,6 +117,9 @@ class KerasSteps(tf.distribute.Strategy):
             rehearsal.before(self, fn, *self._of_first_replica((list(args), dict(kwargs or {}))))
         if keras_steps.classify(fn) == "predict" and len(args) == 1:
             models = [each for each in used_objects.used_by(fn) if trainers.is_trainer(each)]
+            # Keras hands over a function of its own.
+            if running := running_loop.call_model():
+                replica_placement.check(self, running)
             return replicated_step.run_prediction(self, stock, models[0] if models else None, args[0])
         return stock()
 
@@ -178,7 +181,7 @@ class KerasSteps(tf.distribute.Strategy):
 
     def _prepare(self, model: keras.Model) -> None:
         """Checks a model and builds its optimizer, before its train step is traced; all workers call it alike."""
-        replicated_step.check_xla(self, model)
+        replicated_step.check_model(self, model)
         replicated_step.prepare(self, model)
 
     @property

@@ -15,6 +15,7 @@ from tfdist.compat import (
     distributed_data,
     first_batch,
     overlapping_loops,
+    replica_parts,
     running_loop,
     strategy_order,
     unread_iterators,
@@ -29,7 +30,7 @@ from tfdist.engines.warmup.engine import WarmupEngine
 from tfdist.policies import composition
 from tfdist.policies.base import Aggregation
 from tfdist.runtime import allocator, cpus
-from tfdist.strategies import _common
+from tfdist.strategies import _common, _devices
 from tfdist.strategies.distribution import Distribution
 from tfdist.telemetry.recorder import Recorder
 from tfdist.telemetry.report import Report
@@ -53,11 +54,15 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
     Args:
       devices: device names such as `["GPU:0", "GPU:1"]`; all GPUs by default, or the CPU where there are none.
       cross_device_ops: how gradients are reduced, a `tf.distribute.CrossDeviceOps`; not used by `fit` with a policy.
+      devices_per_replica: number of devices that hold a copy of the model together, each a part of its layers
+        (`tfdist.placement`, `tfdist.split`); successive ones of `devices`. By default those are all GPUs, or all
+        logical CPUs where there are none.
       policies: which gradients make an update, such as `[tfdist.BackupWorkers(spares=1)]`; those of all by default.
       stall_timeout_secs: how long an update may wait, with a policy, while no device brings a gradient.
 
     Raises:
-      ValueError: the policies don't go together, or not with this number of devices; or a timeout is not positive.
+      ValueError: the policies don't go together, or not with this number of devices; `devices_per_replica` does not
+        divide it; or a timeout is not positive.
       RuntimeError: a policy was given, and TensorFlow has too few threads for one.
     """
 
@@ -66,18 +71,23 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
         devices: Any = None,
         cross_device_ops: Any = None,
         *,
+        devices_per_replica: int = 1,
         policies: Sequence[Any] = (),
         stall_timeout_secs: float = 600.0,
     ) -> None:
         composition.check(policies, "MirroredStrategy")
+        _devices.check(devices_per_replica, policies, "MirroredStrategy")
         _common.check_timeouts(stall_timeout_secs=stall_timeout_secs)
         if any(isinstance(policy, Aggregation) for policy in policies):
             _check_threads()
         # Else its all-reduces would be taken for those of another strategy on these devices, of other shapes.
         self._collective_key_base = next(_KEY_BASES)
+        groups = _grouped(devices, cross_device_ops, devices_per_replica) if devices_per_replica > 1 else []
         allocator.keep_if_launched(few_arenas=False)
         device_pipelines.leave_untuned()
-        super().__init__(devices, cross_device_ops)
+        super().__init__([group[0] for group in groups] or devices, cross_device_ops)
+        if groups:
+            _devices.span(self, groups)
         composed = composition.compose(policies, "MirroredStrategy", self.num_replicas_in_sync)
         policy = self._aggregation = composed.aggregation
         self._warmup = composed.warmup
@@ -199,6 +209,17 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
         """Returns the counts since the strategy was built; all zero without a policy."""
         report = self.distribution.recorder.report()
         return self.distribution.complete(self._averaging.complete(report) if self._averaging else report)
+
+
+def _grouped(devices: Any, cross_device_ops: Any, devices_per_replica: int) -> Sequence[Sequence[str]]:
+    if cross_device_ops is not None:
+        raise ValueError(
+            f"MirroredStrategy(devices_per_replica={devices_per_replica}): each part of the model is reduced among the "
+            f"devices that hold it; leave cross_device_ops away. Received: cross_device_ops={cross_device_ops!r}"
+        )
+    found = _devices.of_machine(devices)
+    _devices.check_count(devices_per_replica, found, "MirroredStrategy")
+    return replica_parts.grouped(found, devices_per_replica)
 
 
 def _check_threads() -> None:

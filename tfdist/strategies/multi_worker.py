@@ -46,7 +46,7 @@ from tfdist.policies import composition
 from tfdist.policies.base import Aggregation, Update
 from tfdist.runtime import allocator, cpus, messages, own_address, quorum_client, quorum_server, rendezvous, stalls
 from tfdist.step import copies, replicated_step
-from tfdist.strategies import _common, _communication, _multi_worker_cluster
+from tfdist.strategies import _common, _communication, _devices, _multi_worker_cluster
 from tfdist.strategies._compressed_sums import CompressedSums
 from tfdist.strategies.distribution import Distribution
 from tfdist.telemetry.recorder import Recorder
@@ -72,6 +72,9 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
       communication: what sums tensors of CPUs over the workers: "mpi" for MPI, by mpi4py; "tensorflow" for
         TensorFlow's collectives; "auto" for MPI where a launcher has set it up (`tfdist launch --communication=mpi`,
         mpiexec, srun --mpi), and TensorFlow's collectives elsewhere. GPUs always use TensorFlow's, which have NCCL.
+      devices_per_replica: number of a worker's devices that hold a copy of the model together, each a part of its
+        layers (`tfdist.placement`, `tfdist.split`). A worker has all of its GPUs, or all of its logical CPUs where it
+        has none; as many on each.
       policies: policies that decide which gradients count, such as `[tfdist.BackupWorkers(spares=1)]`. Empty: all do.
       start_timeout_secs: longest wait for the start of all workers.
       stall_timeout_secs: longest wait of an update, with a policy, without progress of the workers that it waits for.
@@ -80,7 +83,8 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
     Raises:
       ClusterError: the cluster's description can't be right.
       TimeoutError: a worker did not start in time; the message names it.
-      ValueError: the policy makes no sense here, MPI is asked for and can't be used, or a timeout is not positive.
+      ValueError: the policy makes no sense here, MPI is asked for and can't be used, `devices_per_replica` does not
+        divide the number of devices, or a timeout is not positive.
       ConnectionError: the workers do not belong to one job; they have different secrets.
     """
 
@@ -101,14 +105,17 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         communication_options: Any = None,
         *,
         communication: str = "auto",
+        devices_per_replica: int = 1,
         policies: Sequence[Any] = (),
         start_timeout_secs: float = 300.0,
         stall_timeout_secs: float = 600.0,
     ) -> None:
         composition.check(policies, "MultiWorkerMirroredStrategy")
+        _devices.check(devices_per_replica, policies, "MultiWorkerMirroredStrategy")
         _communication.check(communication)
         _common.check_timeouts(start_timeout_secs=start_timeout_secs, stall_timeout_secs=stall_timeout_secs)
         cluster = _multi_worker_cluster.find(cluster_resolver)
+        _devices.check_worker(devices_per_replica)
         allocator.keep_if_launched(few_arenas=True)
         device_pipelines.leave_untuned()
         is_training = cluster is None or cluster.task in cluster.training_tasks
@@ -125,7 +132,8 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         if cluster is None or not is_training or num_workers == 1:
             # An evaluator would be looked for among the workers.
             resolver = cluster_resolver if is_training else _multi_worker_cluster.empty_resolver()
-            super().__init__(resolver, communication_options)
+            with _devices.of_worker(self, devices_per_replica):
+                super().__init__(resolver, communication_options)
             self._is_cluster_of_one = cluster is not None and is_training
             self.distribution.take(policies if is_training else ())
             _common.mend_keras(self)
@@ -137,7 +145,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
             tf.config.threading.set_inter_op_parallelism_threads(count + 1)
         rendezvous.meet(cluster, start_timeout_secs, secret=os.environ.get(_SECRET, ""))
         _multi_worker_cluster.configure_coordination(cluster, start_timeout_secs)
-        with stalls.interrupt_ends_process():
+        with stalls.interrupt_ends_process(), _devices.of_worker(self, devices_per_replica):
             super().__init__(cluster_resolver, communication_options)
         initial_values.take_all_dtypes(self)
         _common.mend_keras(self)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import replicas, worker_collectives
+from tfdist.compat import part_collectives, replica_parts, replicas, worker_collectives
 from tfdist.transport import buckets
 from tfdist.transport.traffic import Traffic
 
@@ -66,12 +66,32 @@ class WorkerSums:
         """Sums tensors, with one collective for each dtype."""
         if not replicas.has_other_workers(self._strategy):
             return list(tensors)
-        return buckets.sum_together(tensors, self._sum_of)
+        return self._by_part(tensors, lambda chosen: buckets.sum_together(chosen, self._sum_of))
 
     def in_step(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Sums tensors in buckets, in a step that all workers of one device each trace alike."""
         sum_of = functools.partial(self._sum_of, in_step=True)
-        return buckets.sum_in_buckets(tensors, lambda bucket: buckets.sum_together(bucket, sum_of, _put_together))
+
+        def sum_in_buckets(chosen: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+            return buckets.sum_in_buckets(chosen, lambda bucket: buckets.sum_together(bucket, sum_of, _put_together))
+
+        return self._by_part(tensors, sum_in_buckets)
+
+    def _by_part(
+        self, tensors: Sequence[tf.Tensor], sum_up: Callable[[Sequence[tf.Tensor]], list[tf.Tensor]]
+    ) -> list[tf.Tensor]:
+        """Sums the tensors of each part on the device that has the part, if replicas span devices."""
+        parts = replica_parts.of(self._strategy)
+        # Eager tensors of one variable may be on different devices on the workers, who all must sum alike.
+        if parts is None or tf.executing_eagerly():
+            return sum_up(tensors)
+        sums: list[Any] = list(tensors)
+        for chosen in part_collectives.by_part(parts, tensors):
+            with tf.device(parts.groups[0][parts.part_of(tensors[chosen[0]])]):
+                totals = sum_up([tensors[index] for index in chosen])
+            for index, total in zip(chosen, totals, strict=True):
+                sums[index] = total
+        return sums
 
     def gather(self, message: tf.Tensor, in_step: bool = False) -> tf.Tensor:
         """Gathers a message of each worker.

@@ -2,9 +2,10 @@
 """Traced functions of a train step whose replicas are the devices of one process.
 
     contribute    on a replica's device    reads its copies of the variables, computes; the result goes to the first
-                                           device
-    update        on all devices           adds up on the first device, then applies to every copy
+                                           replica's device
+    update        on all devices           adds up on the first replica's device, then applies to every copy
 
+Of replicas that span devices, each part goes to the device that has the part in the first replica.
 The contributions of an update are on one device, in the order of the replicas. So the update is the same function for
 any contributors, and its sum does not depend on the order of arrival.
 """
@@ -12,13 +13,21 @@ any contributors, and its sum does not depend on the order of arrival.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import concrete_calls, optimizer_patches, optimizer_variables, replica_writes
+from tfdist.compat import (
+    concrete_calls,
+    following_devices,
+    optimizer_patches,
+    optimizer_variables,
+    replica_parts,
+    replica_writes,
+)
 from tfdist.data import splitting
 from tfdist.step import copies, global_losses, one_replica
 from tfdist.step.contribution import Contribution, add_up
@@ -50,6 +59,8 @@ class ThreadedStep:
         divisor = 1 if global_losses.has_own_loss(step) else len(self._devices)
         self._step = SplitTrainStep(step, len(self._devices), loss_divisor=divisor, can_take_maxima=True)
         self._template: Contribution | None = None
+        # Devices of a flat contribution.
+        self._homes: list[str] = []
         flat = tf.nest.flatten(element_spec, expand_composites=True)
         replicas = [
             self._step.settled(lambda replica=replica: one_replica.trace(strategy, self._on_replica(replica), flat))
@@ -101,23 +112,42 @@ class ThreadedStep:
                 tf.distribute.ReplicaContext(self._strategy, replica),
                 global_losses.counted_as_one(self._strategy, self._user_step),
             ):
-                contribution = self._template = self._step.contribute(part, rows)
-            with tf.device(self._devices[0]):
-                return [tf.identity(tensor) for tensor in tf.nest.flatten(contribution, expand_composites=True)]
+                compute = following_devices.of_strategy(self._strategy, self._step.contribute)
+                contribution = self._template = compute(part, rows)
+            flat = tf.nest.flatten(contribution, expand_composites=True)
+            self._homes = [self._home(tensor) for tensor in flat]
+            return [_on(device, tensor) for device, tensor in zip(self._homes, flat, strict=True)]
 
         return contribute
 
+    def _home(self, tensor: tf.Tensor) -> str:
+        """Returns the first replica's device for the part of the model that a tensor is of."""
+        parts = replica_parts.of(self._strategy)
+        return parts.groups[0][parts.part_of(tensor)] if parts else self._devices[0]
+
     def _update(self, *flat: tf.Tensor) -> list[tf.Tensor]:
         size = len(self._specs)
+        if replica_parts.of(self._strategy):
+            flat = tuple(
+                _on(device, tensor) for device, tensor in zip(itertools.cycle(self._homes), flat, strict=False)
+            )
         parts = [flat[start : start + size] for start in range(0, len(flat), size)]
         contributions = [tf.nest.pack_sequence_as(self._template, part, expand_composites=True) for part in parts]
         with one_replica.replica_on(self._strategy, self._devices[0]), _updating_all(self._step.model):
-            total = add_up(contributions)
-            self._step.update(total, num_contributions=len(contributions), assign=copies.assign_all)
-            for variable, count in zip(self._step.counters, total.counts, strict=True):
-                # A metric's value is the sum over its copies.
-                copies.copies_of(variable)[0].assign_add(tf.cast(count, variable.dtype))
-            return self._packing.pack(self._step.logs(total))
+            return following_devices.of_strategy(self._strategy, self._apply)(contributions)
+
+    def _apply(self, contributions: Sequence[Contribution]) -> list[tf.Tensor]:
+        total = add_up(contributions)
+        self._step.update(total, num_contributions=len(contributions), assign=copies.assign_all)
+        for variable, count in zip(self._step.counters, total.counts, strict=True):
+            # A metric's value is the sum over its copies.
+            copies.copies_of(variable)[0].assign_add(tf.cast(count, variable.dtype))
+        return self._packing.pack(self._step.logs(total))
+
+
+def _on(device: str, tensor: tf.Tensor) -> tf.Tensor:
+    with tf.device(device):
+        return tf.identity(tensor)
 
 
 @contextlib.contextmanager

@@ -140,7 +140,7 @@ class WarmupEngine(Engine):
                 return tf.nest.map_structure(tf.convert_to_tensor, step(handles.without_optionals(part)))
 
         if count == 1:
-            replicated_step.check_xla(self._strategy, model)
+            replicated_step.check_model(self._strategy, model)
             replicated_step.prepare(self._strategy, model)
             if not content:
                 return one_replica.zeros_of(alone, handle.kind.element_spec[0])

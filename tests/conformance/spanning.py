@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Places the layers of models that know nothing of placement, one after the other on the devices of their replica."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import keras
+import pytest
+import tensorflow as tf
+
+from tfdist.compat import placed_layers
+
+
+def place_alternately(strategy: Any, monkeypatch: pytest.MonkeyPatch, parts: int = 2) -> None:
+    """Has layers that are made in the scope of a strategy placed alternately, and other weights on the first part."""
+    new, part_of, turns = keras.Layer.__new__, placed_layers.part_of, itertools.cycle(range(parts))
+
+    def make(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        layer = new(cls, *args, **kwargs)
+        if tf.distribute.get_strategy() is strategy and not isinstance(layer, keras.Sequential):
+            placed_layers.place(layer, next(turns))
+        return layer
+
+    monkeypatch.setattr(keras.Layer, "__new__", make)
+    monkeypatch.setattr(placed_layers, "part_of", lambda variable: part_of(variable) or 0)

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Devices of replicas that span several of them: checks of `devices_per_replica`, and which devices a replica has."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.compat import following_devices, part_collectives, placed_gradients, placed_layers, replica_parts
+from tfdist.policies.compression import Compression
+
+
+def check(devices_per_replica: Any, policies: Sequence[Any], strategy: str) -> None:
+    """Checks the argument, before any work starts.
+
+    Raises:
+      ValueError: it is no positive integer, or a policy needs replicas of one device.
+    """
+    if not isinstance(devices_per_replica, int) or isinstance(devices_per_replica, bool) or devices_per_replica < 1:
+        raise ValueError(
+            f"{strategy}(devices_per_replica=...): must be an integer of at least 1. Received: "
+            f"devices_per_replica={devices_per_replica!r}"
+        )
+    for policy in policies if devices_per_replica > 1 else ():
+        if isinstance(policy, Compression):
+            raise ValueError(
+                f"{strategy}(devices_per_replica={devices_per_replica}): {policy!r} encodes the gradients of one "
+                f"device per worker; leave it away, or use devices_per_replica=1. Received: policies={list(policies)!r}"
+            )
+
+
+def of_machine(devices: Sequence[str] | None) -> list[str]:
+    """Returns the full names of devices of this process: all GPUs by default, or all CPUs where there are none."""
+    if not devices:
+        found = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
+        devices = [each.name for each in found]
+    return replica_parts.full_names(devices)
+
+
+def check_worker(devices_per_replica: int) -> None:
+    """Raises ValueError if `devices_per_replica` does not divide the devices of this worker; starts no runtime."""
+    if devices_per_replica > 1:
+        check_count(devices_per_replica, _count("GPU") or _count("CPU"), "MultiWorkerMirroredStrategy")
+
+
+@contextlib.contextmanager
+def of_worker(strategy: tf.distribute.Strategy, devices_per_replica: int) -> Iterator[None]:
+    """Has each replica of a strategy of several workers span several devices; it is built within this block."""
+    if devices_per_replica == 1:
+        yield
+        return
+    with part_collectives.first_devices(devices_per_replica, _count("CPU")):
+        yield
+    firsts = strategy.extended.worker_devices
+    span(strategy, [replica_parts.siblings(first, devices_per_replica) for first in firsts])
+
+
+def _count(kind: str) -> int:
+    """Returns the number of logical devices of a kind, without starting TensorFlow's runtime."""
+    physical = tf.config.list_physical_devices(kind)
+    return sum(len(tf.config.get_logical_device_configuration(each) or [None]) for each in physical)
+
+
+def check_count(devices_per_replica: int, devices: int | Sequence[str], strategy: str) -> None:
+    """Raises ValueError if `devices_per_replica` does not divide the number of devices."""
+    count = devices if isinstance(devices, int) else len(devices)
+    if count % devices_per_replica:
+        fitting = [str(each) for each in range(1, count + 1) if count % each == 0]
+        shown = f"{count} devices" if isinstance(devices, int) else f"{count} devices: {', '.join(devices)}"
+        raise ValueError(
+            f"{strategy}(devices_per_replica={devices_per_replica}): does not divide the number of devices; use "
+            f"{' or '.join(fitting)}, or give it other devices. Received: {shown}"
+        )
+
+
+def span(strategy: tf.distribute.Strategy, groups: Sequence[Sequence[str]]) -> None:
+    """Has each replica of a strategy span several devices.
+
+    Args:
+      strategy: computes on the first device of each group.
+      groups: for each replica of this process, the full names of its devices.
+    """
+    parts = replica_parts.Parts(tuple(tuple(group) for group in groups))
+    replica_parts.span(strategy, parts)
+    placed_layers.allow()
+    placed_gradients.compute_on(device for group in groups for device in group)
+    part_collectives.use(strategy, parts)
+    following_devices.follow(strategy, parts)
