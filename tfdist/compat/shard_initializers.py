@@ -48,6 +48,8 @@ _DRAWS: dict[str, Callable[..., tf.Tensor]] = {
     "truncated_normal": tf.raw_ops.StatelessTruncatedNormalV2,
 }
 _PHILOX = 1
+# Shards above this size are drawn in parts.
+LARGE_BYTES = 64 << 20
 _lock = threading.RLock()
 
 
@@ -73,6 +75,8 @@ class ShardInitial:
         self.path = path
         self._initializer = initializer
         self._dtype = dtype
+        # True if the shards begin as zeros, and get their values from `rows`.
+        self.is_postponed = False
         # What is drawn as a seed for the first shard holds for all.
         self._seed: tf.Tensor | None = None
 
@@ -88,6 +92,15 @@ class ShardInitial:
         first = partition_offset[0]
         if self._dtype != "float32" or type(self._initializer).__call__ not in _DRAWN:
             return self._initializer(self.shape, dtype=self._dtype)[first : first + part[0]]
+        if 4 * math.prod(part) > LARGE_BYTES:
+            # A draw takes three times its memory for a moment.
+            self.is_postponed = True
+            return tf.zeros(part)
+        return self.rows(first, first + part[0])
+
+    def rows(self, first: int, last: int) -> tf.Tensor:
+        """Draws rows first to last - 1 of the whole."""
+        part = (last - first, *self.shape[1:])
         with _lock, optimizer_patches.attributes([self._drawing(name, first, part) for name in _DRAWS]):
             return self._initializer(self.shape, dtype=self._dtype)
 

@@ -237,7 +237,10 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         with beside:
             variable = next_creator(**kwargs)
         barrier = self.distribution.barrier
-        return partition(coordinate(variable, barrier), barrier, initial.path if initial else "")
+        made = partition(coordinate(variable, barrier), barrier, initial.path if initial else "")
+        if initial is not None and initial.is_postponed:
+            made.fill(initial.rows)
+        return made
 
     # Data.
 
