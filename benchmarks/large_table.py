@@ -143,8 +143,8 @@ def _digest(model: Any) -> list[float]:
     tables = [model.layers[0].embeddings, *(each for each in model.optimizer.variables if "table" in each.path)]
     sums = []
     for table in tables:
-        size = table.shape[0] // 64
-        for index in range(64):
+        size = table.shape[0] // 256
+        for index in range(256):
             rows = table.value.read_rows(index * size, (index + 1) * size)
             sums.append(float(np.abs(rows.astype("float64")).sum()))
     return sums

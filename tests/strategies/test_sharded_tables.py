@@ -63,11 +63,27 @@ same(found.get_weights(), before)
 other = trained(one, lambda: O.AdamW(0.01, weight_decay=0.1), SOME)
 tf.train.Checkpoint(model=other).restore(path).assert_existing_objects_matched()
 same(other.get_weights(), before)
-try:
-    found.predict(np.array([[0, 1, 48]]), verbose=0)
-    raise SystemExit("no error")
-except Exception as error:
-    assert re.search(r"table/embeddings: ids must be in \\[0, 48\\). Received:. .48", str(error)), error
+def raises(text, function, *args, **kwargs):
+    try:
+        function(*args, **kwargs)
+    except Exception as error:
+        assert re.search(text, str(error)), error
+        return
+    raise SystemExit(f"no error with {text}")
+outside = SOME.copy()
+for wrong in (48, -60):
+    outside[30, 1] = wrong
+    text = rf"table/embeddings: ids must be in \\[0, 48\\). Received:. .{wrong}"
+    raises(text, found.predict, outside, verbose=0)
+    raises(text, found.fit, outside, TARGETS, batch_size=16, verbose=0)
+found.fit(SOME, TARGETS, batch_size=16, verbose=0)
+with strategy.scope():
+    # Fewer rows than servers, and scalars.
+    for few in (keras.Variable(np.ones((1, 300))), keras.Variable(1.0)):
+        assert not hasattr(few.value, "variables")
+    # More than this machine has.
+    memory = 2 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    raises("takes .* GB, .* GB on each of 2 parameter servers. Of", keras.layers.Embedding(memory // 256, 64).build)
 """
 LAZY = """
 class LazyAdam(O.Adam):
