@@ -26,6 +26,7 @@ from tfdist.compat import optimizer_patches, replacing
 
 NEEDS = (
     "keras:Variable._initialize_with_initializer",
+    "keras:Variable._dtype",
     "keras:Variable._shape",
     "keras.src.backend.tensorflow.random:normal",
     "keras.src.backend.tensorflow.random:truncated_normal",

@@ -22,6 +22,7 @@ from tfdist.compat import replacing
 
 NEEDS = (
     "tensorflow.python.checkpoint.functional_saver:_single_shard_restore(file_prefix, shardable_tensors, options)",
+    "tensorflow.python.checkpoint.sharding.sharding_util:ShardableTensor._tensor_save_spec",
     "tensorflow.python.checkpoint.tensor_callable:Callable",
     "tensorflow.python.training.saving.saveable_object_util:TrackableSaveable._local_names",
     "tensorflow.python.training.saving.saveable_object_util:TrackableSaveable._trackable",

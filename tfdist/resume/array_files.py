@@ -12,7 +12,7 @@ from typing import IO, Any
 
 import numpy as np
 
-BLOCK_BYTES = 32 << 20
+BLOCK_BYTES = 16 << 20
 
 
 @dataclasses.dataclass(frozen=True)

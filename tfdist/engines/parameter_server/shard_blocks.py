@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 # Bytes of the rows that are in memory besides the shard.
-BLOCK_BYTES = 32 << 20
+BLOCK_BYTES = 16 << 20
 # Rows of a block are a multiple, so that a slice of the shard's tensor begins where TensorFlow aligns one, and shares
 # its memory.
 _ALIGNED = 64
