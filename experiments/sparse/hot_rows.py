@@ -5,7 +5,8 @@ python hot_rows.py            # hit rates of ids from Zipf laws, 1 million rows
 python hot_rows.py --measure  # besides, lookups of the real strategy (a worker, two servers), for what a row costs
 
 A step asks for each of its ids once. A cached row is used until it is `staleness` steps of this worker old; then it is
-fetched again. The cache has room for 1 % of the rows, those that are asked for most often, which it is told. Gradients are sent whatever the cache has.
+fetched again. The cache has room for 1 % of the rows: those that are asked for most often, as if it knew them
+beforehand. Gradients are sent whatever the cache has.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def main(argv: list[str]) -> None:
     found: dict[str, Any] = {"lookup_secs": measured, "rows": []}
     sizes, secs = list(map(int, measured)), list(measured.values())
     row_secs = float(np.polyfit(sizes, secs, 1)[0]) if measured else 0.0
-    print("| Zipf | Ids of a step | Different | Staleness | In the cache | Bytes of the step | Saved at 200 Mb/s | local |")
+    print("| Zipf | Ids of a step | Different | Staleness | In the cache | Bytes | Saved at 200 Mb/s | local |")
     print("|---|---|---|---|---|---|---|---|")
     for exponent in EXPONENTS:
         for count in IDS:

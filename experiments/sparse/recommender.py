@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pathlib
 import sys
@@ -93,7 +94,7 @@ def main(argv: list[str]) -> None:
         sent.append(_bytes(strategy))
     found = {
         "steps_per_sec": [FLAGS.steps / secs for secs in times.secs],
-        "bytes_per_step": [(after - before) / FLAGS.steps for before, after in zip(sent, sent[1:], strict=False)],
+        "bytes_per_step": [(after - before) / FLAGS.steps for before, after in itertools.pairwise(sent)],
         "losses": [float(each) for each in losses],
         "model_bytes": int(4 * np.sum([np.prod(each.shape) for each in model.trainable_variables])),
     }

@@ -101,7 +101,9 @@ def _run(model: str, entry: dict[str, Any], write: Any) -> None:
             run["measured_at"] = time.time()
             write()
             rate = statistics.median(run["steps_per_sec"])
-            print(f"{model}, {workers} workers: predicted {run['predicted']:.2f}, measured {rate:.2f} steps/s", flush=True)
+            print(
+                f"{model}, {workers} workers: predicted {run['predicted']:.2f}, measured {rate:.2f} steps/s", flush=True
+            )
 
 
 def _profile(folder: pathlib.Path, model: str) -> profile.Profile:
@@ -132,9 +134,7 @@ def _network(folder: pathlib.Path, spaces: Sequence[str], hosts: Sequence[str]) 
 
 def _predicted(measured: profile.Profile, network: networks.Network, workers: int) -> dict[str, Any]:
     strategy = "ParameterServerStrategy"
-    result = prediction.simulate(
-        measured, network, strategy, [], workers, servers=SERVERS, num_updates=200 * workers
-    )
+    result = prediction.simulate(measured, network, strategy, [], workers, servers=SERVERS, num_updates=200 * workers)
     return {"predicted": prediction.steady(result, measured.batch_size)[1], "limit": result.limit}
 
 

@@ -63,6 +63,21 @@ same(found.get_weights(), before)
 other = trained(one, lambda: O.AdamW(0.01, weight_decay=0.1), SOME)
 tf.train.Checkpoint(model=other).restore(path).assert_existing_objects_matched()
 same(other.get_weights(), before)
+def ended(strategy):
+    # A second program finds that the training has ended, and has its weights and slots.
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        layers = [keras.layers.Embedding(48, 8), keras.layers.Flatten(), keras.layers.Dense(1)]
+        made = keras.Sequential([keras.Input((3,), dtype="int32"), *layers])
+        made.compile(O.Adam(0.01), "mse")
+    made.fit(SOME, TARGETS, batch_size=16, epochs=2, shuffle=False, verbose=0, callbacks=[tfdist.callbacks.Resume("r")])
+    return [*made.get_weights(), *(np.array(each) for each in made.optimizer.variables)]
+first = ended(strategy)
+same(ended(strategy), first)
+same(ended(one), first)
+import glob, json
+# The table and both of its slots were written by rows.
+assert len(json.load(open(glob.glob("r/step-*/state.json")[0]))["by_rows"]) == 3
 def raises(text, function, *args, **kwargs):
     try:
         function(*args, **kwargs)

@@ -2,7 +2,8 @@
 """Calls a function where no graph is traced and no scope or replica is entered.
 
 TensorFlow keeps all of these by thread, and has no public way out: `tf.init_scope` leads out of graphs, but not out of
-a replica, and it stops gradient tapes. What tfdist keeps in a `contextvars.ContextVar` holds in the called function, too.
+a replica, and it stops gradient tapes. What tfdist keeps in a `contextvars.ContextVar` holds in the called function,
+too.
 """
 
 from __future__ import annotations

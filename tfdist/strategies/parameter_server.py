@@ -16,6 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist import sharded_tables
 from tfdist.compat import (
     array_data,
     autograph_rules,
@@ -50,7 +51,6 @@ from tfdist.engines.parameter_server.transfer.encoding import Encoding
 from tfdist.engines.parameter_server.worker_batch import WorkerBatch
 from tfdist.engines.parameter_server.worker_data import find_iterator
 from tfdist.engines.parameter_server.worker_dataset import WorkerDataset
-from tfdist import sharded_tables
 from tfdist.policies import composition
 from tfdist.runtime import rendezvous, stalls
 from tfdist.serving import embedded

@@ -45,12 +45,12 @@ def test_shards_on_one_machine_need_its_memory_together() -> None:
 def test_machines_are_compared_each_with_its_own_shards() -> None:
     check(check_of(["a", "b", "c", "d"], 6 * GB))
     check(check_of(["a", "a", "b", "b"], 11 * GB))
-    with pytest.raises(MemoryError, match="slot .* ps:0, ps:1 may take 9.0 GB together, and need 10.0 GB"):
+    with pytest.raises(MemoryError, match=r"slot .* ps:0, ps:1 may take 9.0 GB together, and need 10.0 GB"):
         check(check_of(["a", "a", "b", "b"], 9 * GB), is_slot=True)
 
 
 def test_a_whole_table_is_on_one_server() -> None:
-    with pytest.raises(MemoryError, match="all on ps:0.* ps:0 may take 12.0 GB"):
+    with pytest.raises(MemoryError, match=r"all on ps:0.* ps:0 may take 12.0 GB"):
         check(check_of(["a", "b"], 12 * GB, 2, is_sharded=False))
 
 
