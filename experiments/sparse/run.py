@@ -42,8 +42,6 @@ flags.DEFINE_float("sleep", 0.4, "Mean seconds of a step's sleep, lognormal (s =
 flags.DEFINE_string("output", str(HERE / "results" / "scaling.json"), "Where predictions and measurements go.")
 flags.DEFINE_bool("chart", False, "Only draws, prints and judges what is in --output.")
 flags.DEFINE_float("profile_secs", 30.0, "How long to profile one device.", lower_bound=5.0)
-# What is wanted of the runs.
-LEAST_OF_LINEAR, WITHIN, MOST_GAIN = 0.85, 0.15, 1.6
 SERVERS, BATCH = 2, 64
 # Steps of each worker in a round.
 _STEPS = {"sparse": 30, "dense": 14}
@@ -64,25 +62,8 @@ def main(argv: list[str]) -> None:
             _run(model, found.setdefault(model, {}), lambda: _write(output, found))
     print(sparse_chart.table(found))
     print(f"plot: {sparse_chart.save(output.with_name('sparse.png'), found)}")
-    if missed := misses(found):
+    if missed := sparse_chart.misses(found):
         sys.exit("missed: " + "; ".join(missed))
-
-
-def misses(found: dict[str, Any]) -> list[str]:
-    """Returns what is not as wanted of the runs that were made."""
-    missed = []
-    rates = {model: sparse_chart.rates(entry) for model, entry in found.items()}
-    sparse, dense = rates.get("sparse", {}), rates.get("dense", {})
-    if {1, 8} <= sparse.keys() and (share := sparse[8] / (8 * sparse[1])) < LEAST_OF_LINEAR:
-        missed.append(f"sparse: 8 workers make {share:.2f} of 8 times one worker's steps; wanted: {LEAST_OF_LINEAR}")
-    if {4, 8} <= dense.keys() and (gain := dense[8] / dense[4]) > MOST_GAIN:
-        missed.append(f"dense: 8 workers make {gain:.2f} times the steps of 4; wanted: at most {MOST_GAIN}, saturated")
-    for model, entry in found.items():
-        for workers, rate in rates[model].items():
-            error = entry["runs"][str(workers)]["predicted"] / rate - 1
-            if abs(error) > WITHIN:
-                missed.append(f"{model}, {workers} workers: the prediction is {error:+.1%} off; wanted: {WITHIN:.0%}")
-    return missed
 
 
 def _run(model: str, entry: dict[str, Any], write: Any) -> None:

@@ -13,6 +13,8 @@ import matplotlib
 matplotlib.use("agg")  # draws into a file; needs no display
 from matplotlib import pyplot as plt
 
+# What is wanted of the runs.
+LEAST_OF_LINEAR, WITHIN, MOST_GAIN = 0.85, 0.15, 1.6
 COLOURS = {"sparse": "#0072B2", "dense": "#D55E00"}
 
 
@@ -20,6 +22,23 @@ def rates(entry: Mapping[str, Any]) -> dict[int, float]:
     """Returns the median steps per second by number of workers, of the runs that were made."""
     runs = entry.get("runs", {})
     return {int(name): statistics.median(run["steps_per_sec"]) for name, run in runs.items() if "steps_per_sec" in run}
+
+
+def misses(found: Mapping[str, Any]) -> list[str]:
+    """Returns what is not as wanted of the runs that were made."""
+    missed = []
+    measured = {model: rates(entry) for model, entry in found.items()}
+    sparse, dense = measured.get("sparse", {}), measured.get("dense", {})
+    if {1, 8} <= sparse.keys() and (share := sparse[8] / (8 * sparse[1])) < LEAST_OF_LINEAR:
+        missed.append(f"sparse: 8 workers make {share:.2f} of 8 times one worker's steps; wanted: {LEAST_OF_LINEAR}")
+    if {4, 8} <= dense.keys() and (gain := dense[8] / dense[4]) > MOST_GAIN:
+        missed.append(f"dense: 8 workers make {gain:.2f} times the steps of 4; wanted: at most {MOST_GAIN}, saturated")
+    for model, entry in found.items():
+        for workers, rate in measured[model].items():
+            error = entry["runs"][str(workers)]["predicted"] / rate - 1
+            if abs(error) > WITHIN:
+                missed.append(f"{model}, {workers} workers: the prediction is {error:+.1%} off; wanted: {WITHIN:.0%}")
+    return missed
 
 
 def table(found: Mapping[str, Any]) -> str:

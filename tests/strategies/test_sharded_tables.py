@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import pathlib
+import subprocess
+import sys
 
 import programs
 import pytest
@@ -136,3 +138,15 @@ def test_tables_in_shards_train_save_and_restore_as_on_one_device(tmp_path: path
 def test_lazy_rows_update_the_rows_of_the_step(tmp_path: pathlib.Path, is_sharded: bool) -> None:
     with programs.running(MODEL + LAZY.replace("SHARDED", str(is_sharded)), tmp_path) as program:
         assert program.wait(200) == 0, program.output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit and the highest values are Linux' own")
+def test_no_task_holds_a_shard_of_256_mb_twice(tmp_path: pathlib.Path) -> None:
+    # Initialises, trains, saves and loads; the program fails if a task had more than its share and this beside it.
+    program = [sys.executable, programs.ROOT / "benchmarks" / "large_table.py", "--table_mb=1024", "--spare_mb=240"]
+    done = subprocess.run(
+        [*program, f"--output={tmp_path / 'found.json'}"], capture_output=True, text=True, timeout=380, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]

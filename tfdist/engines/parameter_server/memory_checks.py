@@ -45,10 +45,11 @@ class MemoryCheck:
         Raises:
           MemoryError: servers that share a machine, or a control group, may take less than their shares.
         """
-        if not shape or None in shape or math.prod(shape) * dtype.size < LEAST_BYTES:
+        sizes = [size for size in shape if size is not None]
+        if len(sizes) < max(1, len(shape)) or math.prod(sizes) * dtype.size < LEAST_BYTES:
             return
-        row_bytes = math.prod(shape[1:]) * dtype.size
-        counts = [row_bytes * rows for rows in self._shards(shape, dtype)]
+        row_bytes = math.prod(sizes[1:]) * dtype.size
+        counts = [row_bytes * rows for rows in self._shards(sizes, dtype)]
         shares: collections.Counter[str] = collections.Counter()
         for index, size in enumerate(counts):
             shares[f"ps:{(first + index) % self._num_ps}"] += size
@@ -61,7 +62,7 @@ class MemoryCheck:
                 rooms[room.key] = room
         for key, tasks in tasks_of.items():
             if sum(shares[task] for task in tasks) > rooms[key].free_bytes:
-                raise MemoryError(_refusal(name, shape, shares, tasks, rooms[key], is_slot))
+                raise MemoryError(_refusal(name, sizes, shares, tasks, rooms[key], is_slot))
 
     def _shards(self, shape: Sequence[int], dtype: tf.DType) -> list[int]:
         """Returns the rows of each shard, as TensorFlow partitions them."""

@@ -91,6 +91,8 @@ class PartitionedVariable(CoordinatedVariable):
             low, high = max(first, start), min(first + len(rows), start + shard.shape[0])
             if low < high:
                 shard_blocks.write(shard, low - start, high - start, rows[low - first : high - first])
+                # Waits, because operations are sent ahead of those that run, and the server would hold several blocks.
+                shard_blocks.read(shard, low - start, low - start + 1).numpy()
 
     def fill(self, rows: Callable[[int, int], tf.Tensor]) -> None:
         """Writes each block on its server: `rows(first, last)`, made there, is its value."""
