@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from tfdist.resume import array_files
 from tfdist.resume.checkpoint import Checkpoint, CheckpointDirectory, check_same
 
 pytestmark = pytest.mark.timeout(120)
@@ -64,6 +65,31 @@ def test_types_that_numpy_does_not_know_keep_their_bytes(tmp_path: pathlib.Path)
     found = directory.newest()
     assert found is not None
     assert found.arrays[0].view(ml_dtypes.bfloat16).tolist() == [1.5, -2.0]
+
+
+def test_tables_are_written_and_read_by_rows(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(array_files, "BLOCK_BYTES", 64)
+    directory, said = _directory(tmp_path)
+    for step, dtype in ((1, np.float32), (2, ml_dtypes.bfloat16)):
+        value = np.arange(42).reshape(14, 3).astype(dtype)
+        ranges = list(array_files.ranges(value.shape, value.itemsize))
+        assert len(ranges) > 1
+        rows = array_files.Rows(
+            (14, 3), value.dtype, lambda value=value, ranges=ranges: (value[a:b] for a, b in ranges)
+        )
+        directory.save(Checkpoint(step, {}, (np.ones(2), rows, np.zeros(3))))
+        found = directory.newest()
+        assert found is not None and isinstance(found.arrays[1], array_files.Rows)
+        blocks = list(found.arrays[1].blocks())
+        assert [len(block) for block in blocks] == [last - first for first, last in ranges]
+        assert np.concatenate(blocks).tobytes() == np.asarray(found.arrays[1]).tobytes() == value.tobytes()
+        assert [each.shape for each in (found.arrays[0], found.arrays[2])] == [(2,), (3,)]
+    damaged = tmp_path / "step-0000000002" / "variables.npz"
+    content = bytearray(damaged.read_bytes())
+    content[content.index(value[5].tobytes())] ^= 1
+    damaged.write_bytes(content)
+    found = directory.newest()
+    assert found is not None and found.step == 1 and len(said) == 1
 
 
 def test_the_newest_are_kept(tmp_path: pathlib.Path):
@@ -116,6 +142,7 @@ def test_a_process_that_is_killed_while_it_writes_leaves_the_checkpoints_that_we
     """It writes one after the other, as fast as it can, and is killed after a random one of them."""
     script = """
 import sys, numpy as np
+from tfdist.resume import array_files
 from tfdist.resume.checkpoint import Checkpoint, CheckpointDirectory
 directory = CheckpointDirectory(sys.argv[1], 2, print)
 for step in range(1, 10**6):

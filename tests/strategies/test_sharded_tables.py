@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import pathlib
+import subprocess
+import sys
 
 import programs
 import pytest
@@ -63,11 +65,42 @@ same(found.get_weights(), before)
 other = trained(one, lambda: O.AdamW(0.01, weight_decay=0.1), SOME)
 tf.train.Checkpoint(model=other).restore(path).assert_existing_objects_matched()
 same(other.get_weights(), before)
-try:
-    found.predict(np.array([[0, 1, 48]]), verbose=0)
-    raise SystemExit("no error")
-except Exception as error:
-    assert re.search(r"table/embeddings: ids must be in \\[0, 48\\). Received:. .48", str(error)), error
+def ended(strategy):
+    # A second program finds that the training has ended, and has its weights and slots.
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        layers = [keras.layers.Embedding(48, 8), keras.layers.Flatten(), keras.layers.Dense(1)]
+        made = keras.Sequential([keras.Input((3,), dtype="int32"), *layers])
+        made.compile(O.Adam(0.01), "mse")
+    made.fit(SOME, TARGETS, batch_size=16, epochs=2, shuffle=False, verbose=0, callbacks=[tfdist.callbacks.Resume("r")])
+    return [*made.get_weights(), *(np.array(each) for each in made.optimizer.variables)]
+first = ended(strategy)
+same(ended(strategy), first)
+import glob, json
+# The table and both of its slots were written by rows.
+assert len(json.load(open(glob.glob("r/step-*/state.json")[0]))["by_rows"]) == 3
+same(ended(one), first)
+def raises(text, function, *args, **kwargs):
+    try:
+        function(*args, **kwargs)
+    except Exception as error:
+        assert re.search(text, str(error)), error
+        return
+    raise SystemExit(f"no error with {text}")
+outside = SOME.copy()
+for wrong in (48, -60):
+    outside[30, 1] = wrong
+    text = rf"table/embeddings: ids must be in \\[0, 48\\). Received:. .{wrong}"
+    raises(text, found.predict, outside, verbose=0)
+    raises(text, found.fit, outside, TARGETS, batch_size=16, verbose=0)
+found.fit(SOME, TARGETS, batch_size=16, verbose=0)
+with strategy.scope():
+    # Fewer rows than servers, and scalars.
+    for few in (keras.Variable(np.ones((1, 300))), keras.Variable(1.0)):
+        assert not hasattr(few.value, "variables")
+    # More than this machine has.
+    memory = 2 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    raises("takes .* GB, .* GB on each of 2 parameter servers. Of", keras.layers.Embedding(memory // 256, 64).build)
 """
 LAZY = """
 class LazyAdam(O.Adam):
@@ -105,3 +138,15 @@ def test_tables_in_shards_train_save_and_restore_as_on_one_device(tmp_path: path
 def test_lazy_rows_update_the_rows_of_the_step(tmp_path: pathlib.Path, is_sharded: bool) -> None:
     with programs.running(MODEL + LAZY.replace("SHARDED", str(is_sharded)), tmp_path) as program:
         assert program.wait(200) == 0, program.output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit and the highest values are Linux' own")
+def test_no_task_holds_a_shard_of_256_mb_twice(tmp_path: pathlib.Path) -> None:
+    # Initialises, trains, saves and loads; the program fails if a task had more than its share and this beside it.
+    program = [sys.executable, programs.ROOT / "benchmarks" / "large_table.py", "--table_mb=1024", "--spare_mb=240"]
+    done = subprocess.run(
+        [*program, f"--output={tmp_path / 'found.json'}"], capture_output=True, text=True, timeout=380, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]

@@ -54,7 +54,9 @@ def _rows(table: Any, indices: Any) -> Any:
     count = table.shape[0]
 
     def counted(values: tf.Tensor) -> tf.Tensor:
-        return tf.where(values < 0, values + tf.cast(count, values.dtype), values)
+        # Ids that are out of range stay as they are, for the error's text.
+        from_end = values + tf.cast(count, values.dtype)
+        return tf.where((values < 0) & (from_end >= 0), from_end, values)
 
     if isinstance(indices, tf.SparseTensor):
         ids = tf.sparse.expand_dims(tf.SparseTensor(indices.indices, counted(indices.values), indices.dense_shape), -1)

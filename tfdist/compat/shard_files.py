@@ -30,7 +30,7 @@ NEEDS = (
 )
 
 # Bytes of the rows that the chief holds at a time.
-BLOCK_BYTES = 32 << 20
+BLOCK_BYTES = 16 << 20
 
 
 class Rows(Protocol):

@@ -12,6 +12,7 @@ which initializer is used; the second ends with the call.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ from tfdist.compat import optimizer_patches, replacing
 
 NEEDS = (
     "keras:Variable._initialize_with_initializer",
+    "keras:Variable._dtype",
     "keras:Variable._shape",
     "keras.src.backend.tensorflow.random:normal",
     "keras.src.backend.tensorflow.random:truncated_normal",
@@ -48,14 +50,13 @@ _DRAWS: dict[str, Callable[..., tf.Tensor]] = {
     "truncated_normal": tf.raw_ops.StatelessTruncatedNormalV2,
 }
 _PHILOX = 1
+# Shards above this size are drawn in parts.
+LARGE_BYTES = 64 << 20
 _lock = threading.RLock()
 
 
-class _Making(threading.local):
-    initial: ShardInitial | None = None
-
-
-_making = _Making()
+# A variable may be made in a thread of its own (`fresh_threads`).
+_making: contextvars.ContextVar[ShardInitial | None] = contextvars.ContextVar("tfdist_initial", default=None)
 
 
 class ShardInitial:
@@ -72,7 +73,9 @@ class ShardInitial:
         self.shape = tuple(shape)
         self.path = path
         self._initializer = initializer
-        self._dtype = dtype
+        self.dtype = dtype
+        # True if the shards begin as zeros, and get their values from `rows`.
+        self.is_postponed = False
         # What is drawn as a seed for the first shard holds for all.
         self._seed: tf.Tensor | None = None
 
@@ -81,15 +84,25 @@ class ShardInitial:
     ) -> tf.Tensor:
         """Returns the whole, or a shard: rows partition_offset[0] to partition_offset[0] + partition_shape[0]."""
         if partition_shape is None or partition_offset is None:
-            return self._initializer(self.shape, dtype=self._dtype)
+            return self._initializer(self.shape, dtype=self.dtype)
         part = tuple(partition_shape)
-        if isinstance(self._initializer, _CONSTANTS):
-            return self._initializer(part, dtype=self._dtype)
         first = partition_offset[0]
-        if self._dtype != "float32" or type(self._initializer).__call__ not in _DRAWN:
-            return self._initializer(self.shape, dtype=self._dtype)[first : first + part[0]]
+        is_drawn = self.dtype == "float32" and type(self._initializer).__call__ in _DRAWN
+        if not is_drawn and not isinstance(self._initializer, _CONSTANTS):
+            return self._initializer(self.shape, dtype=self.dtype)[first : first + part[0]]
+        if math.prod(part) * tf.as_dtype(self.dtype).size > LARGE_BYTES:
+            # A draw takes three times its memory for a moment, a constant twice.
+            self.is_postponed = True
+            return tf.zeros(part, self.dtype)
+        return self.rows(first, first + part[0])
+
+    def rows(self, first: int, last: int) -> tf.Tensor:
+        """Returns rows first to last - 1 of the whole."""
+        part = (last - first, *self.shape[1:])
+        if isinstance(self._initializer, _CONSTANTS):
+            return self._initializer(part, dtype=self.dtype)
         with _lock, optimizer_patches.attributes([self._drawing(name, first, part) for name in _DRAWS]):
-            return self._initializer(self.shape, dtype=self._dtype)
+            return self._initializer(self.shape, dtype=self.dtype)
 
     def _drawing(self, name: str, first: int, part: tuple[int, ...]) -> tuple[Any, str, Any]:
         module: Any = backend.random
@@ -111,8 +124,8 @@ def install() -> None:
 
 
 def present() -> ShardInitial | None:
-    """The initial value of the Keras variable that this thread makes."""
-    return _making.initial
+    """The initial value of the Keras variable that is being made."""
+    return _making.get()
 
 
 def _noting(original: Any) -> Any:
@@ -125,11 +138,11 @@ def _noting(original: Any) -> Any:
 
 @contextlib.contextmanager
 def _made(initial: ShardInitial) -> Iterator[None]:
-    before, _making.initial = _making.initial, initial
+    before = _making.set(initial)
     try:
         yield
     finally:
-        _making.initial = before
+        _making.reset(before)
 
 
 def _numbers(name: str, seed: tf.Tensor, first: int, part: tuple[int, ...]) -> tf.Tensor:

@@ -13,6 +13,7 @@ The lists are read from the source: a module that imports a missing name can't b
 from __future__ import annotations
 
 import ast
+import dataclasses
 import dis
 import functools
 import importlib
@@ -78,7 +79,9 @@ def has(need: str) -> bool:
 
 
 def _is_set_by_code(kind: type, name: str) -> bool:
-    """Returns True if a method of a class, or of one of its bases, sets this attribute."""
+    """Returns True if a method of a class, or of one of its bases, sets this attribute, or it is a dataclass' field."""
+    if any(field.name == name for field in (dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ())):
+        return True
     members = [inspect.unwrap(member) for base in kind.__mro__ for member in vars(base).values()]
     codes = [code for member in members if isinstance(code := getattr(member, "__code__", None), CodeType)]
     instructions = [each for code in codes if name in code.co_names for each in dis.get_instructions(code)]

@@ -188,7 +188,7 @@ class Resume(keras.callbacks.Callback):
             if not is_writer:
                 return
             variables = contents.variables_of(self.model)
-            arrays = [*map(contents.to_array, variables), *counts, *worker_arrays]
+            arrays = [*map(contents.to_save, variables), *counts, *worker_arrays]
         state = {
             "place": dataclasses.asdict(self._expect_position().of(self._epoch, self._epoch_step)),
             "variables": contents.described(variables),

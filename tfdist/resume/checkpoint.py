@@ -22,6 +22,9 @@ from typing import Any
 
 import numpy as np
 
+from tfdist.resume import array_files
+from tfdist.resume.array_files import Rows
+
 _NAME = re.compile(r"step-(\d{10,})")
 _WRITING = ".writing-"
 _UNREADABLE = "unreadable-"
@@ -43,7 +46,7 @@ class Checkpoint:
 
     step: int
     state: dict[str, Any]
-    arrays: tuple[np.ndarray, ...]
+    arrays: tuple[np.ndarray | Rows, ...]
 
 
 class CheckpointDirectory:
@@ -74,11 +77,12 @@ class CheckpointDirectory:
         unfinished = self._path / f"{_WRITING}{name}"
         unfinished.mkdir()
         with (unfinished / _VARIABLES).open("wb") as file:
-            # savez accepts any number of arrays, also none.
-            np.savez(file, allow_pickle=False, **{str(index): array for index, array in enumerate(checkpoint.arrays)})
+            array_files.write(file, checkpoint.arrays)
             _sync(file.fileno())
         with (unfinished / _STATE).open("w", encoding="utf-8") as file:
-            json.dump({"step": checkpoint.step, "arrays": len(checkpoint.arrays), "state": checkpoint.state}, file)
+            by_rows = [index for index, array in enumerate(checkpoint.arrays) if isinstance(array, Rows)]
+            counts = {"step": checkpoint.step, "arrays": len(checkpoint.arrays), "by_rows": by_rows}
+            json.dump({**counts, "state": checkpoint.state}, file)
             file.flush()
             _sync(file.fileno())
         _sync_directory(unfinished)
@@ -147,8 +151,9 @@ def _kind(kind: Sequence[Any]) -> str:
 
 def _read(folder: pathlib.Path) -> Checkpoint:
     found = json.loads((folder / _STATE).read_text(encoding="utf-8"))
-    with np.load(folder / _VARIABLES, allow_pickle=False) as arrays:
-        return Checkpoint(found["step"], found["state"], tuple(arrays[str(i)] for i in range(found["arrays"])))
+    # Checkpoints of tfdist 0.1 don't have "by_rows".
+    arrays = array_files.read(folder / _VARIABLES, found["arrays"], found.get("by_rows", ()))
+    return Checkpoint(found["step"], found["state"], arrays)
 
 
 def _sync(descriptor: int) -> None:

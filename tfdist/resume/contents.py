@@ -12,8 +12,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import optimizer_patches, optimizer_variables, symbolic_build
+from tfdist.compat import keras_variables, optimizer_patches, optimizer_variables, symbolic_build
 from tfdist.policies.saved_state import SavedState
+from tfdist.resume import array_files
+from tfdist.resume.array_files import Rows
 from tfdist.step import copies, one_replica
 
 
@@ -51,16 +53,46 @@ def to_array(variable: Any) -> np.ndarray:
     return np.asarray(tf.convert_to_tensor(variable.value))
 
 
-def assign(model: keras.Model, variables: Sequence[Any], arrays: Sequence[np.ndarray], agreement: Any) -> None:
+def to_save(variable: Any) -> np.ndarray | Rows:
+    """Returns the variable's value; that of a table in shards is read from its servers as it is written."""
+    table = _in_shards(variable)
+    if table is None:
+        return to_array(variable)
+    shape, dtype = tuple(table.shape), np.dtype(table.dtype.as_numpy_dtype)
+    return Rows(shape, dtype, lambda: (table.read_rows(*each) for each in array_files.ranges(shape, dtype.itemsize)))
+
+
+def assign(model: keras.Model, variables: Sequence[Any], arrays: Sequence[np.ndarray | Rows], agreement: Any) -> None:
     """Assigns `arrays` to the variables, on all workers; the chief broadcasts its values."""
     with model.distribute_strategy.scope():
         if agreement is None or agreement.is_chief:
             for variable, array in zip(variables, arrays, strict=True):
-                # NumPy reads a dtype that it doesn't know, such as bfloat16, as raw bytes.
-                kind = to_array(variable).dtype
-                variable.assign(array.view(kind) if array.dtype.kind == "V" else array)
+                _assign(variable, array)
         if agreement is not None:
             model.distribute_strategy.distribution.broadcast(variables)
+
+
+def _assign(variable: Any, array: np.ndarray | Rows) -> None:
+    table = _in_shards(variable)
+    if table is not None and isinstance(array, Rows):
+        first = 0
+        for block in array.blocks():
+            table.write_rows(first, _as_kind(block, table.dtype.as_numpy_dtype))
+            first += len(block)
+    else:
+        whole = np.asarray(array)
+        variable.assign(_as_kind(whole, to_array(variable).dtype) if whole.dtype.kind == "V" else whole)
+
+
+def _as_kind(array: np.ndarray, kind: Any) -> np.ndarray:
+    # NumPy reads a dtype that it doesn't know, such as bfloat16, as raw bytes.
+    return array.view(kind) if array.dtype.kind == "V" else array
+
+
+def _in_shards(variable: Any) -> Any:
+    """Returns the TensorFlow variable if it is in shards, else None."""
+    found = keras_variables.tf_variable(variable)
+    return found if hasattr(found, "read_rows") else None
 
 
 def count_of(metric: Any, is_ahead: bool) -> np.ndarray:

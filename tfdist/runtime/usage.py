@@ -10,8 +10,9 @@ import resource
 import sys
 import threading
 import time
+from collections.abc import Sequence
 
-from tfdist.runtime import socket_bytes
+from tfdist.runtime import memory, socket_bytes
 
 # Request by which a server process is asked for its counters.
 USAGE_REQUEST = b'{"method": "usage"}'
@@ -33,6 +34,7 @@ class Usage:
       memory_bytes: resident memory; where there is no /proc, its highest value so far.
       started_at: Unix time at which the sampling began. A task that was started again has another one.
       restarts: number of times that a launcher has started the job, or this task, again.
+      rooms: memory that the process may still take, as `memory.rooms` returns it.
     """
 
     bytes_sent: int
@@ -41,6 +43,7 @@ class Usage:
     memory_bytes: int
     started_at: float
     restarts: int = 0
+    rooms: Sequence[memory.Room] = ()
 
     def after(self, former: Usage) -> Usage:
         """Returns these counters, of a task that was started again, and those of its former process together."""
@@ -59,7 +62,8 @@ class Usage:
     @staticmethod
     def from_json(text: str | bytes) -> Usage:
         """Parses the result of `to_json`."""
-        return Usage(*json.loads(text))
+        *counters, rooms = json.loads(text)
+        return Usage(*counters, rooms=tuple(memory.Room(*each) for each in rooms))
 
 
 class Sampler:
@@ -78,7 +82,8 @@ class Sampler:
     def sample(self) -> Usage:
         """Returns the counters now."""
         sent, received = self._bytes.sample()
-        return Usage(sent, received, time.process_time(), memory_bytes(), self._started_at, _restarts())
+        counters = sent, received, time.process_time(), memory_bytes(), self._started_at, _restarts()
+        return Usage(*counters, rooms=tuple(memory.rooms()))
 
     def start(self, every_secs: float = EVERY_SECS) -> Sampler:
         """Starts a thread that samples, so that sockets that are closed meanwhile are counted; may be called again."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist import sharded_tables
 from tfdist.compat import (
     array_data,
     autograph_rules,
@@ -42,6 +43,7 @@ from tfdist.engines.parameter_server.aggregated import AggregatedEngine
 from tfdist.engines.parameter_server.asynchronous import AsynchronousEngine
 from tfdist.engines.parameter_server.coordinated_variable import coordinate
 from tfdist.engines.parameter_server.engine import CoordinatedEngine
+from tfdist.engines.parameter_server.memory_checks import MemoryCheck
 from tfdist.engines.parameter_server.partitioned_variable import PartitionedVariable, has_shards, partition
 from tfdist.engines.parameter_server.task_usage import TaskUsages
 from tfdist.engines.parameter_server.transfer import plan as transfer_plan
@@ -52,7 +54,6 @@ from tfdist.engines.parameter_server.worker_dataset import WorkerDataset
 from tfdist.policies import composition
 from tfdist.runtime import rendezvous, stalls
 from tfdist.serving import embedded
-from tfdist.sharded_tables import ShardedTables
 from tfdist.step import in_scope, keras_steps, rehearsal
 from tfdist.strategies import _parameter_server_arguments
 from tfdist.strategies.distribution import Distribution
@@ -108,6 +109,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         composition.check(policies, "ParameterServerStrategy")
         _parameter_server_arguments.check(policies, data_sharding, start_timeout_secs, stall_timeout_secs)
         transfer_plan.check_mode(transfer)
+        partitioner = sharded_tables.checked(variable_partitioner)
         cluster = _parameter_server_arguments.find_cluster(cluster_resolver)
         if cluster is not None and cluster.task.type in ("worker", "ps"):
             sys.exit(embedded.serve(cluster, start_timeout_secs))
@@ -122,19 +124,19 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         strategy_order.join_cluster()
         is_dynamic = data_sharding == "dynamic"
         self._serving = serving = embedded.attach(cluster, num_workers, num_ps, start_timeout_secs, is_dynamic)
-        if isinstance(variable_partitioner, ShardedTables):
+        if isinstance(variable_partitioner, sharded_tables.ShardedTables):
             variable_partitioner.begin(_parameter_server_arguments.num_tasks_of(cluster, "ps", num_ps))
         names = [f"worker:{index}" for index in range(serving.num_workers)]
         self.distribution = Distribution(Recorder(names, is_complete=True), serving=serving)
         with rendezvous.naming_port(cluster):
-            super().__init__(serving.resolver(), variable_partitioner)
+            super().__init__(serving.resolver(), partitioner)
         # `run` and `reduce` of this class choose the worker themselves; the stock check would only warn.
         scheduled_functions.allow_without_coordinator(self)
         colocation.replace(self, lambda stock: in_scope.colocating(self, self._scope, stock))
         scope_checks.check_colocation(self)
         plain_loops.allow(self)
         late_builds.allow(self, in_scope.redirected)
-        self._take_shards(variable_partitioner, composed.is_lazy)
+        self._take_shards(partitioner, composed.is_lazy)
         autograph_rules.leave_library()
         has_gpu = "GPU" in self.extended.worker_devices[0].upper()
         self._transfer = transfer_plan.of(transfer, self._num_workers, self._num_ps, has_gpu)
@@ -195,10 +197,12 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 
     def _take_shards(self, variable_partitioner: Any, is_lazy: bool) -> None:
         """Has rows of variables in shards looked up, and shards and rows updated, on their servers."""
+        shard_initializers.install()
+        self._has_partitioner = variable_partitioner is not None
+        self._memory = MemoryCheck(variable_partitioner, self._num_ps, lambda: self.distribution.usage())
         if variable_partitioner is not None:
             row_lookups.install(has_shards)
             shard_files.install(has_shards)
-            shard_initializers.install()
             sliced_restores.install()
         if variable_partitioner is not None or is_lazy:
             shard_strategy.replace_update(self, lambda *given: shard_updates.by_shards(given[0], is_lazy, given[1]))
@@ -228,16 +232,23 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 
     def _create_coordinated(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         beside: contextlib.AbstractContextManager = contextlib.nullcontext()
-        if isinstance(kwargs.get("colocate_with"), PartitionedVariable):
+        reference = kwargs.get("colocate_with")
+        if isinstance(reference, PartitionedVariable):
             # An optimizer's slot: its shape is that of the variable, so it falls into the same shards.
             beside = shard_strategy.beside(self, kwargs.pop("colocate_with").variables[0])
         initial = shard_initializers.present()
-        if initial is not None and kwargs.get("shape") is None:
-            kwargs |= {"initial_value": initial, "shape": initial.shape}
+        if initial is not None:
+            first = shard_strategy.server_of(self, reference)
+            self._memory.check(initial.path, initial.shape, tf.as_dtype(initial.dtype), first, reference is not None)
+            if self._has_partitioner and kwargs.get("shape") is None:
+                kwargs |= {"initial_value": initial, "shape": initial.shape}
         with beside:
             variable = next_creator(**kwargs)
         barrier = self.distribution.barrier
-        return partition(coordinate(variable, barrier), barrier, initial.path if initial else "")
+        made = partition(coordinate(variable, barrier), barrier, initial.path if initial else "")
+        if initial is not None and initial.is_postponed:
+            made.fill(initial.rows)
+        return made
 
     # Data.
 

@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import loops, own_attributes, server_variables
-from tfdist.engines.parameter_server import shard_rows
+from tfdist.compat import loops, own_attributes, server_variables, sliced_restores
+from tfdist.engines.parameter_server import shard_blocks, shard_rows
 from tfdist.engines.parameter_server.coordinated_variable import CoordinatedVariable
 from tfdist.engines.parameter_server.updated_part import Part, part_of
 
@@ -78,7 +78,7 @@ class PartitionedVariable(CoordinatedVariable):
         """Returns rows first to last - 1 on the chief, after all steps before."""
         self._barrier(writes=False)
         parts = [
-            shard.get()[max(0, first - start) : max(0, last - start)].numpy()
+            shard_blocks.read(shard, max(0, first - start), min(shard.shape[0], last - start)).numpy()
             for shard, start in self.stored.from_starts()
             if first < start + shard.shape[0] and start < last
         ]
@@ -90,7 +90,16 @@ class PartitionedVariable(CoordinatedVariable):
         for shard, start in self.stored.from_starts():
             low, high = max(first, start), min(first + len(rows), start + shard.shape[0])
             if low < high:
-                shard.get()[low - start : high - start].assign(rows[low - first : high - first])
+                shard_blocks.write(shard, low - start, high - start, rows[low - first : high - first])
+                # Waits, because operations are sent ahead of those that run, and the server would hold several blocks.
+                shard_blocks.read(shard, low - start, low - start + 1).numpy()
+
+    def fill(self, rows: Callable[[int, int], tf.Tensor]) -> None:
+        """Writes each block on its server: `rows(first, last)`, made there, is its value."""
+        for shard, start in self.stored.from_starts():
+            for first, last in shard_blocks.blocks(shard.shape[0], shard.shape, self.dtype):
+                with tf.device(shard.device):
+                    shard_blocks.write(shard, first, last, rows(start + first, start + last))
 
     def _match_scaling(self, value: Any) -> None:
         """Returns None: the fused gradient descent is for single variables; each shard is assigned its rows."""
@@ -102,19 +111,32 @@ class PartitionedVariable(CoordinatedVariable):
         raise NotImplementedError  # Makes checkpoints use the two methods below.
 
     def _serialize_to_tensors(self) -> dict[str, Any]:
-        """Returns the shards by their place in the whole; each is saved by its server."""
+        """Returns blocks of the shards by their place in the whole; each is saved and restored by its server."""
         self._barrier(writes=False)
-        values = [shard.read_value() for shard in self.variables]
-        return {VARIABLE_VALUE: dict(zip(self.stored.slice_specs(), values, strict=True))}
+        full, rest = self.shape.as_list(), "".join(f":0,{size}" for size in self.shape.as_list()[1:])
+        slices = {}
+        for shard, start in self.stored.from_starts():
+            for first, last in shard_blocks.blocks(shard.shape[0], full, self.dtype):
+                place = f"{' '.join(map(str, full))} {start + first},{last - first}{rest}"
+                slices[place] = _block(shard, first, last)
+        return {VARIABLE_VALUE: slices}
 
     def _restore_from_tensors(self, restored_tensors: dict[str, Any]) -> Any:
+        """Assigns the whole, unless its blocks have been written as they were read."""
         self._barrier(writes=True)
         values = restored_tensors[VARIABLE_VALUE]
-        if not isinstance(values, dict):
-            return self.assign(values)
-        for shard, spec in zip(self.variables, self.stored.slice_specs(), strict=True):
-            shard.assign(values[spec])
-        return self
+        if isinstance(values, dict) or sliced_restores.is_written(values):
+            return self
+        return self.assign(values)
+
+
+def _block(shard: Any, first: int, last: int) -> sliced_restores.RowsOfShard:
+    return sliced_restores.RowsOfShard(
+        lambda: shard_blocks.shared(shard, first, last),
+        lambda rows: shard_blocks.write(shard, first, last, rows),
+        shard.dtype,
+        shard.device,
+    )
 
 
 @dataclasses.dataclass
@@ -206,12 +228,6 @@ class _Whole:
                 with graph.as_default(), tf.control_dependencies(None):
                     step.first = self._concatenated()
         return step.first
-
-    def slice_specs(self) -> list[str]:
-        """Returns the place of each shard in the whole, in the form of TensorFlow's checkpoints."""
-        full = " ".join(map(str, self._shards.shape.as_list()))
-        rest = "".join(f":0,{size}" for size in self._shards.shape.as_list()[1:])
-        return [f"{full} {start},{size}{rest}" for size, (_, start) in zip(self.sizes, self.from_starts(), strict=True)]
 
     def from_starts(self) -> Iterator[tuple[Any, int]]:
         """Yields each shard and its first row."""
