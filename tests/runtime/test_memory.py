@@ -30,7 +30,8 @@ def test_limits_of_all_groups_above_count_in_version_two(tmp_path: pathlib.Path)
     machine(tmp_path, "0::/pod/task\n")
     pod, task = "sys/fs/cgroup/pod/", "sys/fs/cgroup/pod/task/"
     put(tmp_path, {task + "memory.max": "max\n", task + "memory.current": "1\n", task + "memory.stat": "anon 1\n"})
-    used = {"memory.max": f"{4 * GIB}\n", "memory.current": f"{3 * GIB}\n", "memory.stat": f"inactive_file {GIB}\n"}
+    files = f"inactive_file {GIB // 4}\nactive_file {GIB * 3 // 4}\n"
+    used = {"memory.max": f"{4 * GIB}\n", "memory.current": f"{3 * GIB}\n", "memory.stat": files}
     put(tmp_path, {pod + name: text for name, text in used.items()})
     assert found(tmp_path) == [(8 * GIB, 16 * GIB), (2 * GIB, 4 * GIB)]
     assert memory.rooms(tmp_path)[0].key == "b00t"

@@ -32,7 +32,11 @@ class Rows:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """Reads all of it."""
         del copy  # A copy each time.
-        return np.concatenate(list(self.blocks())).astype(dtype or self.dtype)
+        whole, first = np.empty(self.shape, self.dtype), 0
+        for block in self.blocks():
+            whole[first : first + len(block)] = block
+            first += len(block)
+        return whole.astype(dtype or self.dtype, copy=False)
 
 
 def ranges(shape: Sequence[int], item_bytes: int) -> Iterator[tuple[int, int]]:

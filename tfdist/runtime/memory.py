@@ -51,10 +51,10 @@ def _groups(root: pathlib.Path, boot: str) -> Iterator[Room]:
         return
     for _, controllers, path in entries:
         if not controllers:
-            mount, limit, used, cache = root / "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
+            mount, limit, used, prefix = root / "sys/fs/cgroup", "memory.max", "memory.current", ""
         elif "memory" in controllers.split(","):
             mount = root / "sys/fs/cgroup/memory"
-            limit, used, cache = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+            limit, used, prefix = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
         else:
             continue
         # Within a container the path may be that of the host; the container's own group is at the mount, then.
@@ -62,20 +62,23 @@ def _groups(root: pathlib.Path, boot: str) -> Iterator[Room]:
         for folder in dict.fromkeys([group, *group.parents]):
             if not folder.is_relative_to(mount):
                 break
-            room = _group(folder, limit, used, cache, f"{boot}{folder}")
+            room = _group(folder, limit, used, prefix, boot)
             if room is not None:
                 yield room
 
 
-def _group(folder: pathlib.Path, limit: str, used: str, cache: str, key: str) -> Room | None:
+def _group(folder: pathlib.Path, limit: str, used: str, prefix: str, boot: str) -> Room | None:
     try:
         most = int((folder / limit).read_text())
         taken = int((folder / used).read_text())
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        # Containers of one machine have groups of the same name, which are different directories.
+        key = f"{boot}:{folder.stat().st_ino}:{folder}"
     except (OSError, ValueError):  # There is no such group, or its limit is "max".
         return None
     if most >= _NO_LIMIT:
         return None
-    # Pages of files that were not used of late are given up for others.
-    free = max(0, most - taken + int(stat.get(cache, 0)))
+    # Pages of files are given up for others.
+    files = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("inactive", "active"))
+    free = max(0, most - taken + files)
     return Room(key, free, most, f"the control group {folder}")

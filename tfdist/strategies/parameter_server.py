@@ -191,15 +191,16 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         """Has the counters of all processes fetched when they are asked for."""
         coordinator = self._engine.coordinator
         tasks = [f"worker:{index}" for index in range(self._num_workers)] + [f"ps:{i}" for i in range(self._num_ps)]
-        fetch, own = TaskUsages(tasks, lambda: closures.lost_workers(coordinator)).fetch, self.distribution.own_usage
-        self.distribution.usage = lambda: {**fetch(), self.distribution.task: own()}
+        usages, own = TaskUsages(tasks, lambda: closures.lost_workers(coordinator)), self.distribution.own_usage
+        self._new_usage = lambda: usages.fetch(only_new=True)
+        self.distribution.usage = lambda: {**usages.fetch(), self.distribution.task: own()}
         self.distribution.served_tasks, self.distribution.sizes = tasks, {"num_ps": self._num_ps}
 
     def _take_shards(self, variable_partitioner: Any, is_lazy: bool) -> None:
         """Has rows of variables in shards looked up, and shards and rows updated, on their servers."""
         shard_initializers.install()
         self._has_partitioner = variable_partitioner is not None
-        self._memory = MemoryCheck(variable_partitioner, self._num_ps, lambda: self.distribution.usage())
+        self._memory = MemoryCheck(variable_partitioner, self._num_ps, lambda: self._new_usage())
         if variable_partitioner is not None:
             row_lookups.install(has_shards)
             shard_files.install(has_shards)

@@ -401,6 +401,23 @@ def test_a_worker_that_comes_back_is_no_longer_called_lost() -> None:
         assert "lost" not in engine.waited_for()
 
 
+def test_an_error_in_what_is_told_of_a_worker_that_is_back_is_raised_and_the_worker_goes_on() -> None:
+    def on_loss(worker: int, is_lost: bool) -> None:
+        if not is_lost:
+            raise OSError("the disk is full")
+
+    with running_engine(1, poll_secs=0.02) as (engine, cluster):
+        engine.follow_losses(on_loss)
+        cluster.lose(0)
+        started = engine.start(FakeProgram(cluster, lambda: 1), [], None)
+        wait_until(lambda: "worker:0 (lost" in engine.waited_for())
+        cluster.bring_back(0)
+        with pytest.raises(OSError, match="the disk is full"):
+            engine.wait_for(started)
+            engine.barrier(writes=False)
+        assert int(engine.call(FakeProgram(cluster, lambda: 2), [], None)[0]) == 2
+
+
 @pytest.mark.parametrize("found_by", ["a step", "the coordinator"])
 @pytest.mark.parametrize("known", ["total and shares", "nothing"])
 def test_a_worker_lost_at_the_end_of_the_data_keeps_nobody_waiting(known: str, found_by: str) -> None:

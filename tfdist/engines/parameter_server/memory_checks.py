@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import collections
+import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -53,6 +54,16 @@ class MemoryCheck:
         shares: collections.Counter[str] = collections.Counter()
         for index, size in enumerate(counts):
             shares[f"ps:{(first + index) % self._num_ps}"] += size
+        if self._full(shares) is None:
+            return
+        # A model that the program has let go may still be there, in cycles of references.
+        gc.collect()
+        full = self._full(shares)
+        if full is not None:
+            raise MemoryError(_refusal(name, sizes, shares, *full, is_slot))
+
+    def _full(self, shares: Mapping[str, int]) -> tuple[list[str], Room] | None:
+        """Returns servers that share memory without room for their shares, and that memory; None if all have room."""
         found = self._usage()
         tasks_of: dict[str, list[str]] = {}
         rooms: dict[str, Room] = {}
@@ -62,7 +73,8 @@ class MemoryCheck:
                 rooms[room.key] = room
         for key, tasks in tasks_of.items():
             if sum(shares[task] for task in tasks) > rooms[key].free_bytes:
-                raise MemoryError(_refusal(name, sizes, shares, tasks, rooms[key], is_slot))
+                return tasks, rooms[key]
+        return None
 
     def _shards(self, shape: Sequence[int], dtype: tf.DType) -> list[int]:
         """Returns the rows of each shard, as TensorFlow partitions them."""

@@ -100,6 +100,10 @@ class PartitionedVariable(CoordinatedVariable):
             for first, last in shard_blocks.blocks(shard.shape[0], shard.shape, self.dtype):
                 with tf.device(shard.device):
                     shard_blocks.write(shard, first, last, rows(start + first, start + last))
+        if tf.executing_eagerly():
+            # Operations run behind; what comes next may look at the memory that is left, or at an error.
+            for shard in self.variables:
+                shard_blocks.read(shard, 0, 1).numpy()
 
     def _match_scaling(self, value: Any) -> None:
         """Returns None: the fused gradient descent is for single variables; each shard is assigned its rows."""

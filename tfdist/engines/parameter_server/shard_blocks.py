@@ -15,9 +15,8 @@ import tensorflow as tf
 
 # Bytes of the rows that are in memory besides the shard.
 BLOCK_BYTES = 16 << 20
-# Rows of a block are a multiple, so that a slice of the shard's tensor begins where TensorFlow aligns one, and shares
-# its memory.
-_ALIGNED = 64
+# A slice of the shard's tensor shares its memory if it begins at a multiple of so many bytes.
+_ALIGNED_BYTES = 64
 
 
 def blocks(rows: int, shape: Sequence[int], dtype: tf.DType) -> Iterator[tuple[int, int]]:
@@ -28,8 +27,9 @@ def blocks(rows: int, shape: Sequence[int], dtype: tf.DType) -> Iterator[tuple[i
       shape: of the shard, or of the whole.
       dtype: of its elements.
     """
-    size = BLOCK_BYTES // max(1, math.prod(shape[1:]) * dtype.size)
-    size = max(_ALIGNED, size // _ALIGNED * _ALIGNED)
+    row_bytes = max(1, math.prod(shape[1:]) * dtype.size)
+    multiple = _ALIGNED_BYTES // math.gcd(_ALIGNED_BYTES, row_bytes)
+    size = max(multiple, BLOCK_BYTES // row_bytes // multiple * multiple)
     yield from ((first, min(rows, first + size)) for first in range(0, rows, size))
 
 

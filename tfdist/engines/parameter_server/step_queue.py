@@ -255,7 +255,11 @@ class StepQueue:
             return
         with self._changed:
             self._lost.discard(worker)
-            self.on_loss(worker, False)
+            try:
+                self.on_loss(worker, False)
+            except Exception as error:
+                # This thread would end, and with it the worker.
+                self._error = self._error or error
             self._changed.notify_all()
 
     def _run(self, step: Step, worker: int, iterator_on_worker: Any, sums: Sums | None) -> None:

@@ -39,8 +39,13 @@ class TaskUsages:
         self._asked: set[str] = set()
         self._foreign: set[str] = set()
 
-    def fetch(self, timeout_secs: float = _TIMEOUT_SECS) -> dict[str, Usage]:
-        """Returns the counters of each task, the last known ones of a task that does not answer in time."""
+    def fetch(self, timeout_secs: float = _TIMEOUT_SECS, only_new: bool = False) -> dict[str, Usage]:
+        """Returns the counters of each task, the last known ones of a task that does not answer in time.
+
+        Args:
+          timeout_secs: longest wait for the answers.
+          only_new: leaves out tasks that do not answer in time, or that another thread is asking.
+        """
         lost = {f"worker:{index}" for index in self._lost()}
         with self._lock:
             free = [each for each in self._tasks if each not in lost | self._asked | self._foreign]
@@ -52,7 +57,8 @@ class TaskUsages:
         for thread in threads:
             thread.join(max(0.0, until - time.monotonic()))
         with self._lock:
-            return {task: self._known[task] for task in self._tasks if task in self._known}
+            answered = [task for task in free if task not in self._asked] if only_new else self._tasks
+            return {task: self._known[task] for task in answered if task in self._known}
 
     def _ask(self, task: str) -> None:
         usage, is_foreign = None, False
