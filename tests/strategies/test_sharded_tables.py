@@ -37,6 +37,13 @@ one = tf.distribute.get_strategy()
 def same(found, expected):
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
+def raises(text, function, *args, **kwargs):
+    try:
+        function(*args, **kwargs)
+    except Exception as error:
+        assert re.search(text, str(error)), error
+        return
+    raise SystemExit(f"no error with {text}")
 OPTIMIZERS = {
     "SGD": lambda: O.SGD(0.05), "momentum": lambda: O.SGD(0.05, momentum=0.9), "Adam": lambda: O.Adam(0.01),
     "Adagrad": lambda: O.Adagrad(0.05), "Ftrl": lambda: O.Ftrl(0.05),
@@ -52,7 +59,12 @@ for optimizer in [*OPTIMIZERS.values(), lambda: O.AdamW(0.01, weight_decay=0.1)]
         if variable.shape == (48, 8):
             assert [shard.device[-19:-13] for shard in variable.value.variables] == ["task:0", "task:1"], variable
 found.save("m.keras")
-same(keras.models.load_model("m.keras").get_weights(), found.get_weights())
+whole = keras.models.load_model("m.keras")
+same(whole.get_weights(), found.get_weights())
+raises("a SavedModel takes no variable in shards; save a .keras file.*table/embeddings in 2 shards", found.export, "e")
+whole.export("e", verbose=False)
+served = tf.saved_model.load("e")
+same(served.serve(SOME.astype("int32")), found.predict(SOME, verbose=0))
 with strategy.scope():
     again = keras.models.load_model("m.keras")
 same(again.get_weights(), found.get_weights())
@@ -80,13 +92,6 @@ import glob, json
 # The table and both of its slots were written by rows.
 assert len(json.load(open(glob.glob("r/step-*/state.json")[0]))["by_rows"]) == 3
 same(ended(one), first)
-def raises(text, function, *args, **kwargs):
-    try:
-        function(*args, **kwargs)
-    except Exception as error:
-        assert re.search(text, str(error)), error
-        return
-    raise SystemExit(f"no error with {text}")
 outside = SOME.copy()
 for wrong in (48, -60):
     outside[30, 1] = wrong

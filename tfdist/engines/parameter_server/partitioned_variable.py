@@ -173,6 +173,14 @@ class _Whole:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._shards, name)
 
+    def _export_to_saved_model_graph(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuses `model.export` and `tf.saved_model.save`, before they write anything."""
+        raise NotImplementedError(
+            "a SavedModel takes no variable in shards; save a .keras file, and export the model that "
+            "keras.models.load_model makes of it outside of the strategy, on a machine that holds the table. "
+            f"Received: {self._path} in {len(self.variables)} shards"
+        )
+
     @property
     def shape(self) -> tf.TensorShape:
         """The shape of the whole, or of the part that is updated."""
