@@ -10,6 +10,7 @@ threads that run Python, while one segment runs. Idle threads are left out.
 from __future__ import annotations
 
 import pathlib
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -64,6 +65,8 @@ def _draw(contender: str, size: str, path: pathlib.Path) -> None:
             _, said = process.communicate(timeout=300)
         if process.returncode:
             raise RuntimeError(f"py-spy failed: {said.decode().strip()}")
+    # py-spy writes its own command line there.
+    path.write_text(re.sub(r'(id="title"[^>]*>)[^<]*', rf"\g<1>{contender}, {size}", path.read_text()))
 
 
 def _first_process(contender: str) -> int:
