@@ -18,6 +18,7 @@ from hypothesis.extra import numpy as arrays
 
 from tfdist.resume import array_files
 from tfdist.resume.checkpoint import Checkpoint, CheckpointDirectory, check_same
+from tfdist.runtime import row_blocks
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -68,11 +69,11 @@ def test_types_that_numpy_does_not_know_keep_their_bytes(tmp_path: pathlib.Path)
 
 
 def test_tables_are_written_and_read_by_rows(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(array_files, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(row_blocks, "BLOCK_BYTES", 64)
     directory, said = _directory(tmp_path)
     for step, dtype in ((1, np.float32), (2, ml_dtypes.bfloat16)):
         value = np.arange(42).reshape(14, 3).astype(dtype)
-        ranges = list(array_files.ranges(value.shape, value.itemsize))
+        ranges = list(row_blocks.ranges(value.shape, value.itemsize))
         assert len(ranges) > 1
         rows = array_files.Rows(
             (14, 3), value.dtype, lambda value=value, ranges=ranges: (value[a:b] for a, b in ranges)
@@ -142,7 +143,6 @@ def test_a_process_that_is_killed_while_it_writes_leaves_the_checkpoints_that_we
     """It writes one after the other, as fast as it can, and is killed after a random one of them."""
     script = """
 import sys, numpy as np
-from tfdist.resume import array_files
 from tfdist.resume.checkpoint import Checkpoint, CheckpointDirectory
 directory = CheckpointDirectory(sys.argv[1], 2, print)
 for step in range(1, 10**6):

@@ -9,7 +9,6 @@ for any other variable is read when it is assigned.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -18,6 +17,7 @@ import numpy as np
 from keras.src.saving import saving_lib
 
 from tfdist.compat import keras_variables, replacing
+from tfdist.runtime import row_blocks
 
 NEEDS = (
     "keras.src.saving.saving_lib:H5IOStore.__getitem__",
@@ -28,9 +28,6 @@ NEEDS = (
     "keras:Optimizer.save_own_variables",
     "keras:Variable._value",
 )
-
-# Bytes of the rows that the chief holds at a time.
-BLOCK_BYTES = 16 << 20
 
 
 class Rows(Protocol):
@@ -91,15 +88,6 @@ def install(has_shards: Callable[[Any], bool]) -> None:
     replacing.once(keras.optimizers.Optimizer, "save_own_variables", _saving_slots(rows_of))
 
 
-def _blocks(rows: int, row_bytes: int) -> list[tuple[int, int]]:
-    size = max(1, BLOCK_BYTES // max(1, row_bytes))
-    return [(first, min(rows, first + size)) for first in range(0, rows, size)]
-
-
-def _row_bytes(shape: Any, dtype: Any) -> int:
-    return math.prod(shape[1:]) * np.dtype(dtype).itemsize
-
-
 def _saving(rows_of: Callable[[Any], Rows | None]) -> Callable[[Any], Any]:
     def wrap(original: Any) -> Any:
         def put(store: Any, key: str, value: Any) -> None:
@@ -111,7 +99,7 @@ def _saving(rows_of: Callable[[Any], Rows | None]) -> Callable[[Any], Any]:
             del store[key]
             shape, dtype = tuple(rows.shape), rows.dtype.as_numpy_dtype
             stored = store._h5_entry_group.create_dataset(key, shape=shape, dtype=dtype)
-            for first, last in _blocks(shape[0], _row_bytes(shape, dtype)):
+            for first, last in row_blocks.ranges(shape, np.dtype(dtype).itemsize):
                 stored[first:last] = rows.read_rows(first, last)
             return None
 
@@ -127,7 +115,7 @@ def _reading(original: Any) -> Any:
     def get(store: Any, key: str) -> Any:
         if key in store:
             found = saving_lib.safe_get_h5_dataset(store._h5_entry_group, key)
-            is_large = hasattr(found, "nbytes") and found.nbytes > BLOCK_BYTES and found.ndim == 2
+            is_large = hasattr(found, "nbytes") and found.nbytes > row_blocks.BLOCK_BYTES and found.ndim == 2
             if is_large and "dtype" not in found.attrs:
                 return StoredArray(found)
         return original(store, key)
@@ -151,7 +139,7 @@ def _assigning(rows_of: Callable[[Any], Rows | None]) -> Callable[[Any], Any]:
             rows = rows_of(variable) if isinstance(value, StoredArray) else None
             if rows is None or tuple(variable.shape) != value.shape:
                 return original(variable, np.array(value) if isinstance(value, StoredArray) else value)
-            for first, last in _blocks(value.shape[0], _row_bytes(value.shape, value.dtype)):
+            for first, last in row_blocks.ranges(value.shape, np.dtype(value.dtype).itemsize):
                 rows.write_rows(first, value[first:last])
             return value
 

@@ -12,7 +12,7 @@ from typing import IO, Any
 
 import numpy as np
 
-BLOCK_BYTES = 16 << 20
+from tfdist.runtime import row_blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,12 +37,6 @@ class Rows:
             whole[first : first + len(block)] = block
             first += len(block)
         return whole.astype(dtype or self.dtype, copy=False)
-
-
-def ranges(shape: Sequence[int], item_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yields first row and end of each block of an array."""
-    size = max(1, BLOCK_BYTES // max(1, math.prod(shape[1:]) * item_bytes))
-    yield from ((first, min(shape[0], first + size)) for first in range(0, shape[0], size))
 
 
 def write(file: IO[bytes], arrays: Sequence[np.ndarray | Rows]) -> None:
@@ -80,7 +74,7 @@ def _rows(path: pathlib.Path, index: int) -> Rows:
     def blocks() -> Iterator[np.ndarray]:
         with zipfile.ZipFile(path) as archive, archive.open(f"{index}.npy") as member:
             _header(member)
-            for first, last in ranges(shape, dtype.itemsize):
+            for first, last in row_blocks.ranges(shape, dtype.itemsize):
                 size = (last - first) * math.prod(shape[1:]) * dtype.itemsize
                 yield np.frombuffer(member.read(size), dtype).reshape(last - first, *shape[1:])
 

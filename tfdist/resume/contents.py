@@ -14,8 +14,8 @@ import tensorflow as tf
 
 from tfdist.compat import keras_variables, optimizer_patches, optimizer_variables, symbolic_build
 from tfdist.policies.saved_state import SavedState
-from tfdist.resume import array_files
 from tfdist.resume.array_files import Rows
+from tfdist.runtime import row_blocks
 from tfdist.step import copies, one_replica
 
 
@@ -59,7 +59,7 @@ def to_save(variable: Any) -> np.ndarray | Rows:
     if table is None:
         return to_array(variable)
     shape, dtype = tuple(table.shape), np.dtype(table.dtype.as_numpy_dtype)
-    return Rows(shape, dtype, lambda: (table.read_rows(*each) for each in array_files.ranges(shape, dtype.itemsize)))
+    return Rows(shape, dtype, lambda: (table.read_rows(*each) for each in row_blocks.ranges(shape, dtype.itemsize)))
 
 
 def assign(model: keras.Model, variables: Sequence[Any], arrays: Sequence[np.ndarray | Rows], agreement: Any) -> None:

@@ -97,7 +97,7 @@ class PartitionedVariable(CoordinatedVariable):
     def fill(self, rows: Callable[[int, int], tf.Tensor]) -> None:
         """Writes each block on its server: `rows(first, last)`, made there, is its value."""
         for shard, start in self.stored.from_starts():
-            for first, last in shard_blocks.blocks(shard.shape[0], shard.shape, self.dtype):
+            for first, last in shard_blocks.blocks(shard):
                 with tf.device(shard.device):
                     shard_blocks.write(shard, first, last, rows(start + first, start + last))
         if tf.executing_eagerly():
@@ -120,7 +120,7 @@ class PartitionedVariable(CoordinatedVariable):
         full, rest = self.shape.as_list(), "".join(f":0,{size}" for size in self.shape.as_list()[1:])
         slices = {}
         for shard, start in self.stored.from_starts():
-            for first, last in shard_blocks.blocks(shard.shape[0], full, self.dtype):
+            for first, last in shard_blocks.blocks(shard):
                 place = f"{' '.join(map(str, full))} {start + first},{last - first}{rest}"
                 slices[place] = _block(shard, first, last)
         return {VARIABLE_VALUE: slices}

@@ -7,30 +7,20 @@ scatters, and reads that end the copying (`DisableCopyOnRead`) don't.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
-# Bytes of the rows that are in memory besides the shard.
-BLOCK_BYTES = 16 << 20
+from tfdist.runtime import row_blocks
+
 # A slice of the shard's tensor shares its memory if it begins at a multiple of so many bytes.
 _ALIGNED_BYTES = 64
 
 
-def blocks(rows: int, shape: Sequence[int], dtype: tf.DType) -> Iterator[tuple[int, int]]:
-    """Yields first row and end of each block of a shard.
-
-    Args:
-      rows: of the shard.
-      shape: of the shard, or of the whole.
-      dtype: of its elements.
-    """
-    row_bytes = max(1, math.prod(shape[1:]) * dtype.size)
-    multiple = _ALIGNED_BYTES // math.gcd(_ALIGNED_BYTES, row_bytes)
-    size = max(multiple, BLOCK_BYTES // row_bytes // multiple * multiple)
-    yield from ((first, min(rows, first + size)) for first in range(0, rows, size))
+def blocks(shard: Any) -> Iterator[tuple[int, int]]:
+    """Yields first row and end of each block of a shard."""
+    return row_blocks.ranges(shard.shape.as_list(), shard.dtype.size, _ALIGNED_BYTES)
 
 
 def read(shard: Any, first: int, last: int) -> tf.Tensor:
