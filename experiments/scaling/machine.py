@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import pathlib
 import subprocess
 import sys
@@ -21,14 +20,14 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import cluster_runs
 import namespaces
 from absl import app, flags
 
 import tfdist
-from tfdist import Cluster, Task
+from tfdist import Task
 from tfdist.advisor import network as networks
 from tfdist.advisor import prediction, profile
-from tfdist.launchers import processes
 
 FLAGS = flags.FLAGS
 HERE = pathlib.Path(__file__).resolve().parent
@@ -88,7 +87,7 @@ def main(argv: list[str]) -> None:
                 row for row in found if (row["network"], row["run"]) not in {(r["network"], r["run"]) for r in rows}
             ]
             found += rows
-            _write(output, found)  # before anything is measured
+            cluster_runs.write(output, found)  # before anything is measured
             for row, run in zip(rows, runs, strict=True):
                 row["measured"] = _measured(run, size, pathlib.Path(folder), at)
                 row["error"] = row["predicted"] / row["measured"] - 1
@@ -98,7 +97,7 @@ def main(argv: list[str]) -> None:
                     f"{row['error']:+.1%}",
                     flush=True,
                 )
-                _write(output, found)
+                cluster_runs.write(output, found)
     if worst := max((abs(row["error"]) for row in found if row.get("measured")), default=0.0):
         print(f"worst error {worst:.1%}; wanted: {WITHIN:.0%}")
         sys.exit(worst > WITHIN)
@@ -106,12 +105,6 @@ def main(argv: list[str]) -> None:
 
 def _is_wanted(run: Run) -> bool:
     return not FLAGS.run or any(text in run.name for text in FLAGS.run)
-
-
-def _write(output: pathlib.Path, rows: Sequence[dict[str, Any]]) -> None:
-    part = output.with_name(f"{output.name}.{os.getpid()}.part")
-    part.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    part.replace(output)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +129,7 @@ def _profile(folder: pathlib.Path, size: str) -> profile.Profile:
     command = [sys.executable, "-m", "tfdist.cli", "profile", f"--secs={FLAGS.profile_secs}", f"--output={path}"]
     done = subprocess.run(
         [*command, str(SCRIPT), f"--size={size}"],
-        env=_environment(),
+        env=cluster_runs.environment(),
         capture_output=True,
         text=True,
         timeout=_LIMIT_SECS,
@@ -152,7 +145,8 @@ def _network(folder: pathlib.Path, machines: Sequence[Machine]) -> networks.Netw
     cluster = {"worker": [_address(machine) for machine in machines[:2]]}
     tasks = [Task("worker", index) for index in range(2)]
     command = [sys.executable, "-m", "tfdist.doctor", "--measure", f"--json={path}"]
-    _run_all({task: [*machine.prefix, *command] for task, machine in zip(tasks, machines, strict=False)}, cluster)
+    commands = {task: [*machine.prefix, *command] for task, machine in zip(tasks, machines, strict=False)}
+    cluster_runs.run_all(commands, cluster, _LIMIT_SECS)
     found = networks.from_flag(str(path), None, has_accelerators=False)
     print(f"network: {found.text}", flush=True)
     return found
@@ -198,25 +192,9 @@ def _measured(run: Run, size: str, folder: pathlib.Path, machines: Sequence[Mach
     cluster: dict[str, list[str]] = {}
     for task, machine in zip(tasks, machines, strict=False):
         cluster.setdefault(task.type, []).append(_address(machine))
-    _run_all({task: [*machine.prefix, *command] for task, machine in zip(tasks, machines, strict=False)}, cluster)
+    commands = {task: [*machine.prefix, *command] for task, machine in zip(tasks, machines, strict=False)}
+    cluster_runs.run_all(commands, cluster, _LIMIT_SECS)
     return float(json.loads(output.read_text())["steps_per_sec"])
-
-
-def _run_all(commands: dict[Task, list[str]], cluster: dict[str, list[str]]) -> None:
-    with processes.Supervisor() as supervisor:
-        started = []
-        for task, command in commands.items():
-            environment = {**_environment(), "TF_CONFIG": Cluster(cluster, task).to_tf_config()}
-            started.append(supervisor.start(str(task), command, environment))
-        for process in started:
-            if process.wait(_LIMIT_SECS) != 0:
-                raise RuntimeError(f"{process.name} failed:\n" + "\n".join(process.tail))
-
-
-def _environment() -> dict[str, str]:
-    environment = {**os.environ, "PATH": namespaces.PATH, "TF_CPP_MIN_LOG_LEVEL": "3", "GRPC_VERBOSITY": "ERROR"}
-    environment.pop("TF_CONFIG", None)
-    return environment
 
 
 if __name__ == "__main__":

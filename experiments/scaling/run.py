@@ -7,12 +7,11 @@ python run.py                                                                   
 
 from __future__ import annotations
 
-import json
-import os
 import pathlib
 import sys
 from typing import Any
 
+import cluster_runs
 from absl import app, flags
 from table_model import Assumptions, Calibration, Row
 from tables_io import TableError, calibrated, read
@@ -100,7 +99,7 @@ def _show(path: pathlib.Path, results: list[dict[str, Any]]) -> None:
             f"{row['error']:+7.1%}{mark}"
         )
     if FLAGS.json:
-        _write(pathlib.Path(FLAGS.json), json.dumps(results, indent=1) + "\n")
+        cluster_runs.write(pathlib.Path(FLAGS.json), results)
     import scaling_chart
 
     picture = pathlib.Path(FLAGS.plot) if FLAGS.plot else HERE / "results" / f"{path.stem}.png"
@@ -109,12 +108,6 @@ def _show(path: pathlib.Path, results: list[dict[str, Any]]) -> None:
         picture, f"{path.stem}, calibrated on up to {FLAGS.calibrate_up_to} devices", results, FLAGS.calibrate_up_to
     )
     print(f"plot: {picture}\n")
-
-
-def _write(path: pathlib.Path, text: str) -> None:
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ Each task has a network namespace of its own. All predictions of a model are wri
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 import statistics
 import subprocess
@@ -24,12 +23,12 @@ from typing import Any
 import sparse_chart
 from absl import app, flags
 
-from tfdist import Cluster, Task
+from tfdist import Task
 from tfdist.advisor import network as networks
 from tfdist.advisor import prediction, profile
-from tfdist.launchers import processes
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "scaling"))
+import cluster_runs
 import namespaces
 
 FLAGS = flags.FLAGS
@@ -59,7 +58,7 @@ def main(argv: list[str]) -> None:
         if problem := namespaces.missing():
             sys.exit(f"run.py: {problem}")
         for model in FLAGS.model:
-            _run(model, found.setdefault(model, {}), lambda: _write(output, found))
+            _run(model, found.setdefault(model, {}), lambda: cluster_runs.write(output, found))
     print(sparse_chart.table(found))
     print(f"plot: {sparse_chart.save(output.with_name('sparse.png'), found)}")
     if missed := sparse_chart.misses(found):
@@ -91,7 +90,7 @@ def _profile(folder: pathlib.Path, model: str) -> profile.Profile:
     path = folder / "profile.json"
     command = [sys.executable, "-m", "tfdist.cli", "profile", f"--secs={FLAGS.profile_secs}", f"--output={path}"]
     command += [str(SCRIPT), f"--model={model}", f"--sleep={FLAGS.sleep}", f"--batch={BATCH}"]
-    done = subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=_LIMIT_SECS)
+    done = subprocess.run(command, env=cluster_runs.environment(), capture_output=True, text=True, timeout=_LIMIT_SECS)
     if done.returncode:
         raise RuntimeError(f"tfdist profile failed:\n{done.stderr[-2000:]}")
     return profile.load(path)
@@ -136,26 +135,8 @@ def _run_all(counts: dict[str, int], command: Sequence[str], spaces: Sequence[st
     cluster: dict[str, list[str]] = {}
     for task, host in zip(tasks, hosts, strict=False):
         cluster.setdefault(task.type, []).append(f"{host}:{_PORT}")
-    with processes.Supervisor() as supervisor:
-        started = []
-        for task, space in zip(tasks, spaces, strict=False):
-            environment = {**_environment(), "TF_CONFIG": Cluster(cluster, task).to_tf_config()}
-            started.append(supervisor.start(str(task), ["ip", "netns", "exec", space, *command], environment))
-        for process in started:
-            if process.wait(_LIMIT_SECS) != 0:
-                raise RuntimeError(f"{process.name} failed:\n" + "\n".join(process.tail))
-
-
-def _write(output: pathlib.Path, found: dict[str, Any]) -> None:
-    part = output.with_name(f"{output.name}.{os.getpid()}.part")
-    part.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    part.replace(output)
-
-
-def _environment() -> dict[str, str]:
-    environment = {**os.environ, "PATH": namespaces.PATH, "TF_CPP_MIN_LOG_LEVEL": "3", "GRPC_VERBOSITY": "ERROR"}
-    environment.pop("TF_CONFIG", None)
-    return environment
+    commands = {task: ["ip", "netns", "exec", space, *command] for task, space in zip(tasks, spaces, strict=False)}
+    cluster_runs.run_all(commands, cluster, _LIMIT_SECS)
 
 
 if __name__ == "__main__":
