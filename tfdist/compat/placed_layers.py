@@ -115,16 +115,9 @@ def beside(gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
     if parts is None:
         return list(gradients)
     return [
-        gradient if gradient is None else _put(gradient, device_of(parts, variable))
+        gradient if gradient is None else replica_parts.to_device(gradient, device_of(parts, variable))
         for gradient, variable in zip(gradients, variables, strict=True)
     ]
-
-
-def _put(gradient: Any, device: str) -> Any:
-    if gradient.device == device:
-        return gradient
-    with tf.device(device):
-        return tf.nest.map_structure(tf.identity, gradient, expand_composites=True)
 
 
 def _replica() -> int:
@@ -198,11 +191,9 @@ def _calling(original: Any) -> Any:
 
 
 def _moved(leaf: Any, device: str) -> Any:
-    if not isinstance(leaf, tf.Tensor) or leaf.device == device or leaf.dtype == tf.resource:
+    if not isinstance(leaf, tf.Tensor) or leaf.dtype == tf.resource:
         return leaf
-    with tf.device(device):
-        moved = tf.identity(leaf)
-    mask = own_attributes.of(leaf, _MASK)
-    if mask is not None:
+    moved, mask = replica_parts.to_device(leaf, device), own_attributes.of(leaf, _MASK)
+    if moved is not leaf and mask is not None:
         own_attributes.put(moved, _MASK, mask)
     return moved

@@ -93,3 +93,11 @@ def span(strategy: tf.distribute.Strategy, parts: Parts) -> None:
 def of(strategy: Any) -> Parts | None:
     """Returns the devices of a strategy's replicas; None where each has one device."""
     return own_attributes.of(strategy, _ATTRIBUTE)
+
+
+def to_device(value: Any, device: str) -> Any:
+    """Returns a tensor, or the tensors of a sparse gradient, copied to a device unless they are on it."""
+    if value.device == device:
+        return value
+    with tf.device(device):
+        return tf.nest.map_structure(tf.identity, value, expand_composites=True)

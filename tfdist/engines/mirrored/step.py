@@ -116,7 +116,7 @@ class ThreadedStep:
                 contribution = self._template = compute(part, rows)
             flat = tf.nest.flatten(contribution, expand_composites=True)
             self._homes = [self._home(tensor) for tensor in flat]
-            return [_on(device, tensor) for device, tensor in zip(self._homes, flat, strict=True)]
+            return [replica_parts.to_device(*each) for each in zip(flat, self._homes, strict=True)]
 
         return contribute
 
@@ -128,9 +128,8 @@ class ThreadedStep:
     def _update(self, *flat: tf.Tensor) -> list[tf.Tensor]:
         size = len(self._specs)
         if replica_parts.of(self._strategy):
-            flat = tuple(
-                _on(device, tensor) for device, tensor in zip(itertools.cycle(self._homes), flat, strict=False)
-            )
+            homes = itertools.cycle(self._homes)
+            flat = tuple(replica_parts.to_device(*each) for each in zip(flat, homes, strict=False))
         parts = [flat[start : start + size] for start in range(0, len(flat), size)]
         contributions = [tf.nest.pack_sequence_as(self._template, part, expand_composites=True) for part in parts]
         with one_replica.replica_on(self._strategy, self._devices[0]), _updating_all(self._step.model):
@@ -143,11 +142,6 @@ class ThreadedStep:
             # A metric's value is the sum over its copies.
             copies.copies_of(variable)[0].assign_add(tf.cast(count, variable.dtype))
         return self._packing.pack(self._step.logs(total))
-
-
-def _on(device: str, tensor: tf.Tensor) -> tf.Tensor:
-    with tf.device(device):
-        return tf.identity(tensor)
 
 
 @contextlib.contextmanager
