@@ -28,14 +28,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat import additional_losses, compiled_losses, keras_variables, optimizer_patches
+from tfdist.compat import compiled_losses, keras_variables, optimizer_patches
 from tfdist.data import handle as handles
 from tfdist.data import splitting
 from tfdist.step import empty_parts, recording, states, value_changes
 from tfdist.step.captured_gradients import Applied, apply_if, capture
 from tfdist.step.contribution import Contribution, add_up, times, weigh
-from tfdist.step.model_losses import is_sum
 from tfdist.step.recording import Findings, Recording, TraceAgain
+from tfdist.step.replica_losses import ReplicaLosses
 from tfdist.step.states import State
 
 __all__ = ["Contribution", "SplitTrainStep", "add_up", "weigh"]
@@ -78,12 +78,11 @@ class SplitTrainStep:
         self._step = step
         self.model: keras.Model = getattr(step, "__self__")  # noqa: B009, Keras' wrapper has it too
         self._total_num_replicas = total_num_replicas
-        self._loss_divisor = loss_divisor
         self._is_relative = is_relative
         self._can_take_maxima = can_take_maxima or total_num_replicas == 1
         self._findings = Findings()
         self._layout = _Layout()
-        self._is_sum = _is_sum(self.model)
+        self._losses = ReplicaLosses(self.model, total_num_replicas, loss_divisor)
         # True if all replicas are known to have equally many examples.
         self._is_even = False
 
@@ -129,7 +128,7 @@ class SplitTrainStep:
         starts, begun_with = self._starts()
         scope = Recording(starts, self._findings)
         changed = [(o, "apply", capture(o, layout.applied, scope)) for o in optimizer_patches.optimizers_of(self.model)]
-        changed += self._loss_trackers(batch, batch_rows) + self._penalties(batch, batch_rows)
+        changed += self._losses.trackers(batch, batch_rows) + self._losses.penalties(batch, batch_rows)
         with optimizer_patches.attributes(changed), scope:
             compiled_losses.forget_added(self.model)
             # Keras represents None as an empty Optional.
@@ -142,7 +141,7 @@ class SplitTrainStep:
             counts = [tf.where(rows > 0, count, tf.zeros_like(count)) for count in counts]
         return Contribution(
             [
-                gradient if self._is_sum else times(gradient, weight)
+                gradient if self._losses.are_sums else times(gradient, weight)
                 for call in layout.applied
                 for gradient in call.gradients()
             ],
@@ -227,36 +226,6 @@ class SplitTrainStep:
         rows = splitting.rows(batch)
         self._is_even = rows is None or splitting.static_size(batch) is not None
         return 1.0 if self._is_even else tf.cast(rows, tf.float32)
-
-    def _loss_trackers(self, batch: Any, batch_rows: tf.Tensor | None) -> list[tuple[Any, str, Any]]:
-        """Returns patches by which metrics of losses count as on one device.
-
-        Keras weights each replica's loss by its examples, which is wrong for sums; it doesn't weight the losses of
-        single outputs.
-        """
-        rows, num_replicas = splitting.rows(batch), self._total_num_replicas
-        if rows is None or not compiled_losses.losses(self.model):
-            return []
-        total = single = None
-        if batch_rows is not None:
-            total = batch_rows / num_replicas if self._is_sum else None
-            single = 1 / num_replicas if self._is_sum else rows / tf.maximum(batch_rows, 1)
-        # The mean over replicas of the scaled sums is the total. Keras has multiplied by `loss_divisor` already.
-        scale = num_replicas / self._loss_divisor if self._is_sum else 1.0
-        weights = [(compiled_losses.tracker_of(self.model), total)]
-        # One for each loss, or none for a single one.
-        weights += [(metric, single) for metric in compiled_losses.trackers_of_single(self.model)]
-        return [(metric, "update_state", _weighing(metric, scale, weight, rows)) for metric, weight in weights]
-
-    def _penalties(self, batch: Any, batch_rows: tf.Tensor | None) -> list[tuple[Any, str, Any]]:
-        """Returns patches that weight penalties by the replica's examples if losses are sums, as on one device."""
-        if not self._is_sum or self._total_num_replicas == 1:
-            return []
-        rows = splitting.rows(batch)
-        is_known = rows is not None and batch_rows is not None
-        share = rows / tf.maximum(batch_rows, 1) if is_known else 1 / self._total_num_replicas
-        # Keras has divided them by `loss_divisor`.
-        return [additional_losses.multiplied(self.model, lambda: share * self._loss_divisor)]
 
     def _shipped(self, result: Any, written: Sequence[Any]) -> list[Any]:
         """Returns the leaves of the step's result that can't be computed from the metrics after the update."""
@@ -369,12 +338,12 @@ class SplitTrainStep:
 
         For a conditional `apply` it gives the mean over the replicas whose condition held; `applied` is their weight.
         """
-        if applied is not None and not self._is_sum:
-            return tf.math.divide_no_nan(tf.cast(self._loss_divisor, tf.float64), tf.cast(applied, tf.float64))
-        if self._is_sum or self._is_even:
+        if applied is not None and not self._losses.are_sums:
+            return tf.math.divide_no_nan(tf.cast(self._losses.divisor, tf.float64), tf.cast(applied, tf.float64))
+        if self._losses.are_sums or self._is_even:
             count = num_contributions or tf.cast(total.replicas, tf.float64)
-            return (self._total_num_replicas if self._is_sum else self._loss_divisor) / count
-        return tf.math.divide_no_nan(tf.cast(self._loss_divisor, tf.float64), tf.cast(total.weight, tf.float64))
+            return (self._total_num_replicas if self._losses.are_sums else self._losses.divisor) / count
+        return tf.math.divide_no_nan(tf.cast(self._losses.divisor, tf.float64), tf.cast(total.weight, tf.float64))
 
     def logs(self, total: Contribution, counts: Sequence[tf.Tensor] | None = None) -> Any:
         """Returns the logs for Keras: results of the metrics so far, and the other logs of this update's batch.
@@ -389,26 +358,3 @@ class SplitTrainStep:
         means = [tf.math.divide_no_nan(leaf, total.weight) for leaf in total.logs]
         pick = lambda leaf: metrics[leaf] if isinstance(leaf, str) else means[leaf]  # noqa: E731
         return tf.nest.map_structure(pick, self._layout.logs)
-
-
-def _is_sum(model: keras.Model) -> bool:
-    """Returns True if the loss is a sum over the examples, and not a mean."""
-    reductions = {is_sum(loss) for loss in compiled_losses.losses(model)}
-    if len(reductions) > 1:
-        raise ValueError(
-            "compile(loss=...): under policies all losses must have one kind of reduction, a sum or a mean, so that a "
-            "replica's gradient can be weighed. Received: both kinds"
-        )
-    return True in reductions
-
-
-def _weighing(metric: Any, scale: float, weight: Any, rows: tf.Tensor) -> Callable[..., Any]:
-    update_state = metric.update_state
-
-    def update(values: Any, sample_weight: Any = None) -> Any:
-        # Losses that layers add are usually means, which are NaN if there are no examples.
-        values = tf.where(rows > 0, values, tf.zeros_like(values))
-        values = values if scale == 1.0 else values * tf.cast(scale, values.dtype)
-        return update_state(values, sample_weight=sample_weight if weight is None else tf.cast(weight, tf.float32))
-
-    return update

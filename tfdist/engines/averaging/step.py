@@ -22,7 +22,8 @@ import tensorflow as tf
 from tfdist.compat import flat_layers, optimizer_patches, optimizer_variables, replica_writes, replicas
 from tfdist.data import splitting
 from tfdist.data.shares import Part
-from tfdist.step import contribution, copies, global_losses, one_replica, split_train_step
+from tfdist.step import contribution, copies, global_losses, one_replica
+from tfdist.step.replica_losses import ReplicaLosses
 
 
 def step_alone(strategy: Any, step: Callable[..., Any], parts: Sequence[Part]) -> list[Any]:
@@ -53,9 +54,9 @@ def _step(strategy: Any, step: Callable[..., Any], model: keras.Model, part: Par
     count = strategy.num_replicas_in_sync
     with global_losses.counted_as_one(strategy, step) as has_own_loss:
         divisor = 1 if has_own_loss else count
-        of_losses = split_train_step.SplitTrainStep(step, count, loss_divisor=divisor)
-        factor = float(count) if of_losses._is_sum else share(part, count) * count * divisor
-        taps = of_losses._loss_trackers(part.batch, part.total)
+        losses = ReplicaLosses(model, count, divisor)
+        factor = float(count) if losses.are_sums else share(part, count) * count * divisor
+        taps = losses.trackers(part.batch, part.total)
         for optimizer in optimizer_patches.optimizers_of(model):
             taps += changes(optimizer, factor)
         with optimizer_patches.attributes(taps), _keeping(flat_layers.statistics_of(model), part, index):
