@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from absl import flags
 
-from tfdist.cluster import DATA_SERVICE_VARIABLE, ClusterError, Task
+from tfdist.cluster import DATA_SERVICE_VARIABLE, JOB_SECRET_VARIABLE, ClusterError, Task
 from tfdist.launchers import command_line, shape, wrapping
 from tfdist.launchers.pod_leader import Leader
 from tfdist.launchers.pod_member import Member
@@ -28,7 +28,6 @@ INDEX_VARIABLE = "JOB_COMPLETION_INDEX"
 FAILURES_VARIABLE = "TFDIST_POD_FAILURES"
 IGNORED_VARIABLE = "TFDIST_POD_IGNORED_FAILURES"
 RESTARTS_VARIABLE = "TFDIST_POD_RESTARTS"
-_SECRET_VARIABLE = "TFDIST_JOB_SECRET"
 _ENDING = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -146,7 +145,7 @@ def _run_together(
 ) -> int:
     """Runs the script of a task that ends and restarts together with all others."""
     first, rules = job.members[0], group_rules(values, job)
-    secret = os.environ.get(_SECRET_VARIABLE, "")
+    secret = os.environ.get(JOB_SECRET_VARIABLE, "")
     with contextlib.ExitStack() as stack:
         host = values.host_format.replace("{type}", first.type).replace("{index}", str(first.index))
         if task == first:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from absl import flags
 
-from tfdist.cluster import DATA_SERVICE_VARIABLE, Task
+from tfdist.cluster import DATA_SERVICE_VARIABLE, JOB_SECRET_VARIABLE, Task
 from tfdist.launchers import command_line, communication, gpus, private_network, shape, tf_log_level
 from tfdist.launchers.ports import PortReservation
 from tfdist.launchers.requests import (
@@ -229,7 +229,7 @@ def submit_with_secret(planned: Callable[..., Request], logs: LogSettings) -> in
       planned: returns the request without the workers named as `dropped`.
       logs: log settings.
     """
-    secret = {"TFDIST_JOB_SECRET": secrets.token_hex(32)}
+    secret = {JOB_SECRET_VARIABLE: secrets.token_hex(32)}
 
     def with_secret(dropped: frozenset[str] = frozenset()) -> Request:
         request = planned(dropped=dropped)

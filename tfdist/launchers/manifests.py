@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tfdist.cluster import JOB_SECRET_VARIABLE
 from tfdist.launchers import kubernetes_task
 from tfdist.launchers.pod_rules import GIVEN_UP_EXIT_CODE, HOPELESS_EXIT_CODES
 from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE
@@ -281,5 +282,5 @@ def _environment(pods: Pods, computes: bool) -> list[dict[str, Any]]:
         # Some images and runtimes show all GPUs of the node to containers that requested none.
         env.append({"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"})
     reference = {"name": pods.name, "key": "job-secret", "optional": True}
-    env.append({"name": "TFDIST_JOB_SECRET", "valueFrom": {"secretKeyRef": reference}})
+    env.append({"name": JOB_SECRET_VARIABLE, "valueFrom": {"secretKeyRef": reference}})
     return env

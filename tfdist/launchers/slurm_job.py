@@ -24,6 +24,7 @@ from typing import Any
 
 from absl import flags
 
+from tfdist.cluster import JOB_SECRET_VARIABLE
 from tfdist.launchers import command_line, shape, slurm_time, tools
 from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE, LaunchError
 from tfdist.launchers.shape import Shape
@@ -106,7 +107,7 @@ class Job:
     def _environment(self) -> dict[str, str]:
         return {
             # A new secret for each run.
-            "TFDIST_JOB_SECRET": secrets.token_hex(32),
+            JOB_SECRET_VARIABLE: secrets.token_hex(32),
             "TFDIST_ATTEMPT": str(self._attempt),
             EXITS_VARIABLE: str(self._directory),
             REACHES_ALL_VARIABLE: str(int(_signals_reach_all())),

@@ -21,12 +21,12 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
-from tfdist.cluster import NOTICES_VARIABLE
+from tfdist.cluster import JOB_SECRET_VARIABLE, NOTICES_VARIABLE
 from tfdist.launchers.notices import Reader
 from tfdist.launchers.requests import SENT_PREFIX
 from tfdist.launchers.ssh_task import HEARTBEAT_SECS, NOTICE
 
-_ALSO_SENT = ("TFDIST_ATTEMPT", "TFDIST_TASK_RESTART", "TFDIST_JOB_SECRET")
+_ALSO_SENT = ("TFDIST_ATTEMPT", "TFDIST_TASK_RESTART", JOB_SECRET_VARIABLE)
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _SSH_FAILED = 255
 

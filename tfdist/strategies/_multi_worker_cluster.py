@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist import cluster as clusters
 from tfdist.compat import eager_context
+from tfdist.runtime import cpus, rendezvous
 
 # A worker that sends no heartbeat for this long is taken for dead, and the others get an error.
 _HEARTBEAT_TIMEOUT_SECS = 10
@@ -31,7 +33,29 @@ def empty_resolver() -> tf.distribute.cluster_resolver.ClusterResolver:
     return tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
 
 
-def check_before_context() -> None:
+def meet(cluster: clusters.Cluster, start_timeout_secs: float, has_policy: bool) -> None:
+    """Waits for all workers, and has TensorFlow's context join them.
+
+    Args:
+      cluster: the cluster.
+      start_timeout_secs: longest wait for the start of all workers.
+      has_policy: True if a policy decides which gradients make an update.
+
+    Raises:
+      RuntimeError: TensorFlow was used before.
+      TimeoutError: a worker did not start in time.
+      ConnectionError: the workers have different secrets.
+    """
+    _check_before_context()
+    if has_policy:
+        # Keras' step waits in one of them while the contribution is computed in the others; 0: one for each CPU.
+        count = tf.config.threading.get_inter_op_parallelism_threads() or cpus.usable()
+        tf.config.threading.set_inter_op_parallelism_threads(count + 1)
+    rendezvous.meet(cluster, start_timeout_secs, secret=os.environ.get(clusters.JOB_SECRET_VARIABLE, ""))
+    _configure_coordination(cluster, start_timeout_secs)
+
+
+def _check_before_context() -> None:
     """Raises in one line the error that the stock strategy raises only after all workers have started."""
     if eager_context.has_begun():
         raise RuntimeError(
@@ -40,13 +64,8 @@ def check_before_context() -> None:
         )
 
 
-def configure_coordination(cluster: clusters.Cluster, start_timeout_secs: float) -> None:
-    """Has TensorFlow's context join the coordination service of a cluster.
-
-    Args:
-      cluster: the cluster.
-      start_timeout_secs: longest wait for the start of all workers.
-    """
+def _configure_coordination(cluster: clusters.Cluster, start_timeout_secs: float) -> None:
+    """Has TensorFlow's context join the coordination service of a cluster."""
     counts = {job: len([task for task in cluster.training_tasks if task.type == job]) for job in ("chief", "worker")}
     eager_context.configure_coordination(
         leader=f"/job:{cluster.training_tasks[0].type}/replica:0/task:0",

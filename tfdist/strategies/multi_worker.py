@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import atexit
-import os
 import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,13 +11,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist import _addresses
 from tfdist import cluster as clusters
 from tfdist.compat import (
     array_data,
     checkpoint_files,
     chief_writes,
-    dataset_inputs,
     device_pipelines,
     direct_iterators,
     distributed_data,
@@ -34,7 +31,6 @@ from tfdist.compat import (
 from tfdist.compat.optimizer_patches import SumGradients
 from tfdist.data import parts as part_datasets
 from tfdist.data import progress, splitting
-from tfdist.data.handle import DistributedDataset
 from tfdist.engines.averaging.engine import AveragingEngine
 from tfdist.engines.multi_worker import agreement as agreements
 from tfdist.engines.multi_worker import engine as quorum
@@ -44,17 +40,15 @@ from tfdist.engines.synchronous.engine import SynchronousEngine
 from tfdist.engines.warmup.engine import WarmupEngine
 from tfdist.policies import composition
 from tfdist.policies.base import Aggregation, Update
-from tfdist.runtime import allocator, cpus, messages, own_address, quorum_client, quorum_server, rendezvous, stalls
+from tfdist.runtime import allocator, stalls
+from tfdist.runtime.quorum_server import QuorumServer
 from tfdist.step import copies, replicated_step
-from tfdist.strategies import _common, _communication, _devices, _multi_worker_cluster
+from tfdist.strategies import _common, _communication, _devices, _multi_worker_cluster, _quorum, _shared_datasets
 from tfdist.strategies._compressed_sums import CompressedSums
 from tfdist.strategies.distribution import Distribution
 from tfdist.telemetry.recorder import Recorder
 from tfdist.telemetry.report import Report
 from tfdist.transport.sums import WorkerSums
-
-_POLICY = tf.data.experimental.AutoShardPolicy
-_SECRET = "TFDIST_JOB_SECRET"
 
 
 class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerMirroredStrategy):
@@ -97,7 +91,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
     # For example a job of several workers of which the launcher has given up all but one.
     _is_cluster_of_one = False
     # On the chief, with a policy.
-    _quorum_server: quorum_server.QuorumServer | None = None
+    _quorum_server: QuorumServer | None = None
 
     def __init__(
         self,
@@ -116,18 +110,18 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         _common.check_timeouts(start_timeout_secs=start_timeout_secs, stall_timeout_secs=stall_timeout_secs)
         cluster = _multi_worker_cluster.find(cluster_resolver)
         _devices.check_worker(devices_per_replica)
+        if cluster is None:
+            _communication.check_alone(communication)
         allocator.keep_if_launched(few_arenas=True)
         device_pipelines.leave_untuned()
         is_training = cluster is None or cluster.task in cluster.training_tasks
         num_workers = 1 if cluster is None else len(cluster.training_tasks)
-        composed = composition.compose(policies if is_training else (), "MultiWorkerMirroredStrategy", num_workers)
-        policy = self._aggregation = composed.aggregation
-        self._warmup = composed.warmup
+        policies = policies if is_training else ()
+        composed = composition.compose(policies, "MultiWorkerMirroredStrategy", num_workers)
+        self._aggregation, self._warmup = composed.aggregation, composed.warmup
         self._gathers: dict[Any, Any] = {}
         self._sums = WorkerSums(self)
         self.distribution = Distribution(Recorder([f"worker:{index}" for index in range(num_workers)]))
-        if cluster is None:
-            _communication.check_alone(communication)
         self.distribution.task = str(cluster.task) if cluster else "worker:0"
         if cluster is None or not is_training or num_workers == 1:
             # An evaluator would be looked for among the workers.
@@ -135,45 +129,21 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
             with _devices.of_worker(self, devices_per_replica):
                 super().__init__(resolver, communication_options)
             self._is_cluster_of_one = cluster is not None and is_training
-            self.distribution.take(policies if is_training else ())
+            self.distribution.take(policies)
             _common.mend_keras(self)
             return
-        _multi_worker_cluster.check_before_context()
-        if policy:
-            # Keras' step waits in one of them while the contribution is computed in the others; 0: one for each CPU.
-            count = tf.config.threading.get_inter_op_parallelism_threads() or cpus.usable()
-            tf.config.threading.set_inter_op_parallelism_threads(count + 1)
-        rendezvous.meet(cluster, start_timeout_secs, secret=os.environ.get(_SECRET, ""))
-        _multi_worker_cluster.configure_coordination(cluster, start_timeout_secs)
+        _multi_worker_cluster.meet(cluster, start_timeout_secs, has_policy=composed.aggregation is not None)
         with stalls.interrupt_ends_process(), _devices.of_worker(self, devices_per_replica):
             super().__init__(cluster_resolver, communication_options)
         initial_values.take_all_dtypes(self)
         _common.mend_keras(self)
-        for each in (policy, composed.warmup, composed.compression):
-            if each:
-                self._check_devices(each)
+        for policy in (composed.aggregation, composed.warmup, composed.compression):
+            self._check_devices(policy)
         self._join(cluster)
-        devices = self.extended.worker_devices
-        found = _communication.connect(communication, self._agreements(), devices, start_timeout_secs)
-        if found is not None:
-            self._sums.use(found.sum, found.gather, self._agreements().reporter.waiting, lambda: found.failure)
-        if composed.compression:
-            self._compressed = CompressedSums(composed.compression, self._sums, self._agreements())
-            self.distribution.bytes_sent = self._compressed.bytes_sent
-        if policy:
-            self._start_quorum(policy, cluster, stall_timeout_secs)
-        parts, sum_up, record = self._parts(), self._sum_over_workers, self.distribution.recorder.record
-        if composed.warmup:
-            self._warming = WarmupEngine(self, composed.warmup, parts, sum_up, record, self._agreements())
-        if composed.averaging:
-            compressed = self._compressed
-            of_differences = (lambda: compressed.of_differences) if compressed else None
-            averaging = composed.averaging, parts, sum_up, num_workers, self._prepare, of_differences
-            engine = self._averaging = AveragingEngine(self, *averaging)
-            if not self._compressed:
-                self.distribution.bytes_sent = lambda: [engine.bytes_sent] * num_workers
-        if not (policy or composed.averaging) and len(self.extended.worker_devices) == 1:
-            self._synchronous = SynchronousEngine(self._run_synchronous, num_workers, self._sums.failure)
+        self._choose_sums(communication, composed.compression, start_timeout_secs)
+        if composed.aggregation:
+            self._start_quorum(composed.aggregation, cluster, stall_timeout_secs)
+        self._start_engines(composed, num_workers)
         of_workers = {"Compression": self._compressed} if self._compressed else None
         engines = (self._quorum, self._warming, self._averaging, self._synchronous)
         self.distribution.take(policies, *engines, of_workers=of_workers)
@@ -218,45 +188,48 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
 
     def _check_devices(self, policy: Any) -> None:
         count = len(self.extended.worker_devices)
-        if count > 1:
+        if policy and count > 1:
             raise ValueError(
                 f"{policy!r} needs one device per worker under MultiWorkerMirroredStrategy; start one process for each "
                 f"device, and let it see only that one (CUDA_VISIBLE_DEVICES). Received: {count} devices"
             )
 
+    def _choose_sums(self, communication: str, compression: Any, start_timeout_secs: float) -> None:
+        """Chooses what sums tensors over the workers: TensorFlow's collectives or MPI, and codecs for gradients."""
+        agreement = self._agreements()
+        found = _communication.connect(communication, agreement, self.extended.worker_devices, start_timeout_secs)
+        if found is not None:
+            self._sums.use(found.sum, found.gather, agreement.reporter.waiting, lambda: found.failure)
+        if compression:
+            self._compressed = CompressedSums(compression, self._sums, agreement)
+            self.distribution.bytes_sent = self._compressed.bytes_sent
+
     def _start_quorum(self, policy: Aggregation, cluster: clusters.Cluster, stall_timeout_secs: float) -> None:
-        """Starts the quorum server on the chief, and connects this worker to it.
-
-        Without a launcher there is no secret. The chief then draws one and shares it through the coordination service,
-        which is as trustworthy as the collectives that carry the gradients.
-        """
-        agreement, tasks = self._agreements(), cluster.training_tasks
-        names, own = [str(task) for task in tasks], os.environ.get(_SECRET)
-
-        def start_server() -> dict[str, Any]:
-            secret = own or secrets.token_hex(32)
-            hosts = [_addresses.split(cluster.address(task))[0] for task in tasks]
-            host = own_address.reachable(hosts[0], hosts, lambda line: messages.say(f"tfdist: {line}"))
-            self._quorum_server = quorum_server.QuorumServer(policy, names, secret.encode(), host)
-            self._quorum_server.start()
-            atexit.register(self._quorum_server.close)
-            return {"address": self._quorum_server.address, "secret": None if own else secret}
-
-        opened = agreement.from_chief(start_server, "starting the quorum server")
-        secret = opened["secret"] or own
-        if secret is None:
-            raise ConnectionError(f"{_SECRET} is set on {names[0]} and not here; give all workers the same, or none")
-        worker = tasks.index(cluster.task)
-        client = quorum_client.QuorumClient(
-            tuple(opened["address"]), worker, names, secret.encode(), stall_timeout_secs=stall_timeout_secs
-        )
+        client, self._quorum_server = _quorum.connect(policy, cluster, self._agreements(), stall_timeout_secs)
         sums = Sums(self._sum_over_workers, lambda: self._sum_gradients)
+        worker = cluster.training_tasks.index(cluster.task)
         self._quorum = quorum.QuorumEngine(self, worker, client, sums, self._prepare, self._record)
         self._quorum.start()
         atexit.register(self.distribution.close)
         self.distribution.recorder.is_complete = True
         # Of "auto", the chief's policy alone knows.
         self.distribution.spares = lambda: self.num_replicas_in_sync - self.replicas_to_aggregate
+
+    def _start_engines(self, composed: composition.Composition, num_workers: int) -> None:
+        """Starts the engines of a warmup, of averaging, and of synchronous steps of one replica per worker."""
+        parts, sum_up, record = self._parts(), self._sum_over_workers, self.distribution.recorder.record
+        if composed.warmup:
+            self._warming = WarmupEngine(self, composed.warmup, parts, sum_up, record, self._agreements())
+        if composed.averaging:
+            compressed = self._compressed
+            of_differences = (lambda: compressed.of_differences) if compressed else None
+            averaging = composed.averaging, parts, sum_up, num_workers, self._prepare, of_differences
+            engine = self._averaging = AveragingEngine(self, *averaging)
+            if not compressed:
+                self.distribution.bytes_sent = lambda: [engine.bytes_sent] * num_workers
+        is_plain = not composed.aggregation and not composed.averaging
+        if is_plain and len(self.extended.worker_devices) == 1:
+            self._synchronous = SynchronousEngine(self._run_synchronous, num_workers, self._sums.failure)
 
     def _record(self, update: Update, examples: int) -> None:
         # Only the quorum server's policy decides; every worker receives the result.
@@ -298,11 +271,12 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
 
     def _divided(self, dataset: Any, options: Any) -> Any:
         count = self.num_replicas_in_sync
-        if options is not None or count == 1 or not _is_shared_by_data(dataset):
-            self._check_policy_allows(dataset, options)
+        if options is not None or count == 1 or not _shared_datasets.is_shared(dataset):
+            if self._quorum or self._averaging or self._warming:
+                _shared_datasets.check_shared(dataset, options)
             return self._left_to_tensorflow(dataset, options)
         splitting.check_batched(dataset.element_spec, count)
-        is_known = self._check_same(dataset)
+        is_known = _shared_datasets.check_same(dataset, self.distribution.agreement)
         dataset = self._reordered(dataset)
         return progress.remember(self._dealt(dataset, is_known), dataset, lambda rest: self._dealt(rest, is_known))
 
@@ -360,34 +334,6 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
     def _read_directly(self, distributed: Any) -> Any:
         return direct_iterators.read_directly(distributed, self.extended.worker_devices)
 
-    def _check_policy_allows(self, dataset: Any, options: Any) -> None:
-        is_made_here = isinstance(dataset, DistributedDataset)
-        if is_made_here or not (self._quorum or self._averaging or self._warming):
-            return
-        received = f"options={options}" if options is not None else "a data set of another AutoShardPolicy"
-        raise ValueError(
-            "experimental_distribute_dataset: under a policy the batches of a data set are divided among the workers; "
-            "leave options away and its AutoShardPolicy at AUTO or DATA, or give each worker its own with "
-            f"distribute_datasets_from_function. Received: {received}"
-        )
-
-    def _check_same(self, dataset: tf.data.Dataset) -> bool:
-        """Returns True if the number of batches is known; raises ValueError if the workers have different data sets."""
-        size = int(dataset.cardinality())
-        if self.distribution.agreement:
-            found = self.distribution.agreement.gather(
-                [*_sources(dataset), f"{size} batches"], "comparing the data sets"
-            )
-            # Also those of the sources: they show different lengths of arrays, or numbers of files.
-            for traits in zip(*found.values(), strict=False):
-                if len(set(traits)) > 1:
-                    shown = ", ".join(f"{task}: {trait}" for task, trait in zip(found, traits, strict=True))
-                    raise ValueError(
-                        "dataset: every worker must be given the same data set, of which it takes its share; give all "
-                        f"the same, or shard it yourself with AutoShardPolicy.OFF. Received: {shown}"
-                    )
-        return size != tf.data.UNKNOWN_CARDINALITY
-
     def _parts(self) -> range:
         # The order in which Keras' predict puts the replicas of several workers together.
         return range(replicas.worker_index(self), self.num_replicas_in_sync, replicas.worker_count(self))
@@ -402,13 +348,3 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
 
     def _broadcast_from_chief(self, variables: Sequence[Any]) -> None:
         copies.broadcast(variables, self._agreements().is_chief, self._sum_over_workers)
-
-
-def _is_shared_by_data(dataset: Any) -> bool:
-    is_dataset = isinstance(dataset, tf.data.Dataset)
-    return is_dataset and dataset.options().experimental_distribute.auto_shard_policy in (_POLICY.AUTO, _POLICY.DATA)
-
-
-def _sources(dataset: tf.data.Dataset) -> list[str]:
-    """Returns the element specs of a data set and of its sources."""
-    return [str(dataset.element_spec), *(text for source in dataset_inputs.of(dataset) for text in _sources(source))]
