@@ -22,8 +22,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
-import pathlib
 import socket
 import statistics
 import sys
@@ -32,7 +30,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tfdist import _addresses, _line_server, _sockets
+from tfdist import _addresses, _line_server, _sockets, _whole_files
 from tfdist.cluster import Cluster, Task
 
 FORMAT, VERSION = "tfdist network", 1
@@ -127,9 +125,7 @@ def run(
         links = measure(cluster, timeout_secs, link_secs, link_bytes)
         is_first = bool(links) and cluster.task == cluster.tasks[0]
         if is_first and output:
-            part = pathlib.Path(f"{output}.{os.getpid()}.part")
-            part.write_text(to_json(links), encoding="utf-8")
-            part.replace(output)
+            _whole_files.write(output, to_json(links))
     except (ValueError, OSError) as error:  # TimeoutError is an OSError.
         sys.stderr.write(f"tfdist: {error}\n")
         return 1

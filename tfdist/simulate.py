@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import pathlib
 import sys
-import tempfile
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,6 +15,7 @@ import yaml
 from absl import flags
 
 import tfdist.flags
+from tfdist import _whole_files
 from tfdist.launchers import command_line
 from tfdist.launchers.requests import LaunchError
 from tfdist.simulation import configuration, engines, log_rows, simulate
@@ -125,7 +124,8 @@ def main(arguments: Sequence[str]) -> int:
         raise LaunchError(str(error)) from None
     sys.stdout.write(f"{result}\n")
     if values.json:
-        _write(pathlib.Path(values.json), json.dumps(result.to_dict(), indent=2) + "\n")
+        pathlib.Path(values.json).parent.mkdir(parents=True, exist_ok=True)
+        _whole_files.write(values.json, json.dumps(result.to_dict(), indent=2) + "\n")
     if values.log_dir:
         sys.stdout.write(f"update log: {write_log(result, values.log_dir)}\n")
     return 0
@@ -265,14 +265,6 @@ def _simulate(data: dict[str, Any]) -> Result:
     return simulate(
         cluster, model, strategy=_STRATEGIES.get(strategy, strategy), policies=policies, codec=codec, **arguments
     )
-
-
-def _write(path: pathlib.Path, text: str) -> None:
-    """Writes a file whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-        file.write(text)
-    os.replace(file.name, path)  # noqa: PTH105
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from typing import Any
 
 from absl import flags
 
+from tfdist import _whole_files
 from tfdist.advisor import advice, chart, network, profile, table
 from tfdist.launchers import command_line
 from tfdist.launchers.requests import LaunchError
@@ -126,7 +126,7 @@ def _advise(values: flags.FlagValues, path: str) -> int:
     table.write(found if values.all else table.worth_showing(found, chosen), chosen, sys.stdout)
     sys.stdout.write(f"\nrecommendation: {words}.\n")
     if values.json:
-        _write(pathlib.Path(values.json), _to_json(found, chosen, words, links))
+        _whole_files.write(values.json, _to_json(found, chosen, words, links))
     if values.plot:
         chart.save(pathlib.Path(values.plot), found, chosen, f"{measured.script or path} on {links.text}")
     return 0
@@ -172,9 +172,3 @@ def _to_json(found: Sequence[advice.Row], chosen: advice.Row, words: str, links:
         "recommendation": words,
     }
     return json.dumps(content, indent=1) + "\n"
-
-
-def _write(path: pathlib.Path, text: str) -> None:
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)

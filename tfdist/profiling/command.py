@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import pathlib
 import runpy
 import sys
@@ -14,6 +13,7 @@ from typing import Any
 
 from absl import flags
 
+from tfdist import _whole_files
 from tfdist.advisor.profile import Profile
 from tfdist.launchers import command_line
 from tfdist.launchers.requests import LaunchError
@@ -65,9 +65,7 @@ def _profile(values: flags.FlagValues, command: list[str]) -> int:
         _say(f"{failure or f'{script} ended without calling model.fit, so there was nothing to measure'}; no profile")
         return _INTERRUPTED if failure == _INTERRUPT else _FAILED
     profile = dataclasses.replace(measured[0], script=pathlib.Path(script).name)
-    part = output.with_name(f"{output.name}.{os.getpid()}.part")
-    part.write_text(profile.to_json(), encoding="utf-8")
-    part.replace(output)
+    _whole_files.write(output, profile.to_json())
     _say(_summary(profile, output))
     return 0
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import os
 import pathlib
-import tempfile
 from typing import Protocol
+
+from tfdist import _whole_files
 
 
 class Files(Protocol):
@@ -45,16 +46,7 @@ class LocalFiles:
 
     def write(self, path: str, data: bytes) -> None:
         """Writes a file under another name and renames it."""
-        target = pathlib.Path(path)
-        descriptor, temporary = tempfile.mkstemp(prefix=".", suffix=".part", dir=target.parent)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(data)
-            pathlib.Path(temporary).chmod(0o644)
-            pathlib.Path(temporary).replace(target)
-        except BaseException:
-            pathlib.Path(temporary).unlink(missing_ok=True)
-            raise
+        _whole_files.write(path, data, permissions=0o644)
 
     def entries(self, directory: str) -> tuple[list[str], list[str]]:
         """Returns the names of the subdirectories and of the files in a directory; none if it doesn't exist."""

@@ -4,16 +4,15 @@
 from __future__ import annotations
 
 import gzip
-import os
 import pathlib
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from typing import IO
 
 import numpy as np
 from absl import flags
 
+from tfdist import _whole_files
 from tfdist.launchers.requests import LaunchError
 from tfdist.update_log import LogReader, Timeline
 from tfdist.watching import arguments as command_arguments
@@ -121,15 +120,8 @@ def write(path: str, jobs: Sequence[Timeline], spans: Sequence[tuple[int, int]],
         "jobs": [{"job": job.job, "policies": list(job.header.policies)} for job, *_ in chosen],
     }
     target = pathlib.Path(path)
-    descriptor, temporary = tempfile.mkstemp(prefix=".", suffix=".part", dir=target.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            _write_text(file, encoded(events, other), is_compressed=target.suffix == ".gz")
-        pathlib.Path(temporary).chmod(0o644)
-        pathlib.Path(temporary).replace(target)
-    except BaseException:
-        pathlib.Path(temporary).unlink(missing_ok=True)
-        raise
+    with _whole_files.opened(target, permissions=0o644) as file:
+        _write_text(file, encoded(events, other), is_compressed=target.suffix == ".gz")
     return target.stat().st_size
 
 

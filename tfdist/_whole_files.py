@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes a file whole or not at all: under another name in its directory, which it loses at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import secrets
+from collections.abc import Iterator
+from typing import IO
+
+
+@contextlib.contextmanager
+def opened(path: str | os.PathLike[str], permissions: int | None = None) -> Iterator[IO[bytes]]:
+    """Opens a file for writing, which appears under its name at the end of the block; after an error nothing is left.
+
+    Args:
+      path: name of the file; its directory exists. A file of this name is replaced.
+      permissions: mode bits of the file, such as 0o644; by default those that the umask leaves to a new file.
+
+    Raises:
+      OSError: the file can't be written.
+    """
+    target = pathlib.Path(path)
+    part = target.with_name(f".{secrets.token_hex(8)}.part")
+    try:
+        with part.open("xb") as file:
+            if permissions is not None:
+                part.chmod(permissions)
+            yield file
+        part.replace(target)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def write(path: str | os.PathLike[str], content: str | bytes, permissions: int | None = None) -> None:
+    """Writes a file, a text in UTF-8; see `opened`."""
+    with opened(path, permissions) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
