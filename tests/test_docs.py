@@ -26,6 +26,8 @@ _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 _NAME = re.compile(r"\btfdist((?:\.[A-Za-z_]\w*)+)")
 _MAKE = re.compile(r"^(?:```\n)?make ([a-z-]+)|`make ([a-z-]+)", re.MULTILINE)
 _FLAG = re.compile(r"^\| `--(\w+)", re.MULTILINE)
+_PATH = re.compile(r"`([\w.-]+/[\w./-]*)`")
+_ARCHITECTURE = ROOT / "docs" / "architecture.md"
 
 
 def _text(page: pathlib.Path) -> str:
@@ -149,8 +151,24 @@ def test_names_in_the_pages_exist(page: pathlib.Path) -> None:
         )
 
 
+@pytest.mark.parametrize("page", [_ARCHITECTURE, ROOT / "CONTRIBUTING.md"], ids=_id)
+def test_paths_in_pages_for_developers_exist(page: pathlib.Path) -> None:
+    for path in _PATH.findall(_text(page)):
+        # "engines/base.Engine" is a class in tfdist/engines/base.py.
+        names = [f"{each}{ending}" for each in (path, path.rpartition(".")[0]) for ending in ("", ".py") if each]
+        assert any((folder / name).exists() for folder in (ROOT, ROOT / "tfdist") for name in names), path
+
+
+def test_the_architecture_names_every_part_of_the_package() -> None:
+    layers = _blocks(_ARCHITECTURE, "")[0]
+    package = ROOT / "tfdist"
+    found = [*package.glob("*.py"), *(init.parent for init in package.glob("*/__init__.py"))]
+    parts = {path.stem for path in found} - {"__init__"}
+    assert {part for part in parts if not re.search(rf"\b{part}\b", layers)} == set()
+
+
 def _exists(dotted: str) -> bool:
-    """Whether tfdist<dotted> can be reached from the package."""
+    """Returns True if tfdist<dotted> can be reached from the package."""
     found: object = tfdist
     for name in dotted.strip(".").split("."):
         found = getattr(found, name, None)
