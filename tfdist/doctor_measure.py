@@ -46,7 +46,7 @@ _MOST_PEERS = 8
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """What was measured from one task to another, in one direction."""
+    """Bandwidth and latency from one task to another, in one direction."""
 
     source: str
     target: str

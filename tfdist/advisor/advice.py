@@ -75,7 +75,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """What the user asks.
+    """Question of the user.
 
     Attributes:
       workers: numbers of workers to compare.

@@ -31,7 +31,7 @@ _UPDATE_SECS = {PARAMETER_SERVER: 2.5e-3, MULTI_WORKER: 2e-3}
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """What a candidate is expected to do.
+    """Expected throughput and cost of a candidate.
 
     Attributes:
       examples_per_sec: examples that enter updates.

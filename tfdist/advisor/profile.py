@@ -54,7 +54,7 @@ class NoiseScale:
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """What `tfdist profile` has measured.
+    """Measurements of `tfdist profile`.
 
     Attributes:
       batch_size: examples of a step of the script, over all replicas together.

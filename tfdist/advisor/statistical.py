@@ -41,7 +41,7 @@ class Estimate:
 
 
 def examples_factor(noise: NoiseScale, batch: float, reference: float) -> Estimate:
-    """How many times as many examples batches of `batch` need as batches of `reference` examples, to the same loss."""
+    """Ratio of examples to the same loss: those with batches of `batch`, over those with batches of `reference`."""
 
     def factor(critical: float) -> float:
         if critical == math.inf:
@@ -54,7 +54,7 @@ def examples_factor(noise: NoiseScale, batch: float, reference: float) -> Estima
 
 
 def staleness_factor(staleness: float) -> Estimate:
-    """How many times as many updates gradients need that are `staleness` updates old on average."""
+    """Ratio of updates to the same loss: those from gradients of this mean staleness, over those from fresh ones."""
     most = 1 / math.sin(math.pi / (2 * (2 * staleness + 1)))
     return Estimate(math.sqrt(most), 1.0, most)
 
@@ -62,7 +62,7 @@ def staleness_factor(staleness: float) -> Estimate:
 def speedup_to_a_loss(
     profile: Profile, speed: Estimate, alone: Estimate, batch: float, staleness: float
 ) -> Estimate | None:
-    """How many times as fast as one device a loss is reached; None without a noise scale.
+    """Speedup over one device until the same loss is reached; None without a noise scale.
 
     Args:
       profile: of one device, with its batch size.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has a Keras optimizer update with gradients that somebody else has accumulated.
+"""Makes a Keras optimizer update with gradients that the caller has accumulated.
 
 There is no public way: an optimizer that is made with `gradient_accumulation_steps` adds gradients up in variables of
 its own, and decides by a count of its own when it updates. Everything that is changed is restored.

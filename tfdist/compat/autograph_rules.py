@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has AutoGraph leave the functions of tfdist as they are, as it leaves those of TensorFlow and Keras.
+"""Excludes the functions of tfdist from AutoGraph, as those of TensorFlow and Keras are excluded.
 
 AutoGraph rewrites every Python function that is called while a `tf.function`, or a function given to a
 `tf.data.Dataset`, is traced, but for those of the libraries in a list of its own. To rewrite `strategy.run` and what

@@ -40,7 +40,7 @@ _OBJECT_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 
 
 def install(task: str) -> None:
-    """Has this process write each checkpoint under a name of its own, and put it in its place when it is whole.
+    """Makes this process write each checkpoint under another name, and rename it once it is whole.
 
     Args:
       task: name of this worker, such as "worker:1".

@@ -37,7 +37,7 @@ _GENERATED = ("<frozen", "__autograph_generated_file")
 
 
 def remember() -> None:
-    """Has variables that are made from now on remember their line."""
+    """Makes variables remember the line of the program that creates them, from now on."""
     replacing.once(resource_variable_ops.ResourceVariable, "__init__", _remembering)
 
 

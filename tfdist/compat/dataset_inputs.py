@@ -12,5 +12,5 @@ NEEDS = ("tensorflow.python.data.ops.dataset_ops:DatasetV2._inputs",)
 
 
 def of(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
-    """Those that it reads from directly; none of a source."""
+    """Returns the data sets that a data set reads from directly; an empty list for a source."""
     return dataset._inputs()

@@ -56,7 +56,7 @@ _NAMES = ("init", "next", "finalize")
 
 
 def leave_untuned() -> None:
-    """Has the pipelines of devices made so from now on. Does nothing if it was called before."""
+    """Replaces the three functions; does nothing if it was called before."""
     replacing.once(multi_device_iterator_ops, "_create_device_dataset", _untuned)
     replacing.once(multi_device_iterator_ops._PerDeviceGenerator, "__init__", _traced_once)
     replacing.once(multi_device_iterator_ops.OwnedMultiDeviceIterator, "get_next", _one_after_the_other)

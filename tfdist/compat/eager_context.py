@@ -40,7 +40,7 @@ def has_begun() -> bool:
 def configure_coordination(
     leader: str, jobs: Mapping[str, int], start_timeout_secs: float, heartbeat_timeout_secs: float
 ) -> None:
-    """Has the runtime, which has not begun, join a coordination service.
+    """Makes the runtime, which has not begun, join a coordination service.
 
     Args:
       leader: the task that runs the service, such as "/job:worker/replica:0/task:0".
@@ -83,7 +83,7 @@ def delete_key(key: str) -> None:
 
 
 def errors_of_tasks(jobs: Mapping[str, int]) -> dict[str, str]:
-    """What the service knows to be wrong with tasks, by "job:index"; nothing of those that are well.
+    """Errors of tasks that the coordination service knows of, by "job:index".
 
     Args:
       jobs: for each job how many tasks it has.

@@ -104,7 +104,7 @@ class EpochIterator:
         self._iterator._steps_seen = batches
 
     def begin_within_epoch(self, step: int, batches: int, begin: Callable[[], None]) -> None:
-        """Has the next epoch begin after so many of its steps.
+        """Makes the next epoch begin after so many of its steps.
 
         Args:
           step: the steps that were made.

@@ -27,7 +27,12 @@ def of(model: keras.Model) -> Logs:
 
 
 def change_once(model: keras.Model, change: Callable[[Any, Logs], Any]) -> None:
-    """Has `change` make the logs when `fit` ends its next epoch, of those of the last step and of what made them."""
+    """Replaces the function of the logs until `fit` ends its next epoch.
+
+    Args:
+      model: the model.
+      change: returns the logs of the epoch; called with those of the last step, and the function that was replaced.
+    """
     beneath = of(model)
 
     def logs_of_epoch(logs: Any) -> Any:
@@ -40,12 +45,12 @@ def change_once(model: keras.Model, change: Callable[[Any, Logs], Any]) -> None:
 
 
 def put(model: keras.Model, function: Logs) -> None:
-    """Has this one model make them so."""
+    """Replaces the function that makes this model's logs of an epoch."""
     own_attributes.put(model, _NAME, function)
 
 
 def remove(model: keras.Model, function: Logs | None = None) -> None:
-    """Has the model make them as its class does, unless something else than `function` was put there last."""
+    """Restores the function of the model's class, unless another one than `function` was put last."""
     found = own_attributes.of(model, _NAME)
     if found is not None and (function is None or found is function):
         own_attributes.remove(model, _NAME)

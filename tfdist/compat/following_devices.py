@@ -19,7 +19,7 @@ NEEDS = ("tensorflow.python.distribute.distribute_lib:StrategyExtendedV1.call_fo
 
 
 def follow(strategy: Any, parts: replica_parts.Parts) -> None:
-    """Has operations that the strategy's replicas trace without a device of their own follow their largest input."""
+    """Places operations that the strategy's replicas trace without a device beside their largest input."""
     extended = strategy.extended
     stock = extended.call_for_each_replica
 

@@ -76,7 +76,7 @@ class Replayed:
 
 
 def replay(epoch_iterator: Any) -> None:
-    """Has the generator, if there is one, of an epoch iterator of Keras' given again after the model was built."""
+    """Replays what building a model reads of a Python generator, if this epoch iterator of Keras has one."""
     adapter = getattr(epoch_iterator, "data_adapter", None)
     if isinstance(adapter, GeneratorDataAdapter):
         adapter.generator = Replayed(adapter.generator)

@@ -17,7 +17,7 @@ NEEDS = (
 
 
 def wait_for(operation: tf.Operation, other: tf.Operation) -> None:
-    """Has an operation begin after another one has ended."""
+    """Makes an operation begin after another one has ended."""
     operation._add_control_input(other)
 
 
@@ -27,5 +27,5 @@ def give(operation: tf.Operation, index: int, tensor: tf.Tensor) -> None:
 
 
 def place(operation: tf.Operation, device: str) -> None:
-    """Has an operation run on this device."""
+    """Places an operation on a device."""
     operation._set_device(device)

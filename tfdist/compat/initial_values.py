@@ -21,7 +21,7 @@ _TAKEN = frozenset({tf.bool, tf.float16, tf.float32, tf.float64, tf.int32, tf.in
 
 
 def take_all_dtypes(strategy: tf.distribute.Strategy) -> None:
-    """Has variables of all numeric dtypes made under a strategy of several workers."""
+    """Allows variables of all numeric dtypes under a strategy of several workers."""
     extended: Any = strategy.extended
     original = extended._get_variable_creator_initial_value
 

@@ -29,7 +29,7 @@ def allow(
     strategy: tf.distribute.Strategy,
     redirect: Callable[[tf.distribute.Strategy], contextlib.AbstractContextManager],
 ) -> None:
-    """Has layers that are made in this strategy's scope from now on built in it.
+    """Makes layers that are created in this strategy's scope from now on build their variables in it.
 
     Args:
       strategy: the strategy.

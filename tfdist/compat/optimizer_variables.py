@@ -67,6 +67,6 @@ def slots_of(optimizer: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def find_again(optimizer: Any) -> None:
-    """Has a built optimizer find the variables that it updates, after other TensorFlow variables are behind them."""
+    """Rebuilds the index of the variables that an optimizer updates, after their TensorFlow variables were replaced."""
     trained = optimizer._trainable_variables
     optimizer._trainable_variables_indices = {optimizer._var_key(variable): i for i, variable in enumerate(trained)}

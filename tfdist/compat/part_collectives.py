@@ -91,7 +91,7 @@ def by_part(parts: replica_parts.Parts | None, values: Sequence[Any]) -> list[li
 
 
 def use(strategy: Any, parts: replica_parts.Parts) -> None:
-    """Has a strategy reduce each part among the devices that hold it."""
+    """Makes a strategy reduce each part among the devices that hold it."""
     extended = strategy.extended
     stock = extended._cross_device_ops
     if not isinstance(stock, cross_device_ops.CollectiveAllReduce):

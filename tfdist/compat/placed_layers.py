@@ -43,7 +43,7 @@ _thread = _Thread()
 
 
 def allow() -> None:
-    """Has layers that are made in `placed` from now on keep their part."""
+    """Makes layers that are created in `placed` from now on keep their part."""
     placed_gradients.install()
     replacing.once(keras.Layer, "__new__", _remembering)
     replacing.once(keras.Layer, "__call__", _calling)

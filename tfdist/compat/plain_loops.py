@@ -62,7 +62,7 @@ def allow(
     strategy: tf.distribute.Strategy,
     sum_over_workers: Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]] | None = None,
 ) -> None:
-    """Has loops without `run` train this strategy's models.
+    """Makes loops without `run` train this strategy's models.
 
     Args:
       strategy: the strategy.

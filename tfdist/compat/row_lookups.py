@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has rows of a Keras variable in shards looked up on the servers that have them.
+"""Looks up rows of a Keras variable in shards on the servers that have them.
 
 There is no public way. `tf.gather` calls `sparse_read` of a variable, if it has one; a Keras variable has none, and so
 is read whole. `keras.ops.take`, which `keras.layers.Embedding` calls, reads it besides for its number of rows:
@@ -50,7 +50,7 @@ def _looking_up(has_shards: Callable[[Any], bool]) -> Callable[[Any], Any]:
 
 
 def _rows(table: Any, indices: Any) -> Any:
-    """What Keras' `take` returns for the first axis: negative indices count from the end."""
+    """Returns the result of Keras' `take` for the first axis: negative indices count from the end."""
     count = table.shape[0]
 
     def counted(values: tf.Tensor) -> tf.Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has Keras find out, on all workers together, which attributes it leaves out when it saves and loads.
+"""Makes Keras find out, on all workers together, which attributes it leaves out when it saves and loads.
 
 Keras makes an optimizer, among others, for that whenever it loads a file: it keeps the table under another name than
 the one that it looks for. Where the chief alone loads, in the strategy's scope, the other workers don't take part in

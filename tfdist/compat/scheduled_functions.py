@@ -16,7 +16,7 @@ NEEDS = (
 
 
 def allow_without_coordinator(strategy: Any) -> None:
-    """Has the stock `run` take functions that no coordinator schedules."""
+    """Makes the stock `run` accept functions that no coordinator schedules."""
     strategy.extended._allow_run_without_coordinator = True
 
 

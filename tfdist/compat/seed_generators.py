@@ -20,7 +20,7 @@ _MARK = "_tfdist_adopts_seed_generators"
 
 
 def adopt(strategy: tf.distribute.Strategy) -> None:
-    """Has seed generators that this strategy's replicas draw from become variables of the strategy."""
+    """Replaces the variables of seed generators that replicas draw from by variables of the strategy."""
     vars(strategy)[_MARK] = True
     replacing.once(keras.random.SeedGenerator, "next", _drawing)
 

@@ -83,7 +83,7 @@ def record_read(variable: Any, copy: tf.Tensor) -> None:
 
 
 def watch(handle: tf.Tensor, is_trainable: bool) -> None:
-    """Has gradient tapes watch a tensor as they watch the handle of a variable that is read."""
+    """Makes gradient tapes watch a tensor as they watch the handle of a variable that is read."""
     tape.variable_accessed(_Watched(handle, is_trainable))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has a parameter-server strategy update variables in shards shard by shard, and put their slots beside them.
+"""Makes a parameter-server strategy update variables in shards shard by shard, and put their slots beside them.
 
 There is no public way: `strategy.extended` updates a variable whole, can't be replaced, and counts the variables that
 it has made to find the next one's parameter server. The replacement of `_update` lives and ends with the strategy. The

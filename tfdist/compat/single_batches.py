@@ -20,7 +20,7 @@ _strategies: weakref.WeakSet[tf.distribute.Strategy] = weakref.WeakSet()
 
 
 def predict_once(strategy: tf.distribute.Strategy) -> None:
-    """Has `predict_on_batch` of models of this strategy return as many predictions as it is given examples."""
+    """Makes `predict_on_batch` of models of this strategy return one prediction for each example."""
     _strategies.add(strategy)
     owner: Any = next(base for base in keras.Model.__mro__ if "predict_on_batch" in vars(base))
     replacing.once(owner, "predict_on_batch", _predicting_once)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has `fit` raise what Python raised within a step, and call its callbacks for an execution that the data's end cut.
+"""Makes `fit` raise the Python exception of a step, and call its callbacks for an execution that the data's end cut.
 
 An operation that calls Python passes on a few kinds of exceptions; a ConnectionError becomes a
 `tf.errors.UnknownError`, which no program that handles lost connections catches. There is no public way out of the step

@@ -77,7 +77,7 @@ def by_keras(model: keras.Model, batch: Any) -> None:
 
 
 def instead(model: keras.Model, build_instead: Callable[[Callable[..., Any], Any], None]) -> None:
-    """Has Keras call `build_instead` the next time that it builds this model from a batch.
+    """Makes Keras call `build_instead` the next time that it builds this model from a batch.
 
     Args:
       model: a model that Keras is about to build.

@@ -53,7 +53,7 @@ Gradients = Sequence[tf.Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What was chosen, and why.
+    """Codec that was chosen, and the reason.
 
     Attributes:
       codec: None to send gradients as they are.

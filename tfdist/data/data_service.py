@@ -65,7 +65,7 @@ class DataService:
 
 @contextlib.contextmanager
 def _no_proxy_to(host: str) -> Iterator[None]:
-    """Has gRPC reach this host directly, where `http_proxy` would send it elsewhere."""
+    """Exempts a host from `http_proxy` within this block, so that gRPC connects to it directly."""
     before = os.environ.get(_NO_PROXY)
     os.environ[_NO_PROXY] = ",".join(filter(None, [before or os.environ.get("no_proxy"), host]))
     try:

@@ -178,7 +178,7 @@ def _checked_rows(batch: Any) -> tf.Tensor | int:
 
 
 def explain(error: tf.errors.InvalidArgumentError) -> ValueError | None:
-    """One line about a batch that can't be cut, if that is what TensorFlow's error is about."""
+    """Returns an error of one line if TensorFlow's is about a batch that can't be cut, else None."""
     counts = re.search(r"different numbers of examples.*Received examples:\] \[([\d ]+)\]", str(error))
     return ValueError(f"{_UNEVEN} {[int(count) for count in counts[1].split()]}") if counts else None
 

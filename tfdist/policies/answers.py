@@ -26,7 +26,7 @@ class Arrival:
 
 
 class Outcome(enum.IntEnum):
-    """What became of a gradient."""
+    """Outcome of a gradient."""
 
     ACCEPTED = 0  # it entered the update
     DROPPED = 1  # the policy dropped it, or the engine withdrew it: at the end of the data, or after an error

@@ -14,7 +14,7 @@ _ATTRIBUTES = ("commutes_with_sum", "unsent")
 
 
 class Compression(base.Policy):
-    """Has each worker send its gradients encoded by a codec; what the codec leaves out is sent in a later step.
+    """Encodes the gradients that each worker sends by a codec; what the codec leaves out is sent in a later step.
 
     The codec's state, such as what it has left out so far, belongs to each worker, and is part of a checkpoint. In the
     phase of a `Warmup` workers that sum gradients by all-reduce send nothing, or with `ramp` gradients as they are; the

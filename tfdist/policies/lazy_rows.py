@@ -7,7 +7,7 @@ from tfdist.policies import base
 
 
 class LazyRows(base.Policy):
-    """Has optimizers update only the rows of an embedding table that have a gradient in this update.
+    """Updates only the rows of an embedding table, and of its slots, that have a gradient in this update.
 
     A dense optimizer such as Adam changes each element of a variable in each update, also where the gradient is 0,
     because its slots decay: m <- b1 m + (1 - b1) g. With this policy rows without a gradient keep their value and

@@ -19,7 +19,7 @@ _FULL = 0.9
 
 @dataclasses.dataclass(frozen=True)
 class Simulation:
-    """What happened to a policy's gradients.
+    """Counts and times of a policy's gradients.
 
     Attributes:
       seconds: simulated time until the last update.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One replica as if it were the only one: a distributed model's step on the first of this process' copies.
+"""Traces a distributed model's step as on one device, on the first of this process' copies.
 
 A Keras variable holds a `tf.Variable`, or one that TensorFlow distributes: a copy for each device. While a step is
 traced here, each Keras variable of the model holds its first copy instead, and TensorFlow's default strategy is
@@ -130,7 +130,7 @@ def variables_of(model: keras.Model) -> list[Any]:
 
 
 def zeros_of(function: Callable[[Any], Any], spec: Any) -> Any:
-    """What `function` would return for an argument of this structure of specs, as zeros; it is traced, and not run."""
+    """Returns zeros in the structure that `function` returns for this structure of specs; it is traced, and not run."""
     outputs = tf.function(function, autograph=False).get_concrete_function(spec).structured_outputs
     return tf.nest.map_structure(lambda each: tf.zeros([size or 0 for size in each.shape], each.dtype), outputs)
 

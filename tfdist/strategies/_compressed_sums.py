@@ -76,7 +76,7 @@ class CompressedSums:
             self._choose(gradients)
 
     def prepare_in_fit(self, model: keras.Model) -> None:
-        """Has `fit` begin with trial steps, after which the codec is chosen; in the trace of its step."""
+        """Begins `fit` with trial steps, after which the codec is chosen; called in the trace of its step."""
         if self._is_chosen or not _shapes_of(model):
             return
         trial = self._trial or Trial(self._sums.in_step)

@@ -48,7 +48,7 @@ def check_worker(devices_per_replica: int) -> None:
 
 @contextlib.contextmanager
 def of_worker(strategy: tf.distribute.Strategy, devices_per_replica: int) -> Iterator[None]:
-    """Has each replica of a strategy of several workers span several devices; it is built within this block."""
+    """Makes each replica of a strategy of several workers span several devices; it is built within this block."""
     if devices_per_replica == 1:
         yield
         return
@@ -77,7 +77,7 @@ def check_count(devices_per_replica: int, devices: int | Sequence[str], strategy
 
 
 def span(strategy: tf.distribute.Strategy, groups: Sequence[Sequence[str]]) -> None:
-    """Has each replica of a strategy span several devices.
+    """Makes each replica of a strategy span several devices.
 
     Args:
       strategy: computes on the first device of each group.

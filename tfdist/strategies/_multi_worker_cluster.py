@@ -34,7 +34,7 @@ def empty_resolver() -> tf.distribute.cluster_resolver.ClusterResolver:
 
 
 def meet(cluster: clusters.Cluster, start_timeout_secs: float, has_policy: bool) -> None:
-    """Waits for all workers, and has TensorFlow's context join them.
+    """Waits for all workers, and makes TensorFlow's context join them.
 
     Args:
       cluster: the cluster.
@@ -65,7 +65,7 @@ def _check_before_context() -> None:
 
 
 def _configure_coordination(cluster: clusters.Cluster, start_timeout_secs: float) -> None:
-    """Has TensorFlow's context join the coordination service of a cluster."""
+    """Makes TensorFlow's context join the coordination service of a cluster."""
     counts = {job: len([task for task in cluster.training_tasks if task.type == job]) for job in ("chief", "worker")}
     eager_context.configure_coordination(
         leader=f"/job:{cluster.training_tasks[0].type}/replica:0/task:0",

@@ -318,7 +318,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset], options: Any = None
     ) -> Any:
-        """Has each worker read the data set that `dataset_fn`, called on it, makes for it."""
+        """Distributes the data sets that `dataset_fn`, called on each worker, makes for it."""
         distributed = super().distribute_datasets_from_function(dataset_fn, options)
         if options is None:
             distributed = self._read_directly(distributed)

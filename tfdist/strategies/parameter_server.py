@@ -188,7 +188,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         self.distribution.take(policies, *dict.fromkeys((self._engine, self._training)), of_workers=of_workers)
 
     def _measure(self) -> None:
-        """Has the counters of all processes fetched when they are asked for."""
+        """Fetches the counters of all processes whenever the report needs them."""
         coordinator = self._engine.coordinator
         tasks = [f"worker:{index}" for index in range(self._num_workers)] + [f"ps:{i}" for i in range(self._num_ps)]
         usages, own = TaskUsages(tasks, lambda: closures.lost_workers(coordinator)), self.distribution.own_usage
@@ -197,7 +197,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         self.distribution.served_tasks, self.distribution.sizes = tasks, {"num_ps": self._num_ps}
 
     def _take_shards(self, variable_partitioner: Any, is_lazy: bool) -> None:
-        """Has rows of variables in shards looked up, and shards and rows updated, on their servers."""
+        """Looks up rows of variables in shards, and updates shards and rows, on their servers."""
         shard_initializers.install()
         self._has_partitioner = variable_partitioner is not None
         self._memory = MemoryCheck(variable_partitioner, self._num_ps, lambda: self._new_usage())

@@ -211,7 +211,7 @@ class Session:
             messages.say(f"tfdist: {line}")
 
     def _add_usage(self, iteration: int, at_end: bool = False) -> None:
-        """Has the writer's thread sample this process, and fetch the counters of others that don't run the callback."""
+        """Samples this process in the writer's thread, and fetches the counters of processes without the callback."""
         now = time.monotonic()
         # One point for each step.
         if iteration == self._usage_iteration or (not at_end and self._usage and now - self._usage_at < _USAGE_SECS):

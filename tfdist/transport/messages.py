@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a codec's messages travel between the workers of a `MultiWorkerMirroredStrategy`."""
+"""Sends a codec's messages between the workers of a `MultiWorkerMirroredStrategy`."""
 
 from __future__ import annotations
 

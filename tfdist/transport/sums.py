@@ -51,7 +51,7 @@ class WorkerSums:
         waiting: Waiting,
         failed: Callable[[], Exception | None],
     ) -> None:
-        """Has arrays summed and gathered from now on by functions, in place of TensorFlow's collectives.
+        """Sums and gathers arrays by these functions from now on, in place of TensorFlow's collectives.
 
         Args:
           sum_array: sums.

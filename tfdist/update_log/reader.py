@@ -118,7 +118,7 @@ def find_logs(directory: str, files: Files) -> Iterator[tuple[str, list[str]]]:
 
 
 class _Log:
-    """What was read of one log."""
+    """Content of a log that was read."""
 
     def __init__(self, root: str, path: str, files: Files) -> None:
         self._path = path

@@ -132,7 +132,7 @@ class _Watched:
 
     @property
     def missing(self) -> str:
-        """What there is no log of, for messages."""
+        """Message for a log that is missing."""
         where = f"below {self.directory!r}"
         if self._run is None:
             return f"there is no update log {where}"

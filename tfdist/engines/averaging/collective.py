@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is averaged over the replicas of a model, and when: the graph that makes an average, and what it counts in."""
+"""The graph that averages the replicas of a model, and the counters that decide when."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tfdist.transport import buckets
 
 @dataclasses.dataclass(eq=False)
 class Count:
-    """What a model's training comes to; it does not lead to the model.
+    """Counters of a model's training; they hold no reference to the model.
 
     Attributes:
       alone: steps since the last average.
       steps: steps that each replica has made.
       averages: averages made.
-      bytes_each: what a worker sends for one, over the network.
-      bytes_more: what it has sent besides.
+      bytes_each: bytes that a worker sends over the network for an average.
+      bytes_more: bytes that it has sent besides.
     """
 
     alone: tf.Variable
@@ -39,12 +39,12 @@ class Count:
 
     @property
     def bytes_sent(self) -> int:
-        """What this worker has sent; as much as each other one."""
+        """Bytes that this worker has sent; each other worker has sent as many."""
         return int(self.averages.numpy()) * self.bytes_each + self.bytes_more
 
 
 class Average:
-    """Averages what the replicas of a model have come to.
+    """Averages the variables of a model's replicas.
 
     Args:
       strategy: the strategy.
@@ -91,12 +91,12 @@ class Average:
         self._finish: Callable[[], Any] | None = None
 
     def is_of(self, optimizers: Sequence[Any]) -> bool:
-        """Whether it averages for these optimizers: `compile` may have brought others."""
+        """Returns True if it averages for these optimizers: `compile` may have brought others."""
         return [id(each) for each in optimizers] == [id(each) for each in self._optimizers]
 
     @property
     def is_synchronized(self) -> bool:
-        """Whether no step was made since the last average; outside of a graph."""
+        """True if no step was made since the last average; outside of a graph."""
         return not int(self.count.alone.numpy())
 
     @property
@@ -115,7 +115,7 @@ class Average:
         Args:
           results: what the step returned on each replica of this worker.
           shares: the part of the batch that each of them had.
-          is_stock: whether the results are those of the model's metrics.
+          is_stock: True if the results are those of the model's metrics.
 
         Returns:
           The logs: of all steps so far on one worker; on several, of those up to the last average.
@@ -244,7 +244,7 @@ class Average:
         return 2 * size * (self._num_workers - 1) // self._num_workers
 
     def _counts(self) -> list[tf.Tensor]:
-        """What the metrics have counted on this worker."""
+        """Returns the counts of the metrics on this worker."""
         return [tf.add_n([tf.convert_to_tensor(c) for c in counter.value.values]) for counter in self._counters or []]
 
     def _logs(self, values: Sequence[tf.Tensor]) -> Any:
@@ -281,7 +281,7 @@ def _nothing() -> tf.Tensor:
 
 
 def _mean(results: Sequence[Any], shares: Sequence[Any]) -> list[tf.Tensor]:
-    """What this worker adds to the mean of the results over all replicas, flat."""
+    """Returns the terms that this worker adds to the mean of the results over all replicas, flat."""
     flat = [[tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(result)] for result in results]
     return [
         tf.add_n(

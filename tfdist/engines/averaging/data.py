@@ -21,7 +21,7 @@ _WHOLE, _OWN = "whole", "own"
 
 
 def whole_batches(engine: Any, dataset: tf.data.Dataset, num_replicas: int) -> tf.data.Dataset:
-    """What `fit` reads of a data set of global batches.
+    """Returns the data set of handles that `fit` iterates over, from one of global batches.
 
     Raises:
       ValueError: the elements are not batches.
@@ -36,12 +36,12 @@ def own_parts(engine: Any, dataset: tf.data.Dataset, num_local_replicas: int) ->
 
 
 def is_plain(dataset: Any, options: Any) -> bool:
-    """Whether this is a data set of global batches, to be divided as usual."""
+    """Returns True for a data set of global batches, which are to be divided among the replicas."""
     return options is None and isinstance(dataset, tf.data.Dataset) and tf.executing_eagerly()
 
 
 def parts(handle: handles.BatchHandle, replicas: Sequence[int], num_replicas: int) -> list[Part]:
-    """What the replicas of this worker train on.
+    """Returns the parts of a batch that the replicas of this worker train on.
 
     Args:
       handle: an element of `whole_batches` or `own_parts`.

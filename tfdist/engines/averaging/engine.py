@@ -149,7 +149,7 @@ class AveragingEngine(Engine):
 
     @property
     def is_synchronized(self) -> bool:
-        """Whether the step that was made last ended with an average."""
+        """True if the last step ended with an average."""
         average = self._current()
         return average is None or average.is_synchronized
 
@@ -192,7 +192,7 @@ class AveragingEngine(Engine):
 
 
 class _Settling(keras.callbacks.Callback):
-    """Has everybody else see averages only.
+    """Averages before anything else reads the model, so that other callbacks and methods see averages only.
 
     Args:
       engine: averages.

@@ -15,13 +15,13 @@ from tfdist.compat import flat_layers, fresh_threads, optimizer_patches, optimiz
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """What an average is made of; Keras variables.
+    """Keras variables of a model and its optimizers, by what an average does to them.
 
     Attributes:
-      parameters: what optimizers update.
-      others: what is averaged besides.
-      local: what is averaged only when training ends: then each goes on as the others do.
-      reset: what is set to a value instead, with that.
+      parameters: the variables that optimizers update.
+      others: further variables that are averaged.
+      local: variables that are averaged only when training ends, so that all replicas continue alike.
+      reset: variables that are set to a value, each with that value.
     """
 
     parameters: list[Any]
@@ -72,7 +72,7 @@ def state(model: keras.Model, optimizer_state: str) -> State:
 
 
 def _kept(optimizer: Any) -> list[Any]:
-    """What an optimizer keeps that stands for parameters or gradients."""
+    """Returns the variables of an optimizer that hold parameters or sums of gradients."""
     return [*optimizer_variables.averages_of(optimizer), *optimizer_variables.sums_of(optimizer)]
 
 
@@ -92,7 +92,7 @@ def _reset(optimizers: Sequence[Any], slots: Sequence[Any]) -> list[tuple[Any, f
 
 
 def _initial(optimizer: Any) -> list[float]:
-    """What the variables of a new optimizer of this kind hold: of one element each, for they hold it everywhere."""
+    """Returns the value of each variable of a new optimizer of this kind, the same for all of its elements."""
     new = type(optimizer).from_config(optimizer.get_config())
     likes = [
         tf.zeros([1] * len(variable.shape), variable.dtype) for variable in optimizer_variables.trained_by(optimizer)

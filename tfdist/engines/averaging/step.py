@@ -74,7 +74,7 @@ def share(part: Part, num_replicas: int) -> tf.Tensor | float:
 
 
 def changes(optimizer: Any, factor: tf.Tensor | float) -> list[tuple[Any, str, Any]]:
-    """What lets `optimizer.apply`, called on a replica, update its copies of the variables alone."""
+    """Returns patches by which `optimizer.apply`, called on a replica, updates its copies of the variables alone."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     return [
         (optimizer, "apply", _scaled(optimizer, factor)),
@@ -128,7 +128,7 @@ def written_alone(variables: Iterable[Any]) -> Iterator[None]:
 
 
 def _variables(model: keras.Model) -> list[Any]:
-    """What a train step may write."""
+    """Returns the variables that a train step may write."""
     optimizers = [each for each in optimizer_patches.optimizers_of(model) if each.built]
     trained = [variable for each in optimizers for variable in optimizer_variables.trained_by(each)]
     return [*one_replica.variables_of(model), *trained]

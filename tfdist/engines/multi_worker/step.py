@@ -26,7 +26,7 @@ from tfdist.transport import buckets
 
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """How a quorum all-reduce adds up.
+    """Functions by which a quorum all-reduce sums.
 
     Attributes:
       of_tensors: sums tensors over all workers, in cross-replica context.

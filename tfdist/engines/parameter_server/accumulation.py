@@ -59,7 +59,7 @@ class Accumulation:
 
     @property
     def specs(self) -> list[tf.TensorSpec]:
-        """Those of `Sums.handles`."""
+        """Returns the specs of `Sums.handles`."""
         return [tf.TensorSpec([], tf.resource)] * len(self._variables)
 
     @contextlib.contextmanager

@@ -95,7 +95,7 @@ class CoordinatedEngine(Engine):
     # What the strategy and its data sets call.
 
     def follow_losses(self, on_loss: Callable[[int, bool], object]) -> None:
-        """Has `on_loss(worker, is_lost)` called when a worker is lost, and when it is back."""
+        """Calls `on_loss(worker, is_lost)` when a worker is lost, and when it is back."""
         self._queue.on_loss = on_loss
 
     def in_order(self, dataset: tf.data.Dataset) -> tf.data.Dataset:

@@ -145,7 +145,7 @@ def _block(shard: Any, first: int, last: int) -> sliced_restores.RowsOfShard:
 
 @dataclasses.dataclass
 class _Step:
-    """What gradients of a step are taken with respect to.
+    """Tensors with respect to which a step's gradients are taken.
 
     Attributes:
       anchor: an empty tensor, where the step looks up rows: their gradient is a `tf.IndexedSlices`.

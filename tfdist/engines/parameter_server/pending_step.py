@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is in the queue of `CoordinatedEngine`: a step, or the steps of an execution (`steps_per_execution`)."""
+"""Element of the queue of `CoordinatedEngine`: a step, or the steps of an execution (`steps_per_execution`)."""
 
 from __future__ import annotations
 

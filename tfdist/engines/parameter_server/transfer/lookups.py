@@ -11,7 +11,7 @@ from tfdist.compat import graph_edits
 
 
 def at_the_table(graph: Any) -> None:
-    """Has rows of a variable gathered where the variable is.
+    """Places embedding gathers on the device of the table.
 
     Keras gathers from what it has read: else the whole table would travel to the worker for a few of its rows.
 

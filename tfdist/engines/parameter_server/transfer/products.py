@@ -40,7 +40,7 @@ def at_the_kernel(
     batch_rows: tf.Tensor | None = None,
     is_server: Callable[[str], bool] = _is_server,
 ) -> Any:
-    """Has a kernel that is only multiplied with matrices of few rows multiplied where it is.
+    """Places products of a kernel with matrices of few rows on the device of the kernel.
 
     Args:
       graph: the default graph, whose variables are captured, as it is being traced.
@@ -166,12 +166,12 @@ class Product:
         return self.operation.outputs[0]
 
     def move(self, device: str) -> None:
-        """Has it made there, from the kernel itself and no copy that is elsewhere."""
+        """Places the product on a device, and has it read the kernel itself, not a copy on another device."""
         graph_edits.give(self.operation, 1, self.kernel)
         graph_edits.place(self.operation, device)
 
     def made_where(self, are_few: tf.Tensor, kernel_or_nothing: tf.Tensor, device: str) -> tf.Tensor:
-        """Has it made there if its rows are few, and else here.
+        """Places the product on the device of the kernel if its rows are few, else on this one.
 
         Args:
           are_few: whether they are.

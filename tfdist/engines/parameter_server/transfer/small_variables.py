@@ -101,7 +101,7 @@ def _read_ahead(ahead: Sequence[tuple[CoordinatedVariable, tf.Tensor]]) -> Itera
 
 
 def _small_weights(model: keras.Model) -> list[list[CoordinatedVariable]]:
-    """Those of one parameter server and dtype, where there are several."""
+    """Returns a model's small variables in groups of two or more, each of one parameter server and dtype."""
     groups: dict[Any, list[CoordinatedVariable]] = collections.defaultdict(list)
     for weight in model.weights:
         variable = _own(weight)
