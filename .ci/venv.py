@@ -54,7 +54,7 @@ def _fingerprint(extras: str) -> str:
 
 
 def _usable() -> bool:
-    """Whether the environment has a Python of a supported version, and pip."""
+    """Returns True if the environment has a Python of a supported version, and pip."""
     check = f"import sys, pip; sys.exit(not {SUPPORTED[0]} <= sys.version_info[:2] < {SUPPORTED[1]})"
     return PYTHON.exists() and subprocess.run([PYTHON, "-c", check], capture_output=True).returncode == 0
 

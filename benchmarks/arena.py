@@ -99,7 +99,7 @@ class Team:
         return max(self._answers())
 
     def ask(self) -> list[Any]:
-        """What each process has to tell, between two segments."""
+        """Returns what each process reports, between two segments."""
         self._send(("ask", None))
         return self._answers()
 

@@ -124,7 +124,7 @@ def _warm_up(team: arena.Team, steps: int, delays: str, say: Callable[[str], Non
 
 
 def summary(result: Result) -> str:
-    """What the table has no column for."""
+    """Summary of results without a column in the table."""
     if "largest_staleness" not in result:
         return ""
     return f"  largest staleness {result['largest_staleness']}, the rival's {result['rival_largest_staleness']}"

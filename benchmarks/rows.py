@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is measured against what. README.md has the same as a table."""
+"""Rows of the benchmark: contenders that are measured against each other. README.md has the same as a table."""
 
 from __future__ import annotations
 

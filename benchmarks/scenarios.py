@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How slow the workers are made, and what could be reached then. No TensorFlow."""
+"""Delays of the workers, and the speed that could be reached with them. No TensorFlow."""
 
 from __future__ import annotations
 

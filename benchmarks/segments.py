@@ -15,7 +15,7 @@ class NewSteps(Exception):  # noqa: N818, it is no error
 
 
 class Gate:
-    """What stands at both ends of a segment."""
+    """Gate at both ends of a segment."""
 
     def __init__(self, connection: Connection):
         self._connection = connection

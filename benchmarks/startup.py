@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long what has no TensorFlow takes: to answer, and to launch tasks. A bare interpreter is interleaved."""
+"""Measures commands without TensorFlow: until they answer, and launch tasks. A bare interpreter is interleaved."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `tfdist.callbacks.Telemetry` costs a step, with all that it writes: points, histograms and the update log.
+"""Measures the cost of `tfdist.callbacks.Telemetry` per step: points, histograms and the update log.
 
 `measure` runs this file once for each strategy. In one `fit`, epochs with and without the callback take turns, and each
 is compared with its neighbour. Of several workers all take turns alike, and the chief is measured.
@@ -125,7 +125,7 @@ def _train(directory: str) -> dict[str, list[float]]:
     data = tf.data.Dataset.from_tensors((x, x[:, :1])).repeat()
 
     class Alternating(keras.callbacks.Callback):
-        """Has the callback in every second epoch: off on, on off, off on, ..."""
+        """Runs the callback in every second epoch: off on, on off, off on, ..."""
 
         def __init__(self) -> None:
             super().__init__()

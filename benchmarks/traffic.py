@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What training on two workers sends over the network, synchronous and with parameters averaged every H steps.
+"""Measures the bytes that training on two workers sends, synchronous and with parameters averaged every H steps.
 
 `measure` runs this file as both workers of a cluster, once for each way to train. Each worker asks the kernel how much
 its own connections have sent before and after a number of steps, so that nothing else on the machine counts.

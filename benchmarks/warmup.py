@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step of the warmup phase costs under MultiWorkerMirroredStrategy, against training on one device.
+"""Measures a step of the warmup phase under MultiWorkerMirroredStrategy, against training on one device.
 
 Both train with Keras' `fit` on as many examples per step. A segment is the steps of an epoch; that the phase then gives
 all workers the state, which takes the longer the larger the model is, comes once for an epoch, however long it is.

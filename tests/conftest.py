@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What holds for every test: it leaves nothing behind, and TensorFlow sees four CPUs and is quiet.
+"""Rules for every test: it leaves nothing behind, and TensorFlow sees four CPUs and is quiet.
 
 A test that leaves an environment variable, a thread that would keep Python alive, or a child process behind fails, and
 what it left is removed so that the next test starts clean. Seeds it set are forgotten. Time limits per test are in
@@ -198,7 +198,7 @@ def _leave_untuned() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def is_collected_once() -> Iterator[None]:
-    """What a module leaves for good, such as graphs that TensorFlow keeps, is not gone through again for each other."""
+    """Freezes objects that a module leaves for good, such as graphs of TensorFlow, so that each is collected once."""
     yield
     gc.collect()
     gc.freeze()
@@ -256,7 +256,7 @@ def _process_leaks(before: set[psutil.Process]) -> list[str]:
 
 
 def _is_below(process: psutil.Process, others: set[psutil.Process]) -> bool:
-    """Whether one of `others` started this process: a cluster that outlives a test starts its data workers anew."""
+    """Returns True if one of `others` started it: a cluster that outlives a test starts its data workers anew."""
     try:
         return not others.isdisjoint(process.parents())
     except psutil.Error:

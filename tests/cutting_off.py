@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ends a training early, as whatever ends a program would."""
+"""Ends a training early, as an end of the program would."""
 
 from __future__ import annotations
 

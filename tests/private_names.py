@@ -64,7 +64,7 @@ def _is_own(node: ast.AST, classes: Collection[str] = ()) -> bool:
 
 
 def is_private_import(node: ast.AST) -> bool:
-    """Whether this imports a module that its owner does not document, or something in one."""
+    """Returns True if this imports a module that its owner does not document, or something in one."""
     names: list[str] = []
     if isinstance(node, ast.Import):
         names = [alias.name for alias in node.names]
@@ -121,7 +121,7 @@ def _is_put_on_foreign(node: ast.AST, classes: Collection[str]) -> bool:
 
 
 def _is_dict_of_foreign(node: ast.AST, classes: Collection[str]) -> bool:
-    """Whether this is `vars(x)` or `x.__dict__` of a foreign x."""
+    """Returns True if this is `vars(x)` or `x.__dict__` of a foreign x."""
     if isinstance(node, ast.Call) and ast.unparse(node.func) == "vars" and node.args:
         return not _is_own(node.args[0], classes)
     return isinstance(node, ast.Attribute) and node.attr == "__dict__" and not _is_own(node.value, classes)

@@ -60,12 +60,12 @@ class Worker:
 
     @property
     def output(self) -> str:
-        """What it has written to standard output and error so far."""
+        """Text that it has written to standard output and error so far."""
         return (self.shared / f"{self.index}.log").read_text()
 
     @property
     def found(self) -> dict[str, Any]:
-        """What it has reported so far."""
+        """Reports that it has written so far."""
         path = self.shared / f"{self.index}.json"
         return json.loads(path.read_text()) if path.exists() else {}
 
@@ -74,7 +74,7 @@ class Worker:
         await_output(self, text, timeout_secs)
 
     def interrupt(self) -> None:
-        """What Ctrl-C does to it."""
+        """Sends it the signal of Ctrl-C."""
         self.process.send_signal(signal.SIGINT)
 
 

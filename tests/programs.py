@@ -46,7 +46,7 @@ class Program:
 
     @property
     def output(self) -> str:
-        """What it and all that it started have written to standard output and error so far."""
+        """Text that it and all that it started have written to standard output and error so far."""
         return self._log.read_text(errors="replace")
 
     def wait(self, timeout_secs: float = 100) -> int:

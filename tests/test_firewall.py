@@ -106,7 +106,7 @@ class Machines:
         return ["ip", "netns", "exec", self.names[number], *command]
 
     def connects(self, number: int, host: str, port: int, user: int = 0) -> bool:
-        """Whether a program of this user on this machine can connect."""
+        """Returns True if a program of this user on this machine can connect."""
         code = "import os, socket, sys; os.setuid(int(sys.argv[3])); other = socket.socket(); other.settimeout(30)\n"
         code += "sys.exit(other.connect_ex((sys.argv[1], int(sys.argv[2]))) != 0)"
         command = self.on(number, sys.executable, "-I", "-S", "-c", code, host, str(port), str(user))

@@ -66,7 +66,7 @@ def run_name(strategy: str, spares: int) -> str:
 
 
 def titles(spares: int) -> dict[str, str]:
-    """What each run is called, by its folder."""
+    """Returns the title of each run, by its folder."""
     return {run_name(key, b): f"{title}, spares={b}" for key, title in STRATEGIES.items() for b in (0, spares)}
 
 
@@ -79,7 +79,7 @@ def delays(setting: Mapping[str, Any]) -> str:
 
 
 def command(strategy: str, setting: Mapping[str, Any], run_dir: pathlib.Path) -> list[str]:
-    """What starts a run, with all its processes."""
+    """Returns the command that starts a run, with all its processes."""
     flags = [f"--{name}={value}" for name, value in setting.items()]
     script = [str(HERE / "run.py"), f"--strategy={strategy}", f"--output_dir={run_dir}", *flags]
     if strategy == "multi_worker":
@@ -120,7 +120,7 @@ def table(summary: Mapping[str, Row], spares: int) -> str:
 
 
 def missed(summary: Mapping[str, Row], expected: Mapping[str, Row], spares: int) -> list[str]:
-    """What stays below `expected`, in one line each."""
+    """Returns a line for each result that stays below `expected`."""
     problems = []
     for strategy, least in expected.items():
         slow, fast = (summary.get(run_name(strategy, b)) for b in (0, spares))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the logs of a run's steps say: which steps were made again, and which were never made. No processes here."""
+"""Logs of a run's steps: steps that were made again, and steps that were never made. No processes here."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _logs(folder: pathlib.Path) -> dict[int, pathlib.Path]:
 
 
 def back_secs(steps: Mapping[int, Sequence[Step]], kills: Sequence[float]) -> list[float]:
-    """How long each restart took, from the kill before it to its first step.
+    """Returns the seconds of each restart, from the kill before it to its first step.
 
     Args:
       steps: of each attempt, as `read` returns them.

@@ -72,7 +72,7 @@ def compare(output_dir: pathlib.Path, strategies: Sequence[str], setting: Mappin
 
 
 def command(strategy: str, kind: str, setting: Mapping[str, Any], run_dir: pathlib.Path) -> list[str]:
-    """What starts a run, with all its tasks."""
+    """Returns the command that starts a run, with all its tasks."""
     launch = ["-m", "tfdist.cli", "launch", "local", *SHAPES[strategy], *(_RESTARTS if kind == "chaos" else ())]
     logs = [f"--task_logs={run_dir}", "--run=tasks", "--notee"]
     script = [str(HERE / "enduring.py"), f"--run_dir={run_dir}", *(f"--{name}={setting[name]}" for name in TRAINING)]
@@ -116,7 +116,7 @@ def run(strategy: str, kind: str, setting: Mapping[str, Any], run_dir: pathlib.P
 
 
 def summarize(strategy: str, run_dir: pathlib.Path, code: int | None, start: float, secs: float) -> Row:
-    """What one run came to.
+    """Returns the results of one run.
 
     Args:
       strategy: of `STRATEGIES`.
@@ -151,7 +151,7 @@ def summarize(strategy: str, run_dir: pathlib.Path, code: int | None, start: flo
 
 
 def missed(row: Row, strategy: str, setting: Mapping[str, Any]) -> list[str]:
-    """What is wrong with one run, in one line each."""
+    """Returns a line for each problem of one run."""
     if row["code"] is None:
         text = f"did not end within {setting['limit_secs']:g} s; it came to step {row['steps']}"
         if row["kills"] and row["first_step_secs"]:
@@ -176,7 +176,7 @@ def missed(row: Row, strategy: str, setting: Mapping[str, Any]) -> list[str]:
 
 
 def compared(strategy: str, calm: Row, chaos: Row) -> list[str]:
-    """What the run in chaos lacks beside the calm one, in one line each."""
+    """Returns a line for each result that the run in chaos lacks beside the calm one."""
     title = STRATEGIES[strategy]
     problems = [] if chaos["kills"] else [f"{title}: nobody was killed; raise --epochs"]
     if "shifted_accuracy" in calm and "shifted_accuracy" in chaos:

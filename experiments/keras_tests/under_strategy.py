@@ -227,7 +227,7 @@ def _use(strategy: Any) -> None:
 
 
 def _is_called_by_test() -> bool:
-    """Whether the caller of the function that calls this is a test file of Keras'."""
+    """Returns True if the caller of the function that calls this is a test file of Keras'."""
     return sys._getframe(2).f_code.co_filename.endswith("_test.py")
 
 

@@ -131,7 +131,7 @@ class _Shortened(ast.NodeTransformer):
 
 
 class _ShorterLoops(ast.NodeTransformer):
-    """Has loops over data sets outside of functions end early."""
+    """Ends loops over data sets outside of functions early."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         return node

@@ -64,7 +64,7 @@ def install() -> None:
 
 
 def _read_tables() -> None:
-    """Has pandas read a made table where it is given an address."""
+    """Makes pandas read a made table where it is given an address."""
     import pandas
 
     read_csv = pandas.read_csv

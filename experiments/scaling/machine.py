@@ -109,7 +109,7 @@ def _is_wanted(run: Run) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Where a process runs: a prefix of its command, and its host."""
+    """Place of a process: a prefix of its command, and its host."""
 
     prefix: tuple[str, ...]
     host: str

@@ -85,7 +85,7 @@ class Prediction:
 
 @dataclasses.dataclass(frozen=True)
 class Assumptions:
-    """What a table does not say.
+    """Assumptions about what a table does not say.
 
     Attributes:
       batch_per_device: examples of a device in each step; 0 if unknown: about `DEFAULT_BATCH` of the median model.

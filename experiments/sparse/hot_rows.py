@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a cache of hot rows on a worker would save: rows found in it, bytes and time of a step, by staleness.
+"""Savings of a cache of hot rows on a worker: rows found in it, bytes and time of a step, by staleness.
 
 python hot_rows.py            # hit rates of ids from Zipf laws, 1 million rows
 python hot_rows.py --measure  # besides, lookups of the real strategy (a worker, two servers), for what a row costs

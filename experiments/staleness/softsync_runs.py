@@ -40,7 +40,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """What its folder is called."""
+        """Name of its folder."""
         return f"n-{self.n}-{self.rule}" if self.n else "synchronous"
 
     @property
@@ -102,7 +102,7 @@ def train(run: Run, ns: Sequence[int], setting: Mapping[str, Any], run_dir: path
 
 
 def summarize(run: Run, run_dir: pathlib.Path) -> Row:
-    """What one run came to."""
+    """Returns the results of one run."""
     rows = [json.loads(text) for text in (run_dir / "epochs.jsonl").read_text().splitlines()]
     staleness = {int(key): count for key, count in read_report(run_dir)["staleness"].items()}
     gradients = sum(staleness.values())
@@ -135,7 +135,7 @@ def line(run: Run, row: Row) -> str:
 
 
 def missed(summary: Mapping[str, Row], ns: Sequence[int], expected: Mapping[str, Any]) -> list[str]:
-    """What is not as `expected` wants it, in one line each."""
+    """Returns a line for each result that is not as `expected` wants it."""
     problems = []
     tolerance = expected["mean_staleness_over_n_within"]
     synchronous = summary.get(Run(0).name)

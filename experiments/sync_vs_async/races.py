@@ -37,7 +37,7 @@ Points = list[dict[str, float]]
 
 @dataclasses.dataclass(frozen=True)
 class Race:
-    """What the methods compete in: so many workers, equally fast or not."""
+    """Conditions of a race: the number of workers, and their speeds."""
 
     num_workers: int
     speeds: str
@@ -48,7 +48,7 @@ class Race:
         return f"{self.num_workers}-{self.speeds}"
 
     def methods(self, chosen: Iterable[str]) -> list[str]:
-        """Those of `chosen` that differ with so many workers."""
+        """Returns the methods of `chosen` that differ with so many workers."""
         without = {1: set(METHODS) - {"synchronous"}, 2: {"soft_sync"}}.get(self.num_workers, set())
         return [method for method in chosen if method not in without]
 
@@ -60,7 +60,7 @@ def races(nums_workers: Iterable[int], speeds: Iterable[str]) -> list[Race]:
 
 
 def compare(output_dir: pathlib.Path, todo: Sequence[Race], methods: Sequence[str], setting: Mapping[str, Any]) -> int:
-    """Has all methods run in all races, prints one table and saves the plots.
+    """Runs all methods in all races, prints one table and saves the plots.
 
     Args:
       output_dir: one folder per run is made in it, beside the plots, `table.txt` and `summary.json`.
@@ -107,7 +107,7 @@ def delays(race: Race, setting: Mapping[str, Any]) -> str:
 
 
 def command(race: Race, method: str, setting: Mapping[str, Any], run_dir: pathlib.Path) -> list[str]:
-    """What starts a run, with all its processes."""
+    """Returns the command that starts a run, with all its processes."""
     flags = [f"--{name}={value}" for name, value in setting.items()]
     flags += [f"--num_workers={race.num_workers}", f"--speeds={race.speeds}"]
     script = [str(HERE / "run.py"), f"--run={method}", f"--output_dir={run_dir}", *flags]
@@ -135,7 +135,7 @@ def loss_at(points: Points, by: str, where: float) -> float:
 
 
 def winners(results: Mapping[str, Points]) -> dict[str, Any]:
-    """Who has the least loss after the same time, and who after the same number of examples.
+    """Returns the method with the least loss after the same time, and after the same number of examples.
 
     Returns:
       By "seconds" and "examples": where they are compared, which is as far as the shortest run came; "losses" by

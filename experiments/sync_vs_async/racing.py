@@ -126,7 +126,7 @@ class Points(keras.callbacks.Callback):
         self._kept.append((seconds, examples, self.model.get_weights()))
 
     def evaluate(self, validation: tf.data.Dataset) -> list[dict[str, float]]:
-        """What the weights that were kept come to."""
+        """Evaluates the weights that were kept."""
         rows = []
         for seconds, examples, weights in self._kept:
             self.model.set_weights(weights)

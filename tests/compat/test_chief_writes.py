@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the chief's writing rests on inside Keras. What it does is in multi_worker_checks.py."""
+"""Parts of Keras on which the chief's writing rests; multi_worker_checks.py tests the writing itself."""
 
 from __future__ import annotations
 

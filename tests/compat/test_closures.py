@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine takes from below `ClusterCoordinator`'s public surface is still there, with the same meaning.
+"""Private parts of `ClusterCoordinator` that the engine uses exist and mean the same.
 
 If one of these fails after an update of TensorFlow, `tfdist/compat/closures.py` is the file to change. That the calls
 also do what is said there is shown on a real cluster, by `tests/strategies/test_parameter_server.py`.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which optimizers a model has."""
+"""Optimizers of a model are found."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes wrong in Python that a graph calls keeps its type where it can, and is told in few words."""
+"""Exceptions of Python that a graph calls keep their type where they can, and have short messages."""
 
 from __future__ import annotations
 

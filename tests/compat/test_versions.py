@@ -50,7 +50,7 @@ def _imported(tree: ast.Module) -> Iterator[str]:
 
 
 def _forms(name: str) -> tuple[str, ...]:
-    """How the needs of a module, or of something in a module, begin."""
+    """Prefixes of the needs of a module, or of something in a module."""
     module, _, last = name.rpartition(".")
     return f"{name}:", f"{name}.", f"{module}:{last}"
 

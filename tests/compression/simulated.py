@@ -16,7 +16,7 @@ _TIMEOUT_SECS = 60.0
 
 
 class Meeting:
-    """What all workers have brought to a collective."""
+    """Values that all workers have brought to a collective."""
 
     def __init__(self, num_workers: int) -> None:
         self._barrier = threading.Barrier(num_workers, timeout=_TIMEOUT_SECS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a codec has not sent stays on its worker, for each optimizer, and goes through checkpoints."""
+"""Residuals that a codec has not sent stay on their worker, for each optimizer, and go through checkpoints."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _sum(feedback: ErrorFeedback, model: Any, gradients: list[tf.Tensor], **opti
 
 
 def _trained(codec: Codec, num_workers: int) -> tuple[Any, list[np.ndarray]]:
-    """What a checkpoint has after a step."""
+    """Returns the content of a checkpoint after a step."""
 
     def train(feedback: ErrorFeedback, worker: int) -> Any:
         model = Model()
@@ -69,7 +69,7 @@ def _trained(codec: Codec, num_workers: int) -> tuple[Any, list[np.ndarray]]:
 
 
 def _restored(codec: Codec, num_workers: int, model: Any, description: Any, arrays: list[np.ndarray]) -> Any:
-    """What the next checkpoint would have."""
+    """Returns the content of the next checkpoint."""
 
     def take(feedback: ErrorFeedback, worker: int) -> Any:
         feedback.distribute(model, description, [] if worker else arrays)

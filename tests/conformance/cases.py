@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is trained under a strategy and on one device, by name: functions of a strategy that return numbers.
+"""Trainings under a strategy and on one device, by name: functions of a strategy that return numbers.
 
 Each is given a directory as well, for what it writes: one for all workers, which is empty before.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a strategy must pass under each policy that lets all replicas count: a class to be derived from."""
+"""Checks that a strategy must pass under each policy that lets all replicas count: a class to be derived from."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Numbers:
 
     @classmethod
     def cases(cls) -> dict[str, bool]:
-        """Whether a case is slow, for all that the strategy promises."""
+        """Returns the cases that the strategy must pass, each with True if it is slow."""
         promised = (CASES.keys() if cls.only is None else cls.only) - cls.left_out
         slow = cls.slow if cls.quick is None else promised - cls.quick
         unknown = (promised | cls.left_out | slow | (cls.quick or frozenset())) - CASES.keys()

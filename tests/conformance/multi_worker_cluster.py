@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What two workers that run the same checks have in common: a plugin of the pytest of each of them."""
+"""Fixtures of two workers that run the same checks: a plugin of the pytest of each of them."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from tfdist.compat import placed_layers
 
 
 def place_alternately(strategy: Any, monkeypatch: pytest.MonkeyPatch, parts: int = 2) -> None:
-    """Has layers that are made in the scope of a strategy placed alternately, and other weights on the first part."""
+    """Places layers that are made in the scope of a strategy alternately, and other weights on the first part."""
     new, part_of, turns = keras.Layer.__new__, placed_layers.part_of, itertools.cycle(range(parts))
 
     def make(cls: Any, *args: Any, **kwargs: Any) -> Any:

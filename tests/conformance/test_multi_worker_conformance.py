@@ -20,7 +20,7 @@ WITHOUT_POLICY = frozenset({"", "TestMultiWorker"})
 def outcomes(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], child_pytest.Outcomes]:
-    """What the checks of a class found, or those without one. A process has one strategy."""
+    """Returns the outcomes of the checks of a class, or of those without one. A process has one strategy."""
 
     @functools.cache
     def of(owners: Collection[str]) -> child_pytest.Outcomes:

@@ -232,7 +232,7 @@ class Program:
         return model
 
     def data(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What `fit` is called with: its positional arguments, and others."""
+        """Arguments of `fit`: positional ones, and others."""
         options: dict[str, Any] = {"epochs": 2}
         if self._data == "arrays":
             return (self._x, self._y), {**options, "batch_size": self._batch}

@@ -19,7 +19,7 @@ _FULL |= {"Job": "job.batch", "TFJob": "tfjob.kubeflow.org", "JobSet": "jobset.j
 
 
 class Cluster:
-    """What the stand-in knows, and how it is to behave.
+    """State of the stand-in, and settings of its behaviour.
 
     The keys of `state`: `objects` by full name; `calls`; `taken_later`, names that are taken once the dry run is over;
     `refusal`, why pods can't be created; `max_pods`; `warnings`; `no_dry_run`; `stubborn`, for deletions that fail.

@@ -127,7 +127,7 @@ class Cluster:
             time.sleep(0.2)
 
     def ready(self) -> bool:
-        """Whether all nodes are idle."""
+        """Returns True if all nodes are idle."""
         found = self.run(["sinfo", "--noheader", "--partition=low", "--Node", "--format=%T"]).stdout.split()
         return found == ["idle"] * len(NODES)
 

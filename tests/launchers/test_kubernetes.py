@@ -221,7 +221,7 @@ def definitions():
 
 
 def problems(value, schema, known, where):
-    """What of a value a schema does not allow; unlike the API server, any field that it does not list."""
+    """Returns what a schema does not allow in a value; unlike the API server, any field that it does not list."""
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         # The operators' files refer to Kubernetes' types by shorter names.

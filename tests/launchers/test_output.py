@@ -46,7 +46,7 @@ def test_lines(chunks, lines):
 
 
 def keras_bar(states):
-    """What keras.utils.Progbar writes: backspaces over the former state, a carriage return, the new state."""
+    """Output of keras.utils.Progbar: backspaces over the former state, a carriage return, the new state."""
     width, out = 0, b""
     for state in states:
         text = f"\x1b[1m{state}\x1b[0m \x1b[32m━━\x1b[0m"

@@ -54,7 +54,7 @@ def free_port():
 
 
 def command(index, folder, port, options=()):
-    """What runs in a pod. As hosts it has 127.0.1.0 and so on, in the one spelling that looks like names."""
+    """Command of a pod. As hosts it has 127.0.1.0 and so on, in the one spelling that looks like names."""
     module = [sys.executable, "-m", "tfdist.launchers.kubernetes_task", "--num_workers=4"]
     where = ["--host_format=0x7f.0.1.{index}", f"--port={port}", *options]
     return [*module, *where, "--", str(folder / "train.py"), str(folder)]

@@ -89,7 +89,7 @@ def test_a_second_process_of_a_name_continues_the_first(supervisor):
 
 
 def pids_in(line):
-    """Those that have not ended by now, which is all that is asked of them where their parent ends by itself."""
+    """Returns the processes that have not ended by now, which is enough where their parent ends by itself."""
     found = []
     for pid in line.split("pids ")[1].split():
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -98,7 +98,7 @@ def pids_in(line):
 
 
 def left_over(running, timeout_secs=20):
-    """Those that do not end. Where nobody collects orphans, as in some containers, a zombie has ended too."""
+    """Returns the processes that do not end. A zombie has ended: in some containers nobody collects orphans."""
     deadline = time.monotonic() + timeout_secs
     while running and time.monotonic() < deadline:
         _, alive = psutil.wait_procs(running, timeout=0.05)

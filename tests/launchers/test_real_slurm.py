@@ -53,7 +53,7 @@ class Run:
         return found
 
     def preempt(self):
-        """Has a job of higher priority ask for all nodes, and waits until it has had them."""
+        """Submits a job of higher priority for all nodes, and waits until it has had them."""
         command = ["sbatch", "--parsable", "--partition=high", "--nodes=4", "--exclusive", "--wrap=true"]
         other = self.cluster.run([*command, "--output=/dev/null"], cwd=self.folder).stdout.strip()
         self.cluster.wait_state(other, "COMPLETED")
@@ -64,7 +64,7 @@ class Run:
         return fields["JobState"], int(fields["ExitCode"].partition(":")[0])
 
     def left(self):
-        """What the launcher has left beside the script once no node runs the job any more."""
+        """Returns the files that the launcher has left beside the script once no node runs the job any more."""
         deadline = time.monotonic() + 60
         while self.cluster.run(["squeue", "--noheader"]).stdout.strip() and time.monotonic() < deadline:
             time.sleep(0.2)

@@ -49,7 +49,7 @@ def launch(tmp_path):
 
 
 def said(err):
-    """What the launcher says itself, without the last lines of a task."""
+    """Returns the launcher's own messages, without the last lines of a task."""
     lines = [line.removeprefix("tfdist: ") for line in err if line.startswith("tfdist: ")]
     return [line for line in lines if not line.startswith((" ", "the last lines of "))]
 

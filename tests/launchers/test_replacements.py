@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a failed worker is started again, when it is given up, and what becomes of the job then. No processes."""
+"""Failed workers are started again or given up, and the job goes on or ends. No processes."""
 
 import functools
 import json

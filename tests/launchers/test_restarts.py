@@ -112,7 +112,7 @@ signal.pause()
 @pytest.mark.processes
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
 def test_a_killed_wrapper_counts_although_survivors_end_with_75(launch, signum):
-    """What keeps worker:1 is killed from outside. It would save on SIGTERM, and worker:0 misses it at once."""
+    """Kills the wrapper of worker:1 from outside. The worker would save on SIGTERM, and worker:0 misses it at once."""
     text = f"""
 if attempt: sys.exit(0)
 if not os.path.exists("pipe"):

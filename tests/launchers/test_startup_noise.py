@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What TensorFlow says at every start is not shown for each task; all that a user needs is."""
+"""Messages of TensorFlow at every start are not shown for each task; all that a user needs is."""
 
 from __future__ import annotations
 

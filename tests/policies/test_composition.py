@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which policies go together, and that docs/policies.md says the same."""
+"""Policies go together as docs/policies.md says."""
 
 from __future__ import annotations
 

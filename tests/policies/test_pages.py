@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the page about policies and the package's docstring show is what comes out."""
+"""Examples of the page about policies, and of the package's docstring, have the results shown there."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from tfdist.policies.parameter_averaging import ParameterAveraging
 
 
 class Outer:
-    """What an optimizer has to have."""
+    """Stands for an outer optimizer, with the attributes that are needed."""
 
     def apply(self) -> None: ...
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What holds for backup workers in any order of arrivals, losses and recoveries."""
+"""Properties of backup workers in any order of arrivals, losses and recoveries."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class BackupWorkersMachine(RuleBasedStateMachine):
         return [g for g in self.travelling if g.replica in self.alive and g.life == self.lives[g.replica]]
 
     def _all_alive_finish(self, order: random.Random) -> None:
-        """Those that may start do, and whatever is computed arrives, in any order; dead replicas say nothing."""
+        """Replicas that may start do, and all gradients arrive, in any order; dead replicas say nothing."""
         for replica in self._starters():
             self._start(replica)
         gradients = self._current()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who takes part when in a warmup phase."""
+"""Replicas take part in a warmup phase, and after it, as the policy says."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""That memory which was freed is used again. Each case is a process of its own: the setting is for good."""
+"""Memory that was freed is used again. Each case is a process of its own: the setting is for good."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ print(json.dumps([done, small, large]))
 
 
 def _output(program: str, *arguments: str, **environment: str) -> str:
-    """What this Python program prints, in an environment with no other settings of malloc than these."""
+    """Returns the output of a Python program, in an environment with no other settings of malloc than these."""
     inherited = {
         name: value for name, value in os.environ.items() if not name.startswith("MALLOC_") and name != "GLIBC_TUNABLES"
     }
@@ -48,7 +48,7 @@ def _output(program: str, *arguments: str, **environment: str) -> str:
 
 
 def _run(**environment: str) -> tuple[bool, list[int], list[int]]:
-    """Whether it was done, and the page faults of using a block twice, in a thread and in the main thread."""
+    """Returns True if it was done, and the page faults of using a block twice, in a thread and in the main thread."""
     return tuple(json.loads(_output(_PROGRAM, **environment)))
 
 

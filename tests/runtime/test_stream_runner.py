@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who starts first where a policy lets only some of those start who wait."""
+"""Workers start in order where a policy lets only some of the waiting ones start."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class Setting:
         self.chief.close()
 
     def finish_chief(self) -> None:
-        """What TensorFlow does on the worker's machine when the chief is done."""
+        """Does what TensorFlow does on the worker's machine when the chief is done."""
         mark = done_mark(self.cluster, self.cluster.task)
         mark.parent.mkdir()
         mark.write_text("done")
@@ -227,7 +227,7 @@ def test_a_data_worker_that_dies_is_started_again(setting: Setting) -> None:
 
 
 def data_workers(setting: Setting) -> list[psutil.Process]:
-    """Those that run; not the guards that have started them."""
+    """Returns the data workers that run, without the guards that have started them."""
     found = []
     for process in setting.worker.family():
         with contextlib.suppress(psutil.Error):

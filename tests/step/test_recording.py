@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step writes, and when it calls `optimizer.apply`, has the effect that it has in the plain step."""
+"""Writes of a step, before and after `optimizer.apply`, have the effect that they have in the plain step."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a step changes a state is read off its graph."""
+"""Changes of a state are read off the graph of the step."""
 
 import pytest
 import tensorflow as tf

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What workers make of their parts of a batch, where all of them count."""
+"""Updates from parts of a batch, where all workers count."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What slow, dying and failing workers do to a run with spares, and what they don't."""
+"""Slow, dying and failing workers in a run with spares."""
 
 from __future__ import annotations
 

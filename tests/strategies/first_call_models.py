@@ -17,7 +17,7 @@ Y = np.random.default_rng(1).random((40, 1), np.float32)
 
 
 class Pair(keras.Model):
-    """Has no `call`, two optimizers, and layers that nobody has built."""
+    """Model without `call`, with two optimizers, and layers that nobody has built."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -118,7 +118,7 @@ def mean_square(model: keras.Model) -> float:
 
 
 class Own(keras.Model):
-    """Has steps of its own, whose logs are not all metrics."""
+    """Model with steps of its own, whose logs are not all metrics."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes in, and whether all of it is counted once. Run by `test_parameter_server.py`."""
+"""Inputs of all kinds are counted once. Run by `test_parameter_server.py`."""
 
 from __future__ import annotations
 

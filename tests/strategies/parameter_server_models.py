@@ -93,7 +93,7 @@ def test_mixed_bfloat16(strategy: Any) -> None:
 
 @keras.saving.register_keras_serializable("tests")
 class Subclassed(keras.Model):
-    """Has layers and no steps of its own."""
+    """Subclassed model with layers and no steps of its own."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -191,7 +191,7 @@ def test_several_steps_per_execution(strategy: Any) -> None:
     [5, *(pytest.param(steps, marks=pytest.mark.slow) for steps in (2, STEPS, STEPS + 3))],
 )
 def test_metrics_of_several_steps_are_those_of_one_device(strategy: Any, steps_per_execution: int) -> None:
-    """Where no step changes a weight, all have the same to count, whoever makes them."""
+    """No step changes a weight, so all steps have the same to count, whichever worker makes them."""
     metrics = lambda: ["mae", keras.metrics.R2Score(), keras.metrics.RootMeanSquaredError()]  # noqa: E731
     none = lambda: keras.optimizers.SGD(0.0)  # noqa: E731
     model = dense(strategy, none, metrics=metrics, steps_per_execution=steps_per_execution)

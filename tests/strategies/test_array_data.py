@@ -20,7 +20,7 @@ X, Y = np.zeros((8, 3), np.float32), np.zeros((8, 1), np.float32)
 
 @pytest.fixture
 def tuned(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Whether autotuning was on, off, or not decided (None), for each data set that was iterated over."""
+    """Collects for each data set that was iterated over: True for autotuning, False for none, None if not decided."""
     seen = []
     plain = dataset_ops.DatasetV2._apply_debug_options
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes wrong among the workers of a MultiWorkerMirroredStrategy is said, by name, and ends."""
+"""Failures among the workers of a MultiWorkerMirroredStrategy are reported, by name, and end the job."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def compiled(strategy: Any, made: Callable[[], keras.Model], optimizer: Callable
 
 
 def batches(taking_part: Callable[[int], int], replicas: int, epochs: int) -> tf.data.Dataset:
-    """What one device must train on to do the same: of each batch the parts of those who take part."""
+    """Returns the batches for one device that does the same: of each batch the parts of the replicas that take part."""
 
     def generate():
         step = 0

@@ -181,5 +181,5 @@ def test_lost_worker_is_in_the_report_and_in_the_log(tmp_path: pathlib.Path) -> 
 
 
 def programs_json(folder: pathlib.Path, name: str) -> Any:
-    """What a program has written."""
+    """Returns the report that a program has written."""
     return json.loads((folder / name).read_text())

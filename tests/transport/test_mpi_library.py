@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of an MPI job before the library starts."""
+"""Size and place in an MPI job are known before the library starts."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from tfdist.transport import pmi
 
 
 class Exchange:
-    """What the servers of several workers have stored, in place of a coordination service."""
+    """Key-value store of several workers' servers, in place of a coordination service."""
 
     def __init__(self, count: int) -> None:
         self._barrier = threading.Barrier(count, timeout=10)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is written to an update log is read back, in detail or in sums, whatever the disk or a stranger does to it."""
+"""Update logs are read back as written, in detail or in sums, whatever the disk or a stranger does to them."""
 
 from __future__ import annotations
 

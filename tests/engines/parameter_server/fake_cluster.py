@@ -194,7 +194,7 @@ class FakeProgram:
 
 
 class FakeDataset:
-    """What `WorkerIterator` needs of a data set: the numbers of batches, and something to iterate over.
+    """Stands for a data set of `WorkerIterator`: the numbers of batches, and something to iterate over.
 
     Args:
       cluster: whose workers read it.
@@ -236,7 +236,7 @@ class FakeDataset:
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Batch:
-    """What workers read: whose share it is in, and where."""
+    """Batch that a worker reads: the worker whose share has it, and its place there."""
 
     worker: int
     position: int

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.fixture(autouse=True)
 def _as_in_keras_loops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has passes take the caller for Keras, whose loop finds the end of the data by a step."""
+    """Makes passes take the caller for Keras, whose loop finds the end of the data by a step."""
     monkeypatch.setattr(worker_data.running_loop, "call_frame", lambda frame: frame)
 
 

@@ -68,7 +68,7 @@ def _stale(v: CoordinatedVariable) -> Any:
 
 
 def _stale_in_a_function(v: CoordinatedVariable) -> Any:
-    """What is traced before, and would not be traced again, writes too."""
+    """Writes in functions that were traced before, and would not be traced again."""
     write = tf.function(lambda: [v.assign(10.0), None][1], autograph=False)
     write.get_concrete_function()
     before = v.read_value()
@@ -347,7 +347,7 @@ def test_only_single_variables_on_parameter_servers_are_wrapped() -> None:
 
 
 def ahead(step: Callable[..., Any], value: float = 7.0) -> tuple[list[Any], CoordinatedVariable]:
-    """What a step that is traced with `value` read ahead gives, and its variable, which is 1."""
+    """Returns the result of a step that is traced with `value` read ahead, and its variable, which is 1."""
     on = variable(1.0)
 
     @tf.function(autograph=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What workers that go on by themselves compute from: each part once, whoever is lost."""
+"""Feeds of workers that go on by themselves: each part is computed once, whichever worker is lost."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class World:
         return iter([(share, number) for number in range(position, self.sizes[share])])
 
     def step(self, worker: int, is_lost: bool = False) -> bool:
-        """Whether there was something to do for `worker`."""
+        """Makes a step of `worker`; returns False if there was nothing to do."""
         source = self.feed.take(worker)
         if source is None:
             return False

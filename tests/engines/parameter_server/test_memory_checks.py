@@ -61,7 +61,7 @@ def test_what_is_unknown_or_small_is_not_refused() -> None:
 
 
 def test_servers_are_looked_at_again_before_a_table_is_refused() -> None:
-    """What the program has let go is freed late."""
+    """Memory that the program has let go is freed late."""
     usages = [
         {"ps:0": Usage(0, 0, 0.0, 1, 0.0, rooms=(Room("a", free, 64 * GB, "the machine"),))}
         for free in (1 * GB, 30 * GB)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which worker reads which batches, and what the chief's loop sees of them."""
+"""Batches that each worker reads, and handles that the chief's loop sees."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def from_python(count: int = 4) -> tf.data.Dataset:
 
 
 def read(dataset: WorkerDataset) -> list[list[int]]:
-    """What each worker would read in one pass."""
+    """Returns the batches that each worker would read in one pass."""
     return [
         [int(value) for batch in share for value in batch]
         for share in dataset.iterate_on_workers(lambda worker: 0).values
@@ -145,7 +145,7 @@ def test_it_is_described_and_sent_once(engine: CoordinatedEngine, monkeypatch: p
 
 
 def handles_given(engine: CoordinatedEngine, iterator: WorkerIterator) -> int:
-    """How many `next` gives."""
+    """Returns the number of handles of a pass."""
     count = 0
     while True:
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is bundled comes out as it went in, and few tensors travel."""
+"""Bundles give back the tensors that were packed, and few tensors are sent."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def most_rows(inputs: int, outputs: int) -> int:
 
 
 def sent_and_received(rows: int, is_known: bool) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
-    """What of a dense layer's gradient is sent, what is made of it, and the gradient."""
+    """Returns the factors of a dense layer's gradient that are sent, their product, and the gradient."""
     random = np.random.default_rng(rows)
     x, kernel = (random.normal(size=shape).astype(np.float32) for shape in ((rows, INPUTS), (INPUTS, OUTPUTS)))
 

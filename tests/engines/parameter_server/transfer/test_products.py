@@ -56,7 +56,7 @@ class Traced:
         tf.nest.map_structure(np.testing.assert_array_equal, found, expected, expand_composites=True)
 
     def kernels_sent(self) -> list[str]:
-        """What is as large as the kernel, by the type of its operation, and goes from there to here or back."""
+        """Returns tensors as large as the kernel that go from its device to this one or back, by type of operation."""
         operations = self.function.graph.get_operations()
         # Nobody makes a copy that nobody takes.
         made = [each for each in operations if each.type != "Identity" or each.outputs[0].consumers()]
