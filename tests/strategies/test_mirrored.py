@@ -12,6 +12,7 @@ import tensorflow as tf
 from training import OPTIMIZERS, X, Y, dense_model, two_ends
 
 import tfdist
+from tfdist.step import empty_parts
 
 pytestmark = pytest.mark.devices
 
@@ -142,3 +143,24 @@ def test_update_in_a_conditional_is_refused_in_one_line(strategy):
     with pytest.raises(RuntimeError, match="inside of a conditional") as raised:
         model.fit(X, Y, batch_size=8, verbose=0)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("layer", "loss", "is_filled"),
+    [
+        (keras.layers.Dense, "mse", False),
+        (keras.layers.SimpleRNN, "mse", True),
+        # A sum is no reason not to fill: `predict` computes no loss.
+        (keras.layers.SimpleRNN, keras.losses.MeanSquaredError(reduction="sum"), True),
+    ],
+    ids=["dense", "recurrent", "recurrent-sum"],
+)
+def test_predict_fills_empty_parts_only_for_layers_that_need_it(strategy, monkeypatch, layer, loss, is_filled):
+    filled, calls = empty_parts.filled, []
+    monkeypatch.setattr(empty_parts, "filled", lambda *given: calls.append(1) or filled(*given))
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2, 3)), layer(4)])
+        model.compile("sgd", loss)
+    x = np.ones((1, 2, 3), np.float32)
+    np.testing.assert_allclose(model.predict(x, verbose=0), model.predict_on_batch(x), atol=1e-6)
+    assert bool(calls) == is_filled

@@ -85,10 +85,14 @@ def call_name() -> str | None:
     return None if frame is None else frame.f_code.co_name
 
 
-def call_model() -> Any:
-    """The model of that call; or None."""
+def predicting_model() -> Any:
+    """The model whose `predict` or `predict_on_batch` runs here, within no other loop; or None.
+
+    Keras hands to `run` a function of its own, which says nothing of the model.
+    """
     frame = call_frame(sys._getframe(1))
-    return None if frame is None else frame.f_locals.get("self")
+    is_prediction = frame is not None and frame.f_code.co_name in ("predict", "predict_on_batch")
+    return frame.f_locals.get("self") if is_prediction else None
 
 
 def build_in_caller() -> Build | None:

@@ -19,16 +19,18 @@ from tfdist.data import splitting
 from tfdist.step import model_losses, used_objects
 
 
-def are_refused(model: keras.Model | None) -> bool:
-    """Returns True if empty parts must be filled, because a layer of the model may fail on a batch of no examples.
+def are_refused(model: keras.Model) -> bool:
+    """Returns True if a step with losses must fill empty parts, because a layer may fail on a batch of no examples.
 
     False if a loss is a sum over the examples: it would count the filled-in example.
     """
-    if model is None:
-        return True
-    if any(model_losses.is_sum(loss) for loss in compiled_losses.losses(model)):
-        return False
-    return any(
+    has_sum = any(model_losses.is_sum(loss) for loss in compiled_losses.losses(model))
+    return not has_sum and are_refused_by_layers(model)
+
+
+def are_refused_by_layers(model: keras.Model | None) -> bool:
+    """Returns True if a layer of the model may fail on a batch of no examples; None is an unknown model."""
+    return model is None or any(
         isinstance(layer, keras.layers.RNN | keras.layers.TimeDistributed | keras.layers.Bidirectional)
         or not used_objects.is_of_keras(type(layer))
         for layer in flat_layers.layers_of(model)

@@ -128,9 +128,9 @@ def _updates_last(strategy: Any, step: Any) -> bool:
 
 
 def run_prediction(strategy: Any, run: Callable[[Any], Any], model: keras.Model | None, data: Any) -> Any:
-    """Runs Keras' step of `predict` on all replicas, some of which may have no examples."""
+    """Runs Keras' step of `predict` on all replicas, some of which may have no examples; None is an unknown model."""
     parts = [*_local(strategy, data).values()]
-    if not _is_to_be_filled(strategy, model, data, parts):
+    if not (_may_be_empty(strategy, data, parts) and empty_parts.are_refused_by_layers(model)):
         return run(data)
     rows = [splitting.rows(part) for part in parts]
     results = run(_distributed(data, [empty_parts.filled(part, parts[-1]) for part in parts]))
@@ -140,17 +140,16 @@ def run_prediction(strategy: Any, run: Callable[[Any], Any], model: keras.Model 
     return _distributed(results, by_replica)
 
 
-def _is_to_be_filled(strategy: Any, model: keras.Model | None, data: Any, parts: Sequence[Any]) -> bool:
-    """Returns True if a replica may have no examples, and the model may fail on an empty batch."""
-    is_divided = strategy.num_replicas_in_sync > 1 and _is_divided(data)
-    return is_divided and empty_parts.are_refused(model) and empty_parts.may_occur(parts)
+def _may_be_empty(strategy: Any, data: Any, parts: Sequence[Any]) -> bool:
+    """Returns True if a replica may have no examples."""
+    return strategy.num_replicas_in_sync > 1 and _is_divided(data) and empty_parts.may_occur(parts)
 
 
 @contextlib.contextmanager
 def _filled(strategy: Any, step: Any, data: Any, parts: dict[str, Any]) -> Iterator[Any]:
     """Yields the step's data with an example on every replica; results of added examples are removed."""
     model, values = step.__self__, [*parts.values()]
-    if not _is_to_be_filled(strategy, model, data, values):
+    if not (_may_be_empty(strategy, data, values) and empty_parts.are_refused(model)):
         yield data
         return
     counted = [

@@ -24,7 +24,6 @@ from tfdist.compat import (
     seed_generators,
     single_batches,
     symbolic_build,
-    trainers,
     variable_numbers,
 )
 from tfdist.compat.optimizer_patches import SumGradients
@@ -116,11 +115,10 @@ class KerasSteps(tf.distribute.Strategy):
         if not tf.executing_eagerly():
             rehearsal.before(self, fn, *self._of_first_replica((list(args), dict(kwargs or {}))))
         if keras_steps.classify(fn) == "predict" and len(args) == 1:
-            models = [each for each in used_objects.used_by(fn) if trainers.is_trainer(each)]
-            # Keras hands over a function of its own.
-            if running := running_loop.call_model():
-                replica_placement.check(self, running)
-            return replicated_step.run_prediction(self, stock, models[0] if models else None, args[0])
+            model = running_loop.predicting_model()
+            if model is not None:
+                replica_placement.check(self, model)
+            return replicated_step.run_prediction(self, stock, model, args[0])
         return stock()
 
     def _build_for(self, fn: Any, data: Any) -> None:
@@ -223,7 +221,7 @@ def check_timeouts(**secs: float) -> None:
 
 
 def replay_generator(strategy: tf.distribute.Strategy, epoch_iterator: Any) -> None:
-    """Has a Python generator given whole to `fit` and `evaluate`, if it is for one of these that Keras asks here.
+    """Makes `fit` and `evaluate`, if one of them runs here, read a Python generator from its first batch.
 
     Args:
       strategy: the strategy that the model trains under.
