@@ -21,6 +21,7 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
+import waiting
 import websocket
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -177,12 +178,7 @@ def _running(command: list[str], pattern: str, environment: Any) -> Iterator[str
     try:
         yield _found(lines, pattern, command)
     finally:
-        process.terminate()
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        waiting.end(process)
         reader.join(20)
 
 

@@ -36,7 +36,7 @@ sys.exit(pytest.main({arguments!r}))
 
 @dataclasses.dataclass
 class Outcomes:
-    """What checks have found.
+    """Outcomes of checks.
 
     Attributes:
       problems: of each check that ran, by its key.
@@ -91,7 +91,7 @@ def run(
     num_workers: int = 0,
     owners: Collection[str] | None = None,
 ) -> Outcomes:
-    """What went wrong in each check whose test of this module is to run; one that did not run is missing.
+    """Runs the checks whose tests of this module are to run; returns the problems of each that ran.
 
     Args:
       request: of a fixture of the module: `-k`, `-m` and single ids choose checks.
@@ -135,6 +135,21 @@ def run(
     }
     logs = [(shared / f"{index}.log").read_text(errors="replace")[-5000:] for index in indices]
     return Outcomes(problems, "\n----\n".join(logs))
+
+
+def files(pattern: str, plugin: str) -> list[pathlib.Path]:
+    """The files of checks of this name in any folder, but for the plugin."""
+    return sorted(path for path in HERE.glob(f"*/{pattern}.py") if path.stem != plugin)
+
+
+def outcomes_of(plugin: str, timeout_secs: float) -> Any:
+    """A fixture of a module: the outcomes of its checks, in one process with one embedded cluster; see `run`."""
+
+    @pytest.fixture(scope="module", name="outcomes")
+    def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+        return run(request, plugin, tmp_path_factory.mktemp("cluster"), timeout_secs)
+
+    return outcomes
 
 
 def _folders() -> list[str]:

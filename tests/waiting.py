@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
 from collections.abc import Callable
 from typing import Any
@@ -51,3 +52,13 @@ def await_output(program: Any, text: str, timeout_secs: float) -> None:
             lambda: text in program.output or program.process.poll() is not None, timeout_secs, lambda: program.output
         )
         has_ended = program.process.poll() is not None
+
+
+def end(process: subprocess.Popen[Any], timeout_secs: float = 20.0) -> None:
+    """Ends a process by SIGTERM, and by SIGKILL once it has not ended in time."""
+    process.terminate()
+    try:
+        process.wait(timeout_secs)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

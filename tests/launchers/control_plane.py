@@ -21,6 +21,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 
+import waiting
+
 BINARIES = ("etcd", "kube-apiserver", "kube-controller-manager", "kubectl", "openssl")
 _TOKEN = "test"
 _UP_SECS = 240.0
@@ -28,7 +30,7 @@ _POLL_SECS = 0.2
 
 
 def find_binaries() -> dict[str, str | None]:
-    """Where each program is: in the directory TFDIST_KUBE_BIN, or on PATH."""
+    """Returns the path of each program: in the directory TFDIST_KUBE_BIN, or on PATH."""
     path = os.pathsep.join([os.environ.get("TFDIST_KUBE_BIN", ""), os.environ["PATH"]])
     return {name: shutil.which(name, path=path) for name in BINARIES}
 
@@ -106,7 +108,7 @@ def running(folder: pathlib.Path) -> Iterator[Api]:
         for command in commands:
             log = stack.enter_context((folder / f"{pathlib.Path(command[0]).name}.log").open("wb"))
             process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
-            stack.callback(_end, process)
+            stack.callback(waiting.end, process)
             if "apiserver" in command[0]:
                 _await_ready(api, process)
         yield api
@@ -121,15 +123,6 @@ def _kubeconfig(url: str):
         "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test"}}],
         "current-context": "test",
     }
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(20)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
 
 
 def _await_ready(api: Api, process: subprocess.Popen[bytes]) -> None:

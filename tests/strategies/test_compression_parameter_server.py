@@ -9,11 +9,7 @@ import pytest
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(660)]
 
 FILES = [child_pytest.HERE / "strategies" / "compressed_training.py"]
-
-
-@pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> child_pytest.Outcomes:
-    return child_pytest.run(request, "compressed_cluster", tmp_path_factory.mktemp("cluster"), 600)
+outcomes = child_pytest.outcomes_of("compressed_cluster", timeout_secs=600)
 
 
 @pytest.mark.parametrize("check", child_pytest.checks(FILES))

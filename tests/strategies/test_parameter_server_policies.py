@@ -12,14 +12,9 @@ import pytest
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(1560)]
 
 PLUGIN = "aggregated_cluster"
-FILES = sorted(path for path in child_pytest.HERE.glob("*/aggregated_*.py") if path.stem != PLUGIN)
+outcomes = child_pytest.outcomes_of(PLUGIN, timeout_secs=1500)
 
 
-@pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> child_pytest.Outcomes:
-    return child_pytest.run(request, PLUGIN, tmp_path_factory.mktemp("cluster"), 1500)
-
-
-@pytest.mark.parametrize("check", child_pytest.checks(FILES))
+@pytest.mark.parametrize("check", child_pytest.checks(child_pytest.files("aggregated_*", PLUGIN)))
 def test_on_a_cluster(outcomes: child_pytest.Outcomes, check: child_pytest.Check) -> None:
     child_pytest.expect_success(outcomes, check)

@@ -5,30 +5,11 @@ from __future__ import annotations
 
 import collections
 import heapq
-from typing import NamedTuple
 
 from tfdist.policies import base
-from tfdist.policies.answers import Contribution, Outcome
-from tfdist.policies.computations import Computation
+from tfdist.policies.answers import Outcome
+from tfdist.policies.computations import Delivered
 from tfdist.policies.staleness import BoundedStaleness, DropStale, SoftSync, StalenessScaling
-
-
-class _Pending(NamedTuple):
-    """A gradient that waits for its update; the oldest is the smallest."""
-
-    local_step: int
-    number: int
-    computation: Computation
-    time: float
-
-    @property
-    def replica(self) -> int:
-        """Index of the replica that computed it."""
-        return self.computation.replica
-
-    def ended(self, step: int, weight: float) -> Contribution:
-        """Returns its contribution to the update that increments `step`."""
-        return self.computation.ended(self.time, step, Outcome.ACCEPTED, weight)
 
 
 class Asynchronous(base.Aggregation):
@@ -64,7 +45,7 @@ class Asynchronous(base.Aggregation):
         self._max_staleness = drop.max_staleness if drop else None
         self._bound = bounded.bound if bounded else None
         # A heap.
-        self._pending: list[_Pending] = []
+        self._pending: list[Delivered] = []
         # Local step -> number of gradients in flight, by ascending local step. Kept with a bound only.
         self._in_flight: dict[int, int] = {}
 
@@ -145,7 +126,7 @@ class Asynchronous(base.Aggregation):
                 self._landed(local_step)
             self._drop(replica, computation, time)
             return base.Arrival(False, staleness, 0.0)
-        heapq.heappush(self._pending, _Pending(local_step, self._number, computation, time))
+        heapq.heappush(self._pending, Delivered(local_step, self._number, computation, time))
         self._number += 1
         if self.update_due and not was_due:
             self._due_at = time
@@ -168,7 +149,9 @@ class Asynchronous(base.Aggregation):
         # An error of the user's rule leaves the gradients where they are.
         chosen = heapq.nsmallest(count, self._pending)
         weights = [self._scaling.weight(self._step - each.local_step) if self._scaling else 1.0 for each in chosen]
-        accepted = [each.ended(self._step, weight) for each, weight in zip(chosen, weights, strict=True)]
+        accepted = [
+            each.ended(self._step, Outcome.ACCEPTED, weight) for each, weight in zip(chosen, weights, strict=True)
+        ]
         for pending in chosen:
             heapq.heappop(self._pending)
             self._landed(pending.local_step)
@@ -192,7 +175,7 @@ class Asynchronous(base.Aggregation):
             too_old.append(heapq.heappop(self._pending))
         self._drop_all(too_old)
 
-    def _drop_all(self, gradients: list[_Pending]) -> None:
+    def _drop_all(self, gradients: list[Delivered]) -> None:
         for pending in sorted(gradients, key=lambda pending: pending.number):
             self._drop(pending.replica, pending.computation, pending.time)
             self._landed(pending.local_step)

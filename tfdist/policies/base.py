@@ -221,7 +221,7 @@ class Aggregation(Policy):
             if computation and staleness == 0:
                 self._surplus.add(replica)
             return Arrival(False, staleness, 0.0)
-        self._accepted[replica] = Delivered(self._number, computation, time)
+        self._accepted[replica] = Delivered(local_step, self._number, computation, time)
         self._number += 1
         if self.update_due:
             self._due_at = time

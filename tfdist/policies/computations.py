@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import NamedTuple
 
 from tfdist.policies.answers import Contribution, Outcome
@@ -29,10 +28,17 @@ class Computation(NamedTuple):
         return Contribution(self.replica, self.start, time, outcome, step - self.local_step, weight, self.held)
 
 
-@dataclasses.dataclass(frozen=True)
-class Delivered:
-    """An accepted gradient that waits for its update: its number among all accepted ones, and its time of arrival."""
+class Delivered(NamedTuple):
+    """An accepted gradient that waits for its update. In order, the oldest is the first.
 
+    Attributes:
+      local_step: the global step from whose variables it was computed.
+      number: its number among all accepted ones.
+      computation: its computation.
+      time: its time of arrival.
+    """
+
+    local_step: int
     number: int
     computation: Computation
     time: float
@@ -41,11 +47,6 @@ class Delivered:
     def replica(self) -> int:
         """Index of the replica that computed it."""
         return self.computation.replica
-
-    @property
-    def local_step(self) -> int:
-        """Global step from whose variables it was computed."""
-        return self.computation.local_step
 
     def ended(self, step: int, outcome: Outcome, weight: float = 0.0) -> Contribution:
         """Returns its contribution; `step` is the global step now."""

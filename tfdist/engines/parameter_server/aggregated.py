@@ -268,11 +268,7 @@ class AggregatedEngine(Engine):
     def _serve(self, residence: _Residence, iterator_on_worker: Any) -> None:
         """Contributes until another function is scheduled; runs in the thread of the closure's worker."""
         worker = closures.this_worker()
-        self._runner.bring_back(worker)
-        while True:
-            local_step = self._runner.start(worker, lambda: self._residence is not residence)
-            if local_step is None:
-                return
+        for local_step in self._started(worker, residence):
             try:
                 self._contribute(residence, worker, local_step, iterator_on_worker)
             except Exception as error:
@@ -284,6 +280,15 @@ class AggregatedEngine(Engine):
                 is_end = isinstance(error, tf.errors.OutOfRangeError)
                 residence.iterator.ended |= is_end
                 self._runner.fail(worker, local_step, error, is_end)
+
+    def _started(self, worker: int, residence: _Residence) -> Iterator[int]:
+        """Yields the local step of each gradient that a worker starts, until another function is scheduled."""
+        self._runner.bring_back(worker)
+        while True:
+            local_step = self._runner.start(worker, lambda: self._residence is not residence)
+            if local_step is None:
+                return
+            yield local_step
 
     def _contribute(self, residence: _Residence, worker: int, local_step: int, iterator_on_worker: Any) -> None:
         parts = residence.parts

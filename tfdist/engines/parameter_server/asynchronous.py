@@ -170,11 +170,7 @@ class AsynchronousEngine(aggregated.AggregatedEngine):
     def _serve(self, residence: Any, iterator_on_worker: Any) -> None:
         worker, feed = closures.this_worker(), self._feed
         feed.arrive(worker, iterator_on_worker)
-        self._runner.bring_back(worker)
-        while True:
-            local_step = self._runner.start(worker, lambda: self._residence is not residence)
-            if local_step is None:
-                return
+        for local_step in self._started(worker, residence):
             try:
                 self._contribute_from(feed, residence.step, worker, local_step)
             except tf.errors.OutOfRangeError:
