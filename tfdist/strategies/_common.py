@@ -184,7 +184,7 @@ class KerasSteps(tf.distribute.Strategy):
 
     @property
     def _sum_gradients(self) -> SumGradients | None:
-        """Sums the gradients of a Keras step, if they don't travel as they are."""
+        """Sums the gradients of a Keras step, if they aren't sent as they are."""
         return None
 
     def _sum_over_workers(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:

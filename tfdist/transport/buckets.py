@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buckets: small tensors travel together, large ones alone, and each bucket as soon as its tensors are computed.
+"""Buckets: small tensors are sent together, large ones alone, and each bucket as soon as its tensors are computed.
 
 Each collective has a price of its own, so small tensors share one. To put them together copies them, so a large one has
 a bucket to itself; and while it is sent, those after it are computed.

@@ -4,7 +4,7 @@
 How an array is summed. Up to `_SMALL_BYTES` the library's own all-reduce is used. A larger one is cut into a block for
 each worker, and goes twice around a ring of workers (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for
 clusters of workstations", 2009): in the first round each block is added up, in the second one all get it. Blocks
-travel in segments, so that one is added while the next one is under way, and still in the cache when it goes on. All
+are sent in segments, so that one is added while the next one is under way, and still in the cache when it goes on. All
 workers have the same sums, bit by bit, because each block is added up in one place.
 
 Nothing here waits within the library. A wait asks for progress again and again, at first at once and then with pauses,

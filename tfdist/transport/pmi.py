@@ -4,7 +4,7 @@
 The processes of an MPI job find each other through a process manager, with which each speaks over a socket: it stores
 its own address under a key, waits until all have (a barrier), and asks for those of the others. Usually `mpiexec`
 starts the processes and is that manager. Here each worker has one, a thread of its own process, and what they have
-stored travels by the cluster's coordination service, which tfdist has already:
+stored is sent by the cluster's coordination service, which tfdist has already:
 
     MPI library  --socket-->  Server (this process)  --exchange-->  Servers of the other workers
 

@@ -56,10 +56,10 @@ def _step(strategy: Any, step: Callable[..., Any], model: keras.Model, part: Par
         divisor = 1 if has_own_loss else count
         losses = ReplicaLosses(model, count, divisor)
         factor = float(count) if losses.are_sums else share(part, count) * count * divisor
-        taps = losses.trackers(part.batch, part.total)
+        changed = losses.trackers(part.batch, part.total)
         for optimizer in optimizer_patches.optimizers_of(model):
-            taps += changes(optimizer, factor)
-        with optimizer_patches.attributes(taps), _keeping(flat_layers.statistics_of(model), part, index):
+            changed += changes(optimizer, factor)
+        with optimizer_patches.attributes(changed), _keeping(flat_layers.statistics_of(model), part, index):
             return step(part.batch)
 
 

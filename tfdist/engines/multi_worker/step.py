@@ -30,7 +30,7 @@ class Sums:
 
     Attributes:
       of_tensors: sums tensors over all workers, in cross-replica context.
-      of_gradients: returns what sums the dense gradients of an optimizer, if they don't travel as they are.
+      of_gradients: returns what sums the dense gradients of an optimizer, if they aren't sent as they are.
     """
 
     of_tensors: Sum

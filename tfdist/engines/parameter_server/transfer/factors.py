@@ -14,7 +14,7 @@ is less to send (Zhang et al., arXiv:1706.03292, section 3.2).
       outputs (n, o)        -->        update
 
 Whatever else is done to a gradient before the update (clipping, the sum with a regularizer's, loss scaling) is done on
-the worker, and then the gradient travels as it is.
+the worker, and then the gradient is sent as it is.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from tfdist.compat import graph_edits
 def at_the_table(graph: Any) -> None:
     """Places embedding gathers on the device of the table.
 
-    Keras gathers from what it has read: else the whole table would travel to the worker for a few of its rows.
+    Keras gathers from what it has read: else the whole table would be sent to the worker for a few of its rows.
 
     Args:
       graph: a graph whose variables are captured, as it is being traced.
