@@ -4,14 +4,9 @@
 import copy
 import json
 import pickle
-import subprocess
-import sys
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from tfdist import cluster
 from tfdist.cluster import DATA_SERVICE_VARIABLE, Cluster, ClusterError, Task, data_service_address
 
 WORKERS = ["a:1", "b:2"]
@@ -326,76 +321,3 @@ def test_a_gap_matters_to_the_chief_of_a_parameter_server_cluster_only():
     read(jobs, ("worker", 1)).check_parameter_server()
     with pytest.raises(ClusterError, match=r"cluster\.worker has gaps"):
         read(jobs, ("chief", 0)).check_parameter_server()
-
-
-# Properties.
-
-HOSTS = st.integers(0, 255).map(lambda n: f"10.0.0.{n}") | st.integers(0, 99).map(lambda n: f"host{n}.example")
-ADDRESSES = st.builds("{}:{}".format, HOSTS, st.integers(1, 65535))
-
-
-@st.composite
-def clusters(draw):
-    addresses = draw(st.lists(ADDRESSES, min_size=1, max_size=12, unique=True))
-    jobs = {}
-    for address in addresses:
-        job = draw(st.sampled_from(("worker", "ps", "evaluator")))
-        jobs.setdefault(job, {})[draw(st.integers(0, 50).filter(lambda i, j=job: i not in jobs[j]))] = address
-    job = draw(st.sampled_from(sorted(jobs)))
-    return Cluster(jobs, Task(job, draw(st.sampled_from(sorted(jobs[job])))))
-
-
-@given(clusters())
-def test_what_is_written_is_read_back(described):
-    assert Cluster.from_tf_config(described.to_tf_config()) == described
-
-
-@given(clusters())
-def test_exactly_one_task_leads_or_nobody(described):
-    leaders = [task for task in described.tasks if described.with_task(task).is_chief]
-    assert leaders == ([described.chief] if described.chief else [])
-
-
-WORDS = st.sampled_from(
-    ["cluster", "task", "type", "index", "worker", "ps", "chief", "master", "evaluator", "a:1", "b:2", "0"]
-)
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | WORDS,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(WORDS | st.text(max_size=3), inner, max_size=4),
-    max_leaves=15,
-)
-SHAPED = st.fixed_dictionaries(
-    {"cluster": st.dictionaries(WORDS, st.lists(WORDS | VALUES, max_size=3) | VALUES, max_size=4)},
-    optional={"task": st.fixed_dictionaries({"type": WORDS | VALUES, "index": st.integers(-1, 3) | VALUES}) | VALUES},
-)
-
-
-def reads_or_refuses(text):
-    try:
-        assert Cluster.from_tf_config(text).task
-    except ClusterError as error:
-        assert len(str(error).splitlines()) == 1
-
-
-@given(VALUES | SHAPED)
-def test_no_json_raises_anything_else(value):
-    reads_or_refuses(json.dumps(value))
-
-
-@given(st.text() | st.binary() | st.integers() | st.lists(st.text()))
-def test_no_text_raises_anything_else(text):
-    reads_or_refuses(text)
-
-
-@given(VALUES, VALUES, VALUES)
-def test_no_python_value_raises_anything_else(jobs, job, index):
-    try:
-        Cluster({"worker": jobs}, Task(job, index))
-    except ClusterError as error:
-        assert len(str(error).splitlines()) == 1
-
-
-def test_importing_it_imports_no_tensorflow():
-    code = "import sys, tfdist.cluster; sys.exit('tensorflow' in sys.modules or 'keras' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0
-    assert cluster.JOBS[0] == "chief"

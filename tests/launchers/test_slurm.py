@@ -9,8 +9,7 @@ import sys
 import fake_slurm
 import pytest
 
-from tfdist.cluster import Task
-from tfdist.launchers import requests, slurm, slurm_task
+from tfdist.launchers import requests, slurm
 from tfdist.launchers.shape import Shape
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -73,106 +72,6 @@ def test_jobs_that_make_no_sense(options, words):
     with pytest.raises(requests.LaunchError) as caught:
         slurm.Job(**{"command": ("train.py",), **options})
     assert str(caught.value).startswith(words)
-
-
-# Who a task is.
-
-ENVIRONMENT = {
-    "SLURM_JOB_ID": "1234",
-    "SLURM_JOB_NODELIST": "gpu[08-10]-ib",
-    "SLURM_TASKS_PER_NODE": "2(x2),1",
-    "SLURM_PROCID": "0",
-}
-
-
-def found(job, env, port=0):
-    return slurm_task.task_environment(slurm_task.Step.from_environment(env), job, port, env)
-
-
-def test_tasks_of_a_step():
-    job = Shape(num_workers=3, num_ps=1)
-    env = [found(job, {**ENVIRONMENT, "SLURM_PROCID": str(number)}) for number in range(5)]
-    assert [str(task) for task, _ in env] == ["worker:0", "worker:1", "worker:2", "ps:0", "chief:0"]
-    first = 12000 + 234 * 16
-    assert json.loads(env[4][1]["TF_CONFIG"]) == {
-        "cluster": {
-            "chief": [f"gpu10-ib:{first}"],
-            "worker": [f"gpu08-ib:{first}", f"gpu08-ib:{first + 1}", f"gpu09-ib:{first}"],
-            "ps": [f"gpu09-ib:{first + 1}"],
-        },
-        "task": {"type": "chief", "index": 0},
-    }
-    assert {e["TFDIST_DATA_SERVICE"] for _, e in env} == {f"gpu10-ib:{first + 1}"}
-
-
-def test_an_evaluator_is_a_task_without_address():
-    task, env = found(Shape(3, chief=True, evaluator=True), {**ENVIRONMENT, "SLURM_PROCID": "4"}, port=2000)
-    assert task == Task("evaluator", 0)
-    assert json.loads(env["TF_CONFIG"])["cluster"] == {
-        "chief": ["gpu09-ib:2001"],
-        "worker": ["gpu08-ib:2000", "gpu08-ib:2001", "gpu09-ib:2000"],
-    }
-
-
-def test_gpus_are_shared_out_among_the_workers_of_a_host():
-    env = {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
-    shares = [found(Shape(3, 1), {**env, "SLURM_PROCID": str(n)})[1].get("CUDA_VISIBLE_DEVICES") for n in range(5)]
-    assert shares == ["0,1", "2,3", None, "", ""]  # None: it has the host's GPUs for itself.
-
-
-def test_gpus_that_slurm_has_bound_to_a_task_are_its_own():
-    env = {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": "1", "SLURM_GPUS_ON_NODE": "2", "SLURM_GPU_BIND": "single:1"}
-    assert "CUDA_VISIBLE_DEVICES" not in found(Shape(3, 1), env)[1]
-
-
-def test_hosts_without_workers_ask_for_no_gpus():
-    job = slurm.Job(
-        ("train.py",),
-        Shape(2, 1),
-        gpus_per_node=4,
-        options={"partition": "gpu"},
-        extra=("--gpu-bind=none", "--exclusive"),
-    )
-    first, second = str(slurm.plan(job)).split("#SBATCH hetjob\n")
-    assert "#SBATCH --nodes=2\n#SBATCH --ntasks=2\n" in first
-    assert "#SBATCH --gpus-per-node=4\n" in first
-    assert "#SBATCH --gpu-bind=none\n" in first
-    assert "#SBATCH --nodes=2\n#SBATCH --ntasks=2\n" in second
-    assert "gpus-per-node" not in second
-    assert "gpu-bind" not in second
-    assert "#SBATCH --partition=gpu\n" in second
-    assert "#SBATCH --exclusive\n" in second
-    assert "srun --het-group=0,1 --cpus-per-task=1" in second
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"SLURM_PROCID": ""}, "SLURM_PROCID is not set; run this inside of a job, with srun"),
-        ({"SLURM_PROCID": "five"}, "SLURM_PROCID is not a number. Received: 'five'"),
-        ({"SLURM_PROCID": "5"}, "SLURM_PROCID is no process of this step of 5. Received: 5"),
-        ({"SLURM_JOB_NODELIST": "gpu[08-09"}, "the host list has a bracket that is not closed"),
-        ({"SLURM_JOB_NODELIST": "gpu[08-09]"}, "Slurm lists 2 hosts with tasks for 3"),
-        ({"SLURM_TASKS_PER_NODE": "2(x"}, "the tasks per host are not written as Slurm does"),
-        ({"SLURM_TASKS_PER_NODE": "2(x3)"}, "the step needs 5 processes; use srun --ntasks. Received: 6"),
-        ({"SLURM_TASKS_PER_NODE": "5", "SLURM_JOB_NODELIST": "n$1"}, "cluster.chief[0] has a host that is neither"),
-        (
-            {"SLURM_TASKS_PER_NODE": "4,1", "SLURM_JOB_NODELIST": "a,b", "CUDA_VISIBLE_DEVICES": "0,1"},
-            "3 workers need a GPU each, and there are fewer; use --gpus_per_node=3 or more, or fewer --tasks",
-        ),
-    ],
-)
-def test_steps_that_make_no_sense(change, words):
-    with pytest.raises(ValueError) as caught:
-        found(Shape(3, 1), {**ENVIRONMENT, **change})
-    assert str(caught.value).startswith(words)
-
-
-def test_more_tasks_on_a_host_than_ports():
-    env = {**ENVIRONMENT, "SLURM_JOB_NODELIST": "n", "SLURM_TASKS_PER_NODE": "16"}
-    with pytest.raises(requests.LaunchError, match="a host has more tasks than the 15 for which ports are set aside"):
-        found(Shape(16), env)
-    assert "n:3015" in found(Shape(16), env, port=3000)[1]["TF_CONFIG"]
 
 
 # Runs.

@@ -81,6 +81,22 @@ def _weights(model: keras.Model) -> list[np.ndarray]:
     return [*model.get_weights(), *(np.asarray(variable) for variable in model.optimizer.variables)]
 
 
+def _assert_equal(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
+    for value, each in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(value, each)
+
+
+def _assert_resumed(directory: pathlib.Path, model: Callable[[], keras.Model], **options: Any) -> None:
+    """Fails unless a training that is cut off and resumed ends with the weights of one that is not."""
+    uninterrupted = model()
+    _fit(uninterrupted, "arrays", [], **options)
+    with pytest.raises(CutOffError):
+        _fit(model(), "arrays", [tfdist.callbacks.Resume(directory, 5), CutOff(17)], **options)
+    resumed = model()
+    _fit(resumed, "arrays", [tfdist.callbacks.Resume(directory, 5)], **options)
+    _assert_equal(_weights(resumed), _weights(uninterrupted))
+
+
 Calm = Callable[..., tuple[list[np.ndarray], dict[str, list[float]]]]
 
 
@@ -137,8 +153,7 @@ def test_it_goes_on_as_if_nothing_had_happened(
             )
     model = _model(steps_per_execution=steps_per_execution)
     resumed = _fit(model, kind, [tfdist.callbacks.Resume(tmp_path, save_freq)])
-    for value, expected in zip(_weights(model), weights, strict=True):
-        np.testing.assert_array_equal(value, expected)
+    _assert_equal(_weights(model), weights)
     # The logs of the epoch that was interrupted are those of the whole epoch.
     for name, values in resumed.items():
         np.testing.assert_allclose(values, history[name][-len(values) :], rtol=1e-6)
@@ -154,8 +169,7 @@ def test_twenty_steps_and_twenty_more_are_forty(tmp_path: pathlib.Path, calm: Ca
     _fit(model, "shuffled", [resume, numbers])
     assert numbers.seen == [(step // 12, step % 12) for step in range(20, 48)]
     assert resume.step == 48
-    for value, expected in zip(_weights(model), calm("shuffled", steps_per_execution=1)[0], strict=True):
-        np.testing.assert_array_equal(value, expected)
+    _assert_equal(_weights(model), calm("shuffled", steps_per_execution=1)[0])
 
 
 @pytest.mark.parametrize(
@@ -180,28 +194,15 @@ def test_all_that_the_next_step_depends_on_is_kept(tmp_path: pathlib.Path, chang
         made: dict[str, Any] = {name: value() if callable(value) else value for name, value in change.items()}
         return _model(**made)
 
-    uninterrupted = model()
-    _fit(uninterrupted, "arrays", [], epochs=2)
-    with pytest.raises(CutOffError):
-        _fit(model(), "arrays", [tfdist.callbacks.Resume(tmp_path, 5), CutOff(17)], epochs=2)
-    resumed = model()
-    _fit(resumed, "arrays", [tfdist.callbacks.Resume(tmp_path, 5)], epochs=2)
-    for value, expected in zip(_weights(resumed), _weights(uninterrupted), strict=True):
-        np.testing.assert_array_equal(value, expected)
+    _assert_resumed(tmp_path, model, epochs=2)
 
 
 def test_mixed_precision_is_kept(tmp_path: pathlib.Path):
     keras.config.set_dtype_policy("mixed_bfloat16")
     try:
-        with pytest.raises(CutOffError):
-            _fit(_model(), "arrays", [tfdist.callbacks.Resume(tmp_path, 5), CutOff(17)])
-        uninterrupted, resumed = _model(), _model()
-        _fit(uninterrupted, "arrays", [])
-        _fit(resumed, "arrays", [tfdist.callbacks.Resume(tmp_path, 5)])
+        _assert_resumed(tmp_path, _model)
     finally:
         keras.config.set_dtype_policy("float32")
-    for value, expected in zip(_weights(resumed), _weights(uninterrupted), strict=True):
-        np.testing.assert_array_equal(value, expected)
 
 
 def test_a_training_that_has_ended_is_not_repeated(tmp_path: pathlib.Path):
@@ -210,8 +211,7 @@ def test_a_training_that_has_ended_is_not_repeated(tmp_path: pathlib.Path):
     again, numbers = _model(), Numbers()
     _fit(again, "shuffled", [tfdist.callbacks.Resume(tmp_path, "epoch"), numbers])
     assert numbers.seen == []
-    for value, expected in zip(_weights(again), _weights(first), strict=True):
-        np.testing.assert_array_equal(value, expected)
+    _assert_equal(_weights(again), _weights(first))
     # More epochs go on from there; and a fit without the callback begins where it always does.
     again.fit(**_data("shuffled"), epochs=EPOCHS + 1, verbose=0, callbacks=[tfdist.callbacks.Resume(tmp_path), numbers])
     assert numbers.seen == [(EPOCHS, step) for step in range(12)]
@@ -267,8 +267,7 @@ def test_a_signal_saves_and_ends_the_program_with_75(
     assert re.search(line, capfd.readouterr().err)
     model = _model()
     resumed = _fit(model, "arrays", [tfdist.callbacks.Resume(tmp_path, save_freq)])
-    for value, expected in zip(_weights(model), weights, strict=True):
-        np.testing.assert_array_equal(value, expected)
+    _assert_equal(_weights(model), weights)
     for name, values in resumed.items():
         np.testing.assert_allclose(values, history[name][-len(values) :], rtol=1e-6)
 
@@ -363,13 +362,7 @@ def test_optimizers_may_have_a_part_of_the_model(tmp_path: pathlib.Path):
         made.compile(keras.optimizers.Adam(0.01), keras.optimizers.SGD(0.1, momentum=0.9))
         return made
 
-    calm, resumed = model(), model()
-    _fit(calm, "arrays", [])
-    with pytest.raises(CutOffError):
-        _fit(model(), "arrays", [tfdist.callbacks.Resume(tmp_path, 5), CutOff(17)])
-    _fit(resumed, "arrays", [tfdist.callbacks.Resume(tmp_path, 5)])
-    for value, expected in zip(_weights(resumed), _weights(calm), strict=True):
-        np.testing.assert_array_equal(value, expected)
+    _assert_resumed(tmp_path, model)
 
 
 def test_one_iterator_that_ends_with_the_epoch_is_gone_on_with(tmp_path: pathlib.Path):
@@ -383,8 +376,7 @@ def test_one_iterator_that_ends_with_the_epoch_is_gone_on_with(tmp_path: pathlib
     calm = fit([])
     with pytest.raises(CutOffError):
         fit([tfdist.callbacks.Resume(tmp_path, "epoch"), CutOff(15)])
-    for value, expected in zip(_weights(fit([tfdist.callbacks.Resume(tmp_path)])), _weights(calm), strict=True):
-        np.testing.assert_array_equal(value, expected)
+    _assert_equal(_weights(fit([tfdist.callbacks.Resume(tmp_path)])), _weights(calm))
 
 
 def test_a_training_that_was_stopped_early_stays_so(tmp_path: pathlib.Path):
@@ -402,6 +394,5 @@ def test_a_training_that_was_stopped_early_stays_so(tmp_path: pathlib.Path):
     assert 12 < len(steps) < 9 * 12
     again, steps = fit()
     assert steps == []
-    for value, expected in zip(again.get_weights(), first.get_weights(), strict=True):
-        np.testing.assert_array_equal(value, expected)
+    _assert_equal(again.get_weights(), first.get_weights())
     assert len(fit(epochs=10)[1]) > 0

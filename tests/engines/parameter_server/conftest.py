@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures of tests that drive the engine as Keras does."""
+
+from __future__ import annotations
+
+import pytest
+
+from tfdist.engines.parameter_server import worker_data
+
+
+@pytest.fixture
+def as_in_keras_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes passes take the caller for Keras, whose loop finds the end of the data by a step."""
+    monkeypatch.setattr(worker_data.running_loop, "call_frame", lambda frame: frame)
