@@ -8,7 +8,7 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_cluster import SHAPED, VALUES
+from test_cluster_properties import SHAPED, VALUES
 
 import tfdist
 from tfdist import doctor
