@@ -4,10 +4,11 @@
     python benchmarks/large_table.py                       # 2 GB, four servers; about 8 GB of disk and 5 GB of memory
     python benchmarks/large_table.py --table_mb=256        # a small one
 
-The same table is then restored by three servers from the checkpoint, and loaded by two from the `.keras` file. Fails
-if a process' highest resident memory was more than what it had before there was a table, its share, and --spare_mb. So
-much is also the limit of the memory that a task may reserve (RLIMIT_DATA), and 512 MB more where files are read:
-TensorFlow reserves memory there that it does not touch.
+The same table is then restored by three servers from the checkpoint, loaded by two from the `.keras` file, and its
+SavedModel by a process without tfdist, which has to hold all of it. Fails if another process' highest resident memory
+was more than what it had before there was a table, its share, and --spare_mb. So much is also the limit of the memory
+that a task may reserve (RLIMIT_DATA), and 512 MB more where files are read: TensorFlow reserves memory there that it
+does not touch.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from typing import Any
 
 from absl import app, flags, logging
@@ -30,12 +32,12 @@ flags.DEFINE_integer("spare_mb", 300, "Memory beyond TensorFlow's own and the sh
 flags.DEFINE_enum("optimizer", "sgd", ["sgd", "adagrad"], "Adagrad has a slot as large as the table.")
 flags.DEFINE_bool("limited", True, "Limits the memory of the tasks.")
 flags.DEFINE_string("output", "benchmarks/results/large_table.json", "Where the figures go.")
-flags.DEFINE_string("part", None, "train, restore or load: for the processes of this program.")
+flags.DEFINE_string("part", None, "train, restore, load or serve: for the processes of this program.")
 flags.DEFINE_integer("num_ps", 4, "Parameter servers of such a process.")
 flags.DEFINE_string("folder", None, "Where such a process saves to or loads from.")
 WIDTH, IDS, BATCH, STEPS = 64, 16, 64, 20
 # Parts, with their parameter servers.
-_PARTS = {"train": 4, "restore": 3, "load": 2}
+_PARTS = {"train": 4, "restore": 3, "load": 2, "serve": 0}
 _MB = 1 << 20
 _UNTOUCHED_MB = 512
 
@@ -44,7 +46,9 @@ def main(argv: list[str]) -> None:
     if argv[1:]:
         raise app.UsageError(f"large_table.py takes flags only. Received: {' '.join(argv[1:])}")
     if FLAGS.part:
-        pathlib.Path(FLAGS.output).write_text(json.dumps(_part(FLAGS.part, FLAGS.num_ps, pathlib.Path(FLAGS.folder))))
+        folder = pathlib.Path(FLAGS.folder)
+        part = _part(FLAGS.part, FLAGS.num_ps, folder) if FLAGS.num_ps else _served(folder)
+        pathlib.Path(FLAGS.output).write_text(json.dumps(part))
         return
     found: dict[str, Any] = {"table_mb": FLAGS.table_mb, "optimizer": FLAGS.optimizer, "limited": FLAGS.limited}
     with tempfile.TemporaryDirectory() as name:
@@ -57,10 +61,12 @@ def main(argv: list[str]) -> None:
             subprocess.run(command, check=True, env=environment, timeout=900)
             found[part] = json.loads(output.read_text())
             print(_table(part, found[part]), flush=True)
-    if found["train"]["digest"] != found["restore"]["digest"] or found["train"]["digest"] != found["load"]["digest"]:
-        sys.exit("the rows that were restored or loaded are not those that were saved")
+    for part in ("restore", "load", "serve"):
+        saved = found["train"]["digest"]
+        if found[part]["digest"] != saved[: len(found[part]["digest"])]:
+            sys.exit(f"{part}: the rows that were read are not those that were saved")
     pathlib.Path(FLAGS.output).write_text(json.dumps(found, indent=1) + "\n")
-    most = max(_above(found[part]) for part in _PARTS)
+    most = max(_above(found[part]) for part, num_ps in _PARTS.items() if num_ps)
     print(f"most beyond TensorFlow's own and the share: {most:.0f} MB")
     if most > FLAGS.spare_mb:
         sys.exit(f"wanted: at most {FLAGS.spare_mb} MB")
@@ -136,21 +142,37 @@ def _part(part: str, num_ps: int, folder: pathlib.Path) -> dict[str, Any]:
             checkpoint.write(str(folder / "checkpoint"))
         with watched.phase("save .keras"):
             model.save(folder / "model.keras")
+        with watched.phase("export"):
+            model.export(folder / "exported", verbose=False)
     return watched.figures() | {"digest": digest}
+
+
+def _served(folder: pathlib.Path) -> dict[str, Any]:
+    """Loads the SavedModel as any program does that serves it."""
+    import numpy as np
+    import tensorflow as tf
+
+    watched = _Memory({"chief": os.getpid()}, 0)
+    with watched.phase("serve"):
+        model = tf.saved_model.load(str(folder / "exported"))
+        model.serve(np.zeros((BATCH, IDS), "int64"))
+    table = model.variables[0]
+    digest = _sums(table.shape[0], lambda first, last: tf.gather(table, tf.range(first, last)).numpy())
+    if "tfdist" in sys.modules:
+        sys.exit("serve: tfdist was imported")
+    return watched.figures() | {"share_mb": FLAGS.table_mb, "digest": digest}
 
 
 def _digest(model: Any) -> list[float]:
     """Sums of blocks of the table, and of the slot."""
-    import numpy as np
-
     tables = [model.layers[0].embeddings, *(each for each in model.optimizer.variables if "table" in each.path)]
-    sums = []
-    for table in tables:
-        size = table.shape[0] // 256
-        for index in range(256):
-            rows = table.value.read_rows(index * size, (index + 1) * size)
-            sums.append(float(np.abs(rows.astype("float64")).sum()))
-    return sums
+    return [each for table in tables for each in _sums(table.shape[0], table.value.read_rows)]
+
+
+def _sums(count: int, read_rows: Callable[[int, int], Any]) -> list[float]:
+    size = count // 256
+    blocks = (read_rows(index * size, (index + 1) * size) for index in range(256))
+    return [float(abs(rows.astype("float64")).sum()) for rows in blocks]
 
 
 class _Memory:

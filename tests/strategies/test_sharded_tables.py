@@ -13,7 +13,7 @@ import pytest
 pytestmark = pytest.mark.processes
 
 MODEL = """
-import re
+import glob, json, re
 rng = np.random.default_rng(0)
 O = keras.optimizers
 # Each row once in each batch, or any rows.
@@ -59,12 +59,16 @@ for optimizer in [*OPTIMIZERS.values(), lambda: O.AdamW(0.01, weight_decay=0.1)]
         if variable.shape == (48, 8):
             assert [shard.device[-19:-13] for shard in variable.value.variables] == ["task:0", "task:1"], variable
 found.save("m.keras")
-whole = keras.models.load_model("m.keras")
-same(whole.get_weights(), found.get_weights())
-raises("a SavedModel takes no variable in shards; save a .keras file.*table/embeddings in 2 shards", found.export, "e")
-whole.export("e", verbose=False)
+same(keras.models.load_model("m.keras").get_weights(), found.get_weights())
+found.export("e", verbose=False)
 served = tf.saved_model.load("e")
-same(served.serve(SOME.astype("int32")), found.predict(SOME, verbose=0))
+predictions = found.predict(SOME, verbose=0)
+for serve in (served.serve, keras.layers.TFSMLayer("e", call_endpoint="serve")):
+    same(serve(SOME.astype("int32")), predictions)
+    same(serve(SOME.astype("int32") - 48), predictions)
+assert [(each.name, each.shape[0]) for each in served.variables][0] == ("table/embeddings:0", 48)
+# The servers have written their shards.
+assert len(glob.glob("e/variables/variables.data-*-of-00003")) == 3
 with strategy.scope():
     again = keras.models.load_model("m.keras")
 same(again.get_weights(), found.get_weights())
@@ -88,7 +92,6 @@ def ended(strategy):
     return [*made.get_weights(), *(np.array(each) for each in made.optimizer.variables)]
 first = ended(strategy)
 same(ended(strategy), first)
-import glob, json
 # The table and both of its slots were written by rows.
 assert len(json.load(open(glob.glob("r/step-*/state.json")[0]))["by_rows"]) == 3
 same(ended(one), first)
@@ -103,6 +106,9 @@ with strategy.scope():
     # Fewer rows than servers, and scalars.
     for few in (keras.Variable(np.ones((1, 300))), keras.Variable(1.0)):
         assert not hasattr(few.value, "variables")
+    half = keras.layers.Embedding(480, 8, name="half", dtype="float16")
+    half.build()
+    raises("takes no float16 variable in shards.*half/embeddings in 2 shards", tf.saved_model.save, half, "half")
     # More than this machine has.
     memory = 2 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     raises("takes .* GB, .* GB on each of 2 parameter servers. Of", keras.layers.Embedding(memory // 256, 64).build)

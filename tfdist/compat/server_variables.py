@@ -16,13 +16,14 @@ from tensorflow.python.distribute import ps_values, sharded_variable
 from tensorflow.python.eager import record, tape
 from tensorflow.python.framework import auto_control_deps_utils
 from tensorflow.python.ops import resource_variable_ops
+from tensorflow.python.saved_model import save_context
 
 NEEDS = (
     "tensorflow.python.distribute.ps_values:AggregatingVariable._v",
     "tensorflow.python.distribute.ps_values:CachingVariable._dense_var_to_tensor",
     "tensorflow.python.distribute.ps_values:CachingVariable._gather_saveables_for_checkpoint",
     "tensorflow.python.distribute.ps_values:CachingVariable._v",
-    "tensorflow.python.distribute.sharded_variable:ShardedVariable",
+    "tensorflow.python.distribute.sharded_variable:ShardedVariable._saving_variable",
     "tensorflow.python.eager.record:record_operation",
     "tensorflow.python.eager.record:stop_recording",
     "tensorflow.python.eager.tape:variable_accessed",
@@ -31,6 +32,8 @@ NEEDS = (
     "tensorflow.python.ops.resource_variable_ops:BaseResourceVariable._restore_from_tensors",
     "tensorflow.python.ops.resource_variable_ops:BaseResourceVariable._serialize_to_tensors",
     "tensorflow.python.ops.resource_variable_ops:variable_accessed",
+    "tensorflow.python.ops.resource_variable_ops:write_object_proto_for_resource_variable(enforce_naming)",
+    "tensorflow.python.saved_model.save_context:in_save_context",
 )
 
 ShardedVariable = sharded_variable.ShardedVariable
@@ -68,6 +71,22 @@ class ServerVariable(ps_values.CachingVariable):
 def is_single(variable: Any) -> bool:
     """Returns True for a variable that the strategy has placed, whole, on one parameter server."""
     return type(variable) is ps_values.CachingVariable
+
+
+def exported(shards: Any) -> Any:
+    """Returns the variable without a value, of the shape of all shards, that stands for them in a SavedModel."""
+    return shards._saving_variable
+
+
+def describe(variable: Any, name: str, proto: Any, options: Any) -> None:
+    """Writes a variable's description in a SavedModel, where it has this name."""
+    resource_variable_ops.write_object_proto_for_resource_variable(variable, proto, options, enforce_naming=False)
+    proto.variable.name = name
+
+
+def is_traced_for_export() -> bool:
+    """Returns True in a function, or graph, that is written to a SavedModel."""
+    return save_context.in_save_context() and not tf.executing_eagerly()
 
 
 def record_read(variable: Any, copy: tf.Tensor) -> None:

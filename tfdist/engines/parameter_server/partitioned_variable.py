@@ -45,11 +45,23 @@ class PartitionedVariable(CoordinatedVariable):
     """
 
     def __init__(self, shards: server_variables.ShardedVariable, barrier: Callable[..., None], path: str = ""):
+        self._exported = server_variables.exported(shards)
         super().__init__(_Whole(shards, path or shards.name), barrier)
+
+    @property
+    def _v(self) -> Any:
+        """The shards; in a function that is traced for a SavedModel, one variable of the same shape without a value."""
+        return self._exported if server_variables.is_traced_for_export() else self._whole
+
+    @_v.setter
+    def _v(self, whole: _Whole) -> None:
+        self._whole = whole
 
     @property
     def handle(self) -> tf.Tensor:
         """Tensor that gradients are taken with respect to: the step's first read, or the anchor of its lookups."""
+        if server_variables.is_traced_for_export():
+            return self._exported.handle
         return self.stored.value() if tf.executing_eagerly() else self.stored.handle_of_step()
 
     @property
@@ -109,10 +121,24 @@ class PartitionedVariable(CoordinatedVariable):
         """Returns None: the fused gradient descent is for single variables; each shard is assigned its rows."""
 
     def _handles(self) -> list[Any]:
-        return [shard.handle for shard in self.variables]
+        return [self.handle] if server_variables.is_traced_for_export() else [shard.handle for shard in self.variables]
 
     def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
         raise NotImplementedError  # Makes checkpoints use the two methods below.
+
+    def _export_to_saved_model_graph(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuses float16 before anything is written: TensorFlow, loading a SavedModel, can't join slices of it."""
+        if self.dtype == tf.float16:
+            raise NotImplementedError(
+                "a SavedModel takes no float16 variable in shards; use dtype='mixed_float16', or save a .keras file and "
+                "export the model that keras.models.load_model makes of it outside of the strategy. "
+                f"Received: {self._whole.path} in {len(self._whole.variables)} shards"
+            )
+        return super()._export_to_saved_model_graph(*args, **kwargs)
+
+    def _write_object_proto(self, proto: Any, options: Any) -> None:
+        """Has a SavedModel name one variable of the shape of the whole."""
+        server_variables.describe(self._exported, self.variables[0].name.partition("/part_")[0], proto, options)
 
     def _serialize_to_tensors(self) -> dict[str, Any]:
         """Returns blocks of the shards by their place in the whole; each is saved and restored by its server."""
@@ -163,7 +189,7 @@ class _Whole:
 
     def __init__(self, shards: server_variables.ShardedVariable, path: str):
         self._shards = shards
-        self._path = path
+        self.path = path
         self.sizes: tuple[int, ...] = tuple(shard.shape.as_list()[0] or 0 for shard in shards.variables)
         self._read: tuple[weakref.ref, tf.Tensor] | None = None
         self.trainable = shards.variables[0].trainable
@@ -172,14 +198,6 @@ class _Whole:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._shards, name)
-
-    def _export_to_saved_model_graph(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuses `model.export` and `tf.saved_model.save`, before they write anything."""
-        raise NotImplementedError(
-            "a SavedModel takes no variable in shards; save a .keras file, and export the model that "
-            "keras.models.load_model makes of it outside of the strategy, on a machine that holds the table. "
-            f"Received: {self._path} in {len(self.variables)} shards"
-        )
 
     @property
     def shape(self) -> tf.TensorShape:
@@ -270,7 +288,7 @@ class _Whole:
         if self._part() is not None:
             return tf.gather(self.value(), indices, name=name)
         if tf.executing_eagerly():
-            return shard_rows.look_up(self.variables, indices, self._path)
+            return shard_rows.look_up(self.variables, indices, self.path)
         if loops.in_branch_or_loop():
             # A branch that isn't taken has a gradient of the handle's shape, and the anchor has none.
             return tf.gather(self.value(), indices, name=name)
@@ -279,7 +297,7 @@ class _Whole:
         handles = [step.anchor] if step.first is None else [step.anchor, step.first]
         for handle in handles:
             server_variables.watch(handle, self.trainable)
-        return shard_rows.looked_up(handles, self.variables, indices, self._path)
+        return shard_rows.looked_up(handles, self.variables, indices, self.path)
 
     def gather_nd(self, indices: tf.Tensor, name: str | None = None) -> tf.Tensor:
         return tf.gather_nd(self.value(), indices, name=name)
