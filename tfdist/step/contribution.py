@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -34,6 +35,35 @@ class Contribution(NamedTuple):
     replicas: tf.Tensor
     applies: Sequence[tf.Tensor] = ()
     maxima: Sequence[tf.Tensor] = ()
+
+
+class RowsByShard(tf.IndexedSlices):
+    """The rows of a gradient, on the devices of the shards of its variable. Also a `tf.IndexedSlices` of all rows.
+
+    The tensors of all rows are operations that don't run unless something depends on them.
+
+    Args:
+      pieces: for each shard its rows, with indices within the shard.
+      sizes: the number of rows of each shard.
+      devices: the device of each shard.
+    """
+
+    def __init__(self, pieces: Sequence[tf.IndexedSlices], sizes: Sequence[int], devices: Sequence[str]) -> None:
+        firsts = (0, *itertools.accumulate(sizes[:-1]))
+        super().__init__(
+            tf.concat([piece.values for piece in pieces], 0),
+            tf.concat([piece.indices + first for piece, first in zip(pieces, firsts, strict=True)], 0),
+            tf.constant([sum(sizes), *pieces[0].values.shape[1:]], pieces[0].indices.dtype),
+        )
+        self.pieces, self.sizes, self.devices = list(pieces), tuple(sizes), list(devices)
+
+    def map(self, function: Callable[[tf.IndexedSlices], tf.IndexedSlices]) -> RowsByShard:
+        """Returns the rows with a function called for those of each shard, on its device."""
+        changed = []
+        for piece, device in zip(self.pieces, self.devices, strict=True):
+            with tf.device(device):
+                changed.append(function(piece))
+        return RowsByShard(changed, self.sizes, self.devices)
 
 
 def add_up(contributions: Sequence[Contribution], place: Sequence[Any] | None = None) -> Contribution:
@@ -86,6 +116,8 @@ def times(gradient: Any, factor: Any) -> Any:
     """Multiplies a gradient by a scalar, in the gradient's dtype; zeros if the scalar is 0, also for NaN."""
     if isinstance(factor, float) and factor == 1.0:
         return gradient
+    if isinstance(gradient, RowsByShard):
+        return gradient.map(lambda piece: times(piece, factor))
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(times(gradient.values, factor), gradient.indices, gradient.dense_shape)
     if isinstance(factor, float) and factor:

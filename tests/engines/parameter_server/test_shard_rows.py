@@ -13,8 +13,10 @@ import tensorflow as tf
 from tensorflow.python.distribute import sharded_variable
 
 from tfdist.compat import row_lookups
-from tfdist.engines.parameter_server import shard_rows
+from tfdist.engines.parameter_server import shard_rows, shard_updates
 from tfdist.engines.parameter_server.partitioned_variable import has_shards, partition
+from tfdist.engines.parameter_server.transfer.row_pieces import RowPieces
+from tfdist.step.contribution import Contribution, add_up, times
 
 pytestmark = pytest.mark.devices
 
@@ -198,3 +200,27 @@ def test_slices_are_split_by_shard_with_rows_of_the_shard() -> None:
         ([0], [3.0]),
         ([1], [1.0]),
     ]
+
+
+def test_rows_of_contributions_reach_their_shards_apart() -> None:
+    table, _ = made()
+    variable = keras.Variable(VALUE)
+    variable._value = table
+
+    def updates() -> list[Any]:
+        values, found = tf.reshape(tf.range(15.0), [5, 3]), []
+        gradients = [
+            tf.IndexedSlices(values[:3], tf.constant([6, 0, 6], tf.int64)),
+            tf.IndexedSlices(values[3:], tf.constant([5, 0], tf.int64)),
+        ]
+        pieces, one = RowPieces(gradients[:1], [(None, variable)]), tf.constant(1.0)
+        sent = [Contribution(pieces.split([each]), [], [], [], one, one) for each in gradients]
+        [gradient] = pieces.joined(add_up(sent, pieces.devices).gradients)
+        stock = lambda shard, function, args, kwargs, group: found.append(args[0])  # noqa: E731
+        shard_updates.by_shards(stock, False, lambda: True)(table, print, (times(gradient, one + 1),), {}, False)
+        return found
+
+    dense = [tf.convert_to_tensor(each).numpy().tolist() for each in tf.function(updates, autograph=False)()]
+    assert dense == [[[30, 34, 38], [0] * 3, [0] * 3], [[0] * 3] * 2, [[18, 20, 22], [12, 16, 20]]]
+    # Two for each shard, where contributions are added up; with one more, all rows would go by one server.
+    assert kinds_needed(updates).count("ConcatV2") == 6

@@ -24,6 +24,7 @@ from tfdist.engines.parameter_server import coordinated_variable
 from tfdist.engines.parameter_server.transfer import encoding
 from tfdist.engines.parameter_server.transfer.bundles import Bundles
 from tfdist.engines.parameter_server.transfer.plan import TransferPlan
+from tfdist.engines.parameter_server.transfer.row_pieces import RowPieces
 from tfdist.step import one_replica
 from tfdist.step.contribution import Contribution, add_up, weigh
 from tfdist.step.packing import Packing
@@ -65,7 +66,7 @@ class AggregatedStep:
         self._is_weighted = is_weighted
         self._template: Contribution | None = None
         self._bundles: Bundles | encoding.EncodedBundles | None = None
-        self._devices: list[str] = []
+        self._rows = RowPieces([], [])
         self._home = ""
         self._from_batch: Callable[..., Any] | None = None
         self._from_iterator = self._step.settled(
@@ -160,25 +161,27 @@ class AggregatedStep:
             with self._as_replica(worker):
                 gradients = encoding.unscaled(contribution.gradients, self._step.targets())
             contribution = contribution._replace(gradients=gradients)
+        self._rows = RowPieces(contribution.gradients, self._step.targets())
+        with self._as_replica(worker):
+            contribution = contribution._replace(gradients=self._rows.split(contribution.gradients))
         self._place(contribution)
         return self._bundles.pack(tf.nest.flatten(contribution, expand_composites=True))
 
     def _place(self, contribution: Contribution) -> None:
-        """Chooses the devices of a contribution: a gradient's is its variable's, the others' the first variable's."""
+        """Chooses the devices of a contribution: those of the variables and shards, and the first one for the rest."""
         self._template = contribution
-        self._devices = [variable.value.device for variable in self._step.variables()]
-        self._home = (self._devices or [SERVER_DEVICE])[0]
+        self._home = (self._rows.devices or [SERVER_DEVICE])[0]
         flat = tf.nest.flatten(contribution, expand_composites=True)
         destinations = self._destinations(contribution)
         if self._encoding is None:
             self._bundles = self._transfer.bundles(flat, destinations)
             return
-        groups = self._encoding.groups(contribution.gradients, self._step.targets(), self._devices)
+        groups = self._encoding.groups(contribution.gradients, self._rows.targets, self._rows.devices)
         self._bundles = encoding.EncodedBundles(self._encoding, groups, flat, destinations, self._transfer.bundles)
 
     def _destinations(self, contribution: Contribution) -> list[str]:
         destinations: list[str] = []
-        for gradient, device in zip(contribution.gradients, self._devices, strict=True):
+        for gradient, device in zip(contribution.gradients, self._rows.devices, strict=True):
             destinations += [device] * len(tf.nest.flatten(gradient, expand_composites=True))
         rest = contribution._replace(gradients=[])
         return destinations + [self._home] * len(tf.nest.flatten(rest, expand_composites=True))
@@ -195,12 +198,13 @@ class AggregatedStep:
         contributions = [self._pack(flat[start : start + size]) for start in range(0, count * size, size)]
         if self._is_weighted:
             weights = tf.unstack(flat[-1], count)
-            contributions = [weigh(*each, self._devices) for each in zip(contributions, weights, strict=True)]
+            contributions = [weigh(*each, self._rows.devices) for each in zip(contributions, weights, strict=True)]
         with self._as_replica(self._home):
-            total = add_up(contributions, self._devices)
+            total = add_up(contributions, self._rows.devices)
+            gradients = total.gradients
             if self._encoding is not None:
-                gradients = encoding.scaled(total.gradients, self._step.targets(), self._devices)
-                total = total._replace(gradients=gradients)
+                gradients = encoding.scaled(gradients, self._rows.targets, self._rows.devices)
+            total = total._replace(gradients=self._rows.joined(gradients))
             self._step.update(total, lambda variable: tf.device(variable.value.device))
             for variable, count in zip(self._step.counters, total.counts, strict=True):
                 variable.value.assign_add(tf.cast(count, variable.dtype))

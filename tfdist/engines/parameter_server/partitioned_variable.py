@@ -130,8 +130,8 @@ class PartitionedVariable(CoordinatedVariable):
         """Refuses float16 before anything is written: TensorFlow, loading a SavedModel, can't join slices of it."""
         if self.dtype == tf.float16:
             raise NotImplementedError(
-                "a SavedModel takes no float16 variable in shards; use dtype='mixed_float16', or save a .keras file and "
-                "export the model that keras.models.load_model makes of it outside of the strategy. "
+                "a SavedModel takes no float16 variable in shards; use dtype='mixed_float16', or save a .keras file "
+                "and export the model that keras.models.load_model makes of it outside of the strategy. "
                 f"Received: {self._whole.path} in {len(self._whole.variables)} shards"
             )
         return super()._export_to_saved_model_graph(*args, **kwargs)

@@ -23,6 +23,7 @@ from tfdist.engines.parameter_server import shard_rows
 from tfdist.engines.parameter_server.coordinated_variable import CoordinatedVariable
 from tfdist.engines.parameter_server.partitioned_variable import PartitionedVariable
 from tfdist.engines.parameter_server.updated_part import Part, updating
+from tfdist.step.contribution import RowsByShard
 
 # Updates a variable: (variable, function, args, kwargs, group).
 Update = Callable[[Any, Callable[..., Any], tuple, dict[str, Any], bool], Any]
@@ -73,7 +74,10 @@ def _parts(
     rows: list[tf.Tensor | None] = [None] * len(sizes)
     for arg in args:
         if isinstance(arg, tf.IndexedSlices):
-            pieces: list[Any] = shard_rows.split(shard_rows.merged(arg), sizes)
+            is_split = isinstance(arg, RowsByShard) and arg.sizes == tuple(sizes)
+            pieces: list[Any] = (
+                arg.map(shard_rows.merged).pieces if is_split else shard_rows.split(shard_rows.merged(arg), sizes)
+            )
             if is_lazy:
                 rows = [piece.indices for piece in pieces]
                 pieces = [piece.values for piece in pieces]
