@@ -50,12 +50,17 @@ class RowsByShard(tf.IndexedSlices):
 
     def __init__(self, pieces: Sequence[tf.IndexedSlices], sizes: Sequence[int], devices: Sequence[str]) -> None:
         firsts = (0, *itertools.accumulate(sizes[:-1]))
+        rest, dtype = pieces[0].values.shape[1:], pieces[0].indices.dtype
         super().__init__(
             tf.concat([piece.values for piece in pieces], 0),
             tf.concat([piece.indices + first for piece, first in zip(pieces, firsts, strict=True)], 0),
-            tf.constant([sum(sizes), *pieces[0].values.shape[1:]], pieces[0].indices.dtype),
+            tf.constant([sum(sizes), *rest], dtype),
         )
-        self.pieces, self.sizes, self.devices = list(pieces), tuple(sizes), list(devices)
+        self.pieces = [
+            tf.IndexedSlices(piece.values, piece.indices, tf.constant([size, *rest], dtype))
+            for piece, size in zip(pieces, sizes, strict=True)
+        ]
+        self.sizes, self.devices = tuple(sizes), list(devices)
 
     def map(self, function: Callable[[tf.IndexedSlices], tf.IndexedSlices]) -> RowsByShard:
         """Returns the rows with a function called for those of each shard, on its device."""

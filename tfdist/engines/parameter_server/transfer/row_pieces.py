@@ -44,7 +44,12 @@ class RowPieces:
         """Returns an entry for each shard, from one for each variable."""
         entries: list[Any] = []
         for gradient, shards in zip(gradients, self._shards, strict=True):
-            entries += [gradient] if len(shards) == 1 else shard_rows.split(shard_rows.merged(gradient), _sizes(shards))
+            if len(shards) == 1:
+                entries.append(gradient)
+                continue
+            pieces = shard_rows.split(shard_rows.merged(gradient), _sizes(shards))
+            # Without the shape, which would be one more tensor to send.
+            entries += [tf.IndexedSlices(piece.values, piece.indices) for piece in pieces]
         return entries
 
     def joined(self, entries: Sequence[Any]) -> list[Any]:
