@@ -88,6 +88,11 @@ def _parts(call: str, strategy: Any = None) -> replica_parts.Parts:
     """Returns the devices of a strategy's replicas; raises ValueError if each has one device."""
     strategy = strategy or tf.distribute.get_strategy()
     parts = replica_parts.of(strategy)
+    if parts is None and not tf.distribute.has_strategy() and strategy is tf.distribute.get_strategy():
+        raise ValueError(
+            f"{call}: there is no strategy; put `with strategy.scope():` around it, with the scope of "
+            "a strategy that was built with devices_per_replica=2, or more. Received: no scope"
+        )
     if parts is None:
         raise ValueError(
             f"{call}: a replica has one device; use it in the scope of a strategy that was built with "

@@ -257,8 +257,9 @@ def test_calls_are_checked(strategy: tfdist.MirroredStrategy, call: Callable[[],
 def test_replicas_of_one_device_have_no_places(cpus: list[str]) -> None:
     with pytest.raises(ValueError, match=r"placement\(0\).*devices_per_replica=2.*Received: MirroredStrategy"):
         _inside(tfdist.MirroredStrategy(cpus[:2]), lambda: tfdist.placement(0))
-    with pytest.raises(ValueError, match="a replica has one device"):
-        tfdist.split(plain(tf.distribute.get_strategy()))
+    for call in (lambda: tfdist.placement(0), lambda: tfdist.split(plain(tf.distribute.get_strategy()))):
+        with pytest.raises(ValueError, match=r"put `with strategy.scope\(\):` around it"):
+            call()
 
 
 @pytest.mark.parametrize("call", ["fit", "evaluate", "predict"])

@@ -95,10 +95,29 @@ same(ended(strategy), first)
 # The table and both of its slots were written by rows.
 assert len(json.load(open(glob.glob("r/step-*/state.json")[0]))["by_rows"]) == 3
 same(ended(one), first)
+# A tape of the chief, outside of functions: the gradients of a whole variable.
+def taped(table):
+    with tf.GradientTape() as tape:
+        rows = tf.gather(table, [[3, 3], [47, 0]])
+        looked_up = tf.reduce_sum(rows * rows)
+    yield tape.gradient(looked_up, table)
+    with tf.GradientTape() as tape:
+        read = tf.reduce_sum(tf.matmul(tf.ones((2, 48)), table) ** 3)
+        both = read + tf.reduce_sum(tf.gather(table, [3]) ** 2)
+    yield tape.gradient(both, table)
+    assert [each is table for each in tape.watched_variables()] == [True]
+table = found.layers[1].embeddings.value
+sparse, mixed = taped(table)
+assert isinstance(sparse, tf.IndexedSlices), sparse
+expected = list(taped(tf.Variable(table.read_value())))
+same(map(tf.convert_to_tensor, (sparse, mixed)), map(tf.convert_to_tensor, expected))
+expected = found.get_weights()[0] - 0.5 * tf.convert_to_tensor(sparse)
+O.SGD(0.5).apply([sparse], [found.layers[1].embeddings])
+same(found.get_weights()[:1], [expected])
 outside = SOME.copy()
 for wrong in (48, -60):
     outside[30, 1] = wrong
-    text = rf"table/embeddings: ids must be in \\[0, 48\\). Received:. .{wrong}"
+    text = rf"table/embeddings: ids must be in \\[0, 48\\), .* in \\[-48, 48\\). Received: {wrong}\\]"
     raises(text, found.predict, outside, verbose=0)
     raises(text, found.fit, outside, TARGETS, batch_size=16, verbose=0)
 found.fit(SOME, TARGETS, batch_size=16, verbose=0)

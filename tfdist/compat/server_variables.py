@@ -106,6 +106,11 @@ def watch(handle: tf.Tensor, is_trainable: bool) -> None:
     tape.variable_accessed(_Watched(handle, is_trainable))
 
 
+def watch_variable(variable: Any) -> None:
+    """Has gradient tapes watch a trainable variable, and list it among their watched variables."""
+    tape.variable_accessed(variable)
+
+
 def is_written_by(handle: tf.Tensor, operation: tf.Operation) -> bool:
     """Returns True if an operation, or a function that it calls, writes the variable with this handle."""
     _, written = auto_control_deps_utils.get_read_write_resource_inputs(operation)

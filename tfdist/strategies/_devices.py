@@ -70,9 +70,12 @@ def check_count(devices_per_replica: int, devices: int | Sequence[str], strategy
     if count % devices_per_replica:
         fitting = [str(each) for each in range(1, count + 1) if count % each == 0]
         shown = f"{count} devices" if isinstance(devices, int) else f"{count} devices: {', '.join(devices)}"
+        other = "hide devices with CUDA_VISIBLE_DEVICES or tf.config.set_visible_devices"
+        if strategy == "MirroredStrategy":
+            other = "give it other devices"
         raise ValueError(
             f"{strategy}(devices_per_replica={devices_per_replica}): does not divide the number of devices; use "
-            f"{' or '.join(fitting)}, or give it other devices. Received: {shown}"
+            f"{' or '.join(fitting)}, or {other}. Received: {shown}"
         )
 
 

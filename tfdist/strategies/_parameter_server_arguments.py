@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,19 @@ def find_cluster(resolver: tf.distribute.cluster_resolver.ClusterResolver | None
     if cluster is not None:
         cluster.check_parameter_server()
     return cluster
+
+
+def warn_of_sizes(cluster: Cluster, num_workers: int | None, num_ps: int | None) -> None:
+    """Warns of numbers that are not those of the cluster, which the strategy takes."""
+    for name, job, value in (("num_workers", "worker", num_workers), ("num_ps", "ps", num_ps)):
+        count = len(cluster.jobs[job])
+        if value is not None and value != count:
+            warnings.warn(
+                f"ParameterServerStrategy({name}={value!r}) has no effect: there is a cluster already, with {count} tasks "
+                f"of job {job!r}; give the number to what makes TF_CONFIG (tfdist launch local --{name}={value!r}).",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
 
 def num_tasks_of(cluster: Cluster | None, job: str, embedded_tasks: int) -> int:

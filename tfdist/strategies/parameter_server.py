@@ -76,8 +76,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       data_sharding: Each worker's share of the data that `fit` trains on. `"shard"`: worker i of n takes the batches
         i, i + n, ...; `"replicate"`: all of it; `"dynamic"`: whichever batch is next when it asks, through tf.data
         service.
-      num_workers: Workers to start where there is no cluster.
-      num_ps: Parameter servers to start where there is no cluster.
+      num_workers: Workers to start where there is no cluster; 2 by default.
+      num_ps: Parameter servers to start where there is no cluster; 1 by default.
       start_timeout_secs: Longest wait for the start of the other tasks.
       stall_timeout_secs: Longest wait for lost tasks without which training can't continue.
       transfer: How variables and gradients cross the network. `"auto"`: small ones together, and products with large
@@ -100,8 +100,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         *,
         policies: Sequence[Any] = (),
         data_sharding: str = "shard",
-        num_workers: int = 2,
-        num_ps: int = 1,
+        num_workers: int | None = None,
+        num_ps: int | None = None,
         start_timeout_secs: float = 300.0,
         stall_timeout_secs: float = 600.0,
         transfer: str = "auto",
@@ -113,6 +113,9 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         cluster = _parameter_server_arguments.find_cluster(cluster_resolver)
         if cluster is not None and cluster.task.type in ("worker", "ps"):
             sys.exit(embedded.serve(cluster, start_timeout_secs))
+        if cluster is not None:
+            _parameter_server_arguments.warn_of_sizes(cluster, num_workers, num_ps)
+        num_workers, num_ps = 2 if num_workers is None else num_workers, 1 if num_ps is None else num_ps
         if cluster is None:
             embedded.check_sizes(num_workers, num_ps)
         composed = composition.compose(

@@ -19,6 +19,7 @@ the first shards one row larger where the rows don't divide evenly.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
@@ -47,6 +48,7 @@ class PartitionedVariable(CoordinatedVariable):
     def __init__(self, shards: server_variables.ShardedVariable, barrier: Callable[..., None], path: str = ""):
         self._exported = server_variables.exported(shards)
         super().__init__(_Whole(shards, path or shards.name), barrier)
+        self.stored.watched = weakref.ref(self)
 
     @property
     def _v(self) -> Any:
@@ -62,7 +64,7 @@ class PartitionedVariable(CoordinatedVariable):
         """Tensor that gradients are taken with respect to: the step's first read, or the anchor of its lookups."""
         if server_variables.is_traced_for_export():
             return self._exported.handle
-        return self.stored.value() if tf.executing_eagerly() else self.stored.handle_of_step()
+        return self.stored.eager_anchor if tf.executing_eagerly() else self.stored.handle_of_step()
 
     @property
     def shape(self) -> tf.TensorShape:
@@ -192,6 +194,8 @@ class _Whole:
         self.path = path
         self.sizes: tuple[int, ...] = tuple(shard.shape.as_list()[0] or 0 for shard in shards.variables)
         self._read: tuple[weakref.ref, tf.Tensor] | None = None
+        # The variable of these shards, which `GradientTape.watched_variables` returns.
+        self.watched: Callable[[], Any] = lambda: None
         self.trainable = shards.variables[0].trainable
         self.device = shards.variables[0].device
         self.variables = list(shards.variables)
@@ -214,7 +218,8 @@ class _Whole:
         if part is not None:
             return part.read(self.variables[part.index])
         if tf.executing_eagerly():
-            return self._concatenated()
+            self._watch_eagerly()
+            return _linked(self.eager_anchor, self._concatenated())
         value = _of_this_graph(self._read)
         if value is None:
             value = self._concatenated()
@@ -230,6 +235,17 @@ class _Whole:
             return _linked(both, value)
         # A read after a write is another tensor, but the same variable for a tape.
         return _linked_twice(first, step.anchor, value)
+
+    @functools.cached_property
+    def eager_anchor(self) -> tf.Tensor:
+        """The tensor that gradients outside of graphs are taken with respect to; its value is never used."""
+        with tf.init_scope(), tf.device("/device:CPU:0"):
+            return tf.zeros([], self._shards.dtype)
+
+    def _watch_eagerly(self) -> None:
+        variable = self.watched()
+        if variable is not None and self.trainable:
+            server_variables.watch_variable(variable)
 
     def handle_of_step(self) -> tf.Tensor:
         """Returns the tensor that gradients of this graph, or of an enclosing one, are taken with respect to."""
@@ -288,7 +304,8 @@ class _Whole:
         if self._part() is not None:
             return tf.gather(self.value(), indices, name=name)
         if tf.executing_eagerly():
-            return shard_rows.look_up(self.variables, indices, self.path)
+            self._watch_eagerly()
+            return shard_rows.looked_up([self.eager_anchor], self.variables, indices, self.path)
         if loops.in_branch_or_loop():
             # A branch that isn't taken has a gradient of the handle's shape, and the anchor has none.
             return tf.gather(self.value(), indices, name=name)

@@ -50,13 +50,6 @@ def looked_up(handles: Sequence[tf.Tensor], shards: Sequence[Any], ids: Any, nam
     return found
 
 
-def look_up(shards: Sequence[Any], ids: Any, name: str) -> tf.Tensor:
-    """Returns rows without a gradient; see `looked_up`."""
-    ids = tf.convert_to_tensor(ids)
-    unique, positions = _unique(ids, shards, name)
-    return _repeated(_gather(shards, unique), positions, ids)
-
-
 def merged(slices: tf.IndexedSlices) -> tf.IndexedSlices:
     """Adds up the values of equal indices."""
     if tf.is_symbolic_tensor(slices.indices) and slices.indices.op.type == "Identity":
@@ -122,5 +115,8 @@ def _repeated(rows: tf.Tensor, positions: tf.Tensor, ids: tf.Tensor) -> tf.Tenso
 def _in_range(ids: tf.Tensor, count: int, name: str) -> Any:
     """Checks the ids before they are sent; a server would name the row of its shard."""
     wrong = tf.boolean_mask(ids, (ids < 0) | (ids >= count))
-    text = f"{name}: ids must be in [0, {count}). Received:"
-    return tf.debugging.Assert(tf.equal(tf.size(wrong), 0), [text, wrong], summarize=5)
+    # One string, because TensorFlow puts each tensor of the message in brackets of its own.
+    received = tf.strings.reduce_join(tf.strings.as_string(wrong[:5]), separator=", ")
+    allowed = f"[0, {count}), in Keras' layers and keras.ops in [{-count}, {count})"
+    text = tf.strings.join([f"{name}: ids must be in {allowed}. Received: ", received])
+    return tf.debugging.Assert(tf.equal(tf.size(wrong), 0), [text], summarize=1)
