@@ -33,8 +33,8 @@ def warn_of_sizes(cluster: Cluster, num_workers: int | None, num_ps: int | None)
         count = len(cluster.jobs[job])
         if value is not None and value != count:
             warnings.warn(
-                f"ParameterServerStrategy({name}={value!r}) has no effect: there is a cluster already, with {count} tasks "
-                f"of job {job!r}; give the number to what makes TF_CONFIG (tfdist launch local --{name}={value!r}).",
+                f"ParameterServerStrategy({name}={value!r}) has no effect: there is a cluster already, with "
+                f"{count} {job} task{'s' * (count != 1)}; give the number to what makes TF_CONFIG (tfdist launch local --{name}={value!r}).",
                 RuntimeWarning,
                 stacklevel=3,
             )
