@@ -199,6 +199,18 @@ def test_a_mirrored_strategy_trains_nothing_but_is_there(cpus, monkeypatch):
         tfdist.strategy_from_flags(values("--tfdist_policies=DropStale(1)"))
 
 
+@pytest.mark.devices
+def test_devices_per_replica_reaches_the_strategy(cpus, monkeypatch):
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    options = "--tfdist_devices=CPU:0,CPU:1,CPU:2,CPU:3", "--tfdist_devices_per_replica=2"
+    assert tfdist.strategy_from_flags(values(*options)).num_replicas_in_sync == 2
+    for name in ("multi_worker", "parameter_server"):
+        with pytest.raises(ValueError, match=r"devices_per_replica=3\): does not divide the number of devices"):
+            tfdist.strategy_from_flags(values(f"--tfdist_strategy={name}", "--tfdist_devices_per_replica=3"))
+    with pytest.raises(ValueError, match=r"replicas of one device each.*Received: --tfdist_devices_per_replica=2"):
+        tfdist.strategy_from_flags(values("--tfdist_strategy=tpu", "--tfdist_devices_per_replica=2"))
+
+
 def test_tpus_take_no_policy():
     found = values("--tfdist_strategy=tpu", "--tfdist_policies=Warmup(epochs=1)")
     with pytest.raises(ValueError, match=r"--tfdist_strategy=tpu goes with no policy.*Received: Warmup\(epochs=1\)"):

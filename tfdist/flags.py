@@ -57,6 +57,8 @@ def define_flags(flag_values: flags.FlagValues = flags.FLAGS) -> None:
     text("tfdist_data_sharding", "shard", "parameter_server: shard, replicate or dynamic")
     text("tfdist_transfer", "auto", "parameter_server: auto or plain")
     flags.DEFINE_list("tfdist_devices", None, "mirrored: devices, such as GPU:0,GPU:1", flag_values=flag_values)
+    spanning = "devices of a replica, each with a part of the layers; not of tpu"
+    number("tfdist_devices_per_replica", 1, spanning, lower_bound=1)
     text("tfdist_tpu", None, "tpu: name; by default the variable TPU_NAME, else local")
     flags.DEFINE_float("tfdist_start_timeout_secs", 300.0, "how long to wait for other tasks", flag_values=flag_values)
     text("tfdist_telemetry_dir", None, "write telemetry for TensorBoard into this directory")
@@ -221,11 +223,17 @@ def _suitable(cluster: Cluster | None) -> str:
 
 
 def _mirrored(values: flags.FlagValues, policies: list[Any]) -> Any:
-    return tfdist.MirroredStrategy(values.tfdist_devices, policies=policies)
+    return tfdist.MirroredStrategy(
+        values.tfdist_devices, policies=policies, devices_per_replica=values.tfdist_devices_per_replica
+    )
 
 
 def _multi_worker(values: flags.FlagValues, policies: list[Any]) -> Any:
-    return tfdist.MultiWorkerMirroredStrategy(policies=policies, start_timeout_secs=values.tfdist_start_timeout_secs)
+    return tfdist.MultiWorkerMirroredStrategy(
+        policies=policies,
+        start_timeout_secs=values.tfdist_start_timeout_secs,
+        devices_per_replica=values.tfdist_devices_per_replica,
+    )
 
 
 def _parameter_server(values: flags.FlagValues, policies: list[Any]) -> Any:
@@ -236,6 +244,7 @@ def _parameter_server(values: flags.FlagValues, policies: list[Any]) -> Any:
         num_ps=values.tfdist_num_ps,
         start_timeout_secs=values.tfdist_start_timeout_secs,
         transfer=values.tfdist_transfer,
+        devices_per_replica=values.tfdist_devices_per_replica,
     )
 
 
@@ -244,6 +253,11 @@ def _tpu(values: flags.FlagValues, policies: list[Any]) -> Any:
         raise ValueError(
             f"--tfdist_strategy=tpu goes with no policy: all chips of a slice compute in lockstep; remove "
             f"--tfdist_policies. Received: {', '.join(map(repr, policies))}"
+        )
+    if values.tfdist_devices_per_replica > 1:
+        raise ValueError(
+            "--tfdist_strategy=tpu has replicas of one device each; remove --tfdist_devices_per_replica. "
+            f"Received: --tfdist_devices_per_replica={values.tfdist_devices_per_replica}"
         )
     import tensorflow as tf
 

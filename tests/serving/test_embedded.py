@@ -37,6 +37,8 @@ ENDED_WITHIN_SECS = 30.0
         {"transfer": "fast"},
         {"transfer": None},
         {"policies": [1]},
+        {"devices_per_replica": 0},
+        {"devices_per_replica": 3},
         {"start_timeout_secs": 0},
         {"start_timeout_secs": -1.0},
     ],

@@ -338,6 +338,21 @@ def test_two_workers_of_two_devices_are_as_one_device(tmp_path: pathlib.Path, po
 
 
 @pytest.mark.processes
+@pytest.mark.slow  # `tests/strategies/test_parameter_averaging_workers.py` has replicas of one device.
+def test_averaged_workers_of_two_devices_are_as_of_one(tmp_path: pathlib.Path) -> None:
+    worker = _WORKER.replace("POLICIES", "[tfdist.ParameterAveraging(2)]")
+    report = "report('found', train(strategy, PLACE, 1)[1])"
+    spanning, plain = tmp_path / "spanning", tmp_path / "plain"
+    for directory in (spanning, plain):
+        directory.mkdir()
+    many = process_cluster.run(worker + _TRAINING + report.replace("PLACE", "tfdist.split"), spanning)
+    alone = "strategy = " + worker.rpartition("strategy = ")[2].replace("devices_per_replica=2, ", "")
+    one = process_cluster.run(alone + _TRAINING + report.replace("PLACE", "lambda model: None"), plain)
+    for found, expected in zip(many[0]["found"], one[0]["found"], strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.processes
 @pytest.mark.slow  # The two above are the code paths of a step; this one broadcasts variables of all parts.
 def test_workers_of_two_devices_warm_up(tmp_path: pathlib.Path) -> None:
     report = "report('found', train(strategy, tfdist.split, 1)[1])"

@@ -72,6 +72,7 @@ def start(
     index: int,
     threads_per_operation: int,
     function: Callable[..., Any],
+    num_cpus: int = 1,
 ) -> Any:
     """Starts the server of a task; it lives as long as it is held, and then some.
 
@@ -81,6 +82,7 @@ def start(
       index: that of the task.
       threads_per_operation: 0 for TensorFlow's own number.
       function: the Python function that operations of other processes call here; see `server_functions.register`.
+      num_cpus: number of logical CPUs.
     """
     from tensorflow.core.protobuf import config_pb2
     from tensorflow.python import tf2
@@ -95,7 +97,9 @@ def start(
         task_index=index,
         protocol="grpc",
         start=True,
-        config=config_pb2.ConfigProto(intra_op_parallelism_threads=threads_per_operation),
+        config=config_pb2.ConfigProto(
+            intra_op_parallelism_threads=threads_per_operation, device_count={"CPU": num_cpus}
+        ),
     )
 
 

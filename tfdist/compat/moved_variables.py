@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.compat import fresh_threads, keras_variables, own_attributes, placed_layers
+from tfdist.compat import fresh_threads, keras_variables, own_attributes, placed_layers, replica_parts
 
 NEEDS = ("keras:Variable._initialize",)
 
@@ -46,6 +46,8 @@ def _make(strategy: Any, variable: Any, value: Any) -> None:
 def move_to_part(strategy: Any, variable: Any, part: int) -> None:
     """Moves a Keras variable to the devices of a part of replicas that span devices, with the value that it has.
 
+    A variable of a parameter server stays there, and is read to the devices of the part.
+
     Functions that were traced with the variable are not to be called any more.
 
     Args:
@@ -54,6 +56,10 @@ def move_to_part(strategy: Any, variable: Any, part: int) -> None:
       part: the part.
     """
     if placed_layers.part_of(variable) == part:
+        return
+    parts = replica_parts.of(strategy)
+    if parts is not None and not parts.hold_variables:
+        placed_layers.give(variable, part)
         return
     value = keras_variables.tf_variable(variable)
     with strategy.scope(), placed_layers.creating(part):

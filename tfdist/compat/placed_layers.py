@@ -3,6 +3,7 @@
 
 A layer is given its part while it is made. Keras has no public seam around both `build` and `call`, and a strategy
 makes variables on the devices that it computes on, or on those of another variable: `OnDevices` stands for one.
+Variables on parameter servers stay there, and are read to the device of their part.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def placed(part: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def creating(part: int | None) -> Iterator[None]:
-    """Within this block, variables of a strategy whose replicas span devices are made on the devices of a part."""
+    """Within this block, variables of a strategy whose replicas span devices are made for a part, on its devices."""
     if part is None:
         yield
         return
@@ -75,7 +76,9 @@ def creating(part: int | None) -> Iterator[None]:
         # Slots of optimizers are made beside their variable.
         if parts is None or arguments.get("colocate_with") is not None:
             return next_creator(**arguments)
-        variable = next_creator(**arguments, colocate_with=replica_parts.OnDevices(parts.devices_of(part)))
+        if parts.hold_variables:
+            arguments["colocate_with"] = replica_parts.OnDevices(parts.devices_of(part))
+        variable = next_creator(**arguments)
         own_attributes.put(variable, _PART, part)
         return variable
 
@@ -100,6 +103,22 @@ def place(layer: keras.Layer, part: int) -> None:
 def part_of(variable: Any) -> int | None:
     """Returns the part of a Keras variable; None if it was made without a place."""
     return own_attributes.of(keras_variables.tf_variable(variable), _PART)
+
+
+def give(variable: Any, part: int) -> None:
+    """Has a Keras variable of a parameter server read to the device of a part; functions that are traced stay."""
+    own_attributes.put(keras_variables.tf_variable(variable), _PART, part)
+
+
+def reader_of(variable: Any, worker: str) -> str:
+    """Returns the device of a worker that reads a Keras variable of a parameter server.
+
+    Args:
+      variable: the variable.
+      worker: the first device of the worker.
+    """
+    parts, part = replica_parts.of(tf.distribute.get_strategy()), part_of(variable)
+    return worker if parts is None or part is None else parts.groups[0][part]
 
 
 def device_of(parts: replica_parts.Parts, variable: Any) -> str:
@@ -159,7 +178,10 @@ def _device(part: int) -> str | None:
     if parts is None or part >= parts.count:
         return None
     is_on_replica = not tf.distribute.in_cross_replica_context()
-    return parts.groups[_replica()][part] if is_on_replica or tf.executing_eagerly() else None
+    if tf.executing_eagerly():
+        # Eagerly, the chief of parameter servers computes.
+        return parts.groups[_replica()][part] if parts.hold_variables else None
+    return parts.groups[_replica()][part] if is_on_replica else None
 
 
 def _opening(original: Any) -> Any:

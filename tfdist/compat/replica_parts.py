@@ -30,10 +30,13 @@ class Parts:
     """The devices of this process' replicas.
 
     Attributes:
-      groups: for each replica, the devices of its parts, by full names.
+      groups: for each replica, the devices of its parts, by full names. Of workers of parameter servers: one replica,
+        by names without a job, which are devices of whichever worker runs the step.
+      hold_variables: False if the devices only compute, and the variables are on parameter servers.
     """
 
     groups: tuple[tuple[str, ...], ...]
+    hold_variables: bool = True
 
     @property
     def count(self) -> int:
@@ -65,6 +68,23 @@ class OnDevices:
 
     def __init__(self, devices: Sequence[str]) -> None:
         self._devices = tuple(devices)
+
+
+def of_any_worker(kind: str, count: int) -> Parts:
+    """Returns the parts of workers of parameter servers, of which each runs functions that are traced once for all.
+
+    Args:
+      kind: "GPU" or "CPU".
+      count: number of devices of a worker.
+    """
+    return Parts((tuple(f"/device:{kind}:{index}" for index in range(count)),), hold_variables=False)
+
+
+def homes_of(strategy: Any, tensors: Sequence[Any]) -> list[str]:
+    """Returns for each tensor the device of its part, if a strategy has replicas that span devices; else ""."""
+    parts = of(strategy)
+    devices = [getattr(tensor, "device", "") or "" for tensor in tensors]
+    return [device if parts and parts.part_on(device) is not None else "" for device in devices]
 
 
 def full_names(devices: Sequence[str]) -> list[str]:

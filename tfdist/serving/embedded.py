@@ -16,7 +16,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.cluster import DATA_SERVICE_VARIABLE, NOTICES_VARIABLE, Cluster, Task, data_service_address
+from tfdist.cluster import (
+    DATA_SERVICE_VARIABLE,
+    LOGICAL_CPUS_VARIABLE,
+    NOTICES_VARIABLE,
+    Cluster,
+    Task,
+    data_service_address,
+)
 from tfdist.data.data_service import DataService
 from tfdist.launchers import interpreter
 from tfdist.launchers.notices import GIVEN_UP, Reader
@@ -93,7 +100,12 @@ class Attachment:
 
 
 def attach(
-    cluster: Cluster | None, num_workers: int, num_ps: int, start_timeout_secs: float, uses_data_service: bool = False
+    cluster: Cluster | None,
+    num_workers: int,
+    num_ps: int,
+    start_timeout_secs: float,
+    uses_data_service: bool = False,
+    num_cpus: int = 1,
 ) -> Attachment:
     """Waits for the tasks of `cluster`, or starts an embedded cluster of local processes.
 
@@ -103,6 +115,7 @@ def attach(
       num_ps: number of parameter servers of an embedded cluster.
       start_timeout_secs: how long to wait for the tasks.
       uses_data_service: True to start the dispatcher of a tf.data service before the workers connect to it.
+      num_cpus: number of logical CPUs of each worker of an embedded cluster.
 
     Raises:
       ValueError: a number of processes is out of range.
@@ -110,7 +123,7 @@ def attach(
     """
     embedded, data_service = None, data_service_address()
     if cluster is None:
-        embedded = EmbeddedCluster(num_workers, num_ps, uses_data_service)
+        embedded = EmbeddedCluster(num_workers, num_ps, uses_data_service, num_cpus)
         cluster, data_service = embedded.cluster, embedded.data_service
     attachment = Attachment(cluster, embedded, data_service)
     if uses_data_service:
@@ -174,14 +187,16 @@ class EmbeddedCluster:
       num_workers: number of workers, at least 1.
       num_ps: number of parameter servers, at least 1.
       uses_data_service: whether the workers connect to the dispatcher of a tf.data service.
+      num_cpus: number of logical CPUs of each worker.
 
     Attributes:
       cluster: the processes as tasks, without a chief.
       data_service: "host:port" at which the workers expect the dispatcher, or None.
     """
 
-    def __init__(self, num_workers: int, num_ps: int, uses_data_service: bool):
+    def __init__(self, num_workers: int, num_ps: int, uses_data_service: bool, num_cpus: int = 1):
         check_sizes(num_workers, num_ps)
+        self._num_cpus = num_cpus
         self._ports = PortReservation(num_workers + num_ps + 1)
         addresses = [f"127.0.0.1:{port}" for port in self._ports.ports]
         workers, servers = addresses[:num_workers], addresses[num_workers:-1]
@@ -215,6 +230,7 @@ class EmbeddedCluster:
         env.pop(DATA_SERVICE_VARIABLE, None)
         if self.data_service is not None:
             env[DATA_SERVICE_VARIABLE] = self.data_service
+        env[LOGICAL_CPUS_VARIABLE] = str(self._num_cpus if task.type == "worker" else 1)
         if task.type == "ps":
             env["CUDA_VISIBLE_DEVICES"] = ""
         return self._supervisor.start(str(task), interpreter.module_command("tfdist.serving.task"), env)

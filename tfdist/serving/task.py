@@ -5,8 +5,8 @@ Such a process runs the chief's closures and no program of its own. It ends when
 when the chief is lost (exit code 75, after which launchers restart it). When the chief is done, it has TensorFlow write
 a file (the mark) *on the server's machine*, through the existing connection, so that no second port is needed.
 
-`python -m tfdist.serving.task` serves the task in TF_CONFIG. The embedded cluster starts its processes with it. It
-starts within a second, because this module imports no TensorFlow.
+`python -m tfdist.serving.task` serves the task in TF_CONFIG, with TFDIST_LOGICAL_CPUS logical CPUs. The embedded
+cluster starts its processes with it. It starts within a second, because this module imports no TensorFlow.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from tfdist.cluster import JOB_SECRET_VARIABLE, Cluster, Task
+from tfdist.cluster import JOB_SECRET_VARIABLE, Cluster, Task, logical_cpus
 from tfdist.compat import bare_servers
 from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE
 from tfdist.runtime import allocator, keepalive, messages, rendezvous
@@ -40,12 +40,13 @@ _CHIEF_ENDED_SECS = 0.5
 _MARKS = pathlib.Path("/tmp")
 
 
-def serve(cluster: Cluster, start_timeout_secs: float = 300.0) -> int:
+def serve(cluster: Cluster, start_timeout_secs: float = 300.0, num_cpus: int = 1) -> int:
     """Serves this process' task until the chief is done.
 
     Args:
       cluster: the cluster, with the task of this process.
       start_timeout_secs: how long to wait for the chief to start.
+      num_cpus: number of logical CPUs of the server.
 
     Returns:
       The exit code: 0 if the chief is done, 75 if it was lost, 1 if it never started or the port is in use.
@@ -60,7 +61,7 @@ def serve(cluster: Cluster, start_timeout_secs: float = 300.0) -> int:
             return 1
     server = None
     try:
-        server = _start_server(cluster)
+        server = _start_server(cluster, num_cpus)
         if server is None:
             return 1
         with data_worker.beside(cluster):
@@ -76,11 +77,11 @@ def serve(cluster: Cluster, start_timeout_secs: float = 300.0) -> int:
         del server
 
 
-def _start_server(cluster: Cluster) -> Any:
+def _start_server(cluster: Cluster, num_cpus: int) -> Any:
     """Starts the server of this process' task; writes a line and returns None if its port is in use."""
     try:
         with rendezvous.naming_port(cluster):
-            return task_server.start(cluster)
+            return task_server.start(cluster, num_cpus)
     except OSError as error:
         messages.say(f"tfdist: {error.strerror}")
         return None
@@ -191,7 +192,7 @@ def _described(path: pathlib.Path) -> str:
 def main() -> int:
     """Serves the task in TF_CONFIG, in a process that does nothing else."""
     bare_servers.skip_package_init()
-    return serve(Cluster.from_tf_config())
+    return serve(Cluster.from_tf_config(), num_cpus=logical_cpus())
 
 
 if __name__ == "__main__":

@@ -17,12 +17,17 @@ from tfdist.runtime.usage import USAGE_REQUEST, Sampler
 _THREADS_VARIABLE = "TF_NUM_INTRAOP_THREADS"
 
 
-def start(cluster: Cluster) -> Any:
-    """Starts the server of this process' task; it lives as long as it is held, and then some."""
+def start(cluster: Cluster, num_cpus: int = 1) -> Any:
+    """Starts the server of this process' task; it lives as long as it is held, and then some.
+
+    Args:
+      cluster: the cluster, with this process' task.
+      num_cpus: number of logical CPUs of the server.
+    """
     task = cluster.task
     # Its thread ends with the process, which does nothing else.
     functions = _Functions(str(task), Sampler(from_now=False).start())
-    return bare_servers.start(cluster.jobs, task.type, task.index, _threads(cluster), functions)
+    return bare_servers.start(cluster.jobs, task.type, task.index, _threads(cluster), functions, num_cpus)
 
 
 class _Functions:

@@ -17,7 +17,9 @@ from tfdist.compat import (
     optimizer_variables,
     placed_layers,
     replica_parts,
+    running_loop,
 )
+from tfdist.step import keras_steps
 
 
 def check(strategy: Any, model: keras.Model) -> None:
@@ -38,6 +40,16 @@ def check(strategy: Any, model: keras.Model) -> None:
             "`with tfdist.placement(...):`, or call tfdist.split(model) before training. "
             f"Received: {_first(missing)}, of {len(model.weights)} weights"
         )
+
+
+def check_step(strategy: Any, fn: Any) -> None:
+    """Calls `check` for the model of a train, test or predict step; does nothing for other functions."""
+    model = keras_steps.model_of(fn)
+    if model is None and keras_steps.classify(fn) == "predict":
+        # Keras hands over a function of its own.
+        model = running_loop.call_model()
+    if model is not None:
+        check(strategy, model)
 
 
 def _first(paths: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.compat import following_devices, part_collectives, placed_gradients, placed_layers, replica_parts
+from tfdist.compat import following_devices, part_collectives, placed_layers, replica_parts
 from tfdist.policies.compression import Compression
 
 
@@ -58,6 +58,57 @@ def of_worker(strategy: tf.distribute.Strategy, devices_per_replica: int) -> Ite
     span(strategy, [replica_parts.siblings(first, devices_per_replica) for first in firsts])
 
 
+def served_cpus(devices_per_replica: int) -> int:
+    """Returns the number of logical CPUs that the server of a worker needs: those that this program has configured."""
+    return _count("CPU") if devices_per_replica > 1 else 1
+
+
+def check_embedded(devices_per_replica: int, num_workers: int) -> None:
+    """Raises ValueError if the workers of an embedded cluster will not have the devices; starts no runtime."""
+    kind = "GPU" if _count("GPU") else "CPU"
+    _check_servers(devices_per_replica, kind, [_count(kind)] * num_workers)
+
+
+def span_workers(strategy: tf.distribute.Strategy, devices_per_replica: int, num_workers: int) -> None:
+    """Has the computation of each worker of parameter servers span several of its devices.
+
+    Args:
+      strategy: is connected to its workers.
+      devices_per_replica: number of devices of a worker that compute a step.
+      num_workers: number of workers.
+
+    Raises:
+      ValueError: a worker does not have the devices.
+    """
+    if devices_per_replica == 1:
+        return
+    kind = str(tf.DeviceSpec.from_string(strategy.extended.worker_devices[0]).device_type)
+    specs = [tf.DeviceSpec.from_string(device.name) for device in tf.config.list_logical_devices(kind)]
+    tasks = [spec.task for spec in specs if spec.job == "worker"]
+    _check_servers(devices_per_replica, kind, [tasks.count(worker) for worker in range(num_workers)])
+    replica_parts.span(strategy, replica_parts.of_any_worker(kind, devices_per_replica))
+    placed_layers.allow()
+
+
+def _check_servers(devices_per_replica: int, kind: str, counts: Sequence[int]) -> None:
+    """Raises ValueError if a worker's devices can't be divided into replicas.
+
+    Args:
+      devices_per_replica: the argument.
+      kind: "GPU" or "CPU".
+      counts: of each worker, its devices of this kind.
+    """
+    for worker, count in enumerate(counts):
+        if count == 0 or count % devices_per_replica:
+            fitting = " or ".join(str(each) for each in range(1, count + 1) if count % each == 0) or "1"
+            raise ValueError(
+                f"ParameterServerStrategy(devices_per_replica={devices_per_replica}): does not divide the number of "
+                f"devices of worker:{worker}; use {fitting}, or give the worker other devices: GPUs, or logical CPUs, "
+                "which its script makes by tf.config.set_logical_device_configuration before it builds the strategy. "
+                f"Received: worker:{worker} with {count} {kind}{'' if count == 1 else 's'}"
+            )
+
+
 def _count(kind: str) -> int:
     """Returns the number of logical devices of a kind, without starting TensorFlow's runtime."""
     physical = tf.config.list_physical_devices(kind)
@@ -89,6 +140,5 @@ def span(strategy: tf.distribute.Strategy, groups: Sequence[Sequence[str]]) -> N
     parts = replica_parts.Parts(tuple(tuple(group) for group in groups))
     replica_parts.span(strategy, parts)
     placed_layers.allow()
-    placed_gradients.compute_on(device for group in groups for device in group)
     part_collectives.use(strategy, parts)
     following_devices.follow(strategy, parts)

@@ -54,8 +54,8 @@ from tfdist.engines.parameter_server.worker_dataset import WorkerDataset
 from tfdist.policies import composition
 from tfdist.runtime import rendezvous, stalls
 from tfdist.serving import embedded
-from tfdist.step import in_scope, keras_steps, rehearsal
-from tfdist.strategies import _parameter_server_arguments
+from tfdist.step import in_scope, keras_steps, rehearsal, replica_placement
+from tfdist.strategies import _devices, _parameter_server_arguments
 from tfdist.strategies.distribution import Distribution
 from tfdist.telemetry.recorder import Recorder
 from tfdist.telemetry.report import Report
@@ -83,9 +83,12 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       transfer: How variables and gradients cross the network. `"auto"`: small ones together, and products with large
         kernels on the parameter servers where a short measurement says that this is faster; `"plain"`: as stock
         TensorFlow sends them.
+      devices_per_replica: Number of a worker's devices that compute a step together, each a part of the model's layers
+        (`tfdist.placement`, `tfdist.split`): its first GPUs, or logical CPUs where there are none. The variables are
+        on the parameter servers; each part reads its own.
 
     Raises:
-      ValueError: An argument is out of range.
+      ValueError: An argument is out of range, or a worker does not have the devices of `devices_per_replica`.
       ClusterError: TF_CONFIG is not a parameter-server cluster.
       TimeoutError: A task did not start in time; the message names it.
       RuntimeError: This program has built a ParameterServerStrategy before; or, with `Compression`, a task runs a
@@ -105,19 +108,23 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         start_timeout_secs: float = 300.0,
         stall_timeout_secs: float = 600.0,
         transfer: str = "auto",
+        devices_per_replica: int = 1,
     ):
         composition.check(policies, "ParameterServerStrategy")
+        _devices.check(devices_per_replica, policies, "ParameterServerStrategy")
         _parameter_server_arguments.check(policies, data_sharding, start_timeout_secs, stall_timeout_secs)
         transfer_plan.check_mode(transfer)
         partitioner = sharded_tables.checked(variable_partitioner)
         cluster = _parameter_server_arguments.find_cluster(cluster_resolver)
         if cluster is not None and cluster.task.type in ("worker", "ps"):
-            sys.exit(embedded.serve(cluster, start_timeout_secs))
+            num_cpus = _devices.served_cpus(devices_per_replica) if cluster.task.type == "worker" else 1
+            sys.exit(embedded.serve(cluster, start_timeout_secs, num_cpus))
         if cluster is not None:
             _parameter_server_arguments.warn_of_sizes(cluster, num_workers, num_ps)
         num_workers, num_ps = 2 if num_workers is None else num_workers, 1 if num_ps is None else num_ps
         if cluster is None:
             embedded.check_sizes(num_workers, num_ps)
+            _devices.check_embedded(devices_per_replica, num_workers)
         composed = composition.compose(
             policies,
             "ParameterServerStrategy",
@@ -126,13 +133,16 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         creation_lines.remember()
         strategy_order.join_cluster()
         is_dynamic = data_sharding == "dynamic"
-        self._serving = serving = embedded.attach(cluster, num_workers, num_ps, start_timeout_secs, is_dynamic)
+        self._serving = serving = embedded.attach(
+            cluster, num_workers, num_ps, start_timeout_secs, is_dynamic, _devices.served_cpus(devices_per_replica)
+        )
         if isinstance(variable_partitioner, sharded_tables.ShardedTables):
             variable_partitioner.begin(_parameter_server_arguments.num_tasks_of(cluster, "ps", num_ps))
         names = [f"worker:{index}" for index in range(serving.num_workers)]
         self.distribution = Distribution(Recorder(names, is_complete=True), serving=serving)
         with rendezvous.naming_port(cluster):
             super().__init__(serving.resolver(), partitioner)
+        _devices.span_workers(self, devices_per_replica, self._num_workers)
         # `run` and `reduce` of this class choose the worker themselves; the stock check would only warn.
         scheduled_functions.allow_without_coordinator(self)
         colocation.replace(self, lambda stock: in_scope.colocating(self, self._scope, stock))
@@ -299,6 +309,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         scope_checks.check_scope(fn)
         with tf.init_scope(), self.scope():  # `fit`, where optimizers are built, may be called outside of it.
             keras_steps.check(fn, asynchronous=self._training is self._engine)
+        replica_placement.check_step(self, fn)
         if tf.executing_eagerly() and keras_steps.runs_eagerly(fn):
             scope_checks.check_shards(fn, has_shards)
             return self._engine.run_on_chief(fn, args, kwargs)

@@ -17,7 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.compat import accumulated_update, closures, optimizer_variables
+from tfdist.compat import accumulated_update, closures, optimizer_variables, placed_layers
 
 
 class Sums:
@@ -26,12 +26,14 @@ class Sums:
     Args:
       shapes: those of the variables that are trained.
       dtypes: likewise.
+      devices: of the worker, likewise; "" for its first one.
     """
 
-    def __init__(self, shapes: Sequence[tf.TensorShape], dtypes: Sequence[Any]):
-        self._variables = [
-            tf.Variable(tf.zeros(shape, dtype), trainable=False) for shape, dtype in zip(shapes, dtypes, strict=True)
-        ]
+    def __init__(self, shapes: Sequence[tf.TensorShape], dtypes: Sequence[Any], devices: Sequence[str]):
+        self._variables = []
+        for shape, dtype, device in zip(shapes, dtypes, devices, strict=True):
+            with _on(device):
+                self._variables.append(tf.Variable(tf.zeros(shape, dtype), trainable=False))
         # How many gradients were added since the last update.
         self.count = 0
 
@@ -55,7 +57,10 @@ class Accumulation:
         self.num_steps = int(optimizer.gradient_accumulation_steps)
         shapes = [tf.TensorShape(variable.shape) for variable in self._variables]
         dtypes = [tf.as_dtype(variable.dtype) for variable in self._variables]
-        self.on_workers = closures.create_on_workers(coordinator, lambda: Sums(shapes, dtypes))
+        with coordinator.strategy.scope():
+            devices = [placed_layers.reader_of(variable, "") for variable in self._variables]
+        self._devices = devices
+        self.on_workers = closures.create_on_workers(coordinator, lambda: Sums(shapes, dtypes, devices))
 
     @property
     def specs(self) -> list[tf.TensorSpec]:
@@ -78,14 +83,17 @@ class Accumulation:
             calls.append(True)
             variables = list(self._variables if trainable_variables is None else trainable_variables)
             pairs = [(grad, variable) for grad, variable in zip(grads, variables, strict=True) if grad is not None]
-            places = [handles[optimizer_variables.index_of(optimizer, variable)] for _, variable in pairs]
-            gradients = [tf.convert_to_tensor(grad) for grad, _ in pairs]
+            indices = [optimizer_variables.index_of(optimizer, variable) for _, variable in pairs]
+            means = []
+            for index, (grad, _) in zip(indices, pairs, strict=True):
+                with _on(self._devices[index]):
+                    gradient = tf.convert_to_tensor(grad)
+                    if updates:
+                        means.append(self._mean(handles[index], gradient))
+                    else:
+                        tf.raw_ops.AssignAddVariableOp(resource=handles[index], value=gradient)
             if updates:
-                means = [self._mean(place, grad) for place, grad in zip(places, gradients, strict=True)]
                 accumulated_update.apply_accumulated(optimizer, apply, means, [variable for _, variable in pairs])
-                return
-            for place, grad in zip(places, gradients, strict=True):
-                tf.raw_ops.AssignAddVariableOp(resource=place, value=grad)
 
         with accumulated_update.replaced_apply(optimizer, instead):
             yield
@@ -95,3 +103,7 @@ class Accumulation:
         with tf.control_dependencies([total]):
             tf.raw_ops.AssignVariableOp(resource=place, value=tf.zeros_like(gradient))
         return (total + gradient) / self.num_steps
+
+
+def _on(device: str) -> contextlib.AbstractContextManager[Any]:
+    return tf.device(device) if device else contextlib.nullcontext()

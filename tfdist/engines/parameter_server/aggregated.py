@@ -50,7 +50,7 @@ from tfdist.policies.base import Aggregation, Update
 from tfdist.policies.warmup import Warmup
 from tfdist.runtime import delay_hook, stalls
 from tfdist.runtime.round_runner import RoundRunner
-from tfdist.step import rehearsal
+from tfdist.step import rehearsal, replica_placement
 
 
 @dataclasses.dataclass(eq=False)
@@ -164,6 +164,7 @@ class AggregatedEngine(Engine):
         if key not in steps:
             spec, count = handle.element_spec, self._num_parts
             rehearsal.before(self._strategy, step, [spec])
+            replica_placement.check_step(self._strategy, step)
             steps[key] = self.prepare(step, splitting.part_spec(spec, count) if count > 1 else spec)
         return steps[key]
 

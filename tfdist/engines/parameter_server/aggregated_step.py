@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import closures
+from tfdist.compat import closures, following_devices, replica_parts
 from tfdist.compat.cluster_joining import SERVER_DEVICE
 from tfdist.data import splitting
 from tfdist.engines.parameter_server import coordinated_variable
@@ -155,7 +155,7 @@ class AggregatedStep:
         with self._as_replica(worker), self._transfer.contributing(self.model, worker):
             rows = splitting.rows(batch)
             with coordinated_variable.watched(self._step.written_past_keras):
-                contribution = self._step.contribute(batch)
+                contribution = following_devices.of_strategy(self._strategy, self._step.contribute)(batch)
         contribution = self._transfer.placed(contribution, rows)
         if self._encoding is not None:
             with self._as_replica(worker):
@@ -174,7 +174,7 @@ class AggregatedStep:
         flat = tf.nest.flatten(contribution, expand_composites=True)
         destinations = self._destinations(contribution)
         if self._encoding is None:
-            self._bundles = self._transfer.bundles(flat, destinations)
+            self._bundles = self._transfer.bundles(flat, destinations, replica_parts.homes_of(self._strategy, flat))
             return
         groups = self._encoding.groups(contribution.gradients, self._rows.targets, self._rows.devices)
         self._bundles = encoding.EncodedBundles(self._encoding, groups, flat, destinations, self._transfer.bundles)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import autograph_rules, closures
+from tfdist.compat import autograph_rules, closures, following_devices
 from tfdist.compat.cluster_joining import SERVER_DEVICE
 from tfdist.data import splitting
 from tfdist.engines.parameter_server import coordinated_variable
@@ -273,7 +273,7 @@ class Program:
             sending(model, worker) if sending else contextlib.nullcontext(),
         ):
             rows = splitting.rows(batch)
-            result = self._fn(*args, **kwargs)
+            result = following_devices.of_strategy(self._strategy, self._fn)(*args, **kwargs)
         return self._transfer.placed(result, rows)
 
 

@@ -14,7 +14,7 @@ from tfdist.engines.parameter_server.accumulation import Accumulation
 from tfdist.engines.parameter_server.program import Program
 from tfdist.engines.parameter_server.transfer.plan import TransferPlan
 from tfdist.engines.parameter_server.worker_data import WorkerIterator
-from tfdist.step import function_keys, keras_steps, rehearsal
+from tfdist.step import function_keys, keras_steps, rehearsal, replica_placement
 
 
 class Programs:
@@ -80,6 +80,7 @@ class Programs:
     def rehearse(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
         """Creates the variables that the first call of `fn` would create."""
         rehearsal.before(self._strategy, fn, *worker_batch.as_specs(list(args), kwargs))
+        replica_placement.check_step(self._strategy, fn)
 
     def trace(
         self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], worker_fed: bool, in_parts: bool

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,32 +21,40 @@ def is_small(spec: Any, most_elements: int = _SMALL) -> bool:
 
 
 class Bundles:
-    """Small tensors of one dtype that go to the same device, as one vector. The others stay as they are.
+    """Small tensors of one dtype that go from one device to another, as one vector. The others stay as they are.
 
     Args:
       specs: the tensors, or their specs.
       devices: for each the device it goes to.
+      origins: for each the device that it is packed on, "" for the current one; that one for all by default.
       are_apart: whether each stays a tensor of its own, small or not.
     """
 
     def __init__(
-        self, specs: Sequence[tf.Tensor | tf.TensorSpec], devices: Sequence[str], are_apart: bool = False
+        self,
+        specs: Sequence[tf.Tensor | tf.TensorSpec],
+        devices: Sequence[str],
+        origins: Sequence[str] = (),
+        are_apart: bool = False,
     ) -> None:
-        groups: dict[tuple[str, str], list[int]] = collections.defaultdict(list)
-        for index, (spec, device) in enumerate(zip(specs, devices, strict=True)):
-            groups[(device, spec.dtype.name if is_small(spec) and not are_apart else f"alone {index}")].append(index)
+        groups: dict[tuple[str, str, str], list[int]] = collections.defaultdict(list)
+        origins = origins or [""] * len(specs)
+        for index, (spec, device, origin) in enumerate(zip(specs, devices, origins, strict=True)):
+            kind = spec.dtype.name if is_small(spec) and not are_apart else f"alone {index}"
+            groups[device, origin, kind].append(index)
         self._groups = list(groups.values())
         self._shapes = [spec.shape for spec in specs]
-        self.devices = [device for device, _ in groups]
+        self.devices = [device for device, _, _ in groups]
+        self._origins = [origin for _, origin, _ in groups]
 
     def pack(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The bundles of these tensors; each goes to the device in `devices` of the same index."""
-        return [
-            tensors[group[0]]
-            if len(group) == 1
-            else tf.concat([tf.reshape(tensors[index], [-1]) for index in group], 0)
-            for group in self._groups
-        ]
+        packed = []
+        for group, origin in zip(self._groups, self._origins, strict=True):
+            with tf.device(origin) if origin else contextlib.nullcontext():
+                flat = [tf.reshape(tensors[index], [-1]) for index in group if len(group) > 1]
+                packed.append(tf.concat(flat, 0) if flat else tensors[group[0]])
+        return packed
 
     def send(self, bundles: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Copies the bundles to their devices."""

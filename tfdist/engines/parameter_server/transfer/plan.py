@@ -135,9 +135,9 @@ class TransferPlan:
             return result
         return products.at_the_kernel(graph, result, self._most_product_rows, batch_rows)
 
-    def bundles(self, specs: Sequence[Any], devices: Sequence[str]) -> Bundles:
+    def bundles(self, specs: Sequence[Any], devices: Sequence[str], origins: Sequence[str] = ()) -> Bundles:
         """The tensors of a contribution, bundled as decided."""
-        return Bundles(specs, devices, are_apart=not self._transfer.bundles_small)
+        return Bundles(specs, devices, origins, are_apart=not self._transfer.bundles_small)
 
     def _most_factor_rows(self, inputs: int, outputs: int) -> int:
         return min(self.transfer.factor_rows, factors.saving_rows(inputs, outputs))

@@ -20,7 +20,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat import flat_layers, keras_variables, optimizer_patches
+from tfdist.compat import flat_layers, keras_variables, optimizer_patches, placed_layers, replica_parts
 from tfdist.engines.parameter_server.coordinated_variable import CoordinatedVariable
 from tfdist.engines.parameter_server.transfer import factors as factoring
 from tfdist.engines.parameter_server.transfer.bundles import Bundles, is_small
@@ -56,7 +56,8 @@ def read_together(model: keras.Model, worker: str) -> Iterator[None]:
       model: a model that is built.
       worker: the device that the step is traced for.
     """
-    with _read_ahead([pair for group in _small_weights(model) for pair in _read(group, worker)]):
+    groups = _small_weights(model, worker)
+    with _read_ahead([pair for (_, _, reader), group in groups.items() for pair in _read(group, reader)]):
         yield
 
 
@@ -82,7 +83,8 @@ def read_rounded(model: keras.Model, worker: str, dtype: tf.DType) -> Iterator[N
         if variable is not None and variable.dtype.size > dtype.size:
             groups[variable.device, variable.dtype].append(variable)
     chosen = {id(variable) for group in groups.values() for variable in group}
-    others = [[each for each in group if id(each) not in chosen] for group in _small_weights(model)]
+    small = _small_weights(model, worker).values()
+    others = [[each for each in group if id(each) not in chosen] for group in small]
     pairs = [pair for group in others if group for pair in _read(group, worker)]
     pairs += [pair for group in groups.values() for pair in _read(group, worker, dtype)]
     with _read_ahead(pairs):
@@ -100,14 +102,14 @@ def _read_ahead(ahead: Sequence[tuple[CoordinatedVariable, tf.Tensor]]) -> Itera
             variable.read_ahead(None)
 
 
-def _small_weights(model: keras.Model) -> list[list[CoordinatedVariable]]:
-    """Returns a model's small variables in groups of two or more, each of one parameter server and dtype."""
+def _small_weights(model: keras.Model, worker: str) -> dict[tuple[str, tf.DType, str], list[CoordinatedVariable]]:
+    """Returns groups of two or more small variables of one parameter server and dtype that one device reads."""
     groups: dict[Any, list[CoordinatedVariable]] = collections.defaultdict(list)
     for weight in model.weights:
         variable = _own(weight)
         if variable is not None and is_small(variable, _MOST_ELEMENTS_READ):
-            groups[variable.device, variable.dtype].append(variable)
-    return [group for group in groups.values() if len(group) > 1]
+            groups[variable.device, variable.dtype, placed_layers.reader_of(weight, worker)].append(variable)
+    return {key: group for key, group in groups.items() if len(group) > 1}
 
 
 def _own(weight: Any) -> CoordinatedVariable | None:
@@ -154,11 +156,18 @@ def _sent(
 ) -> list[tf.Tensor]:
     """The gradients as they are on these devices, or on the worker, where each of them is sent by itself."""
     factors = [factoring.of(gradient, most_rows) for gradient in gradients]
-    with tf.device(worker):
-        parts = [each.sent() if each else [gradient] for each, gradient in zip(factors, gradients, strict=True)]
-        flat = [part for each in parts for part in each]
-        bundles = Bundles(flat, [device for each, device in zip(parts, devices, strict=True) for _ in each])
-        packed = bundles.pack(flat)
+    # A worker may span several devices.
+    homes = [home or worker for home in replica_parts.homes_of(tf.distribute.get_strategy(), gradients)]
+    parts = []
+    for each, gradient, home in zip(factors, gradients, homes, strict=True):
+        with tf.device(home):
+            parts.append(each.sent() if each else [gradient])
+    flat = [part for each in parts for part in each]
+    destinations, origins = (
+        [device for each, device in zip(parts, given, strict=True) for _ in each] for given in (devices, homes)
+    )
+    bundles = Bundles(flat, destinations, origins)
+    packed = bundles.pack(flat)
     arrived, received = iter(bundles.unpack(packed)), []
     for each, sent, device in zip(factors, parts, devices, strict=True):
         tensors = [next(arrived) for _ in sent]

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ParameterServerStrategy whose workers span devices is as one device. Run by `test_server_parts.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import spanning
+from aggregated_conformance import TestAggregated as _Aggregated
+from conformance import Conformance, pytest_generate_tests  # noqa: F401
+
+import tfdist
+
+
+class TestServerParts(Conformance):
+    """Two workers of two devices each, which all count; layers are placed alternately."""
+
+    left_out = _Aggregated.left_out
+    logs_within = _Aggregated.logs_within
+    # Where an operation runs depends on the parts of a step: `TestAggregated` has the others on one device each, and
+    # `TestSpanningDevices` has them in one process.
+    quick = frozenset({"accumulation, clipnorm, ema", "embedding, clipnorm", "unknown length", "LSTM"})
+    slow_tests = frozenset(name for name in dir(Conformance) if name.startswith("test_")) - {
+        "test_numbers_are_those_of_one_device",
+        "test_steps_on_single_batches",
+    }
+
+    @pytest.fixture(autouse=True)
+    def layers_have_places(
+        self, strategy: tfdist.ParameterServerStrategy, monkeypatch: pytest.MonkeyPatch
+    ) -> Iterator[None]:
+        spanning.place_alternately(strategy, monkeypatch)
+        yield

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workers of parameter servers that span devices: what each device computes, policies, tables, files and bad input.
+
+Run by `test_server_parts.py`. `tests/conformance/server_parts_conformance.py` compares numbers with one device.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from training import OPTIMIZERS, assert_close
+
+import tfdist
+from tfdist.compat import placed_layers
+from tfdist.engines.parameter_server.program import Program
+from tfdist.step import one_replica
+
+LAYERS = keras.layers
+ROWS = np.random.default_rng(0)
+IDS = ROWS.integers(0, 50, (48, 3)).astype(np.int32)
+Y = ROWS.random((48, 1), np.float32)
+# Kernels of more elements than are sent with others, of shapes that nothing else has.
+FIRST, SECOND = (190, 210), (210, 220)
+ALONE = tf.distribute.get_strategy()
+
+
+def made(strategy: Any, **options: Any) -> keras.Model:
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        layers = [
+            *(LAYERS.Embedding(50, 8, name="table"), LAYERS.Flatten(), LAYERS.Dense(FIRST[0], "relu")),
+            *(LAYERS.Dense(FIRST[1], kernel_regularizer="l2"), LAYERS.LayerNormalization()),
+            *(LAYERS.Dense(SECOND[1], "relu"), LAYERS.Dense(1)),
+        ]
+        model = keras.Sequential([keras.Input((3,), dtype="int32"), *layers])
+        optimizer = options.pop("optimizer", lambda: OPTIMIZERS.Adam(0.01, global_clipnorm=1.0))
+        model.compile(optimizer(), "mse", metrics=["mae"], **options)
+    if strategy is not ALONE:
+        for layer in model.layers[:4]:
+            _place(layer, 0)
+        for layer in model.layers[4:]:
+            _place(layer, 1)
+    return model
+
+
+def _place(layer: Any, part: int) -> None:
+    """As `tfdist.placement` does while the layer is made."""
+    placed_layers.place(layer, part)
+    for weight in layer.weights:
+        placed_layers.give(weight, part)
+
+
+def numbers(model: keras.Model, batch_size: int = 16, **options: Any) -> list[Any]:
+    fit = {"batch_size": batch_size, "epochs": 2, "shuffle": False, "verbose": 0, **options}
+    history = model.fit(IDS, Y, validation_data=(IDS, Y), **fit).history
+    return [*model.get_weights(), *history.values(), model.predict(IDS, verbose=0)]
+
+
+def devices_by_shape(graph: Any) -> dict[tuple[int, ...], set[str]]:
+    """Devices of the operations with a result of a large kernel's shape; a variable is read where it is."""
+    found: dict[tuple[int, ...], set[str]] = {FIRST: set(), SECOND: set()}
+    definition = graph.as_graph_def(add_shapes=True)
+    for node in [*definition.node, *(node for each in definition.library.function for node in each.node_def)]:
+        for shape in node.attr["_output_shapes"].list.shape:
+            sizes = tuple(axis.size for axis in shape.dim)
+            # An output's own operation has no device.
+            is_computed = node.op not in ("ReadVariableOp", "Identity") or node.device
+            if sizes in found and is_computed and "/job:ps" not in node.device:
+                found[sizes].add(node.device)
+    return found
+
+
+# What each device computes.
+
+
+def test_each_part_computes_on_its_device(
+    strategy: tfdist.ParameterServerStrategy, with_policies: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traced: list[Any] = []
+    trace = one_replica.trace
+
+    def keep(strategy: Any, function: Callable[..., Any], specs: Any) -> Any:
+        traced.append((function.__name__, trace(strategy, function, specs)))
+        return traced[-1][1]
+
+    monkeypatch.setattr(one_replica, "trace", keep)
+    made(strategy).fit(IDS, Y, batch_size=16, epochs=2, verbose=0)
+    expected = {FIRST: "CPU:0", SECOND: "CPU:1"}
+    # One function for both workers.
+    asynchronous = with_policies()
+    made(asynchronous).fit(IDS, Y, batch_size=48, verbose=0)
+    steps = {name: step for name, step in traced if name in ("_contribute_next", Program._on_worker.__name__)}
+    assert len(steps) == 2
+    for step in steps.values():
+        assert devices_by_shape(step.graph) == {s: {f"/device:{device}"} for s, device in expected.items()}
+
+
+# Numbers.
+
+
+@pytest.mark.parametrize("transfer", ["products", "plain"])
+def test_products_on_servers_and_plain_transfer(
+    strategy: Any, with_policies: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, transfer: str
+) -> None:
+    from tfdist.engines.parameter_server.transfer import plan
+
+    chosen = plan.fixed(64) if transfer == "products" else plan.plain()
+    monkeypatch.setattr(strategy, "_transfer", chosen)
+    for policies in ((tfdist.BackupWorkers(spares=0),), ()):
+        spanning = with_policies(*policies)
+        monkeypatch.setattr(spanning._engine.programs, "_transfer", chosen)
+        size = 16 if policies else 48
+        assert_close(numbers(made(ALONE), size), numbers(made(spanning), size))
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        lambda: tfdist.BoundedStaleness(bound=1),
+        lambda: tfdist.SoftSync(updates=1),
+        pytest.param(lambda: tfdist.Warmup(epochs=1), marks=pytest.mark.slow),
+    ],
+)
+def test_asynchronous_policies_train(with_policies: Callable[..., Any], policy: Callable[[], Any]) -> None:
+    model = made(with_policies(policy()))
+    history = model.fit(IDS, Y, batch_size=8, epochs=4, verbose=0).history
+    assert history["loss"][-1] < history["loss"][0]
+
+
+def test_tables_in_shards_are_as_on_one_device(strategy: Any, with_policies: Callable[..., Any]) -> None:
+    """The strategy of this cluster has a partitioner, which takes the large table alone."""
+
+    def wide(strategy: Any) -> keras.Model:
+        keras.utils.set_random_seed(3)
+        with strategy.scope():
+            layers = [LAYERS.Embedding(60_000, 8, name="wide"), LAYERS.Flatten(), LAYERS.Dense(5), LAYERS.Dense(1)]
+            model = keras.Sequential([keras.Input((3,), dtype="int32"), *layers])
+            model.compile(OPTIMIZERS.SGD(0.1), "mse")
+        return model
+
+    ids = np.arange(144).reshape(48, 3)
+    found, kinds = [], [lambda: ALONE, lambda: with_policies(), lambda: with_policies(tfdist.BackupWorkers(spares=0))]
+    for each in (kind() for kind in kinds):
+        model = wide(each)
+        if each is not ALONE:
+            tfdist.split(model)
+            assert len(model.layers[0].embeddings.value.variables) == 2
+        model.fit(ids, Y, batch_size=48, epochs=2, verbose=0)
+        found.append(model.get_weights())
+    assert_close(found[0], found[1])
+    assert_close(found[0], found[2])
+
+
+@pytest.mark.filterwarnings("ignore:Skipping variable loading for optimizer")
+def test_files_and_resumed_runs_continue(strategy: Any, tmp_path: pathlib.Path) -> None:
+    whole, broken = made(strategy), made(strategy)
+    fit = {"batch_size": 16, "shuffle": False, "verbose": 0}
+    whole.fit(IDS, Y, epochs=2, **fit)
+    broken.fit(IDS, Y, epochs=1, callbacks=[tfdist.callbacks.Resume(tmp_path / "resume")], **fit)
+    broken.save(tmp_path / "model.keras")
+    again = made(strategy)
+    again.fit(IDS, Y, epochs=2, callbacks=[tfdist.callbacks.Resume(tmp_path / "resume")], **fit)
+    with strategy.scope():
+        loaded = tfdist.split(keras.models.load_model(tmp_path / "model.keras"))
+    loaded.fit(IDS, Y, epochs=1, **fit)
+    assert_close(whole.get_weights(), again.get_weights())
+    assert_close(whole.get_weights(), loaded.get_weights())
+    assert {placed_layers.part_of(weight) for weight in loaded.weights} == {0, 1}
+
+
+def test_steps_on_the_chief_need_no_devices(strategy: Any) -> None:
+    model = made(strategy, run_eagerly=True)
+    before = model.get_weights()
+    model.fit(IDS[:16], Y[:16], batch_size=16, verbose=0)
+    assert any(np.abs(old - new).max() > 0 for old, new in zip(before, model.get_weights(), strict=True))
+    assert model(IDS[:2]).shape == (2, 1)
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize("call", ["fit", "evaluate", "predict"])
+def test_layers_without_a_place_are_named(strategy: Any, call: str) -> None:
+    with strategy.scope():
+        with tfdist.placement(0):
+            first = LAYERS.Dense(4, name="with_a_place")
+        model = keras.Sequential([keras.Input((3,)), first, LAYERS.Dense(1, name="without")])
+        model.compile("sgd", "mse")
+    with pytest.raises(
+        ValueError, match=r"ParameterServerStrategy\(devices_per_replica=2\).*no place for \S*without/kernel"
+    ):
+        getattr(model, call)(IDS, *([] if call == "predict" else [Y]), verbose=0)
+
+
+def test_unbuilt_layers_without_a_place_are_named(strategy: Any) -> None:
+    with strategy.scope():
+        model = keras.Sequential([LAYERS.Dense(1, name="without")])
+        model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match=r"no place for \S*without/kernel"):
+        model.fit(IDS, Y, verbose=0)
