@@ -24,6 +24,7 @@ from tfdist.compat import (
     cluster_joining,
     colocation,
     creation_lines,
+    exported_variables,
     late_builds,
     overlapping_loops,
     plain_loops,
@@ -217,6 +218,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         if variable_partitioner is not None:
             row_lookups.install(has_shards)
             shard_files.install(has_shards)
+            exported_variables.install(has_shards)
             sliced_restores.install()
         if variable_partitioner is not None or is_lazy:
             shard_strategy.replace_update(self, lambda *given: shard_updates.by_shards(given[0], is_lazy, given[1]))
