@@ -34,7 +34,8 @@ def warn_of_sizes(cluster: Cluster, num_workers: int | None, num_ps: int | None)
         if value is not None and value != count:
             warnings.warn(
                 f"ParameterServerStrategy({name}={value!r}) has no effect: there is a cluster already, with "
-                f"{count} {job} task{'s' * (count != 1)}; give the number to what makes TF_CONFIG (tfdist launch local --{name}={value!r}).",
+                f"{count} {job} task{'s' * (count != 1)}; give the number to what makes TF_CONFIG "
+                f"(tfdist launch local --{name}={value!r}).",
                 RuntimeWarning,
                 stacklevel=3,
             )
