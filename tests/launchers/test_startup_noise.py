@@ -34,8 +34,15 @@ W0000 00:00:1795530524.2  5 destroy_tensor_handle_node.h:59] Ignoring an error e
 tensors handles: INVALID_ARGUMENT: Unable to find the relevant tensor
 Additional GRPC error information from remote target /job:worker/replica:0/task:1 while calling /tensorflow.eager
 :UNKNOWN:Error received from peer  {grpc_message:"Unable to find the relevant tensor"}
+E0000 00:00:1795554471.8  7768 context.cc:873] Failed to register function remotely due to failed to connect to all \
+addresses; last error: UNKNOWN: ipv4:127.0.0.1:38023: Failed to connect to remote host: Connection refused
+Additional GRPC error information from remote target /job:worker/replica:0/task:0 while calling /tensorflow.eager
+:UNKNOWN:Error received from peer  {grpc_status:14, grpc_message:"failed to connect to all addresses; last error"}
+This could happen if the remote target has been disconnected from the client.
 """.splitlines()
 SHOWN = """\
+E0000 00:00:1795554471.8  7768 context.cc:873] Failed to register function remotely due to Invalid argument: no such
+This could happen if the remote target has been disconnected from the client.
 W0000 00:00:1795530509.9  5024 local_rendezvous.cc:412] Local rendezvous is aborting with status: OUT_OF_RANGE: End
 Additional GRPC error information from remote target /job:worker/replica:0/task:1 while calling /tensorflow.eager
 W0000 00:00:1795390331.153472   28695 auto_shard.cc:1] a warning

@@ -22,14 +22,20 @@ _OF_INFORMATION = re.compile(r"To enable the following instructions: |/job:\w+/(
 _BUFFER_FOLLOWS = "goo.gle/debug"
 _OF_BUFFER = re.compile(r"\s*(?:\w+ \{|\w+: .*|\})?$")
 _NO_LOGGER = "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR"
-# Warnings of the ordinary course of a parameter-server job: the rendezvous of a step is cleaned up, and a handle of a
-# tensor is deleted that the worker has deleted already.
+# Messages of the ordinary course of a parameter-server job: the rendezvous of a step is cleaned up, a handle of a tensor
+# is deleted that the worker has deleted already, and a function can't be registered on a task that is lost. The loss is
+# reported by the launcher, and by an exception if it matters.
 _HARMLESS = re.compile(
-    r"W0000 00:00:\d+\.\d+ +\d+ "
+    r"[WE]0000 00:00:\d+\.\d+ +\d+ "
     r"(?:local_rendezvous\.cc:\d+\] Local rendezvous is aborting with status: ABORTED: Cleanup "
-    r"|destroy_tensor_handle_node\.h:\d+\] Ignoring an error encountered when deleting remote tensors handles: )"
+    r"|destroy_tensor_handle_node\.h:\d+\] Ignoring an error encountered when deleting remote tensors handles: "
+    r"|context\.cc:\d+\] Failed to (?:register|remove) function remotely due to "
+    r"(?:failed to connect to all addresses|Socket closed|Connection reset|Broken pipe|recvmsg:|sendmsg:))"
 )
-_OF_HARMLESS = re.compile(r"Additional GRPC error information from remote target |:[A-Z_]+:Error received from peer ")
+_OF_HARMLESS = re.compile(
+    r"Additional GRPC error information from remote target |:[A-Z_]+:Error received from peer "
+    r"|This could happen if the remote target has been disconnected from the client\.$"
+)
 # 303: this machine has no NVIDIA driver.
 _NO_DRIVER = re.compile(r"E0000 00:00:\d+\.\d+ +\d+ cuda_platform\.cc:\d+\] failed call to cuInit: .*\(303\)")
 
