@@ -72,18 +72,6 @@ def test_damaged_halves_name_their_sender(dtype: str) -> None:
         server(on_servers.content_request(SPECS[:1]), message, sender)
 
 
-def test_collected_state_goes_on_in_another_process() -> None:
-    encode = on_servers.encode_request(TopK(0.3), SPECS, "prefix/a")
-    first, second = on_servers.Server("worker:0"), on_servers.Server("worker:0")
-    first(encode, *GRADIENTS)
-    (saved,) = first(on_servers.collect_request("prefix/"))
-    moved = on_servers.encode_request(TopK(0.3), SPECS, "other/a")
-    second(on_servers.restore_request("other/"), saved)
-    np.testing.assert_array_equal(second(moved, *GRADIENTS)[0], first(encode, *GRADIENTS)[0])
-    second(on_servers.restore_request("other/"), on_servers.Server("worker:0")(on_servers.collect_request(""))[0])
-    np.testing.assert_array_equal(second(moved, *GRADIENTS)[0], on_servers.Server("worker:0")(encode, *GRADIENTS)[0])
-
-
 def test_states_of_ended_optimizers_are_dropped() -> None:
     server = on_servers.Server("worker:0")
     server(on_servers.encode_request(SignSGD(), SPECS, "run/0/a"), *GRADIENTS)

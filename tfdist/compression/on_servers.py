@@ -27,6 +27,8 @@ import tensorflow as tf
 from tfdist import compression
 from tfdist.compression import arrays, codec, frames, gathered
 
+# Bytes before a block, which are the number of bytes of all blocks.
+_LENGTH_BYTES = 8
 # Codecs that a server process can find by name.
 _GATHERED: tuple[type[gathered.GatheredCodec], ...] = (compression.Threshold, compression.TopK, compression.SignSGD)
 
@@ -107,12 +109,27 @@ def probe_request() -> bytes:
 
 
 def collect_request(prefix: str) -> bytes:
-    """Returns the request to which a worker answers with all states whose keys begin with `prefix`, uint8 [length]."""
+    """Returns the request to which a worker answers with a block of all states whose keys begin with `prefix`.
+
+    Its array is [first byte of the block, most bytes of it], int64; the block from 0 on is asked for first, which takes
+    the states as they are then. The answer is for `block_of`.
+    """
     return _request("collect", prefix=prefix)
 
 
+def block_of(answer: np.ndarray) -> tuple[int, np.ndarray]:
+    """Returns the bytes of all blocks, and the block, uint8, from the answer to `collect_request`.
+
+    They are 0 if the worker's process is another one than that of the first block.
+    """
+    return int(answer[:_LENGTH_BYTES].view(np.int64)[0]), answer[_LENGTH_BYTES:]
+
+
 def restore_request(prefix: str) -> bytes:
-    """Returns the request by which a worker replaces these states; its array is the answer to `collect_request`."""
+    """Returns the request by which a worker replaces these states, once all blocks of `collect_request` are there.
+
+    Its arrays are the block, uint8, and [first byte of the block, bytes of all blocks], int64. Blocks come in order.
+    """
     return _request("restore", prefix=prefix)
 
 
@@ -128,6 +145,9 @@ class Server:
         self._lock = threading.Lock()
         self._states: dict[str, gathered.Arrays] = {}
         self._prepared: dict[bytes, _Prepared] = {}
+        # States on their way to a checkpoint and from it, by prefix.
+        self._collected: dict[str, memoryview] = {}
+        self._restored: dict[str, bytearray] = {}
 
     def __call__(self, request: Any, *given: Any) -> list[np.ndarray]:
         """Answers a request.
@@ -188,20 +208,38 @@ class Server:
             raise ValueError(f"the message of {name} can't be decoded: {error}") from None
         return [halves]
 
-    def _collect(self, prepared: _Prepared) -> list[np.ndarray]:
-        prefix, file = prepared.content["prefix"], io.BytesIO()
+    def _collect(self, prepared: _Prepared, block: np.ndarray) -> list[np.ndarray]:
+        prefix, (first, most) = prepared.content["prefix"], block.tolist()
+        if first == 0:
+            self._collected[prefix] = self._saved(prefix)
+        saved = self._collected.get(prefix, memoryview(b""))
+        if first + most >= len(saved):
+            self._collected.pop(prefix, None)
+        length = np.array([len(saved)], np.int64).view(np.uint8)
+        return [np.concatenate([length, np.frombuffer(saved[first : first + most], np.uint8)])]
+
+    def _saved(self, prefix: str) -> memoryview:
+        file = io.BytesIO()
         with self._lock:
             found = [(key, state) for key, state in sorted(self._states.items()) if key.startswith(prefix)]
             names = [[key.removeprefix(prefix), list(state)] for key, state in found]
             contents = [value for _, state in found for value in state.values()]
             np.savez(file, np.frombuffer(json.dumps(names).encode(), np.uint8), *contents)
-        return [np.frombuffer(file.getvalue(), np.uint8)]
+        return file.getbuffer()
 
-    def _restore(self, prepared: _Prepared, saved: np.ndarray) -> list[np.ndarray]:
-        prefix, restored = prepared.content["prefix"], _loaded(saved)
-        with self._lock:
-            kept = {key: state for key, state in self._states.items() if not key.startswith(prefix)}
-            self._states = {**kept, **{prefix + key: state for key, state in restored.items()}}
+    def _restore(self, prepared: _Prepared, block: np.ndarray, position: np.ndarray) -> list[np.ndarray]:
+        prefix, (first, total) = prepared.content["prefix"], position.tolist()
+        if first == 0:
+            self._restored[prefix] = bytearray()
+        # Empty in a process that was started since the first block: its states stay empty, as those of a lost worker.
+        received = self._restored.get(prefix)
+        if received is not None:
+            received += block.tobytes()
+        if received is not None and len(received) >= total:
+            restored = _loaded(self._restored.pop(prefix))
+            with self._lock:
+                kept = {key: state for key, state in self._states.items() if not key.startswith(prefix)}
+                self._states = {**kept, **{prefix + key: state for key, state in restored.items()}}
         return [self._name()]
 
     def _name(self) -> np.ndarray:
@@ -237,8 +275,8 @@ def _described_state(state: gathered.Arrays) -> dict[str, list[Any]]:
     return {name: [value.size, value.dtype.name] for name, value in state.items()}
 
 
-def _loaded(saved: np.ndarray) -> dict[str, gathered.Arrays]:
-    with np.load(io.BytesIO(saved.tobytes()), allow_pickle=False) as found:
+def _loaded(saved: bytearray) -> dict[str, gathered.Arrays]:
+    with np.load(io.BytesIO(saved), allow_pickle=False) as found:
         names, *values = (found[name] for name in found.files)
     supply = iter(values)
     return {key: {name: next(supply) for name in state} for key, state in json.loads(names.tobytes())}

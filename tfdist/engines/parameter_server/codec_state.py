@@ -7,7 +7,6 @@ The state of a worker that is lost is lost with its process; a replacement begin
 from __future__ import annotations
 
 import concurrent.futures
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from tfdist.compat import closures, optimizer_patches
 from tfdist.compression import error_feedback, on_servers
 from tfdist.engines.parameter_server import server_calls
 from tfdist.engines.parameter_server.transfer.encoding import Encoding
+from tfdist.runtime.row_blocks import BLOCK_BYTES
 
 # Server processes that are asked at the same time.
 _THREADS = 16
@@ -57,12 +57,21 @@ class CodecStates:
       encoding: of the strategy.
       coordinator: the `ClusterCoordinator` of the workers.
       num_workers: number of workers.
-      timeout_secs: longest wait for the answer of a worker that is not lost; then TimeoutError is raised.
+      timeout_secs: longest wait for a block of the state of a worker that is not lost; then TimeoutError is raised. A
+        large state takes longer, as long as its blocks are sent.
+      block_bytes: bytes of a block.
     """
 
-    def __init__(self, encoding: Encoding, coordinator: Any, num_workers: int, timeout_secs: float) -> None:
+    def __init__(
+        self,
+        encoding: Encoding,
+        coordinator: Any,
+        num_workers: int,
+        timeout_secs: float,
+        block_bytes: int = BLOCK_BYTES,
+    ) -> None:
         self._encoding, self._coordinator, self._num_workers = encoding, coordinator, num_workers
-        self._timeout_secs = timeout_secs
+        self._timeout_secs, self._block_bytes = timeout_secs, block_bytes
 
     def collect(self, model: Any) -> tuple[Any, list[Any]]:
         """See `WorkerState.collect`: for each worker and optimizer one array, uint8; empty for a lost worker."""
@@ -70,7 +79,7 @@ class CodecStates:
         requests = [on_servers.collect_request(self._encoding.prefix_of(optimizer)) for optimizer in optimizers]
 
         def states_of(worker: int) -> list[np.ndarray]:
-            return [server_calls.call(f"worker:{worker}", request) for request in requests]
+            return [self._state_of(f"worker:{worker}", request) for request in requests]
 
         by_worker = self._on_each(range(self._num_workers), states_of)
         empty = [np.zeros(0, np.uint8)] * len(requests)
@@ -90,11 +99,31 @@ class CodecStates:
 
         def restore(worker: int) -> None:
             for request, saved in zip(requests, arrays[worker * count : (worker + 1) * count], strict=True):
-                if saved.size:
-                    server_calls.call(f"worker:{worker}", request, tf.constant(saved, tf.uint8))
+                for first in range(0, saved.size, self._block_bytes):
+                    block, position = saved[first : first + self._block_bytes], np.array([first, saved.size])
+                    self._call(f"worker:{worker}", request, block, position)
 
         saved_workers = len(arrays) // count if count else 0
         self._on_each(range(min(self._num_workers, saved_workers)), restore)
+
+    def _state_of(self, worker: str, request: bytes) -> np.ndarray:
+        """Returns the state of a worker, fetched block by block; empty if its process was replaced meanwhile."""
+        whole, first = np.zeros(0, np.uint8), 0
+        while not first or first < whole.size:
+            answer = self._call(worker, request, np.array([first, self._block_bytes]))
+            total, block = on_servers.block_of(answer)
+            if not total:
+                return np.zeros(0, np.uint8)
+            if not first:
+                whole = np.empty(total, np.uint8)
+            whole[first : first + block.size] = block
+            first += block.size
+        return whole
+
+    def _call(self, worker: str, request: bytes, *arrays: np.ndarray) -> np.ndarray:
+        return server_calls.within(
+            self._timeout_secs, worker, lambda: server_calls.call(worker, request, *map(tf.constant, arrays))
+        )
 
     def _on_each(self, workers: Sequence[int], function: Callable[[int], Any]) -> dict[int, Any]:
         """Calls `function` for each worker that is not lost; returns the results of those not lost meanwhile."""
@@ -104,8 +133,7 @@ class CodecStates:
             if worker in lost:
                 continue
             try:
-                call = functools.partial(function, worker)
-                results[worker] = server_calls.within(self._timeout_secs, f"worker:{worker}", call)
+                results[worker] = function(worker)
             except Exception as error:
                 if not closures.is_task_failure(error):
                     raise
