@@ -218,6 +218,32 @@ def test_a_lost_worker_takes_its_gradient_along_and_comes_back():
     assert found.accepted[0] == pytest.approx(found.accepted[1] - 5, abs=1)
 
 
+@pytest.mark.parametrize("back_after_secs", [None, 0.5])
+def test_an_asynchronous_epoch_ends_before_the_next_begins(back_after_secs: float | None):
+    cluster = ClusterModel(workers=2, compute=constant(0.1))
+    # The third gradient of an epoch is computed while the other worker waits for the next one.
+    assert simulate(cluster, num_updates=12, steps_per_epoch=3).seconds == pytest.approx(4 * 0.2)
+    assert simulate(cluster, num_updates=12).seconds == pytest.approx(0.6)
+    lossy = dataclasses.replace(cluster, failures=[simulation.Failure(0.15, 0, back_after_secs)])
+    found = simulate(lossy, num_updates=12, steps_per_epoch=3)
+    assert sum(found.accepted) == 12
+    for gradient in found.gradients:
+        ended = [time for time in found.times[2::3] if time <= gradient.started]
+        assert gradient.update <= 3 * (len(ended) + 1)
+
+
+def test_short_epochs_of_a_full_link_make_fewer_updates():
+    """All workers fetch together when an epoch begins, and only spread out over both directions in the course of it."""
+    cluster = ClusterModel(workers=8, servers=2, compute=lognormal(0.4, 0.25), network=NetworkModel("200Mbit"))
+    cluster = dataclasses.replace(cluster, network=dataclasses.replace(cluster.network, queueing="fair"))
+    model = ModelProfile(dense_bytes="16MB")
+
+    def rate(steps: int) -> float:
+        return simulate(cluster, model, num_updates=3200, steps_per_epoch=8 * steps).updates_per_sec
+
+    assert rate(10) < 0.9 * rate(50) < 0.9 * rate(400)
+
+
 def test_a_collective_waits_for_a_lost_worker_and_fails_if_it_is_gone_for_good():
     def trained(back_after_secs: float | None) -> Result:
         failures = [simulation.Failure(0.15, 2, back_after_secs)]

@@ -138,8 +138,9 @@ def simulate(
     batch_size: int | None = None,
     update_secs: float | None = None,
     num_updates: int = 0,
+    steps_per_epoch: int = 0,
 ) -> simulation.Result:
-    """Simulates a strategy on workers like the profiled device; see `predict`."""
+    """Simulates a strategy on workers like the profiled device; see `predict` and `simulation.simulate`."""
     size = batch_size or profile.batch_size
     steps = [sample * step_secs(profile, size) / step_secs(profile, profile.batch_size) for sample in profile.samples]
     if len(steps) > _MOST_SAMPLES:
@@ -165,7 +166,15 @@ def simulate(
     )
     is_asynchronous = strategy == PARAMETER_SERVER and not any(isinstance(each, Aggregation) for each in policies)
     updates = num_updates or (max(_GRADIENTS, 8 * workers) if is_asynchronous else _UPDATES)
-    return simulation.simulate(cluster, model, strategy=strategy, policies=policies, codec=codec, num_updates=updates)
+    return simulation.simulate(
+        cluster,
+        model,
+        strategy=strategy,
+        policies=policies,
+        codec=codec,
+        num_updates=updates,
+        steps_per_epoch=steps_per_epoch,
+    )
 
 
 def steady(result: simulation.Result, batch_size: int) -> tuple[float, float]:

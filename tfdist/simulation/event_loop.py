@@ -73,7 +73,9 @@ class EventLoop:
       durations: seconds of computing by replica and attempt.
       costs: what else takes time.
       warmup: limits the replicas that take part at the start.
-      steps_per_epoch: updates of an epoch, for a warmup in epochs; 0 if there are no epochs.
+      steps_per_epoch: updates of an epoch; 0 if there are no epochs.
+      ends_epochs: True if an epoch starts as many gradients as it has updates, and the next epoch begins when all of
+        them are applied; only for policies that make an update of each gradient.
       losses: losses of replicas.
 
     Attributes:
@@ -96,6 +98,7 @@ class EventLoop:
         *,
         warmup: Warmup | None = None,
         steps_per_epoch: int = 0,
+        ends_epochs: bool = False,
         losses: Losses | None = None,
     ) -> None:
         total = policy.total_num_replicas
@@ -114,6 +117,9 @@ class EventLoop:
         self._costs = costs
         self._warmup = warmup
         self._steps_per_epoch = steps_per_epoch
+        self._ends_epochs = ends_epochs and steps_per_epoch > 0
+        # Gradients of this epoch that were not started yet.
+        self._left_in_epoch: float = steps_per_epoch if self._ends_epochs else math.inf
         self._losses = losses or Losses()
         self._random = random.Random(f"{self._losses.seed}:failures")
         # (time, replica, kind, gradient): of events at the same time, that of the lowest replica is first.
@@ -171,7 +177,7 @@ class EventLoop:
     def _start_idle(self, time: float) -> None:
         """Lets idle replicas start, that whose last start is longest ago first."""
         policy, idle = self._policy, self._idle
-        while idle and not self._is_updating and policy.may_any_start:
+        while idle and not self._is_updating and self._left_in_epoch > 0 and policy.may_any_start:
             entry = heapq.heappop(idle)
             if policy.may_start(entry[1]):
                 self._start(time, entry[1])
@@ -187,6 +193,7 @@ class EventLoop:
         gradient = self.gradients.add(replica, time, self._policy.started(replica, time))
         self.held_secs[replica] += time - self._idle_since[replica]
         self._under_way[replica] = gradient
+        self._left_in_epoch -= 1
         if self._costs.down is None:
             self._compute(time, replica, gradient)
         else:
@@ -268,6 +275,8 @@ class EventLoop:
     def _open(self, time: float) -> None:
         self._opened_at = time
         self._policy.opened(time)
+        if self._ends_epochs and len(self.updates) % self._steps_per_epoch == 0:
+            self._left_in_epoch = self._steps_per_epoch
         self._start_idle(time)
 
     def _open_next(self) -> float:
@@ -344,6 +353,8 @@ class EventLoop:
             self.gradients.outcome[gradient] = gradient_records.LOST
             self.gradients.arrived[gradient] = time
             self._under_way[replica] = -1
+            # Its step is given to another worker.
+            self._left_in_epoch += 1
             self._idle_since[replica] = time
             self._refused.append((gradient, replica))
         if back_after is not None:

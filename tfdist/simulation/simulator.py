@@ -51,7 +51,9 @@ def simulate(
       policies: as for the strategy; new objects, which belong to no strategy yet.
       codec: cost of the codec; required with `tfdist.Compression`.
       num_updates: number of updates to simulate; with `ParameterAveraging` an update is one average.
-      steps_per_epoch: updates of an epoch; required with `Warmup(epochs=...)`.
+      steps_per_epoch: updates of an epoch; required with `Warmup(epochs=...)`. Asynchronous training without a policy
+        for gradients ends each epoch when its last gradient is applied, and then all workers begin the next one
+        together; without it the epoch has no end.
       seed: seed of computing times and failures.
 
     Raises:
@@ -76,6 +78,7 @@ def simulate(
         costs,
         warmup=composed.warmup,
         steps_per_epoch=steps_per_epoch,
+        ends_epochs=engine.is_parameter_server and composed.aggregation is None,
         losses=_losses(cluster, seed),
     )
     loop.run(num_updates)
