@@ -93,7 +93,7 @@ _HELP = {
     "optimizer_bytes": "bytes of the optimizer's slots",
     "overlap": "share of a step during which an all-reduce can already run",
     "num_updates": "updates to simulate (100)",
-    "steps_per_epoch": "updates of an epoch: for Warmup(epochs=...), and for asynchronous workers, who begin each epoch together",
+    "steps_per_epoch": "updates of an epoch: for Warmup(epochs=...), and where asynchronous training waits at its end",
     "seed": "seed of the random draws (0)",
 }
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import shutil
@@ -47,6 +48,16 @@ def joined(count: int, mbits: int) -> Iterator[tuple[Sequence[str], Sequence[str
     finally:
         for space in (*spaces, switch):
             subprocess.run(["ip", "netns", "del", space], env={**os.environ, "PATH": PATH}, capture_output=True)
+
+
+def counters(spaces: Sequence[str]) -> list[tuple[int, int]]:
+    """Returns the bytes that each of the namespaces of `joined` has sent and received so far, headers included."""
+    # All links end at the switch.
+    command = ["ip", "-n", f"tfs{spaces[0][2:8]}", "-j", "-s", "link", "show", "type", "veth"]
+    done = subprocess.run(command, env={**os.environ, "PATH": PATH}, capture_output=True, text=True, check=True)
+    ports = {each["ifname"]: each["stats64"] for each in json.loads(done.stdout)}
+    each_port = [ports[f"port{index}"] for index in range(len(spaces))]
+    return [(port["rx"]["bytes"], port["tx"]["bytes"]) for port in each_port]
 
 
 def _do(*command: str) -> None:

@@ -51,11 +51,12 @@ class Sleep(keras.layers.Layer):
 
 
 class Times(keras.callbacks.Callback):
-    """Keeps the seconds of each epoch."""
+    """Keeps the seconds of each epoch, and when it began and ended, in seconds since 1970."""
 
     def __init__(self) -> None:
         super().__init__()
         self.secs: list[float] = []
+        self.spans: list[tuple[float, float]] = []
         self._began = 0.0
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -63,6 +64,7 @@ class Times(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self.secs.append(time.perf_counter() - self._began)
+        self.spans.append((time.time() - self.secs[-1], time.time()))
 
 
 def policies() -> list[Any]:

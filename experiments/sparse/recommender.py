@@ -26,7 +26,7 @@ import sleeping_steps
 
 FLAGS = flags.FLAGS
 flags.DEFINE_enum("model", "sparse", ["sparse", "dense"], "Tables whose rows are looked up, or dense layers.")
-flags.DEFINE_integer("rounds", 3, "How often --steps steps are measured.", lower_bound=1)
+flags.DEFINE_integer("rounds", 3, "How many epochs of --steps steps are measured.", lower_bound=1)
 WIDTH = 64
 # Units of the dense model: ids are hashed to HASHED inputs.
 HASHED, HIDDEN = 512, (1600, 1984)
@@ -85,15 +85,16 @@ def main(argv: list[str]) -> None:
         model.compile(keras.optimizers.Adagrad(0.05), loss)
     features, clicks = recommender_data.visits(_EXAMPLES)
     data = tf.data.Dataset.from_tensor_slices((features, clicks)).batch(FLAGS.batch, drop_remainder=True).repeat()
-    # Traces; ends when all its updates are made.
-    losses = model.fit(data, steps_per_epoch=4 * FLAGS.workers, verbose=0).history["loss"]
-    times = sleeping_steps.Times()
-    sent = [_bytes(strategy)]
-    for _ in range(FLAGS.rounds):
-        losses += model.fit(data, steps_per_epoch=FLAGS.steps, verbose=0, callbacks=[times]).history["loss"]
-        sent.append(_bytes(strategy))
+    times, sent = sleeping_steps.Times(), []
+    counting = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: sent.append(_bytes(strategy)))
+    # In the first epoch steps are traced and workers receive the data; it is not counted. An epoch ends when all its
+    # updates are made.
+    losses = model.fit(
+        data, steps_per_epoch=FLAGS.steps, epochs=1 + FLAGS.rounds, verbose=0, callbacks=[times, counting]
+    ).history["loss"]
     found = {
-        "steps_per_sec": [FLAGS.steps / secs for secs in times.secs],
+        "steps_per_sec": [FLAGS.steps / secs for secs in times.secs[1:]],
+        "spans": times.spans[1:],
         "bytes_per_step": [(after - before) / FLAGS.steps for before, after in itertools.pairwise(sent)],
         "losses": [float(each) for each in losses],
         "model_bytes": int(4 * np.sum([np.prod(each.shape) for each in model.trainable_variables])),

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scaling of a recommender of tables against a dense model of as many bytes, over slow links: predicted, then measured.
 
-python run.py                             # all: 1 to 8 workers, links of 200 Mb/s; root, iproute2; about 20 minutes
-python run.py --model=sparse --workers=8  # a part; results of earlier calls are kept
-python run.py --chart                     # draws the plot, prints the table, and judges
+python run.py                                     # all: 1 to 8 workers, links of 200 Mb/s; root, iproute2; 25 minutes
+python run.py --model=sparse --workers=8          # a part; results of earlier calls are kept
+python run.py --model=dense --workers=8 --long    # epochs of 40 steps of each worker
+python run.py --chart                             # draws the plot, prints the table, and judges
 
 Each task has a network namespace of its own. All predictions of a model are written before its first run.
 """
@@ -20,10 +21,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import link_use
 import sparse_chart
 from absl import app, flags
 
-from tfdist import Task
+from tfdist import Task, simulation
 from tfdist.advisor import network as networks
 from tfdist.advisor import prediction, profile
 
@@ -41,9 +43,13 @@ flags.DEFINE_float("sleep", 0.4, "Mean seconds of a step's sleep, lognormal (s =
 flags.DEFINE_string("output", str(HERE / "results" / "scaling.json"), "Where predictions and measurements go.")
 flags.DEFINE_bool("chart", False, "Only draws, prints and judges what is in --output.")
 flags.DEFINE_float("profile_secs", 30.0, "How long to profile one device.", lower_bound=5.0)
+flags.DEFINE_bool("long", False, "Measures one epoch of 40 steps of each worker, instead of three of 30 or 14.")
 SERVERS, BATCH = 2, 64
-# Steps of each worker in a round.
-_STEPS = {"sparse": 30, "dense": 14}
+# Steps of each worker in an epoch, and epochs that are measured.
+_STEPS = {"sparse": (30, 3), "dense": (14, 3)}
+_LONG = (40, 1)
+# Epochs that a prediction is the mean of.
+_SIMULATED = 20
 _LIMIT_SECS = 400.0
 _PORT = 9100
 
@@ -73,10 +79,11 @@ def _run(model: str, entry: dict[str, Any], write: Any) -> None:
         if not entry:
             measured, network = _profile(folder, model), _network(folder, spaces, hosts)
             entry |= {"profile": _summary(measured), "network": network.text, "predicted_at": time.time()}
-            entry["runs"] = {str(workers): _predicted(measured, network, workers) for workers in (1, 2, 4, 8)}
+            for runs, steps in (("runs", _STEPS[model][0]), ("long_runs", _LONG[0])):
+                entry[runs] = {str(each): _predicted(measured, network, each, steps) for each in (1, 2, 4, 8)}
             write()
         for workers in FLAGS.workers:
-            run = entry["runs"][str(workers)]
+            run = entry["long_runs" if FLAGS.long else "runs"][str(workers)]
             run |= _measured(model, workers, folder, spaces, hosts)
             run["measured_at"] = time.time()
             write()
@@ -112,10 +119,25 @@ def _network(folder: pathlib.Path, spaces: Sequence[str], hosts: Sequence[str]) 
     return networks.from_flag(str(path), None, has_accelerators=False)
 
 
-def _predicted(measured: profile.Profile, network: networks.Network, workers: int) -> dict[str, Any]:
-    strategy = "ParameterServerStrategy"
-    result = prediction.simulate(measured, network, strategy, [], workers, servers=SERVERS, num_updates=200 * workers)
-    return {"predicted": prediction.steady(result, measured.batch_size)[1], "limit": result.limit}
+def _predicted(measured: profile.Profile, network: networks.Network, workers: int, steps: int) -> dict[str, Any]:
+    """Predicts epochs of so many steps of each worker; besides, what training without epochs would reach."""
+
+    def simulated(num_updates: int, steps_per_epoch: int) -> simulation.Result:
+        return prediction.simulate(
+            measured,
+            network,
+            "ParameterServerStrategy",
+            [],
+            workers,
+            servers=SERVERS,
+            num_updates=num_updates,
+            steps_per_epoch=steps_per_epoch,
+        )
+
+    found = simulated(_SIMULATED * steps * workers, steps * workers)
+    without_end = prediction.steady(simulated(200 * workers, 0), measured.batch_size)[1]
+    used = {name: use.utilisation for name, use in found.links.items()}
+    return {"predicted": found.updates_per_sec, "steady": without_end, "limit": found.limit, "predicted_use": used}
 
 
 def _measured(
@@ -124,9 +146,15 @@ def _measured(
     output = folder / "measured.json"
     output.unlink(missing_ok=True)
     command = [sys.executable, str(SCRIPT), f"--model={model}", f"--workers={workers}", f"--sleep={FLAGS.sleep}"]
-    command += [f"--batch={BATCH}", f"--steps={_STEPS[model] * workers}", f"--output={output}"]
-    _run_all({"worker": workers, "ps": SERVERS, "chief": 1}, command, spaces, hosts)
-    return json.loads(output.read_text())
+    steps, epochs = _LONG if FLAGS.long else _STEPS[model]
+    steps *= workers
+    command += [f"--batch={BATCH}", f"--steps={steps}", f"--rounds={epochs}", f"--output={output}"]
+    used = spaces[: workers + SERVERS + 1]
+    with link_use.Watch(used, range(workers, workers + SERVERS), FLAGS.mbits) as watch:
+        _run_all({"worker": workers, "ps": SERVERS, "chief": 1}, command, spaces, hosts)
+    found = json.loads(output.read_text())
+    found["links"] = [watch.during(began, ended, steps) for began, ended in found.pop("spans")]
+    return found
 
 
 def _run_all(counts: dict[str, int], command: Sequence[str], spaces: Sequence[str], hosts: Sequence[str]) -> None:
