@@ -5,7 +5,11 @@ from __future__ import annotations
 
 import os
 import pathlib
+import signal
 import stat
+import subprocess
+import sys
+import textwrap
 
 import pytest
 
@@ -95,3 +99,17 @@ def test_a_mark_in_a_folder_of_another_user_does_not_count(
     assert serving_task.is_ours(folder)
     monkeypatch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
     assert not serving_task.is_ours(folder)
+
+
+def test_ctrl_c_ends_a_server_by_sigint_without_a_traceback() -> None:
+    script = """
+        import atexit, os, signal, sys
+        from tfdist.serving import task
+
+        task._serve = lambda *arguments: os.kill(os.getpid(), signal.SIGINT)
+        atexit.register(print, "ended in order")
+        sys.exit(task.serve(None))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "ended in order\n", "")
