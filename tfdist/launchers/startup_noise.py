@@ -22,9 +22,9 @@ _OF_INFORMATION = re.compile(r"To enable the following instructions: |/job:\w+/(
 _BUFFER_FOLLOWS = "goo.gle/debug"
 _OF_BUFFER = re.compile(r"\s*(?:\w+ \{|\w+: .*|\})?$")
 _NO_LOGGER = "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR"
-# Messages of the ordinary course of a parameter-server job: the rendezvous of a step is cleaned up, a handle of a tensor
-# is deleted that the worker has deleted already, and a function can't be registered on a task that is lost. The loss is
-# reported by the launcher, and by an exception if it matters.
+# Messages of the ordinary course of a parameter-server job: the rendezvous of a step is cleaned up, a handle of a
+# tensor is deleted that the worker has deleted already, and functions can't be registered on, or removed from, a lost
+# task. The launcher reports the loss.
 _HARMLESS = re.compile(
     r"[WE]0000 00:00:\d+\.\d+ +\d+ "
     r"(?:local_rendezvous\.cc:\d+\] Local rendezvous is aborting with status: ABORTED: Cleanup "
