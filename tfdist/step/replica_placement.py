@@ -47,7 +47,7 @@ def check_step(strategy: Any, fn: Any) -> None:
     model = keras_steps.model_of(fn)
     if model is None and keras_steps.classify(fn) == "predict":
         # Keras hands over a function of its own.
-        model = running_loop.call_model()
+        model = running_loop.predicting_model()
     if model is not None:
         check(strategy, model)
 
