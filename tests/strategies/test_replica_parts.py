@@ -262,6 +262,14 @@ def test_replicas_of_one_device_have_no_places(cpus: list[str]) -> None:
             call()
 
 
+def test_split_before_compile_places_a_clone(strategy: tfdist.MirroredStrategy) -> None:
+    with strategy.scope():
+        layers = [keras.layers.Dense(2), keras.layers.Dense(1)]
+        model = tfdist.split(keras.models.clone_model(keras.Sequential([keras.Input((4,)), *layers])))
+        model.compile("sgd", "mse")
+    assert model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0).history["loss"][0] > 0
+
+
 @pytest.mark.parametrize("call", ["fit", "evaluate", "predict"])
 def test_layers_without_a_place_are_named(strategy: tfdist.MirroredStrategy, call: str) -> None:
     with strategy.scope():

@@ -129,7 +129,7 @@ class Postponed:
 
 def optimizers_of(model: keras.Model) -> list[Any]:
     """The optimizer given to `compile`, and those that a subclass keeps in attributes of its own, as GANs do."""
-    found = [model.optimizer, *vars(model).values()]
+    found = [getattr(model, "optimizer", None), *vars(model).values()]
     unique = {id(value): value for value in found if isinstance(value, keras.optimizers.Optimizer)}
     # One that is wrapped for loss scaling is a part of the one around it.
     for optimizer in list(unique.values()):
