@@ -29,7 +29,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat import loops, own_attributes, server_variables, sliced_restores
-from tfdist.engines.parameter_server import shard_blocks, shard_rows
+from tfdist.engines.parameter_server import linked_reads, shard_blocks, shard_rows
 from tfdist.engines.parameter_server.coordinated_variable import CoordinatedVariable
 from tfdist.engines.parameter_server.updated_part import Part, part_of
 
@@ -219,7 +219,7 @@ class _Whole:
             return part.read(self.variables[part.index])
         if tf.executing_eagerly():
             self._watch_eagerly()
-            return _linked(self.eager_anchor, self._concatenated())
+            return linked_reads.linked(self.eager_anchor, self._concatenated())
         value = _of_this_graph(self._read)
         if value is None:
             value = self._concatenated()
@@ -231,10 +231,10 @@ class _Whole:
         if value.graph is not first.graph:
             # The gradient of a loop can't add up for the anchor, which has no shape: both handles follow outside of it.
             with first.graph.as_default(), tf.control_dependencies(None):
-                both = _linked_twice(first, step.anchor, first)
-            return _linked(both, value)
+                both = linked_reads.linked_twice(first, step.anchor, first)
+            return linked_reads.linked(both, value)
         # A read after a write is another tensor, but the same variable for a tape.
-        return _linked_twice(first, step.anchor, value)
+        return linked_reads.linked_twice(first, step.anchor, value)
 
     @functools.cached_property
     def eager_anchor(self) -> tf.Tensor:
@@ -382,20 +382,6 @@ def _outermost_graph() -> Any:
     while isinstance(outer := getattr(graph, "outer_graph", None), tf.Graph) and outer.building_function:
         graph = outer
     return graph
-
-
-@tf.custom_gradient
-def _linked(handle: tf.Tensor, value: tf.Tensor) -> Any:
-    """Returns `value`, with its gradient that of `handle`."""
-    del handle
-    return tf.identity(value), lambda gradient: (gradient, None)
-
-
-@tf.custom_gradient
-def _linked_twice(first: tf.Tensor, anchor: tf.Tensor, value: tf.Tensor) -> Any:
-    """Returns `value`, with its gradient that of both handles, of which a step takes one."""
-    del first, anchor
-    return tf.identity(value), lambda gradient: (gradient, gradient, None)
 
 
 def has_shards(variable: Any) -> bool:
