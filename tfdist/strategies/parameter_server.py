@@ -166,6 +166,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             transfer=self._transfer,
             data_sharding=data_sharding,
         )
+        self._engine.servers = serving.cluster.jobs["ps"]
         # Makes the train steps of Keras' loop.
         self._training: CoordinatedEngine | AggregatedEngine = self._engine
         self.distribution.coordinator = self._engine.coordinator

@@ -111,6 +111,10 @@ class AggregatedEngine(Engine):
         engine.programs.accumulates = False
         closures.before_use(engine.coordinator, self._leave)
 
+    def raised_in_step(self) -> BaseException | None:
+        """See `Engine.raised_in_step`."""
+        return self._engine.raised_in_step()
+
     @property
     def replicas_to_aggregate(self) -> int:
         """Number of gradients of the next update."""

@@ -24,13 +24,13 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import closures, cluster_joining, python_operation
+from tfdist.compat import closures, cluster_joining, python_operation, step_errors
 from tfdist.compat.running_loop import Fit
 from tfdist.data import splitting
 from tfdist.engines.base import Engine
@@ -44,7 +44,7 @@ from tfdist.engines.parameter_server.worker_batch import WorkerBatch
 from tfdist.engines.parameter_server.worker_data import Batch, WorkerIterator
 from tfdist.engines.parameter_server.worker_dataset import WorkerDataset, WorkerDatasetFromFunction
 from tfdist.policies.base import Update
-from tfdist.runtime import stalls
+from tfdist.runtime import lost_servers, stalls
 from tfdist.step import keras_steps, one_replica
 
 
@@ -88,9 +88,12 @@ class CoordinatedEngine(Engine):
         self.window = 2 * num_workers + 1
         # Called before a step is queued; another engine that occupies the workers' threads returns them then.
         self.before_queueing: Callable[[], None] = lambda: None
+        # Addresses of the parameter servers by index; they are asked when a step has failed.
+        self.servers: Mapping[int, str] = {}
         self._queue = StepQueue(self.coordinator, num_workers, clock, stall_timeout_secs, on_update)
         self._reporter = stalls.StallReporter(self.waited_for, progress=self._queue.progress, clock=clock)
         self._reporter.start()
+        step_errors.install()
 
     # What the strategy and its data sets call.
 
@@ -299,6 +302,11 @@ class CoordinatedEngine(Engine):
             self._queue.wait_until(self._queue.is_empty)
         if writes:
             self._queue.logs = None
+
+    def raised_in_step(self) -> BaseException | None:
+        """See `Engine.raised_in_step`: the operation of a step gives the error of a lost server another type."""
+        said = lost_servers.said(self.servers)
+        return tf.errors.UnavailableError(None, None, said) if said else None
 
     def waited_for(self) -> str:
         """Returns the names of the workers that the steps in flight wait for."""
