@@ -124,6 +124,13 @@ def test_flagfiles(tmp_path):
 
 # Clusters.
 
+
+def test_sizes_that_are_not_given_are_not_compared_with_the_cluster():
+    found = values()
+    assert found.tfdist_num_workers is None
+    assert found.tfdist_num_ps is None
+
+
 CLUSTER = {"worker": ["a:1", "b:1"], "ps": ["c:1"], "chief": ["d:1"]}
 
 

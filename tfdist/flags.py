@@ -52,8 +52,10 @@ def define_flags(flag_values: flags.FlagValues = flags.FLAGS) -> None:
     flags.DEFINE_multi_string("tfdist_policies", [], policy_help, flag_values=flag_values)
     text("tfdist_cluster", None, 'addresses, such as \'{"worker": ["a:2222", "b:2222"]}\'; else TF_CONFIG')
     text("tfdist_task", None, "which task this is, such as worker:1; with --tfdist_cluster")
-    number("tfdist_num_workers", 2, "workers of the cluster on this machine, if there is no other", lower_bound=1)
-    number("tfdist_num_ps", 1, "parameter servers of it", lower_bound=1)
+    number(
+        "tfdist_num_workers", None, "workers of the cluster on this machine, if there is no other (2)", lower_bound=1
+    )
+    number("tfdist_num_ps", None, "parameter servers of it (1)", lower_bound=1)
     text("tfdist_data_sharding", "shard", "parameter_server: shard, replicate or dynamic")
     text("tfdist_transfer", "auto", "parameter_server: auto or plain")
     flags.DEFINE_list("tfdist_devices", None, "mirrored: devices, such as GPU:0,GPU:1", flag_values=flag_values)

@@ -43,7 +43,7 @@ def misses(found: Mapping[str, Any]) -> list[str]:
 
 def table(found: Mapping[str, Any]) -> str:
     """Returns a line for each run."""
-    lines = ["| Model | Workers | Predicted | Measured (rounds) | Error | Of linear | Times one device | MB a step |"]
+    lines = ["| Model | Workers | Predicted | Measured (epochs) | Error | Of linear | Times one device | MB a step |"]
     lines.append("|---|---|---|---|---|---|---|---|")
     for model, entry in found.items():
         alone, measured = 1 / entry["profile"]["step_secs"], rates(entry)

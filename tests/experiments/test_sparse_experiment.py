@@ -23,9 +23,7 @@ def sparse(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def test_published_runs_are_as_the_page_says(sparse: SimpleNamespace, tmp_path: pathlib.Path) -> None:
     published = json.loads((FOLDER / "published.json").read_text())
-    # The page says so: the dense model saturates before the prediction says.
-    known = [text.split(":")[0] for text in sparse.sparse_chart.misses(published)]
-    assert known and all(name.startswith("dense, ") for name in known)
+    assert sparse.sparse_chart.misses(published) == []
     assert {1, 2, 4, 8} == set(sparse.sparse_chart.rates(published["sparse"]))
     # What the page shows is what the file has.
     assert sparse.sparse_chart.table(published) in (FOLDER / "README.md").read_text()

@@ -150,10 +150,11 @@ def test_update_in_a_conditional_is_refused_in_one_line(strategy):
     [
         (keras.layers.Dense, "mse", False),
         (keras.layers.SimpleRNN, "mse", True),
+        (lambda units: keras.layers.Lambda(lambda x: x[..., :units]), "mse", True),
         # A sum is no reason not to fill: `predict` computes no loss.
         (keras.layers.SimpleRNN, keras.losses.MeanSquaredError(reduction="sum"), True),
     ],
-    ids=["dense", "recurrent", "recurrent-sum"],
+    ids=["dense", "recurrent", "function", "recurrent-sum"],
 )
 def test_predict_fills_empty_parts_only_for_layers_that_need_it(strategy, monkeypatch, layer, loss, is_filled):
     filled, calls = empty_parts.filled, []

@@ -42,8 +42,8 @@ def _keeping_types(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
             except tf.errors.OutOfRangeError:
                 running_loop.end_cut_execution()
                 raise
-            except tf.errors.OpError:
-                raised = getattr(self._distributed_dataset, "raised_in_step", lambda: None)()
+            except tf.errors.OpError as error:
+                raised = getattr(self._distributed_dataset, "raised_in_step", lambda error: None)(error)
                 if raised is None:
                     raise
                 raise raised from None

@@ -233,9 +233,11 @@ class Server:
             self._restored[prefix] = bytearray()
         # Empty in a process that was started since the first block: its states stay empty, as those of a lost worker.
         received = self._restored.get(prefix)
-        if received is not None:
-            received += block.tobytes()
-        if received is not None and len(received) >= total:
+        if received is None or len(received) != first:
+            # The latter is a block of an attempt that was given up.
+            return [self._name()]
+        received += block.tobytes()
+        if len(received) >= total:
             restored = _loaded(self._restored.pop(prefix))
             with self._lock:
                 kept = {key: state for key, state in self._states.items() if not key.startswith(prefix)}

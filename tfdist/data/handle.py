@@ -239,9 +239,9 @@ class DistributedDataset(distributed_data.DistributedDatasetBase):
         """Returns the data set over which a `tf.function` iterates."""
         return self.whole
 
-    def raised_in_step(self) -> BaseException | None:
-        """Returns the Python exception of the last step, if the engine knows of any."""
-        return self._engine.raised_in_step()
+    def raised_in_step(self, error: Exception) -> BaseException | None:
+        """Returns the exception that `fit` raises in place of a step's error, or None; see `Engine.raised_in_step`."""
+        return self._engine.raised_in_step(error)
 
     def __iter__(self) -> Any:
         if not tf.executing_eagerly():

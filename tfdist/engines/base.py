@@ -38,8 +38,13 @@ class Engine(SavedState, abc.ABC):
           What the step returns, for all replicas of all workers together.
         """
 
-    def raised_in_step(self) -> BaseException | None:
-        """Returns the Python exception of the last step, and forgets it, if TensorFlow raises another in its place."""
+    def raised_in_step(self, error: Exception) -> BaseException | None:
+        """Returns the Python exception of the last step, and forgets it, if TensorFlow raises another in its place.
+
+        Args:
+          error: the one that TensorFlow raises.
+        """
+        del error
         return None
 
     def barrier(self, writes: bool = False) -> None:

@@ -1,31 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds parameter servers that no longer accept connections.
 
-An error that reaches the chief in a step names a connection at best, and often not whose. A server whose
-process has ended refuses connections at once, so it is asked.
+An error that reaches the chief in a step names a connection at best, and often not whose. A server whose process has
+ended refuses connections at once, so all are asked, at the same time.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
+import errno
+import socket
+import time
 from collections.abc import Mapping
 
-from tfdist.runtime import rendezvous
+from tfdist import _addresses
 
-# A host that is there accepts or refuses sooner; one without power takes all of it.
-_ANSWER_SECS = 2.0
+# Longest wait for an answer: a host that is there accepts or refuses sooner, one without power takes all of it.
+_ANSWER_SECS = 5.0
+_ENDING_SECS = 1.0
+_UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
 
 
-def said(servers: Mapping[int, str]) -> str | None:
-    """Returns what is to be said of lost parameter servers, or None if all accept connections.
+def described(servers: Mapping[int, str], is_suspected: bool = False) -> str | None:
+    """Returns a sentence about the parameter servers that are lost, or None if none is.
 
     Args:
       servers: the address of each, "host:port", by index.
+      is_suspected: True if a connection to one has ended; all that answer are then asked once more, after a second,
+        because a process that ends closes its connections and its port one after the other.
     """
-    lost = [
-        f"ps:{index} ({address})"
-        for index, address in servers.items()
-        if not rendezvous.answers(address, timeout_secs=_ANSWER_SECS)
-    ]
+    if not servers:
+        return None
+    found = _described(servers)
+    if found is None and is_suspected:
+        time.sleep(_ENDING_SECS)
+        found = _described(servers)
+    return found
+
+
+def _described(servers: Mapping[int, str]) -> str | None:
+    pool = concurrent.futures.ThreadPoolExecutor(min(32, len(servers)), "tfdist-lost-servers")
+    try:
+        found = list(pool.map(_is_lost, servers.values()))
+    finally:
+        pool.shutdown(wait=False)
+    lost = [f"ps:{index} ({servers[index]})" for index, is_lost in zip(servers, found, strict=True) if is_lost]
     if not lost:
         return None
     gone = "is lost, and its variables with it" if len(lost) == 1 else "are lost, and their variables with them"
@@ -33,3 +52,14 @@ def said(servers: Mapping[int, str]) -> str | None:
         f"{', '.join(lost)} {gone}; start the whole job again with tfdist.callbacks.Resume, "
         "as tfdist launch --max_restarts does"
     )
+
+
+def _is_lost(address: str) -> bool:
+    """Returns True if nobody accepts connections; False if it can't be said, as where a name is not resolved."""
+    try:
+        socket.create_connection(_addresses.split(address), timeout=_ANSWER_SECS).close()
+    except (ConnectionRefusedError, TimeoutError):
+        return True
+    except (OSError, UnicodeError) as error:
+        return getattr(error, "errno", None) in _UNREACHABLE
+    return False

@@ -18,6 +18,18 @@ from tfdist.compat import compiled_losses, flat_layers
 from tfdist.data import splitting
 from tfdist.step import model_losses, used_objects
 
+# Layers of Keras that fail on a batch of no examples, or that call code of others.
+_MAY_FAIL = (
+    keras.layers.RNN,
+    keras.layers.TimeDistributed,
+    keras.layers.Bidirectional,
+    keras.layers.Lambda,
+    keras.layers.TFSMLayer,
+    keras.layers.JaxLayer,
+    keras.layers.FlaxLayer,
+    keras.layers.TorchModuleWrapper,
+)
+
 
 def are_refused(model: keras.Model) -> bool:
     """Returns True if a step with losses must fill empty parts, because a layer may fail on a batch of no examples.
@@ -31,8 +43,7 @@ def are_refused(model: keras.Model) -> bool:
 def are_refused_by_layers(model: keras.Model | None) -> bool:
     """Returns True if a layer of the model may fail on a batch of no examples; None is an unknown model."""
     return model is None or any(
-        isinstance(layer, keras.layers.RNN | keras.layers.TimeDistributed | keras.layers.Bidirectional)
-        or not used_objects.is_of_keras(type(layer))
+        isinstance(layer, _MAY_FAIL) or not used_objects.is_of_keras(type(layer))
         for layer in flat_layers.layers_of(model)
     )
 

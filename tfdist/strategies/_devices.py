@@ -65,8 +65,10 @@ def served_cpus(devices_per_replica: int) -> int:
 
 def check_embedded(devices_per_replica: int, num_workers: int) -> None:
     """Raises ValueError if the workers of an embedded cluster will not have the devices; starts no runtime."""
-    kind = "GPU" if _count("GPU") else "CPU"
-    _check_servers(devices_per_replica, kind, [_count(kind)] * num_workers)
+    # Processes of their own: they have the machine's GPUs, and not the logical ones of this program.
+    num_gpus = len(tf.config.list_physical_devices("GPU"))
+    kind, count = ("GPU", num_gpus) if num_gpus else ("CPU", _count("CPU"))
+    _check_servers(devices_per_replica, kind, [count] * num_workers)
 
 
 def span_workers(strategy: tf.distribute.Strategy, devices_per_replica: int, num_workers: int) -> None:

@@ -219,8 +219,9 @@ class QuorumEngine(Engine):
             )
         return tuple(found)
 
-    def raised_in_step(self) -> BaseException | None:
+    def raised_in_step(self, error: Exception) -> BaseException | None:
         """See `Engine.raised_in_step`: the exception of the last round."""
+        del error
         raised, self._raised = self._raised, None
         return raised
 

@@ -111,9 +111,9 @@ class AggregatedEngine(Engine):
         engine.programs.accumulates = False
         closures.before_use(engine.coordinator, self._leave)
 
-    def raised_in_step(self) -> BaseException | None:
+    def raised_in_step(self, error: Exception) -> BaseException | None:
         """See `Engine.raised_in_step`."""
-        return self._engine.raised_in_step()
+        return self._engine.raised_in_step(error)
 
     @property
     def replicas_to_aggregate(self) -> int:

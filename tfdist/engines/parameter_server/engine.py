@@ -47,6 +47,15 @@ from tfdist.policies.base import Update
 from tfdist.runtime import lost_servers, stalls
 from tfdist.step import keras_steps, one_replica
 
+# Those that a step raises for it; operations that call Python make the first of most others.
+_OF_A_LOST_SERVER = (
+    tf.errors.UnknownError,
+    tf.errors.UnavailableError,
+    tf.errors.AbortedError,
+    tf.errors.CancelledError,
+    tf.errors.InternalError,
+)
+
 
 class CoordinatedEngine(Engine):
     """Runs functions on the workers; of Keras' steps it keeps a bounded window in flight.
@@ -303,10 +312,16 @@ class CoordinatedEngine(Engine):
         if writes:
             self._queue.logs = None
 
-    def raised_in_step(self) -> BaseException | None:
+    def raised_in_step(self, error: Exception) -> BaseException | None:
         """See `Engine.raised_in_step`: the operation of a step gives the error of a lost server another type."""
-        said = lost_servers.said(self.servers)
-        return tf.errors.UnavailableError(None, None, said) if said else None
+        if not isinstance(error, _OF_A_LOST_SERVER):
+            return None
+        is_unavailable = isinstance(error, tf.errors.UnavailableError) or "UnavailableError:" in error.message
+        brief, lost = python_operation.told_briefly(error.message), lost_servers.described(self.servers, is_unavailable)
+        if lost:
+            return tf.errors.UnavailableError(None, None, f"{lost} ({brief})")
+        # A server that was started again accepts connections; its variables are gone all the same.
+        return tf.errors.UnavailableError(None, None, brief) if is_unavailable else None
 
     def waited_for(self) -> str:
         """Returns the names of the workers that the steps in flight wait for."""

@@ -52,8 +52,9 @@ class SynchronousEngine(Engine):
         self._failure = failure
         step_errors.install()
 
-    def raised_in_step(self) -> BaseException | None:
+    def raised_in_step(self, error: Exception) -> BaseException | None:
         """See `Engine.raised_in_step`: of a sum in Python, as by MPI."""
+        del error
         return self._failure()
 
     def distribute(

@@ -37,9 +37,9 @@ class WarmupDataset(handles.CountedDataset):
         """Number of iterators that were opened over the data, those that `whole` counts included."""
         return self.opened + (self.whole.passes if isinstance(self.whole, handles.CountedDataset) else 0)
 
-    def raised_in_step(self) -> BaseException | None:
+    def raised_in_step(self, error: Exception) -> BaseException | None:
         """See `DistributedDataset.raised_in_step`."""
-        return self.whole.raised_in_step() if isinstance(self.whole, handles.DistributedDataset) else None
+        return self.whole.raised_in_step(error) if isinstance(self.whole, handles.DistributedDataset) else None
 
 
 class Pass(handles.HandleIterator):

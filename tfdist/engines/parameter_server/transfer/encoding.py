@@ -106,8 +106,12 @@ class Encoding:
             if is_encoded(gradient):
                 members[self.prefix_of(optimizer), device].append(index)
         found = []
+        # Not the index: the rows of a table in shards are as many entries as there are servers.
+        numbers: dict[int, int] = {}
+        for _, variable in targets:
+            numbers.setdefault(id(variable), len(numbers))
         for (prefix, device), indices in members.items():
-            names = ",".join(f"{targets[index][1].path}:{index}" for index in indices)
+            names = ",".join(f"{targets[index][1].path}:{numbers[id(targets[index][1])]}" for index in indices)
             specs = [tf.TensorSpec(gradients[index].shape, gradients[index].dtype) for index in indices]
             key = f"{prefix}{device} {zlib.crc32(names.encode()):08x}"
             found.append(Group(key, device, [positions[index] for index in indices], specs))
