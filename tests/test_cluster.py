@@ -9,12 +9,10 @@ import pytest
 
 from tfdist.cluster import (
     DATA_SERVICE_VARIABLE,
-    LOGICAL_CPUS_VARIABLE,
     Cluster,
     ClusterError,
     Task,
     data_service_address,
-    logical_cpus,
 )
 
 WORKERS = ["a:1", "b:2"]
@@ -130,17 +128,6 @@ def test_the_address_of_the_data_service(monkeypatch):
     monkeypatch.setenv(DATA_SERVICE_VARIABLE, "a.example.com")
     with pytest.raises(ClusterError, match=r'TFDIST_DATA_SERVICE has no port; .* Received: "a\.example\.com"'):
         data_service_address()
-
-
-def test_logical_cpus_of_a_server_are_checked(monkeypatch):
-    monkeypatch.delenv(LOGICAL_CPUS_VARIABLE, raising=False)
-    assert logical_cpus() == 1
-    monkeypatch.setenv(LOGICAL_CPUS_VARIABLE, "2")
-    assert logical_cpus() == 2
-    for wrong in ("0", "two", "", "1.5", "-1", "1000"):
-        monkeypatch.setenv(LOGICAL_CPUS_VARIABLE, wrong)
-        with pytest.raises(ClusterError, match=rf"TFDIST_LOGICAL_CPUS must be .* Received: '{wrong}'"):
-            logical_cpus()
 
 
 def test_without_tf_config_there_is_no_cluster(monkeypatch):

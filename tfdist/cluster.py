@@ -28,8 +28,6 @@ DATA_SERVICE_VARIABLE = "TFDIST_DATA_SERVICE"
 JOB_SECRET_VARIABLE = "TFDIST_JOB_SECRET"
 # The environment variable with the path of the launcher's notices for this task (`tfdist.launchers.notices`).
 NOTICES_VARIABLE = "TFDIST_NOTICES"
-# The environment variable with the number of logical CPUs of a worker's server, for `python -m tfdist.serving.task`.
-LOGICAL_CPUS_VARIABLE = "TFDIST_LOGICAL_CPUS"
 _OLD_NAMES = {"master": "chief"}
 _MAX_INDEX = 2**31 - 1
 _UNSET = "unset TF_CONFIG to train on this machine alone"
@@ -46,21 +44,6 @@ def data_service_address() -> str | None:
     if problem:
         raise _wrong(DATA_SERVICE_VARIABLE, *problem, address)
     return _addresses.normal(address) if address else None
-
-
-def logical_cpus() -> int:
-    """Returns the value of `LOGICAL_CPUS_VARIABLE`, or 1 if it is not set.
-
-    Raises:
-      ClusterError: the value is no integer of at least 1.
-    """
-    text = os.environ.get(LOGICAL_CPUS_VARIABLE, "1")
-    if not (text.isascii() and text.isdigit() and len(text) < 4 and int(text) > 0):
-        raise ClusterError(
-            f"{LOGICAL_CPUS_VARIABLE} must be an integer from 1 to 999: the number of logical CPUs of a worker's "
-            f"server; unset it for one. Received: {text!r}"
-        )
-    return int(text)
 
 
 class ClusterError(ValueError):

@@ -18,7 +18,6 @@ import tensorflow as tf
 
 from tfdist.cluster import (
     DATA_SERVICE_VARIABLE,
-    LOGICAL_CPUS_VARIABLE,
     NOTICES_VARIABLE,
     Cluster,
     Task,
@@ -32,6 +31,7 @@ from tfdist.launchers.processes import Process, Supervisor
 from tfdist.launchers.replacements import Replacements
 from tfdist.launchers.requests import Restarts
 from tfdist.runtime import keepalive, messages, rendezvous
+from tfdist.serving import logical_cpus
 from tfdist.serving.task import done_mark, serve
 
 __all__ = ["Attachment", "EmbeddedCluster", "attach", "check_sizes", "cluster_of", "serve"]
@@ -230,7 +230,7 @@ class EmbeddedCluster:
         env.pop(DATA_SERVICE_VARIABLE, None)
         if self.data_service is not None:
             env[DATA_SERVICE_VARIABLE] = self.data_service
-        env[LOGICAL_CPUS_VARIABLE] = str(self._num_cpus if task.type == "worker" else 1)
+        env[logical_cpus.VARIABLE] = str(self._num_cpus if task.type == "worker" else 1)
         if task.type == "ps":
             env["CUDA_VISIBLE_DEVICES"] = ""
         return self._supervisor.start(str(task), interpreter.module_command("tfdist.serving.task"), env)

@@ -26,11 +26,11 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
-from tfdist.cluster import JOB_SECRET_VARIABLE, Cluster, Task, logical_cpus
+from tfdist.cluster import JOB_SECRET_VARIABLE, Cluster, Task
 from tfdist.compat import bare_servers
 from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE
 from tfdist.runtime import allocator, keepalive, messages, rendezvous
-from tfdist.serving import data_worker, task_server
+from tfdist.serving import data_worker, logical_cpus, task_server
 
 _POLL_SECS = 0.5
 _CHIEF_LOST_SECS = 10.0
@@ -214,7 +214,7 @@ def _described(path: pathlib.Path) -> str:
 def main() -> int:
     """Serves the task in TF_CONFIG, in a process that does nothing else."""
     bare_servers.skip_package_init()
-    return serve(Cluster.from_tf_config(), num_cpus=logical_cpus())
+    return serve(Cluster.from_tf_config(), num_cpus=logical_cpus.wanted())
 
 
 if __name__ == "__main__":
