@@ -87,6 +87,15 @@ class Agreement:
         self._set(key, {"value": result})
         return result
 
+    def confirm(self, what: str) -> None:
+        """Has the chief wait until all others have called this: a program may end after it, and its service with it."""
+        key = self._next_key()
+        if not self.is_chief:
+            self._set(f"{key}/{self.task}", None)
+            return
+        for task in self.tasks[1:]:
+            self._get(f"{key}/{task}", what)
+
     def gather(self, value: Any, what: str) -> dict[Task, Any]:
         """Returns the value (JSON data) of every worker."""
         key = self._next_key()
