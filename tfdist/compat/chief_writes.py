@@ -135,12 +135,11 @@ def _save_together(agreement: Agreement, filepath: Any, save: Callable[[str], An
         save(staged)
         shutil.rmtree(pathlib.Path(staged).parent)
         agreement.from_chief(lambda: None, what)
-        agreement.confirm(what)
-        return
-    with _staging(path) as staging:
-        # All workers get past the reading of variables before anything can fail at the destination.
-        save(str(staging / pathlib.Path(path).name))
-        agreement.from_chief(lambda: _publish(staging, path), what)
+    else:
+        with _staging(path) as staging:
+            # All workers get past the reading of variables before anything can fail at the destination.
+            save(str(staging / pathlib.Path(path).name))
+            agreement.from_chief(lambda: _publish(staging, path), what)
     # Many programs end here; a worker that was late would find nobody to ask.
     agreement.confirm(what)
 

@@ -194,8 +194,7 @@ def _opening(original: Any) -> Any:
 
 @contextlib.contextmanager
 def _placed_scope(part: int, scope: Any) -> Iterator[Any]:
-    device = _device(part)
-    with creating(part), tf.device(device) if device else contextlib.nullcontext(), scope as entered:
+    with creating(part), replica_parts.on(_device(part)), scope as entered:
         yield entered
 
 

@@ -7,6 +7,7 @@ name, by which a tensor of a graph says where it is.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -113,6 +114,11 @@ def span(strategy: tf.distribute.Strategy, parts: Parts) -> None:
 def of(strategy: Any) -> Parts | None:
     """Returns the devices of a strategy's replicas; None where each has one device."""
     return own_attributes.of(strategy, _ATTRIBUTE)
+
+
+def on(device: Any) -> contextlib.AbstractContextManager[Any]:
+    """Context in which operations are placed on a device; it changes nothing if that is "" or None."""
+    return tf.device(device) if device else contextlib.nullcontext()
 
 
 def to_device(value: Any, device: str) -> Any:

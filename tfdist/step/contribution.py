@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
+
+from tfdist.compat import replica_parts
 
 
 class Contribution(NamedTuple):
@@ -109,7 +110,7 @@ def weigh(contribution: Contribution, weight: tf.Tensor, place: Sequence[Any]) -
 
 
 def _add_on(device: Any, parts: Sequence[Any]) -> Any:
-    with tf.device(device) if device else contextlib.nullcontext():
+    with replica_parts.on(device):
         if not isinstance(parts[0], tf.IndexedSlices):
             return tf.add_n(parts)
         values = tf.concat([part.values for part in parts], 0)

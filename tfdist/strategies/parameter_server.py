@@ -144,29 +144,14 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         with rendezvous.naming_port(cluster):
             super().__init__(serving.resolver(), partitioner)
         _devices.span_workers(self, devices_per_replica, self._num_workers)
-        # `run` and `reduce` of this class choose the worker themselves; the stock check would only warn.
-        scheduled_functions.allow_without_coordinator(self)
-        colocation.replace(self, lambda stock: in_scope.colocating(self, self._scope, stock))
-        scope_checks.check_colocation(self)
-        plain_loops.allow(self)
-        late_builds.allow(self, in_scope.redirected)
+        self._change_stock()
         self._take_shards(partitioner, composed.is_lazy)
-        autograph_rules.leave_library()
         has_gpu = "GPU" in self.extended.worker_devices[0].upper()
         self._transfer = transfer_plan.of(transfer, self._num_workers, self._num_ps, has_gpu)
         self._transfer_mode = transfer
         # Of the train steps of Keras' loop.
         self._sending = self._transfer
-        self._engine = CoordinatedEngine(
-            self,
-            serving.num_workers,
-            serving.data_service_address,
-            stall_timeout_secs=stall_timeout_secs,
-            on_update=lambda update: self.distribution.recorder.record(update),
-            transfer=self._transfer,
-            data_sharding=data_sharding,
-        )
-        self._engine.servers = serving.cluster.jobs["ps"]
+        self._engine = self._coordinated(data_sharding, stall_timeout_secs)
         # Makes the train steps of Keras' loop.
         self._training: CoordinatedEngine | AggregatedEngine = self._engine
         self.distribution.coordinator = self._engine.coordinator
@@ -174,6 +159,30 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         self._measure()
         stalls.InterruptEscape(self._engine.waited_for).install()
         strategy_order.joined_cluster()
+
+    def _change_stock(self) -> None:
+        """Replaces what the stock strategy does otherwise, before the first variable is made."""
+        # `run` and `reduce` of this class choose the worker themselves; the stock check would only warn.
+        scheduled_functions.allow_without_coordinator(self)
+        colocation.replace(self, lambda stock: in_scope.colocating(self, self._scope, stock))
+        scope_checks.check_colocation(self)
+        plain_loops.allow(self)
+        late_builds.allow(self, in_scope.redirected)
+        autograph_rules.leave_library()
+
+    def _coordinated(self, data_sharding: str, stall_timeout_secs: float) -> CoordinatedEngine:
+        """Builds the engine that runs all functions on the workers."""
+        engine = CoordinatedEngine(
+            self,
+            self._serving.num_workers,
+            self._serving.data_service_address,
+            stall_timeout_secs=stall_timeout_secs,
+            on_update=lambda update: self.distribution.recorder.record(update),
+            transfer=self._transfer,
+            data_sharding=data_sharding,
+        )
+        engine.servers = self._serving.cluster.jobs["ps"]
+        return engine
 
     def _take(self, policies: Sequence[Any], composed: composition.Composition, stall_timeout_secs: float) -> None:
         """Builds the engine of the policies, if there are any."""

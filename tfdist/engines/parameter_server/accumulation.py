@@ -17,7 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.compat import accumulated_update, closures, optimizer_variables, placed_layers
+from tfdist.compat import accumulated_update, closures, optimizer_variables, placed_layers, replica_parts
 
 
 class Sums:
@@ -32,7 +32,7 @@ class Sums:
     def __init__(self, shapes: Sequence[tf.TensorShape], dtypes: Sequence[Any], devices: Sequence[str]):
         self._variables = []
         for shape, dtype, device in zip(shapes, dtypes, devices, strict=True):
-            with _on(device):
+            with replica_parts.on(device):
                 self._variables.append(tf.Variable(tf.zeros(shape, dtype), trainable=False))
         # How many gradients were added since the last update.
         self.count = 0
@@ -86,7 +86,7 @@ class Accumulation:
             indices = [optimizer_variables.index_of(optimizer, variable) for _, variable in pairs]
             means = []
             for index, (grad, _) in zip(indices, pairs, strict=True):
-                with _on(self._devices[index]):
+                with replica_parts.on(self._devices[index]):
                     gradient = tf.convert_to_tensor(grad)
                     if updates:
                         means.append(self._mean(handles[index], gradient))
@@ -103,7 +103,3 @@ class Accumulation:
         with tf.control_dependencies([total]):
             tf.raw_ops.AssignVariableOp(resource=place, value=tf.zeros_like(gradient))
         return (total + gradient) / self.num_steps
-
-
-def _on(device: str) -> contextlib.AbstractContextManager[Any]:
-    return tf.device(device) if device else contextlib.nullcontext()
