@@ -89,7 +89,7 @@ ARROWS: dict[str, set[str]] = {
     "doctor_measure": {*_SOCKETS, "_whole_files", "cluster"},
     "doctor": {"__init__", "_addresses", "cluster", "doctor_measure", "doctor_meeting", "firewall", "launchers"},
     "advisor": {"_whole_files", "doctor_measure", "launchers", "policies", "simulation", "update_log"},
-    "profiling": {"__init__", "_whole_files", "advisor", "compat", "launchers"},
+    "profiling": {"__init__", "_whole_files", "advisor", "compat", "launchers", "runtime"},
     "simulate": {"__init__", "_whole_files", "flags", "launchers", "simulation", "update_log"},
     "watching": {"_whole_files", "launchers", "update_log"},
     "cli": {"__init__", "cluster", "doctor", "launchers", "update_log", "watching"},

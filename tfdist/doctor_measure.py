@@ -125,7 +125,8 @@ def run(
         links = measure(cluster, timeout_secs, link_secs, link_bytes)
         is_first = bool(links) and cluster.task == cluster.tasks[0]
         if is_first and output:
-            _whole_files.write(output, to_json(links))
+            hosts = {_addresses.key(cluster.address(task))[0] for task in cluster.tasks}
+            _whole_files.write(output, to_json(links, is_one_machine=len(hosts) == 1))
     except (ValueError, OSError) as error:  # TimeoutError is an OSError.
         sys.stderr.write(f"tfdist: {error}\n")
         return 1
@@ -141,14 +142,18 @@ def run(
     return 0
 
 
-def to_json(links: Sequence[Link]) -> str:
-    """Returns the content of a file that `load` reads."""
+def to_json(links: Sequence[Link], is_one_machine: bool = False) -> str:
+    """Returns the content of a file that `parse` reads."""
     each = [dataclasses.asdict(link) for link in links]
-    return json.dumps({"format": FORMAT, "version": VERSION, "links": each}, indent=1) + "\n"
+    content = {"format": FORMAT, "version": VERSION, "one_machine": is_one_machine, "links": each}
+    return json.dumps(content, indent=1) + "\n"
 
 
-def parse(text: str, name: str) -> list[Link]:
+def parse(text: str, name: str) -> tuple[list[Link], bool]:
     """Parses what `to_json` has returned.
+
+    Returns:
+      The links, and True if all tasks run on one machine.
 
     Raises:
       ValueError: it is of another format or version, or has no links. The message is one line.
@@ -164,7 +169,7 @@ def parse(text: str, name: str) -> list[Link]:
     links = _links(given.get("links"))
     if not links:
         raise ValueError(f"{name}: links must be a list of measured links. Received: {str(given.get('links'))[:80]}")
-    return links
+    return links, given.get("one_machine") is True
 
 
 def _links(given: Any) -> list[Link]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import pathlib
@@ -21,7 +22,7 @@ RESNET = profiles.make(0.25, 102_000_000)
 def ask(measured: Profile, links: network.Network = NETWORK, workers: tuple[int, ...] = (1, 2, 8), **question):
     found = advice.rows(measured, links, advice.Question(workers, **question))
     chosen = advice.recommended(found)
-    return found, chosen, advice.in_words(found, chosen, measured)
+    return found, chosen, "\n".join(advice.in_words(found, chosen, measured))
 
 
 def write(tmp_path: pathlib.Path, measured: Profile = RESNET) -> str:
@@ -39,8 +40,8 @@ def test_a_small_dense_model_is_not_distributed():
 def test_a_model_that_computes_for_long_is_distributed_synchronously():
     _, chosen, words = ask(RESNET)
     assert chosen.workers == 8 and chosen.candidate.is_exact
-    assert words.startswith("use 8 workers with tfdist.MultiWorkerMirroredStrategy(): ")
-    assert "no spares" in words and "no compression" in words
+    assert words.startswith("use 8 workers: ")
+    assert "\nwrite tfdist.MultiWorkerMirroredStrategy()\n" in words
 
 
 def test_stragglers_are_answered_with_spares():
@@ -73,7 +74,7 @@ def test_the_limit_says_from_how_many_workers_the_servers_are_full():
     assert workers == math.ceil((sum(RESNET.samples) / 100 + 2 * 0.0816) / 0.0816)
     predicted = prediction.predict(RESNET, NETWORK, candidate)
     assert (
-        limits.in_words(RESNET, NETWORK, candidate, predicted) == f"the server's link is full from {workers} workers on"
+        limits.of(RESNET, NETWORK, candidate, predicted).words == f"the server's link is full from {workers} workers on"
     )
     # Beyond it no worker brings anything.
     more = next(each for each in candidates.all_for(16, RESNET.samples, True) if each.servers == 1)
@@ -118,7 +119,7 @@ def test_flags_may_have_dashes_and_stand_behind_the_profile(tmp_path, capsys, pr
     options = ["--workers=1,2,4", "--network=10Gbit", "--examples=1e6", f"--json={output}", f"--plot={picture}"]
     assert cli.main(["advise", write(tmp_path), *options, *price]) == 0
     shown = capsys.readouterr().out
-    assert "\nrecommendation: use 4 workers" in shown and "90 % interval" in shown and "cost" in shown
+    assert "\nrecommendation: use 4 workers" in shown and "cost" in shown and ", and cost " in shown
     given = json.loads(output.read_text())
     assert (given["format"], given["version"]) == ("tfdist advice", 1)
     assert given["rows"][given["recommended"]]["workers"] == 4
@@ -167,16 +168,82 @@ def test_a_foreign_profile_is_one_line(tmp_path, capsys, text):
     assert "can't read the profile" in capsys.readouterr().err
 
 
-def test_an_update_log_serves_as_a_profile(tmp_path, capsys):
+def write_log(tmp_path, secs=(0.1, 0.1)):
     header = update_log.Header(job="j", writer="chief:0", workers=("worker:0", "worker:1"), strategy="S", policies=())
     writer = update_log.LogWriter(tmp_path / "updates", header)
     for step in range(40):
-        time = 1.0 + 0.1 * step
-        gradients = [update_log.ContributionRecord(worker, time - 0.1, time) for worker in range(2)]
-        writer.add(update_log.UpdateRecord(step + 1, time, 0.1, 0.0, 64, 0, gradients))
+        time = 1.0 + max(secs) * step
+        gradients = [update_log.ContributionRecord(worker, time, time + own) for worker, own in enumerate(secs)]
+        writer.add(update_log.UpdateRecord(step + 1, time + max(secs), 0.1, 0.0, 64, 0, gradients))
     writer.close()
+
+
+def test_an_update_log_serves_as_a_profile(tmp_path, capsys):
+    write_log(tmp_path)
     assert cli.main(["advise", str(tmp_path), "--workers=1,2"]) == 0
     assert "32 examples a step" in capsys.readouterr().out
+
+
+def test_one_device_is_the_fastest_worker_of_a_log(tmp_path, capsys):
+    write_log(tmp_path, secs=(0.1, 0.3))
+    assert (
+        cli.main(["advise", str(tmp_path), "--workers=1,2", "--network=10Gbit", f"--json={tmp_path / 'a.json'}"]) == 0
+    )
+    assert "one device: worker:0, the fastest, 100 ms a step; mean of all 200 ms" in capsys.readouterr().out
+    rows = json.loads((tmp_path / "a.json").read_text())["rows"]
+    assert rows[0]["examples_per_sec"] == pytest.approx(320)
+    assert all(row["efficiency"] <= 1 or "above 100 %" in row["limit"] for row in rows)
+
+
+@pytest.mark.parametrize("s", [0.05, 0.5, 1.5])
+def test_an_efficiency_above_one_has_a_reason(s):
+    found, _, _ = ask(profiles.make(0.2, 1_000_000, s=s), workers=(2, 8, 16))
+    for row in found:
+        assert row.prediction.efficiency <= 1 or (row.candidate.spares and "above 100 %" in row.limit.words)
+
+
+@pytest.mark.parametrize("used", [0.1, 1.0, 2.0])
+def test_workers_of_a_machine_share_its_cores(used):
+    secs = 0.2
+    alone = profiles.make(secs, 1_000, device="CPU")
+    measured = dataclasses.replace(alone, fit_secs=alone.steps[1].secs, cores=2, cpu_secs=used * secs)
+    found, _, _ = ask(measured, network.from_flag("local", None, False), workers=(4,), workers_per_machine=4)
+    synchronous = next(row for row in found if row.candidate and row.candidate.label == "synchronous")
+    slower = max(1.0, 4 * measured.used_cores / 2)
+    ratio = synchronous.prediction.examples_per_sec / found[0].prediction.examples_per_sec
+    assert ratio * slower == pytest.approx(4, rel=0.25)
+    assert (synchronous.limit.short == "shared cores") == (used > 0.5)
+
+
+def test_the_local_machine_is_recognised_and_said(tmp_path, capsys):
+    links = tmp_path / "network.json"
+    link = doctor_measure.Link("worker:0", "worker:1", 1.25e9, 1e-5)
+    links.write_text(doctor_measure.to_json([link], is_one_machine=True))
+    measured = dataclasses.replace(RESNET, fit_secs=RESNET.steps[1].secs, cores=2, cpu_secs=0.25)
+    for given in ("local", str(links)):
+        assert cli.main(["advise", write(tmp_path, measured), "--workers=1,4", f"--network={given}"]) == 0
+        assert (
+            "machine: 2 cores, of which a step uses 1.0; 4 workers on it take 2.0 times as long"
+            in capsys.readouterr().out
+        )
+    assert cli.main(["advise", write(tmp_path), "--workers=1,4", "--workers_per_machine=2"]) == 0
+    assert "up to 2 workers; the profile does not say how many cores a step uses" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("columns", "name"), [(80, "limit"), (100, "90 % interval")])
+@pytest.mark.parametrize("secs", [0.002, 0.25])
+def test_the_output_fits_the_terminal(tmp_path, capsys, monkeypatch, columns, name, secs):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    noise = NoiseScale(500.0, 0.0, math.inf, 8)
+    path = write(tmp_path, profiles.make(secs, 102_000_000, s=0.5, noise_scale=noise, script="train.py"))
+    assert cli.main(["advise", path, "--all"]) == 0
+    shown = capsys.readouterr().out
+    table, _, advice_lines = shown.partition("\nrecommendation: ")
+    assert max(map(len, table.splitlines())) <= columns
+    assert name in table and "\u2026" not in table
+    assert len(advice_lines.splitlines()[0]) <= 84
+    # An interval from 0 to infinity says nothing.
+    assert "noise scale" not in shown and "to a loss" not in shown
 
 
 def test_a_directory_without_a_log_is_one_line(tmp_path, capsys):

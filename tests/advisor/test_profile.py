@@ -20,6 +20,10 @@ WHOLE = profiles.make(
     noise_scale=NoiseScale(100.0, 50.0, math.inf, 8),
     flops_per_example=1e9,
     script="train.py",
+    cores=2,
+    cpu_secs=0.15,
+    fastest_secs=(0.1, 0.2),
+    fastest_worker="worker:1",
 )
 
 
@@ -44,6 +48,8 @@ def test_a_profile_is_read_as_it_was_written():
         ("noise_scale", 3),
         ("noise_scale", {"value": -1, "low": 0, "high": 1, "batches": 3}),
         ("flops_per_example", "many"),
+        ("cores", -1),
+        ("cpu_secs", "0.1"),
     ],
 )
 def test_an_invalid_value_is_one_line_that_names_the_key(key, value):

@@ -12,6 +12,7 @@ import pytest
 
 from tfdist import cli
 from tfdist.advisor import profile
+from tfdist.runtime import cpus
 
 PLAIN = """
 import keras, numpy as np
@@ -90,6 +91,7 @@ def test_scripts_are_profiled_or_say_why_not(tmp_path):
     (table,) = plain.tables
     assert (table.rows, table.row_bytes) == (1000, 16) and 100 < table.rows_per_step <= 160
     assert plain.noise_scale is not None and plain.flops_per_example
+    assert plain.cores == cpus.usable() and 0 < plain.used_cores <= plain.cores
     assert (served.batch_size, served.dense_bytes) == (16, 4 * 10)
     assert served.strategy == "ParameterServerStrategy(policies=[BackupWorkers(spares=1)])"
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from tfdist.advisor import candidates, limits, numbers, prediction, statistical
 from tfdist.advisor.candidates import PARAMETER_SERVER, Candidate
+from tfdist.advisor.limits import Limit
 from tfdist.advisor.network import Network
 from tfdist.advisor.prediction import Prediction
 from tfdist.advisor.profile import Profile
@@ -32,7 +33,7 @@ class Row:
     Attributes:
       candidate: None for one device.
       prediction: its throughput.
-      limit: what limits it, in words.
+      limit: what limits it.
       secs: time for the wanted number of examples; None if no number was given.
       cost: of that time; None without a price.
       speedup_to_loss: a model's estimate of how many times as fast as one device a loss is reached.
@@ -40,7 +41,7 @@ class Row:
 
     candidate: Candidate | None
     prediction: Prediction
-    limit: str
+    limit: Limit
     secs: Estimate | None = None
     cost: Estimate | None = None
     speedup_to_loss: Estimate | None = None
@@ -65,7 +66,7 @@ class Row:
             "servers": own.servers if own else 0,
             "spares": own.spares if own else 0,
             **dataclasses.asdict(self.prediction),
-            "limit": self.limit,
+            "limit": self.limit.words,
         }
         for name in ("secs", "cost", "speedup_to_loss"):
             estimate = getattr(self, name)
@@ -81,7 +82,7 @@ class Question:
       workers: numbers of workers to compare.
       examples: how many examples to train on; 0 if unknown.
       price_per_hour: of one machine; 0 if unknown.
-      workers_per_machine: workers that share a machine.
+      workers_per_machine: workers that share a machine, its link and its cores.
       global_batch: examples of an update on all workers together; 0 to keep the profile's batch on each worker.
     """
 
@@ -96,12 +97,12 @@ def rows(profile: Profile, network: Network, question: Question) -> list[Row]:
     """Predicts one device, and all candidates for each number of workers."""
     single = prediction.one_device(profile)
     alone = Estimate(single.examples_per_sec, single.low, single.high)
-    found = [_row(None, single, single.limit, profile, question, alone)]
+    found = [_row(None, single, Limit("computing", single.limit), profile, question, alone)]
     for workers in sorted(set(question.workers) - {1}):
         size = max(1, question.global_batch // workers) if question.global_batch else profile.batch_size
         for candidate in candidates.all_for(workers, profile.samples, profile.dense_bytes > 0):
             predicted = prediction.predict(profile, network, candidate, question.workers_per_machine, size)
-            limit = limits.in_words(profile, network, candidate, predicted)
+            limit = limits.of(profile, network, candidate, predicted, question.workers_per_machine)
             found.append(_row(candidate, predicted, limit, profile, question, alone))
     return found
 
@@ -109,7 +110,7 @@ def rows(profile: Profile, network: Network, question: Question) -> list[Row]:
 def _row(
     candidate: Candidate | None,
     predicted: Prediction,
-    limit: str,
+    limit: Limit,
     profile: Profile,
     question: Question,
     alone: Estimate,
@@ -192,59 +193,69 @@ def _best(found: Sequence[Row]) -> Row:
     return fastest if gain > _LEAST_GAIN else fastest_exact
 
 
-def in_words(found: Sequence[Row], chosen: Row, profile: Profile) -> str:
-    """Returns the recommendation: what to do, and why."""
-    single = found[0].prediction
+def in_words(found: Sequence[Row], chosen: Row, profile: Profile) -> list[str]:
+    """Returns the recommendation in one short sentence, and the reasons, a line each."""
     if chosen.candidate is None:
         return _alone(found)
     own, predicted = chosen.candidate, chosen.prediction
-    servers = f" and {own.servers} parameter server{'s' * (own.servers > 1)}" if own.servers else ""
-    policies = f"(policies=[{_public(own.code)}])" if own.code else "()"
     gain, low, high = (
-        each / single.examples_per_sec for each in (predicted.examples_per_sec, predicted.low, predicted.high)
+        each / found[0].prediction.examples_per_sec
+        for each in (predicted.examples_per_sec, predicted.low, predicted.high)
     )
-    text = (
-        f"use {own.workers} workers{servers} with tfdist.{own.strategy}{policies}: {gain:.1f} times the throughput of "
-        f"one device ({low:.1f} to {high:.1f}), {predicted.efficiency:.0%} efficient; {own.spares or 'no'} spares"
-    )
-    text += f", {own.servers} shards" if own.strategy == PARAMETER_SERVER else ""
-    text += ", with compression" if own.codec else ", no compression"
+    servers = f" and {own.servers} parameter server{'s' * (own.servers > 1)}" if own.servers else ""
+    fast = f"{gain:.1f} times as fast as one device ({low:.1f} to {high:.1f})"
+    lines = [
+        f"use {own.workers} workers{servers}: {fast}",
+        f"write {_code(own)}",
+        f"{predicted.efficiency:.0%} efficient: {chosen.limit.words}",
+    ]
     if not own.is_exact:
-        text += f". {_caution(own, predicted)}"
+        lines.append(_caution(own, predicted))
     more = [row for row in found[1:] if row.workers > own.workers]
     if more:
         best = max(more, key=lambda row: row.prediction.examples_per_sec)
         ratio = best.prediction.examples_per_sec / predicted.examples_per_sec
-        text += f". More workers: {best.workers} would make {ratio:.1f} times as much as {own.workers}; {best.limit}"
+        lines.append(f"{best.workers} workers would be {ratio:.1f} times as fast as {own.workers}: {best.limit.words}")
     if chosen.secs:
-        text += f". The examples take {numbers.duration(chosen.secs.low)} to {numbers.duration(chosen.secs.high)}"
         cost = chosen.cost
-        text += f" and cost {numbers.number(cost.low)} to {numbers.number(cost.high)}" if cost else ""
-    if chosen.speedup_to_loss and profile.noise_scale:
-        estimate = chosen.speedup_to_loss
-        text += (
-            f". To a loss, as a model of the gradient noise scale says: {estimate.value:.1f} times as fast as one "
-            f"device ({estimate.low:.1f} to {estimate.high:.1f})"
+        price = f", and cost {numbers.number(cost.low)} to {numbers.number(cost.high)}" if cost else ""
+        lines.append(
+            f"the examples take {numbers.duration(chosen.secs.low)} to {numbers.duration(chosen.secs.high)}{price}"
         )
-    return text
+    if chosen.speedup_to_loss and chosen.speedup_to_loss.says_something:
+        estimate = chosen.speedup_to_loss
+        lines.append(
+            f"to the same loss: {estimate.value:.1f} times as fast ({estimate.low:.1f} to {estimate.high:.1f}), by a "
+            "model of the gradient noise scale"
+        )
+    return lines
 
 
-def _alone(found: Sequence[Row]) -> str:
+def _alone(found: Sequence[Row]) -> list[str]:
     if len(found) == 1:
-        return "one device was asked about; give --workers=1,2,4,8 to compare"
+        return ["one device was asked about; give --workers=1,2,4,8 to compare"]
     best = max((row for row in found[1:] if _is_exact(row)), key=lambda row: row.prediction.examples_per_sec)
     ratio = best.prediction.examples_per_sec / found[0].prediction.examples_per_sec
-    what = f"{best.workers} workers with {best.candidate.strategy}" if best.candidate else ""
-    why = "one device is faster" if ratio <= 1 else "more machines gain too little for what they cost"
-    text = f"do not distribute: {why}. The best that trains as one device does, {what}, makes {ratio:.2f} times as much"
-    text += f" on {best.machines} machines; {best.limit}"
+    if ratio <= 1:
+        lines = [f"do not distribute: one device is faster; {best.workers} workers make {ratio:.2f} times as much"]
+    else:
+        lines = [f"do not distribute: {best.workers} workers make only {ratio:.2f} times as much as one device"]
+    if best.candidate:
+        lines.append(f"the best that trains as one device does is {_code(best.candidate)}: {best.limit.words}")
     other = max(found[1:], key=lambda row: row.prediction.examples_per_sec)
     gain = other.prediction.examples_per_sec / found[0].prediction.examples_per_sec
     if other.candidate and not _is_exact(other) and gain > _LEAST_SPEEDUP:
-        name = other.candidate.code or "Asynchronous updates"
-        text += f". {name} on {other.workers} workers would make {gain:.1f} times "
-        text += "as many examples, but changes what is learned from each"
-    return text
+        name = other.candidate.code or "asynchronous updates"
+        lines.append(
+            f"{name} on {other.workers} workers would make {gain:.1f} times as many examples, but changes what is "
+            "learned from each"
+        )
+    return lines
+
+
+def _code(own: Candidate) -> str:
+    """Returns the strategy as a user writes it."""
+    return f"tfdist.{own.strategy}" + (f"(policies=[{_public(own.code)}])" if own.code else "()")
 
 
 def _is_exact(row: Row) -> bool:

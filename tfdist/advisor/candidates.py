@@ -52,6 +52,7 @@ class NamedCodec:
     """Stands for a codec of `tfdist.compression`, which needs TensorFlow: the simulator asks for its cost alone."""
 
     name: str
+    label: str
     commutes_with_sum: bool
     unsent: tuple[str, ...] = ("residual",)
 
@@ -63,8 +64,8 @@ class NamedCodec:
 
 # Bytes sent / bytes, and speeds of one core in bytes of float32 (benchmarks/results/codecs.json). A threshold's ratio
 # is that of a density of 0.25 %.
-_HALF = (NamedCodec('HalfPrecision("bfloat16")', True), CodecModel(0.5, 5e9, 5e9, True))
-_THRESHOLD = (NamedCodec("Threshold()", False), CodecModel(0.001, 4e9, 4e9, False))
+_HALF = (NamedCodec('HalfPrecision("bfloat16")', "bfloat16", True), CodecModel(0.5, 5e9, 5e9, True))
+_THRESHOLD = (NamedCodec("Threshold()", "threshold", False), CodecModel(0.001, 4e9, 4e9, False))
 
 
 def all_for(workers: int, samples: Sequence[float], has_dense: bool) -> Iterator[Candidate]:
@@ -85,13 +86,13 @@ def all_for(workers: int, samples: Sequence[float], has_dense: bool) -> Iterator
     yield Candidate(
         MULTI_WORKER,
         workers,
-        f"average every {EVERY_STEPS}",
+        "averaging",
         averaging,
         _builder(ParameterAveraging, every_steps=EVERY_STEPS),
     )
     for codec, cost in (_HALF, _THRESHOLD) if has_dense else ():
         code = f"Compression({codec!r})"
-        yield Candidate(MULTI_WORKER, workers, codec.name, code, _builder(Compression, codec), codec=cost)
+        yield Candidate(MULTI_WORKER, workers, codec.label, code, _builder(Compression, codec), codec=cost)
     for servers in server_counts(workers):
         yield Candidate(PARAMETER_SERVER, workers, "asynchronous", "", list, servers=servers)
     servers = server_counts(workers)[-1]
@@ -110,7 +111,7 @@ def all_for(workers: int, samples: Sequence[float], has_dense: bool) -> Iterator
         codec, cost = _HALF
         cost = dataclasses.replace(cost, variables_ratio=0.5)
         code = f"Compression({codec!r})"
-        yield Candidate(PARAMETER_SERVER, workers, codec.name, code, _builder(Compression, codec), servers, codec=cost)
+        yield Candidate(PARAMETER_SERVER, workers, codec.label, code, _builder(Compression, codec), servers, codec=cost)
 
 
 def server_counts(workers: int) -> list[int]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import pathlib
+import statistics
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from absl import flags
 
 from tfdist import _whole_files
-from tfdist.advisor import advice, chart, network, profile, table
+from tfdist.advisor import advice, chart, network, prediction, profile, table
 from tfdist.launchers import command_line
 from tfdist.launchers.requests import LaunchError
 
@@ -26,7 +27,7 @@ file of tfdist profile, or a directory with the update log of a run (tfdist.call
   tfdist profile train.py && tfdist advise profile.json --workers=1,2,4,8,16,64 --network=10Gbit
   tfdist advise profile.json --network=network.json --examples=1e9 --price-per-hour=3.06 --plot=advice.png
 
-Each number is an interval of 90 %. --network takes a file of tfdist doctor --measure, too.
+Intervals are of 90 %. --network takes a file of tfdist doctor --measure, too, and "local" for workers on this machine.
 
 flags:
 """
@@ -63,11 +64,22 @@ def main(arguments: Sequence[str]) -> int:
 def _define_flags(values: flags.FlagValues) -> None:
     text, real = flags.DEFINE_string, flags.DEFINE_float
     flags.DEFINE_list("workers", "1,2,4,8,16,64", "numbers of workers to compare", flag_values=values)
-    text("network", "10Gbit", "bandwidth between machines, or a file of doctor --measure", flag_values=values)
+    text(
+        "network",
+        "10Gbit",
+        'bandwidth between machines, or a file of doctor --measure; "local" for one machine',
+        flag_values=values,
+    )
     text("latency", None, "of a message, such as 50us; by default that of the file, or 50us", flag_values=values)
     real("examples", 0.0, "examples to train on, for times and costs", lower_bound=0.0, flag_values=values)
     real("price_per_hour", 0.0, "of one machine, in any currency", lower_bound=0.0, flag_values=values)
-    flags.DEFINE_integer("workers_per_machine", 1, "workers that share a link", lower_bound=1, flag_values=values)
+    flags.DEFINE_integer(
+        "workers_per_machine",
+        None,
+        "workers that share a machine's link and cores; by default 1, or all where the network is of one machine",
+        lower_bound=1,
+        flag_values=values,
+    )
     flags.DEFINE_integer(
         "global_batch",
         0,
@@ -108,25 +120,28 @@ def _flags_first(arguments: Sequence[str]) -> list[str]:
 
 
 def _advise(values: flags.FlagValues, path: str) -> int:
+    measured = _profile(pathlib.Path(path))
+    links = network.from_flag(values.network, values.latency, measured.device == "GPU")
+    workers = [_workers(text) for text in values.workers]
     question = advice.Question(
-        workers=[_workers(text) for text in values.workers],
+        workers=workers,
         examples=_finite("examples", values.examples),
         price_per_hour=_finite("price_per_hour", values.price_per_hour),
-        workers_per_machine=values.workers_per_machine,
+        workers_per_machine=values.workers_per_machine or (max(workers) if links.is_one_machine else 1),
         global_batch=values.global_batch,
     )
     if question.price_per_hour and not question.examples:
         raise ValueError("--price-per-hour needs --examples, the number of examples to train on, to say what they cost")
-    measured = _profile(pathlib.Path(path))
-    links = network.from_flag(values.network, values.latency, measured.device == "GPU")
     found = advice.rows(measured, links, question)
     chosen = advice.recommended(found)
-    words = advice.in_words(found, chosen, measured)
-    _write_head(measured, links)
+    sentence, *reasons = advice.in_words(found, chosen, measured)
+    _write_head(measured, links, question)
     table.write(found if values.all else table.worth_showing(found, chosen), chosen, sys.stdout)
-    sys.stdout.write(f"\nrecommendation: {words}.\n")
+    sys.stdout.write(
+        "\n" + "".join(f"{line}\n" for line in (f"recommendation: {sentence}", *(f"- {each}" for each in reasons)))
+    )
     if values.json:
-        _whole_files.write(values.json, _to_json(found, chosen, words, links))
+        _whole_files.write(values.json, _to_json(found, chosen, [sentence, *reasons], links))
     if values.plot:
         chart.save(pathlib.Path(values.plot), found, chosen, f"{measured.script or path} on {links.text}")
     return 0
@@ -152,23 +167,44 @@ def _finite(name: str, value: float) -> float:
     return value
 
 
-def _write_head(measured: profile.Profile, links: network.Network) -> None:
-    noise = measured.noise_scale
-    step = f"{measured.batch_size} examples a step on one {measured.device}"
-    sent = f"{measured.dense_bytes / 1e6:.3g} MB of dense gradients, {len(measured.tables)} sparse tables"
-    lines = [f"profile: {measured.script or measured.model}, {step}, {sent}", f"network: {links.text}"]
-    if noise:
+def _write_head(measured: profile.Profile, links: network.Network, question: advice.Question) -> None:
+    noise, tables = measured.noise_scale, len(measured.tables)
+    lines = [
+        f"profile: {measured.script or measured.model}, {measured.batch_size} examples a step on one {measured.device}"
+    ]
+    if measured.dense_bytes or tables:
+        sparse = f" and {tables} sparse table{'s' * (tables > 1)}" if tables else ""
+        lines.append(f"gradients: {measured.dense_bytes / 1e6:.3g} MB{sparse}")
+    if measured.fastest_worker:
+        alone, mean = (1e3 * statistics.fmean(each) for each in (measured.alone, measured.samples))
+        lines.append(
+            f"one device: {measured.fastest_worker}, the fastest, {alone:.3g} ms a step; mean of all {mean:.3g} ms"
+        )
+    lines.append(f"network: {links.text}")
+    here = min(max(question.workers), question.workers_per_machine)
+    if here > 1:
+        lines.append(f"machine: {_cores(measured, here)}")
+    if noise and noise.is_known:
         lines.append(f"gradient noise scale: {noise.value:.3g} examples ({noise.low:.3g} to {noise.high:.3g})")
     sys.stdout.write("\n".join(lines) + "\n\n")
 
 
-def _to_json(found: Sequence[advice.Row], chosen: advice.Row, words: str, links: network.Network) -> str:
+def _cores(measured: profile.Profile, workers: int) -> str:
+    if not measured.used_cores:
+        return f"up to {workers} workers; the profile does not say how many cores a step uses"
+    slower = prediction.slowdown(measured, workers)
+    text = f"{measured.cores} cores, of which a step uses {measured.used_cores:.1f}"
+    return text + (f"; {workers} workers on it take {slower:.1f} times as long" if slower > 1 else "")
+
+
+def _to_json(found: Sequence[advice.Row], chosen: advice.Row, words: Sequence[str], links: network.Network) -> str:
     content: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
         "network": {"bytes_per_sec": links.bandwidth, "latency_secs": links.latency_secs, "text": links.text},
         "rows": [row.to_dict() for row in found],
         "recommended": found.index(chosen),
-        "recommendation": words,
+        "recommendation": words[0],
+        "reasons": list(words[1:]),
     }
     return json.dumps(content, indent=1) + "\n"

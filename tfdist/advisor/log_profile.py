@@ -37,7 +37,10 @@ def load(directory: pathlib.Path) -> Profile:
     ):
         if outcome != update_log.Outcome.LOST and arrival > start:
             durations.setdefault(int(worker), []).append(float(arrival - start))
-    samples = [secs for own in durations.values() for secs in own[_WARM_UP:]][:_MOST_SAMPLES]
+    counted = {worker: own[_WARM_UP:] for worker, own in durations.items() if len(own) > _WARM_UP}
+    samples = [secs for own in counted.values() for secs in own]
+    # In equal parts of all workers, so that a long run does not count the first worker alone.
+    samples = samples[:: -(-len(samples) // _MOST_SAMPLES)] if samples else []
     if len(samples) < _LEAST_SAMPLES:
         raise ProfileError(
             f"{directory} has {len(samples)} gradients after the first {_WARM_UP} of each worker; {_LEAST_SAMPLES} are "
@@ -47,6 +50,7 @@ def load(directory: pathlib.Path) -> Profile:
     examples = [int(each) / count for each, count in zip(updates.examples, accepted, strict=True) if each > 0 and count]
     size = max(1, round(statistics.median(examples))) if examples else 1
     header = timeline.header
+    fastest = min(counted, key=lambda worker: statistics.fmean(counted[worker]))
     return Profile(
         batch_size=size,
         steps=(StepTimes(size, tuple(samples)),),
@@ -54,6 +58,8 @@ def load(directory: pathlib.Path) -> Profile:
         script=str(directory),
         model=f"run with {len(timeline.workers)} workers",
         strategy=header.strategy,
+        fastest_secs=tuple(counted[fastest][:_MOST_SAMPLES]),
+        fastest_worker=timeline.workers[fastest],
     )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The network that a prediction assumes: from a flag such as 10Gbit, or from a file of `tfdist doctor --measure`."""
+"""Network of a prediction: "local", a bandwidth such as 10Gbit, or a file of `tfdist doctor --measure`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from tfdist.simulation import NetworkModel, units
 # sum of 4 floats takes 2 ms, two messages; one of a million floats 14 ms, so that its gRPC moves about 0.35 GB/s.
 SOFTWARE_LATENCY_SECS = 1e-3
 SOFTWARE_BANDWIDTH = 0.35e9
+# Links of processes on one machine: the loopback interface, of which the software is the limit.
+LOCAL = "local"
+_LOOPBACK_BANDWIDTH, _LOOPBACK_LATENCY_SECS = 4e9, 20e-6
 # Uncertainty of a bandwidth that was not measured, as a share; measured ones have their own spread.
 _UNMEASURED = 0.15
 
@@ -29,6 +32,7 @@ class Network:
       spread: standard deviation of the bandwidth as a share of it.
       software_bandwidth: bytes per second that one process can send; infinite for accelerators that send by themselves.
       text: how the network was given.
+      is_one_machine: whether all workers run on one machine, and share its cores.
     """
 
     bandwidth: float
@@ -36,6 +40,7 @@ class Network:
     spread: float = _UNMEASURED
     software_bandwidth: float = SOFTWARE_BANDWIDTH
     text: str = ""
+    is_one_machine: bool = False
 
     def model(self) -> NetworkModel:
         """Returns what the simulator takes: each byte passes the software, and then the link."""
@@ -61,7 +66,7 @@ def from_flag(text: str, latency: str | None, has_accelerators: bool) -> Network
     """Builds a network from the flags --network and --latency.
 
     Args:
-      text: a bandwidth such as 10Gbit, or a file of `tfdist doctor --measure`.
+      text: "local", a bandwidth such as 10Gbit, or a file of `tfdist doctor --measure`.
       latency: such as 50us; None for that of the file, or 50 us.
       has_accelerators: whether devices send by themselves (NCCL), so that CPU software does not limit a sum.
 
@@ -69,6 +74,10 @@ def from_flag(text: str, latency: str | None, has_accelerators: bool) -> Network
       ValueError: the text is neither, or a number is invalid.
     """
     software = math.inf if has_accelerators else SOFTWARE_BANDWIDTH
+    if text == LOCAL:
+        latency_secs = units.secs(latency, "--latency") if latency else _LOOPBACK_LATENCY_SECS
+        shown = "all workers on this machine"
+        return Network(_LOOPBACK_BANDWIDTH, latency_secs, _UNMEASURED, software, shown, is_one_machine=True)
     path = pathlib.Path(text)
     if path.suffix == ".json" or path.is_file():
         return _from_file(path, latency, software)
@@ -79,7 +88,7 @@ def from_flag(text: str, latency: str | None, has_accelerators: bool) -> Network
 
 def _from_file(path: pathlib.Path, latency: str | None, software: float) -> Network:
     try:
-        links = doctor_measure.parse(path.read_text(encoding="utf-8"), str(path))
+        links, is_one_machine = doctor_measure.parse(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
             f"--network: can't read {path} ({error}); write it with tfdist doctor --measure --json={path}, or give a "
@@ -93,7 +102,8 @@ def _from_file(path: pathlib.Path, latency: str | None, software: float) -> Netw
     )
     spread = min(0.5, max(0.05, (middle - bandwidth) / middle))
     text = f"{len(links)} measured links, the slowest {bandwidth / 0.125e9:.3g} Gbit/s, {1e6 * latency_secs:.0f} us"
-    return Network(bandwidth, latency_secs, spread, software, text)
+    text += ", of one machine" if is_one_machine else ""
+    return Network(bandwidth, latency_secs, spread, software, text, is_one_machine)
 
 
 def _is_number(text: str) -> bool:

@@ -56,13 +56,19 @@ class Prediction:
 
 def one_device(profile: Profile) -> Prediction:
     """Returns the throughput that was measured, with the interval of the samples."""
-    samples = profile.samples
+    samples = profile.alone
     speed = profile.batch_size / statistics.fmean(samples)
     factor = 1 + _QUANTILE * spread(samples)
     limit = "one device computes all the time"
     return Prediction(
         speed, speed / factor, speed * factor, speed / profile.batch_size, 1.0, 0.0, profile.batch_size, limit
     )
+
+
+def slowdown(profile: Profile, workers_per_machine: int) -> float:
+    """Returns how many times as long a step computes with other workers on its machine: their cores / its cores."""
+    needed = workers_per_machine * profile.used_cores
+    return max(1.0, needed / profile.cores) if profile.cores else 1.0
 
 
 def spread(samples: Sequence[float]) -> float:
@@ -92,7 +98,7 @@ def predict(
       profile: of one device.
       network: between the machines.
       candidate: strategy, policies and number of workers.
-      workers_per_machine: workers that share a machine's link.
+      workers_per_machine: workers that share a machine's link and its cores.
       batch_size: examples of a step of each worker; by default the profile's.
     """
     size = batch_size or profile.batch_size
@@ -112,7 +118,13 @@ def predict(
     computing = min(1.0, result.computing_share)
     relative = math.hypot(computing * spread(profile.samples), (1 - computing) * network.spread, _LEAST_SPREAD)
     factor = 1 + _QUANTILE * relative
-    alone = size / step_secs(profile, size)
+    # By the fastest device that was measured, against which the efficiency counts.
+    alone = size / step_secs(profile, size) * statistics.fmean(profile.samples) / statistics.fmean(profile.alone)
+    if not candidate.spares:
+        # Only spares leave slow steps out; what else exceeds it is the draw of the simulated steps.
+        speed, updates_per_sec = (
+            each * min(1.0, candidate.workers * alone / speed) for each in (speed, updates_per_sec)
+        )
     return Prediction(
         speed,
         speed / factor,
@@ -142,7 +154,9 @@ def simulate(
 ) -> simulation.Result:
     """Simulates a strategy on workers like the profiled device; see `predict` and `simulation.simulate`."""
     size = batch_size or profile.batch_size
-    steps = [sample * step_secs(profile, size) / step_secs(profile, profile.batch_size) for sample in profile.samples]
+    workers_per_machine = min(workers, workers_per_machine)
+    longer = step_secs(profile, size) / step_secs(profile, profile.batch_size) * slowdown(profile, workers_per_machine)
+    steps = [sample * longer for sample in profile.samples]
     if len(steps) > _MOST_SAMPLES:
         ordered = sorted(steps)
         steps = [ordered[(2 * index + 1) * len(ordered) // (2 * _MOST_SAMPLES)] for index in range(_MOST_SAMPLES)]

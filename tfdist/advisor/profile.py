@@ -10,11 +10,13 @@ import dataclasses
 import json
 import math
 import pathlib
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 FORMAT = "tfdist profile"
 VERSION = 1
+_TEXTS = ("noise_reason", "script", "model", "strategy", "device", "fastest_worker")
 
 
 class ProfileError(ValueError):
@@ -51,6 +53,11 @@ class NoiseScale:
     high: float
     batches: int
 
+    @property
+    def is_known(self) -> bool:
+        """False if the interval excludes nothing."""
+        return self.low > 0 or self.high < math.inf
+
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
@@ -72,6 +79,10 @@ class Profile:
       model: name of the model.
       strategy: strategy that the script builds, as text; "" for none.
       device: kind of the device.
+      cores: cores that the process could use; 0 if unknown.
+      cpu_secs: CPU time of a step of `fit`, over all cores; 0 if unknown.
+      fastest_secs: steps of the fastest worker, if `samples` are of several workers; empty if they are of one device.
+      fastest_worker: name of that worker.
     """
 
     batch_size: int
@@ -89,12 +100,26 @@ class Profile:
     model: str = ""
     strategy: str = ""
     device: str = "CPU"
+    cores: int = 0
+    cpu_secs: float = 0.0
+    fastest_secs: tuple[float, ...] = ()
+    fastest_worker: str = ""
 
     @property
     def samples(self) -> tuple[float, ...]:
         """Seconds of single steps at the script's batch size: of `fit`, unless there are more of the step alone."""
         alone = next((each.secs for each in self.steps if each.batch_size == self.batch_size), ())
         return alone if len(alone) > len(self.fit_secs) else self.fit_secs
+
+    @property
+    def alone(self) -> tuple[float, ...]:
+        """Seconds of single steps of one device: of the fastest, where several were measured."""
+        return self.fastest_secs or self.samples
+
+    @property
+    def used_cores(self) -> float:
+        """Cores that a step keeps busy on average; 0 if unknown."""
+        return min(self.cores, self.cpu_secs / statistics.fmean(self.fit_secs)) if self.fit_secs else 0.0
 
     def to_json(self) -> str:
         """Returns the content of a profile's file."""
@@ -149,7 +174,7 @@ class _Reader:
         if not steps and not fit_secs:
             raise self._error("steps", [], "a list with at least one batch size")
         flops = given.get("flops_per_example")
-        texts = {key: str(given.get(key, "")) for key in ("noise_reason", "script", "model", "strategy", "device")}
+        texts = {key: str(given.get(key, "")) for key in _TEXTS}
         return Profile(
             batch_size=self._count(given, "batch_size", 1),
             steps=steps,
@@ -161,6 +186,10 @@ class _Reader:
             tables=tuple(map(self._table, self._list(given, "tables"))),
             flops_per_example=None if flops is None else self._number(given, "flops_per_example"),
             noise_scale=self._noise(given.get("noise_scale")),
+            # Profiles of earlier versions lack the next ones.
+            cores=self._count(given, "cores", 0) if "cores" in given else 0,
+            cpu_secs=self._number(given, "cpu_secs") if "cpu_secs" in given else 0.0,
+            fastest_secs=self._secs(given, "fastest_secs") if given.get("fastest_secs") else (),
             **texts,
         )
 

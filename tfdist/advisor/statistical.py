@@ -24,6 +24,9 @@ import math
 
 from tfdist.advisor.profile import NoiseScale, Profile
 
+# An interval of at least this ratio says nothing.
+_MOST_SPREAD = 10.0
+
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
@@ -32,6 +35,11 @@ class Estimate:
     value: float
     low: float
     high: float
+
+    @property
+    def says_something(self) -> bool:
+        """False if the interval is so wide that the number tells nothing."""
+        return self.low > 0 and self.high < _MOST_SPREAD * self.low
 
     def __mul__(self, other: Estimate) -> Estimate:
         return Estimate(self.value * other.value, self.low * other.low, self.high * other.high)
@@ -62,7 +70,7 @@ def staleness_factor(staleness: float) -> Estimate:
 def speedup_to_a_loss(
     profile: Profile, speed: Estimate, alone: Estimate, batch: float, staleness: float
 ) -> Estimate | None:
-    """Speedup over one device until the same loss is reached; None without a noise scale.
+    """Speedup over one device until the same loss is reached; None if nothing is known of the noise scale.
 
     Args:
       profile: of one device, with its batch size.
@@ -71,7 +79,7 @@ def speedup_to_a_loss(
       batch: examples of an update.
       staleness: mean staleness of its gradients.
     """
-    if profile.noise_scale is None:
+    if profile.noise_scale is None or not profile.noise_scale.is_known:
         return None
     needed = examples_factor(profile.noise_scale, max(batch, profile.batch_size), profile.batch_size)
     return speed / alone / (needed * staleness_factor(staleness))

@@ -9,27 +9,30 @@ from typing import Any
 
 from tfdist.advisor import numbers
 from tfdist.advisor.advice import Row
-from tfdist.advisor.statistical import Estimate
+from tfdist.advisor.candidates import MULTI_WORKER, PARAMETER_SERVER
 
-_RICH_WIDTH = 180
+# Where nobody says how wide the output is.
+_WIDTH = 100
 _SHOWN_FROM = 0.5
+# Columns that go first where the table is too wide.
+_LESS_NEEDED = ("90 % interval", "to a loss", "limit", "efficiency")
+_STRATEGIES = {MULTI_WORKER: "multi-worker", PARAMETER_SERVER: "parameter server"}
 
 
 def write(found: Sequence[Row], chosen: Row, stream: Any) -> None:
-    """Writes the table; in colour where the stream is a terminal."""
+    """Writes the table as wide as the terminal, or COLUMNS, says; in colour where the stream is a terminal."""
     # Only here, because importing rich takes a while.
     from rich.console import Console
     from rich.table import Table
 
-    header, lines = cells(found)
-    width = shutil.get_terminal_size().columns if stream.isatty() else _RICH_WIDTH
-    table = Table(header_style="bold", box=None, pad_edge=False, show_edge=False)
-    texts = ("strategy", "policies", "limit")
+    width = shutil.get_terminal_size((_WIDTH, 24)).columns
+    header, lines = cells(found, width)
+    table = Table(header_style="bold", box=None, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for name in header:
-        table.add_column(name, justify="left" if name in texts else "right", no_wrap=name not in texts)
+        table.add_column(name, justify="left" if name in ("strategy", "policies", "limit") else "right", no_wrap=True)
     for row, line in zip(found, lines, strict=True):
         table.add_row(*line, style="bold green" if row is chosen else None)
-    Console(file=stream, width=width, highlight=False, markup=False).print(table)
+    Console(file=stream, width=max(width, _needed(header, lines)), highlight=False, markup=False).print(table)
 
 
 def worth_showing(found: Sequence[Row], chosen: Row) -> list[Row]:
@@ -45,45 +48,38 @@ def _is_worth_showing(row: Row, best: float) -> bool:
     return is_baseline or row.prediction.examples_per_sec >= _SHOWN_FROM * best
 
 
-def cells(found: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Returns the names of the columns, and the texts of each row; columns that nothing is known of are left out."""
-    header = [
-        "workers",
-        "ps",
-        "strategy",
-        "policies",
-        "examples/s",
-        "90 % interval",
-        "efficiency",
-        "time",
-        "cost",
-        "to a loss (model)",
-    ]
-    lines = [[*_cells(row), row.limit] for row in found]
-    header.append("limit")
-    kept = [
-        index
-        for index, name in enumerate(header)
-        if name not in ("time", "cost", "to a loss (model)") or any(line[index] for line in lines)
-    ]
-    return [header[index] for index in kept], [[line[index] for index in kept] for line in lines]
+def cells(found: Sequence[Row], width: int = 1000) -> tuple[list[str], list[list[str]]]:
+    """Returns the names of the columns, and the texts of each row: as many columns as `width` characters have room for.
+
+    Columns that nothing is known of are left out.
+    """
+    rows = [_cells(row) for row in found]
+    header = [name for name in rows[0] if any(row[name] for row in rows)]
+    for name in ("", *_LESS_NEEDED):
+        header = [each for each in header if each != name]
+        lines = [[row[each] for each in header] for row in rows]
+        if _needed(header, lines) <= width:
+            break
+    return header, lines
 
 
-def _cells(row: Row) -> list[str]:
-    own, predicted = row.candidate, row.prediction
-    return [
-        str(row.workers),
-        str(own.servers) if own and own.servers else "",
-        own.strategy.removesuffix("Strategy") if own else "one device",
-        own.label if own else "",
-        numbers.number(predicted.examples_per_sec),
-        f"{numbers.number(predicted.low)} to {numbers.number(predicted.high)}",
-        f"{predicted.efficiency:.0%}",
-        _between(row.secs, numbers.duration),
-        _between(row.cost, numbers.number),
-        _between(row.speedup_to_loss, lambda each: f"{each:.1f}x"),
-    ]
+def _needed(header: Sequence[str], lines: Sequence[Sequence[str]]) -> int:
+    """Width of a table, with a space between columns."""
+    return sum(max(map(len, column)) + 1 for column in zip(header, *lines, strict=True)) - 1
 
 
-def _between(estimate: Estimate | None, text: Any) -> str:
-    return f"{text(estimate.low)} to {text(estimate.high)}" if estimate else ""
+def _cells(row: Row) -> dict[str, str]:
+    own, predicted, estimate = row.candidate, row.prediction, row.speedup_to_loss
+    return {
+        "workers": str(row.workers),
+        "ps": str(own.servers) if own and own.servers else "",
+        "strategy": _STRATEGIES[own.strategy] if own else "one device",
+        "policies": own.label if own else "",
+        "examples/s": numbers.number(predicted.examples_per_sec),
+        "90 % interval": f"{numbers.number(predicted.low)} to {numbers.number(predicted.high)}",
+        "efficiency": f"{predicted.efficiency:.0%}",
+        "time": numbers.duration(row.secs.value) if row.secs else "",
+        "cost": numbers.number(row.cost.value) if row.cost else "",
+        "to a loss": f"{estimate.value:.1f}x" if own and estimate and estimate.says_something else "",
+        "limit": row.limit.short,
+    }

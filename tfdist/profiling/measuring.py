@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfdist.advisor.profile import NoiseScale, Profile, StepTimes, Table
 from tfdist.compat import profiled_fit
 from tfdist.profiling import gradients, noise_scale
+from tfdist.runtime import cpus
 
 # Multiples of the script's batch size.
 _FACTORS = (1.0, 0.5, 2.0, 0.25, 4.0)
@@ -34,11 +35,18 @@ class Measuring(keras.callbacks.Callback):
         self._secs = secs
         self._last = self._end = 0.0
         self._seen = 0
+        self._last_cpu = 0.0
         self.secs: list[float] = []
+        self._cpu_secs = 0.0
+
+    @property
+    def cpu_secs(self) -> float:
+        """Mean CPU time of these steps, of all threads of this process."""
+        return self._cpu_secs / max(1, len(self.secs))
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Notes a step."""
-        now = time.perf_counter()
+        now, cpu = time.perf_counter(), time.process_time()
         self._seen += 1
         if self._seen == _WARM_UP:
             self._end = now + self._secs
@@ -46,9 +54,10 @@ class Measuring(keras.callbacks.Callback):
             if self._last:
                 # steps_per_execution > 1 calls once for several steps.
                 self.secs += [(now - self._last) / self._executed] * self._executed
+                self._cpu_secs += cpu - self._last_cpu
             if len(self.secs) >= _LEAST_SAMPLES and (now >= self._end or len(self.secs) >= _MOST_SAMPLES):
                 self.model.stop_training = True
-        self._last = now
+        self._last, self._last_cpu = now, cpu
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Starts no step: the time between two epochs is none of a step's."""
@@ -99,6 +108,8 @@ def measure(
         noise_reason=noise_reason,
         model=str(model.name),
         device="GPU" if tf.config.list_logical_devices("GPU") else "CPU",
+        cores=cpus.usable(),
+        cpu_secs=measuring.cpu_secs,
     )
 
 
