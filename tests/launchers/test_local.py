@@ -158,6 +158,7 @@ def test_the_code_of_the_task_that_failed_first_is_returned_and_the_others_are_e
     code, _, err = launch("--num_workers=3", path)
     assert code == 7
     assert err.splitlines() == [
+        "tfdist: worker:1 failed first (exit code 7); ending all tasks",
         "tfdist: the last lines of worker:1:",
         "tfdist:   what went wrong",
         "tfdist: worker:1 failed first (exit code 7); all tasks have ended",
@@ -165,10 +166,31 @@ def test_the_code_of_the_task_that_failed_first_is_returned_and_the_others_are_e
 
 
 @pytest.mark.processes
+def test_an_exception_of_all_workers_is_printed_once_behind_the_progress(script):
+    text = """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # so that each raises, whoever is first
+import pathlib, time
+pathlib.Path(__file__).with_name(name).touch()
+while not all(pathlib.Path(__file__).with_name(f"worker:{index}").exists() for index in (0, 1)): time.sleep(0.01)
+sys.stdout.write("1/3\\r2/3")
+sys.stdout.flush()
+raise ValueError("of shape (16, 7)")
+"""
+    code, out, err = launch("--num_workers=2", "--grace_period_secs=60", script(text))
+    assert code == 1
+    assert sorted(out.splitlines()) == ["[worker:0] 2/3", "[worker:1] 2/3"]
+    assert err.count("Traceback (most recent call last):") == err.count("ValueError: of shape (16, 7)") == 1
+    first, *_, same, last = [line for line in err.splitlines() if line.startswith("tfdist: ")]
+    assert same == "tfdist: the same ValueError in all 2 workers"
+    assert "failed first (exit code 1)" in first and "failed first (exit code 1)" in last
+
+
+@pytest.mark.processes
 def test_a_signal_that_ends_a_task_is_128_and_its_number(script):
     code, _, err = launch("--num_workers=2", script("signal.raise_signal(9) if name == 'worker:0' else signal.pause()"))
     assert code == 137
     assert "worker:0 failed first (SIGKILL, exit code 137)" in err
+    assert err.endswith("; start with --max_restarts=N and tfdist.callbacks.Resume to go on from a checkpoint\n")
 
 
 @pytest.mark.processes
@@ -239,7 +261,7 @@ def test_a_signal_ends_everything(script, signum, code):
 
 
 QUIET = """
-print(name, "says", os.environ["TF_CPP_MIN_LOG_LEVEL"])
+print(f'{name} says {os.environ["TF_CPP_MIN_LOG_LEVEL"]}')  # in one write, because worker:0 may be ended in between
 if name == "worker:1":
     print("the cause", file=sys.stderr)
     sys.exit(3)
@@ -254,7 +276,8 @@ def test_quiet_workers_print_only_the_chief_and_who_fails(script, tmp_path):
     code, out, err = launch(*flags, script(QUIET), env=env)
     assert code == 3
     assert out.splitlines() in ([], ["[worker:0] worker:0 says 1"])
-    lines = err.splitlines()
+    first, *lines = err.splitlines()
+    assert first == "tfdist: worker:1 failed first (exit code 3); ending all tasks"
     assert lines[0] == "tfdist: the last lines of worker:1:"
     assert sorted(lines[1:3]) == ["tfdist:   the cause", "tfdist:   worker:1 says 1"]
     assert lines[3] == "tfdist: worker:1 failed first (exit code 3); all tasks have ended"

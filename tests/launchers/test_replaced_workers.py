@@ -49,8 +49,9 @@ def launch(tmp_path):
 
 
 def said(err):
-    """Returns the launcher's own messages, without the last lines of a task."""
+    """Returns the launcher's own messages, without the last lines of a task, and each failure once."""
     lines = [line.removeprefix("tfdist: ") for line in err if line.startswith("tfdist: ")]
+    lines = [line for line in lines if not line.endswith("; ending all tasks")]
     return [line for line in lines if not line.startswith((" ", "the last lines of "))]
 
 

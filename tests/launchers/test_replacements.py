@@ -15,6 +15,7 @@ from tfdist.launchers.hostfile import Host
 from tfdist.launchers.replacements import FailureRows, Replacements
 from tfdist.launchers.requests import Restarts
 from tfdist.launchers.shape import Shape
+from tfdist.launchers.tracebacks import Tracebacks
 
 # The rule.
 
@@ -81,6 +82,7 @@ class Scripted:
     def __init__(self, *endings):
         self.endings = list(endings)
         self.started, self.lines = [], []
+        self.tracebacks = Tracebacks()
 
     def start(self, name, command, env):
         task = Ended(name, env, sum(each.name == name for each in self.started))
@@ -158,6 +160,7 @@ def test_who_fails_again_and_again_fails_the_job():
     assert (outcome.code, outcome.failed.name, outcome.goes_on) == (7, "worker:1", False)
     assert supervisor.lines[1:] == [
         "worker:1 is given up (exit code 7, failure 2 in a row)",
+        "worker:1 failed first (exit code 7); ending all tasks",
         "the last lines of worker:1:",
         "  last line 1",
         "worker:1 failed first (exit code 7); all tasks have ended",

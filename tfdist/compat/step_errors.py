@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes `fit` raise the Python exception of a step, and call its callbacks for an execution that the data's end cut.
 
+It also keeps tfdist's frames out of the tracebacks that Keras shortens, so that an error of a layer shows the user's
+line and the layer's, as on one device; `keras.config.disable_traceback_filtering()` shows all frames. Keras takes no
+further paths to leave out, so its tuple of paths gets one more.
+
 An operation that calls Python passes on a few kinds of exceptions; a ConnectionError becomes a
 `tf.errors.UnknownError`, which no program that handles lost connections catches. There is no public way out of the step
 for it. And where the length of the data is not known, a step itself says that they are at their end: where several
@@ -14,18 +18,29 @@ in a process; nothing changes for data sets without the method `raised_in_step`,
 from __future__ import annotations
 
 import contextlib
+import os
+import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TFEpochIterator
+from keras.src.utils import traceback_utils
 
 from tfdist.compat import replacing, running_loop
 
 NEEDS = (
     "keras.src.backend.tensorflow.trainer:TFEpochIterator._distributed_dataset",
     "keras.src.backend.tensorflow.trainer:TFEpochIterator.catch_stop_iteration",
+    "keras.src.utils.traceback_utils:_EXCLUDED_PATHS",
 )
+_OWN_PATH = str(pathlib.Path(__file__).resolve().parent.parent) + os.sep
+
+
+def shorten_tracebacks() -> None:
+    """From now on the tracebacks that Keras shortens have no frames of tfdist."""
+    if _OWN_PATH not in traceback_utils._EXCLUDED_PATHS:
+        traceback_utils._EXCLUDED_PATHS += (_OWN_PATH,)
 
 
 def install() -> None:

@@ -116,6 +116,9 @@ class Attempt:
             self._let_others_end()
         elif self._failed is not None and not self._received and self._failed.returncode not in HOPELESS_EXIT_CODES:
             self._look_for_lost_hosts(self._failed)
+        if self._failed is not None and self._undecided and not self._received and self._supervisor.running:
+            # Before what the others print because they miss this task; the same again is the last line.
+            self._say(f"{self._failed.name} failed first ({self._how_with_host(self._failed)}); ending all tasks")
         if self._received:
             return Outcome(self._end_interrupted(self._received[0]))
         self._end([signal.SIGTERM])
@@ -257,14 +260,35 @@ class Attempt:
 
     def _failure_lines(self, failed: Process) -> list[str]:
         """Returns the failed task's last lines, then the cause, which is the last line on the screen."""
-        host, how, ended = self._host(failed.name), self._how(failed), "all tasks have ended"
-        if reason := self._unreachable.get(host):
-            how = f"its host {host} can't be reached: {reason}"
+        ended = "all tasks have ended"
         if secs := self._orphan_secs():
             ended = (
                 f"all others have ended, and those on {', '.join(self._orphaned)} end by themselves within {secs:g} s"
             )
-        return [*_last_lines(failed), f"{failed.name} failed first ({how}); {ended}"]
+        tracebacks = self._supervisor.tracebacks
+        several = [f"the same {kind} in {self._named(names)}" for kind, names in tracebacks.raised_by_several()]
+        # What a task has raised is on the screen already.
+        last = [] if tracebacks.has_raised(failed.name) and not failed.is_muted else _last_lines(failed)
+        how = self._how_with_host(failed)
+        return [*several, *last, f"{failed.name} failed first ({how}); {ended}{self._advice(failed)}"]
+
+    def _named(self, names: Sequence[str]) -> str:
+        if len(names) < len(self._tasks):
+            return ", ".join(names)
+        kind = "workers" if all(name.startswith("worker") for name in names) else "tasks"
+        return f"all {len(names)} {kind}"
+
+    def _how_with_host(self, failed: Process) -> str:
+        host = self._host(failed.name)
+        reason = self._unreachable.get(host)
+        return f"its host {host} can't be reached: {reason}" if reason else self._how(failed)
+
+    def _advice(self, failed: Process) -> str:
+        """Says how a job goes on that was killed, if nobody starts it again: a bug of the script would come again."""
+        was_killed = (failed.returncode or 0) < 0 or self._host(failed.name) in self._unreachable
+        if self._request.restarts.max_restarts or not was_killed:
+            return ""
+        return "; start with --max_restarts=N and tfdist.callbacks.Resume to go on from a checkpoint"
 
     def _let_others_end(self) -> None:
         """Waits for the other tasks after success. The chief has notified them; their exit codes don't count."""
@@ -280,6 +304,7 @@ class Attempt:
             process.send_signal(signal.SIGKILL)
 
     def _end_interrupted(self, signum: int) -> int:
+        self._supervisor.tracebacks.is_interrupted = signum == signal.SIGINT
         if signum != signal.SIGPIPE:
             self._say(f"{_signal_name(signum)}: ending all tasks")
         # SIGINT comes first, as from Ctrl-C in a terminal: a script may catch KeyboardInterrupt and save its work.

@@ -63,10 +63,21 @@ class LineReader:
             self._pending = self._pending[_MAX_LINE:]
         return lines + self._progress()
 
+    def flush(self) -> list[str]:
+        """Returns the present state of a line that is being rewritten, unless it was returned before."""
+        if "\r" not in self._pending and "\b" not in self._pending:
+            return []
+        line = self._rendered(self._pending)
+        if not line.strip() or line == self._shown:
+            return []
+        self._shown = line
+        return [line]
+
     def close(self) -> list[str]:
         """Returns the last line, if it was not terminated."""
         lines = self.feed(b"", final=True)
-        return lines + (self._end_line(self._pending) if self._pending else [])
+        last, self._pending = self._pending, ""
+        return lines + (self._end_line(last) if last else [])
 
     def _end_line(self, raw: str) -> list[str]:
         line, shown = self._rendered(raw), self._shown
@@ -84,11 +95,7 @@ class LineReader:
         if now - self._rewritten_since < self._progress_every_secs:
             return []
         self._rewritten_since = now
-        line = self._rendered(self._pending)
-        if not line.strip() or line == self._shown:
-            return []
-        self._shown = line
-        return [line]
+        return self.flush()
 
     def _rendered(self, raw: str) -> str:
         raw = _last_writing(raw.rstrip("\r"))

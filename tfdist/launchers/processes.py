@@ -29,6 +29,7 @@ from typing import Any
 
 from tfdist.launchers.output import Console, LineReader
 from tfdist.launchers.startup_noise import StartupNoise
+from tfdist.launchers.tracebacks import TracebackFilter, Tracebacks
 
 _GUARD = str(pathlib.Path(__file__).resolve().with_name("_guard.py"))
 _TAIL_LINES = 20
@@ -53,7 +54,7 @@ class Process:
         name: str,
         command: Sequence[str],
         env: Mapping[str, str] | None,
-        on_lines: Callable[[Process, list[str], bool], None],
+        printer: _Printer,
         on_exit: Callable[[Process], None],
         keeps_colours: Callable[[bool], bool],
         restart: int = 0,
@@ -68,7 +69,7 @@ class Process:
         self._ended_at: float | None = None
         self._pid: int | None = None
         self._tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
-        self._on_lines = on_lines
+        self._printer = printer
         self._on_exit = on_exit
         self._owner = os.getpid()
         self._lock = threading.Lock()
@@ -120,7 +121,8 @@ class Process:
                 selector.register(source, selectors.EVENT_READ, error)
             deadline = None
             while selector.get_map() and (deadline is None or time.monotonic() < deadline):
-                for key, _ in selector.select(None if deadline is None else 0.1):
+                is_busy = deadline is not None or self._printer.is_holding
+                for key, _ in selector.select(0.1 if is_busy else None):
                     data = _read(key.fd)
                     if data:
                         self._receive(key.data, data)
@@ -129,6 +131,7 @@ class Process:
                     if key.data is None:
                         deadline = time.monotonic() + _DRAIN_SECS
                         self._guard_is_gone()
+                self._printer.tick(self)
         self._finish()
 
     def _sources(self) -> list[Any]:
@@ -151,7 +154,11 @@ class Process:
     def _print(self, error: bool, lines: list[str]) -> None:
         if lines:
             self._tail.extend(lines)
-            self._on_lines(self, lines, error)
+            self._printer.show(self, lines, error)
+
+    def progress(self) -> list[str]:
+        """Returns the present state of a progress bar that was not printed yet."""
+        return self._readers[False].flush()
 
     def _exited(self, code: int) -> None:
         if self.returncode is None:
@@ -169,6 +176,7 @@ class Process:
     def _finish(self) -> None:
         for error, reader in self._readers.items():
             self._print(error, reader.close())
+        self._printer.tick(self, is_end=True)
         code = self._guard.wait()
         # Before `_over`, because a thread that waits for `_over` then reads the return code.
         self._exited(code if code < 0 else -signal.SIGKILL)
@@ -225,6 +233,7 @@ class Supervisor:
         on_lines: Callable[[Process, list[str], bool], None] | None = None,
         shown: Collection[str] | None = None,
     ) -> None:
+        self.tracebacks = Tracebacks()
         self._shown = shown
         self._console = console
         self._on_lines = on_lines
@@ -257,7 +266,7 @@ class Supervisor:
         same = [number for number, process in enumerate(self._processes) if process.name == name]
         number = same[0] if same else len(self._processes)
         is_muted = self._shown is not None and name not in self._shown
-        printer = self._printer(number, env)
+        printer = _Printer(self._console, self._on_lines, TracebackFilter(self.tracebacks, name), number, env)
         process = Process(name, command, env, printer, self._exits.put, keeps_colours, len(same), is_muted)
         self._processes.append(process)
         return process
@@ -304,22 +313,53 @@ class Supervisor:
         deadline = time.monotonic() + timeout_secs
         return all(_through(process, deadline) for process in self._processes)
 
-    def _printer(self, number: int, env: Mapping[str, str] | None) -> Callable[[Process, list[str], bool], None]:
-        noise = {error: StartupNoise(env) for error in (False, True)}
-
-        def show(process: Process, lines: list[str], error: bool) -> None:
-            if self._on_lines:
-                self._on_lines(process, lines, error)
-            if self._console and not process.is_muted:
-                self._console.write(f"[{process.name}] ", noise[error].without(lines), error, number)
-
-        return show
-
     def __enter__(self) -> Supervisor:
         return self
 
     def __exit__(self, *exception: Any) -> None:
         self.stop()
+
+
+class _Printer:
+    """Passes a task's lines on to the logs, and to the console without noise and with each traceback once."""
+
+    def __init__(
+        self,
+        console: Console | None,
+        on_lines: Callable[[Process, list[str], bool], None] | None,
+        tracebacks: TracebackFilter,
+        number: int,
+        env: Mapping[str, str] | None,
+    ) -> None:
+        self._console = console
+        self._on_lines = on_lines
+        self._tracebacks = tracebacks
+        self._number = number
+        self._noise = {error: StartupNoise(env) for error in (False, True)}
+
+    @property
+    def is_holding(self) -> bool:
+        """True while a traceback is held, so that `tick` has to be called."""
+        return self._tracebacks.is_holding
+
+    def show(self, process: Process, lines: list[str], error: bool) -> None:
+        """Takes lines of a task's output."""
+        if self._on_lines:
+            self._on_lines(process, lines, error)
+        if self._console and not process.is_muted:
+            lines = self._noise[error].without(lines)
+            self._write(process, self._tracebacks.feed(lines) if error else lines, error)
+
+    def tick(self, process: Process, is_end: bool = False) -> None:
+        """Prints a traceback that is complete, behind the last state of the task's progress bar."""
+        lines = self._tracebacks.flush() if is_end else self._tracebacks.due()
+        if lines:
+            self._write(process, process.progress(), False)
+            self._write(process, lines, True)
+
+    def _write(self, process: Process, lines: Sequence[str], error: bool) -> None:
+        if self._console:
+            self._console.write(f"[{process.name}] ", lines, error, self._number)
 
 
 def _through(process: Process, deadline: float) -> bool:

@@ -24,10 +24,15 @@ _OF_BUFFER = re.compile(r"\s*(?:\w+ \{|\w+: .*|\})?$")
 _NO_LOGGER = "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR"
 # Messages of the ordinary course of a parameter-server job: the rendezvous of a step is cleaned up, a handle of a
 # tensor is deleted that the worker has deleted already, and functions can't be registered on, or removed from, a lost
-# task. The launcher reports the loss.
+# task. The launcher reports the loss. When a task fails, all others abort their sums, and each says so up to four times
+# before it raises the same.
 _HARMLESS = re.compile(
     r"[WE]0000 00:00:\d+\.\d+ +\d+ "
-    r"(?:local_rendezvous\.cc:\d+\] Local rendezvous is aborting with status: ABORTED: Cleanup "
+    r"(?:local_rendezvous\.cc:\d+\] Local rendezvous is aborting with status: "
+    r"(?:ABORTED: Cleanup |.*Collective ops is aborted)"
+    r"|base_collective_executor\.cc:\d+\] BaseCollectiveExecutor::StartAbort "
+    r"|\w+\.cc:\d+\] Aborting (?:Ring|Hier)\w* with "
+    r"|preemption_notifier\.cc:\d+\] SIGTERM caught"
     r"|destroy_tensor_handle_node\.h:\d+\] Ignoring an error encountered when deleting remote tensors handles: "
     r"|context\.cc:\d+\] Failed to (?:register|remove) function remotely due to "
     r"(?:failed to connect to all addresses|Socket closed|Connection reset|Broken pipe|recvmsg:|sendmsg:))"
@@ -35,6 +40,7 @@ _HARMLESS = re.compile(
 _OF_HARMLESS = re.compile(
     r"Additional GRPC error information from remote target |:[A-Z_]+:Error received from peer "
     r"|This could happen if the remote target has been disconnected from the client\.$"
+    r"|The error could be from a previous operation\. Restart your program to reset\.$|\t \[\[\{\{"
 )
 # 303: this machine has no NVIDIA driver.
 _NO_DRIVER = re.compile(r"E0000 00:00:\d+\.\d+ +\d+ cuda_platform\.cc:\d+\] failed call to cuInit: .*\(303\)")

@@ -23,6 +23,7 @@ from tfdist.compat import (
     running_loop,
     seed_generators,
     single_batches,
+    step_errors,
     symbolic_build,
     variable_numbers,
 )
@@ -203,6 +204,7 @@ def _with_an_example(leaf: Any) -> Any:
 
 def mend_keras(strategy: tf.distribute.Strategy) -> None:
     """Mends what Keras and TensorFlow do differently for variables, batches and collectives of several replicas."""
+    step_errors.shorten_tracebacks()
     autograph_rules.leave_library()
     instance_keys.install(strategy)
     late_builds.allow(strategy, in_scope.redirected)

@@ -35,6 +35,7 @@ from tfdist.compat import (
     shard_initializers,
     shard_strategy,
     sliced_restores,
+    step_errors,
     strategy_order,
     symbolic_build,
     trainers,
@@ -151,6 +152,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         self._transfer_mode = transfer
         # Of the train steps of Keras' loop.
         self._sending = self._transfer
+        step_errors.shorten_tracebacks()
         self._engine = self._coordinated(data_sharding, stall_timeout_secs)
         # Makes the train steps of Keras' loop.
         self._training: CoordinatedEngine | AggregatedEngine = self._engine

@@ -37,6 +37,7 @@ _STATE_EVERY_CHECKS = 5
 _SERVICE_SECS = 10.0
 # Time for a failed process to end.
 _END_SECS = 3.0
+_MESSAGE_CHARS = 500
 _kept: list[Any] = []
 
 
@@ -224,7 +225,9 @@ def tell_others_of_errors(agreement: Agreement) -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if threading.current_thread() is threading.main_thread() and not agreement.is_known(error):
             with contextlib.suppress(Exception):
-                message = f"{agreement.task} ended with {kind.__name__}: {error}"
+                # One line, because TensorFlow logs it on each worker.
+                text = " ".join(str(error).split())[:_MESSAGE_CHARS]
+                message = f"{agreement.task} ended with {kind.__name__}: {text}"
                 eager_context.report_error(message)
         previous(kind, error, trace)
         end_soon_after_exit()
