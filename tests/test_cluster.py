@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 
+import tfdist
 from tfdist.cluster import (
     DATA_SERVICE_VARIABLE,
     Cluster,
@@ -76,6 +77,47 @@ def test_with_a_chief_worker_0_does_not_lead():
     jobs = {"chief": ["c:1"], "worker": WORKERS}
     assert not read(jobs).is_chief
     assert read(jobs, ("chief", 0)).is_chief
+
+
+@pytest.mark.parametrize(
+    ("jobs", "task", "expected"),
+    [
+        (None, ("worker", 0), ("worker:0", True, 0, 2)),
+        (None, ("worker", 1), ("worker:1", False, 1, 2)),
+        ({"chief": ["c:1"], "worker": WORKERS}, ("chief", 0), ("chief:0", True, 0, 3)),
+        ({"chief": ["c:1"], "worker": WORKERS}, ("worker", 1), ("worker:1", False, 2, 3)),
+        ({"chief": ["c:1"], "worker": WORKERS, "ps": ["p:1"]}, ("chief", 0), ("chief:0", True, 0, 2)),
+        ({"chief": ["c:1"], "worker": WORKERS, "ps": ["p:1"]}, ("worker", 1), ("worker:1", False, 1, 2)),
+        ({"worker": WORKERS, "ps": ["p:1"]}, ("worker", 0), ("worker:0", False, 0, 2)),
+        (None, ("evaluator", 0), ("evaluator:0", False, 0, 2)),
+    ],
+)
+def test_place_of_this_process_under_tf_config(monkeypatch, jobs, task, expected):
+    monkeypatch.setenv("TF_CONFIG", config(jobs, task))
+    assert (str(tfdist.task()), tfdist.is_chief(), tfdist.worker_index(), tfdist.num_workers()) == expected
+
+
+def test_chief_without_an_address_is_the_chief_of_its_servers():
+    servers = Cluster({"worker": {0: "a:1"}, "ps": {0: "p:1"}}, Task("chief", 0))
+    assert servers.is_chief
+    assert not servers.with_task(Task("worker", 0)).is_chief
+
+
+def test_place_of_a_program_that_trains_alone(monkeypatch):
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    assert (str(tfdist.task()), tfdist.is_chief(), tfdist.worker_index(), tfdist.num_workers()) == (
+        "worker:0",
+        True,
+        0,
+        1,
+    )
+
+
+def test_place_under_an_invalid_tf_config_is_an_error(monkeypatch):
+    monkeypatch.setenv("TF_CONFIG", "{")
+    for function in (tfdist.task, tfdist.is_chief, tfdist.worker_index, tfdist.num_workers):
+        with pytest.raises(ClusterError):
+            function()
 
 
 def test_an_evaluator_need_not_be_listed():

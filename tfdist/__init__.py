@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import tfdist.flags as flags  # noqa: F401
     import tfdist.schedules as schedules  # noqa: F401
     import tfdist.testing as testing  # noqa: F401
-    from tfdist.cluster import Cluster, ClusterError, Task
+    from tfdist.cluster import Cluster, ClusterError, Task, is_chief, num_workers, task, worker_index
     from tfdist.flags import strategy_from_flags
     from tfdist.model_parts import placement, split
     from tfdist.policies.backup_workers import BackupWorkers
@@ -51,10 +51,14 @@ __all__ = [
     "Task",
     "Warmup",
     "__version__",
+    "is_chief",
     "keep_freed_memory",
+    "num_workers",
     "placement",
     "split",
     "strategy_from_flags",
+    "task",
+    "worker_index",
 ]
 
 # Module of each public name. `tests/test_layers.py` compares it with `__all__` and the modules themselves.
@@ -71,6 +75,10 @@ MODULE_OF = {
     "Cluster": "tfdist.cluster",
     "ClusterError": "tfdist.cluster",
     "Task": "tfdist.cluster",
+    "is_chief": "tfdist.cluster",
+    "num_workers": "tfdist.cluster",
+    "task": "tfdist.cluster",
+    "worker_index": "tfdist.cluster",
     "ShardedTables": "tfdist.sharded_tables",
     "placement": "tfdist.model_parts",
     "split": "tfdist.model_parts",

@@ -3,7 +3,7 @@
 
     cluster = Cluster.from_environment()          # None when TF_CONFIG is not set
     cluster.check_multi_worker()
-    if cluster.is_chief: ...
+    if is_chief(): ...                            # of this process, with or without a cluster or a strategy
 
 Any error in a description is raised as a `ClusterError` of one line, which names the place, the value and the remedy.
 TensorFlow itself would hang, train alone, or truncate an index of 1.7 to 1.
@@ -44,6 +44,63 @@ def data_service_address() -> str | None:
     if problem:
         raise _wrong(DATA_SERVICE_VARIABLE, *problem, address)
     return _addresses.normal(address) if address else None
+
+
+def task() -> Task:
+    """Returns the task of this process in TF_CONFIG or in the strategy's cluster; `worker:0` if it trains alone.
+
+    Raises:
+      ClusterError: TF_CONFIG is invalid.
+    """
+    cluster = _current()
+    return cluster.task if cluster else Task("worker", 0)
+
+
+def is_chief() -> bool:
+    """Returns True in the one process that prints, and writes files of your own; True in a program that trains alone.
+
+    That is the chief, or worker 0 of a cluster without one. It can be called before a strategy is built.
+
+    Raises:
+      ClusterError: TF_CONFIG is invalid.
+    """
+    cluster = _current()
+    return cluster is None or cluster.is_chief
+
+
+def num_workers() -> int:
+    """Returns the number of workers that train together; 1 in a program that trains alone.
+
+    Those are the workers of TF_CONFIG, a chief that trains included, or of the strategy's cluster: a
+    `ParameterServerStrategy` without TF_CONFIG starts its workers when it is built. Devices of one process are no
+    workers; `strategy.num_replicas_in_sync` counts them.
+
+    Raises:
+      ClusterError: TF_CONFIG is invalid.
+    """
+    cluster = _current()
+    return len(cluster.workers) if cluster else 1
+
+
+def worker_index() -> int:
+    """Returns the index of this process among the workers that train together; 0 in a program that trains alone.
+
+    The chief of parameter servers has 0: it is the only process that runs the script. A ps and an evaluator have their
+    index within their job. Don't shard a data set by it: strategies divide each batch themselves.
+
+    Raises:
+      ClusterError: TF_CONFIG is invalid.
+    """
+    cluster = _current()
+    if cluster is None:
+        return 0
+    return cluster.workers.index(cluster.task) if cluster.task in cluster.workers else cluster.task.index
+
+
+def join(cluster: Cluster | None) -> None:
+    """Makes `cluster`, which a strategy has joined, the answer of `task` and the like; None for TF_CONFIG again."""
+    global _joined
+    _joined = cluster
 
 
 class ClusterError(ValueError):
@@ -132,16 +189,19 @@ class Cluster:
 
     @property
     def chief(self) -> Task | None:
-        """The task that leads: the chief, or worker 0 where there is no chief, or None."""
+        """The listed task that leads: the chief, or worker 0 where there is no chief, or None.
+
+        Of a cluster with parameter servers no worker leads: its chief may have no address.
+        """
         for leader in (Task("chief", 0), Task("worker", 0)):
             if leader.index in self.jobs.get(leader.type, {}):
-                return leader
+                return leader if leader.type == "chief" or not self.num_ps else None
         return None
 
     @property
     def is_chief(self) -> bool:
         """True if this process leads: the chief, or worker 0 where there is no chief."""
-        return self.task == self.chief
+        return self.task.type == "chief" or self.task == self.chief
 
     @property
     def is_listed(self) -> bool:
@@ -162,6 +222,11 @@ class Cluster:
     def training_tasks(self) -> tuple[Task, ...]:
         """The tasks that train under MultiWorkerMirroredStrategy: the chief, if any, then the workers."""
         return tuple(task for task in self.tasks if task.type in ("chief", "worker"))
+
+    @property
+    def workers(self) -> tuple[Task, ...]:
+        """The tasks that compute gradients: with parameter servers the job `worker`, else `training_tasks`."""
+        return tuple(task for task in self.training_tasks if task.type == "worker" or not self.num_ps)
 
     def address(self, task: Task | None = None) -> str:
         """Returns the "host:port" of a task; of this process' task by default.
@@ -232,6 +297,14 @@ class Cluster:
         if job in self.jobs and not self._is_dense(job):
             problem = f"has gaps in its indices, and {strategy} needs every task from 0 up"
             raise _wrong(f"cluster.{job}", problem, "list them all, without gaps", dict(self.jobs[job]))
+
+
+# The cluster that a strategy of this process has joined.
+_joined: Cluster | None = None
+
+
+def _current() -> Cluster | None:
+    return _joined or Cluster.from_environment()
 
 
 _EXAMPLE = (

@@ -21,6 +21,14 @@ made = model(strategy)
 made.fit(X, Y, verbose=0, epochs=2)
 made.fit(tf.data.Dataset.from_tensors((X, Y)).repeat(), verbose=0, steps_per_epoch=4)
 print("iterations", int(made.optimizer.iterations), flush=True)
+print("I am", tfdist.task(), tfdist.is_chief(), tfdist.worker_index(), tfdist.num_workers(), flush=True)
+"""
+CLOSED = """
+strategy.close()
+try:
+    tfdist.ParameterServerStrategy()
+except RuntimeError as error:
+    print("refused:", error, flush=True)
 """
 TRAIN_ON = "made.fit(tf.data.Dataset.from_tensors((X, Y)).repeat(), steps_per_epoch=10**6, verbose=0)"
 
@@ -32,12 +40,14 @@ TRAIN_ON = "made.fit(tf.data.Dataset.from_tensors((X, Y)).repeat(), steps_per_ep
 def test_launched_tasks_need_no_grace_when_the_chief_is_done(tmp_path: pathlib.Path, sharding: str) -> None:
     """Each of them ends by itself: none is ended by the launcher, whose patience outlasts this test's."""
     path = tmp_path / "train.py"
-    path.write_text(programs._HEADER + SCRIPT.replace("dynamic", sharding))
+    path.write_text(programs._HEADER + SCRIPT.replace("dynamic", sharding) + CLOSED)
     flags = ["--num_workers=1", "--num_ps=1", "--grace_period_secs=100000"]
     command = [sys.executable, "-m", "tfdist.cli", "launch", "local", *flags, str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, cwd=programs.ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("iterations 8") == 1
+    assert "I am chief:0 True 0 1" in done.stdout
+    assert "refused: This program has closed a ParameterServerStrategy" in done.stdout
     # The chief alone comes past the line that builds the strategy.
     assert [line for line in done.stdout.splitlines() if line.endswith("chief")] == ["[chief:0] chief"]
     # They were told that it is done, and did not take it for lost.

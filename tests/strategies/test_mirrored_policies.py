@@ -302,3 +302,19 @@ def test_a_strategy_that_nobody_needs_ends_its_threads(cpus):
     for thread in threads:
         thread.join(10)
         assert not thread.is_alive()
+
+
+def test_close_ends_the_threads_and_refuses_further_training(cpus: list[str]) -> None:
+    before = {thread.name for thread in threading.enumerate()}
+    strategy = tfdist.MirroredStrategy(cpus[:2], policies=[tfdist.BackupWorkers(spares=0)])
+    with strategy.scope():
+        model = dense_model()
+        model.compile("sgd", "mse")
+    model.fit(X, Y, verbose=0)
+    assert repr(strategy) == "<tfdist.MirroredStrategy devices=['CPU:0', 'CPU:1'] policies=[BackupWorkers(spares=0)]>"
+    strategy.close()
+    assert repr(strategy).endswith(" closed>")
+    assert {thread.name for thread in threading.enumerate() if "tfdist" in thread.name} <= before
+    with pytest.raises(RuntimeError, match="this strategy is closed"):
+        model.fit(X, Y, verbose=0)
+    assert len(model.get_weights()) == len(model.weights)

@@ -73,6 +73,18 @@ report("iterations", int(model.optimizer.iterations.numpy()))
 report("accepted", strategy.report().accepted)
 report("dropped", strategy.report().dropped)
 report("weights", [weight.tolist() for weight in model.get_weights()])
+report("place", [str(tfdist.task()), tfdist.is_chief(), tfdist.worker_index(), tfdist.num_workers(), repr(strategy)])
+strategy.close()
+strategy.close()
+import threading
+ours = [thread for thread in threading.enumerate() if thread.name.startswith("tfdist")]
+for thread in ours:
+    thread.join(30)
+report("threads", [thread.name for thread in ours if thread.is_alive()])
+try:
+    model.fit(x, y)
+except RuntimeError as error:
+    report("closed", str(error))
 """
 
 ENDS = """
@@ -123,6 +135,12 @@ def test_the_number_of_spares_follows_what_the_workers_take(tmp_path: pathlib.Pa
     with process_cluster.workers(PREPARED + AUTO, tmp_path, num_workers=3) as running:
         assert [worker.wait(200) for worker in running] == [0, 0, 0], running[0].output
         found, outputs = [worker.found for worker in running], [worker.output for worker in running]
+    for index, each in enumerate(found):
+        *place, shown = each.pop("place")
+        assert place == [f"worker:{index}", index == 0, index, 3]
+        assert shown.startswith(f"<tfdist.MultiWorkerMirroredStrategy task=worker:{index} workers=3 policies=[BackupW")
+        assert each["threads"] == []
+        assert "this strategy is closed" in each["closed"]
     assert found[1:] == [found[0]] * 2
     assert found[0]["iterations"] == 36
     # All three were waited for until each had been measured often enough, and then two.

@@ -22,6 +22,7 @@ NEEDS = (
     "tensorflow.python.distribute.coordinator.cluster_coordinator:ClosureInputError",
     "tensorflow.python.distribute.coordinator.cluster_coordinator:Cluster.closure_queue",
     "tensorflow.python.distribute.coordinator.cluster_coordinator:Cluster.schedule(function, args, kwargs)",
+    "tensorflow.python.distribute.coordinator.cluster_coordinator:Cluster.stop",
     "tensorflow.python.distribute.coordinator.cluster_coordinator:Cluster.workers",
     "tensorflow.python.distribute.coordinator.cluster_coordinator:ClusterCoordinator._cluster",
     "tensorflow.python.distribute.coordinator.cluster_coordinator:ClusterCoordinator._create_per_worker_resources",
@@ -59,6 +60,11 @@ def schedule(
     runs on.
     """
     coordinator._cluster.schedule(function, args, {})
+
+
+def stop(coordinator: tf.distribute.coordinator.ClusterCoordinator) -> None:
+    """Ends the coordinator's threads, and cancels the closures that it has."""
+    coordinator._cluster.stop()
 
 
 def before_use(coordinator: tf.distribute.coordinator.ClusterCoordinator, function: Callable[[], None]) -> None:

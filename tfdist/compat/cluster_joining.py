@@ -8,6 +8,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import os
 
 import tensorflow as tf
@@ -17,6 +19,9 @@ from tensorflow.python.training import server_lib
 
 NEEDS = (
     "tensorflow.python.distribute.parameter_server_strategy_v2:_SET_SERVER_DEF_RETRIES",
+    "tensorflow.python.eager.context:Context.get_server_def",
+    "tensorflow.python.eager.context:Context.update_server_def(server_def)",
+    "tensorflow.python.eager.context:context",
     "tensorflow.python.eager.context:ensure_initialized",
     "tensorflow.python.eager.context:set_server_def_retries",
     "tensorflow.python.eager.remote:connect_to_cluster(cluster_device_filters)",
@@ -46,3 +51,17 @@ def join(cluster_spec: tf.train.ClusterSpec) -> None:
     remote.connect_to_cluster(cluster_spec, job_name=CHIEF_JOB, protocol="grpc", cluster_device_filters=filters)
     context.set_server_def_retries(stock._SET_SERVER_DEF_RETRIES)
     context.ensure_initialized()
+
+
+def leave() -> None:
+    """Takes this process out of its cluster; it can go on alone, or join another cluster.
+
+    Else TensorFlow would register each new function with the servers, and write an error for each that has ended.
+    """
+    described = copy.deepcopy(context.context().get_server_def())
+    for job in [job for job in described.cluster.job if job.name != CHIEF_JOB]:
+        described.cluster.job.remove(job)
+    described.ClearField("cluster_device_filters")
+    # A server that has ended already can't be told.
+    with contextlib.suppress(tf.errors.OpError):
+        context.context().update_server_def(described)

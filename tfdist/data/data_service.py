@@ -42,6 +42,10 @@ class DataService:
             port = int(self._shared.rpartition(":")[2])
             self._dispatcher = service.DispatchServer(service.DispatcherConfig(port=port))
 
+    def close(self) -> None:
+        """Ends the servers; may be called again."""
+        self._dispatcher = self._own = None
+
     def address(self, endless: bool) -> str:
         """The dispatcher for data that are `endless` or not, "grpc://host:port"."""
         if endless and self._shared is not None:

@@ -53,12 +53,17 @@ class Keepalive:
         self._unknown = set(addresses)
         self._foreign: set[str] = set()
         self._resolve_again = 0.0
+        self._ended = threading.Event()
         self.is_supported = _DESCRIPTORS.is_dir() and hasattr(socket, "TCP_USER_TIMEOUT")
 
     def start(self) -> None:
-        """Starts a thread that looks for new connections until the process ends."""
+        """Starts a thread that looks for new connections until `stop`."""
         if self.is_supported:
             threading.Thread(target=self._run, name="tfdist keepalive", daemon=True).start()
+
+    def stop(self) -> None:
+        """Ends the thread; may be called again."""
+        self._ended.set()
 
     def check(self) -> None:
         """Turns on the kernel's probes for all present connections. Called by the thread, or by tests."""
@@ -79,11 +84,11 @@ class Keepalive:
         return ended
 
     def _run(self) -> None:
-        while True:
+        while not self._ended.is_set():
             # Where no descriptor is left, the next look may find one.
             with contextlib.suppress(OSError):
                 self.check()
-            time.sleep(_LOOK_EVERY_SECS)
+            self._ended.wait(_LOOK_EVERY_SECS)
 
     def _resolve(self) -> None:
         # A task that was replaced may have another address under its name.

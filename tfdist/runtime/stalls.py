@@ -179,7 +179,7 @@ class InterruptEscape:
 
     def uninstall(self) -> None:
         """Restores the previous signal handler and wakeup descriptor; may be called again."""
-        if self._pipe is None:
+        if self._pipe is None or threading.current_thread() is not threading.main_thread():
             return
         signal.set_wakeup_fd(-1)
         if signal.getsignal(signal.SIGINT) == self._deliver:

@@ -11,7 +11,6 @@ import contextlib
 import os
 import sys
 import threading
-import time
 from typing import Any
 
 import tensorflow as tf
@@ -40,6 +39,7 @@ __all__ = ["Attachment", "EmbeddedCluster", "attach", "check_sizes", "cluster_of
 _RESTARTS = Restarts(settled_secs=10.0)
 # Interval at which the launcher's notices are read.
 _NOTICE_SECS = 1.0
+_JOIN_SECS = 5.0
 
 
 class Attachment:
@@ -60,6 +60,7 @@ class Attachment:
         # chief look for the mark; servers that the program has started itself don't.
         servers = [task for task in cluster.tasks if task.type in ("worker", "ps")] if cluster.is_listed else []
         self._marks = {task: done_mark(cluster, task) for task in servers}
+        self._watched: tuple[keepalive.Keepalive, threading.Event] | None = None
         # True if this program ends early and will be started again.
         self.is_abandoned = False
 
@@ -87,6 +88,25 @@ class Attachment:
     def data_service_address(self, endless: bool) -> str:
         """See `DataService.address`."""
         return self._data_service.address(endless)
+
+    def watch(self) -> None:
+        """Restarts the workers of an embedded cluster that end; probes the connections to the tasks of another."""
+        if self.embedded is not None:
+            self.embedded.keep_alive()
+        else:
+            watched = keepalive.watch(self.cluster)
+            self._watched = watched, _watch_notices(watched)
+
+    def close(self) -> None:
+        """Ends an embedded cluster, the threads of `watch`, and the tf.data service. May be called again."""
+        atexit.unregister(self.finish)
+        if self._watched is not None:
+            watched, ended = self._watched
+            watched.stop()
+            ended.set()
+        if self.embedded is not None:
+            self.embedded.close()
+        self._data_service.close()
 
     def finish(self) -> None:
         """Notifies every server that the chief is done. Called at exit; does nothing if the program failed."""
@@ -132,30 +152,31 @@ def attach(
     # The chief of an embedded cluster is no task of it, because it has no address.
     waiting: dict[str, Any] = {"check": embedded.check, "name": "chief"} if embedded else {}
     rendezvous.reach(cluster, servers, start_timeout_secs, **waiting)
-    if embedded is not None:
-        embedded.keep_alive()
-    else:
-        _watch_notices(keepalive.watch(cluster))
+    attachment.watch()
     atexit.register(attachment.finish)
     return attachment
 
 
-def _watch_notices(watched: keepalive.Keepalive) -> None:
-    """Starts a thread that ends the connections to workers that the launcher has given up; calls to them then fail."""
-    path = os.environ.get(NOTICES_VARIABLE)
+def _watch_notices(watched: keepalive.Keepalive) -> threading.Event:
+    """Starts a thread that ends the connections to workers that the launcher has given up; calls to them then fail.
+
+    Returns:
+      The event that ends the thread.
+    """
+    path, ended = os.environ.get(NOTICES_VARIABLE), threading.Event()
     if path:
-        reader = Reader(path)
-        threading.Thread(target=_follow_notices, args=(reader, watched), name="tfdist notices", daemon=True).start()
+        given = Reader(path), watched, ended
+        threading.Thread(target=_follow_notices, args=given, name="tfdist notices", daemon=True).start()
+    return ended
 
 
-def _follow_notices(reader: Reader, watched: keepalive.Keepalive) -> None:
-    while True:
+def _follow_notices(reader: Reader, watched: keepalive.Keepalive, ended: threading.Event) -> None:
+    while not ended.wait(_NOTICE_SECS):
         for line in reader.new_lines():
             if line.startswith(GIVEN_UP):
                 task = line.removeprefix(GIVEN_UP)
                 messages.say(f"tfdist: the launcher has given up {task}; going on without it")
                 watched.end(task)
-        time.sleep(_NOTICE_SECS)
 
 
 def cluster_of(resolver: tf.distribute.cluster_resolver.ClusterResolver) -> Cluster:
@@ -204,11 +225,24 @@ class EmbeddedCluster:
         self.cluster = Cluster(jobs, Task("worker", 0))
         self.data_service = addresses[-1] if uses_data_service else None
         self._supervisor = Supervisor()
+        self._thread: threading.Thread | None = None
+        self._is_closing = False
         self._processes = {str(task): self._start(task) for task in self.cluster.tasks}
 
     def keep_alive(self) -> None:
         """Starts a thread that restarts workers that end."""
-        threading.Thread(target=self._watch, name="tfdist embedded cluster", daemon=True).start()
+        self._thread = threading.Thread(target=self._watch, name="tfdist embedded cluster", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends all processes; may be called again."""
+        self._is_closing = True
+        self._supervisor.wake()
+        if self._thread:
+            # It may be starting a process; a fork and an exec take less.
+            self._thread.join(_JOIN_SECS)
+        self._supervisor.stop()
+        self._ports.release()
 
     def check(self) -> None:
         """Raises RuntimeError if a process has ended. Called while the cluster starts."""
@@ -239,6 +273,8 @@ class EmbeddedCluster:
         replacements = Replacements(_RESTARTS)
         while True:
             ended = self._supervisor.wait_first_exit(replacements.wait_secs())
+            if self._is_closing:
+                return
             next_start = _register_failure(replacements, ended) if ended else ""
             # Restarts come before the line is written, because training may wait for the worker.
             for name in replacements.due():

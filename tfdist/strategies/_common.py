@@ -34,9 +34,10 @@ from tfdist.engines.warmup.engine import WarmupEngine
 from tfdist.policies.base import Aggregation
 from tfdist.policies.warmup import Warmup
 from tfdist.step import in_scope, keras_steps, rehearsal, replica_placement, replicated_step, used_objects
+from tfdist.strategies.distribution import Closing
 
 
-class KerasSteps(tf.distribute.Strategy):
+class KerasSteps(tf.distribute.Strategy, Closing):
     """Mixed into a `tf.distribute.Strategy`: takes over the steps that Keras hands to `run`, and what it reduces."""
 
     # Where replicas train alone.
@@ -86,6 +87,7 @@ class KerasSteps(tf.distribute.Strategy):
 
         The steps of a Keras model return logs that are equal on all replicas: those of the global batch.
         """
+        self.distribution.check_open()
 
         def stock(*given: Any) -> Any:
             return self._run_stock(fn, given or args, kwargs, options)

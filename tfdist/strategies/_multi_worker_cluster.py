@@ -60,7 +60,7 @@ def _check_before_context() -> None:
     if eager_context.has_begun():
         raise RuntimeError(
             "MultiWorkerMirroredStrategy must be built before TensorFlow is used; move it up, before the first tensor, "
-            "data set or model"
+            "data set or model. In a notebook, or after another one: restart the kernel"
         )
 
 

@@ -46,6 +46,9 @@ class Distribution:
       replicas: indices of the replicas of this process; None for all.
       served_tasks: names of the worker and ps tasks that run no program of their own.
       sizes: sizes of the cluster, by name, for the comparison of runs.
+      shown: numbers of tasks or devices, by name, for the strategy's `repr`.
+      on_close: functions that end what the strategy has started; called by `close`, the last one first.
+      is_closed: True after `close`.
     """
 
     recorder: Recorder
@@ -67,6 +70,9 @@ class Distribution:
     replicas: Sequence[int] | None = None
     served_tasks: Sequence[str] = ()
     sizes: dict[str, int] = dataclasses.field(default_factory=dict)
+    shown: dict[str, Any] = dataclasses.field(default_factory=dict)
+    on_close: list[Callable[[], object]] = dataclasses.field(default_factory=list)
+    is_closed: bool = False
 
     def __post_init__(self) -> None:
         # Of a program without other processes.
@@ -104,11 +110,53 @@ class Distribution:
         return with_usage(report, usage, dict(zip(report.bytes_sent, sent, strict=True)) if sent else {})
 
     def barrier(self, writes: bool = False) -> None:
-        """Waits for the steps of all engines; see `Engine.barrier`."""
+        """Waits for the steps of all engines; see `Engine.barrier`.
+
+        Raises:
+          RuntimeError: the strategy is closed, and its variables are gone with the parameter servers.
+        """
+        if self.serving is not None:
+            self.check_open()
         for engine in self.engines:
             engine.barrier(writes)
 
     def close(self) -> None:
-        """Ends the threads of all engines; may be called again."""
+        """Ends the threads of all engines and what else the strategy has started; may be called again."""
+        self.is_closed = True
         for engine in self.engines:
             engine.close()
+        while self.on_close:
+            self.on_close.pop()()
+
+    def check_open(self) -> None:
+        """Raises RuntimeError after `close`."""
+        if self.is_closed:
+            raise RuntimeError(
+                "this strategy is closed: its threads and processes have ended with strategy.close(); build a new "
+                "strategy, and the model in its scope. Received: a call after close()"
+            )
+
+
+class Closing:
+    """Mixed into all strategies: `close`, and a `repr` that shows workers and policies."""
+
+    distribution: Distribution
+
+    def close(self) -> None:
+        """Ends what this strategy has started: threads, connections, and an embedded cluster's processes.
+
+        A script doesn't need it: all of that ends with the program. In a notebook it makes room for another strategy.
+        Steps that are under way are cancelled, and the strategy can't train, evaluate or predict any more. Variables on
+        parameter servers are gone; save the model before. Under `tfdist launch` the servers end with code 0, as at the
+        end of the program. May be called again.
+        """
+        self.distribution.close()
+
+    def __repr__(self) -> str:
+        """Returns the name of the class, the workers or devices, and the policies."""
+        distribution = getattr(self, "distribution", None)
+        if distribution is None:  # An error of the constructor.
+            return super().__repr__()
+        shown = [f"{name}={value}" for name, value in distribution.shown.items()]
+        state = ["closed"] if distribution.is_closed else []
+        return f"<tfdist.{' '.join([type(self).__name__, *shown, f'policies={list(distribution.policies)}', *state])}>"

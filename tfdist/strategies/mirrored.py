@@ -94,6 +94,7 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
         _common.mend_keras(self)
         names = [f"worker:{replica}" for replica in range(self.num_replicas_in_sync)]
         self.distribution = Distribution(Recorder(names, is_complete=policy is not None))
+        self.distribution.shown = {"devices": [each.rpartition("device:")[2] for each in self.extended.worker_devices]}
         record = self.distribution.recorder.record
         self._engine = ThreadedEngine(self, policy, names, record, stall_timeout_secs) if policy else None
         if composed.averaging:
@@ -119,6 +120,7 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
 
         With a policy, iterating over the result gives handles, to be given to `run` in place of a batch.
         """
+        self.distribution.check_open()
         overlapping_loops.begin(self, self._is_exclusive)
         epoch_iterator = running_loop.calling_object()
         _common.replay_generator(self, epoch_iterator)

@@ -123,6 +123,10 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         self._sums = WorkerSums(self)
         self.distribution = Distribution(Recorder([f"worker:{index}" for index in range(num_workers)]))
         self.distribution.task = str(cluster.task) if cluster else "worker:0"
+        self.distribution.shown = {"task": self.distribution.task, "workers": num_workers}
+        if cluster is not None:
+            clusters.join(cluster)
+            self.distribution.on_close.append(lambda: clusters.join(None))
         if cluster is None or not is_training or num_workers == 1:
             # An evaluator would be looked for among the workers.
             resolver = cluster_resolver if is_training else _multi_worker_cluster.empty_resolver()
@@ -179,12 +183,16 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         chief_writes.install()
         checkpoint_files.install(str(cluster.task))
         agreements.tell_others_of_errors(agreement)
-        stalls.InterruptEscape(agreement.waited_for, on_interrupt=agreements.end_soon_after_exit).install()
+        escape = stalls.InterruptEscape(agreement.waited_for, on_interrupt=agreements.end_soon_after_exit)
+        escape.install()
         agreement.reporter.start()
+        self.distribution.on_close += [escape.uninstall, agreement.reporter.stop]
         atexit.register(agreement.reporter.stop)
         self.distribution.job = agreement.from_chief(lambda: secrets.token_hex(8), "naming the job")
         self.distribution.replicas = [agreement.tasks.index(agreement.task)]
-        self.distribution.usage = SharedUsage(agreement, self.distribution.own_usage).fetch
+        usage = SharedUsage(agreement, self.distribution.own_usage)
+        self.distribution.usage = usage.fetch
+        self.distribution.on_close.append(usage.close)
 
     def _check_devices(self, policy: Any) -> None:
         count = len(self.extended.worker_devices)
@@ -210,6 +218,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         worker = cluster.training_tasks.index(cluster.task)
         self._quorum = quorum.QuorumEngine(self, worker, client, sums, self._prepare, self._record)
         self._quorum.start()
+        self.distribution.on_close += [self._quorum_server.close] if self._quorum_server else []
         atexit.register(self.distribution.close)
         self.distribution.recorder.is_complete = True
         # Of "auto", the chief's policy alone knows.
@@ -260,6 +269,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
 
         A data set whose auto-shard policy is FILE, HINT or OFF is left to TensorFlow.
         """
+        self.distribution.check_open()
         overlapping_loops.begin(self, self._is_exclusive)
         epoch_iterator = running_loop.calling_object()
         _common.replay_generator(self, epoch_iterator)

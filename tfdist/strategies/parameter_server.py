@@ -16,6 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist import cluster as clusters
 from tfdist import sharded_tables
 from tfdist.compat import (
     array_data,
@@ -58,12 +59,12 @@ from tfdist.runtime import rendezvous, stalls
 from tfdist.serving import embedded
 from tfdist.step import in_scope, keras_steps, rehearsal, replica_placement
 from tfdist.strategies import _devices, _parameter_server_arguments
-from tfdist.strategies.distribution import Distribution
+from tfdist.strategies.distribution import Closing, Distribution
 from tfdist.telemetry.recorder import Recorder
 from tfdist.telemetry.report import Report
 
 
-class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
+class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
     """`tf.distribute.ParameterServerStrategy` for Keras 3: `fit`, `evaluate`, `predict`, and counts that are right.
 
     Each step of Keras' loop is one update, made by whichever worker is free, from its next batch and the newest
@@ -93,7 +94,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       ValueError: An argument is out of range, or a worker does not have the devices of `devices_per_replica`.
       ClusterError: TF_CONFIG is not a parameter-server cluster.
       TimeoutError: A task did not start in time; the message names it.
-      RuntimeError: This program has built a ParameterServerStrategy before; or, with `Compression`, a task runs a
+      RuntimeError: This program has a ParameterServerStrategy that is not closed; or, with `Compression`, a task runs a
         server of another program.
       SystemExit: In a `worker` or `ps` task, once the chief is done.
     """
@@ -159,8 +160,12 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         self.distribution.coordinator = self._engine.coordinator
         self._take(policies, composed, stall_timeout_secs)
         self._measure()
-        stalls.InterruptEscape(self._engine.waited_for).install()
+        escape = stalls.InterruptEscape(self._engine.waited_for)
+        escape.install()
         strategy_order.joined_cluster()
+        self.distribution.on_close = [self._leave, escape.uninstall]
+        clusters.join(serving.cluster.with_task(clusters.Task("chief", 0)))
+        self.distribution.shown = {"task": "chief:0", "workers": self._num_workers, "ps": self._num_ps}
 
     def _change_stock(self) -> None:
         """Replaces what the stock strategy does otherwise, before the first variable is made."""
@@ -241,8 +246,20 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         self._num_workers, self._num_ps = cluster_spec.num_tasks("worker"), cluster_spec.num_tasks("ps")
         cluster_joining.join(cluster_spec)
 
+    def _leave(self) -> None:
+        """Ends the coordinator and the servers, and takes this process out of their cluster."""
+        last = self.distribution.usage()
+        self.distribution.usage = lambda: last
+        self._serving.finish()
+        closures.stop(self._engine.coordinator)
+        strategy_order.leave_cluster(can_join_again=self._serving.embedded is not None)
+        cluster_joining.leave()
+        self._serving.close()
+        clusters.join(None)
+
     @contextlib.contextmanager
     def _scope(self) -> Any:
+        self.distribution.check_open()
         with super().scope(), tf.variable_creator_scope(self._create_coordinated):
             yield self
 
@@ -255,6 +272,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         return self._scope()
 
     def _begin_call(self) -> None:
+        self.distribution.check_open()
         # Contributions to a pass, and batches read ahead, are dropped when another pass begins.
         overlapping_loops.begin(self, is_exclusive=True, nests=not isinstance(self._training, AsynchronousEngine))
 
@@ -302,6 +320,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         """Leaves to each worker the batches of the data set that `dataset_fn`, called here, makes for it."""
         if not tf.executing_eagerly():
             return super().distribute_datasets_from_function(dataset_fn, options)
+        self.distribution.check_open()
         count = self._engine.num_workers
         contexts = [tf.distribute.InputContext(count, worker, self.num_replicas_in_sync) for worker in range(count)]
         return self._training.distribute_own([dataset_fn(context) for context in contexts])
