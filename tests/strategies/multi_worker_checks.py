@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -189,6 +190,24 @@ def test_the_chief_writes_and_everybody_reads(strategy: Any, both: Both, tmp_pat
     checkpoints = {f"checkpoints/{epoch}.keras" for epoch in (1, 2, 3)}
     assert files - events - exported == checkpoints | {"best.weights.h5", "log.csv", "model.keras"}
     assert len((out / "log.csv").read_text().splitlines()) == 4
+
+
+def test_an_exported_lookup_table_loads_on_every_worker(strategy: Any, tmp_path: pathlib.Path) -> None:
+    """The functions that restore the table would hold the chief's device."""
+    words, path = np.array([["a"], ["b"], ["c"]]), tmp_path / "exported"
+    with strategy.scope():
+        lookup = keras.layers.StringLookup()
+        lookup.adapt(words)
+        inputs = keras.Input((1,), dtype="string")
+        model = keras.Model(inputs, keras.layers.Flatten()(keras.layers.Embedding(4, 1)(lookup(inputs))))
+    model.export(path, verbose=False)
+    expected = model(tf.constant(words)).numpy()
+    loaded = tf.saved_model.load(os.fspath(path))
+    with strategy.scope():
+        loaded_in_scope = tf.saved_model.load(os.fspath(path))
+    for each in (loaded, loaded_in_scope):
+        assert_close(each.serve(tf.constant(words)).numpy(), expected)
+    assert b"/task:" not in (path / "saved_model.pb").read_bytes()
 
 
 def test_a_backup_on_the_chiefs_own_disk_is_read_for_all(strategy: Any, both: Both, tmp_path: pathlib.Path) -> None:

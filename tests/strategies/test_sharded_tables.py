@@ -74,6 +74,7 @@ with tf.Graph().as_default(), tf.compat.v1.Session() as session:
     same(session.run(fetched.name, {fed.name: SOME.astype("int32")}), predictions)
 # The servers have written their shards.
 assert len(glob.glob("e/variables/variables.data-*-of-00003")) == 3
+assert b"/task:" not in open("e/saved_model.pb", "rb").read()
 with strategy.scope():
     again = keras.models.load_model("m.keras")
 same(again.get_weights(), found.get_weights())

@@ -14,6 +14,7 @@ from tfdist.compat import (
     autograph_rules,
     colocation,
     decorated_methods,
+    exports,
     generators,
     global_seeds,
     instance_keys,
@@ -208,6 +209,7 @@ def mend_keras(strategy: tf.distribute.Strategy) -> None:
     """Mends what Keras and TensorFlow do differently for variables, batches and collectives of several replicas."""
     step_errors.shorten_tracebacks()
     autograph_rules.leave_library()
+    exports.clear_tasks()
     instance_keys.install(strategy)
     late_builds.allow(strategy, in_scope.redirected)
     single_batches.predict_once(strategy)

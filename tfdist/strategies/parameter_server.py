@@ -25,7 +25,7 @@ from tfdist.compat import (
     cluster_joining,
     colocation,
     creation_lines,
-    exported_variables,
+    exports,
     late_builds,
     overlapping_loops,
     plain_loops,
@@ -176,6 +176,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         plain_loops.allow(self)
         late_builds.allow(self, in_scope.redirected)
         autograph_rules.leave_library()
+        exports.clear_tasks()
 
     def _coordinated(self, data_sharding: str, stall_timeout_secs: float) -> CoordinatedEngine:
         """Builds the engine that runs all functions on the workers."""
@@ -235,7 +236,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         if variable_partitioner is not None:
             row_lookups.install(has_shards)
             shard_files.install(has_shards)
-            exported_variables.install(has_shards)
+            exports.restore_shards(has_shards)
             sliced_restores.install()
         if variable_partitioner is not None or is_lazy:
             shard_strategy.replace_update(self, lambda *given: shard_updates.by_shards(given[0], is_lazy, given[1]))
