@@ -14,6 +14,7 @@ import tensorflow as tf
 from tfdist import cluster as clusters
 from tfdist.compat import (
     array_data,
+    awaited_files,
     checkpoint_files,
     chief_writes,
     device_pipelines,
@@ -182,6 +183,8 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         agreements.share_random_state(agreement)
         chief_writes.install()
         checkpoint_files.install(str(cluster.task))
+        if not agreement.is_chief:
+            awaited_files.install(str(cluster.task), str(agreement.tasks[0]))
         agreements.tell_others_of_errors(agreement)
         escape = stalls.InterruptEscape(agreement.waited_for, on_interrupt=agreements.end_soon_after_exit)
         escape.install()
