@@ -29,6 +29,158 @@ _FLAG = re.compile(r"^\| `--(\w+)", re.MULTILINE)
 _PATH = re.compile(r"`([\w.-]+/[\w./-]*)`")
 _ARCHITECTURE = ROOT / "docs" / "architecture.md"
 
+# Tests that show each row of a table that says "works", by the row's first cell: functions, loops of guides, and names
+# of cases in tests/conformance/cases.py, which run under all strategies that don't leave them out.
+_FIT = ("sgd", "adam", "test_evaluate_and_predict_see_every_example_once")
+_DATA = ("dicts", "ragged", "from Python", "test_every_batch_of_a_generator_is_used_once")
+_VALIDATION = ("validation_split", "sample_weight", "class weights", "steps_per_epoch", "steps_per_execution")
+_UNEVEN = ("one example left", "fewer examples than replicas", "test_replicas_without_examples_leave_no_trace")
+_SINGLE = ("test_steps_on_single_batches",)
+_CALLBACKS = ("test_callbacks_stop_schedule_save_and_restore",)
+_OWN_STEPS = ("step decorated", "step that assigns", "test_own_train_step_keeps_its_logs")
+_LOOPS = ("for_outside_of_a_graph", "next_until_the_end", "test_a_loop_over_distributed_data")
+_OPTIMIZERS = ("global_clipnorm", "decay, ema", "loss scale")
+_ACCUMULATION = ("accumulation, clipnorm, ema", "test_one_worker_trains_as_one_device_does")
+_EMBEDDING = ("embedding", "embedding, steps_per_execution")
+_PARTS = ("test_two_workers_of_two_devices_are_as_one_device", "test_each_part_computes_on_its_device")
+_BACKUP = (
+    "test_a_straggler_is_not_waited_for_and_leaves_no_trace",
+    "test_a_straggler_holds_up_nobody_and_leaves_no_trace",
+)
+_ASYNCHRONOUS = ("test_every_example_is_used_once_in_each_pass", "test_no_gradient_is_older_than_the_bound")
+_WARMUP = ("test_the_phase_is_training_on_one_device", "test_who_waits_does_no_step_and_then_all_are_equal")
+_AVERAGING = ("test_it_is_as_if_models_were_averaged_by_hand", "test_what_anybody_looks_at_is_the_average")
+_TABLES = (
+    "test_partitioned_kernels_train_as_on_one_device",
+    "test_tables_in_shards_train_save_and_restore_as_on_one_device",
+)
+_OVERLAPPING = ("test_calls_within_callbacks_work", "test_callbacks_of_a_fit_may_evaluate_and_predict")
+_PLAIN_LOOPS = ("test_updates_with_workers_own_gradients_are_by_their_mean", "updated", "plainly_looped")
+_COMMON = ("test_gradients_that_are_the_same_on_all_workers_are_applied_once", "gradients_clipped_after_their_sum")
+_SHOWN_BY: dict[str, dict[str, tuple[str, ...]]] = {
+    "README.md": {
+        "weights equal those of one device": (*_FIT, *_OPTIMIZERS),
+        "fit, evaluate, predict, `*_on_batch`": (*_FIT, *_SINGLE),
+        "arrays, tf.data, generators, dicts, several inputs and outputs, uneven last batches": (*_DATA, *_UNEVEN),
+        "validation data and split, class and sample weights, steps_per_epoch, steps_per_execution": _VALIDATION,
+        "metrics of an epoch count that epoch's batches exactly": (
+            "test_metrics_of_several_steps_are_those_of_one_device",
+        ),
+        "logs given to batch-level callbacks": _FIT,
+        "EarlyStopping, LearningRateScheduler, ModelCheckpoint, BackupAndRestore, TensorBoard, `.keras` files": (
+            *_CALLBACKS,
+        ),
+        "own `train_step`, custom loops with `strategy.run`": (*_OWN_STEPS, *_LOOPS),
+        "clipping, weight decay, EMA, mixed precision": (*_OPTIMIZERS, "test_mixed_precision"),
+        "gradient_accumulation_steps": _ACCUMULATION,
+        "Embedding": _EMBEDDING,
+        "`variable_partitioner`, tables larger than a machine's memory": (
+            *_TABLES,
+            "test_no_task_holds_a_shard_of_256_mb_twice",
+        ),
+        "`BackupWorkers`": _BACKUP,
+        "`SoftSync`, `StalenessScaling`, `DropStale`, `BoundedStaleness`": _ASYNCHRONOUS,
+        "`Warmup`": _WARMUP,
+        "`LazyRows`": ("test_lazy_rows_update_the_rows_of_the_step",),
+        "`ParameterAveraging`": _AVERAGING,
+        "replicas that span devices, each with a part of the layers": _PARTS,
+        "`tfdist.callbacks.Resume`": ("interrupted and resumed", "test_it_goes_on_as_if_nothing_had_happened"),
+    },
+    "docs/cluster.md": {"`evaluator`": ("test_an_evaluator_works_alone_whether_it_is_listed_or_not",)},
+    "docs/parameter_averaging.md": {
+        "steps_per_execution, steps_per_epoch, run_eagerly, validation_data, endless data, data of unknown length": (
+            *("steps_per_execution", "steps_per_epoch", "run_eagerly", "validation_split", "unknown length"),
+        ),
+        '`reduction="sum"`': ("sum loss, eagerly",),
+        "`distribute_datasets_from_function`": ("test_each_replica_may_have_data_of_its_own",),
+    },
+    "docs/parameter_server.md": {
+        "fit from arrays, tf.data, generators, PyDataset, dicts, several inputs and outputs": (
+            *("test_each_example_is_trained_on_once_per_epoch", "dicts"),
+        ),
+        "finite data, uneven last batches, endless data with steps_per_epoch": (
+            *("test_each_example_is_trained_on_once_per_epoch", "test_steps_per_epoch_of_endless_data"),
+        ),
+        "evaluate, predict": (
+            "test_evaluate_sees_each_example_once",
+            "test_predict_gives_each_example_its_own_in_order",
+        ),
+        "validation_data, validation_split, class_weight, sample_weight": (
+            *("test_validation_data_are_read_exactly", "test_validation_split", "class weights"),
+            "test_sample_weights_in_a_data_set",
+        ),
+        "train_on_batch, test_on_batch, predict_on_batch": _SINGLE,
+        "steps_per_execution": (
+            "test_several_steps_per_execution",
+            "test_metrics_of_several_steps_are_those_of_one_device",
+        ),
+        "EarlyStopping, LearningRateScheduler": (
+            *("test_the_best_weights_are_kept_and_restored", "test_the_learning_rate_is_the_one_set_before_the_step"),
+            *_CALLBACKS,
+        ),
+        "ModelCheckpoint, BackupAndRestore, TensorBoard, CSVLogger": _CALLBACKS,
+        ".keras files, weights, `model.export`, `tf.train.Checkpoint`": (
+            *("models_saved", "models_exported", "checkpoints"),
+            "test_a_subclassed_model_is_built_by_its_data_and_loads_elsewhere",
+        ),
+        "own `train_step`, custom loops with `strategy.run`": ("test_a_model_with_steps_of_its_own", *_LOOPS),
+        "clipping, weight decay, constraints, regularizers, schedules": (*_OPTIMIZERS, "constraint"),
+        "mixed_bfloat16": ("test_mixed_bfloat16",),
+        "gradient_accumulation_steps": ("test_an_update_is_made_of_the_gradients_of_one_worker",),
+        "run_eagerly": ("test_run_eagerly_is_one_device_and_steps_see_values",),
+        "Embedding, recurrent layers, Dropout": (*_EMBEDDING, "LSTM", "test_normalization_dropout_and_embedding"),
+        "`variable_partitioner`": _TABLES,
+        "`devices_per_replica`": ("test_each_part_computes_on_its_device",),
+        "`distribute_datasets_from_function`": ("test_the_user_may_give_each_worker_its_own_data",),
+        "`ClusterCoordinator.schedule` and `join`": ("test_a_loop_with_the_coordinator",),
+        "`policies=[...]`": (*_BACKUP, *_ASYNCHRONOUS),
+    },
+    "docs/strategies.md": {
+        "fit, evaluate, predict; arrays, tf.data, generators, dicts, several inputs and outputs": (*_FIT, *_DATA),
+        "data of unknown length": ("unknown length", "test_the_unannounced_end_of_the_data_is_no_step"),
+        "uneven last batches, fewer examples than replicas": _UNEVEN,
+        "models without `call()`; layers, optimizers and seed generators first used in a step or a custom loop": (
+            *("step without call", "optimizer of its own", "seed generator", "loop, by name"),
+        ),
+        "validation_data, validation_split, class_weight, sample_weight, steps_per_epoch, steps_per_execution": (
+            *_VALIDATION,
+        ),
+        '`reduction="sum"` in a loss': ("sum loss", "sum loss, eagerly", "sum loss, even parts"),
+        "batch-level logs": (*_FIT, "test_own_train_step_keeps_its_logs"),
+        "train_on_batch, test_on_batch, predict_on_batch": (*_SINGLE, "test_single_batches_train_all_workers"),
+        "own `train_step`, `compute_loss`": (*_OWN_STEPS, "own compute_loss"),
+        "custom loops with `strategy.run`": _LOOPS,
+        "loops without `strategy.run`: model, gradient tape, `optimizer.apply`": _PLAIN_LOOPS,
+        "seed generators, random layers and optimizers that were made outside of the scope, in loops": (
+            *("seed_generators_made_outside_of_the_scope", "optimizers_made_outside_of_the_scope"),
+        ),
+        "clipping, gradient_accumulation_steps, EMA, weight decay": (*_OPTIMIZERS, *_ACCUMULATION),
+        "`devices_per_replica`: replicas that span devices, each with a part of the layers": _PARTS,
+        "mixed precision, LossScaleOptimizer": (
+            *("loss scale", "test_float16_skips_updates_that_are_not_finite_on_any_replica"),
+        ),
+        "Embedding": _EMBEDDING,
+        "run_eagerly": ("run_eagerly",),
+        "EarlyStopping, LearningRateScheduler, ModelCheckpoint, BackupAndRestore, .keras files": (
+            *_CALLBACKS,
+            "test_the_chief_writes_and_everybody_reads",
+        ),
+        "auto-shard policy AUTO, DATA": ("test_every_example_of_a_shuffle_is_used_once",),
+        "`policies=[...]`": (*_BACKUP, *_WARMUP, *_AVERAGING),
+        "gradients of a loop that does not use the strategy": _PLAIN_LOOPS,
+        "what `strategy.reduce` or `strategy.gather` returned, as it is": _COMMON,
+        "what is computed of that, such as `tf.clip_by_global_norm`": _COMMON,
+        "a model and an optimizer that were made outside of the scope": ("test_a_worker_may_train_a_model_of_its_own",),
+        "another thread: `predict` of the same model": ("test_calls_with_counts_of_the_same_model_are_refused",),
+        "another thread: any call of another model": ("test_two_models_train_in_two_threads",),
+        "a callback: `evaluate`, `predict`": _OVERLAPPING,
+        "a callback: `fit`, of the same model or another": (
+            *_OVERLAPPING,
+            "test_fit_within_a_fit_counts_right_under_backup_workers",
+        ),
+    },
+}
+
 
 def _text(page: pathlib.Path) -> str:
     return page.read_text(encoding="utf-8")
@@ -201,6 +353,23 @@ def test_every_page_is_reached_from_the_readme() -> None:
         }
         new = (links & set(PAGES)) - reached
     assert set(PAGES) == reached
+
+
+def _claims(page: pathlib.Path) -> set[str]:
+    """First cells of the rows in which another cell begins with "works"."""
+    rows = [line.strip().strip("|").split("|") for line in _text(page).splitlines() if line.startswith("|")]
+    return {row[0].strip() for row in rows if any(re.match(r"works?\b", cell.strip()) for cell in row[1:])}
+
+
+def test_each_row_that_says_works_is_shown_by_a_test() -> None:
+    # The table of programs.md is the result of an experiment.
+    pages = {_id(page): _claims(page) for page in PAGES if page.name != "programs.md"}
+    assert {page: rows for page, rows in pages.items() if rows} == {page: {*rows} for page, rows in _SHOWN_BY.items()}
+    sources = [_text(path) for path in (ROOT / "tests").rglob("*.py")]
+    found = {name for source in sources for name in re.findall(r"^ *def (\w+)\(", source, re.MULTILINE)}
+    found |= set(re.findall(r'"([^"\n]+)"', _text(ROOT / "tests" / "conformance" / "cases.py")))
+    named = {name for rows in _SHOWN_BY.values() for names in rows.values() for name in names}
+    assert named - found == set()
 
 
 def test_no_page_names_a_place_on_one_machine() -> None:
