@@ -210,6 +210,35 @@ def test_an_exported_lookup_table_loads_on_every_worker(strategy: Any, tmp_path:
     assert b"/task:" not in (path / "saved_model.pb").read_bytes()
 
 
+def test_files_under_paths_of_workers_own_are_there_on_each(
+    strategy: Any, both: Both, tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As in a temporary directory that each worker has made."""
+    own = tmp_path / f"disk-{index()}"
+    own.mkdir()
+    model = compiled(strategy)
+    best = CALLBACKS.ModelCheckpoint(own / "{epoch}" / "{loss:.2f}.weights.h5", save_weights_only=True)
+    model.fit(X, Y, batch_size=8, epochs=2, verbose=0, callbacks=[best])
+    assert [len(list((own / epoch).iterdir())) for epoch in ("1", "2")] == [1, 1]
+    saves = {"m.keras": "save", "m.h5": "save", "m.weights.h5": "save_weights", "exported": "export"}
+    for name, save in saves.items():
+        getattr(model, save)(own / name, **({"verbose": False} if save == "export" else {}))
+    assert ("each writes a file of its own" in capfd.readouterr().err) == (index() == 1)
+    expected = model.predict(X, verbose=0)
+    for name in ("m.keras", "m.h5"):
+        with strategy.scope():
+            # Keras does not know the loss "mse" of its legacy files.
+            loaded = keras.models.load_model(own / name, compile=False)
+        assert_close(loaded.predict(X, verbose=0), expected)
+    model.set_weights([weight * 0 for weight in model.get_weights()])
+    model.load_weights(own / "m.weights.h5")
+    assert_close(model.predict(X, verbose=0), expected)
+    exported = tf.saved_model.load(os.fspath(own / "exported"))
+    assert_close(exported.serve(X).numpy(), expected)
+    both("read")
+    assert sorted(path.name for path in own.iterdir()) == sorted([*saves, "1", "2"])
+
+
 def test_a_backup_on_the_chiefs_own_disk_is_read_for_all(strategy: Any, both: Both, tmp_path: pathlib.Path) -> None:
     own = tmp_path / f"disk-{index()}"
     backup = CALLBACKS.BackupAndRestore(own, delete_checkpoint=False)

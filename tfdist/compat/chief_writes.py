@@ -3,7 +3,8 @@
 
 Keras 3 has no notion of a chief: all workers would write the same files at once. Reading a model's variables may need
 all workers, so all of them go through the same saving; the others do it in a directory of their own that is removed.
-When a save returns, on any worker, the chief's file is complete. With `verbose="auto"`, Keras' default,
+When a save returns, on any worker, the chief's file is complete. A worker that saves under another path than the chief,
+as in a temporary directory of its own, keeps its file there. With `verbose="auto"`, Keras' default,
 only the chief shows a progress bar: all workers have the same logs.
 
 There is no public way: callbacks and models write by functions that none of them takes as an argument. So the functions
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import contextvars
 import functools
 import inspect
 import os
@@ -30,6 +32,7 @@ from keras.src.saving import saving_lib
 from keras.src.utils import file_utils
 
 from tfdist.compat import replacing, saved_attributes
+from tfdist.runtime import messages
 
 NEEDS = (
     "keras.src.legacy.saving.legacy_h5_format:save_model_to_hdf5(model, filepath)",
@@ -40,9 +43,11 @@ NEEDS = (
     "keras.src.utils.file_utils:exists",
     "keras.src.utils.file_utils:is_remote_path",
     "keras.src.utils.file_utils:join",
+    "keras.src.utils.file_utils:makedirs",
     "keras:callbacks.BackupAndRestore._save_model",
     "keras:callbacks.BackupAndRestore._weights_path",
-    "keras:callbacks.ModelCheckpoint._save_model",
+    "keras:callbacks.ModelCheckpoint._get_file_path(epoch, batch, logs)",
+    "keras:callbacks.ModelCheckpoint._save_model(epoch, batch, logs)",
 )
 
 _BACKUP_PATHS = (
@@ -133,13 +138,12 @@ def _save_together(agreement: Agreement, filepath: Any, save: Callable[[str], An
     if not agreement.is_chief:
         staged = _in_scratch(path)
         save(staged)
-        shutil.rmtree(pathlib.Path(staged).parent)
-        agreement.from_chief(lambda: None, what)
+        _keep_own(pathlib.Path(staged).parent, path, agreement.from_chief(lambda: None, what))
     else:
         with _staging(path) as staging:
             # All workers get past the reading of variables before anything can fail at the destination.
             save(str(staging / pathlib.Path(path).name))
-            agreement.from_chief(lambda: _publish(staging, path), what)
+            agreement.from_chief(lambda: _publish(staging, path) or _names(path), what)
     # Many programs end here; a worker that was late would find nobody to ask.
     agreement.confirm(what)
 
@@ -160,12 +164,74 @@ def _staging(path: str) -> Iterator[pathlib.Path]:
 def _publish(staging: pathlib.Path, path: str) -> None:
     for entry in sorted(staging.iterdir()):
         target = file_utils.join(path.rpartition("/")[0] or ".", entry.name)
-        if entry.is_dir():
+        if file_utils.is_remote_path(path):
+            _copy(entry, target)
+        elif entry.is_dir() and pathlib.Path(target).exists():
             shutil.copytree(entry, target, dirs_exist_ok=True)
-        elif file_utils.is_remote_path(path):
-            file_utils.copy(str(entry), target)
         else:
             shutil.move(entry, target)
+
+
+def _copy(entry: pathlib.Path, target: str) -> None:
+    """Copies a file or a directory to a remote path."""
+    if not entry.is_dir():
+        file_utils.copy(str(entry), target)
+        return
+    file_utils.makedirs(target)
+    # Subdirectories come first: with the file of its graph, a SavedModel is complete.
+    for each in sorted(entry.iterdir(), key=lambda each: not each.is_dir()):
+        _copy(each, file_utils.join(target, each.name))
+
+
+# Paths that differ between workers.
+
+# The path that the user gave to a callback, while the callback saves in the scratch directory.
+_intended: contextvars.ContextVar[str | None] = contextvars.ContextVar("intended", default=None)
+_said_apart: list[str] = []
+
+
+def _names(path: str) -> list[str]:
+    """Returns a path as it is written and with its links resolved; machines may have different links."""
+    if file_utils.is_remote_path(path):
+        return [path, path]
+    return [str(pathlib.Path(path).absolute()), str(pathlib.Path(path).resolve())]
+
+
+def _keep_own(staging: pathlib.Path, path: str, of_chief: list[str]) -> None:
+    """Moves what this worker has saved to its own path, if that is another one than the chief's; removes it else."""
+    intended = _intended.get()
+    path = intended or path
+    try:
+        if _is_apart(path, of_chief):
+            _say_apart(path, of_chief[0])
+            if intended and not file_utils.is_remote_path(path):
+                # As the callback has done in the scratch directory.
+                pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
+            _publish(staging, path)
+    except OSError as error:
+        # The chief's file is there.
+        messages.say(f"tfdist: this worker could not save {path}: {error}; {of_chief[0]} is complete")
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _is_apart(path: str, of_chief: list[str]) -> bool:
+    if path.startswith(_scratch()) or any(one == other for one, other in zip(_names(path), of_chief, strict=True)):
+        return False
+    # Neither a device nor a pipe.
+    target = pathlib.Path(path)
+    return not target.exists() or target.is_file() or target.is_dir()
+
+
+def _say_apart(path: str, of_chief: str) -> None:
+    """Says once in a process that the paths of the workers differ."""
+    if _said_apart:
+        return
+    _said_apart.append(path)
+    messages.say(
+        f"tfdist: the workers save under different paths, so each writes a file of its own: here {path}, on the chief "
+        f"{of_chief}. Save under one path to have the chief alone write"
+    )
 
 
 # Callbacks: on the others, their paths lead to the scratch directory.
@@ -173,8 +239,12 @@ def _publish(staging: pathlib.Path, path: str) -> None:
 
 def _wrap_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     def save_model(callback: Any, *args: Any, **kwargs: Any) -> Any:
-        with _redirected(callback, "filepath"):
-            return original(callback, *args, **kwargs)
+        intended = _intended.set(callback._get_file_path(*args, **kwargs))
+        try:
+            with _redirected(callback, "filepath"):
+                return original(callback, *args, **kwargs)
+        finally:
+            _intended.reset(intended)
 
     return save_model
 
