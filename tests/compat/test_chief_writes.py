@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import keras
 import pytest
+import tensorflow as tf
 
 from tfdist.compat import chief_writes
 
@@ -22,3 +23,27 @@ def test_a_keras_that_writes_otherwise_is_refused_by_name(monkeypatch):
     assert problems == ["BackupAndRestore._save_model is gone", "TensorBoard.set_model takes ('self', 'net')"]
     with pytest.raises(RuntimeError, match=r"BackupAndRestore\._save_model is gone"):
         chief_writes.install()
+
+
+def test_a_directory_is_published_at_a_remote_path_and_over_another(tmp_path):
+    variables = tmp_path / "staging" / "exported" / "variables"
+    variables.mkdir(parents=True)
+    (variables / "index").write_text("values")
+    (variables.parent / "saved_model.pb").write_text("graph")
+    chief_writes._publish(tmp_path / "staging", "ram://published/exported")
+    found = [
+        tf.io.gfile.GFile(f"ram://published/exported/{name}").read() for name in ("saved_model.pb", "variables/index")
+    ]
+    assert found == ["graph", "values"]
+    (tmp_path / "exported" / "old").mkdir(parents=True)
+    chief_writes._publish(tmp_path / "staging", str(tmp_path / "exported"))
+    assert sorted(path.name for path in (tmp_path / "exported").iterdir()) == ["old", "saved_model.pb", "variables"]
+
+
+@pytest.mark.parametrize("name", ["same", "linked", "other", "device"])
+def test_only_another_path_than_the_chiefs_is_apart(tmp_path, name):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    paths = {"same": "real/m.keras", "linked": "link/m.keras", "other": "m.keras"}
+    path = str(tmp_path / paths[name]) if name in paths else "/dev/null"
+    assert chief_writes._is_apart(path, chief_writes._names(str(tmp_path / "real" / "m.keras"))) == (name == "other")
