@@ -15,7 +15,7 @@ PARALLEL = -n 4 --dist loadfile --no-loadscope-reorder
 
 SRC =
 
-.PHONY: help demo chaos programs screenshots fuzz test test-all test-fast test-keras test-kubernetes test-network test-slurm test-ssh test-versions test-oldest test-newest lint format bench bench-torch flames venv venv-dev venv-bench python clean
+.PHONY: help demo chaos docs programs screenshots fuzz test test-all test-fast test-keras test-kubernetes test-network test-slurm test-ssh test-versions test-oldest test-newest lint format bench bench-torch flames venv venv-dev venv-bench python clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null || grep '##' Makefile
@@ -67,6 +67,11 @@ format: venv-dev  ## format, and mend what can be mended by itself
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+docs: python  ## build the site into site/, strictly (1 minute)
+	@$(PYTHON) .ci/venv.py docs
+	$(BIN)/python .ci/site.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 fuzz: venv  ## train random models on one device and under each strategy; FLAGS="--seed=N --count=1 --strategy=..."
 	@$(BIN)/python tests/fuzz $(FLAGS)
 
@@ -100,5 +105,5 @@ python:
 		"Install one, or name it: make PYTHON=/path/to/python3.11" >&2; exit 2; }
 
 clean:  ## remove .venv and everything else that was made
-	rm -rf .venv .venv-* .venv.lock build dist *.egg-info .pytest_cache .ruff_cache .hypothesis experiments/*/results benchmarks/results/latest.json
+	rm -rf .venv .venv-* .venv.lock build dist *.egg-info .pytest_cache .ruff_cache .hypothesis experiments/*/results site .site benchmarks/results/latest.json
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

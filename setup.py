@@ -12,6 +12,7 @@ _TENSORBOARD = ["tensorboard>=2.20,<2.22"]
 _BROWSER = [*_TENSORBOARD, "websocket-client>=1.8"]
 _PYTEST = ["pytest>=8.4", "pytest-timeout>=2.3", "pytest-xdist>=3.6"]
 _TESTS = [*_MPI, *_BROWSER, *_PYTEST, "hypothesis>=6.100", "psutil>=5.9"]
+_DOCS = ["mkdocs-material>=9.6", "mkdocstrings[python]>=0.29"]
 _EXPERIMENTS = ["matplotlib>=3.8", "scikit-learn>=1.5", *_TENSORBOARD]
 
 
@@ -83,6 +84,8 @@ setuptools.setup(
         "bench": [*_MPI, "psutil>=5.9", "py-spy>=0.4", "tf-keras>=2.20,<2.22"],
         "bench-torch": ["torch>=2.5", "jax>=0.4.38"],
         "browser": _BROWSER,
+        "docs": _DOCS,
+        "ray": ["ray[train]>=2.50"],
         "test": _TESTS,
         "dev": [*_TESTS, *_EXPERIMENTS, "build>=1.2", "pyright[nodejs]>=1.1.390", "ruff>=0.9"],
     },

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import pathlib
 import re
@@ -18,9 +19,11 @@ from tfdist.launchers import local
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("experiments/*/README.md")])
-PAGES += [ROOT / "benchmarks" / "README.md"]
+PAGES += [ROOT / "benchmarks" / "README.md", ROOT / "examples" / "README.md"]
+TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 
-_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(r"^```(\w*)(?: title=\"[\w.]+\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_TITLED = re.compile(r"^```(\w*)(?: title=\"([\w.]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 _NAME = re.compile(r"\btfdist((?:\.[A-Za-z_]\w*)+)")
@@ -58,34 +61,6 @@ _OVERLAPPING = ("test_calls_within_callbacks_work", "test_callbacks_of_a_fit_may
 _PLAIN_LOOPS = ("test_updates_with_workers_own_gradients_are_by_their_mean", "updated", "plainly_looped")
 _COMMON = ("test_gradients_that_are_the_same_on_all_workers_are_applied_once", "gradients_clipped_after_their_sum")
 _SHOWN_BY: dict[str, dict[str, tuple[str, ...]]] = {
-    "README.md": {
-        "weights equal those of one device": (*_FIT, *_OPTIMIZERS),
-        "fit, evaluate, predict, `*_on_batch`": (*_FIT, *_SINGLE),
-        "arrays, tf.data, generators, dicts, several inputs and outputs, uneven last batches": (*_DATA, *_UNEVEN),
-        "validation data and split, class and sample weights, steps_per_epoch, steps_per_execution": _VALIDATION,
-        "metrics of an epoch count that epoch's batches exactly": (
-            "test_metrics_of_several_steps_are_those_of_one_device",
-        ),
-        "logs given to batch-level callbacks": _FIT,
-        "EarlyStopping, LearningRateScheduler, ModelCheckpoint, BackupAndRestore, TensorBoard, `.keras` files": (
-            *_CALLBACKS,
-        ),
-        "own `train_step`, custom loops with `strategy.run`": (*_OWN_STEPS, *_LOOPS),
-        "clipping, weight decay, EMA, mixed precision": (*_OPTIMIZERS, "test_mixed_precision"),
-        "gradient_accumulation_steps": _ACCUMULATION,
-        "Embedding": _EMBEDDING,
-        "`variable_partitioner`, tables larger than a machine's memory": (
-            *_TABLES,
-            "test_no_task_holds_a_shard_of_256_mb_twice",
-        ),
-        "`BackupWorkers`": _BACKUP,
-        "`SoftSync`, `StalenessScaling`, `DropStale`, `BoundedStaleness`": _ASYNCHRONOUS,
-        "`Warmup`": _WARMUP,
-        "`LazyRows`": ("test_lazy_rows_update_the_rows_of_the_step",),
-        "`ParameterAveraging`": _AVERAGING,
-        "replicas that span devices, each with a part of the layers": _PARTS,
-        "`tfdist.callbacks.Resume`": ("interrupted and resumed", "test_it_goes_on_as_if_nothing_had_happened"),
-    },
     "docs/cluster.md": {"`evaluator`": ("test_an_evaluator_works_alone_whether_it_is_listed_or_not",)},
     "docs/parameter_averaging.md": {
         "steps_per_execution, steps_per_epoch, run_eagerly, validation_data, endless data, data of unknown length": (
@@ -136,6 +111,31 @@ _SHOWN_BY: dict[str, dict[str, tuple[str, ...]]] = {
         "`policies=[...]`": (*_BACKUP, *_ASYNCHRONOUS),
     },
     "docs/strategies.md": {
+        "weights equal those of one device": (*_FIT, *_OPTIMIZERS),
+        "fit, evaluate, predict, `*_on_batch`": (*_FIT, *_SINGLE),
+        "arrays, tf.data, generators, dicts, several inputs and outputs, uneven last batches": (*_DATA, *_UNEVEN),
+        "validation data and split, class and sample weights, steps_per_epoch, steps_per_execution": _VALIDATION,
+        "metrics of an epoch count that epoch's batches exactly": (
+            "test_metrics_of_several_steps_are_those_of_one_device",
+        ),
+        "logs given to batch-level callbacks": _FIT,
+        "EarlyStopping, LearningRateScheduler, ModelCheckpoint, BackupAndRestore, TensorBoard, `.keras` files": (
+            *_CALLBACKS,
+        ),
+        "own `train_step`, custom loops with `strategy.run`": (*_OWN_STEPS, *_LOOPS),
+        "clipping, weight decay, EMA, mixed precision": (*_OPTIMIZERS, "test_mixed_precision"),
+        "gradient_accumulation_steps": _ACCUMULATION,
+        "`variable_partitioner`, tables larger than a machine's memory": (
+            *_TABLES,
+            "test_no_task_holds_a_shard_of_256_mb_twice",
+        ),
+        "`BackupWorkers`": _BACKUP,
+        "`SoftSync`, `StalenessScaling`, `DropStale`, `BoundedStaleness`": _ASYNCHRONOUS,
+        "`Warmup`": _WARMUP,
+        "`LazyRows`": ("test_lazy_rows_update_the_rows_of_the_step",),
+        "`ParameterAveraging`": _AVERAGING,
+        "replicas that span devices, each with a part of the layers": _PARTS,
+        "`tfdist.callbacks.Resume`": ("interrupted and resumed", "test_it_goes_on_as_if_nothing_had_happened"),
         "fit, evaluate, predict; arrays, tf.data, generators, dicts, several inputs and outputs": (*_FIT, *_DATA),
         "data of unknown length": ("unknown length", "test_the_unannounced_end_of_the_data_is_no_step"),
         "uneven last batches, fewer examples than replicas": _UNEVEN,
@@ -240,6 +240,122 @@ def _assert_trained(done: subprocess.CompletedProcess[str]) -> None:
 @pytest.fixture
 def quick_start() -> str:
     return _blocks(ROOT / "README.md", "python")[0]
+
+
+def test_readme_is_short() -> None:
+    assert len(_text(ROOT / "README.md").split()) < 900
+
+
+def test_diff_of_the_readme_makes_the_quick_start(quick_start: str) -> None:
+    """Three lines are added, and what they put into the scope is shown as indented already (`diff -b`)."""
+    (diff,) = _blocks(ROOT / "README.md", "diff")
+    lines = diff.splitlines()
+    assert "".join(f"{line[1:]}\n" for line in lines) == quick_start
+    assert len([line for line in lines if line.startswith("+")]) == 3
+    before = "\n".join(line[1:].removeprefix("    ") for line in lines if not line.startswith("+"))
+    compile(before, "before", "exec")
+    assert "tfdist" not in before
+
+
+@pytest.mark.slow
+def test_script_before_the_diff_of_the_readme_trains(tmp_path: pathlib.Path) -> None:
+    (diff,) = _blocks(ROOT / "README.md", "diff")
+    kept = [line[1:].removeprefix("    ") for line in diff.splitlines() if not line.startswith("+")]
+    (tmp_path / "train.py").write_text("\n".join(kept))
+    _assert_trained(_run(["train.py"], tmp_path))
+
+
+def test_chart_of_the_readme_shows_the_results() -> None:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        import charts
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+    picture = _text(charts.STRAGGLER)
+    assert len(charts.labels()) == 6
+    for label in charts.labels():
+        assert f">{label}</text>" in picture, "python benchmarks/charts.py"
+
+
+@pytest.mark.processes
+def test_launch_line_of_the_readme_runs_the_quick_start(quick_start: str, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "train.py").write_text(quick_start)
+    lines = [line for block in _blocks(ROOT / "README.md", "") for line in block.splitlines()]
+    (line,) = [line.partition("#")[0] for line in lines if line.startswith("tfdist launch local")]
+    done = _run(["-m", "tfdist.cli", *line.split()[1:]], tmp_path)
+    _assert_trained(done)
+    # Of two workers, one shows its progress.
+    assert done.stdout.count("[worker:0] Epoch 5/5") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("page", TUTORIALS, ids=_id)
+def test_tutorial_runs_block_by_block(page: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """Files are written, diffs applied and commands run in the order of the page."""
+    names = []
+    for language, title, code in _TITLED.findall(_text(page)):
+        names.append(language)
+        if language == "python":
+            (tmp_path / title).write_text(code)
+        elif language == "diff":
+            _apply(code, tmp_path / title)
+        elif language == "shell":
+            for command in code.splitlines():
+                words = command.split()
+                head = words[1:] if words[0] == "python" else ["-m", "tfdist.cli", *words[1:]]
+                done = _run(head, tmp_path)
+                assert done.returncode == 0, done.stdout + done.stderr
+        else:
+            assert language == "text"
+    assert {"python", "shell"} <= set(names)
+
+
+@pytest.mark.parametrize("page", TUTORIALS, ids=_id)
+def test_diffs_of_a_tutorial_fit_its_files(page: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    for language, title, code in _TITLED.findall(_text(page)):
+        if language == "python":
+            (tmp_path / title).write_text(code)
+        elif language == "diff":
+            _apply(code, tmp_path / title)
+            compile((tmp_path / title).read_text(), title, "exec")
+
+
+def _apply(diff: str, path: pathlib.Path) -> None:
+    """Applies one hunk."""
+    lines = diff.splitlines()
+    old = "".join(f"{line[1:]}\n" for line in lines if not line.startswith("+"))
+    new = "".join(f"{line[1:]}\n" for line in lines if not line.startswith("-"))
+    text = path.read_text()
+    assert text.count(old) == 1, old
+    path.write_text(text.replace(old, new))
+
+
+def test_ray_page_trains_in_ray(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("ray.train")
+    (code,) = _blocks(ROOT / "docs" / "coming_from" / "ray_train.md", "python")
+    begin = 'import ray\nray.init(num_cpus=2, include_dashboard=False, logging_level="error")\n'
+    (tmp_path / "ray_train.py").write_text(begin + code)
+    done = _run(["ray_train.py"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    for index in (0, 1):
+        assert f"worker:{index} of 2" in done.stdout + done.stderr
+
+
+def test_messages_have_anchors_and_troubleshooting_explains_existing_ones() -> None:
+    spec = importlib.util.spec_from_file_location("messages", ROOT / ".ci" / "messages.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules["messages"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found = module.messages()
+    assert len(found) > 400
+    assert all(message.anchor for message in found)
+    sources = " ".join(path.read_text(encoding="utf-8") for path in (ROOT / "tfdist").rglob("*.py"))
+    # Adjacent literals are one message.
+    sources = re.sub(r'"\s*f?"', "", sources)
+    for heading in _HEADING.findall(_text(ROOT / "docs" / "troubleshooting.md")):
+        for quoted in re.findall(r"^`(.+?)`", heading):
+            assert quoted in sources, f"docs/troubleshooting.md explains a message that is gone: {quoted}"
 
 
 def test_the_quick_start_is_ten_lines(quick_start: str) -> None:

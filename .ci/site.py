@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gathers the pages of the site into .site/, and adds those that are generated, before mkdocs reads them.
+
+The pages lie where a reader of the repository looks for them: README.md at the top, a page beside each experiment.
+mkdocs wants them in one folder, so they are copied. Links to other files of the repository become names.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pathlib
+import re
+import shutil
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+SITE = ROOT / ".site"
+PATTERNS = (
+    "*.md",
+    "docs/**/*.md",
+    "docs/images/*",
+    "benchmarks/README.md",
+    "experiments/*/README.md",
+    "examples/README.md",
+)
+PICTURES = ("experiments/**/*.png", "experiments/**/*.svg")
+
+# Public names by page; test_docs.py checks that none of `tfdist.__all__` is missing.
+API = {
+    "strategies": ("MirroredStrategy", "MultiWorkerMirroredStrategy", "ParameterServerStrategy", "strategy_from_flags"),
+    "policies": (
+        "BackupWorkers",
+        "SoftSync",
+        "StalenessScaling",
+        "DropStale",
+        "BoundedStaleness",
+        "Warmup",
+        "ParameterAveraging",
+        "Compression",
+        "LazyRows",
+    ),
+    "compression": ("compression.*",),
+    "callbacks": ("callbacks.*", "schedules.*"),
+    "cluster": ("is_chief", "task", "worker_index", "num_workers", "Cluster", "Task", "ClusterError"),
+    "models": ("ShardedTables", "placement", "split", "keep_freed_memory"),
+    "testing": ("testing.*",),
+}
+TITLES = {"models": "Large models", "callbacks": "Callbacks and schedules", "cluster": "Clusters"}
+
+
+def gather() -> None:
+    """Copies and generates all pages."""
+    shutil.rmtree(SITE, ignore_errors=True)
+    for pattern in (*PATTERNS, *PICTURES):
+        for path in ROOT.glob(pattern):
+            target = SITE / path.relative_to(ROOT)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, target)
+    (SITE / "README.md").rename(SITE / "index.md")
+    (SITE / "docs" / "README.md").rename(SITE / "docs" / "all.md")
+    sys.path[:0] = [str(ROOT), str(ROOT / ".ci")]
+    generated = {"messages": importlib.import_module("messages").page(), "flags": flags_page()}
+    generated |= {f"api/{name}": api_page(name) for name in API}
+    for name, text in generated.items():
+        path = SITE / "docs" / f"{name}.md"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    for page in SITE.rglob("*.md"):
+        page.write_text(_with_links_of_the_site(page), encoding="utf-8")
+
+
+def api_page(name: str) -> str:
+    """Returns a page of mkdocstrings' directives."""
+    home = importlib.import_module("tfdist").MODULE_OF
+    lines = [f"# {TITLES.get(name, name.capitalize())}", ""]
+    for entry in API[name]:
+        module, _, star = entry.partition(".")
+        if star:
+            listed = importlib.import_module(f"tfdist.{module}").__all__
+            lines += [
+                f"::: tfdist.{module}",
+                "    options:",
+                "      show_root_heading: false",
+                f"      members: {list(listed)}",
+                "",
+            ]
+        else:
+            lines += [f"::: {home[entry]}.{entry}", ""]
+    return "\n".join(lines)
+
+
+def flags_page() -> str:
+    """Returns the flags of all commands, as `tfdist COMMAND --help` shows them."""
+    from absl import flags
+
+    local = importlib.import_module("tfdist.launchers.local")
+    values = flags.FlagValues()
+    local.define_flags(values)
+    lines = [
+        "# Flags",
+        "",
+        "Of `tfdist launch local`, which [Launching](launching.md) explains. `tfdist COMMAND --help` has the others.",
+        "",
+    ]
+    lines += ["| flag | default | |", "|---|---|---|"]
+    for name in sorted(values):
+        flag = values[name]
+        help_text = " ".join(str(flag.help).split()).replace("|", "\\|")
+        if len(name) > 1:
+            lines.append(f"| `--{name}` | {'' if flag.default is None else f'`{flag.default}`'} | {help_text} |")
+    return "\n".join(lines) + "\n"
+
+
+_LINK = re.compile(r"(?<!!)\[([^\]\[]*)\]\(([^)\s]+)\)")
+
+
+def _with_links_of_the_site(page: pathlib.Path) -> str:
+    """Renames links to moved pages; a link to a file that the site does not have becomes its text."""
+
+    def replaced(match: re.Match[str]) -> str:
+        text, link = match.groups()
+        name, hash_sign, anchor = link.partition("#")
+        if "://" in link or not name:
+            return match.group()
+        moved = {SITE / "README.md": "index.md", SITE / "docs" / "README.md": "all.md"}
+        target = (page.parent / name).resolve()
+        if target in moved:
+            name = name.removesuffix("README.md") + moved[target]
+        elif not target.exists():
+            return text
+        return f"[{text}]({name}{hash_sign}{anchor})"
+
+    return _LINK.sub(replaced, page.read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    gather()
