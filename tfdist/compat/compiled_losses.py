@@ -10,12 +10,16 @@ from __future__ import annotations
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 NEEDS = (
     "keras.src.metrics.reduction_metrics:MeanMetricWrapper._fn",
     "keras.src.trainers.compile_utils:CompileLoss._flat_losses",
     "keras.src.trainers.compile_utils:CompileLoss.metrics",
+    "keras.src.trainers.compile_utils:CompileMetrics._user_metrics",
+    "keras.src.trainers.compile_utils:CompileMetrics._user_weighted_metrics",
     "keras.src.trainers.trainer:Trainer._compile_loss",
+    "keras.src.trainers.trainer:Trainer._compile_metrics",
     "keras.src.trainers.trainer:Trainer._loss_tracker",
     "keras.src.layers.layer:Layer._clear_losses",
 )
@@ -35,6 +39,13 @@ def tracker_of(model: keras.Model) -> Any:
 def trackers_of_single(model: keras.Model) -> list[Any]:
     """The metrics of the single losses, in their order; none where there is only one."""
     return list(model._compile_loss.metrics)
+
+
+def given_metrics(model: keras.Model) -> list[Any]:
+    """The metric objects given to `compile`, also before Keras has built them into the model."""
+    compiled = model._compile_metrics
+    given = () if compiled is None else (compiled._user_metrics, compiled._user_weighted_metrics)
+    return [metric for metric in tf.nest.flatten(given) if isinstance(metric, keras.metrics.Metric)]
 
 
 def function_of(metric: Any) -> Any:

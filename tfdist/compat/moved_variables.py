@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a Keras variable that was made outside of a strategy's scope one of the strategy.
+"""Finds Keras variables that were made outside of a strategy's scope: refuses them, or makes them the strategy's own.
 
 Keras has no public way to replace the TensorFlow variable behind one of its own.
 """
@@ -7,17 +7,38 @@ Keras has no public way to replace the TensorFlow variable behind one of its own
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 import tensorflow as tf
 
-from tfdist.compat import fresh_threads, keras_variables, own_attributes, placed_layers, replica_parts
+from tfdist.compat import creation_lines, fresh_threads, keras_variables, own_attributes, placed_layers, replica_parts
 
 NEEDS = ("keras:Variable._initialize",)
 
 # Former variables are kept: functions that were traced with one read it as long as they live.
 _FORMER = "_tfdist_former_values"
 _MOVING = threading.Lock()
+
+
+def belongs_to(strategy: Any, variable: Any) -> bool:
+    """Returns True if a variable, of Keras or TensorFlow, was made in the strategy's scope, or is yet to be made."""
+    value = keras_variables.tf_variable(variable)
+    # A variable in shards has no strategy of its own, unlike its shards.
+    return value is None or hasattr(value, "variables") or keras_variables.strategy_of(value) is strategy
+
+
+def check_scope(strategy: Any, variables: Iterable[Any]) -> None:
+    """Raises ValueError, with the line of the program, if one of these variables was made outside of the scope."""
+    for variable in variables:
+        if not belongs_to(strategy, variable):
+            line = creation_lines.of(variable)
+            name = getattr(variable, "path", None) or variable.name
+            raise ValueError(
+                "The model, its optimizer and its metrics must be made in the scope of "
+                f"{type(strategy).__name__}. Put the lines that make them, and model.compile, under `with "
+                f"strategy.scope():`. Received: variable {name!r}, made outside of it{f' at {line}' if line else ''}"
+            )
 
 
 @tf.autograph.experimental.do_not_convert
@@ -30,7 +51,7 @@ def move(strategy: Any, variable: Any) -> None:
     """
     with _MOVING:
         value = keras_variables.tf_variable(variable)
-        if value is None or keras_variables.strategy_of(value) is strategy:
+        if belongs_to(strategy, variable):
             return
         # In a graph, and on a replica, variables can't be made.
         fresh_threads.call(_make, strategy, variable, value)

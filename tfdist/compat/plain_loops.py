@@ -32,7 +32,14 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from tensorflow.python.distribute import values
 from tensorflow.python.eager import backprop
 
-from tfdist.compat import cross_replica_updates, keras_variables, moved_variables, replacing, replicas
+from tfdist.compat import (
+    cross_replica_updates,
+    keras_variables,
+    moved_variables,
+    optimizer_variables,
+    replacing,
+    replicas,
+)
 
 NEEDS = (
     "keras.src.backend.tensorflow.optimizer:TFOptimizer._distribution_strategy",
@@ -92,14 +99,13 @@ def take_over(strategy: Any, optimizer: Any) -> None:
 
     Replicas would each count its iterations, and slots can't be made for variables of another strategy.
     """
-    if optimizer.built or optimizer._distribution_strategy is not replicas.default_strategy():
-        return
     for each in (optimizer, getattr(optimizer, "inner_optimizer", None)):
-        if each is not None:
-            for variable in each._variables:
-                moved_variables.move(strategy, variable)
-            # Past Keras' own __setattr__, which tracks values.
-            object.__setattr__(each, "_distribution_strategy", strategy)
+        if each is None or each.built or each._distribution_strategy is not replicas.default_strategy():
+            continue
+        for variable in each._variables:
+            moved_variables.move(strategy, variable)
+        # Past Keras' own __setattr__, which tracks values.
+        object.__setattr__(each, "_distribution_strategy", strategy)
 
 
 def _is_allowed(strategy: Any) -> bool:
@@ -112,13 +118,15 @@ def _is_allowed(strategy: Any) -> bool:
 def _applying(original: Any) -> Any:
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
         variables = trainable_variables if trainable_variables is None else list(trainable_variables)
+        here = _strategy_of_replica()
+        if here is not None and getattr(_checked, "by", None) is not here:
+            take_over(here, self)
+            moved_variables.check_scope(here, variables or optimizer_variables.trained_by(self))
+            return original(self, grads, variables)
         own = getattr(self, "_distribution_strategy", None)
         # An optimizer that was made outside of the scope updates the variables of a strategy, too.
         strategy = next(filter(_is_allowed, [own, *map(_strategy_of, variables or ())]), None)
         if strategy is None or getattr(_checked, "by", None) is strategy:
-            return original(self, grads, variables)
-        if _is_on_replica_of(strategy):
-            take_over(strategy, self)
             return original(self, grads, variables)
         grads = _same_on_all(self, strategy, list(grads))
         take_over(strategy, self)
@@ -148,6 +156,13 @@ def _strategy_of(variable: Any) -> Any:
     value = keras_variables.tf_variable(variable)
     # A single copy, which a replica may train alone, has the attribute too.
     return keras_variables.strategy_of(value) if isinstance(value, values.DistributedVariable) else None
+
+
+def _strategy_of_replica() -> Any:
+    """The strategy, of those that ask for it, in whose replica context this is; or None."""
+    strategy = tf.distribute.get_strategy()
+    is_replica = _is_allowed(strategy) and not tf.distribute.in_cross_replica_context()
+    return strategy if is_replica else None
 
 
 def _is_on_replica_of(strategy: Any) -> bool:

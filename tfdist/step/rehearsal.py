@@ -21,6 +21,7 @@ from tfdist.compat import (
     autograph_rules,
     global_seeds,
     keras_variables,
+    moved_variables,
     optimizer_patches,
     own_attributes,
     plain_loops,
@@ -170,7 +171,9 @@ def _noting(optimizer: Any, applied: list[tuple[Any, list[Any]]]) -> Callable[..
 
 def _build(strategy: tf.distribute.Strategy, optimizer: Any, variables: list[Any]) -> bool:
     """Builds the optimizer for the variables that it updates; returns False if nothing was built."""
-    if optimizer.built or any(keras_variables.tf_variable(variable) is None for variable in variables):
+    is_early = any(keras_variables.tf_variable(variable) is None for variable in variables)
+    # The step itself raises the error about a variable that was made outside of the scope.
+    if optimizer.built or is_early or not all(moved_variables.belongs_to(strategy, each) for each in variables):
         return False
     plain_loops.take_over(strategy, optimizer)
     with tf.init_scope(), strategy.scope():

@@ -27,7 +27,7 @@ import tensorflow as tf
 
 from tfdist.compat import (
     flat_layers,
-    keras_variables,
+    moved_variables,
     optimizer_patches,
     own_attributes,
     replicas,
@@ -42,6 +42,7 @@ from tfdist.step import (
     global_losses,
     loss_weights,
     replica_placement,
+    scope,
     used_objects,
     write_order,
 )
@@ -176,7 +177,11 @@ def _distributed(like: Any, parts: Sequence[Any]) -> Any:
 
 
 def check_model(strategy: Any, model: keras.Model) -> None:
-    """Raises ValueError if a model can't be trained or evaluated as it was compiled, or has layers without a place."""
+    """Raises ValueError if a model can't be trained or evaluated as it was compiled, or has layers without a place.
+
+    What `scope` can move into the scope is moved.
+    """
+    scope.take_over(strategy, model)
     replica_placement.check(strategy, model)
     devices = strategy.extended.worker_devices
     is_local_gpus = len(devices) == strategy.num_replicas_in_sync and all("GPU" in device for device in devices)
@@ -193,25 +198,15 @@ def prepare(strategy: Any, model: keras.Model) -> None:
     Raises:
       ValueError: a weight that Keras' step trains was made outside of the scope.
     """
-    if type(model).train_step is keras.Model.train_step:
-        for variable in model.trainable_variables:
-            _check_scope(strategy, variable)
     # A model's own train_step may apply several optimizers to parts of the model; Keras' one updates all weights.
-    optimizer = model.optimizer
-    if optimizer is None or optimizer.built or not model.trainable_variables:
+    optimizer, is_of_keras = model.optimizer, type(model).train_step is keras.Model.train_step
+    is_built = optimizer is None or optimizer.built or not model.trainable_variables
+    if not is_built or (is_of_keras and strategy.num_replicas_in_sync > 1):
+        moved_variables.check_scope(strategy, model.trainable_variables)
+    if is_built:
         return
     with tf.init_scope(), strategy.scope():
         optimizer.build(model.trainable_variables)
-
-
-def _check_scope(strategy: Any, variable: Any) -> None:
-    made_in = keras_variables.strategy_of(keras_variables.tf_variable(variable))
-    if strategy.num_replicas_in_sync > 1 and made_in is not strategy:
-        raise ValueError(
-            f"The weights of a model must be made in the scope of {type(strategy).__name__}. Put the lines that make "
-            "its layers, and call `build`, under `with strategy.scope():`. "
-            f"Received: variable {variable.path!r}, made outside of it"
-        )
 
 
 def _local(strategy: Any, data: Any) -> dict[str, Any]:

@@ -12,7 +12,9 @@ import tensorflow as tf
 
 from tfdist.compat import (
     autograph_rules,
+    calls,
     colocation,
+    creation_lines,
     decorated_methods,
     exports,
     generators,
@@ -34,7 +36,7 @@ from tfdist.engines.averaging.engine import AveragingEngine
 from tfdist.engines.warmup.engine import WarmupEngine
 from tfdist.policies.base import Aggregation
 from tfdist.policies.warmup import Warmup
-from tfdist.step import in_scope, keras_steps, rehearsal, replica_placement, replicated_step, used_objects
+from tfdist.step import in_scope, keras_steps, rehearsal, replica_placement, replicated_step, scope, used_objects
 from tfdist.strategies.distribution import Closing
 
 
@@ -52,17 +54,30 @@ class KerasSteps(tf.distribute.Strategy, Closing):
     # Whether the loops of all models share something of the strategy's, so that one thread at a time may be in one.
     _is_exclusive = False
 
+    # How a model that was made outside of the scope would be trained, where that is refused.
+    _trained_alone = ""
+    _was_entered = False
+
     # Set by `step/global_losses` while it traces a step with a loss of its own.
     counts_as_one_replica = False
 
     def scope(self) -> Any:
         """See the stock `scope`."""
+        self._was_entered = True
         # Where a data set is distributed already, this is how Keras begins.
         build = running_loop.build_in_caller()
         if build is not None:
             overlapping_loops.begin(self, self._is_exclusive)
             rehearsal.before_keras(self, build.model, build.step)
         return super().scope()
+
+    def _before_call(self, call: calls.Call) -> None:
+        """Looks at a call of any model of this process before it begins."""
+        scope.begin(self, call, self._trained_alone)
+        # A model may be kept on one device on purpose, beside others. Not so if the strategy was built for nothing.
+        if call.trains and call.strategy is None and not self._was_entered and self.num_replicas_in_sync > 1:
+            self._was_entered = True
+            scope.warn(call, f"it trains on one device, and {type(self).__name__} has {self.num_replicas_in_sync}")
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -210,6 +225,8 @@ def mend_keras(strategy: tf.distribute.Strategy) -> None:
     step_errors.shorten_tracebacks()
     autograph_rules.leave_library()
     exports.clear_tasks()
+    creation_lines.remember()
+    calls.before_each(strategy._before_call)
     instance_keys.install(strategy)
     late_builds.allow(strategy, in_scope.redirected)
     single_batches.predict_once(strategy)

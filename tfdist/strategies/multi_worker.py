@@ -178,6 +178,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
     def _join(self, cluster: clusters.Cluster) -> None:
         # Each call needs all workers, in the same order on all.
         self._is_exclusive = True
+        self._trained_alone = f"each of {len(cluster.training_tasks)} workers would train a model of its own"
         agreement = agreements.Agreement(cluster.task, cluster.training_tasks)
         self.distribution.agreement, self.distribution.broadcast = agreement, self._broadcast_from_chief
         agreements.share_random_state(agreement)

@@ -21,6 +21,7 @@ from tfdist import sharded_tables
 from tfdist.compat import (
     array_data,
     autograph_rules,
+    calls,
     closures,
     cluster_joining,
     colocation,
@@ -57,7 +58,7 @@ from tfdist.engines.parameter_server.worker_dataset import WorkerDataset
 from tfdist.policies import composition
 from tfdist.runtime import rendezvous, stalls
 from tfdist.serving import embedded
-from tfdist.step import in_scope, keras_steps, rehearsal, replica_placement
+from tfdist.step import in_scope, keras_steps, rehearsal, replica_placement, scope
 from tfdist.strategies import _devices, _parameter_server_arguments
 from tfdist.strategies.distribution import Closing, Distribution
 from tfdist.telemetry.recorder import Recorder
@@ -177,6 +178,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         late_builds.allow(self, in_scope.redirected)
         autograph_rules.leave_library()
         exports.clear_tasks()
+        calls.before_each(self._before_call)
 
     def _coordinated(self, data_sharding: str, stall_timeout_secs: float) -> CoordinatedEngine:
         """Builds the engine that runs all functions on the workers."""
@@ -272,6 +274,11 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
             rehearsal.before_keras(self, build.model, build.step)
         return self._scope()
 
+    def _before_call(self, call: calls.Call) -> None:
+        """Looks at a call of any model of this process before it begins."""
+        workers = f"the {self._num_workers} workers" if self._num_workers > 1 else "the worker"
+        scope.begin(self, call, f"the chief would train the model alone, without {workers}")
+
     def _begin_call(self) -> None:
         self.distribution.check_open()
         # Contributions to a pass, and batches read ahead, are dropped when another pass begins.
@@ -340,7 +347,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         if tf.distribute.in_cross_replica_context() and scheduled_functions.is_traced(self):
             return super().run(fn, args, kwargs, options)
         args, kwargs = batch_arguments.in_tensors(args, kwargs or {})
-        scope_checks.check_scope(fn)
+        scope_checks.check_scope(self, fn)
         with tf.init_scope(), self.scope():  # `fit`, where optimizers are built, may be called outside of it.
             keras_steps.check(fn, asynchronous=self._training is self._engine)
         replica_placement.check_step(self, fn)

@@ -8,23 +8,22 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.compat import colocation, creation_lines, keras_variables
-from tfdist.engines.parameter_server.coordinated_variable import CoordinatedVariable
+from tfdist.compat import colocation, keras_variables, moved_variables
+from tfdist.step import scope
 from tfdist.step.keras_steps import classify
 
 
-def check_scope(fn: Callable[..., Any]) -> None:
+def check_scope(strategy: tf.distribute.Strategy, fn: Callable[..., Any]) -> None:
     """Refuses a model that has variables of the chief's own, in which workers would overwrite each other's counts.
 
     Raises:
-      ValueError: The model, its optimizer or one of its metrics was made outside of the strategy's scope.
+      ValueError: The model was made outside of the strategy's scope, or its optimizer was built there.
     """
     if classify(fn) not in ("train", "test"):
         return
     model: Any = getattr(fn, "__self__", None)
-    for variable in (*model.variables, *model.metrics_variables, *getattr(model.optimizer, "variables", ())):
-        if not isinstance(keras_variables.tf_variable(variable), CoordinatedVariable):
-            raise ValueError(_outside(variable.path, variable))
+    scope.take_over(strategy, model)
+    moved_variables.check_scope(strategy, (*model.variables, *model.metrics_variables))
 
 
 def check_shards(fn: Callable[..., Any], has_shards: Callable[[Any], bool]) -> None:
@@ -46,24 +45,15 @@ def check_shards(fn: Callable[..., Any], has_shards: Callable[[Any], bool]) -> N
 
 def check_colocation(strategy: Any) -> None:
     """Makes optimizers of the strategy refuse to make slots for a variable that was made outside of the scope."""
-    colocation.replace(strategy, _checking)
+    colocation.replace(strategy, lambda stock: _checking(strategy, stock))
 
 
-def _checking(colocate: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _checking(strategy: Any, colocate: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def colocate_vars_with(variable: Any) -> Any:
         # A partitioned one has parts of the strategy's.
         is_whole = isinstance(variable, tf.Variable) and not hasattr(variable, "variables")
-        if is_whole and keras_variables.strategy_of(variable) is None:
-            raise ValueError(_outside(variable.name, variable))
+        if is_whole:
+            moved_variables.check_scope(strategy, [variable])
         return colocate(variable)
 
     return colocate_vars_with
-
-
-def _outside(name: str, variable: Any) -> str:
-    line = creation_lines.of(variable)
-    return (
-        "The model, its optimizer and its metrics must be made in the scope of ParameterServerStrategy. Put "
-        "the lines that make them, and model.compile, under `with strategy.scope():`. "
-        f"Received: variable {name!r}, made outside of it{f' at {line}' if line else ''}"
-    )

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Moves what was made outside of a strategy's scope into it before a model trains, and refuses what can't be moved.
+
+Optimizers without slots, metrics, and variables of losses are moved: their variables are replaced by variables of the
+strategy with the same values, so `model.compile` works inside of the scope and outside of it. Weights are not moved,
+because other models may share them, nor is an optimizer that was built outside, which has slots for such weights.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.compat import (
+    calls,
+    compiled_losses,
+    creation_lines,
+    moved_variables,
+    plain_loops,
+    replicas,
+)
+from tfdist.compat.optimizer_patches import optimizers_of
+from tfdist.step import copies
+
+
+def begin(strategy: tf.distribute.Strategy, call: calls.Call, alone: str) -> None:
+    """Takes over the model of a call that is about to begin, and refuses to train a model of no strategy.
+
+    Args:
+      strategy: a strategy of this process.
+      call: the call.
+      alone: how a model of no strategy would be trained; "" if that is allowed.
+
+    Raises:
+      RuntimeError: the model has no strategy, and the call trains.
+      ValueError: see `take_over`.
+    """
+    if call.strategy is strategy:
+        optimizer = getattr(call.model, "optimizer", None)
+        # Before Keras builds the optimizer. Calls with single batches need nothing from then on.
+        if call.kind in ("fit", "evaluate") or (optimizer is not None and not optimizer.built):
+            take_over(strategy, call.model)
+    elif alone and call.trains and call.strategy is None:
+        raise RuntimeError(f"{without_scope(call, alone)}. {_received(call.model)}")
+
+
+def warn(call: calls.Call, alone: str) -> None:
+    """Warns that a call trains a model of no strategy; called by the method of a strategy that `calls` calls."""
+    message = f"{without_scope(call, alone)}. {_received(call.model)}"
+    warnings.warn(message, RuntimeWarning, stacklevel=4)
+
+
+def take_over(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
+    """Moves a model's optimizers, metrics and losses into the scope; on several workers, all of them call this alike.
+
+    Raises:
+      ValueError: an optimizer was built outside of the scope.
+    """
+    for optimizer in optimizers_of(model):
+        plain_loops.take_over(strategy, optimizer)
+        moved_variables.check_scope(strategy, optimizer.variables)
+    for variable in [*_of_metrics(model), *_of_losses(model)]:
+        if not moved_variables.belongs_to(strategy, variable):
+            moved_variables.move(strategy, variable)
+            _keep_in_first_copy(strategy, variable)
+
+
+def without_scope(call: calls.Call, alone: str) -> str:
+    """Returns the message about a call that trains a model of no strategy."""
+    return (
+        f"model.{call.kind} outside of strategy.scope(): {alone}; put the lines that make the model, and "
+        "model.compile, under `with strategy.scope():`. To train it so on purpose, make it under "
+        '`with tf.distribute.OneDeviceStrategy("CPU:0").scope():`'
+    )
+
+
+def _received(model: keras.Model) -> str:
+    line = creation_lines.of_layer(model)
+    return f"Received: model {model.name!r}, made outside of the scope{f' at {line}' if line else ''}"
+
+
+def _of_metrics(model: keras.Model) -> Iterator[Any]:
+    for metric in [*model.metrics, *compiled_losses.given_metrics(model)]:
+        yield from metric.variables
+
+
+def _of_losses(model: keras.Model) -> Iterator[Any]:
+    for loss in tf.nest.flatten(model.loss):
+        if isinstance(loss, keras.losses.Loss):
+            yield from (value for value in vars(loss).values() if isinstance(value, keras.Variable))
+
+
+def _keep_in_first_copy(strategy: tf.distribute.Strategy, variable: Any) -> None:
+    """Sets the other copies of a sum over copies to zero: each of them was given the whole value."""
+    if copies.is_mirrored(variable) and copies.is_counter(variable):
+        for index, copy in enumerate(copies.copies_of(variable)):
+            if replicas.in_sync_group(strategy, index) > 0:
+                copy.assign(tf.zeros_like(copy))
