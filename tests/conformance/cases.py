@@ -66,6 +66,54 @@ _add(
     lambda: OPTIMIZERS.LossScaleOptimizer(OPTIMIZERS.SGD(0.1, gradient_accumulation_steps=2)),
 )
 
+
+class _TwoOptimizers(keras.optimizers.Optimizer):
+    """Hands kernels to one optimizer, and everything else to another."""
+
+    def __init__(self, kernels: Any, others: Any) -> None:
+        super().__init__(learning_rate=0.1)
+        self.parts = {True: kernels, False: others}
+
+    def build(self, variables: Any) -> None:
+        super().build(variables)
+        for is_kernel, part in self.parts.items():
+            part.build([each for each in variables if ("kernel" in each.path) == is_kernel])
+
+    def apply(self, grads: Any, trainable_variables: Any) -> None:
+        if not self.built:
+            self.build(trainable_variables)
+        pairs = list(zip(grads, trainable_variables, strict=True))
+        for is_kernel, part in self.parts.items():
+            part.apply_gradients([pair for pair in pairs if ("kernel" in pair[1].path) == is_kernel])
+        self.iterations.assign_add(1)
+
+
+class _WeighedError(keras.losses.Loss):
+    """Has a variable."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = keras.Variable(2.0, trainable=False)
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        return self.weight * keras.ops.mean(keras.ops.square(y_true - y_pred), axis=-1)
+
+
+@_case("compiled outside of the scope")
+def _compiled_outside(strategy: Any) -> Any:
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = training.dense_model()
+    others = OPTIMIZERS.SGD(OPTIMIZERS.schedules.ExponentialDecay(0.1, 2, 0.9), momentum=0.9, clipvalue=0.01)
+    model.compile(
+        OPTIMIZERS.LossScaleOptimizer(_TwoOptimizers(OPTIMIZERS.Adam(0.01, clipnorm=0.05), others)),
+        _WeighedError(),
+        metrics=["mae", keras.metrics.RootMeanSquaredError()],
+    )
+    history = model.fit(X[:40], Y[:40], batch_size=batch_size(8), epochs=2, shuffle=False, verbose=0).history
+    return [history, int(others.iterations), model.evaluate(X, Y, verbose=0), model.get_weights()]
+
+
 # Ways to fit.
 
 _sgd = functools.partial(_add, optimizer=lambda: OPTIMIZERS.SGD(0.1))

@@ -281,6 +281,30 @@ def test_checkpoint_managers_share_a_directory(strategy: Any, tmp_path: pathlib.
 # What is shown, and what is refused.
 
 
+def test_training_outside_of_the_scope_is_refused(strategy: Any) -> None:
+    del strategy
+    model = dense_model()
+    model.compile("sgd", "mse")
+    for name in ("fit", "train_on_batch"):
+        message = rf"model\.{name} outside of strategy\.scope\(\): each of 2 workers would train a model of its own"
+        with pytest.raises(RuntimeError, match=message) as raised:
+            getattr(model, name)(X, Y)
+        assert "\n" not in str(raised.value)
+        assert str(raised.value).endswith(f"at training.py:{dense_model.__code__.co_firstlineno + 1}")
+    # Each worker may use what is trained.
+    assert model.predict(X, verbose=0).shape == Y.shape
+    assert np.isfinite(model.evaluate(X, Y, verbose=0))
+
+
+def test_a_model_of_one_device_may_train_on_each_worker(strategy: Any) -> None:
+    del strategy
+    with tf.distribute.OneDeviceStrategy("CPU:0").scope():
+        model = dense_model()
+        model.compile("sgd", "mse")
+    model.fit(X, Y, batch_size=len(X), verbose=0)
+    assert int(model.optimizer.iterations) == 1
+
+
 def test_the_chief_alone_shows_progress_unless_asked(strategy: Any) -> None:
     model = compiled(strategy)
 

@@ -27,7 +27,12 @@ def test_a_model_made_outside_of_the_scope_is_named(strategy: Any) -> None:
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, name="misplaced")])
     with strategy.scope():
         model.compile("adam", "mse", jit_compile=False)
-    with pytest.raises(ValueError, match=r"misplaced/kernel.*made outside"):
+    with pytest.raises(
+        RuntimeError, match=r"model\.fit outside of strategy\.scope\(\): the chief would train the model"
+    ):
+        model.fit(first_call_models.X, first_call_models.Y, verbose=0)
+    line = test_a_model_made_outside_of_the_scope_is_named.__code__.co_firstlineno + 1
+    with strategy.scope(), pytest.raises(ValueError, match=rf"misplaced/kernel.*made outside of it at .*:{line}$"):
         model.fit(first_call_models.X, first_call_models.Y, verbose=0)
     with strategy.scope():
         optimizer = keras.optimizers.Adam()

@@ -39,8 +39,44 @@ def test_weights_made_outside_of_the_scope_are_named(strategy: Any) -> None:
     with strategy.scope():
         model = keras.Sequential([keras.Input((3,)), dense])
         model.compile("sgd", "mse")
-    with pytest.raises(ValueError, match=r"under .with strategy\.scope.*variable 'outside/kernel', made outside of it"):
+    line = test_weights_made_outside_of_the_scope_are_named.__code__.co_firstlineno + 2
+    message = (
+        rf"under .with strategy\.scope.*variable 'outside/kernel', made outside of it at test_first_calls\.py:{line}"
+    )
+    with pytest.raises(ValueError, match=message):
         model.fit(first_call_models.X, first_call_models.Y, verbose=0)
+    # In a loop of the user's own.
+    optimizer = keras.optimizers.Adam()
+    with pytest.raises(ValueError, match=message):
+        strategy.run(lambda: optimizer.apply([tf.ones((3, 1)), tf.ones(1)], dense.trainable_variables))
+
+
+def test_optimizer_built_outside_of_scope_is_refused(strategy: Any) -> None:
+    optimizer = keras.optimizers.Adam()
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    with tf.distribute.get_strategy().scope():
+        optimizer.build(model.trainable_variables)
+    model.compile(optimizer, "mse")
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"under .with strategy\.scope.*variable 'adam.*', made outside of it"):
+            model.fit(first_call_models.X, first_call_models.Y, verbose=0)
+    with pytest.raises(ValueError, match=r"variable 'adam.*', made outside of it"):
+        strategy.run(lambda: optimizer.apply([tf.ones((3, 1)), tf.ones(1)], model.trainable_variables))
+
+
+def test_fit_beside_an_unused_strategy_warns_once(cpus: list[str], recwarn: pytest.WarningsRecorder) -> None:
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    unused = tfdist.MirroredStrategy(cpus[:2])
+    for _ in range(2):
+        model.fit(first_call_models.X, first_call_models.Y, verbose=0)
+    warned = [str(each.message) for each in recwarn if "outside of strategy.scope()" in str(each.message)]
+    assert len(warned) == 1
+    assert "trains on one device, and MirroredStrategy has 2" in warned[0]
+    with unused.scope():
+        pass
+    model.fit(first_call_models.X, first_call_models.Y, verbose=0)
 
 
 def test_second_model_of_a_class_has_its_variables_made(strategy: Any) -> None:

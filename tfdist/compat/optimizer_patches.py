@@ -121,8 +121,7 @@ class Postponed:
 
     def update(self, strategy: tf.distribute.Strategy, sums: Gradients) -> None:
         """Makes the update on all replicas of this process, in cross-replica context, from the sums of `gradients`."""
-        inner = getattr(self.optimizer, "inner_optimizer", self.optimizer)
-        with attributes(_of_update(inner, list)):
+        with attributes(_of_update(self.optimizer, list)):
             apply = _without_result(lambda: self.optimizer.apply(sums, self._variables))
             strategy.extended.call_for_each_replica(apply)
 
@@ -131,9 +130,9 @@ def optimizers_of(model: keras.Model) -> list[Any]:
     """The optimizer given to `compile`, and those that a subclass keeps in attributes of its own, as GANs do."""
     found = [getattr(model, "optimizer", None), *vars(model).values()]
     unique = {id(value): value for value in found if isinstance(value, keras.optimizers.Optimizer)}
-    # One that is wrapped for loss scaling is a part of the one around it.
     for optimizer in list(unique.values()):
-        unique.pop(id(getattr(optimizer, "inner_optimizer", None)), None)
+        for part in optimizer_variables.parts_of(optimizer)[1:]:
+            unique.pop(id(part), None)
     return list(unique.values())
 
 
@@ -210,19 +209,20 @@ def _varies(gradient: Any) -> bool:
 
 @contextlib.contextmanager
 def _patched(optimizer: Any, weigh: Transform | None, sum_up: _SumUp) -> Iterator[None]:
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    first_sum = inner is not optimizer or clips(inner) or _branches(inner)
+    is_whole = len(optimizer_variables.parts_of(optimizer)) == 1
+    first_sum = not is_whole or clips(optimizer) or _branches(optimizer)
     changes: list[tuple[Any, str, Any]] = []
     if weigh or first_sum:
         changes.append((optimizer, "apply", _apply(optimizer, weigh, sum_up if first_sum else None)))
-    with attributes([*changes, *_of_update(inner, list if first_sum else _summing_pairs(sum_up))]):
+    with attributes([*changes, *_of_update(optimizer, list if first_sum else _summing_pairs(sum_up))]):
         yield
 
 
-def _of_update(inner: Any, sum_pairs: Callable[..., Any]) -> list[tuple[Any, str, Any]]:
-    """Returns the changes by which an optimizer that wraps no other sums by `sum_pairs`, and branches where it can."""
-    branching = [(inner, "_backend_apply_gradients", _branching_apply(inner))] if _branches(inner) else []
-    return [(inner, _SUM, sum_pairs), *branching]
+def _of_update(optimizer: Any, sum_pairs: Callable[..., Any]) -> list[tuple[Any, str, Any]]:
+    """Returns the changes by which an optimizer and its parts sum by `sum_pairs`, and branch where they can."""
+    parts = optimizer_variables.parts_of(optimizer)
+    branching = [(part, "_backend_apply_gradients", _branching_apply(part)) for part in parts if _branches(part)]
+    return [*((part, _SUM, sum_pairs) for part in parts), *branching]
 
 
 @contextlib.contextmanager
@@ -242,9 +242,9 @@ def attributes(changes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
                 own_attributes.remove(target, name)
 
 
-def without_all_reduce(optimizer: Any) -> tuple[Any, str, Any]:
-    """A change, for `attributes`, by which an optimizer takes gradients as they are, summed or of one replica."""
-    return getattr(optimizer, "inner_optimizer", optimizer), _SUM, list
+def without_all_reduce(optimizer: Any) -> list[tuple[Any, str, Any]]:
+    """Changes, for `attributes`, by which an optimizer takes gradients as they are, summed or of one replica."""
+    return [(part, _SUM, list) for part in optimizer_variables.parts_of(optimizer)]
 
 
 def of_strategy(optimizer: Any, strategy: tf.distribute.Strategy) -> tuple[Any, str, Any]:
@@ -259,12 +259,9 @@ def ema_overwrite(optimizer: Any, overwrite: Callable[[Sequence[Any]], None]) ->
 
 def without_merge_call(optimizer: Any) -> list[tuple[Any, str, Any]]:
     """Changes, for `attributes`, by which `apply` of one replica does without the others: nothing is summed."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    changes: list[tuple[Any, str, Any]] = [without_all_reduce(optimizer)]
-    if inner is not optimizer:
-        # Loss scaling: its other way has all replicas apply together, in threads that can't meet in a conditional.
-        changes.append((optimizer, "_tf_apply", optimizer._common_apply))
-    return changes
+    # The other way of loss scaling has all replicas apply together, in threads that can't meet in a conditional.
+    scaling = [each for each in optimizer_variables.parts_of(optimizer) if hasattr(each, "inner_optimizer")]
+    return [*without_all_reduce(optimizer), *((each, "_tf_apply", each._common_apply) for each in scaling)]
 
 
 def clips(optimizer: Any) -> bool:

@@ -23,6 +23,24 @@ NEEDS = (
     "keras.src.optimizers.base_optimizer:BaseOptimizer._var_key",
 )
 
+_LISTS = ("_variables", "_trainable_variables")
+
+
+def parts_of(optimizer: Any) -> list[Any]:
+    """The optimizer, and those in its attributes, as of loss scaling and of optimizers that divide variables."""
+    found, waiting = dict[int, Any](), [optimizer]
+    while waiting:
+        each = waiting.pop(0)
+        if isinstance(each, keras.optimizers.Optimizer):
+            if id(each) not in found:
+                found[id(each)] = each
+                waiting.extend(value for name, value in vars(each).items() if name not in _LISTS)
+        elif isinstance(each, dict):
+            waiting.extend(each.values())
+        elif isinstance(each, list | tuple):
+            waiting.extend(each)
+    return list(found.values())
+
 
 def trained_by(optimizer: Any) -> Sequence[Any]:
     """The variables that a built optimizer updates, in its order; those of the one inside for loss scaling."""
@@ -61,7 +79,7 @@ def slots_of(optimizer: Any) -> Iterator[tuple[Any, Any]]:
     for name, kept in vars(optimizer).items():
         # Optimizers keep a list of slots of each kind, in the order of the variables.
         is_list = isinstance(kept, Sequence) and not isinstance(kept, str) and len(kept) == len(trained)
-        if is_list and name not in ("_variables", "_trainable_variables"):
+        if is_list and name not in _LISTS:
             pairs = zip(trained, kept, strict=True)
             yield from ((v, slot) for v, slot in pairs if isinstance(slot, keras.Variable) and id(slot) not in others)
 

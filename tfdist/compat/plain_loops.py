@@ -99,8 +99,8 @@ def take_over(strategy: Any, optimizer: Any) -> None:
 
     Replicas would each count its iterations, and slots can't be made for variables of another strategy.
     """
-    for each in (optimizer, getattr(optimizer, "inner_optimizer", None)):
-        if each is None or each.built or each._distribution_strategy is not replicas.default_strategy():
+    for each in optimizer_variables.parts_of(optimizer):
+        if each.built or each._distribution_strategy is not replicas.default_strategy():
             continue
         for variable in each._variables:
             moved_variables.move(strategy, variable)
@@ -121,7 +121,9 @@ def _applying(original: Any) -> Any:
         here = _strategy_of_replica()
         if here is not None and getattr(_checked, "by", None) is not here:
             take_over(here, self)
-            moved_variables.check_scope(here, variables or optimizer_variables.trained_by(self))
+            # In the context of another strategy its slots, and its count of updates, would be written by all replicas.
+            own = [] if self._distribution_strategy is here else self.variables
+            moved_variables.check_scope(here, [*(variables or optimizer_variables.trained_by(self)), *own])
             return original(self, grads, variables)
         own = getattr(self, "_distribution_strategy", None)
         # An optimizer that was made outside of the scope updates the variables of a strategy, too.

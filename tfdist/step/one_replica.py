@@ -16,7 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat import fresh_threads, keras_variables, optimizer_patches, replicas
+from tfdist.compat import fresh_threads, keras_variables, optimizer_patches, optimizer_variables, replicas
 from tfdist.step import contribution, copies
 
 
@@ -35,7 +35,8 @@ def alone(model: keras.Model, device: str) -> Iterator[None]:
     changes += [optimizer_patches.of_strategy(optimizer, default) for optimizer in _optimizers(model)]
     # The sum over one replica, for which TensorFlow would keep the graph for ever; see
     # `optimizer_patches.sum_over_replicas`.
-    changes += [optimizer_patches.without_all_reduce(optimizer) for optimizer in _optimizers(model)]
+    for optimizer in optimizer_patches.optimizers_of(model):
+        changes += optimizer_patches.without_all_reduce(optimizer)
     with (
         optimizer_patches.attributes(changes),
         tf.device(device),
@@ -137,5 +138,5 @@ def zeros_of(function: Callable[[Any], Any], spec: Any) -> Any:
 
 def _optimizers(model: keras.Model) -> list[Any]:
     optimizers = optimizer_patches.optimizers_of(model)
-    inner = [getattr(optimizer, "inner_optimizer", optimizer) for optimizer in optimizers]
-    return list({id(optimizer): optimizer for optimizer in [*optimizers, *inner]}.values())
+    parts = [part for optimizer in optimizers for part in optimizer_variables.parts_of(optimizer)]
+    return list({id(part): part for part in parts}.values())

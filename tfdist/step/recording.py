@@ -152,10 +152,12 @@ class Recording(symbolic_build.Reading):
         self.num_applied += 1
         self._updated.update({id(variable): variable for variable in variables})
         self._reads.applied(variables)
-        for variable in (*variables, *optimizer.variables):
-            if variable is not optimizer_variables.learning_rate_of(optimizer):
+        parts = optimizer_variables.parts_of(optimizer)
+        rates = {id(optimizer_variables.learning_rate_of(part)) for part in parts}
+        for variable in (*variables, *(variable for part in parts for variable in part.variables)):
+            if id(variable) not in rates:
                 self.state_mapping.pop(id(variable), None)
-        if self.is_at_the_top() and not hasattr(optimizer, "inner_optimizer"):
+        if self.is_at_the_top() and len(parts) == 1:
             # The only result of the update that is known before it.
             counted = tf.convert_to_tensor(optimizer.iterations)
             self.state_mapping[id(optimizer.iterations)] = counted + tf.ones([], counted.dtype)

@@ -23,6 +23,7 @@ from tfdist.compat import (
     keras_variables,
     moved_variables,
     optimizer_patches,
+    optimizer_variables,
     own_attributes,
     plain_loops,
     scratch_trace,
@@ -136,8 +137,8 @@ def rehearse(
       The error at which it ended; usually the step itself would raise it too.
     """
     optimizers = [each for each in found if isinstance(each, keras.optimizers.Optimizer)]
-    # A LossScaleOptimizer builds its inner optimizer.
-    inner = {id(getattr(each, "inner_optimizer", None)) for each in optimizers}
+    # An optimizer builds its parts.
+    inner = {id(part) for each in optimizers for part in optimizer_variables.parts_of(each)[1:]}
     optimizers = [each for each in optimizers if id(each) not in inner]
     # The traced function takes positional arguments only.
     specs = tuple(tf.nest.map_structure(_spec, argument) for argument in (*arguments, *named.values()))

@@ -139,9 +139,9 @@ def move(strategy: Any, model: keras.Model, layers: Sequence[keras.Layer], part_
     for weight in model.weights:
         moved_variables.move_to_part(strategy, weight, part_of_weight.get(id(weight), 0))
     for optimizer in optimizer_patches.optimizers_of(model):
-        inner = getattr(optimizer, "inner_optimizer", optimizer)
-        if inner.built:
-            for weight, slot in optimizer_variables.slots_of(inner):
-                moved_variables.move_to_part(strategy, slot, part_of_weight.get(id(weight), 0))
-            optimizer_variables.find_again(inner)
+        for part in optimizer_variables.parts_of(optimizer):
+            if part.built:
+                for weight, slot in optimizer_variables.slots_of(part):
+                    moved_variables.move_to_part(strategy, slot, part_of_weight.get(id(weight), 0))
+                optimizer_variables.find_again(part)
     model.train_function = model.test_function = model.predict_function = None

@@ -47,17 +47,19 @@ def state(model: keras.Model, optimizer_state: str) -> State:
       optimizer_state: what becomes of the optimizers' slots.
     """
     optimizers = optimizer_patches.optimizers_of(model)
-    inner = [getattr(optimizer, "inner_optimizer", optimizer) for optimizer in optimizers]
+    parts = [part for optimizer in optimizers for part in optimizer_variables.parts_of(optimizer)]
+    scaling = [part for part in parts if hasattr(part, "inner_optimizer")]
+    inner = [part for part in parts if not hasattr(part, "inner_optimizer")]
     parameters = _unique([v for each in inner if each.built for v in optimizer_variables.trained_by(each)])
     others = flat_layers.statistics_of(model)
     slots: list[Any] = []
-    for optimizer, each in zip(optimizers, inner, strict=True):
+    for each in scaling:
+        own = _identities(each.inner_optimizer.variables)
+        others += [variable for variable in each.variables if id(variable) not in own]
+        others += [optimizer_variables.iterations_of(part) for part in optimizer_variables.parts_of(each)[1:]]
+    for each in inner:
         kept = _kept(each)
         others += kept
-        if optimizer is not each:
-            own = _identities(each.variables)
-            others += [variable for variable in optimizer.variables if id(variable) not in own]
-            others.append(optimizer_variables.iterations_of(each))
         special = _identities(
             [*kept, optimizer_variables.iterations_of(each), optimizer_variables.learning_rate_of(each), *parameters]
         )

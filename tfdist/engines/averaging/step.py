@@ -75,11 +75,11 @@ def share(part: Part, num_replicas: int) -> tf.Tensor | float:
 
 def changes(optimizer: Any, factor: tf.Tensor | float) -> list[tuple[Any, str, Any]]:
     """Returns patches by which `optimizer.apply`, called on a replica, updates its copies of the variables alone."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    parts = optimizer_variables.parts_of(optimizer)
     return [
         (optimizer, "apply", _scaled(optimizer, factor)),
         # Keras does this by the strategy, past the replica's context.
-        optimizer_patches.ema_overwrite(inner, _overwriting(inner)),
+        *(optimizer_patches.ema_overwrite(part, _overwriting(part)) for part in parts),
         *optimizer_patches.without_merge_call(optimizer),
     ]
 

@@ -166,7 +166,7 @@ def _variables_of(model: Any) -> list[Any]:
     """Returns the mirrored variables that optimizers may write."""
     variables = list(model.trainable_variables)
     for optimizer in optimizer_patches.optimizers_of(model):
-        inner = getattr(optimizer, "inner_optimizer", optimizer)
-        variables += [*optimizer.variables, *(optimizer_variables.trained_by(inner) if inner.built else [])]
+        for part in optimizer_variables.parts_of(optimizer):
+            variables += [*part.variables, *(optimizer_variables.trained_by(part) if part.built else [])]
     mirrored = [getattr(variable, "value", variable) for variable in variables]
     return list({id(variable): variable for variable in mirrored if hasattr(variable, "values")}.values())

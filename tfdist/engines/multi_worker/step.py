@@ -158,9 +158,8 @@ class QuorumStep:
 
     def _without_reduction(self) -> list[tuple[Any, str, Any]]:
         """Returns patches by which the optimizers don't reduce gradients, which are summed already."""
-        return [
-            optimizer_patches.without_all_reduce(each) for each in optimizer_patches.optimizers_of(self._step.model)
-        ]
+        optimizers = optimizer_patches.optimizers_of(self._step.model)
+        return [change for each in optimizers for change in optimizer_patches.without_all_reduce(each)]
 
     def _contribute_next(self, iterator: Any) -> list[tf.Tensor]:
         batch, total = iterator.get_next()

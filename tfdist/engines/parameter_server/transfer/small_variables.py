@@ -20,7 +20,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat import flat_layers, keras_variables, optimizer_patches, placed_layers, replica_parts
+from tfdist.compat import (
+    flat_layers,
+    keras_variables,
+    optimizer_patches,
+    optimizer_variables,
+    placed_layers,
+    replica_parts,
+)
 from tfdist.engines.parameter_server.coordinated_variable import CoordinatedVariable
 from tfdist.engines.parameter_server.transfer import factors as factoring
 from tfdist.engines.parameter_server.transfer.bundles import Bundles, is_small
@@ -38,7 +45,8 @@ def travel_together(model: keras.Model, worker: str, most_rows: Callable[[int, i
       worker: the device that the step is traced for.
       most_rows: see `factors.of`.
     """
-    found = [getattr(optimizer, "inner_optimizer", optimizer) for optimizer in optimizer_patches.optimizers_of(model)]
+    optimizers = optimizer_patches.optimizers_of(model)
+    found = [part for optimizer in optimizers for part in optimizer_variables.parts_of(optimizer)]
     optimizers = {id(each): each for each in found if hasattr(each, optimizer_patches.UPDATE)}.values()
     updates = [(each, optimizer_patches.UPDATE, _update(each, worker, most_rows)) for each in optimizers]
     with read_together(model, worker), optimizer_patches.attributes(updates):
