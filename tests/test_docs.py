@@ -151,6 +151,14 @@ _SHOWN_BY: dict[str, dict[str, tuple[str, ...]]] = {
         "own `train_step`, `compute_loss`": (*_OWN_STEPS, "own compute_loss"),
         "custom loops with `strategy.run`": _LOOPS,
         "loops without `strategy.run`: model, gradient tape, `optimizer.apply`": _PLAIN_LOOPS,
+        "`model.compile` outside of the scope; optimizers, metrics and losses that were made there": (
+            "compiled outside of the scope",
+        ),
+        "optimizers that hand variables to other optimizers": ("compiled outside of the scope",),
+        "`evaluate`, `predict` and their like": ("test_training_outside_of_the_scope_is_refused",),
+        "anything, in an evaluator, in a cluster of one worker, or beside a strategy that other models use": (
+            "test_fit_beside_an_unused_strategy_warns_once",
+        ),
         "seed generators, random layers and optimizers that were made outside of the scope, in loops": (
             *("seed_generators_made_outside_of_the_scope", "optimizers_made_outside_of_the_scope"),
         ),

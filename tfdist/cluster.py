@@ -11,9 +11,11 @@ TensorFlow itself would hang, train alone, or truncate an index of 1.7 to 1.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+import pathlib
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,6 +30,8 @@ DATA_SERVICE_VARIABLE = "TFDIST_DATA_SERVICE"
 JOB_SECRET_VARIABLE = "TFDIST_JOB_SECRET"
 # The environment variable with the path of the launcher's notices for this task (`tfdist.launchers.notices`).
 NOTICES_VARIABLE = "TFDIST_NOTICES"
+# The environment variable with the path of the file by which tasks show the launcher that they have joined the cluster.
+JOINED_VARIABLE = "TFDIST_JOINED"
 _OLD_NAMES = {"master": "chief"}
 _MAX_INDEX = 2**31 - 1
 _UNSET = "unset TF_CONFIG to train on this machine alone"
@@ -101,6 +105,14 @@ def join(cluster: Cluster | None) -> None:
     """Makes `cluster`, which a strategy has joined, the answer of `task` and the like; None for TF_CONFIG again."""
     global _joined
     _joined = cluster
+
+
+def note_joined() -> None:
+    """Shows the launcher, if there is one that asks, that this task has built a strategy for the cluster."""
+    path = os.environ.get(JOINED_VARIABLE)
+    if path:
+        with contextlib.suppress(OSError):
+            pathlib.Path(path).touch()
 
 
 class ClusterError(ValueError):

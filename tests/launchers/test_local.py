@@ -21,6 +21,7 @@ PREAMBLE = """
 import json, os, signal, sys, time
 task = json.loads(os.environ["TF_CONFIG"])["task"]
 name = f"{task['type']}:{task['index']}"
+open(os.environ["TFDIST_JOINED"], "a").close()
 """
 
 
@@ -120,6 +121,16 @@ def test_every_task_runs_with_its_own_tf_config(script):
     code, out, err = launch("--num_workers=2", "--num_ps=1", script("print(name, os.environ['TFDIST_LAUNCHER'])"))
     assert (code, err) == (0, "")
     assert sorted(out.splitlines()) == [f"[{n}] {n} local" for n in ("chief:0", "ps:0", "worker:0", "worker:1")]
+
+
+@pytest.mark.processes
+def test_job_that_joins_no_cluster_ends_with_one_line(tmp_path):
+    (tmp_path / "train.py").write_text("print('trained')")
+    code, _, err = launch("--num_workers=2", str(tmp_path / "train.py"))
+    assert code == 0
+    assert err.startswith("tfdist: no task has joined the cluster by a strategy of tfdist")
+    assert err.endswith("each of 2 tasks ran on its own\n")
+    assert launch("--num_workers=1", "--evaluator", str(tmp_path / "train.py"))[2] == ""
 
 
 @pytest.mark.processes

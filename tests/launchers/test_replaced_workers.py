@@ -16,6 +16,7 @@ import json, os, signal, sys
 config = json.loads(os.environ["TF_CONFIG"])
 task, workers = config["task"], config["cluster"]["worker"]
 name = f"{task['type']}:{task['index']}"
+open(os.environ["TFDIST_JOINED"], "a").close()
 attempt, restart = (int(os.environ[key]) for key in ("TFDIST_ATTEMPT", "TFDIST_TASK_RESTART"))
 
 def tell(): open("pipe", "w").write("now")

@@ -27,6 +27,7 @@ PREAMBLE = """
 import json, os, signal, sys
 task = json.loads(os.environ["TF_CONFIG"])["task"]
 name = f"{task['type']}:{task['index']}"
+open(os.environ["TFDIST_JOINED"], "a").close()
 """
 FAKE = """#!{python} -S
 import os, sys, time

@@ -210,7 +210,8 @@ def _remove_notices(parent: int) -> None:
     path = os.environ.get(_NOTICES_VARIABLE, "")
     folder = os.path.dirname(path)  # noqa: PTH120
     if os.path.basename(folder).startswith(_NOTICES_FOLDER.format(parent)):  # noqa: PTH119
-        for remove, each in ((os.unlink, path), (os.rmdir, folder)):
+        joined = os.path.join(folder, "joined")  # noqa: PTH118
+        for remove, each in ((os.unlink, path), (os.unlink, joined), (os.rmdir, folder)):
             try:
                 remove(each)
             except OSError:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 
 from tfdist.launchers import reachability
-from tfdist.launchers.notices import GIVEN_UP, Notices
+from tfdist.launchers.notices import GIVEN_UP, Notices, not_joined
 from tfdist.launchers.processes import Process, Supervisor
 from tfdist.launchers.replacements import Replacements
 from tfdist.launchers.requests import CAUSE_SECS, HOPELESS_EXIT_CODES, TRY_AGAIN_EXIT_CODE, Request
@@ -97,11 +97,11 @@ class Attempt:
         # Reasons by unreachable host; hosts where tasks may still run.
         self._unreachable: dict[str, str] = {}
         self._orphaned: list[str] = []
-        self._notices = Notices() if request.replaces_workers else None
+        self._notices = Notices()
 
     def run(self) -> Outcome:
         """Runs all tasks to their end."""
-        with contextlib.closing(self._notices) if self._notices else contextlib.nullcontext():
+        with contextlib.closing(self._notices):
             return self._run()
 
     def _run(self) -> Outcome:
@@ -114,6 +114,7 @@ class Attempt:
         self._follow()
         if not self._undecided:
             self._let_others_end()
+            self._look_for_a_cluster()
         elif self._failed is not None and not self._received and self._failed.returncode not in HOPELESS_EXIT_CODES:
             self._look_for_lost_hosts(self._failed)
         if self._failed is not None and self._undecided and not self._received and self._supervisor.running:
@@ -132,8 +133,7 @@ class Attempt:
     def _start(self, name: str) -> None:
         task, restart = self._tasks[name], self._latest[name].restart + 1 if name in self._latest else 0
         more = {"TFDIST_ATTEMPT": str(self._number), "TFDIST_TASK_RESTART": str(restart)}
-        if self._notices:
-            more |= self._notices.env
+        more |= self._notices.env
         self._latest[name] = self._supervisor.start(name, task.command, {**os.environ, **task.env, **more})
 
     def _follow(self) -> None:
@@ -212,12 +212,18 @@ class Attempt:
             self._pending.discard(ended.name)
             ended.wait(_VERDICT_SECS)  # Its last output may still arrive.
             self._say(*_last_lines(ended), f"{text}; going on with {left} of {all_of_them} workers")
-            if self._notices:
-                self._notices.add(GIVEN_UP + ended.name)
+            self._notices.add(GIVEN_UP + ended.name)
             return
         self._goes_on = left >= self._min_workers
         self._say(text)
         self._fail(ended)
+
+    def _look_for_a_cluster(self) -> None:
+        """Reports that no task has joined the cluster. Tasks on other hosts are looked at there."""
+        members = {*self._request.deciding, *self._request.computing}
+        is_here = all("TF_CONFIG" in task.env for task in self._request.tasks)
+        if is_here and len(members) > 1 and not self._received and not self._notices.has_joined:
+            self._say(not_joined(len(self._request.tasks), self._request.replaces_workers))
 
     # Hosts that are lost.
 

@@ -17,6 +17,7 @@ from absl import flags
 
 from tfdist.cluster import DATA_SERVICE_VARIABLE, JOB_SECRET_VARIABLE, ClusterError, Task
 from tfdist.launchers import command_line, shape, wrapping
+from tfdist.launchers.notices import Notices
 from tfdist.launchers.pod_leader import Leader
 from tfdist.launchers.pod_member import Member
 from tfdist.launchers.pod_rules import GIVEN_UP_EXIT_CODE, Counts, Rules
@@ -99,6 +100,20 @@ def _run(arguments: Sequence[str], received: Sequence[int]) -> int:
     command = wrapping.script_command(script)
     if received:
         return TRY_AGAIN_EXIT_CODE
+    with contextlib.closing(Notices()) as notices:
+        code = _run_task(values, job, task, command, env | notices.joining, received)
+        wrapping.about_cluster(code, task, job, notices)
+    return code
+
+
+def _run_task(
+    values: flags.FlagValues,
+    job: Shape,
+    task: Task,
+    command: Sequence[str],
+    env: Mapping[str, str],
+    received: Sequence[int],
+) -> int:
     if not job.num_ps and task in job.members and len(job.members) > 1:
         return _run_together(values, job, task, command, env, received)
     if _is_preempted_too_often(values, task, pod_counts(values.form, os.environ)):

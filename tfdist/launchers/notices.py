@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notices: lines from the launcher to the tasks of an attempt, in a file of a private folder.
+"""What the launcher and the tasks of an attempt tell each other, in a private folder.
+
+Notices are lines from the launcher to the tasks, in a file.
 
 The path is in the environment (`NOTICES_VARIABLE`). A task on another host gets the lines through its connection. The
 only line so far is "given up TASK", which the chief of parameter servers reads (`tfdist.serving.embedded`).
+
+The other way, a task that builds a strategy for the cluster makes an empty file (`tfdist.cluster.note_joined`). A job
+whose tasks have all ended well without that file has most likely run its script several times over.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ import pathlib
 import shutil
 import tempfile
 
-from tfdist.cluster import NOTICES_VARIABLE
+from tfdist.cluster import JOINED_VARIABLE, NOTICES_VARIABLE
 
 GIVEN_UP = "given up "
 
@@ -22,7 +27,8 @@ class Notices:
     """Writer of the notices. If this process is killed, the guards of its tasks remove the file (`_guard.py`).
 
     Attributes:
-      env: variable with the path, for the environment of a task; {} if the file can't be created. A job runs without.
+      env: variables with the paths, for the environment of a task; {} if the folder can't be created. A job runs
+        without.
     """
 
     def __init__(self) -> None:
@@ -30,7 +36,23 @@ class Notices:
         with contextlib.suppress(OSError):
             self._path = pathlib.Path(tempfile.mkdtemp(prefix=f"tfdist-notices-{os.getpid()}-")) / "notices"
             self._path.touch(mode=0o600)
-        self.env = {NOTICES_VARIABLE: str(self._path)} if self._path else {}
+        self.env: dict[str, str] = {}
+        if self._path:
+            self.env = {NOTICES_VARIABLE: str(self._path), JOINED_VARIABLE: str(self._joined)}
+
+    @property
+    def has_joined(self) -> bool:
+        """True if a task with this environment has joined the cluster, or if that can't be known."""
+        return self._path is None or self._joined.exists()
+
+    @property
+    def joining(self) -> dict[str, str]:
+        """The part of `env` for a task that no notices are for."""
+        return {name: value for name, value in self.env.items() if name == JOINED_VARIABLE}
+
+    @property
+    def _joined(self) -> pathlib.Path:
+        return (self._path or pathlib.Path()).with_name("joined")
 
     def add(self, line: str) -> None:
         """Appends a line. On a full disk the line is lost, and the tasks detect the fact later by themselves."""
@@ -42,6 +64,15 @@ class Notices:
         """Removes the file; may be called again."""
         if self._path:
             shutil.rmtree(self._path.parent, ignore_errors=True)
+
+
+def not_joined(num_tasks: int, has_ps: bool) -> str:
+    """Returns the line about a job that has ended well, none of whose tasks has joined the cluster."""
+    strategy = "ParameterServerStrategy" if has_ps else "MultiWorkerMirroredStrategy"
+    return (
+        f"no task has joined the cluster by a strategy of tfdist, such as tfdist.{strategy}(): unless the script "
+        f"joined it in another way, such as by a stock tf.distribute strategy, each of {num_tasks} tasks ran on its own"
+    )
 
 
 class Reader:

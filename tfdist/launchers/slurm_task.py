@@ -9,6 +9,7 @@ have the GPUs, then the parameter servers, the chief and the evaluator.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -20,6 +21,7 @@ from absl import flags
 
 from tfdist.cluster import DATA_SERVICE_VARIABLE, ClusterError, Task
 from tfdist.launchers import command_line, gpus, hostlist, shape, wrapping
+from tfdist.launchers.notices import Notices
 from tfdist.launchers.requests import LaunchError
 from tfdist.launchers.shape import Shape
 from tfdist.launchers.slurm_exits import EXITS_VARIABLE, REACHES_ALL_VARIABLE, Exits
@@ -176,7 +178,11 @@ def main(arguments: Sequence[str]) -> int:
         return not reaches_all
 
     is_muted = values.quiet_workers and task not in job.reporting
-    return wrapping.run(command, env, leave, over, str(task), note, is_muted=is_muted)
+    with contextlib.closing(Notices()) as notices:
+        env |= notices.joining
+        code = wrapping.run(command, env, leave, over, str(task), note, is_muted=is_muted)
+        wrapping.about_cluster(code, task, job, notices)
+    return code
 
 
 if __name__ == "__main__":

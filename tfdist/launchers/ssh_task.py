@@ -23,8 +23,9 @@ from importlib import metadata
 from typing import Any
 
 import tfdist
+from tfdist.cluster import Cluster, ClusterError
 from tfdist.launchers import gpus
-from tfdist.launchers.notices import Notices
+from tfdist.launchers.notices import Notices, not_joined
 from tfdist.launchers.processes import Process, Supervisor
 from tfdist.launchers.requests import LaunchError
 
@@ -133,7 +134,21 @@ def _run(command: Sequence[str], env: Mapping[str, str]) -> int:
             return LOST_EXIT_CODE
         task.wait()
         code = task.returncode or 0
+        if code == 0 and not notices.has_joined:
+            _show(task, _about_the_cluster(env), error=True)
         return code if code >= 0 else 128 - code
+
+
+def _about_the_cluster(env: Mapping[str, str]) -> list[str]:
+    """Returns the line that the first task of several writes if it has not joined the cluster."""
+    try:
+        cluster = Cluster.from_tf_config(env.get("TF_CONFIG", ""))
+    except ClusterError:
+        return []
+    members = [task for task in cluster.tasks if task.type != "evaluator"]
+    if len(members) < 2 or cluster.task != members[0]:
+        return []
+    return [f"tfdist: {not_joined(len(members), 'ps' in cluster.jobs)}"]
 
 
 def received_from(descriptor: int) -> Iterator[int | str]:

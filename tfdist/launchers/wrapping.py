@@ -14,8 +14,11 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import IO, Any
 
+from tfdist.cluster import Task
+from tfdist.launchers.notices import Notices, not_joined
 from tfdist.launchers.output import Console, LineReader
 from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE
+from tfdist.launchers.shape import Shape
 from tfdist.launchers.startup_noise import StartupNoise
 
 _FORWARDED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGCONT")
@@ -37,6 +40,12 @@ def say(message: str) -> None:
     """Writes one line of the wrapper's own to standard error."""
     sys.stderr.write(f"tfdist: {message}\n")
     sys.stderr.flush()
+
+
+def about_cluster(code: int, task: Task, job: Shape, notices: Notices) -> None:
+    """Says so if the first task of several has ended with code 0, and has not joined the cluster."""
+    if code == 0 and task == job.members[0] and len(job.members) > 1 and not notices.has_joined:
+        say(not_joined(len(job.members), job.num_ps > 0))
 
 
 def run(

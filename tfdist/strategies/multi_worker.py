@@ -113,6 +113,8 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         _devices.check_worker(devices_per_replica)
         if cluster is None:
             _communication.check_alone(communication)
+        else:
+            clusters.note_joined()
         allocator.keep_if_launched(few_arenas=True)
         device_pipelines.leave_untuned()
         is_training = cluster is None or cluster.task in cluster.training_tasks

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tfdist import cluster as clusters
 from tfdist import sharded_tables
+from tfdist.cluster import note_joined
 from tfdist.compat import (
     array_data,
     autograph_rules,
@@ -120,6 +121,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         transfer_plan.check_mode(transfer)
         partitioner = sharded_tables.checked(variable_partitioner)
         cluster = _parameter_server_arguments.find_cluster(cluster_resolver)
+        if cluster is not None:
+            note_joined()
         if cluster is not None and cluster.task.type in ("worker", "ps"):
             num_cpus = _devices.served_cpus(devices_per_replica) if cluster.task.type == "worker" else 1
             sys.exit(embedded.serve(cluster, start_timeout_secs, num_cpus))
