@@ -14,6 +14,7 @@ import json, os, signal, sys
 task = json.loads(os.environ["TF_CONFIG"])["task"]
 name = f"{task['type']}:{task['index']}"
 attempt = int(os.environ["TFDIST_ATTEMPT"])
+open(os.environ["TFDIST_JOINED"], "a").close()
 """
 
 

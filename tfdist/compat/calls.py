@@ -4,15 +4,21 @@
 Keras announces a call to the strategy of its model alone, and not before it asks for data. A model that was made
 outside of `strategy.scope()` has no strategy to announce it to. So the six public methods are wrapped, once in a
 process and for good; all models inherit them from one class, for which Keras exports no name.
+
+A program says that a model is to have no strategy by `with tf.distribute.get_strategy().scope():`. TensorFlow lets that
+scope leave no trace, so it is wrapped as well.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import keras
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 
 from tfdist.compat import replacing, replicas
@@ -30,6 +36,16 @@ NEEDS = (
 _KINDS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 # Weak references to bound methods of strategies.
 _listeners: list[weakref.WeakMethod[Callable[[Call], None]]] = []
+_made_in_default: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+class _Depth(threading.local):
+    """How many scopes of the default strategy this thread is in."""
+
+    depth = 0
+
+
+_in_default = _Depth()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +67,13 @@ class Call:
 
     @property
     def strategy(self) -> Any:
-        """The strategy that the model runs under: of the scope it was made in, else the current one; None for none."""
-        strategy = self.model.distribute_strategy
-        return None if strategy is replicas.default_strategy() else strategy
+        """The strategy that the model runs under: of the scope it was made in, else the current one.
+
+        None if nothing was chosen; the default strategy only if the model was made, or is called, in its scope.
+        """
+        strategy, default = self.model.distribute_strategy, replicas.default_strategy()
+        is_chosen = strategy is not default or self.model in _made_in_default or _in_default.depth > 0
+        return strategy if is_chosen else None
 
 
 def before_each(begin: Callable[[Call], None]) -> None:
@@ -64,7 +84,36 @@ def before_each(begin: Callable[[Call], None]) -> None:
     """
     for kind in _KINDS:
         replacing.once(TensorFlowTrainer, kind, _announcing)
+    replacing.once(type(replicas.default_strategy()), "scope", _entering)
+    replacing.once(keras.Layer, "__new__", _making)
     _listeners.append(weakref.WeakMethod(begin))
+
+
+def _entering(original: Any) -> Any:
+    def scope(self: Any) -> Any:
+        return _inside(original(self))
+
+    return scope
+
+
+@contextlib.contextmanager
+def _inside(stock: contextlib.AbstractContextManager) -> Iterator[Any]:
+    with stock as strategy:
+        _in_default.depth += 1
+        try:
+            yield strategy
+        finally:
+            _in_default.depth -= 1
+
+
+def _making(original: Any) -> Any:
+    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        layer = original(cls, *args, **kwargs)
+        if _in_default.depth:
+            _made_in_default.add(layer)
+        return layer
+
+    return new
 
 
 def _announcing(original: Any) -> Any:

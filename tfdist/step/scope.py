@@ -74,7 +74,7 @@ def without_scope(call: calls.Call, alone: str) -> str:
     return (
         f"model.{call.kind} outside of strategy.scope(): {alone}; put the lines that make the model, and "
         "model.compile, under `with strategy.scope():`. To train it so on purpose, make it under "
-        '`with tf.distribute.OneDeviceStrategy("CPU:0").scope():`'
+        "`with tf.distribute.get_strategy().scope():`"
     )
 
 

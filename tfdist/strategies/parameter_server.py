@@ -280,6 +280,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
     def _before_call(self, call: calls.Call) -> None:
         """Looks at a call of any model of this process before it begins."""
         workers = f"the {self._num_workers} workers" if self._num_workers > 1 else "the worker"
+        if self.distribution.is_closed:
+            return
         scope.begin(self, call, f"the chief would train the model alone, without {workers}")
 
     def _begin_call(self) -> None:
