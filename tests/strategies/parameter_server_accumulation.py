@@ -75,7 +75,9 @@ def test_one_worker_trains_as_one_device_does(strategy: Any, make: Any) -> None:
     def given(context: Any) -> tf.data.Dataset:
         return some if context.input_pipeline_id == 0 else some.take(0)
 
-    model, alone = dense(strategy, lambda: make(3)), layers()
+    model = dense(strategy, lambda: make(3))
+    with tf.distribute.get_strategy().scope():
+        alone = layers()
     alone.set_weights(model.get_weights())
     alone.compile(make(3), "mse", metrics=["mae"])
     expected = fit(alone, some)

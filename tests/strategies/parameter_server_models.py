@@ -221,7 +221,8 @@ def test_run_eagerly_is_one_device_and_steps_see_values(strategy: Any) -> None:
 
     with strategy.scope():
         many = made()
-    alone = made()
+    with tf.distribute.get_strategy().scope():
+        alone = made()
     alone.set_weights(many.get_weights())
     found = fit(many, X, Y, validation_data=(X, Y), shuffle=False)
     expected = fit(alone, X, Y, validation_data=(X, Y), shuffle=False)

@@ -134,7 +134,8 @@ def test_a_wide_layer_learns_as_on_one_device(strategy: Any, optimizer: Callable
     """One batch per epoch, of a size that is not known while tracing: on both sides of each limit, and all."""
     with strategy.scope():
         model = _wide(optimizer())
-    alone = _wide(optimizer())
+    with tf.distribute.get_strategy().scope():
+        alone = _wide(optimizer())
     for rows in (10, 32, 33, 64, 65, COUNT):
         for each in (model, alone):
             each.fit(_wide_data(rows).take(1), verbose=0)
@@ -155,7 +156,8 @@ def test_rows_of_a_table_are_gathered_where_it_is(strategy: Any) -> None:
     ids = np.arange(COUNT) % 50
     with strategy.scope():
         model = _with_table(5000)
-    alone = _with_table(5000)
+    with tf.distribute.get_strategy().scope():
+        alone = _with_table(5000)
     for transfer, is_gathered in ((plan.fixed(64), True), (plan.plain(), False)):
         data = tf.constant(ids), tf.constant(Y)
         program = Program(strategy, model.train_step, (data,), {}, worker_fed=False, transfer=transfer)
