@@ -85,7 +85,7 @@ def _threaded() -> Any:
 
 def _quorum() -> Any:
     nothing = lambda *given: None  # noqa: E731
-    engine = QuorumEngine(None, 0, _Client(), Sums(nothing), nothing, nothing)  # pyright: ignore
+    engine = QuorumEngine(None, 0, _Client(), Sums(nothing), nothing, nothing, None)  # pyright: ignore
     # Keras' loop of this process stays as it is, for other tests.
     with mock.patch.object(step_errors, "install"):
         engine.start()

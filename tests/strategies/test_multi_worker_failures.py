@@ -43,6 +43,67 @@ def misfortune():
 """
 
 
+# Each step is a wait that can't end, or one that can; the last ones end all collectives, and a worker.
+CALLS_OF_ONE_WORKER = """
+import contextlib, time
+from tfdist.runtime import worker_states
+worker_states.PARTED_SECS = 2.5  # for the test; 5 s otherwise
+strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout_secs=60, policies=[POLICY])
+agreement = strategy.distribution.agreement
+with strategy.scope():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("adam", "mse", metrics=["mae"])
+x = np.ones((16, 3), np.float32)
+fit = lambda *callbacks: model.fit(x, x[:, :1], batch_size=8, epochs=2, verbose=0, callbacks=callbacks)
+evaluate = lambda: model.evaluate(x, x[:, :1], verbose=0)
+def error_of(call):
+    try:
+        return call() and None
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        # The workers have made different numbers of exchanges.
+        agreement._count = 1000 * (agreement._count // 1000 + 1)
+class Evaluate(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        evaluate()
+if index == 0:
+    model.save(shared / "model.keras")
+fit(*[keras.callbacks.ModelCheckpoint(shared / "{epoch}.keras")] if index == 0 else [])
+model.save(shared / "model.keras")
+saved = keras.saving.load_model(shared / "model.keras")
+report("saved", int(saved.optimizer.iterations))
+report("files", sorted(path.name for path in shared.glob("*.keras")))
+if index == 1:
+    time.sleep(3.5)
+report("slow", error_of(evaluate))
+report("exchange", error_of(lambda: evaluate() if index == 0 else model.save(shared / "own.keras")))
+report("gather", error_of(lambda: evaluate() if index == 0 else fit()))
+report("collective", error_of(lambda: fit(*[Evaluate()] if index == 0 else [])))
+# Which of the two is first, and ends, is not known.
+(shared / f"knows-{index}").touch()
+while not (shared / f"knows-{1 - index}").exists():
+    time.sleep(0.05)
+if index == 0:
+    report("ended", error_of(evaluate))
+"""
+
+
+@pytest.mark.parametrize("policy", ["", "tfdist.BackupWorkers(spares=0)"])
+def test_no_wait_of_one_worker_alone_goes_on(tmp_path: pathlib.Path, policy: str):
+    """The chief saves alone, with no wait; a call that needs the others ends with a line that says what they do."""
+    found = process_cluster.run(CALLS_OF_ONE_WORKER.replace("POLICY", policy), tmp_path, timeout_secs=150)
+    for each in found:
+        assert each["saved"] == 4 and each["files"] == ["1.keras", "2.keras", "model.keras"]
+        assert each["slow"] is None
+        in_evaluate = "worker:0 in model.evaluate (comparing the data sets)"
+        assert f"{in_evaluate}, and worker:1 in model.save (saving " in each["exchange"]
+        assert "worker:0 in model.evaluate, and worker:1 in model.fit" in each["gather"]
+        assert f"{in_evaluate}, and worker:1 in model.fit" in each["collective"]
+        assert all("must call model.evaluate: remove" in each[name] for name in ("exchange", "gather", "collective"))
+    assert "on worker:0 waits for worker:1, which has ended; every worker must call" in found[0]["ended"]
+
+
 @pytest.mark.parametrize("name", ["start_timeout_secs", "stall_timeout_secs"])
 @pytest.mark.parametrize("value", [0, -1.0, float("nan"), "5", True, None])
 def test_a_timeout_that_is_none_is_refused_at_once(name: str, value: Any):

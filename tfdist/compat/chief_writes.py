@@ -3,9 +3,10 @@
 
 Keras 3 has no notion of a chief: all workers would write the same files at once. Reading a model's variables may need
 all workers, so all of them go through the same saving; the others do it in a directory of their own that is removed.
-When a save returns, on any worker, the chief's file is complete. A worker that saves under another path than the chief,
-as in a temporary directory of its own, keeps its file there. With `verbose="auto"`, Keras' default,
-only the chief shows a progress bar: all workers have the same logs.
+When a save returns, on any worker, the chief's file is complete. The chief waits for nobody, so it may also save alone,
+where reading the variables needs no other worker. A worker that saves under another path than the chief, as in a
+temporary directory of its own, keeps its file there. With `verbose="auto"`, Keras' default, only the chief shows a
+progress bar: all workers have the same logs.
 
 There is no public way: callbacks and models write by functions that none of them takes as an argument. So the functions
 and methods in `_WRAPPED` are replaced, for good, for models of a `MultiWorkerMirroredStrategy` on several workers; any
@@ -21,6 +22,7 @@ import functools
 import inspect
 import os
 import pathlib
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -50,6 +52,14 @@ NEEDS = (
     "keras:callbacks.ModelCheckpoint._save_model(epoch, batch, logs)",
 )
 
+# The user's calls that end in a wrapped function.
+_CALLS = {
+    "save_model": "model.save",
+    "save_weights_only": "model.save_weights",
+    "save_model_to_hdf5": "model.save",
+    "export": "model.export",
+}
+
 _BACKUP_PATHS = (
     "backup_dir",
     "_weights_path",
@@ -67,8 +77,16 @@ class Agreement(Protocol):
         """True on the chief."""
         ...
 
-    def from_chief(self, value: Callable[[], Any], what: str) -> Any:
+    def from_chief(self, value: Callable[[], Any], what: str, detail: str = "") -> Any:
         """Calls `value` on the chief only, and returns its result (JSON data) on every worker."""
+        ...
+
+    def from_chief_at(self, place: str, value: Callable[[], Any], what: str) -> Any:
+        """Like `from_chief`, in a call that the chief may also make alone."""
+        ...
+
+    def calling(self, call: str) -> contextlib.AbstractContextManager[None]:
+        """Within the block this worker is in a call of the user's, such as "model.save"."""
         ...
 
 
@@ -124,28 +142,49 @@ def _in_scratch(path: Any) -> str:
 
 
 def _wrap_save(original: Callable[..., Any]) -> Callable[..., Any]:
+    call = _CALLS[original.__name__]
+
     def save(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
         agreement = _agreement(model)
         if agreement is None or not isinstance(filepath, str | os.PathLike):
             return original(model, filepath, *args, **kwargs)
-        return _save_together(agreement, filepath, lambda path: original(model, path, *args, **kwargs))
+        with agreement.calling(call):
+            return _save_together(agreement, model, filepath, lambda path: original(model, path, *args, **kwargs))
 
     return save
 
 
-def _save_together(agreement: Agreement, filepath: Any, save: Callable[[str], Any]) -> None:
-    path, what = os.fspath(filepath), f"saving {os.fspath(filepath)}"
+def _save_together(agreement: Agreement, model: Any, filepath: Any, save: Callable[[str], Any]) -> None:
+    path, place = os.fspath(filepath), _place(model, os.fspath(filepath))
+
+    def write() -> list[str]:
+        with _staging(path) as staging:
+            save(str(staging / pathlib.Path(path).name))
+            _publish(staging, path)
+        return _names(path)
+
+    what = f"saving {path}"
     if not agreement.is_chief:
+        # Of a callback, whose path leads to the scratch directory.
+        what = f"saving {_intended.get() or path}"
         staged = _in_scratch(path)
         save(staged)
-        _keep_own(pathlib.Path(staged).parent, path, agreement.from_chief(lambda: None, what))
+        of_chief = agreement.from_chief_at(place, write, what)
+        _keep_own(pathlib.Path(staged).parent, path, of_chief)
     else:
-        with _staging(path) as staging:
-            # All workers get past the reading of variables before anything can fail at the destination.
-            save(str(staging / pathlib.Path(path).name))
-            agreement.from_chief(lambda: _publish(staging, path) or _names(path), what)
-    # Many programs end here; a worker that was late would find nobody to ask.
-    agreement.confirm(what)
+        agreement.from_chief_at(place, write, what)
+
+
+def _place(model: Any, path: str) -> str:
+    """A name for the place of a save in the program that is the same on all workers.
+
+    Workers that save under names of their own number them, or have them in directories of their own.
+    """
+    optimizer = getattr(model, "optimizer", None)
+    # While the chief trains alone, its optimizer is ahead.
+    is_ahead = model.distribute_strategy.distribution.saved_state.is_chief_ahead
+    step = 0 if optimizer is None or is_ahead else int(keras.ops.convert_to_numpy(optimizer.iterations))
+    return f"{step}/{re.sub(r'[0-9]+', '#', pathlib.PurePath(path).name)}"
 
 
 @contextlib.contextmanager
@@ -239,9 +278,11 @@ def _say_apart(path: str, of_chief: str) -> None:
 
 def _wrap_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     def save_model(callback: Any, *args: Any, **kwargs: Any) -> Any:
+        agreement = _agreement(callback.model)
+        calling = agreement.calling("the callback ModelCheckpoint") if agreement else contextlib.nullcontext()
         intended = _intended.set(callback._get_file_path(*args, **kwargs))
         try:
-            with _redirected(callback, "filepath"):
+            with calling, _redirected(callback, "filepath"):
                 return original(callback, *args, **kwargs)
         finally:
             _intended.reset(intended)
@@ -262,7 +303,7 @@ def _wrap_backup_end(original: Callable[..., Any]) -> Callable[..., Any]:
         agreement = _agreement(callback.model)
         if agreement is None:
             return original(callback, logs)
-        return agreement.from_chief(lambda: original(callback, logs), f"removing {callback.backup_dir}")
+        return agreement.from_chief(lambda: original(callback, logs), "removing a backup", callback.backup_dir)
 
     return on_train_end
 
@@ -272,13 +313,13 @@ def _wrap_backup_begin(original: Callable[..., Any]) -> Callable[..., Any]:
         model, agreement = callback.model, _agreement(callback.model)
         if agreement is None:
             return original(callback, logs)
-        what = f"restoring {callback.backup_dir}"
-        has_backup = agreement.from_chief(lambda: file_utils.exists(callback._weights_path), what)
+        what = "restoring a backup", callback.backup_dir
+        has_backup = agreement.from_chief(lambda: file_utils.exists(callback._weights_path), *what)
         if has_backup and model.optimizer is not None and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
         saved_attributes.find_out()
         # Only the chief reads, so that all workers continue from the same state, whichever files each of them sees.
-        epoch = agreement.from_chief(lambda: (original(callback, logs), model._initial_epoch)[1], what)
+        epoch = agreement.from_chief(lambda: (original(callback, logs), model._initial_epoch)[1], *what)
         model._initial_epoch = epoch
         if has_backup:
             model.distribute_strategy.distribution.broadcast(_state(model))

@@ -7,24 +7,33 @@ and the coordination service, which keeps text under keys for all workers, is re
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
+from types import FrameType
 
 import tensorflow as tf
 from tensorflow.python.distribute import collective_all_reduce_strategy
-from tensorflow.python.eager import context
+from tensorflow.python.eager import context, execute
 
 NEEDS = (
     "tensorflow.python.distribute.collective_all_reduce_strategy:coordination_config_pb2.CoordinatedJob",
     "tensorflow.python.eager.context:Context._context_handle",
+    "tensorflow.python.eager.context:Context.abort_collective_ops",
     "tensorflow.python.eager.context:Context.configure_coordination_service",
     "tensorflow.python.eager.context:Context.delete_config_key_value",
     "tensorflow.python.eager.context:Context.get_config_key_value",
+    "tensorflow.python.eager.context:Context.get_function_def",
     "tensorflow.python.eager.context:Context.get_task_states",
     "tensorflow.python.eager.context:Context.report_error_to_cluster",
     "tensorflow.python.eager.context:Context.set_config_key_value",
     "tensorflow.python.eager.context:context",
     "tensorflow.python.eager.context:global_seed",
+    "tensorflow.python.eager.execute:execute_with_cancellation(op_name)",
+    "tensorflow.python.eager.execute:quick_execute(op_name)",
 )
+
+_EXECUTIONS = {function.__code__ for function in (execute.quick_execute, execute.execute_with_cancellation)}
+_COLLECTIVE = "Collective"
 
 
 def global_seed() -> int | None:
@@ -99,3 +108,41 @@ def errors_of_tasks(jobs: Mapping[str, int]) -> dict[str, str]:
 def report_error(message: str) -> None:
     """Makes pending calls of the other tasks raise `tf.errors.AbortedError` with this message."""
     context.context().report_error_to_cluster(tf.errors.ABORTED, message)
+
+
+def abort_collectives(message: str) -> None:
+    """Makes this process' pending and later collectives raise `tf.errors.AbortedError` with this message."""
+    context.context().abort_collective_ops(tf.errors.ABORTED, message)
+
+
+def collective_in(frame: FrameType) -> str | None:
+    """Name of the operation or function that is executed in a frame, if it has collectives; else None.
+
+    Args:
+      frame: innermost frame of a thread that is inside of TensorFlow's runtime.
+    """
+    if frame.f_code.co_filename.endswith("gen_collective_ops.py"):
+        return frame.f_code.co_name
+    name = frame.f_locals.get("op_name") if frame.f_code in _EXECUTIONS else None
+    return name if isinstance(name, str) and _has_collectives(name) else None
+
+
+@functools.lru_cache(1024)
+def _has_collectives(name: str) -> bool:
+    """Returns True if an operation or function of this name, or one that it calls, is a collective."""
+    pending, known = [name], {name}
+    while pending:
+        name = pending.pop()
+        if name.startswith(_COLLECTIVE):
+            return True
+        try:
+            nodes = context.context().get_function_def(name).node_def
+        except tf.errors.OpError:
+            # An operation.
+            continue
+        for node in nodes:
+            called = {node.op, *(attr.func.name for attr in node.attr.values() if attr.HasField("func"))}
+            called |= {each.name for attr in node.attr.values() for each in attr.list.func}
+            pending += called - known
+            known |= called
+    return False

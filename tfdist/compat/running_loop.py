@@ -85,6 +85,12 @@ def call_name() -> str | None:
     return None if frame is None else frame.f_code.co_name
 
 
+def name_of_call(frame: FrameType | None) -> str:
+    """The name of the innermost call that is `frame` or below it, as users write it: "model.fit"; "" for none."""
+    found = call_frame(frame)
+    return "" if found is None else f"model.{found.f_code.co_name}"
+
+
 def predicting_model() -> Any:
     """The model whose `predict` or `predict_on_batch` runs here, within no other loop; or None.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pathlib
 import signal
 import threading
 import time
@@ -127,6 +128,11 @@ class BlockedCall:
             self._last = (frame, frame.f_lasti, self._token)
         return self._what, self._token
 
+    @property
+    def frame(self) -> types.FrameType | None:
+        """Innermost frame of the call that was seen last; None outside of a call."""
+        return None if self._last is None else self._last[0]
+
     def _blocked_frame(self) -> types.FrameType | None:
         frames = thread_frames.by_thread()
         frame = frames.get(self._thread_id or 0)
@@ -135,6 +141,35 @@ class BlockedCall:
         if frame.f_code.co_filename != threading.__file__:
             return None
         return next((each for each in frames.values() if self._COLLECTIVES in each.f_code.co_filename), None)
+
+
+class Idleness:
+    """Detects that this process computes nothing: no thread runs or wants to, and it uses next to no CPU time.
+
+    A process that is blocked in a collective is idle; one that computes a long step is not, also where others take the
+    CPUs away from it.
+    """
+
+    _MOST_CPU_SHARE = 0.05
+
+    def __init__(self) -> None:
+        self._used, self._at = time.process_time(), time.monotonic()
+
+    def check(self) -> bool:
+        """Returns True if the process has been idle since the last call, as far as is seen."""
+        used, now = time.process_time(), time.monotonic()
+        share = (used - self._used) / max(now - self._at, 1e-3)
+        self._used, self._at = used, now
+        return share < self._MOST_CPU_SHARE and not self._has_running_thread()
+
+    def _has_running_thread(self) -> bool:
+        own = str(threading.get_native_id())
+        for path in pathlib.Path("/proc/self/task").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                # The name of a thread, in parentheses, may have any characters.
+                if path.name != own and (path / "stat").read_text().rpartition(")")[2].split()[0] == "R":
+                    return True
+        return False
 
 
 class InterruptEscape:

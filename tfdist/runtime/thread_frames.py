@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 from types import FrameType
 
 
@@ -22,3 +23,8 @@ def by_thread() -> dict[int, FrameType]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def of(thread: threading.Thread) -> FrameType | None:
+    """Returns the innermost frame of a thread; None if it does not run."""
+    return by_thread().get(thread.ident or 0)

@@ -27,6 +27,7 @@ from tfdist.compat import (
     plain_loops,
     replicas,
     running_loop,
+    step_errors,
     unread_iterators,
 )
 from tfdist.compat.optimizer_patches import SumGradients
@@ -154,6 +155,8 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         of_workers = {"Compression": self._compressed} if self._compressed else None
         engines = (self._quorum, self._warming, self._averaging, self._synchronous)
         self.distribution.take(policies, *engines, of_workers=of_workers)
+        # Of all that is done at the end of the program the first.
+        atexit.register(self._agreements().end)
 
     def _run_synchronous(self, step: Any, data: Any, shares_of: Any) -> Any:
         run = lambda given: self._run_stock(step, (given,))  # noqa: E731
@@ -183,17 +186,17 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         self._trained_alone = f"each of {len(cluster.training_tasks)} workers would train a model of its own"
         agreement = agreements.Agreement(cluster.task, cluster.training_tasks)
         self.distribution.agreement, self.distribution.broadcast = agreement, self._broadcast_from_chief
+        agreement.start(has_gpus=any("GPU" in device for device in self.extended.worker_devices))
         agreements.share_random_state(agreement)
         chief_writes.install()
+        step_errors.install()
         checkpoint_files.install(str(cluster.task))
         if not agreement.is_chief:
             awaited_files.install(str(cluster.task), str(agreement.tasks[0]))
         agreements.tell_others_of_errors(agreement)
         escape = stalls.InterruptEscape(agreement.waited_for, on_interrupt=agreements.end_soon_after_exit)
         escape.install()
-        agreement.reporter.start()
-        self.distribution.on_close += [escape.uninstall, agreement.reporter.stop]
-        atexit.register(agreement.reporter.stop)
+        self.distribution.on_close += [escape.uninstall, agreement.close]
         self.distribution.job = agreement.from_chief(lambda: secrets.token_hex(8), "naming the job")
         self.distribution.replicas = [agreement.tasks.index(agreement.task)]
         usage = SharedUsage(agreement, self.distribution.own_usage)
@@ -213,7 +216,8 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         agreement = self._agreements()
         found = _communication.connect(communication, agreement, self.extended.worker_devices, start_timeout_secs)
         if found is not None:
-            self._sums.use(found.sum, found.gather, agreement.reporter.waiting, lambda: found.failure)
+            sums = agreement.jointly(found.sum), agreement.jointly(found.gather)
+            self._sums.use(*sums, agreement.reporter.waiting, lambda: found.failure)
         if compression:
             self._compressed = CompressedSums(compression, self._sums, agreement)
             self.distribution.bytes_sent = self._compressed.bytes_sent
@@ -222,7 +226,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         client, self._quorum_server = _quorum.connect(policy, cluster, self._agreements(), stall_timeout_secs)
         sums = Sums(self._sum_over_workers, lambda: self._sum_gradients)
         worker = cluster.training_tasks.index(cluster.task)
-        self._quorum = quorum.QuorumEngine(self, worker, client, sums, self._prepare, self._record)
+        self._quorum = quorum.QuorumEngine(self, worker, client, sums, self._prepare, self._record, self._agreements())
         self._quorum.start()
         self.distribution.on_close += [self._quorum_server.close] if self._quorum_server else []
         atexit.register(self.distribution.close)

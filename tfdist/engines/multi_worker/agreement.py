@@ -2,43 +2,85 @@
 """Exchange of small values between the workers of a MultiWorkerMirroredStrategy, outside of TensorFlow's graphs.
 
 The cluster's coordination service is a key-value store. All workers run the same script, so the n-th exchange is the
-same on all of them, and n is part of its key.
+same on all of them, and n is part of its key, with its name: workers that come to different exchanges take nothing for
+the other's value.
+
+No wait for other workers goes on when it can't end. Once a second a thread of each worker looks if the worker waits:
+in an exchange, in a sum (`joint`), or inside of a function of TensorFlow's with collectives. A worker that waits
+publishes its `State`, reads those of the others, and fails its wait if `worker_states.verdict` says that it can't end:
+an exchange or a sum by an exception, TensorFlow's collectives by aborting them. A worker that ends publishes that, too.
 """
 
 from __future__ import annotations
 
 import atexit
+import collections
 import contextlib
+import dataclasses
 import faulthandler
 import json
 import os
 import pathlib
 import random
+import re
 import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfdist.cluster import Task
-from tfdist.compat import eager_context
-from tfdist.runtime import stalls
+from tfdist.compat import eager_context, running_loop
+from tfdist.runtime import stalls, thread_frames, worker_states
+from tfdist.runtime.worker_states import State
 
 # Timeout of one read from the service, during which Python can't deliver Ctrl-C.
 _ASK_MS = 1000
 # The same for a text that is replaced now and then.
 _PEEK_MS = 100
-_STATE_EVERY_CHECKS = 5
 # The service is lost if it does not answer for so long; as long as it waits for a worker's heartbeats itself.
 _SERVICE_SECS = 10.0
 # Time for a failed process to end.
 _END_SECS = 3.0
 _MESSAGE_CHARS = 500
+# A worker looks at the others once it has waited for so long.
+_LOOK_AFTER_SECS = 2.0
+_LOOK_EVERY_SECS = 1.0
+# With more workers than this they look less often, because each reads the states of all.
+_WORKERS_PER_LOOK = 20
+# A state that was not renewed for so long is of a worker that stands still.
+_FRESH_SECS = 5.0
+# On GPUs a step computes while the process is idle.
+_IDLE_SECS_ON_GPU = 60.0
+# At its end the chief, with which the service ends, waits so long for others that need nothing of it any more.
+_FAREWELL_SECS = 10.0
+_STATE_MS = 20
+_SEEDING = "agreeing on a random seed"
+# Errors of TensorFlow's by which collectives end where other workers have ended or failed.
+_ERRORS_OF_COLLECTIVES = (
+    *(tf.errors.AbortedError, tf.errors.UnavailableError, tf.errors.CancelledError, tf.errors.InternalError),
+    tf.errors.UnknownError,
+)
+# Number of an agreement's last exchanges that are published with its state.
+_LOGGED = 8
 _kept: list[Any] = []
+
+
+@dataclasses.dataclass(eq=False)
+class _Wait:
+    """A wait of this process for other workers: the user's call, its part, and the tasks that are waited for."""
+
+    call: str
+    what: str
+    number: int
+    awaited: Sequence[Task]
+    since: float
 
 
 class Agreement:
@@ -51,34 +93,100 @@ class Agreement:
 
     def __init__(self, task: Task, tasks: Sequence[Task]) -> None:
         self.task, self.tasks = task, tuple(tasks)
+        self._others = tuple(each for each in self.tasks if each != task)
         self._count = 0
-        self._checks = 0
-        self._silent_since: float | None = None
+        self._log: collections.OrderedDict[int, str] = collections.OrderedDict()
+        self._has_answered, self._silent_since = False, None
         # Returns True for an exception that the other workers know of without being told. TensorFlow's collectives tell
         # them of TensorFlow's errors; what came from another worker is known there.
         self.is_known: Callable[[BaseException], bool] = lambda error: isinstance(error, tf.errors.OpError)
-        self._blocked = stalls.BlockedCall("a step, or another call that needs all workers,")
-        self.reporter = stalls.StallReporter(self.waited_for, progress=self._progress)
+        self.reporter = stalls.StallReporter(
+            self.waited_for, progress=stalls.BlockedCall("a step, or another call that needs all workers,")
+        )
+        # This worker's waits, the innermost one last, and its calls that are no loops of Keras'.
+        self._waits: list[_Wait] = []
+        self._calls: list[str] = []
+        # How the program has ended, once it has.
+        self._ended = ""
+        # Why a wait of this worker can't end; taken by whoever waits.
+        self._failure: Exception | None = None
+        # Number of calls of `from_chief_at`, by place, and the key of the last one.
+        self._numbers: collections.Counter[str] = collections.Counter()
+        self._last_key = ""
+        self._watch = _Watch(self)
 
     @property
     def is_chief(self) -> bool:
         """True on the chief."""
         return self.task == self.tasks[0]
 
-    def from_chief(self, value: Callable[[], Any], what: str) -> Any:
+    def start(self, has_gpus: bool) -> None:
+        """Starts to look after the waits of this worker, until the program ends."""
+        self.reporter.start()
+        self._watch.start(_IDLE_SECS_ON_GPU if has_gpus else 0.0)
+        atexit.register(self._leave)
+
+    # Exchanges.
+
+    def from_chief(self, value: Callable[[], Any], what: str, detail: str = "") -> Any:
         """Calls `value` on the chief only, and returns its result (JSON data) on every worker.
+
+        Args:
+          value: the function.
+          what: name of the exchange, the same on all workers.
+          detail: follows `what` in messages; may differ between workers.
 
         Raises:
           RuntimeError, OSError: `value` failed on the chief; the chief raises the original exception.
+          ConnectionError: the chief has ended, or can't be reached.
         """
-        key = self._next_key()
+        number, key = self._next_key(what)
         if not self.is_chief:
-            result = json.loads(self._get(key, what))
-            if "error" in result:
-                # The same kind on all workers, so that a script's `except OSError` works on all of them.
-                kind = OSError if result["is_os_error"] else RuntimeError
-                raise kind(f"{what} failed on the chief, {self.tasks[0]}: {result['error']}")
-            return result["value"]
+            return self._take(key, what, detail, number)
+        return self._give(key, value)
+
+    def gather(self, value: Any, what: str) -> dict[Task, Any]:
+        """Returns the value (JSON data) of every worker.
+
+        Raises:
+          ConnectionError: a worker has ended, or can't be reached.
+          RuntimeError: workers have come here from different calls, such as `evaluate` and `fit`.
+        """
+        number, key = self._next_key(what)
+        self._set(f"{key}/{self.task}", [self.call, value])
+        found = {task: json.loads(self._get(f"{key}/{task}", what, number, [task])) for task in self.tasks}
+        calls = {str(task): call for task, (call, _) in found.items()}
+        if len(set(calls.values())) > 1:
+            raise RuntimeError(worker_states.parted(calls))
+        return {task: value for task, (_, value) in found.items()}
+
+    def from_chief_at(self, place: str, value: Callable[[], Any], what: str) -> Any:
+        """Like `from_chief`, in a call that the chief may also make alone: it has no number, and never waits.
+
+        The others take the result of the chief's call of the same name at the same place of the program, which is
+        `place` after the same number of exchanges; of several such calls, the n-th takes the result of the n-th.
+        """
+        place = f"{self._count}/{place}"
+        self._numbers[place] += 1
+        key = f"tfdist/at/{zlib.crc32(place.encode()):08x}/{self._numbers[place]}"
+        if self.is_chief:
+            self._last_key = key
+            return self._give(key, value)
+        try:
+            return self._take(key, what)
+        finally:
+            self._set(f"{key}/{self.task}", None)
+
+    def _take(self, key: str, what: str, detail: str = "", number: int = 0) -> Any:
+        shown = f"{what} {detail}" if detail else what
+        result = json.loads(self._get(key, shown, number, self.tasks[:1]))
+        if "error" in result:
+            # The same kind on all workers, so that a script's `except OSError` works on all of them.
+            kind = OSError if result["is_os_error"] else RuntimeError
+            raise kind(f"{shown} failed on the chief, {self.tasks[0]}: {result['error']}")
+        return result["value"]
+
+    def _give(self, key: str, value: Callable[[], Any]) -> Any:
         try:
             result = value()
         except BaseException as error:
@@ -88,20 +196,7 @@ class Agreement:
         self._set(key, {"value": result})
         return result
 
-    def confirm(self, what: str) -> None:
-        """Has the chief wait until all others have called this: a program may end after it, and its service with it."""
-        key = self._next_key()
-        if not self.is_chief:
-            self._set(f"{key}/{self.task}", None)
-            return
-        for task in self.tasks[1:]:
-            self._get(f"{key}/{task}", what)
-
-    def gather(self, value: Any, what: str) -> dict[Task, Any]:
-        """Returns the value (JSON data) of every worker."""
-        key = self._next_key()
-        self._set(f"{key}/{self.task}", value)
-        return {task: json.loads(self._get(f"{key}/{task}", what)) for task in self.tasks}
+    # The key-value store.
 
     def publish(self, key: str, value: str) -> bool:
         """Stores text under a key for all workers; returns False if the key exists, or the service is gone."""
@@ -117,10 +212,10 @@ class Agreement:
             eager_context.delete_key(f"tfdist/posted/{key}")
             eager_context.set_key(f"tfdist/posted/{key}", value)
 
-    def peek(self, key: str) -> str | None:
+    def peek(self, key: str, timeout_ms: int = _PEEK_MS) -> str | None:
         """Returns the text that was posted under a key; None if there is none, or no service. Thread-safe."""
         try:
-            return eager_context.get_key(f"tfdist/posted/{key}", _PEEK_MS)
+            return eager_context.get_key(f"tfdist/posted/{key}", timeout_ms)
         except tf.errors.OpError:
             return None
 
@@ -137,29 +232,130 @@ class Agreement:
             except tf.errors.DeadlineExceededError:
                 continue
             except tf.errors.OpError as error:
-                raise ConnectionError(f"the coordination service of {self.tasks[0]} does not answer: {error}") from None
+                raise self._service_lost(error) from None
         return None
+
+    # Waits.
+
+    @contextlib.contextmanager
+    def calling(self, call: str) -> Iterator[None]:
+        """Within the block this worker is in a call of the user's, such as "model.save"."""
+        self._calls.append(call)
+        try:
+            yield
+        finally:
+            self._calls.pop()
+
+    @contextlib.contextmanager
+    def joint(self, what: str = "", number: int = 0, awaited: Sequence[Task] | None = None) -> Iterator[None]:
+        """Within the block this process waits for other workers, and calls `check` about once a second.
+
+        Args:
+          what: part of the user's call that is waited for; "" for a sum.
+          number: of the exchange, if it has one.
+          awaited: the tasks that are waited for; all others by default.
+        """
+        # Of a sum, which may be in a thread of TensorFlow's, the call is found if it is wanted.
+        wait = _Wait(
+            self.call if what else "", what, number, self._others if awaited is None else awaited, time.monotonic()
+        )
+        self._waits.append(wait)
+        try:
+            yield
+        finally:
+            self._waits.remove(wait)
+
+    def jointly(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a function that waits for other workers, and `check_others` meanwhile, in a `joint` block."""
+
+        def within(*args: Any) -> Any:
+            with self.joint():
+                return function(*args)
+
+        return within
+
+    @property
+    def call(self) -> str:
+        """The user's call in which this thread is; "" for none that is known."""
+        if self._calls:
+            return self._calls[0]
+        return running_loop.name_of_call(thread_frames.of(threading.current_thread()))
+
+    def check(self) -> None:
+        """Raises the reason why this worker's wait can't end, once it is known."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def failure_behind(self, error: BaseException) -> Exception | None:
+        """Returns the reason for which a sum of TensorFlow's over all workers raised `error`, if it is known."""
+        if not isinstance(error, _ERRORS_OF_COLLECTIVES):
+            return None
+        failure, self._failure = self._failure, None
+        try:
+            return failure or self._watch.loss(State(str(self.task), self.call), self._others)
+        except ConnectionError as loss:
+            return loss
+
+    def fail(self, error: Exception, in_collective: bool) -> None:
+        """Ends this worker's wait with an exception."""
+        self._failure = error
+        if in_collective:
+            with contextlib.suppress(tf.errors.OpError):
+                eager_context.abort_collectives(str(error))
+
+    def state(self, frame: FrameType | None = None) -> tuple[State, Sequence[Task]]:
+        """Returns the state of this worker, and the tasks that it waits for; in any thread.
+
+        Args:
+          frame: the frame that is blocked in TensorFlow's runtime, if the main thread is, or waits for such a thread.
+        """
+        own = State(str(self.task), log=dict(self._log), ended=self._ended)
+        if self._waits:
+            wait = self._waits[-1]
+            secs = time.monotonic() - wait.since
+            # Operations that call Python do it in a thread of their own.
+            call = wait.call or self._main_call()
+            own = dataclasses.replace(own, call=call, what=wait.what, number=wait.number, blocked_secs=secs)
+            return own, wait.awaited
+        name = eager_context.collective_in(frame) if frame is not None else None
+        if name is None:
+            return own, ()
+        return dataclasses.replace(own, call=self._main_call() or _function_of(name)), self._others
+
+    def _main_call(self) -> str:
+        """The user's call in which the main thread is; in any thread."""
+        if self._calls:
+            return self._calls[0]
+        return running_loop.name_of_call(thread_frames.of(threading.main_thread()))
 
     def waited_for(self) -> str:
         """Returns the names of the other workers that don't wait themselves."""
-        others = [task for task in self.tasks if task != self.task]
-        with contextlib.suppress(tf.errors.OpError):
-            return ", ".join(str(task) for task in others if not self._is_waiting(task)) or _all(others)
-        return _all(others)
+        names = [str(task) for task in self._others]
+        waiting = {task for task in names if (state := self._watch.read(task)) and state[1].blocked_secs}
+        return ", ".join(name for name in names if name not in waiting) or ", ".join(names)
 
     def check_others(self) -> None:
-        """Raises ConnectionError, with the names, if other workers have ended or failed."""
+        """Raises ConnectionError, with the names, if other workers have ended or failed, or as `check` does."""
+        self.check()
+        lost = self.lost()
+        if lost:
+            raise ConnectionError(worker_states.never(State(str(self.task)), lost))
+
+    def lost(self) -> dict[str, str]:
+        """Returns how other workers have failed, by name, as far as the service knows.
+
+        Raises:
+          ConnectionError: the service does not answer.
+        """
         if not self._service_answers():
-            return
+            return {}
         jobs = {job: sum(task.type == job for task in self.tasks) for job in dict.fromkeys(t.type for t in self.tasks)}
         try:
             states = eager_context.errors_of_tasks(jobs)
         except tf.errors.OpError as error:
-            raise ConnectionError(f"the coordination service of {self.tasks[0]} does not answer: {error}") from None
-        lost = {task: text for task, text in states.items() if task != str(self.task)}
-        if lost:
-            shown = "; ".join(f"{task} ({text})" for task, text in lost.items())
-            raise ConnectionError(f"a sum over all workers will never come, as some have ended or failed: {shown}")
+            raise self._service_lost(error) from None
+        return {task: text for task, text in states.items() if task != str(self.task)}
 
     def _service_answers(self) -> bool:
         """Returns False if the service does not answer now; raises ConnectionError if it has not for long.
@@ -169,50 +365,204 @@ class Agreement:
         """
         now = time.monotonic()
         try:
-            eager_context.get_key(_key(1), _ASK_MS)
+            eager_context.get_key(_key(1, _SEEDING), _ASK_MS)
         except tf.errors.DeadlineExceededError:
+            if not self._has_answered:
+                return False
             self._silent_since = self._silent_since or now
             if now - self._silent_since < _SERVICE_SECS:
                 return False
-            raise ConnectionError(
-                f"a sum over all workers will never come: {self.tasks[0]}, which has the coordination service, has not "
-                f"answered for {_SERVICE_SECS:g} s"
-            ) from None
+            own, _ = self.state()
+            text = f"it has the coordination service, and has not answered for {_SERVICE_SECS:g} s"
+            raise ConnectionError(worker_states.never(own, {str(self.tasks[0]): text})) from None
         except tf.errors.OpError as error:
-            raise ConnectionError(f"the coordination service of {self.tasks[0]} does not answer: {error}") from None
-        self._silent_since = None
+            raise self._service_lost(error) from None
+        self._silent_since, self._has_answered = None, True
         return True
 
-    def _is_waiting(self, task: Task) -> bool:
-        try:
-            return json.loads(eager_context.get_key(_state_key(task), _ASK_MS))
-        except tf.errors.DeadlineExceededError:
-            return False
+    def _service_lost(self, error: tf.errors.OpError) -> ConnectionError:
+        own, _ = self.state()
+        text = f"it has the coordination service, which does not answer: {str(error).partition(chr(10))[0]}"
+        return ConnectionError(worker_states.never(own, {str(self.tasks[0]): text}))
 
-    def _progress(self) -> tuple[str, Any] | None:
-        """Progress of this worker, for the stall reporter; every few calls it also publishes if this worker waits."""
-        self._checks += 1
-        if self._checks % _STATE_EVERY_CHECKS == 0:
-            with contextlib.suppress(tf.errors.OpError):
-                eager_context.delete_key(_state_key(self.task))
-                is_waiting = self.reporter.stalled_secs() >= _STATE_EVERY_CHECKS
-                eager_context.set_key(_state_key(self.task), json.dumps(is_waiting))
-        return self._blocked()
-
-    def _next_key(self) -> str:
+    def _next_key(self, what: str) -> tuple[int, str]:
         self._count += 1
-        return _key(self._count)
+        self._log[self._count] = f"{call} ({what})" if (call := self.call) else what
+        while len(self._log) > _LOGGED:
+            self._log.popitem(last=False)
+        return self._count, _key(self._count, what)
 
     def _set(self, key: str, value: Any) -> None:
         eager_context.set_key(key, json.dumps(value))
 
-    def _get(self, key: str, what: str) -> str:
-        with self.reporter.waiting(what):
+    def _get(self, key: str, what: str, number: int, awaited: Sequence[Task]) -> str:
+        with self.joint(what, number, awaited), self.reporter.waiting(what):
             while True:
                 try:
                     return eager_context.get_key(key, _ASK_MS)
                 except tf.errors.DeadlineExceededError:
-                    continue
+                    self.check()
+                except tf.errors.OpError as error:
+                    raise self._service_lost(error) from None
+
+    # The end of the program.
+
+    def end(self, how: str = worker_states.HAS_ENDED) -> None:
+        """Tells the other workers that this one makes no more calls; done at the end of the program."""
+        if self._ended:
+            return
+        self._ended = how
+        with contextlib.suppress(ConnectionError):
+            # Storing has no time limit.
+            if self._service_answers():
+                self._watch.post(State(str(self.task), ended=how))
+
+    def close(self) -> None:
+        """Ends the threads, after which this worker makes no more calls; may be called again."""
+        self.end()
+        self._watch.stop()
+        self.reporter.stop()
+
+    def _leave(self) -> None:
+        self.end()
+        if self.is_chief and self._ended == worker_states.HAS_ENDED:
+            self._await_others()
+        self.close()
+
+    def _await_others(self) -> None:
+        """Waits at the end of the chief's program, because the service ends with it.
+
+        Others that have not read the result of the last `from_chief_at` are waited for until they have, or have ended.
+        """
+        until, checked = time.monotonic() + _FAREWELL_SECS, 0.0
+        pending = {str(task) for task in self._others}
+        with self.reporter.waiting("the end of the program"), contextlib.suppress(ConnectionError):
+            while pending:
+                now = time.monotonic()
+                if now - checked >= _LOOK_EVERY_SECS:
+                    pending, checked = pending - self.lost().keys(), now
+                pending = {task for task in pending if not self._is_served(task, now > until)}
+                time.sleep(0.05 if pending else 0.0)
+
+    def _is_served(self, task: str, is_late: bool) -> bool:
+        state = self._watch.read(task)
+        if state is not None and state[1].ended:
+            return True
+        if not is_late:
+            return False
+        try:
+            return not self._last_key or bool(eager_context.get_key(f"{self._last_key}/{task}", 1))
+        except tf.errors.OpError:
+            return False
+
+
+class _Watch:
+    """Publishes this worker's state while it waits, and fails waits that can't end; see the module's docstring."""
+
+    def __init__(self, agreement: Agreement) -> None:
+        self._agreement = agreement
+        self._others = [str(task) for task in agreement.tasks if task != agreement.task]
+        self._idle_secs = 0.0
+        self._call = stalls.BlockedCall("a collective")
+        self._idleness = stalls.Idleness()
+        self._token, self._since = -1, 0.0
+        self._has_aborted = False
+        self._beat, self._is_posted, self._looks = 0, False, 0
+        # Of each other worker the last beat, and when it was read.
+        self._beats: dict[str, tuple[int, float]] = {}
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="tfdist workers", daemon=True)
+
+    def start(self, idle_secs: float) -> None:
+        """Starts the thread; a collective counts as a wait once the process has been idle for `idle_secs` longer."""
+        self._idle_secs = idle_secs
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread; may be called again."""
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join(_END_SECS)
+
+    def post(self, state: State) -> None:
+        """Publishes a state of this worker."""
+        self._beat += 1
+        self._agreement.post(f"state/{state.task}", json.dumps([self._beat, state.to_json()]))
+
+    def read(self, task: str) -> tuple[int, State] | None:
+        """Returns the last state that a worker has published, with its beat; None if there is none."""
+        text = self._agreement.peek(f"state/{task}", _STATE_MS)
+        if text is None:
+            return None
+        beat, state = json.loads(text)
+        return beat, State.from_json(task, state)
+
+    def states(self) -> list[State]:
+        """Returns the states of the others, where one that was not renewed since the last call is of no wait."""
+        found, now = [], time.monotonic()
+        for task in self._others:
+            beat, state = self.read(task) or (-1, State(task))
+            last, at = self._beats.get(task, (beat, 0.0))
+            self._beats[task] = beat, now
+            is_fresh = beat != last and now - at < _FRESH_SECS
+            found.append(state if is_fresh or state.ended else dataclasses.replace(state, blocked_secs=0.0))
+        return found
+
+    def loss(self, own: State, awaited: Sequence[Task]) -> Exception | None:
+        """Returns an exception that names those of the awaited tasks that have ended or failed; None if none has.
+
+        Raises:
+          ConnectionError: the service does not answer.
+        """
+        names = [str(task) for task in awaited]
+        ended = [state for task in names if (found := self.read(task)) and (state := found[1]).ended]
+        reason = worker_states.verdict(own, ended, names)
+        lost = {} if reason else {task: text for task, text in self._agreement.lost().items() if task in names}
+        if lost:
+            reason = worker_states.never(own, lost)
+        return ConnectionError(reason) if reason else None
+
+    def _run(self) -> None:
+        every = max(_LOOK_EVERY_SECS, len(self._others) / _WORKERS_PER_LOOK)
+        while not self._stopped.wait(every):
+            # A look that fails says nothing about the others; the next one may.
+            with contextlib.suppress(tf.errors.OpError):
+                self._look()
+
+    def _look(self) -> None:
+        frame = self._blocked_frame()
+        own, awaited = self._agreement.state(frame)
+        in_collective = not own.blocked_secs and bool(awaited)
+        if in_collective:
+            own = dataclasses.replace(own, blocked_secs=time.monotonic() - self._since - self._idle_secs)
+        if own.blocked_secs < _LOOK_AFTER_SECS:
+            if self._is_posted:
+                self.post(dataclasses.replace(own, blocked_secs=0.0))
+            self._is_posted = False
+            return
+        try:
+            error = self._error(own, awaited)
+        except ConnectionError as loss:
+            error = loss
+        if error is not None and not (in_collective and self._has_aborted):
+            self._has_aborted = in_collective
+            self._agreement.fail(error, in_collective)
+
+    def _error(self, own: State, awaited: Sequence[Task]) -> Exception | None:
+        self._looks += 1
+        if self._agreement._service_answers():
+            self.post(own)
+            self._is_posted = True
+        reason = worker_states.verdict(own, self.states(), ())
+        return RuntimeError(reason) if reason else self.loss(own, awaited)
+
+    def _blocked_frame(self) -> FrameType | None:
+        """Returns the main thread's frame if it has been blocked in TensorFlow and the process idle for a while."""
+        is_idle, call, now = self._idleness.check(), self._call(), time.monotonic()
+        if call is None or call[1] != self._token or not is_idle:
+            self._token, self._since = call[1] if call else -1, now
+        is_long = call is not None and now - self._since >= _LOOK_AFTER_SECS
+        return self._call.frame if is_long else None
 
 
 def tell_others_of_errors(agreement: Agreement) -> None:
@@ -223,12 +573,18 @@ def tell_others_of_errors(agreement: Agreement) -> None:
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        if threading.current_thread() is threading.main_thread() and not agreement.is_known(error):
+        if threading.current_thread() is threading.main_thread():
+            # One line in place of TensorFlow's many.
             with contextlib.suppress(Exception):
-                # One line, because TensorFlow logs it on each worker.
-                text = " ".join(str(error).split())[:_MESSAGE_CHARS]
-                message = f"{agreement.task} ended with {kind.__name__}: {text}"
-                eager_context.report_error(message)
+                error = agreement.failure_behind(error) or error
+            kind = type(error)
+            # One line, because TensorFlow logs it on each worker.
+            text = " ".join(str(error).split())[:_MESSAGE_CHARS]
+            message = f"{agreement.task} ended with {kind.__name__}: {text}"
+            with contextlib.suppress(Exception):
+                agreement.end(message)
+                if not agreement.is_known(error):
+                    eager_context.report_error(message)
         previous(kind, error, trace)
         end_soon_after_exit()
 
@@ -258,7 +614,7 @@ def share_random_state(agreement: Agreement) -> int:
     Returns:
       TensorFlow's global seed.
     """
-    state = agreement.from_chief(_random_state, "agreeing on a random seed")
+    state = agreement.from_chief(_random_state, _SEEDING)
     if eager_context.global_seed() != state["tensorflow"]:
         tf.random.set_seed(state["tensorflow"])
     if not agreement.is_chief:
@@ -279,13 +635,11 @@ def _random_state() -> dict[str, Any]:
     }
 
 
-def _key(number: int) -> str:
-    return f"tfdist/{number}"
+def _key(number: int, what: str) -> str:
+    return f"tfdist/{number}/{zlib.crc32(what.encode()):08x}"
 
 
-def _state_key(task: Task) -> str:
-    return f"tfdist/waiting/{task}"
-
-
-def _all(tasks: Sequence[Task]) -> str:
-    return ", ".join(map(str, tasks))
+def _function_of(name: str) -> str:
+    """Returns a function's name without what TensorFlow adds; of an operation, what it is."""
+    found = re.fullmatch(r"__inference_(.+)_\d+", name)
+    return found[1] if found else "a sum over all workers"

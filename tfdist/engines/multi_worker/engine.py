@@ -38,6 +38,7 @@ from tfdist.compat import step_errors
 from tfdist.compat.running_loop import Fit
 from tfdist.data.handle import BatchHandle, CountedDataset, registry
 from tfdist.engines.base import Engine
+from tfdist.engines.multi_worker.agreement import Agreement
 from tfdist.engines.multi_worker.data import PartIterator, Pass
 from tfdist.engines.multi_worker.step import QuorumStep, Sums
 from tfdist.policies.answers import Contribution, Outcome, Update
@@ -72,6 +73,7 @@ class QuorumEngine(Engine):
       sums: over all workers.
       prepare: checks and builds a model before its step is traced.
       record: called with each update and its number of examples.
+      agreement: knows of waits that can't end.
     """
 
     def __init__(
@@ -82,7 +84,9 @@ class QuorumEngine(Engine):
         sums: Sums,
         prepare: Callable[[keras.Model], None],
         record: Callable[[Update, int], None],
+        agreement: Agreement,
     ) -> None:
+        self._agreement = agreement
         self._strategy = strategy
         self._worker = worker
         self._client = client
@@ -192,7 +196,7 @@ class QuorumEngine(Engine):
             # Otherwise the second thread reports at once that it has started, which implies this.
             self._client.want(of.number, current.step)
         try:
-            with self._reporter.waiting("an update"):
+            with self._reporter.waiting("an update"), self._agreement.joint():
                 verdict = self._client.wait(of.number, current.step, self._check)
         finally:
             # No contribution begins to read variables from here on.
@@ -230,6 +234,7 @@ class QuorumEngine(Engine):
             error, self._error = self._error, None
         if error is not None:
             raise error
+        self._agreement.check()
 
     # In the second thread.
 

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decision whether a wait for other workers can still end."""
+
+from __future__ import annotations
+
+import pytest
+
+from tfdist.runtime.worker_states import HAS_ENDED, PARTED_SECS, State, parted, verdict
+
+ALL = ["worker:0", "worker:1", "worker:2"]
+
+
+def blocked(index: int, call: str, what: str = "", number: int = 0, secs: float = PARTED_SECS, **log: str) -> State:
+    of_log = {int(key[1:]): text for key, text in log.items()}
+    return State(f"worker:{index}", call, what, number, secs, of_log)
+
+
+def test_state_is_the_same_after_its_way_as_text():
+    state = blocked(1, "model.evaluate", "comparing the data sets", 7, n6="model.fit", n7="model.evaluate")
+    assert State.from_json("worker:1", state.to_json()) == state
+
+
+@pytest.mark.parametrize("what", ["", "comparing the data sets"])
+def test_wait_for_worker_that_has_ended_names_it_and_remedy(what: str):
+    own, other = blocked(0, "model.evaluate", what, 3, secs=2), State("worker:1", ended=HAS_ENDED)
+    text = verdict(own, [other, State("worker:2")], ALL)
+    assert text and "worker:1, which has ended" in text
+    assert "every worker must call model.evaluate: remove the `if`" in text
+
+
+def test_wait_for_worker_that_raised_has_its_words():
+    own = blocked(0, "model.evaluate", "comparing the data sets", 3)
+    text = verdict(own, [State("worker:1", ended="worker:1 ended with LookupError: my own words")], ALL)
+    assert text and "worker:1 ended with LookupError: my own words" in text and "remove" not in text
+
+
+def test_wait_for_chief_goes_on_after_another_worker_ended():
+    own = blocked(1, "model.save", "saving /x", secs=60)
+    assert verdict(own, [State("worker:0"), State("worker:2", ended=HAS_ENDED)], ["worker:0"]) is None
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        pytest.param([State("worker:1"), State("worker:2")], id="others work on their own"),
+        pytest.param([blocked(1, "model.fit"), State("worker:2")], id="one works on its own"),
+        pytest.param([blocked(1, "model.fit"), blocked(2, "model.fit", secs=PARTED_SECS - 1)], id="not long enough"),
+    ],
+)
+def test_slow_worker_is_no_deadlock(others: list[State]):
+    assert verdict(blocked(0, "model.evaluate", "comparing the data sets", 3, secs=600), others, ALL) is None
+
+
+@pytest.mark.parametrize("what", ["", "comparing the data sets"])
+def test_workers_in_the_same_call_are_no_deadlock(what: str):
+    states = [blocked(index, "model.fit", what, 3, secs=600) for index in range(3)]
+    assert verdict(states[0], states[1:], ALL) is None
+
+
+@pytest.mark.parametrize(
+    ("alone", "together"),
+    [
+        (blocked(0, "model.evaluate", "comparing the data sets", 3), "model.fit"),
+        (blocked(0, "the callback ModelCheckpoint", "saving 1.keras"), "model.fit"),
+        (blocked(0, "model.predict"), "model.fit"),
+        (blocked(0, "model.evaluate"), "train_step"),
+    ],
+    ids=["exchange", "save", "collective", "custom loop"],
+)
+def test_all_workers_in_different_calls_are_a_deadlock(alone: State, together: str):
+    others = [blocked(index, together) for index in (1, 2)]
+    for own, rest in ((alone, others), (others[0], [alone, others[1]])):
+        text = verdict(own, rest, ALL)
+        assert text and f"worker:0 in {alone.doing}, and worker:1 and worker:2 in {together}" in text
+        assert f"every worker must call {alone.call}: remove the `if`" in text
+
+
+def test_exchanges_out_of_step_name_the_first_difference():
+    """The chief alone has a callback whose exchanges it does not wait for, so both wait in the next one of one name."""
+    one = blocked(0, "model.fit", "comparing", 7, n5="model.fit (restoring a backup)", n7="model.fit (comparing)")
+    other = blocked(1, "model.fit", "comparing", 5, n5="model.fit (comparing)")
+    text = verdict(one, [other], ALL)
+    assert text and "worker:0 in model.fit (restoring a backup), and worker:1 in model.fit (comparing)" in text
+
+
+def test_remedy_is_for_the_call_of_the_fewest():
+    assert "must call model.predict:" in parted({"worker:0": "model.predict", "worker:1": "", "worker:2": ""})
+    assert "must call model.evaluate:" in parted({"worker:0": "model.fit", "worker:1": "model.evaluate"})

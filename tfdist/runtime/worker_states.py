@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""States of workers that wait for each other, and the decision whether a wait can still end. No TensorFlow import.
+
+A call that needs all workers ends late if a worker is slow, and never if a worker has ended, or if all of them wait,
+each in another call. Each worker publishes its `State` while it waits; `verdict` tells these cases apart.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+
+# All workers must wait for so long, each in another call, before this counts as a deadlock.
+PARTED_SECS = 5.0
+HAS_ENDED = "has ended"
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """State of one worker.
+
+    Attributes:
+      task: its name, such as "worker:1".
+      call: the call of the user's that it is in, such as "model.fit"; "" outside of the calls that tfdist knows.
+      what: the part of the call that it waits for, such as "comparing the data sets"; "" for a collective.
+      number: the number of the exchange that it waits for; 0 for no numbered exchange.
+      blocked_secs: for how long it has waited for other workers without progress; 0 if it does not wait.
+      log: its last numbered exchanges.
+      ended: how its program has ended; "" if it has not.
+    """
+
+    task: str
+    call: str = ""
+    what: str = ""
+    number: int = 0
+    blocked_secs: float = 0.0
+    log: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    ended: str = ""
+
+    @property
+    def place(self) -> tuple[int, str]:
+        """Equal on workers that wait for the same thing."""
+        return (self.number, self.what) if self.what else (0, self.call)
+
+    @property
+    def doing(self) -> str:
+        """Its call, for messages."""
+        return f"{self.call} ({self.what})" if self.call and self.what else self.call or self.what
+
+    def to_json(self) -> str:
+        """Returns the state as text, without the task's name."""
+        return json.dumps({name: value for name, value in dataclasses.asdict(self).items() if name != "task"})
+
+    @classmethod
+    def from_json(cls, task: str, text: str) -> State:
+        """Returns the state of a task from text."""
+        fields = json.loads(text)
+        return cls(task, **{**fields, "log": {int(number): what for number, what in fields["log"].items()}})
+
+
+def verdict(own: State, others: Sequence[State], awaited: Sequence[str]) -> str | None:
+    """Returns why this worker's wait can't end, in one line; None if it may end.
+
+    Args:
+      own: state of this worker, which waits.
+      others: current states of the others, as far as they are known.
+      awaited: names of the tasks that this worker waits for.
+    """
+    ended = [state for state in others if state.ended and state.task in awaited]
+    if ended:
+        return _of_ended(own, ended)
+    states = [own, *others]
+    if any(state.blocked_secs < PARTED_SECS for state in states) or len({state.place for state in states}) == 1:
+        return None
+    return _of_parted(states)
+
+
+def never(own: State, reasons: Mapping[str, str]) -> str:
+    """Returns the message for a wait for tasks that have ended or failed; `reasons` are by task."""
+    wait = f"{own.doing} will never end" if own.what else "a sum over all workers will never come"
+    shown = "; ".join(f"{task} ({text})" for task, text in reasons.items())
+    return f"{wait}, as some have ended or failed: {shown}"
+
+
+def _of_ended(own: State, ended: Sequence[State]) -> str:
+    failed = {state.task: state.ended for state in ended if state.ended != HAS_ENDED}
+    if failed:
+        return never(own, failed)
+    names = " and ".join(state.task for state in ended)
+    verb = "has ended" if len(ended) == 1 else "have ended"
+    doing = own.doing or "a sum over all workers"
+    return f"{doing} on {own.task} waits for {names}, which {verb}; {_remedy(own.call or doing)}"
+
+
+def _of_parted(states: Sequence[State]) -> str:
+    """Message for workers that wait in different calls: by their first exchange that differs, if one does."""
+    common = set.intersection(*(set(state.log) for state in states))
+    differing = [number for number in sorted(common) if len({state.log[number] for state in states}) > 1]
+    if differing:
+        return parted({state.task: state.log[differing[0]] for state in states})
+    return parted({state.task: state.doing for state in states})
+
+
+def parted(calls: Mapping[str, str]) -> str:
+    """Returns the message for workers that wait for each other in different calls, which are given by task."""
+    groups = collections.defaultdict(list)
+    for task, call in sorted(calls.items()):
+        groups[call or "a call outside of Keras"].append(task)
+    shown = ", and ".join(f"{' and '.join(tasks)} in {call}" for call, tasks in groups.items())
+    # Most often one worker alone makes a call, and seldom it is fit.
+    fewest = min(groups, key=lambda call: (len(groups[call]), call.startswith("model.fit")))
+    return f"all workers wait, each in another call: {shown}; {_remedy(fewest.partition(' (')[0])}"
+
+
+def _remedy(call: str) -> str:
+    return f"every worker must call {call}: remove the `if` around it, and give all workers the same number of steps"
