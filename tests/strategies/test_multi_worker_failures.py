@@ -56,14 +56,19 @@ with strategy.scope():
 x = np.ones((16, 3), np.float32)
 fit = lambda *callbacks: model.fit(x, x[:, :1], batch_size=8, epochs=2, verbose=0, callbacks=callbacks)
 evaluate = lambda: model.evaluate(x, x[:, :1], verbose=0)
-def error_of(call):
+def report_error_of(name, call):
+    error = None
     try:
-        return call() and None
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        # The workers have made different numbers of exchanges.
-        agreement._count = 1000 * (agreement._count // 1000 + 1)
+        call()
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    report(name, error)
+    # The workers have made different numbers of exchanges.
+    agreement._count = 1000 * (agreement._count // 1000 + 1)
+    # What the first one does next is not for the other's message.
+    (shared / f"{name}-{index}").touch()
+    while not (shared / f"{name}-{1 - index}").exists():
+        time.sleep(0.05)
 class Evaluate(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         evaluate()
@@ -76,16 +81,13 @@ report("saved", int(saved.optimizer.iterations))
 report("files", sorted(path.name for path in shared.glob("*.keras")))
 if index == 1:
     time.sleep(3.5)
-report("slow", error_of(evaluate))
-report("exchange", error_of(lambda: evaluate() if index == 0 else model.save(shared / "own.keras")))
-report("gather", error_of(lambda: evaluate() if index == 0 else fit()))
-report("collective", error_of(lambda: fit(*[Evaluate()] if index == 0 else [])))
-# Which of the two is first, and ends, is not known.
-(shared / f"knows-{index}").touch()
-while not (shared / f"knows-{1 - index}").exists():
-    time.sleep(0.05)
+report_error_of("slow", evaluate)
+report_error_of("exchange", lambda: evaluate() if index == 0 else model.save(shared / "own.keras"))
+report_error_of("gather", lambda: evaluate() if index == 0 else fit())
+report_error_of("collective", lambda: fit(*[Evaluate()] if index == 0 else []))
 if index == 0:
-    report("ended", error_of(evaluate))
+    (shared / "ended-1").touch()
+    report_error_of("ended", evaluate)
 """
 
 

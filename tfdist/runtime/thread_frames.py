@@ -13,16 +13,19 @@ import sys
 import threading
 from types import FrameType
 
+_lock = threading.Lock()
+
 
 def by_thread() -> dict[int, FrameType]:
     """Returns the innermost frame of each thread, by the thread's identity."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        return sys._current_frames()
-    finally:
-        if was_enabled:
-            gc.enable()
+    with _lock:
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames()
+        finally:
+            if was_enabled:
+                gc.enable()
 
 
 def of(thread: threading.Thread) -> FrameType | None:

@@ -96,7 +96,9 @@ class Agreement:
         self._others = tuple(each for each in self.tasks if each != task)
         self._count = 0
         self._log: collections.OrderedDict[int, str] = collections.OrderedDict()
-        self._has_answered, self._silent_since = False, None
+        # Whether the chief has made its first broadcast; since when the service has not answered.
+        self._has_answered = False
+        self._silent_since: float | None = None
         # Returns True for an exception that the other workers know of without being told. TensorFlow's collectives tell
         # them of TensorFlow's errors; what came from another worker is known there.
         self.is_known: Callable[[BaseException], bool] = lambda error: isinstance(error, tf.errors.OpError)
@@ -399,7 +401,9 @@ class Agreement:
         with self.joint(what, number, awaited), self.reporter.waiting(what):
             while True:
                 try:
-                    return eager_context.get_key(key, _ASK_MS)
+                    found = eager_context.get_key(key, _ASK_MS)
+                    self._has_answered = True
+                    return found
                 except tf.errors.DeadlineExceededError:
                     self.check()
                 except tf.errors.OpError as error:
