@@ -81,7 +81,7 @@ class Agreement(Protocol):
         """Calls `value` on the chief only, and returns its result (JSON data) on every worker."""
         ...
 
-    def from_chief_at(self, place: str, value: Callable[[], Any], what: str) -> Any:
+    def from_chief_at(self, place: str, name: str, value: Callable[[], Any], what: str) -> Any:
         """Like `from_chief`, in a call that the chief may also make alone."""
         ...
 
@@ -155,7 +155,9 @@ def _wrap_save(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _save_together(agreement: Agreement, model: Any, filepath: Any, save: Callable[[str], Any]) -> None:
-    path, place = os.fspath(filepath), _place(model, os.fspath(filepath))
+    path = os.fspath(filepath)
+    # Workers that save under names of their own number them, or have them in directories of their own.
+    place, name = _place(model), re.sub(r"[0-9]+", "#", pathlib.PurePath(path).name)
 
     def write() -> list[str]:
         with _staging(path) as staging:
@@ -169,22 +171,19 @@ def _save_together(agreement: Agreement, model: Any, filepath: Any, save: Callab
         what = f"saving {_intended.get() or path}"
         staged = _in_scratch(path)
         save(staged)
-        of_chief = agreement.from_chief_at(place, write, what)
+        of_chief = agreement.from_chief_at(place, name, write, what)
         _keep_own(pathlib.Path(staged).parent, path, of_chief)
     else:
-        agreement.from_chief_at(place, write, what)
+        agreement.from_chief_at(place, name, write, what)
 
 
-def _place(model: Any, path: str) -> str:
-    """A name for the place of a save in the program that is the same on all workers.
-
-    Workers that save under names of their own number them, or have them in directories of their own.
-    """
+def _place(model: Any) -> str:
+    """A name for the place of a save in the program that is the same on all workers: the model's step."""
     optimizer = getattr(model, "optimizer", None)
     # While the chief trains alone, its optimizer is ahead.
     is_ahead = model.distribute_strategy.distribution.saved_state.is_chief_ahead
     step = 0 if optimizer is None or is_ahead else int(keras.ops.convert_to_numpy(optimizer.iterations))
-    return f"{step}/{re.sub(r'[0-9]+', '#', pathlib.PurePath(path).name)}"
+    return str(step)
 
 
 @contextlib.contextmanager

@@ -145,7 +145,7 @@ class Agreement:
         number, key = self._next_key(what)
         if not self.is_chief:
             return self._take(key, what, detail, number)
-        return self._give(key, value)
+        return self._give([key], value)
 
     def gather(self, value: Any, what: str) -> dict[Task, Any]:
         """Returns the value (JSON data) of every worker.
@@ -162,40 +162,61 @@ class Agreement:
             raise RuntimeError(worker_states.parted(calls))
         return {task: value for task, (_, value) in found.items()}
 
-    def from_chief_at(self, place: str, value: Callable[[], Any], what: str) -> Any:
+    def from_chief_at(self, place: str, name: str, value: Callable[[], Any], what: str) -> Any:
         """Like `from_chief`, in a call that the chief may also make alone: it has no number, and never waits.
 
         The others take the result of the chief's call of the same name at the same place of the program, which is
-        `place` after the same number of exchanges; of several such calls, the n-th takes the result of the n-th.
+        `place` after the same number of exchanges; of several such calls, the n-th takes the result of the n-th. Where
+        the chief has made no call of this name, that is its last call of any name, once this has ended.
         """
         place = f"{self._count}/{place}"
+        named = f"{place}/{name}"
         self._numbers[place] += 1
-        key = f"tfdist/at/{zlib.crc32(place.encode()):08x}/{self._numbers[place]}"
+        self._numbers[named] += 1
+        number, key = self._numbers[place], _key_at(named, self._numbers[named])
         if self.is_chief:
             self._last_key = key
-            return self._give(key, value)
-        try:
-            return self._take(key, what)
-        finally:
-            self._set(f"{key}/{self.task}", None)
+            self._set(_key_at(f"{place} begun", number), None)
+            return self._give([key, _key_at(f"{place} ended", number)], value)
 
-    def _take(self, key: str, what: str, detail: str = "", number: int = 0) -> Any:
+        def of_any_name() -> str | None:
+            last = number
+            while self._find(_key_at(f"{place} begun", last + 1)) is not None:
+                last += 1
+            return self._find(_key_at(f"{place} ended", last))
+
+        try:
+            return self._take(key, what, otherwise=of_any_name)
+        finally:
+            with contextlib.suppress(tf.errors.OpError):
+                self._set(f"{key}/{self.task}", None)
+
+    def _take(
+        self,
+        key: str,
+        what: str,
+        detail: str = "",
+        number: int = 0,
+        otherwise: Callable[[], str | None] = lambda: None,
+    ) -> Any:
         shown = f"{what} {detail}" if detail else what
-        result = json.loads(self._get(key, shown, number, self.tasks[:1]))
+        result = json.loads(self._get(key, shown, number, self.tasks[:1], otherwise))
         if "error" in result:
             # The same kind on all workers, so that a script's `except OSError` works on all of them.
             kind = OSError if result["is_os_error"] else RuntimeError
             raise kind(f"{shown} failed on the chief, {self.tasks[0]}: {result['error']}")
         return result["value"]
 
-    def _give(self, key: str, value: Callable[[], Any]) -> Any:
+    def _give(self, keys: Sequence[str], value: Callable[[], Any]) -> Any:
         try:
             result = value()
         except BaseException as error:
             text = f"{type(error).__name__}: {error}"
-            self._set(key, {"error": text, "is_os_error": isinstance(error, OSError)})
+            for key in keys:
+                self._set(key, {"error": text, "is_os_error": isinstance(error, OSError)})
             raise
-        self._set(key, {"value": result})
+        for key in keys:
+            self._set(key, {"value": result})
         return result
 
     # The key-value store.
@@ -397,7 +418,20 @@ class Agreement:
     def _set(self, key: str, value: Any) -> None:
         eager_context.set_key(key, json.dumps(value))
 
-    def _get(self, key: str, what: str, number: int, awaited: Sequence[Task]) -> str:
+    def _find(self, key: str) -> str | None:
+        try:
+            return eager_context.get_key(key, _STATE_MS)
+        except tf.errors.OpError:
+            return None
+
+    def _get(
+        self,
+        key: str,
+        what: str,
+        number: int,
+        awaited: Sequence[Task],
+        otherwise: Callable[[], str | None] = lambda: None,
+    ) -> str:
         with self.joint(what, number, awaited), self.reporter.waiting(what):
             while True:
                 try:
@@ -405,6 +439,8 @@ class Agreement:
                     self._has_answered = True
                     return found
                 except tf.errors.DeadlineExceededError:
+                    if (other := otherwise()) is not None:
+                        return other
                     self.check()
                 except tf.errors.OpError as error:
                     raise self._service_lost(error) from None
@@ -641,6 +677,10 @@ def _random_state() -> dict[str, Any]:
 
 def _key(number: int, what: str) -> str:
     return f"tfdist/{number}/{zlib.crc32(what.encode()):08x}"
+
+
+def _key_at(place: str, number: int) -> str:
+    return f"tfdist/at/{zlib.crc32(place.encode()):08x}/{number}"
 
 
 def _function_of(name: str) -> str:
