@@ -65,6 +65,31 @@ def test_optimizer_built_outside_of_scope_is_refused(strategy: Any) -> None:
         strategy.run(lambda: optimizer.apply([tf.ones((3, 1)), tf.ones(1)], model.trainable_variables))
 
 
+class Failing(keras.optimizers.SGD):
+    """Can't be built the first time."""
+
+    is_broken = True
+
+    def build(self, variables: Any) -> None:
+        super().build(variables)
+        if Failing.is_broken:
+            raise ValueError("broken")
+
+
+def test_failed_build_of_an_optimizer_leaves_nothing_behind(strategy: Any) -> None:
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile(Failing(0.1, momentum=0.9), "mse")
+    Failing.is_broken = True
+    with pytest.raises(ValueError, match="broken"):
+        model.fit(first_call_models.X, first_call_models.Y, verbose=0)
+    assert not model.optimizer.built
+    assert len(model.optimizer.variables) == 2
+    Failing.is_broken = False
+    model.fit(first_call_models.X, first_call_models.Y, batch_size=9, verbose=0)
+    assert len(model.optimizer.variables) == 4
+
+
 def test_fit_beside_an_unused_strategy_warns_once(cpus: list[str], recwarn: pytest.WarningsRecorder) -> None:
     model = keras.Sequential([keras.layers.Dense(1)])
     model.compile("sgd", "mse")

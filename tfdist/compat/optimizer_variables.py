@@ -7,7 +7,8 @@ There is no public way: `optimizer.variables` has them all in one list. The publ
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -40,6 +41,39 @@ def parts_of(optimizer: Any) -> list[Any]:
         elif isinstance(each, list | tuple):
             waiting.extend(each)
     return list(found.values())
+
+
+@contextlib.contextmanager
+def undone_on_error(optimizers: Iterable[Any]) -> Iterator[None]:
+    """Within this block, a build of these optimizers that raises leaves them as they were.
+
+    Keras' optimizers say that they are built, and append to their lists, before they make their slots.
+    """
+    parts = [part for optimizer in optimizers for part in parts_of(optimizer)]
+    before = [(part, {name: _copied(value) for name, value in vars(part).items()}) for part in parts]
+    try:
+        yield
+    except BaseException:
+        for part, attributes in before:
+            for name in vars(part).keys() - attributes.keys():
+                object.__delattr__(part, name)
+            for name, (value, content) in attributes.items():
+                object.__setattr__(part, name, value)
+                if content is not None:
+                    _refill(value, content)
+        raise
+
+
+def _copied(value: Any) -> tuple[Any, Any]:
+    """The value, and what is in it if that may change."""
+    is_dict = isinstance(value, dict)
+    return value, dict(value) if is_dict else list(value) if isinstance(value, list) else None
+
+
+def _refill(value: Any, content: Any) -> None:
+    if len(value) != len(content):
+        value.clear()
+        (value.update if isinstance(value, dict) else value.extend)(content)
 
 
 def trained_by(optimizer: Any) -> Sequence[Any]:

@@ -54,7 +54,8 @@ def before_keras(strategy: tf.distribute.Strategy, model: keras.Model, step: str
         is_called = is_callable and symbolic_build.calls(model)
         if is_callable:
             try:
-                by_keras(data_batch=batch)
+                with optimizer_variables.undone_on_error(optimizer_patches.optimizers_of(model)):
+                    by_keras(data_batch=batch)
             except Exception as error:
                 refused = error
         if refused is None and is_called and not used_objects.may_make_more(model, step):
@@ -177,7 +178,7 @@ def _build(strategy: tf.distribute.Strategy, optimizer: Any, variables: list[Any
     if optimizer.built or is_early or not all(moved_variables.belongs_to(strategy, each) for each in variables):
         return False
     plain_loops.take_over(strategy, optimizer)
-    with tf.init_scope(), strategy.scope():
+    with tf.init_scope(), strategy.scope(), optimizer_variables.undone_on_error([optimizer]):
         optimizer.build(variables)
     return True
 

@@ -29,6 +29,7 @@ from tfdist.compat import (
     flat_layers,
     moved_variables,
     optimizer_patches,
+    optimizer_variables,
     own_attributes,
     replicas,
     trainers,
@@ -205,7 +206,7 @@ def prepare(strategy: Any, model: keras.Model) -> None:
         moved_variables.check_scope(strategy, model.trainable_variables)
     if is_built:
         return
-    with tf.init_scope(), strategy.scope():
+    with tf.init_scope(), strategy.scope(), optimizer_variables.undone_on_error([optimizer]):
         optimizer.build(model.trainable_variables)
 
 
