@@ -21,7 +21,8 @@ PATTERNS = (
     "docs/images/*",
     "benchmarks/README.md",
     "experiments/*/README.md",
-    "examples/README.md",
+    "examples/**/*.md",
+    "examples/notebooks/*.ipynb",
 )
 PICTURES = ("experiments/**/*.png", "experiments/**/*.svg")
 
@@ -65,6 +66,8 @@ def gather() -> None:
         path = SITE / "docs" / f"{name}.md"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
+    # Wide enough for the lines of code of the pages.
+    (SITE / "site.css").write_text(".md-grid { max-width: 78rem; }\n", encoding="utf-8")
     for page in SITE.rglob("*.md"):
         page.write_text(_with_links_of_the_site(page), encoding="utf-8")
 

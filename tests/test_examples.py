@@ -16,6 +16,7 @@ import pytest
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(280)]
 
 EXAMPLES = sorted((programs.ROOT / "examples").glob("*.py"))
+NOTEBOOKS = sorted((programs.ROOT / "examples" / "notebooks").glob("*.ipynb"))
 # Those that train alone without a launcher, in one process one after the other.
 ALONE = [path for path in EXAMPLES if "MultiWorkerMirroredStrategy()" in path.read_text() and path.stem != "resume"]
 # One line of the output of each.
@@ -65,6 +66,20 @@ def test_synchronous_examples_train_alone(tmp_path: pathlib.Path) -> None:
     shown = dict(zip(parts[::2], parts[1::2], strict=True))
     for path in ALONE:
         assert re.search(SHOWS[path.stem], shown[str(path)]), shown[str(path)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_runs_from_top_to_bottom(path: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    notebook = nbformat.read(path, as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells), "clear the outputs"
+    # A kernel of this Python, whichever kernels are installed.
+    client = nbclient.NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(tmp_path)}})
+    client.create_kernel_manager()
+    client.km.kernel_spec.argv[0] = sys.executable
+    client.execute()
 
 
 # Those that start processes of their own; one of them in the quick selection.
