@@ -221,7 +221,7 @@ def _run(arguments: list[str], directory: pathlib.Path, stdin: str | None = None
         input=stdin,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=240,
     )
     _, alive = psutil.wait_procs(_started_by(directory), timeout=10)
     for process in alive:
