@@ -23,6 +23,7 @@ class TestAggregated(Conformance):
             # `TestBackupWorkers` on devices splits the step in the same way, with masks and slices.
             *("steps_per_execution", "sum loss, even parts", "unknown length", "interrupted and resumed"),
             *("dicts, even parts", "ragged"),
+            *("embedding, places", "step tracked by other names, one over"),
             # With validation data.
             "first call, optimizer of its own",
         }

@@ -176,6 +176,33 @@ _add("embedding", lambda: OPTIMIZERS.SGD(0.1), **_rows)
 # Within one execution of several steps, the last batch has fewer rows than those before.
 _add("embedding, steps_per_execution", lambda: OPTIMIZERS.SGD(0.1), steps_per_execution=4, **_rows)
 _add("embedding, clipnorm", lambda: OPTIMIZERS.Adam(0.01, clipnorm=0.1), steps_per_execution=4, **_rows)
+
+
+@_case("embedding, places")
+def _places(strategy: Any) -> Any:
+    """Adam squares each row of a gradient, before it adds up those of equal number."""
+    ids = keras.Input((4,), dtype="int32")
+    model = lambda: keras.Model(ids, LAYERS.Dense(1)(LAYERS.Flatten()(own_models.Places()(ids))))  # noqa: E731
+    data = _rows["data"]
+    return training.trained(strategy, lambda: OPTIMIZERS.Adam(0.01, clipvalue=0.01), model, data=data)
+
+
+@_case("single batches")
+def _single_batches(strategy: Any) -> Any:
+    """What every replica is given counts once, in rows of tables, sums and counts."""
+    ids, targets = _rows["data"][0][:8], Y[:8] > 0.5
+    found = []
+    for loss in ("mse", keras.losses.MeanSquaredError(reduction="sum")):
+        keras.utils.set_random_seed(3)
+        with strategy.scope():
+            model = _embedding()
+            model.compile(OPTIMIZERS.Adam(0.01), loss, metrics=[own_models.Total()])
+        found += [model.train_on_batch(ids, targets) for _ in range(2)]
+        model.reset_metrics()
+        found += [model.test_on_batch(ids[:5], targets[:5]), model.get_weights()]
+    return found
+
+
 _TWO_ENDS = (
     {"first": X, "second": RANDOM.random((45, 2), np.float32)},
     {"sum": Y, "kind": RANDOM.integers(0, 4, (45,))},
@@ -298,6 +325,7 @@ for _words, _size in SIZES.items():
             # It divides by the size of the batch that a replica has, times their number.
             _options["data"] = (X[:40], Y[:40])
         _own(f"step {_step.__name__}, {_words}", model=own_models.stepping(_step), fit=_fit, **_options)
+    _own(f"step tracked by other names, {_words}", model=own_models.Named, fit=_fit)
     _own(f"step tracked, {_words}", model=own_models.stepping(own_models.tracked), fit=_fit)
 _own("step decorated", model=own_models.Decorated, fit={"epochs": 1})
 _own("step with slices", model=own_models.Slices)

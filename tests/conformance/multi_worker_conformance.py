@@ -57,7 +57,7 @@ class TestMultiWorker(Workers):
     quick = LOOPS - _LIKE_OTHERS | {
         # "embedding, clipnorm" has executions of several steps, and `test_resume_processes.py` has interruptions.
         *("accumulation, clipnorm, ema", "loss scale", "embedding, clipnorm", "ragged", "sum loss, eagerly"),
-        *("metric that shows its variable", "compiled outside of the scope"),
+        *("metric that shows its variable", "compiled outside of the scope", "embedding, places", "single batches"),
     }
 
 
@@ -65,7 +65,12 @@ class TestBackupWorkers(Workers):
     left_out = LOOPS
     logs_within = 0.1
     slow_tests = LIKE_OTHERS | AS_WITHOUT_POLICY | {"test_every_batch_of_a_generator_is_used_once"}
-    quick = frozenset({"embedding, clipnorm", "unknown length, steps_per_execution", "sum loss, eagerly"})
+    quick = frozenset(
+        {
+            *("embedding, clipnorm", "unknown length, steps_per_execution", "sum loss, eagerly"),
+            *("embedding, places", "step tracked by other names, one over"),
+        }
+    )
 
     @pytest.fixture(scope="class")
     @classmethod

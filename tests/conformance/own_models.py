@@ -57,6 +57,23 @@ def tracked(model, x, y):
     return {"tracked": model.tracker.result()}
 
 
+def tracked_by_other_names(model, x, y):
+    """Logs that are computed from results of metrics, under other names than these have; and variables."""
+    before = model.optimizer.iterations + 0
+    loss = model.update(lambda: tf.reduce_mean((model(x) - y) ** 2))
+    model.sum.update_state(loss)
+    result = model.tracker.result()
+    chosen = tf.cond(result > 0.0, lambda: 3 * result, lambda: result)
+    logs = {"loss": result, "tracked": model.sum.result(), "twice": 2 * result, "chosen": chosen, "before": before}
+    return logs | {"both": model.sum.result() + result, "n": model.optimizer.iterations, "constant": 2.5}
+
+
+class Named(stepping(tracked_by_other_names)):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sum = keras.metrics.Sum(name="sum")
+
+
 def of_both(model, x, y):
     squares = keras.losses.MeanSquaredError()
     return {"loss": model.update(lambda: squares(y, model(x)) + tf.reduce_mean(tf.abs(model(x))))}
@@ -137,6 +154,17 @@ class Masked(keras.layers.Layer):
         mask = rows[:, 0] > 0.5
         product = tf.matmul(tf.boolean_mask(rows, mask), self.kernel)
         return tf.scatter_nd(tf.where(mask), product, [tf.shape(rows, tf.int64)[0], 16384])
+
+
+class Places(keras.layers.Layer):
+    """Embeds ids and their places, as transformers do: each replica looks up the same rows of places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids, self.places = keras.layers.Embedding(5, 3), keras.layers.Embedding(4, 3)
+
+    def call(self, ids):
+        return self.ids(ids) + self.places(tf.range(tf.shape(ids)[-1]))
 
 
 class Endpoint(keras.layers.Layer):

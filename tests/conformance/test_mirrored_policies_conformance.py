@@ -18,7 +18,7 @@ class TestBackupWorkers(Conformance):
     # One device reads its weights after the update, a contribution those before.
     logs_within = 0.1
     # Loops unpack batches, which are handles here.
-    left_out = LOOPS | {"step tracked, one over", "step tracked, fewer examples than replicas"}
+    left_out = LOOPS
     # `TestMirrored` has the others of each kind.
     _only_here = frozenset(
         {"unknown length, whole executions", "recurrent, built from one example", "step of_both, one over"}
@@ -32,7 +32,13 @@ class TestBackupWorkers(Conformance):
         *("LSTM", "interrupted and resumed", "first call, optimizer of its own"),
         # Parts of other optimizers, losses and first calls in this list.
         *("decay, ema", "penalties, sum, uneven", "loss one number, fewer examples than replicas", "own compute_loss"),
-        *("loss beside one of Keras", "first call, seed generator", "first call, layer with Trainer"),
+        *(
+            "single batches",
+            "step tracked, one over",
+            "loss beside one of Keras",
+            "first call, seed generator",
+            "first call, layer with Trainer",
+        ),
         # The step finds a loss of users' code by `global_losses`, as without a policy.
         *("loss one number, tf.function, one over", "loss one number of a class, one over"),
         # Nothing of a policy is in a loop without `run`; one is enough.

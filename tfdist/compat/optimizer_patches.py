@@ -20,6 +20,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat import (
+    common_rows,
     instance_keys,
     loops,
     optimizer_variables,
@@ -147,8 +148,13 @@ def sum_over_replicas(gradients: Gradients) -> list[Any]:
         for indices, reduce in ((fixed, _all_reduce), (varying, _sum_varying)):
             totals = reduce([gradients[index] for index in indices]) if indices else []
             for index, total in zip(indices, totals, strict=True):
-                sums[index] = total
+                is_common = common_rows.are_common(gradients[index])
+                sums[index] = common_rows.added_up(total, _num_replicas()) if is_common else total
     return sums
+
+
+def _num_replicas() -> int:
+    return replicas.count(tf.distribute.get_strategy())
 
 
 def _sum_up(gradients: Gradients, variables: Sequence[Any]) -> list[Any]:

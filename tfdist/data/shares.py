@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfdist.compat import replicas
+from tfdist.compat import replicas, single_batches
 from tfdist.data import splitting
 
 Sum = Callable[[Sequence[tf.Tensor]], list[tf.Tensor]]
@@ -35,20 +35,54 @@ class Shares:
       rows: examples on each replica of this worker, int64.
       total: examples on all replicas of all workers, int64.
       num_replicas: replicas on all workers.
+      holders: number of replicas whose results count, if several replicas may have been given one and the same batch:
+        only the first of them has its examples then, and the others have none. None if each replica has its own part.
     """
 
     rows: tuple[tf.Tensor, ...]
     total: tf.Tensor
     num_replicas: int
+    holders: tf.Tensor | None = None
 
     @classmethod
-    def of(cls, strategy: Any, data: Any, batches: list[Any], sum_over_workers: Sum) -> Shares | None:
-        """Returns the shares of `data`, of which this worker has `batches`; None if all are known to be equal."""
+    def of(
+        cls, strategy: Any, data: Any, batches: list[Any], sum_over_workers: Sum, counts_once: bool
+    ) -> Shares | None:
+        """Returns the shares of `data`, of which this worker has `batches`; None if all are known to be equal.
+
+        If `counts_once`, a batch that several replicas were given counts once; else each of its copies does.
+        """
         if strategy.num_replicas_in_sync == 1 or _are_surely_even(strategy, data, batches):
             return None
+        if counts_once and not any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in tf.nest.flatten(data)):
+            return cls._of_one_batch(strategy, batches, sum_over_workers)
         return cls.of_batches(
             batches, lambda rows: sum_over_workers([tf.add_n(rows)])[0], strategy.num_replicas_in_sync
         )
+
+    @classmethod
+    def _of_one_batch(cls, strategy: Any, batches: list[Any], sum_over_workers: Sum) -> Shares | None:
+        """Returns the shares of a batch that every replica of this worker has, and maybe those of all other workers.
+
+        Workers that are given one batch by `train_on_batch` would count its examples several times. A worker with a
+        batch of its own, of another content, counts. (A worker of one device gets its part of a batch as it is, too.)
+        """
+        count = splitting.rows(batches[0])
+        if count is None:
+            return None
+        total, holders, is_first = count, tf.constant(1, tf.int64), tf.constant(True)
+        if replicas.has_other_workers(strategy):
+            workers, index = replicas.worker_count(strategy), replicas.worker_index(strategy)
+            content = single_batches.content_or(strategy, batches[0], index)
+            (sums,) = sum_over_workers([tf.stack([count, content, content * content])])
+            # By Cauchy and Schwarz, only equal numbers have this sum of their squares.
+            is_same = tf.equal(sums[2] * workers, sums[1] * sums[1])
+            total = tf.where(is_same, count, sums[0])
+            holders = tf.where(is_same, holders, tf.constant(workers, tf.int64))
+            is_first = tf.logical_or(tf.logical_not(is_same), index == 0)
+        own = tf.where(is_first, count, tf.zeros_like(count))
+        rows = (own, *[tf.zeros_like(own)] * (len(batches) - 1))
+        return cls(rows, total, strategy.num_replicas_in_sync, holders)
 
     @classmethod
     def of_batches(

@@ -20,7 +20,8 @@ from tfdist.data.shares import Shares
 from tfdist.step import contribution
 from tfdist.step.model_losses import is_sum
 
-_OF_SCALARS = (keras.metrics.Mean, keras.metrics.Sum)
+# Metrics by which a step of its own keeps numbers of a batch, such as its loss.
+OF_SCALARS = (keras.metrics.Mean, keras.metrics.Sum)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +45,10 @@ class LossWeights:
         """Function that weights a replica's gradients for the sum over replicas; None if the weights are 1."""
         if self.has_own_loss:
             return lambda gradients: [None if g is None else contribution.times(g, self._share()) for g in gradients]
-        if self.shares is None or self._are_all_sums():
+        if self.shares is None or (self._are_all_sums() and self.shares.holders is None):
             return None
+        if self._are_all_sums():
+            return functools.partial(_of_holders, self.shares)
         weigh = _if_even if sum_losses(self.model) else _weighed
         return functools.partial(weigh, self.shares)
 
@@ -53,32 +56,35 @@ class LossWeights:
         """Returns patches for `optimizer_patches.attributes` that weight losses and their metrics as on one device."""
         weighing: dict[int, tuple[Any, Callable[..., Any]]] = {}
         if self.has_own_loss:
-            of_scalars = [metric for metric in self.model.metrics if type(metric) in _OF_SCALARS]
-            weighing |= {id(metric): (metric, _weighing_scalars(metric, self._share)) for metric in of_scalars}
+            of_scalars = [metric for metric in self.model.metrics if type(metric) in OF_SCALARS]
+            weighing |= {id(metric): (metric, weighing_scalars(metric, self._share)) for metric in of_scalars}
         if self.shares is None or not compiled_losses.losses(self.model):
             return [(metric, "update_state", update) for metric, update in weighing.values()]
         tracker = compiled_losses.tracker_of(self.model)
         weighing.setdefault(id(tracker), (tracker, _without_nan(tracker)))
-        weighing |= {id(metric): (metric, _weighing(metric, weight)) for metric, weight in self._of_keras_losses()}
+        weighing |= {id(metric): (metric, _weighing(metric, *how)) for metric, *how in self._of_keras_losses()}
         changes = [(metric, "update_state", update) for metric, update in weighing.values()]
         if self._are_all_sums():
             # Keras divides penalties by the number of replicas, and they are means over the replica's examples.
             changes.append(additional_losses.multiplied(self.model, lambda: self._share() * self.num_replicas))
         return changes
 
-    def _of_keras_losses(self) -> list[tuple[Any, Callable[[], Any]]]:
-        """Returns the metrics of losses that Keras weights wrongly, with the correct weights.
+    def _of_keras_losses(self) -> list[tuple[Any, Callable[[], Any], Any]]:
+        """Returns the metrics of losses that Keras weights wrongly, with the correct weights and factors.
 
         Keras weights each replica's loss by its examples, which is wrong for sums; it doesn't weight the losses of
         single outputs.
         """
         shares, sums = self.shares, sum_losses(self.model)
         is_sum = [loss in sums for loss in compiled_losses.losses(self.model)]
-        tracker = (compiled_losses.tracker_of(self.model), lambda: shares.total / shares.num_replicas)
-        trackers = [tracker] if self._are_all_sums() else []
+        # Keras multiplies a sum by the number of replicas, so the mean over those that count is the sum over all.
+        holders = shares.num_replicas if shares.holders is None else shares.holders
+        factor = None if shares.holders is None else holders / shares.num_replicas
+        tracker = (compiled_losses.tracker_of(self.model), lambda: shares.total / holders, factor)
+        trackers: list[Any] = [tracker] if self._are_all_sums() else []
         # One for each loss, or none for a single one.
         for metric, summed in zip(compiled_losses.trackers_of_single(self.model), is_sum, strict=False):
-            trackers.append((metric, (lambda: 1 / shares.num_replicas) if summed else self._share))
+            trackers.append((metric, lambda: 1 / holders, factor) if summed else (metric, self._share, None))
         return trackers
 
     def _are_all_sums(self) -> bool:
@@ -89,6 +95,11 @@ class LossWeights:
         return self.shares.of_this_replica() if self.shares else 1 / self.num_replicas
 
 
+def has_both_kinds(model: keras.Model) -> bool:
+    """Returns True if some losses of the model are sums over the examples, and others are means."""
+    return 0 < len(sum_losses(model)) < len(compiled_losses.losses(model))
+
+
 def sum_losses(model: keras.Model) -> list[Any]:
     """Returns the losses of the model that are sums over the examples."""
     return [loss for loss in compiled_losses.losses(model) if is_sum(loss)]
@@ -97,14 +108,21 @@ def sum_losses(model: keras.Model) -> list[Any]:
 def _weighed(shares: Shares, gradients: Sequence[Any]) -> list[Any]:
     """Weights gradients of a mean over this replica's examples, which Keras has divided by the number of replicas."""
     replica = replicas.current()
-    present = [gradient for gradient in gradients if gradient is not None]
+    # The rows of sparse gradients stay outside of the conditional, for `common_rows`.
+    present = [getattr(gradient, "values", gradient) for gradient in gradients if gradient is not None]
     share = shares.of_replica(replica) * shares.num_replicas
     # In the usual case of an even batch no gradient is copied.
     weighed = tf.cond(
         shares.is_even(replica), lambda: _same(present), lambda: [contribution.times(g, share) for g in present]
     )
     rest = iter([weighed] if len(present) == 1 and not isinstance(weighed, list | tuple) else weighed)
-    return [None if gradient is None else next(rest) for gradient in gradients]
+    return [None if gradient is None else _with_values(gradient, next(rest)) for gradient in gradients]
+
+
+def _of_holders(shares: Shares, gradients: Sequence[Any]) -> list[Any]:
+    """Takes gradients of sums over the examples from the replicas whose examples count."""
+    counts = tf.cast(shares.rows[replicas.current()] > 0, tf.float32)
+    return [None if gradient is None else contribution.times(gradient, counts) for gradient in gradients]
 
 
 def _if_even(shares: Shares, gradients: Sequence[Any]) -> list[Any]:
@@ -119,17 +137,18 @@ def _if_even(shares: Shares, gradients: Sequence[Any]) -> list[Any]:
     return list(gradients)
 
 
-def _weighing(metric: Any, weight: Callable[[], Any]) -> Callable[..., Any]:
+def _weighing(metric: Any, weight: Callable[[], Any], factor: Any = None) -> Callable[..., Any]:
     update_state = metric.update_state
 
     def update(values: Any, sample_weight: Any = None) -> Any:
         del sample_weight
+        values = values if factor is None else values * tf.cast(factor, values.dtype)
         return _update_weighed(update_state, values, weight())
 
     return update
 
 
-def _weighing_scalars(metric: Any, weight: Callable[[], Any]) -> Callable[..., Any]:
+def weighing_scalars(metric: Any, weight: Callable[[], Any]) -> Callable[..., Any]:
     """Weights a scalar that a step computes from its examples, such as its loss, by the replica's share of them."""
     update_state = metric.update_state
 
@@ -161,4 +180,9 @@ def _update_weighed(update_state: Callable[..., Any], values: Any, weight: Any) 
 
 
 def _same(tensors: Sequence[Any]) -> list[Any]:
-    return [tf.identity(tensor) if isinstance(tensor, tf.Tensor) else tensor for tensor in tensors]
+    return [tf.identity(tensor) for tensor in tensors]
+
+
+def _with_values(gradient: Any, values: tf.Tensor) -> Any:
+    is_sparse = isinstance(gradient, tf.IndexedSlices)
+    return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape) if is_sparse else values

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from tfdist.compat import additional_losses, compiled_losses
 from tfdist.data import splitting
+from tfdist.step import loss_weights
 from tfdist.step.model_losses import is_sum
 
 
@@ -70,6 +71,25 @@ class ReplicaLosses:
         # One for each loss, or none for a single one.
         weights += [(metric, single) for metric in compiled_losses.trackers_of_single(self.model)]
         return [(metric, "update_state", _weighing(metric, scale, weight, rows)) for metric, weight in weights]
+
+    def scalars(self, batch: Any, batch_rows: tf.Tensor | None) -> list[tuple[Any, str, Any]]:
+        """Returns patches by which metrics count a number of the batch once, and not once on each replica.
+
+        For a step that computes losses of its own. Where the batch's size is not known, all parts count alike.
+
+        Args:
+          batch: the replica's part.
+          batch_rows: number of examples in all parts together, if known.
+        """
+        rows = splitting.rows(batch)
+        if self.num_replicas == 1:
+            return []
+        share: Any = 1 / self.num_replicas
+        if rows is not None:
+            share = tf.where(rows > 0, tf.cast(share, tf.float64), 0.0)
+            share = share if batch_rows is None else rows / tf.maximum(batch_rows, 1)
+        of_scalars = [metric for metric in self.model.metrics if type(metric) in loss_weights.OF_SCALARS]
+        return [(each, "update_state", loss_weights.weighing_scalars(each, lambda: share)) for each in of_scalars]
 
     def penalties(self, batch: Any, batch_rows: tf.Tensor | None) -> list[tuple[Any, str, Any]]:
         """Returns patches that weight penalties by the replica's examples if losses are sums, as on one device.

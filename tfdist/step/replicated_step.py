@@ -47,6 +47,7 @@ from tfdist.step import (
     used_objects,
     write_order,
 )
+from tfdist.step import logs as logs_of_metrics
 
 # One trace at a time: `global_losses.counted_as_one` sets an attribute of the strategy, and two threads may fit two
 # models.
@@ -96,18 +97,22 @@ def run_step(
     parts = _local(strategy, data)
     with write_order.writes_after_inputs(parts):
         batches = [*parts.values()]
-        shares = shares_of(batches) if shares_of else Shares.of(strategy, data, batches, sum_over_workers)
+        # No single weight of a gradient is right for sums and means: each replica counts its copy of a batch then.
+        counts_once = not loss_weights.has_both_kinds(model)
+        given = strategy, data, batches, sum_over_workers, counts_once
+        shares = shares_of(batches) if shares_of else Shares.of(*given)
         with _TRACING, global_losses.counted_as_one(strategy, step) as has_own_loss:
             weights = loss_weights.LossWeights(model, shares, strategy.num_replicas_in_sync, has_own_loss)
             postponed = None
             if training and _updates_last(strategy, step):
                 postponed = optimizer_patches.Postponed(model.optimizer, weights.transform)
             patches = _patches(model, weights, postponed, sum_gradients) if training else contextlib.nullcontext()
-            told, written = _MetricResults(model), _WrittenWeights(model)
+            told = logs_of_metrics.MetricResults([metric for metric in model.metrics if copies.counts(metric)])
+            written = _WrittenWeights(model)
             with (
                 patches,
                 optimizer_patches.attributes([*weights.of_losses(), *told.changes(), *written.changes()]),
-                _filled(strategy, step, data, parts) as given,
+                _filled(strategy, step, data, parts, shares) as given,
             ):
                 logs = run(given)
         kept = [*flat_layers.statistics_of(model), *written.found] if training else []
@@ -148,10 +153,11 @@ def _may_be_empty(strategy: Any, data: Any, parts: Sequence[Any]) -> bool:
 
 
 @contextlib.contextmanager
-def _filled(strategy: Any, step: Any, data: Any, parts: dict[str, Any]) -> Iterator[Any]:
-    """Yields the step's data with an example on every replica; results of added examples are removed."""
+def _filled(strategy: Any, step: Any, data: Any, parts: dict[str, Any], shares: Shares | None) -> Iterator[Any]:
+    """Yields the step's data with an example on every replica; results of examples that don't count are removed."""
     model, values = step.__self__, [*parts.values()]
-    if not (_may_be_empty(strategy, data, values) and empty_parts.are_refused(model)):
+    is_one_batch = shares is not None and shares.holders is not None
+    if not is_one_batch and not (_may_be_empty(strategy, data, values) and empty_parts.are_refused(model)):
         yield data
         return
     counted = [
@@ -161,9 +167,10 @@ def _filled(strategy: Any, step: Any, data: Any, parts: dict[str, Any]) -> Itera
         if copies.is_mirrored(variable)
     ]
     kept = [empty_parts.Kept(copies[replica] for copies in counted) for replica in range(len(values))]
-    yield _distributed(data, [empty_parts.filled(part, values[-1]) for part in values])
-    for before, part in zip(kept, values, strict=True):
-        before.restore_unless(splitting.rows(part))
+    rows = shares.rows if is_one_batch else [splitting.rows(part) for part in values]
+    yield data if is_one_batch else _distributed(data, [empty_parts.filled(part, values[-1]) for part in values])
+    for before, count in zip(kept, rows, strict=True):
+        before.restore_unless(count)
 
 
 def _is_divided(data: Any) -> bool:
@@ -223,52 +230,6 @@ def _local(strategy: Any, data: Any) -> dict[str, Any]:
     return {device: of_replica(replica) for replica, device in enumerate(strategy.extended.worker_devices)}
 
 
-class _MetricResults:
-    """Finds results of metrics in a step's logs, and recomputes them from the counts of all replicas."""
-
-    def __init__(self, model: keras.Model) -> None:
-        self._metrics = [metric for metric in model.metrics if copies.counts(metric)]
-        # By tensor id: the tensor (held so that the id is not reused), the metric, and the index in its result.
-        self._results: dict[int, tuple[Any, Any, int]] = {}
-
-    @property
-    def counters(self) -> list[Any]:
-        """Variables of the metrics whose results are in the logs."""
-        told = {id(metric) for _, metric, _ in self._results.values()}
-        return [v for metric in self._metrics if id(metric) in told for v in metric.variables]
-
-    def changes(self) -> list[tuple[Any, str, Any]]:
-        """Returns patches that remember the results, for `optimizer_patches.attributes`."""
-        return [(metric, "result", self._remembering(metric)) for metric in self._metrics]
-
-    def keep(self, logs: Sequence[Any]) -> None:
-        """Keeps only the results in these logs, of the first replica."""
-        ids = {id(leaf) for leaf in logs}
-        self._results = {key: found for key, found in self._results.items() if key in ids}
-
-    def has(self, leaf: Any) -> bool:
-        """Returns True if a leaf of the logs is a result of a metric."""
-        return id(leaf) in self._results
-
-    def after(self, leaf: Any) -> Any:
-        """Returns the current result of the leaf's metric."""
-        _, metric, index = self._results[id(leaf)]
-        # The result may be a variable itself.
-        return tf.convert_to_tensor(tf.nest.flatten(metric.result())[index])
-
-    def _remembering(self, metric: Any) -> Callable[[], Any]:
-        result_of = metric.result
-
-        def result() -> Any:
-            # A result that is a plain number or a variable becomes a tensor of its own.
-            result = tf.nest.map_structure(tf.convert_to_tensor, result_of())
-            for index, leaf in enumerate(tf.nest.flatten(result)):
-                self._results[id(leaf)] = leaf, metric, index
-            return result
-
-        return result
-
-
 class _WrittenWeights:
     """Trainable weights that a step assigns itself. Without a reduction each replica would keep a value of its own."""
 
@@ -302,7 +263,7 @@ class _Results:
     strategy: Any
     shares: Shares | None
     sum_over_workers: Sum
-    told: _MetricResults
+    told: logs_of_metrics.MetricResults
     sum_gradients: optimizer_patches.SumGradients | None
 
     def merge(self, logs: Any, statistics: Sequence[Any], postponed: Any = None) -> Any:
@@ -316,10 +277,19 @@ class _Results:
         Returns:
           The logs of the global batch.
         """
-        first = [self.strategy.experimental_local_results(leaf)[0] for leaf in tf.nest.flatten(logs)]
-        self.told.keep(first)
+        local = [self.strategy.experimental_local_results(leaf) for leaf in tf.nest.flatten(logs)]
+        first = [values[0] for values in local]
+        # For each leaf, the formula of each replica's value.
+        formulas = [None if self.told.has(values[0]) else self._formulas(values) for values in local]
+        used = [count for each in formulas if each for count in each[0].counts]
+        self.told.keep([*first, *used])
         counters = self.told.counters
-        others = [leaf for leaf, shown in zip(tf.nest.flatten(logs), first, strict=True) if not self.told.has(shown)]
+        others: list[Any] = []
+        for leaf, each in zip(tf.nest.flatten(logs), formulas, strict=True):
+            if each:
+                others += [list(values) for values in zip(*(formula.others for formula in each), strict=True)]
+            elif not self.told.has(self.strategy.experimental_local_results(leaf)[0]):
+                others.append(leaf)
         parts = [tf.add_n([tf.convert_to_tensor(copy) for copy in counter.value.values]) for counter in counters]
         parts += [self._mean_part(value) for value in [*others, *(variable.value for variable in statistics)]]
         gradients = postponed.gradients if postponed else []
@@ -334,8 +304,22 @@ class _Results:
             postponed.update(self.strategy, [by_index.get(index, each) for index, each in enumerate(gradients)])
         means = iter(rest)
         with keras.StatelessScope(state_mapping=list(zip(counters, counts, strict=True))):
-            merged = [self.told.after(leaf) if self.told.has(leaf) else _like(next(means), leaf) for leaf in first]
+            merged = [self._merged(*each, means) for each in zip(first, formulas, strict=True)]
         return tf.nest.map_structure(mark, tf.nest.pack_sequence_as(logs, merged))
+
+    def _formulas(self, values: Sequence[Any]) -> list[logs_of_metrics.Formula]:
+        """Returns a formula for a log's value on each replica of this worker; none if it uses no result of a metric."""
+        found = [self.told.formula(value) for value in values]
+        same = {(len(each.counts), len(each.others)) if each else None for each in found}
+        return [each for each in found if each] if len(same) == 1 else []
+
+    def _merged(
+        self, leaf: Any, formulas: Sequence[logs_of_metrics.Formula] | None, means: Iterator[tf.Tensor]
+    ) -> tf.Tensor:
+        if formulas:
+            results = [self.told.after(count) for count in formulas[0].counts]
+            return formulas[0].value(results, [next(means) for _ in formulas[0].others])
+        return self.told.after(leaf) if self.told.has(leaf) else _like(next(means), leaf)
 
     def _sum_up(self, postponed: Any, dense: list[int], parts: list[Any]) -> tuple[list[Any], list[Any]]:
         """Sums the gradients of these indices, and other tensors."""
@@ -349,7 +333,8 @@ class _Results:
     def _mean_part(self, value: Any) -> tf.Tensor:
         """Returns this worker's share of the mean over all replicas, weighted by examples."""
         # A value that is not distributed, such as a Python number, is the same on all replicas.
-        values = getattr(value, "values", None) or [value] * len(self.strategy.extended.worker_devices)
+        values = value if isinstance(value, list) else getattr(value, "values", None)
+        values = values or [value] * len(self.strategy.extended.worker_devices)
         return tf.add_n([self._weighted(index, value) for index, value in enumerate(values)])
 
     def _weighted(self, replica: int, value: Any) -> tf.Tensor:

@@ -22,18 +22,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from tfdist.compat import compiled_losses, keras_variables, optimizer_patches
+from tfdist.compat import common_rows, compiled_losses, keras_variables, optimizer_patches
 from tfdist.data import handle as handles
 from tfdist.data import splitting
-from tfdist.step import empty_parts, recording, states, value_changes
+from tfdist.step import empty_parts, global_losses, recording, states, value_changes
+from tfdist.step import logs as logs_of_metrics
 from tfdist.step.captured_gradients import Applied, apply_if, capture
-from tfdist.step.contribution import Contribution, add_up, times, weigh
+from tfdist.step.contribution import Contribution, RowsByShard, add_up, times, weigh
 from tfdist.step.recording import Findings, Recording, TraceAgain
 from tfdist.step.replica_losses import ReplicaLosses
 from tfdist.step.states import State
@@ -51,8 +53,16 @@ class _Layout:
     applied: list[Applied] = dataclasses.field(default_factory=list)
     counters: list[Any] = dataclasses.field(default_factory=list)
     states: list[State] = dataclasses.field(default_factory=list)
-    # The step's result, with a number for each leaf that is shipped and a metric's key for the others.
+    # For each gradient: True if it has rows that all replicas look up alike, to be added up row by row.
+    has_common_rows: list[bool] = dataclasses.field(default_factory=list)
+    # The structure of the step's result, with a function that computes each leaf after the update.
     logs: Any = None
+
+
+class _After(NamedTuple):
+    """Means over the replicas of the tensors that logs are computed by, after the update."""
+
+    means: list[tf.Tensor]
 
 
 class SplitTrainStep:
@@ -129,6 +139,10 @@ class SplitTrainStep:
         scope = Recording(starts, self._findings)
         changed = [(o, "apply", capture(o, layout.applied, scope)) for o in optimizer_patches.optimizers_of(self.model)]
         changed += self._losses.trackers(batch, batch_rows) + self._losses.penalties(batch, batch_rows)
+        if global_losses.has_own_loss(self._step):
+            changed += self._losses.scalars(batch, batch_rows)
+        told = logs_of_metrics.MetricResults(self.model.metrics)
+        changed += told.changes()
         with optimizer_patches.attributes(changed), scope:
             compiled_losses.forget_added(self.model)
             # Keras represents None as an empty Optional.
@@ -139,18 +153,13 @@ class SplitTrainStep:
         counts, new_states, maxima = self._sort(writes, scope, begun_with, weight)
         if rows is not None and is_filled:
             counts = [tf.where(rows > 0, count, tf.zeros_like(count)) for count in counts]
+        gradients = [gradient for call in layout.applied for gradient in call.gradients()]
+        layout.has_common_rows = [common_rows.are_common(gradient) for gradient in gradients]
         return Contribution(
-            [
-                gradient if self._losses.are_sums else times(gradient, weight)
-                for call in layout.applied
-                for gradient in call.gradients()
-            ],
+            [gradient if self._losses.are_sums else times(gradient, weight) for gradient in gradients],
             counts,
             new_states,
-            [
-                times(tf.cast(leaf, tf.float32), weight)
-                for leaf in self._shipped(result, [write.variable for write in writes])
-            ],
+            [times(tf.cast(leaf, tf.float32), weight) for leaf in self._shipped(result, told, writes)],
             tf.convert_to_tensor(weight),
             tf.constant(1.0),
             tuple(times(each.flag.read_value(), weight) for each in layout.applied if each.flag is not None),
@@ -227,32 +236,38 @@ class SplitTrainStep:
         self._is_even = rows is None or splitting.static_size(batch) is not None
         return 1.0 if self._is_even else tf.cast(rows, tf.float32)
 
-    def _shipped(self, result: Any, written: Sequence[Any]) -> list[Any]:
-        """Returns the leaves of the step's result that can't be computed from the metrics after the update."""
-        ids = {id(variable) for variable in written}
-        metrics: dict[str, Any] = {}
-        for metric in self.model.metrics:
-            # A step may return another value under the name of a metric that it doesn't update.
-            if any(id(variable) in ids for variable in metric.variables):
-                value = metric.result()
-                metrics.update(value if isinstance(value, dict) else {metric.name: value})
+    def _shipped(
+        self, result: Any, told: logs_of_metrics.MetricResults, writes: Sequence[recording.Write]
+    ) -> list[Any]:
+        """Returns the tensors by which the logs are computed after the update, besides metrics; and says how."""
+        metrics = {id(variable) for metric in self.model.metrics for variable in metric.variables}
+        counted = [write for write in writes if id(write.variable) in metrics]
         shipped: list[Any] = []
 
-        def place(path: tuple[Any, ...], leaf: Any) -> Any:
-            if len(path) == 1 and path[0] in metrics:
-                return path[0]
-            shipped.append(leaf)
-            return len(shipped) - 1
+        def ship(tensor: Any) -> Callable[[_After], Any]:
+            shipped.append(tensor)
+            index = len(shipped) - 1
+            return lambda after: after.means[index]
 
-        if isinstance(result, dict):
-            self._layout.logs = {
-                key: place((key,), value)
-                if not tf.nest.is_nested(value)
-                else tf.nest.map_structure(lambda leaf: place((), leaf), value)
-                for key, value in result.items()
-            }
-        else:
-            self._layout.logs = tf.nest.map_structure(lambda leaf: place((), leaf), result)
+        def log(leaf: Any) -> Callable[[_After], Any]:
+            if isinstance(leaf, keras.Variable | tf.Variable):
+                # As on one device: its value after the step.
+                return lambda after: tf.convert_to_tensor(leaf)
+            if told.has(leaf):
+                return lambda after: told.after(leaf)
+            if tf.is_symbolic_tensor(leaf) and leaf.graph is tf.compat.v1.get_default_graph():
+                formula = logs_of_metrics.Formula(leaf, [write.value for write in counted])
+                if formula.counts:
+                    variables = [_written_by(counted, count) for count in formula.counts]
+                    others = [ship(each) for each in formula.others]
+                    return lambda after: formula.value(
+                        [tf.convert_to_tensor(each) for each in variables], [other(after) for other in others]
+                    )
+            return ship(leaf)
+
+        is_dict = isinstance(result, dict)
+        in_place = functools.partial(tf.nest.map_structure, log)
+        self._layout.logs = {key: in_place(value) for key, value in result.items()} if is_dict else in_place(result)
         return shipped
 
     # The second half.
@@ -286,7 +301,7 @@ class SplitTrainStep:
           assign: assigns the new value of a variable of `states`.
           are_final: whether gradients were multiplied by `factors` before they were summed.
         """
-        gradients, applies = iter(total.gradients), iter(total.applies)
+        gradients, applies = iter(self._with_rows_added_up(total)), iter(total.applies)
         assign_states = self._assigner(total, assign)
         for position, each in enumerate(self._layout.applied):
             assign_states(position)
@@ -301,6 +316,16 @@ class SplitTrainStep:
             else:
                 apply_if(applied > 0, each.optimizer, scaled, each.variables)
         assign_states(len(self._layout.applied))
+
+    def _with_rows_added_up(self, total: Contribution) -> list[Any]:
+        """Returns the gradients, with the rows that all replicas look up alike added up."""
+        if self._total_num_replicas == 1:
+            return total.gradients
+        count = tf.maximum(tf.cast(total.replicas, tf.int32), 1)
+        return [
+            common_rows.added_up(gradient, count) if is_common and not isinstance(gradient, RowsByShard) else gradient
+            for gradient, is_common in zip(total.gradients, self._layout.has_common_rows, strict=True)
+        ]
 
     def _assigner(self, total: Contribution, assign: Assign) -> Callable[[int], None]:
         """Returns a function that assigns the states written after a number of calls of `apply`."""
@@ -353,8 +378,10 @@ class SplitTrainStep:
           counts: values of `counters`, if reading the variables would give other values.
         """
         mapping = list(zip(self.counters, counts, strict=True)) if counts is not None else []
+        after = _After([tf.math.divide_no_nan(leaf, total.weight) for leaf in total.logs])
         with keras.StatelessScope(mapping) if mapping else contextlib.nullcontext():
-            metrics = self.model.get_metrics_result()
-        means = [tf.math.divide_no_nan(leaf, total.weight) for leaf in total.logs]
-        pick = lambda leaf: metrics[leaf] if isinstance(leaf, str) else means[leaf]  # noqa: E731
-        return tf.nest.map_structure(pick, self._layout.logs)
+            return tf.nest.map_structure(lambda log: log(after), self._layout.logs)
+
+
+def _written_by(writes: Sequence[recording.Write], value: tf.Tensor) -> Any:
+    return next(write.variable for write in writes if write.value is value)

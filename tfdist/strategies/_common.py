@@ -229,7 +229,7 @@ def mend_keras(strategy: tf.distribute.Strategy) -> None:
     calls.before_each(strategy._before_call)
     instance_keys.install(strategy)
     late_builds.allow(strategy, in_scope.redirected)
-    single_batches.predict_once(strategy)
+    single_batches.count_once(strategy)
     colocation.replace(strategy, lambda stock: in_scope.colocating(strategy, strategy.scope, stock))
     plain_loops.allow(strategy, strategy._sum_over_workers)
     seed_generators.adopt(strategy)

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Computes the logs of a step of several replicas from the counts of their metrics.
+
+A result of a metric in a replica's logs is that of the replica's own examples. The result for all is computed anew from
+the counts of all replicas. A log is found to be one by its tensor and not by its name, since a step may return a result
+under any key, or compute with it:
+
+    {"loss": self.total_loss_tracker.result(), "twice": 2 * self.mean.result()}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+
+class MetricResults:
+    """Finds results of metrics in a step's logs, and computes them anew.
+
+    Args:
+      metrics: Keras metrics.
+    """
+
+    def __init__(self, metrics: Sequence[Any]) -> None:
+        self._metrics = list(metrics)
+        # By tensor id: the tensor (held so that the id is not reused), the metric, and the index in its result.
+        self._results: dict[int, tuple[Any, Any, int]] = {}
+
+    @property
+    def counters(self) -> list[Any]:
+        """Variables of the metrics whose results are in the logs."""
+        told = {id(metric) for _, metric, _ in self._results.values()}
+        return [v for metric in self._metrics if id(metric) in told for v in metric.variables]
+
+    def changes(self) -> list[tuple[Any, str, Any]]:
+        """Returns patches that remember the results, for `optimizer_patches.attributes`."""
+        return [(metric, "result", self._remembering(metric)) for metric in self._metrics]
+
+    def formula(self, leaf: Any) -> Formula | None:
+        """Returns a leaf of the logs as a function of results, if it is computed from any in the traced graph."""
+        if not tf.is_symbolic_tensor(leaf):
+            return None
+        found = Formula(leaf, [tensor for tensor, _, _ in self._results.values() if tf.is_symbolic_tensor(tensor)])
+        return found if found.counts else None
+
+    def keep(self, logs: Sequence[Any]) -> None:
+        """Keeps only the results in these logs, of the first replica."""
+        ids = {id(leaf) for leaf in logs}
+        self._results = {key: found for key, found in self._results.items() if key in ids}
+
+    def has(self, leaf: Any) -> bool:
+        """Returns True if a leaf of the logs is a result of a metric."""
+        return id(leaf) in self._results
+
+    def after(self, leaf: Any) -> Any:
+        """Returns the current result of the leaf's metric."""
+        _, metric, index = self._results[id(leaf)]
+        # The result may be a variable itself.
+        return tf.convert_to_tensor(tf.nest.flatten(metric.result())[index])
+
+    def _remembering(self, metric: Any) -> Callable[[], Any]:
+        result_of = metric.result
+
+        def result() -> Any:
+            # A result that is a plain number or a variable becomes a tensor of its own.
+            result = tf.nest.map_structure(tf.convert_to_tensor, result_of())
+            for index, leaf in enumerate(tf.nest.flatten(result)):
+                self._results[id(leaf)] = leaf, metric, index
+            return result
+
+        return result
+
+
+class Formula:
+    """A log as a function of counts of metrics, and of tensors that don't depend on these; from a traced step.
+
+    Args:
+      log: a tensor of a graph.
+      counts: tensors, of this graph and of others.
+
+    Attributes:
+      counts: those of `counts` that the log is computed from; empty if it depends on none.
+      others: the other arguments: what depends on no count, such as a loss of this batch that a result is added to.
+    """
+
+    def __init__(self, log: tf.Tensor, counts: Sequence[tf.Tensor]) -> None:
+        self._log = log
+        self._known = {each.ref() for each in counts if each.graph is log.graph}
+        self._depends: dict[Any, bool] = {}
+        self._operations: dict[str, tf.Operation] = {}
+        self.counts: list[tf.Tensor] = []
+        self.others: list[tf.Tensor] = []
+        if log.ref() in self._known:
+            self.counts = [log]
+        elif self._is_dependent(log):
+            self._collect(log.op)
+            if any(each.dtype in (tf.resource, tf.variant) for each in self.others):
+                # A conditional that reads variables; what it would read is not known here.
+                self.counts, self.others = [], []
+
+    def value(self, counts: Sequence[tf.Tensor], others: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Returns the log for these arguments, in the graph that is being traced."""
+        given = {
+            before.name: tf.cast(after, before.dtype)
+            for before, after in zip([*self.counts, *self.others], [*counts, *others], strict=True)
+        }
+        if self._log.name in given:
+            return given[self._log.name]
+        source: Any = self._log.graph
+        # The graph of the step itself has its functions already; imported ones would take their names.
+        library = None if source is tf.compat.v1.get_default_graph() else source.as_graph_def().library
+        definition = tf.compat.v1.GraphDef(library=library, versions=source.graph_def_versions)
+        for operation in self._operations.values():
+            node = definition.node.add()
+            node.CopyFrom(operation.node_def)
+            # Devices and the order of the step are not those of the place where the log is computed.
+            node.device = ""
+            node.attr.pop("_class", None)
+            inputs = [name for name in node.input if not name.startswith("^")]
+            del node.input[:]
+            node.input.extend(inputs)
+        (found,) = tf.graph_util.import_graph_def(
+            definition,
+            given,
+            return_elements=[self._log.name],
+            name="logs",
+        )
+        return found
+
+    def _is_dependent(self, tensor: tf.Tensor) -> bool:
+        if tensor.ref() in self._known:
+            return True
+        key = tensor.op.name
+        if key not in self._depends:
+            self._depends[key] = False
+            self._depends[key] = any(map(self._is_dependent, tensor.op.inputs))
+        return self._depends[key]
+
+    def _collect(self, operation: tf.Operation) -> None:
+        """Collects the operations between the counts and the log."""
+        if operation.name in self._operations:
+            return
+        self._operations[operation.name] = operation
+        for tensor in operation.inputs:
+            if tensor.ref() in self._known:
+                _add(self.counts, tensor)
+            elif self._is_dependent(tensor) or _is_constant(tensor):
+                self._collect(tensor.op)
+            else:
+                _add(self.others, tensor)
+
+
+def _add(found: list[tf.Tensor], tensor: tf.Tensor) -> None:
+    if all(tensor is not each for each in found):
+        found.append(tensor)
+
+
+def _is_constant(tensor: tf.Tensor) -> bool:
+    operation = tensor.op
+    if operation.type == "Const":
+        return True
+    is_pure = operation.inputs and not operation.op_def.is_stateful
+    return bool(is_pure) and all(map(_is_constant, operation.inputs))
