@@ -41,6 +41,8 @@ class TestBackupWorkers(Conformance):
         ),
         # The step finds a loss of users' code by `global_losses`, as without a policy.
         *("loss one number, tf.function, one over", "loss one number of a class, one over"),
+        # A thread of a policy meets no other.
+        "step reads losses after its update",
         # Nothing of a policy is in a loop without `run`; one is enough.
         *(name for name in CASES if "no run" in name and name != "no run, in scope, graph, loss scale"),
     }

@@ -61,7 +61,9 @@ class ReplicaLosses:
         rows = splitting.rows(batch)
         if rows is None or not compiled_losses.losses(self.model):
             return []
-        total = single = None
+        total = None
+        # Without the size of the batch each part counts alike, unless it is empty.
+        single: Any = None if self.are_sums else tf.cast(rows > 0, tf.float32)
         if batch_rows is not None:
             total = batch_rows / self.num_replicas if self.are_sums else None
             single = 1 / self.num_replicas if self.are_sums else rows / tf.maximum(batch_rows, 1)

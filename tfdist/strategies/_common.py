@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat import (
+    additional_losses,
     autograph_rules,
     calls,
     colocation,
@@ -127,7 +128,10 @@ class KerasSteps(tf.distribute.Strategy, Closing):
         )
 
     def _run_stock(self, fn: Any, args: Any, kwargs: Any = None, options: Any = None) -> Any:
-        return super().run(global_seeds.carried(self, fn), args=args, kwargs=kwargs, options=options)
+        model, on_replica = replicated_step.model_of(fn), global_seeds.carried(self, fn)
+        if model is not None and len(self.extended.worker_devices) > 1:
+            on_replica = additional_losses.kept_by_replica(model, on_replica)
+        return super().run(on_replica, args=args, kwargs=kwargs, options=options)
 
     def _run_function(self, stock: Callable[..., Any], fn: Any, args: Any, kwargs: Any) -> Any:
         """Runs a function that is no train or test step of Keras, by the stock method."""
