@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from cases import LOOPS
+from cases import LOOPS, SIZES
 from conformance import Conformance, Numbers, pytest_generate_tests  # noqa: F401
 from training import SETTINGS
 
@@ -15,15 +15,18 @@ _LOOPS_OF_FIRST_CALLS = frozenset(f"first call, loop{words}" for words in ("", "
 
 class TestAggregated(Conformance):
     # Steps of custom loops are those of one worker: the next class.
-    # Logs of single outputs, and of losses that are sums, count each worker's part of a batch alike.
-    left_out = LOOPS | _LOOPS_OF_FIRST_CALLS | {"dicts", "sum loss"}
+    # Logs of single outputs, of losses that are sums, and metrics of a step's own numbers count each worker's part of a
+    # batch alike.
+    left_out = (
+        LOOPS | _LOOPS_OF_FIRST_CALLS | {"dicts", "sum loss", *(f"step tracked by other names, {s}" for s in SIZES)}
+    )
     quick = frozenset(
         {
             *("global_clipnorm", "accumulation, clipnorm, ema", "loss scale", "embedding, clipnorm"),
             # `TestBackupWorkers` on devices splits the step in the same way, with masks and slices.
             *("steps_per_execution", "sum loss, even parts", "unknown length", "interrupted and resumed"),
             *("dicts, even parts", "ragged"),
-            *("embedding, places", "step tracked by other names, one over"),
+            *("embedding, places", "step tracked by other names, even parts"),
             # With validation data.
             "first call, optimizer of its own",
         }

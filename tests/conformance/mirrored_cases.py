@@ -22,7 +22,7 @@ SLOW = frozenset(
         *("sum loss, even parts", "dicts, even parts"),
         # Parts of other optimizers, executions and layers in this list.
         *("sgd", "ema overwrites", "loss scale", "embedding, steps_per_execution", "ConvLSTM"),
-        *(f"step tracked by other names, {size}" for size in SIZES),
+        *(f"step tracked by other names, {size}" for size in (*SIZES, "even parts")),
         *("unknown length", "embedding", "recurrent, built from one example", "step of_both, one over"),
         *("first call, loop, built", "first call, loop, by name", "first call, no run, eager"),
         *(f"step {step}, fewer examples than replicas" for step in ("tracked", "average_by_tensorflow")),

@@ -257,6 +257,23 @@ def test_what_cannot_be_taken_apart_is_said() -> None:
         Halves(model)(X[:9], Y[:9])
 
 
+class _Gathering(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, x):
+        tf.distribute.get_replica_context().all_gather(x, 0)
+        return self.dense(x)
+
+
+def test_gathering_of_other_replicas_parts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made()
+    monkeypatch.setattr(model, "train_step", _Gathering().call)
+    with pytest.raises(ValueError, match="can't gather the other replicas' parts"):
+        Halves(model)
+
+
 def test_two_kinds_of_losses_are_refused() -> None:
     x = keras.Input((3,))
     model = keras.Model(x, {name: keras.layers.Dense(1, name=name)(x) for name in ("a", "b")})

@@ -100,6 +100,38 @@ class OneReplica(tf.distribute.ReplicaContext):
         )
 
 
+def without_others(step_name: str, num_replicas: int, say: Callable[[str], None]) -> list[tuple[Any, str, Any]]:
+    """Returns patches of the current replica context for a step that computes a contribution alone.
+
+    Its `all_gather` is refused, since it would silently give the replica's own part; and `all_reduce`, with which a
+    synchronized BatchNormalization works, says that it is over this replica's part.
+
+    Args:
+      step_name: the step, for the messages.
+      num_replicas: replicas that contribute to an update.
+      say: writes a line for the user.
+    """
+    context: Any = tf.distribute.get_replica_context()
+    received = f"Received: {step_name}, {num_replicas} replicas"
+    reduce = context.all_reduce
+
+    def all_gather(*args: Any, **kwargs: Any) -> Any:
+        raise ValueError(
+            "policies: under this policy each replica computes its gradient alone, so a train_step can't gather the "
+            "other replicas' parts with all_gather(...); train without the policy, or let each worker have whole "
+            f"batches under ParameterServerStrategy without a policy. {received}"
+        )
+
+    def all_reduce(*args: Any, **kwargs: Any) -> Any:
+        say(
+            "tfdist: policies: all_reduce in a train_step, as of BatchNormalization(synchronized=True), is over each "
+            f"replica's own part of the batch, because replicas compute alone under this policy. {received}"
+        )
+        return reduce(*args, **kwargs)
+
+    return [(context, "all_gather", all_gather), (context, "all_reduce", all_reduce)]
+
+
 class _Nobody:
     """Stands for the strategy where all replicas would meet: there is only one."""
 

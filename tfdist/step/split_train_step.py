@@ -32,7 +32,8 @@ import tensorflow as tf
 from tfdist.compat import common_rows, compiled_losses, keras_variables, optimizer_patches
 from tfdist.data import handle as handles
 from tfdist.data import splitting
-from tfdist.step import empty_parts, global_losses, recording, states, value_changes
+from tfdist.runtime import messages
+from tfdist.step import empty_parts, global_losses, one_replica, recording, states, value_changes
 from tfdist.step import logs as logs_of_metrics
 from tfdist.step.captured_gradients import Applied, apply_if, capture
 from tfdist.step.contribution import Contribution, RowsByShard, add_up, times, weigh
@@ -95,6 +96,7 @@ class SplitTrainStep:
         self._losses = ReplicaLosses(self.model, total_num_replicas, loss_divisor)
         # True if all replicas are known to have equally many examples.
         self._is_even = False
+        self._said: set[str] = set()
 
     @property
     def counters(self) -> list[Any]:
@@ -143,6 +145,9 @@ class SplitTrainStep:
             changed += self._losses.scalars(batch, batch_rows)
         told = logs_of_metrics.MetricResults(self.model.metrics)
         changed += told.changes()
+        if self._total_num_replicas > 1:
+            name = f"{type(self.model).__name__}.train_step"
+            changed += one_replica.without_others(name, self._total_num_replicas, self._say_once)
         with optimizer_patches.attributes(changed), scope:
             compiled_losses.forget_added(self.model)
             # Keras represents None as an empty Optional.
@@ -165,6 +170,12 @@ class SplitTrainStep:
             tuple(times(each.flag.read_value(), weight) for each in layout.applied if each.flag is not None),
             tuple(maxima),
         )
+
+    def _say_once(self, line: str) -> None:
+        """Writes a line; the step may be traced several times."""
+        if line not in self._said:
+            self._said.add(line)
+            messages.say(line)
 
     def _may_be_empty(self, batch: Any) -> bool:
         return self._total_num_replicas > 1 and empty_parts.may_occur([batch]) and empty_parts.are_refused(self.model)
