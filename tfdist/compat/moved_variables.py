@@ -24,8 +24,9 @@ _MOVING = threading.Lock()
 def belongs_to(strategy: Any, variable: Any) -> bool:
     """Returns True if a variable, of Keras or TensorFlow, was made in the strategy's scope, or is yet to be made."""
     value = keras_variables.tf_variable(variable)
-    # A variable in shards has no strategy of its own, unlike its shards.
-    return value is None or hasattr(value, "variables") or keras_variables.strategy_of(value) is strategy
+    # A variable in shards has no strategy of its own, unlike its shards. An attribute of its class, because one that a
+    # metric's variable lacks would be looked for on the sum over all workers: a collective.
+    return value is None or hasattr(type(value), "variables") or keras_variables.strategy_of(value) is strategy
 
 
 def check_scope(strategy: Any, variables: Iterable[Any]) -> None:
