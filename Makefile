@@ -69,7 +69,7 @@ format: venv-dev  ## format, and mend what can be mended by itself
 
 docs: python  ## build the site into site/, strictly (1 minute)
 	@$(PYTHON) .ci/venv.py docs
-	$(BIN)/python .ci/site.py
+	$(BIN)/python .ci/site_pages.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 fuzz: venv  ## train random models on one device and under each strategy; FLAGS="--seed=N --count=1 --strategy=..."

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collects the error messages of tfdist out of its source, for the page "Messages" of the site. Standard library only.
 
-`python .ci/messages.py` prints the page. `.ci/site.py` makes the page of the site with it, so the page is never stale.
+`python .ci/messages.py` prints the page. `.ci/site_pages.py` puts it into the site.
 """
 
 from __future__ import annotations

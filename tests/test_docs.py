@@ -10,6 +10,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import types
 
 import psutil
 import pytest
@@ -350,12 +351,39 @@ def test_ray_page_trains_in_ray(tmp_path: pathlib.Path) -> None:
         assert f"worker:{index} of 2" in done.stdout + done.stderr
 
 
-def test_messages_have_anchors_and_troubleshooting_explains_existing_ones() -> None:
-    spec = importlib.util.spec_from_file_location("messages", ROOT / ".ci" / "messages.py")
+def _ci_module(name: str) -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / ".ci" / f"{name}.py")
     assert spec is not None and spec.loader is not None
-    module = sys.modules["messages"] = importlib.util.module_from_spec(spec)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    found = module.messages()
+    return module
+
+
+def test_site_has_every_public_name_and_every_page() -> None:
+    site = _ci_module("site_pages")
+    shown = {name for names in site.API.values() for name in names if not name.endswith(".*")}
+    assert shown == set(tfdist.__all__) - {"__version__"}
+    assert {name.partition(".")[0] for names in site.API.values() for name in names if name.endswith(".*")} == {
+        "callbacks",
+        "compression",
+        "schedules",
+        "testing",
+    }
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    listed = set(re.findall(r": (\S+\.md)$", nav, re.MULTILINE))
+    generated = {
+        "index.md",
+        "docs/all.md",
+        "docs/flags.md",
+        "docs/messages.md",
+        *(f"docs/api/{name}.md" for name in site.API),
+    }
+    assert listed - generated == {_id(page) for page in PAGES} - {"README.md", "docs/README.md"}
+    assert generated <= listed
+
+
+def test_messages_have_anchors_and_troubleshooting_explains_existing_ones() -> None:
+    found = _ci_module("messages").messages()
     assert len(found) > 400
     assert all(message.anchor for message in found)
     sources = " ".join(path.read_text(encoding="utf-8") for path in (ROOT / "tfdist").rglob("*.py"))

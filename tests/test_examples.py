@@ -59,6 +59,13 @@ def test_synchronous_examples_train_alone(tmp_path: pathlib.Path) -> None:
         print("==", path, flush=True)
         runpy.run_path(path, run_name="__main__")
         keras.mixed_precision.set_dtype_policy("float32")
+    print("== horovod.md", flush=True)
+    import re
+    page = open({str(programs.ROOT / "docs" / "coming_from" / "horovod.md")!r}).read()
+    (after,) = re.findall('```python title="after"\\n(.*?)```', page, re.DOTALL)
+    names = dict(keras=keras, x=X, y=Y)
+    names["make_model"] = lambda: keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    exec(after, names)
     """
     with programs.running(script, tmp_path) as program:
         assert program.wait(250) == 0, program.output
@@ -66,6 +73,8 @@ def test_synchronous_examples_train_alone(tmp_path: pathlib.Path) -> None:
     shown = dict(zip(parts[::2], parts[1::2], strict=True))
     for path in ALONE:
         assert re.search(SHOWS[path.stem], shown[str(path)]), shown[str(path)]
+    assert "Epoch 5/5" in shown["horovod.md"]
+    assert (tmp_path / "model.keras").exists()
 
 
 @pytest.mark.slow
