@@ -174,7 +174,13 @@ _SHOWN_BY: dict[str, dict[str, tuple[str, ...]]] = {
             *_CALLBACKS,
             "test_the_chief_writes_and_everybody_reads",
         ),
-        "auto-shard policy AUTO, DATA": ("test_every_example_of_a_shuffle_is_used_once",),
+        "auto-shard policies": (
+            *("test_every_example_of_a_shuffle_is_used_once", "test_own_data_sets_of_different_lengths_are_all_used"),
+            *(
+                "test_equal_data_sets_that_are_not_sharded_are_divided",
+                "test_files_are_read_once_and_predicted_in_order",
+            ),
+        ),
         "`policies=[...]`": (*_BACKUP, *_WARMUP, *_AVERAGING),
         "gradients of a loop that does not use the strategy": _PLAIN_LOOPS,
         "what `strategy.reduce` or `strategy.gather` returned, as it is": _COMMON,

@@ -345,6 +345,71 @@ def _shown(strategy: Any) -> list[Any]:
     return [model.fit(X, Y, **fit).history, model.evaluate(X, Y, batch_size=8, verbose=0)]
 
 
+class _Reversed(keras.utils.PyDataset):
+    """Its batches are in reversed order in every other epoch."""
+
+    def __init__(self) -> None:
+        super().__init__(workers=2)
+        self.starts = list(range(0, 40, 8))
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, index: int) -> Any:
+        start = self.starts[index]
+        return X[start : start + 8], Y[start : start + 8]
+
+    def on_epoch_end(self) -> None:
+        self.starts.reverse()
+
+
+@_case("order of the data")
+def _order(strategy: Any) -> list[Any]:
+    """Nothing is read before the first step: each iterator of a shuffle has another order."""
+    keras.utils.set_random_seed(3)
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(45, seed=3).batch(batch_size(8))
+    found = []
+    for given in (data, data.map(lambda x, y: (tf.ensure_shape(x, [None, None]), y)), _Reversed()):
+        keras.utils.set_random_seed(3)
+        with strategy.scope():
+            model = training.dense_model()
+            model.compile(OPTIMIZERS.SGD(0.5), "mse", metrics=["mae"])
+        found += [model.fit(given, epochs=3, verbose=0).history, model.get_weights()]
+    return found
+
+
+class _Halves(keras.Model):
+    """Its batches have twice as many examples without a target as with one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = LAYERS.Dense(1)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+    def train_step(self, data: Any) -> Any:
+        unlabelled, (x, y) = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self.dense(x) - y) ** 2) + tf.reduce_mean(self.dense(unlabelled) ** 2)
+        self.optimizer.apply(tape.gradient(loss, self.dense.trainable_variables), self.dense.trainable_variables)
+        return {"loss": loss}
+
+
+@_case("parts of two sizes, known", True)
+@_case("parts of two sizes, unknown", False)
+def _two_sizes(strategy: Any, is_known: bool) -> list[Any]:
+    labelled = tf.data.Dataset.from_tensor_slices((X[:20], Y[:20])).batch(4, drop_remainder=is_known)
+    unlabelled = tf.data.Dataset.from_tensor_slices(X[:40]).batch(8, drop_remainder=is_known)
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = _Halves()
+        model.build((None, 3))
+        model.compile(OPTIMIZERS.SGD(0.1))
+    history = model.fit(tf.data.Dataset.zip((unlabelled, labelled)), epochs=2, verbose=0).history
+    return [history["loss"], model.get_weights()]
+
+
 # Losses of users' code, and penalties.
 
 _LOSSES = {

@@ -304,7 +304,7 @@ class Conformance(Numbers):
         scales = np.ones(3, np.float32)
         data = tf.data.Dataset.from_tensor_slices((X[:40], Y[:40])).batch(8, drop_remainder=size is not None)
         with strategy.scope():
-            model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+            model = Scaled()
             model.compile("sgd", "mse")
         before = model.get_weights()
         message = r"^dataset: .*different (batch sizes|numbers of examples).*Received"
@@ -323,6 +323,19 @@ class Conformance(Numbers):
     def test_policies_that_are_none_are_refused(self, strategy: Any) -> None:
         with pytest.raises(ValueError, match="policies must be a list of policies"):
             type(strategy)(policies=["backup"])
+
+
+class Scaled(keras.Model):
+    """Scales its features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        self.dense.build((None, 3))
+
+    def call(self, inputs: Any) -> Any:
+        scales, x = inputs
+        return self.dense(scales * x)
 
 
 def small(strategy: Any) -> keras.Model:

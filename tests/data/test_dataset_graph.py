@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tfdist.compat import eager_context
 from tfdist.data.dataset_graph import DatasetGraph, rebuild
 
 pytestmark = pytest.mark.devices
@@ -120,6 +121,7 @@ def test_a_global_seed_stays_as_it_is() -> None:
 
 REBUILD = """
 import sys, numpy as np, tensorflow as tf
+from tfdist.compat import eager_context
 from tfdist.data.dataset_graph import rebuild
 text = tf.constant(open(sys.argv[1], "rb").read())
 for _ in range(2):
@@ -274,3 +276,28 @@ def test_without_shuffles_gives_the_elements_in_source_order() -> None:
     graph = DatasetGraph(dataset)
     assert numbers(rebuild(graph.without_shuffles(), graph.element_spec)) == [*range(0, 100, 2)]
     assert sorted(numbers(rebuild(graph.serialize(), graph.element_spec))) == [*range(0, 100, 2)]
+
+
+def test_fingerprint_of_data_sets_made_alike_is_one() -> None:
+    def make(shards: int = 1, factor: int = 2, seed: int | None = None, name: str = "a") -> tf.data.Dataset:
+        mapped = tf.data.Dataset.range(8).shard(shards, 0).map(lambda x: factor * x).cache().shuffle(8, seed=seed)
+        read = tf.data.Dataset.from_tensors(name).interleave(tf.data.TextLineDataset)
+        return tf.data.Dataset.zip((mapped, read)).batch(2)
+
+    first = DatasetGraph(make()).fingerprint()
+    with tf.device("CPU:1"):
+        assert DatasetGraph(make(seed=3)).fingerprint() == first
+    for other in (make(shards=2), make(factor=3), make(name="b")):
+        assert DatasetGraph(other).fingerprint() != first
+
+
+def test_shuffle_with_a_seed_keeps_its_order_beside_a_drawn_seed() -> None:
+    order = numbers(tf.data.Dataset.range(20).shuffle(20, seed=3))
+    eager_context.set_drawn_seed(7)
+    assert numbers(tf.data.Dataset.range(20).shuffle(20, seed=3)) == order
+    unseeded = [numbers(tf.data.Dataset.range(20).shuffle(20)), numbers(tf.data.Dataset.range(20).shuffle(20))]
+    eager_context.set_drawn_seed(8)
+    eager_context.set_drawn_seed(7)
+    assert [numbers(tf.data.Dataset.range(20).shuffle(20)), numbers(tf.data.Dataset.range(20).shuffle(20))] == unseeded
+    tf.random.set_seed(5)
+    assert numbers(tf.data.Dataset.range(20).shuffle(20, seed=3)) != order

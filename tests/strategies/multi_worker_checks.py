@@ -136,6 +136,93 @@ def test_gather_traces_once_for_values_of_all_lengths(strategy: Any) -> None:
     assert gathered.numpy().tolist() == [[0, 1, 1]] * 2
 
 
+def with_policy(data: tf.data.Dataset, name: str) -> tf.data.Dataset:
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy[name]
+    return data.with_options(options)
+
+
+def lines(directory: pathlib.Path) -> tf.data.Dataset:
+    """Pairs of the numbers in three files: the workers have different numbers of them."""
+    paths = [directory / f"{number}.txt" for number in range(3)]
+    if index() == 0:
+        for number, path in enumerate(paths):
+            path.write_text("\n".join(str(each) for each in range(7 * number, 7 * number + 7)))
+    read = tf.data.TextLineDataset([str(path) for path in paths])
+    doubled = read.map(lambda line: tf.reshape(tf.strings.to_number(line), [1])).map(
+        lambda number: (number, 0 * number)
+    )
+    return doubled.batch(4)
+
+
+@pytest.fixture
+def doubling(strategy: Any) -> keras.Model:
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.Input((1,)), keras.layers.Rescaling(2.0), keras.layers.Dense(1, use_bias=False)]
+        )
+        model.compile(keras.optimizers.SGD(0.0), loss="mse", metrics=[lambda y, predicted: y])
+    model.set_weights([np.ones((1, 1), np.float32)])
+    return model
+
+
+def means(model: keras.Model, data: Any) -> list[float]:
+    """The mean of the targets that `evaluate` and two epochs of `fit` use."""
+    (key,) = set(model.evaluate(data, verbose=0, return_dict=True)) - {"loss"}
+    fitted = model.fit(data, epochs=2, verbose=0).history[key]
+    return [model.evaluate(data, verbose=0, return_dict=True)[key], *fitted]
+
+
+def pairs() -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices((NUMBERS, NUMBERS))
+
+
+def test_equal_data_sets_that_are_not_sharded_are_divided(doubling: keras.Model) -> None:
+    """As a warning of TensorFlow's advises: every worker has all data."""
+    data = with_policy(pairs().map(lambda x, y: (x + 0, y)).batch(4), "OFF")
+    assert means(doubling, data) == pytest.approx([10.0] * 3)
+    np.testing.assert_allclose(doubling.predict(data, verbose=0), 2 * NUMBERS)
+
+
+def test_own_data_sets_of_different_lengths_are_all_used(strategy: Any, doubling: keras.Model) -> None:
+    """Worker 0 has 15 examples in 4 batches, and the other one 6 in 2."""
+    own = pairs().skip(15) if index() else pairs().take(15)
+    steps: list[int] = []
+    count = CALLBACKS.LambdaCallback(on_train_batch_end=lambda batch, logs: steps.append(batch))
+    data = with_policy(own.batch(4), "OFF")
+    assert means(doubling, data) == pytest.approx([10.0] * 3)
+    doubling.fit(data, verbose=0, callbacks=[count])
+    assert len(steps) == 8
+    assert means(doubling, strategy.distribute_datasets_from_function(lambda _: own.batch(4))) == [10.0] * 3
+    with pytest.raises(ValueError, match=r"^predict: each worker has other examples, .*Received: AutoShardPolicy.OFF"):
+        doubling.predict(data, verbose=0)
+
+
+def test_data_of_which_nobody_knows_whose_they_are_are_refused(strategy: Any, doubling: keras.Model) -> None:
+    signature = (tf.TensorSpec([1]), tf.TensorSpec([1]))
+    numbers = ((number, number) for number in NUMBERS)
+    generated = tf.data.Dataset.from_generator(lambda: numbers, output_signature=signature)
+    for make, message in (
+        (lambda: with_policy(generated.batch(4), "OFF"), "a Python generator may be the same on all or not"),
+        (lambda: with_policy(pairs().batch(4), "HINT"), "AutoShardPolicy.HINT and without dataset.shard"),
+        (lambda: with_policy(pairs().batch(4), "FILE"), "AutoShardPolicy.FILE needs a data set that reads files"),
+        (lambda: with_policy(pairs().batch(4), "OFF" if index() else "AUTO"), "must be given the same data set"),
+        (lambda: pairs().take(20 + index()).batch(4), "must be given the same data set"),
+    ):
+        with pytest.raises(ValueError, match=f"^dataset: .*{message}"):
+            doubling.fit(make(), verbose=0)
+    endless = pairs().batch(4).repeat() if index() else pairs().batch(4)
+    with pytest.raises(ValueError, match=r"must have an end, or none.*Received: endless on worker:1 only"):
+        strategy.distribute_datasets_from_function(lambda _: endless)
+
+
+def test_files_are_read_once_and_predicted_in_order(tmp_path: pathlib.Path, both: Both, doubling: keras.Model) -> None:
+    data = with_policy(lines(tmp_path), "FILE")
+    both(None)  # the files are written
+    assert doubling.evaluate(data, verbose=0)[0] == pytest.approx(np.mean((2 * NUMBERS) ** 2))
+    np.testing.assert_allclose(doubling.predict(data, verbose=0), 2 * NUMBERS)
+
+
 # Variables.
 
 

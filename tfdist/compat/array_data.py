@@ -16,10 +16,12 @@ from typing import Any
 
 import tensorflow as tf
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
 NEEDS = (
     "keras.src.trainers.data_adapters.array_data_adapter:ArrayDataAdapter._shuffle",
     "keras.src.trainers.data_adapters.array_data_adapter:ArrayDataAdapter.num_batches",
+    "keras.src.trainers.data_adapters.tf_dataset_adapter:TFDatasetAdapter._dataset",
     "keras.src.trainers.epoch_iterator:EpochIterator.data_adapter",
 )
 
@@ -55,6 +57,16 @@ def sized(dataset: tf.data.Dataset, epoch_iterator: Any) -> tf.data.Dataset:
     if not _is_of_arrays(epoch_iterator) or int(dataset.cardinality()) != tf.data.UNKNOWN_CARDINALITY:
         return dataset
     return dataset.apply(tf.data.experimental.assert_cardinality(epoch_iterator.data_adapter.num_batches))
+
+
+def count_batches_of(epoch_iterator: Any, distributed: Any) -> None:
+    """Makes Keras take the number of batches from a distributed data set, if it has made `tf.data` of the user's that.
+
+    For the first argument see `untuned`.
+    """
+    adapter = getattr(epoch_iterator, "data_adapter", None)
+    if isinstance(adapter, TFDatasetAdapter):
+        adapter._dataset = distributed
 
 
 def is_in_order(epoch_iterator: Any) -> bool:

@@ -17,6 +17,7 @@ from tensorflow.python.framework import composite_tensor
 NEEDS = (
     "keras.src.trainers.data_adapters:is_tf_dataset",
     "tensorflow.python.distribute.input_lib:DistributedDataset._enable_get_next_as_optional",
+    "tensorflow.python.distribute.input_lib:DistributedDatasetsFromFunction._cardinality",
     "tensorflow.python.distribute.input_lib:DistributedDataset._type_spec",
     "tensorflow.python.framework.composite_tensor:CompositeTensor._type_spec",
 )
@@ -47,3 +48,8 @@ CompositeBatch = composite_tensor.CompositeTensor
 def assume_full_batches(distributed: Any) -> None:
     """Says that each batch has a part for every replica of every worker: TensorFlow would ask, for each batch."""
     distributed._enable_get_next_as_optional = False
+
+
+def set_length(distributed: Any, steps: int) -> None:
+    """Says how many steps a pass has on all workers: TensorFlow takes the number of this worker's own elements."""
+    distributed._cardinality = steps

@@ -8,12 +8,16 @@ and the coordination service, which keeps text under keys for all workers, is re
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import FrameType
+from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.distribute import collective_all_reduce_strategy
 from tensorflow.python.eager import context, execute
+from tensorflow.python.framework import random_seed
+
+from tfdist.compat import replacing
 
 NEEDS = (
     "tensorflow.python.distribute.collective_all_reduce_strategy:coordination_config_pb2.CoordinatedJob",
@@ -28,17 +32,47 @@ NEEDS = (
     "tensorflow.python.eager.context:Context.set_config_key_value",
     "tensorflow.python.eager.context:context",
     "tensorflow.python.eager.context:global_seed",
+    "tensorflow.python.framework.random_seed:DEFAULT_GRAPH_SEED",
+    "tensorflow.python.framework.random_seed:get_seed(op_seed)",
     "tensorflow.python.eager.execute:execute_with_cancellation(op_name)",
     "tensorflow.python.eager.execute:quick_execute(op_name)",
 )
 
 _EXECUTIONS = {function.__code__ for function in (execute.quick_execute, execute.execute_with_cancellation)}
 _COLLECTIVE = "Collective"
+_drawn_seed: int | None = None
 
 
 def global_seed() -> int | None:
     """The seed that `tf.random.set_seed` was given last, or None."""
     return context.global_seed()
+
+
+def set_drawn_seed(seed: int) -> None:
+    """Sets the global seed for random operations without a seed of their own, where the program has set none.
+
+    The others have the seeds of a program without a global seed: `Dataset.shuffle(seed=3)` has its order on one device.
+    TensorFlow would mix the two seeds, so its function for that is replaced, once in a process.
+    """
+    global _drawn_seed
+    _drawn_seed = seed
+    replacing.once(random_seed, "get_seed", _without_drawn_seed)
+    if global_seed() != seed:
+        tf.random.set_seed(seed)
+
+
+def is_drawn_seed(seed: int | None) -> bool:
+    """Returns True for the seed that `set_drawn_seed` has set."""
+    return seed is not None and seed == _drawn_seed
+
+
+def _without_drawn_seed(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def get_seed(op_seed: Any) -> Any:
+        current = context.global_seed() if tf.executing_eagerly() else tf.compat.v1.get_default_graph().seed
+        seeds = original(op_seed)
+        return (random_seed.DEFAULT_GRAPH_SEED, seeds[1]) if op_seed is not None and is_drawn_seed(current) else seeds
+
+    return get_seed
 
 
 def has_begun() -> bool:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Explains in one line why the first batch of a distributed data set can't be read.
+"""Explains in one line why a batch of a distributed data set can't be read.
 
-TensorFlow wraps what a data set raises into lines about its own operations. Keras reads a first batch outside of any
-graph, before it trains, with an iterator of a class that the stock strategy chooses: no public way gives it another.
+TensorFlow wraps what a data set raises into lines about its own operations. In Keras' loops `step_errors` asks the data
+set for an explanation. Other loops read the first batch with an iterator of a class that the stock strategy chooses: no
+public way gives them another.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ Explain = Callable[[tf.errors.InvalidArgumentError], Exception | None]
 
 
 def explained(distributed: Any, explain: Explain) -> Any:
-    """The distributed data set, whose first batch raises what `explain` makes of TensorFlow's error, if anything."""
+    """The distributed data set; it raises what `explain` makes of TensorFlow's error, if anything.
+
+    In Keras' loops with any batch, in others with the first.
+    """
     distributed.__class__ = _explaining(type(distributed))
     distributed._tfdist_explain = explain
     return distributed
@@ -32,7 +36,11 @@ def _explaining(kind: Any) -> type:
             iterator.get_next = _first_of(iterator, self._tfdist_explain)
         return iterator
 
-    return type(kind.__name__, (kind,), {"__iter__": iterate, "__doc__": kind.__doc__})
+    def raised_in_step(self: Any, error: Exception) -> Exception | None:
+        return self._tfdist_explain(error) if isinstance(error, tf.errors.InvalidArgumentError) else None
+
+    members = {"__iter__": iterate, "raised_in_step": raised_in_step, "__doc__": kind.__doc__}
+    return type(kind.__name__, (kind,), members)
 
 
 def _first_of(iterator: Any, explain: Explain) -> Callable[..., Any]:

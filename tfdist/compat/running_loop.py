@@ -19,7 +19,6 @@ from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 NEEDS = (
     "keras.src.backend.tensorflow.trainer:TensorFlowTrainer._get_metrics_result_or_logs",
     "keras.src.backend.tensorflow.trainer:TensorFlowTrainer._make_function(self, step_function, function)",
-    "keras.src.backend.tensorflow.trainer:TensorFlowTrainer._maybe_symbolic_build(self, iterator)",
     "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.evaluate(self)",
     "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.fit(self, callbacks, end_step, iterator, logs)",
     "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.predict(self)",
@@ -29,15 +28,11 @@ NEEDS = (
 )
 
 FIT = inspect.unwrap(TensorFlowTrainer.fit).__code__
-_OTHERS = {
-    inspect.unwrap(function).__code__
-    for function in (TensorFlowTrainer.evaluate, TensorFlowTrainer.predict, TensorFlowTrainer._maybe_symbolic_build)
-}
+_OTHERS = {inspect.unwrap(function).__code__ for function in (TensorFlowTrainer.evaluate, TensorFlowTrainer.predict)}
 _CALLS = {
     inspect.unwrap(getattr(TensorFlowTrainer, name)).__code__
     for name in ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 }
-_BUILD = inspect.unwrap(TensorFlowTrainer._maybe_symbolic_build).__code__
 # What Keras makes of a step: it takes the batches of an execution from an iterator, with `zip`.
 _EXECUTION = next(
     constant
@@ -56,20 +51,6 @@ class Fit(NamedTuple):
 
     model: Any
     callbacks: Any
-
-
-class Build(NamedTuple):
-    """A model that Keras is about to build, as each call but `predict` does before anything else.
-
-    Attributes:
-      model: the model.
-      iterator: Keras' epoch iterator, or None.
-      step: the method that the call hands to `run`.
-    """
-
-    model: Any
-    iterator: Any
-    step: str
 
 
 def call_frame(frame: FrameType | None) -> FrameType | None:
@@ -99,16 +80,6 @@ def predicting_model() -> Any:
     frame = call_frame(sys._getframe(1))
     is_prediction = frame is not None and frame.f_code.co_name in ("predict", "predict_on_batch")
     return frame.f_locals.get("self") if is_prediction else None
-
-
-def build_in_caller() -> Build | None:
-    """The building of a model in which Keras calls the method that calls this; None if somebody else calls it."""
-    frame = sys._getframe(2)
-    if frame.f_code is not _BUILD:
-        return None
-    caller = frame.f_back.f_code.co_name if frame.f_back is not None else ""
-    step = "test_step" if caller in ("evaluate", "test_on_batch") else "train_step"
-    return Build(frame.f_locals["self"], frame.f_locals["iterator"], step)
 
 
 def calling_object() -> Any:

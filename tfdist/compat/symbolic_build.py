@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds a model, its loss and its metrics where Keras' own way fails under a distribution strategy.
 
-Keras does that with a stand-in for the batch that has its shape and dtype alone, so that a model which takes a ragged
+Under a strategy Keras takes a batch for that from an iterator of its own, before the first step: the order of a
+shuffle, an epoch of a `PyDataset` and the batches of a generator are then not those of one device. So the strategy
+builds from the specs of the data, and nothing is read: Keras' `_maybe_symbolic_build` is replaced, once in a process,
+and stays as it is for strategies without the method `build_model`.
+
+Keras builds with a stand-in for the batch that has its shape and dtype alone, so that a model which takes a ragged
 or sparse tensor finds a dense one. And it keeps what a metric writes, so that a write in one branch of a conditional is
 read in the other, which is an error. There is no public way to have it done otherwise: once all is built Keras leaves
 it alone.
@@ -16,11 +21,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src import backend
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.trainers.data_adapters import data_adapter_utils
 
-from tfdist.compat import flat_layers, own_attributes
+from tfdist.compat import flat_layers, own_attributes, replacing, running_loop
 
 NEEDS = (
+    "keras.src.backend.tensorflow.trainer:TensorFlowTrainer._distribute_strategy",
+    "keras.src.backend.tensorflow.trainer:TensorFlowTrainer._maybe_symbolic_build(self, iterator)",
+    "keras.src.backend.tensorflow.trainer:TFEpochIterator._distributed_dataset",
     "keras.src.backend:compute_output_spec",
     "keras.src.backend:standardize_dtype",
     "keras.src.layers.layer:Layer._call_has_training_arg",
@@ -31,12 +40,39 @@ NEEDS = (
     "keras.src.trainers.trainer:Trainer._symbolic_build(data_batch)",
 )
 
+_RAGGED = tf.RaggedTensor | tf.RaggedTensorSpec
+_SPARSE = tf.SparseTensor | tf.SparseTensorSpec
 # Models that `build` has called, and that Keras is about to build.
 _called: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
+def install() -> None:
+    """From now on Keras leaves the building of a model to `build_model` of its strategy, if that has such a method.
+
+    It is called with the model, the distributed data set of the call or a batch, and the name of the step.
+    """
+    replacing.once(TensorFlowTrainer, "_maybe_symbolic_build", _left_to_strategy)
+
+
+def _left_to_strategy(original: Callable[..., None]) -> Callable[..., None]:
+    def build_before_call(self: Any, iterator: Any = None, data_batch: Any = None) -> None:
+        build_model = getattr(self._distribute_strategy, "build_model", None)
+        if build_model is None:
+            original(self, iterator=iterator, data_batch=data_batch)
+            return
+        step = "test_step" if running_loop.call_name() in ("evaluate", "test_on_batch") else "train_step"
+        build_model(self, data_batch if iterator is None else iterator._distributed_dataset, step)
+
+    return build_before_call
+
+
 def build(model: keras.Model, batch: Any) -> None:
-    """Builds the unbuilt parts of a model, if the batch has ragged or sparse parts or metrics are unbuilt."""
+    """Builds the unbuilt parts of a model, if the batch has ragged or sparse parts or metrics are unbuilt.
+
+    Args:
+      model: the model.
+      batch: a batch, or its specs.
+    """
     loss, has_metrics, has_dense = model._compile_loss, has_unbuilt_metrics(model), is_dense(batch)
     if has_dense and not has_metrics:
         return
@@ -67,8 +103,8 @@ def has_unbuilt_metrics(model: keras.Model) -> bool:
 
 
 def is_dense(batch: Any) -> bool:
-    """Returns True if a batch has no ragged and no sparse tensor."""
-    return not any(isinstance(leaf, tf.RaggedTensor | tf.SparseTensor) for leaf in tf.nest.flatten(batch))
+    """Returns True if a batch, or what its specs describe, has no ragged and no sparse tensor."""
+    return not any(isinstance(leaf, _RAGGED | _SPARSE) for leaf in tf.nest.flatten(batch))
 
 
 def by_keras(model: keras.Model, batch: Any) -> None:
@@ -140,4 +176,4 @@ def _symbolic(leaf: Any) -> Any:
     if isinstance(leaf, keras.KerasTensor) or not hasattr(leaf, "shape"):
         return leaf
     dtype = backend.standardize_dtype(leaf.dtype)
-    return keras.KerasTensor(leaf.shape, dtype, sparse=isinstance(leaf, tf.SparseTensor))
+    return keras.KerasTensor(leaf.shape, dtype, sparse=isinstance(leaf, _SPARSE))

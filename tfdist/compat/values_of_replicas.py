@@ -10,16 +10,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tensorflow.python.distribute import distribute_utils
+import tensorflow as tf
+from tensorflow.python.distribute import distribute_utils, values
 
-NEEDS = ("tensorflow.python.distribute.distribute_utils:regroup",)
+NEEDS = (
+    "tensorflow.python.distribute.distribute_utils:regroup",
+    "tensorflow.python.distribute.values:PerReplicaSpec._value_specs",
+)
 
 
-def of(values: Sequence[Any], always_wrap: bool = True) -> Any:
+def of(parts: Sequence[Any], always_wrap: bool = True) -> Any:
     """Returns a distributed value, or a structure of these, from the values of this process' replicas in order.
 
     Args:
-      values: a value, or a structure of values, for each replica.
+      parts: a value, or a structure of values, for each replica.
       always_wrap: whether one object that all replicas have becomes a distributed value too.
     """
-    return distribute_utils.regroup(tuple(values), always_wrap=always_wrap)
+    return distribute_utils.regroup(tuple(parts), always_wrap=always_wrap)
+
+
+def first_spec(specs: Any) -> Any:
+    """Returns the structure of `tf.TypeSpec`s of the first replica's values, of which `specs` are the specs."""
+    return tf.nest.map_structure(
+        lambda spec: spec._value_specs[0] if isinstance(spec, values.PerReplicaSpec) else spec, specs
+    )

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -22,6 +23,11 @@ _SEED_INPUTS = {
     "RandomDatasetV2": (0, 1),
     "SamplingDataset": (2, 3),
 }
+# Attributes of operations that differ between processes with the same data set.
+_PROCESS_ATTRIBUTES = frozenset(
+    {"_class", "config", "config_proto", "container", "metadata", "seed", "seed2", "shared_name", "token"}
+)
+_HANDLES = (tf.resource.as_datatype_enum, tf.variant.as_datatype_enum)
 # How the names of data sets begin: those that make batches of single elements, those without which the first element
 # is there sooner, and those that pass elements on as they are.
 _BATCHING = ("BatchDataset", "PaddedBatchDataset", "ParallelBatchDataset")
@@ -51,6 +57,21 @@ class DatasetGraph:
     def lives_in_python(self) -> bool:
         """True if the data set depends on this process: on a generator, `tf.py_function`, or a variable in a map."""
         return any(node.op in _LOCAL_OPERATIONS for nodes in self._bodies() for node in nodes)
+
+    @property
+    def is_generated(self) -> bool:
+        """True if its elements come from a Python generator, of which the operations say nothing."""
+        return any(node.op == "GeneratorDataset" for nodes in self._bodies() for node in nodes)
+
+    @property
+    def has_shard_hints(self) -> bool:
+        """True if `dataset.shard(tf.data.experimental.SHARD_HINT, ...)` leaves the number of shards to TensorFlow."""
+        for nodes in map(list, self._bodies()):
+            constants = {node.name: node for node in nodes if node.op == "Const"}
+            counts = [node.input[1].split(":")[0] for node in nodes if node.op == "ShardDataset"]
+            if any(name in constants and _value(constants[name]) == tf.data.experimental.SHARD_HINT for name in counts):
+                return True
+        return False
 
     @property
     def caches(self) -> bool:
@@ -99,6 +120,26 @@ class DatasetGraph:
                 elif "seed" in node.attr and "seed2" in node.attr and not (node.attr["seed"].i or node.attr["seed2"].i):
                     node.attr["seed"].i, node.attr["seed2"].i = _draw(draw), _draw(draw)
 
+    def fingerprint(self) -> str:
+        """Returns text that differs where operations, constants, arrays or file names differ.
+
+        Seeds don't count, and neither do devices and the names of functions, tables, caches and random state.
+        (`tf.data.Dataset.fingerprint` gives another number each time where functions are mapped.)
+        """
+        functions = {function.signature.name: function for function in self._graph.library.function}
+        digests: dict[str, str] = {}
+
+        def of_function(name: str) -> str:
+            if name in functions and name not in digests:
+                digests[name] = ""  # if it calls itself
+                function = functions[name]
+                inputs = [each.name for each in function.signature.input_arg]
+                outputs = [function.ret[each.name] for each in function.signature.output_arg]
+                digests[name] = _digest(function.node_def, of_function, inputs, outputs)
+            return digests.get(name, name)
+
+        return _digest(self._graph.node, of_function)
+
     def _forget_resources(self) -> None:
         """Lets whoever rebuilds the data set make its random state and its caches anew.
 
@@ -125,6 +166,38 @@ class DatasetGraph:
 def rebuild(graph: tf.Tensor, element_spec: Any) -> tf.data.Dataset:
     """The data set that `DatasetGraph.serialize` wrote."""
     return tf.data.experimental.from_variant(tf.raw_ops.DatasetFromGraph(graph_def=graph), element_spec)
+
+
+def _digest(
+    nodes: Sequence[Any], of_function: Callable[[str], str], inputs: Sequence[str] = (), outputs: Sequence[str] = ()
+) -> str:
+    """Returns a digest of the operations of a graph, or of a function with these inputs and outputs."""
+    places = {name: f"input {index}" for index, name in enumerate(inputs)}
+    places |= {node.name: str(index) for index, node in enumerate(nodes)}
+    seeds = {node.input[position].split(":")[0] for node in nodes for position in _SEED_INPUTS.get(node.op, ())}
+    digest = hashlib.blake2b(digest_size=16)
+
+    def add(*texts: Any) -> None:
+        for text in texts:
+            digest.update(text if isinstance(text, bytes) else str(text).encode())
+            digest.update(b"\0")
+
+    def place(name: str) -> str:
+        node, *output = name.removeprefix("^").split(":")
+        return ":".join([places.get(node, node), *output])
+
+    for node in nodes:
+        add(node.op, *map(place, node.input))
+        for key in sorted(set(node.attr) - _PROCESS_ATTRIBUTES):
+            value = node.attr[key]
+            is_of_process = node.name in seeds or value.tensor.dtype in _HANDLES
+            called = [value.func] if value.HasField("func") else value.list.func
+            if called:
+                add(key, *(of_function(function.name) for function in called))
+            elif key != "value" or not is_of_process:
+                add(key, value.SerializeToString(deterministic=True))
+    add(*map(place, outputs))
+    return digest.hexdigest()
 
 
 def _seed_inputs(node: Any, constants: dict[str, Any], draw: random.Random) -> None:

@@ -37,7 +37,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.compat import distributed_data, running_loop
+from tfdist.compat import distributed_data, running_loop, values_of_replicas
 from tfdist.data import splitting
 
 _PASS_NUMBER = tf.TensorSpec([], tf.int64)
@@ -231,6 +231,11 @@ class DistributedDataset(distributed_data.DistributedDatasetBase):
         return self.whole.element_spec
 
     @property
+    def part_spec(self) -> Any:
+        """The structure of `tf.TypeSpec`s of the part of a batch that a replica computes with."""
+        return values_of_replicas.first_spec(self.element_spec)
+
+    @property
     def cardinality(self) -> int:
         """Batches in one pass, or one of tf.data's constants for an unknown or endless number."""
         return int(self.own.cardinality())
@@ -241,7 +246,8 @@ class DistributedDataset(distributed_data.DistributedDatasetBase):
 
     def raised_in_step(self, error: Exception) -> BaseException | None:
         """Returns the exception that `fit` raises in place of a step's error, or None; see `Engine.raised_in_step`."""
-        return self._engine.raised_in_step(error)
+        is_of_data = isinstance(error, tf.errors.InvalidArgumentError)
+        return self._engine.raised_in_step(error) or (splitting.explain(error) if is_of_data else None)
 
     def __iter__(self) -> Any:
         if not tf.executing_eagerly():
@@ -335,6 +341,17 @@ class HandleIterator:
 def is_optional(leaf: Any) -> bool:
     """Returns True if a leaf of a batch is a `tf.experimental.Optional`, Keras' form of None, or its spec."""
     return isinstance(leaf, tf.experimental.Optional | tf.OptionalSpec)
+
+
+def part_spec(distributed: Any) -> Any:
+    """The structure of `tf.TypeSpec`s of a replica's part of a batch, of any distributed data set.
+
+    A part of a batch that is always None is None here too.
+    """
+    is_own = isinstance(distributed, DistributedDataset)
+    spec = distributed.part_spec if is_own else values_of_replicas.first_spec(distributed.element_spec)
+    is_none = lambda leaf: is_optional(leaf) or getattr(leaf, "value_type", None) is type(None)  # noqa: E731
+    return tf.nest.map_structure(lambda leaf: None if is_none(leaf) else leaf, spec)
 
 
 def without_optionals(batch: Any) -> Any:

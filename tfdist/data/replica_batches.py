@@ -143,6 +143,11 @@ class ReplicaDataset(handles.CountedDataset):
         """The structure of `tf.TypeSpec`s of a whole batch, or of a part if it has no whole ones."""
         return self.own.element_spec
 
+    @property
+    def part_spec(self) -> Any:
+        """See `DistributedDataset.part_spec`."""
+        return splitting.part_spec(self.element_spec, self.num_parts) if self.is_whole else self.element_spec
+
     def iterate(self) -> ReplicaIterator:
         """Opens a pass over the data."""
         return ReplicaIterator(self)

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Splitting of a global batch into the replicas' parts.
 
+Components of a batch may have different numbers of examples, such as 40 unlabelled and 20 labelled ones, if the
+replicas divide each of them evenly.
+
 The batch that the user's data set yields is the global batch. Of its n examples, part p of P has the indices from
 n*p//P up to n*(p+1)//P: parts differ by one example at most, and every example is in exactly one part. Every replica
 takes part in every step, even with an empty part. TensorFlow's own rebatching fills the first parts completely, so that
@@ -22,7 +25,10 @@ _SHUFFLE_BATCHES = 64
 _TENSORS = (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)
 _DIFFERENT_EXAMPLES = "the components of a batch have different numbers of examples"
 _REMEDY = "repeat what is the same for all examples with tf.repeat, or keep it in the model"
-_UNEVEN = f"dataset: {_DIFFERENT_EXAMPLES}, and can't be divided among replicas; {_REMEDY}. Received examples:"
+_UNEVEN = (
+    f"dataset: {_DIFFERENT_EXAMPLES}, and can't be divided among replicas, because not all of them divide evenly; "
+    f"{_REMEDY}. Received examples:"
+)
 
 
 def deal(dataset: tf.data.Dataset, parts: Sequence[int | tf.Tensor], num_parts: int) -> tf.data.Dataset:
@@ -91,25 +97,36 @@ def check_batched(element_spec: Any, num_parts: int) -> None:
             f"dataset: its elements have no batch dimension to divide among {num_parts} replicas; "
             f"call .batch(global_batch_size) on it. Received: element_spec={element_spec}"
         )
-    sizes = {size for size in map(_static_rows, specs) if size is not None}
-    if num_parts > 1 and len(sizes) > 1:
+    sizes = [size for size in map(_static_rows, specs) if size is not None]
+    # A size that is fixed, beside others that are open, is that of a table, for example.
+    if num_parts > 1 and not _can_be_divided(sizes, num_parts, is_fixed=len(sizes) == len(specs)):
         raise ValueError(
-            f"dataset: components of its elements have different batch sizes, and can't be divided among {num_parts} "
-            f"replicas; {_REMEDY}. Received: batch sizes {sorted(sizes)}, element_spec={element_spec}"
+            f"dataset: components of its elements have different batch sizes, and can't be divided evenly among "
+            f"{num_parts} replicas; {_REMEDY}. Received: batch sizes {sorted(set(sizes))}, element_spec={element_spec}"
         )
 
 
+def _can_be_divided(sizes: Sequence[int], num_parts: int, is_fixed: bool = True) -> bool:
+    return len(set(sizes)) <= 1 or (is_fixed and not any(size % num_parts for size in sizes))
+
+
+def has_one_size(element_spec: Any) -> bool:
+    """Returns True unless components of a batch are known to have different numbers of examples."""
+    sizes = {_static_rows(spec) for spec in tf.nest.flatten(element_spec) if hasattr(spec, "shape")}
+    return len(sizes - {None}) <= 1
+
+
 def check_examples(batch: Any, num_parts: int) -> None:
-    """Raises ValueError unless all components of an eager batch have as many examples."""
+    """Raises ValueError unless the components of an eager batch have as many examples, or all divide evenly."""
     counts = {
         "".join(f"[{key!r}]" for key in path): int(_rows(leaf))
         for path, leaf in keras.tree.flatten_with_path(batch)
         if isinstance(leaf, _TENSORS) and leaf.shape.rank != 0
     }
-    if len(set(counts.values())) > 1:
+    if not _can_be_divided(list(counts.values()), num_parts):
         received = ", ".join(f"{count} in batch{path}" for path, count in counts.items())
         raise ValueError(
-            f"dataset: {_DIFFERENT_EXAMPLES}, and can't be divided among {num_parts} replicas; {_REMEDY}. "
+            f"dataset: {_DIFFERENT_EXAMPLES}, and can't be divided evenly among {num_parts} replicas; {_REMEDY}. "
             f"Received examples: {received}"
         )
 
@@ -140,41 +157,49 @@ def cut(batch: Any, part: int | tf.Tensor, num_parts: int) -> Any:
     """Part number `part` (a Python integer or int64 scalar) of `num_parts` of a batch."""
     if isinstance(num_parts, int) and num_parts == 1:
         return batch
-    size = static_size(batch)
-    total = _checked_rows(batch)
-    start, stop = total * part // num_parts, total * (part + 1) // num_parts
+    totals = iter(_checked_rows(batch, num_parts))
 
     def cut_one(leaf: Any) -> Any:
-        if isinstance(leaf, tf.SparseTensor):
-            begin = tf.concat([[start], tf.zeros([leaf.shape.rank - 1], tf.int64)], 0)
-            extent = tf.concat([[stop - start], leaf.dense_shape[1:]], 0)
-            return tf.sparse.slice(leaf, begin, extent)
-        if not isinstance(leaf, tf.Tensor | tf.RaggedTensor):
+        if not isinstance(leaf, _TENSORS):
             return leaf  # an empty Optional: Keras' way to say None
-        piece = leaf[start:stop]
+        total, size = next(totals), _static_rows(leaf)
         # All pieces must have one type: a size is part of it only if all of them have it.
         known = size // num_parts if size is not None and size % num_parts == 0 else None
-        return piece if isinstance(piece, tf.RaggedTensor) else _with_size(piece, known)
+        return _rows_of(leaf, total * part // num_parts, total * (part + 1) // num_parts, known)
 
     return tf.nest.map_structure(cut_one, batch)
 
 
-def _checked_rows(batch: Any) -> tf.Tensor | int:
-    """The number of examples, once all components are known to have so many."""
+def _rows_of(leaf: Any, start: Any, stop: Any, known: int | None) -> Any:
+    if isinstance(leaf, tf.SparseTensor):
+        begin = tf.concat([[start], tf.zeros([leaf.shape.rank - 1], tf.int64)], 0)
+        extent = tf.concat([[stop - start], leaf.dense_shape[1:]], 0)
+        return tf.sparse.slice(leaf, begin, extent)
+    piece = leaf[start:stop]
+    return piece if isinstance(piece, tf.RaggedTensor) else _with_size(piece, known)
+
+
+def _checked_rows(batch: Any, num_parts: int) -> list[tf.Tensor | int]:
+    """The number of examples of each tensor in a batch, once it is known that they can be divided."""
     tensors = [leaf for leaf in tf.nest.flatten(batch) if isinstance(leaf, _TENSORS)]
-    known = {_static_rows(leaf) for leaf in tensors}
-    if len(known) == 1 and None not in known:
-        return known.pop()
-    total, *others = (_rows(leaf) for leaf in tensors if tf.TensorShape(leaf.shape).rank != 0)
-    if not others:
-        return total
-    counts = tf.stack([total, *others])
-    if tf.executing_eagerly():
-        if len(set(counts.numpy().tolist())) > 1:
-            raise ValueError(f"{_UNEVEN} {counts.numpy().tolist()}")
-        return total
-    with tf.control_dependencies([tf.debugging.Assert(tf.reduce_all(counts == total), [_UNEVEN, counts])]):
-        return tf.identity(total)
+    known = [_static_rows(leaf) for leaf in tensors]
+    if None not in known and _can_be_divided(known, num_parts):
+        return known
+    counted = [leaf for leaf in tensors if tf.TensorShape(leaf.shape).rank != 0]
+    counts = [_rows(leaf) for leaf in counted]
+    if len(counts) > 1 and tf.executing_eagerly():
+        sizes = [int(count) for count in counts]
+        if not _can_be_divided(sizes, num_parts):
+            raise ValueError(f"{_UNEVEN} {sizes}")
+    elif len(counts) > 1:
+        stacked = tf.stack(counts)
+        can_be_divided = tf.reduce_all(stacked == counts[0])
+        if len({size is None for size in map(_static_rows, counted)}) == 1:
+            can_be_divided |= tf.reduce_all(stacked % num_parts == 0)
+        with tf.control_dependencies([tf.debugging.Assert(can_be_divided, [_UNEVEN, stacked])]):
+            counts = [tf.identity(count) for count in counts]
+    found = iter(counts)
+    return [next(found) if tf.TensorShape(leaf.shape).rank != 0 else counts[0] for leaf in tensors]
 
 
 def explain(error: tf.errors.InvalidArgumentError) -> ValueError | None:
@@ -195,8 +220,10 @@ def part_spec(element_spec: Any, num_parts: int) -> Any:
 
 def empty(batch: Any) -> Any:
     """No example of a batch."""
-    # Of more parts than a batch has examples the first one is empty.
-    return cut(batch, 0, 2**40)
+    none = tf.zeros([], tf.int64)
+    return tf.nest.map_structure(
+        lambda leaf: _rows_of(leaf, none, none, None) if isinstance(leaf, _TENSORS) else leaf, batch
+    )
 
 
 def any_size(batch: Any) -> Any:

@@ -18,7 +18,6 @@ from tfdist.compat import (
     creation_lines,
     decorated_methods,
     exports,
-    generators,
     global_seeds,
     instance_keys,
     late_builds,
@@ -32,7 +31,7 @@ from tfdist.compat import (
     variable_numbers,
 )
 from tfdist.compat.optimizer_patches import SumGradients
-from tfdist.data.handle import BatchHandle
+from tfdist.data.handle import BatchHandle, part_spec
 from tfdist.engines.averaging.engine import AveragingEngine
 from tfdist.engines.warmup.engine import WarmupEngine
 from tfdist.policies.base import Aggregation
@@ -65,12 +64,19 @@ class KerasSteps(tf.distribute.Strategy, Closing):
     def scope(self) -> Any:
         """See the stock `scope`."""
         self._was_entered = True
-        # Where a data set is distributed already, this is how Keras begins.
-        build = running_loop.build_in_caller()
-        if build is not None:
-            overlapping_loops.begin(self, self._is_exclusive)
-            rehearsal.before_keras(self, build.model, build.step)
         return super().scope()
+
+    def build_model(self, model: keras.Model, data: Any, step: str) -> None:
+        """Builds a model for a call of Keras that begins.
+
+        Args:
+          model: the model.
+          data: the distributed data set of the call, of which nothing is read, or a batch.
+          step: name of the method that the call hands to `run`.
+        """
+        # Where a data set is distributed already, this is how Keras begins.
+        overlapping_loops.begin(self, self._is_exclusive)
+        build(self, model, data, step)
 
     def _before_call(self, call: calls.Call) -> None:
         """Looks at a call of any model of this process before it begins."""
@@ -164,14 +170,6 @@ class KerasSteps(tf.distribute.Strategy, Closing):
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
         """Reduces over replicas, as `tf.distribute.Strategy.reduce` does, and also structures of values."""
-        # No argument tells this call of Keras' from a user's: both are reduce("MEAN", structure, axis=None).
-        build = running_loop.build_in_caller()
-        if build is not None:
-            # Keras wants the shapes of a batch, of which the last may be uneven: any replica's part shows them.
-            local = tf.nest.map_structure(lambda leaf: self.experimental_local_results(leaf)[0], value)
-            batch = tf.nest.map_structure(_with_an_example, local)
-            generators.built_from(build.iterator)
-            return self._built(build.model, batch)
         reduced = tf.nest.map_structure(lambda leaf: self._reduce_one(reduce_op, leaf, axis), value)
         return plain_loops.mark_common(reduced)
 
@@ -218,10 +216,15 @@ def _distributed(leaf: Any) -> Any:
     return leaf.engine.batch(leaf) if isinstance(leaf, BatchHandle) else leaf
 
 
-def _with_an_example(leaf: Any) -> Any:
-    """A replica's part as it is, or zeros for one example where it has none: Keras can't build all layers from none."""
-    is_empty = isinstance(leaf, tf.Tensor) and leaf.shape.rank and leaf.shape[0] == 0
-    return tf.zeros([1, *leaf.shape[1:]], leaf.dtype) if is_empty else leaf
+def build(strategy: tf.distribute.Strategy, model: keras.Model, data: Any, step: str) -> None:
+    """Builds a model; for the arguments see `KerasSteps.build_model`."""
+    is_distributed = isinstance(data, tf.distribute.DistributedDataset)
+    batch = part_spec(data) if is_distributed else data
+    with strategy.scope():
+        if is_distributed:
+            symbolic_build.build(model, batch)
+        rehearsal.before_keras(strategy, model, step)
+        symbolic_build.by_keras(model, batch)
 
 
 def mend_keras(strategy: tf.distribute.Strategy) -> None:
@@ -231,6 +234,7 @@ def mend_keras(strategy: tf.distribute.Strategy) -> None:
     exports.clear_tasks()
     creation_lines.remember()
     calls.before_each(strategy._before_call)
+    symbolic_build.install()
     instance_keys.install(strategy)
     late_builds.allow(strategy, in_scope.redirected)
     single_batches.count_once(strategy)
@@ -245,16 +249,3 @@ def check_timeouts(**secs: float) -> None:
     for name, value in secs.items():
         if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
             raise ValueError(f"{name} must be a positive number of seconds. Received: {name}={value!r}")
-
-
-def replay_generator(strategy: tf.distribute.Strategy, epoch_iterator: Any) -> None:
-    """Makes `fit` and `evaluate`, if one of them runs here, read a Python generator from its first batch.
-
-    Args:
-      strategy: the strategy that the model trains under.
-      epoch_iterator: calls `experimental_distribute_dataset`; Keras' epoch iterator, if it is for one of the loops.
-    """
-    # Else no model is built, and what was read would be kept for nothing.
-    is_built = running_loop.call_name() in ("fit", "evaluate")
-    if is_built and strategy.num_replicas_in_sync > 1:
-        generators.replay(epoch_iterator)

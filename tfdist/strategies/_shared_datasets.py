@@ -3,21 +3,170 @@
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import enum
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from tfdist.compat import dataset_inputs
+from tfdist.data.dataset_graph import DatasetGraph
 from tfdist.data.handle import DistributedDataset
 from tfdist.engines.multi_worker.agreement import Agreement
 
 _POLICY = tf.data.experimental.AutoShardPolicy
+_UNORDERED = (
+    "each worker has other examples, so predictions would not be in the order of the input; give all workers the same "
+    "data set, without shard and without the option"
+)
 
 
-def is_shared(dataset: Any) -> bool:
-    """Returns True if the auto-shard policy of a data set lets its batches be divided; FILE, HINT and OFF don't."""
-    is_dataset = isinstance(dataset, tf.data.Dataset)
-    return is_dataset and dataset.options().experimental_distribute.auto_shard_policy in (_POLICY.AUTO, _POLICY.DATA)
+class Division(enum.Enum):
+    """How the workers divide the batches of a data set.
+
+    DEALT: all have the same data set, and each worker takes its part of every batch.
+    OWN: each worker has a data set of its own, of which it uses everything.
+    TENSORFLOW: TensorFlow's auto-sharding gives each worker its files, or its shard.
+    """
+
+    DEALT = enum.auto()
+    OWN = enum.auto()
+    TENSORFLOW = enum.auto()
+
+
+def compare(dataset: tf.data.Dataset, agreement: Agreement | None, is_for_predict: bool) -> Division:
+    """Compares the workers' data sets, and returns how the workers divide them; by the auto-shard policy.
+
+    Args:
+      dataset: this worker's.
+      agreement: with the other workers; None for a worker alone, which reads everything.
+      is_for_predict: predictions must be in the order of the input.
+
+    Raises:
+      ValueError: the workers' data sets don't go together, it can't be known which examples each worker has, or
+        predictions would have no order.
+    """
+    if agreement is None:
+        return Division.DEALT
+    policy = dataset.options().experimental_distribute.auto_shard_policy
+    if policy == _POLICY.HINT and not DatasetGraph(dataset).has_shard_hints:
+        raise ValueError(
+            "dataset: with AutoShardPolicy.HINT and without dataset.shard(tf.data.experimental.SHARD_HINT, "
+            "tf.data.experimental.SHARD_HINT) all workers would use the same examples; leave the option away"
+        )
+    content = _content(dataset) if policy == _POLICY.OFF else _Content()
+    traits = [f"AutoShardPolicy.{policy.name}", *_sources(dataset), f"{int(dataset.cardinality())} batches"]
+    found = agreement.gather([traits, *content], "comparing the data sets")
+    contents = {task: _Content(*others) for task, (_, *others) in found.items()}
+    _check_same({task: traits[:1] for task, (traits, *_) in found.items()})
+    if policy == _POLICY.OFF and _are_own(contents):
+        if is_for_predict:
+            raise ValueError(f"predict: {_UNORDERED}. Received: AutoShardPolicy.OFF, and data sets that differ")
+        return Division.OWN
+    _check_same({task: traits for task, (traits, *_) in found.items()})
+    if policy == _POLICY.HINT and is_for_predict:
+        raise ValueError(f"predict: {_UNORDERED}. Received: AutoShardPolicy.HINT")
+    # Files have no order, so predictions need all of them on each worker.
+    is_by_tensorflow = policy == _POLICY.HINT or (policy == _POLICY.FILE and not is_for_predict)
+    return Division.TENSORFLOW if is_by_tensorflow else Division.DEALT
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Raises a ValueError of one line where TensorFlow can't divide a data set by its files."""
+    try:
+        yield
+    except (tf.errors.NotFoundError, tf.errors.InvalidArgumentError) as error:
+        reason = str(error).partition("}} ")[2].splitlines()[0][:200].removesuffix(" goo.gle/debugonly  ").strip()
+    else:
+        return
+    raise ValueError(
+        "dataset: AutoShardPolicy.FILE needs a data set that reads files, at least one for each worker; leave the "
+        f"option away: each worker then reads all, and takes its part of each batch. Received: {reason}"
+    )
+
+
+class _Content(NamedTuple):
+    """The content of a data set.
+
+    Attributes:
+      fingerprint: see `DatasetGraph.fingerprint`.
+      unknown: why it says nothing of the examples; empty if it does.
+    """
+
+    fingerprint: str = ""
+    unknown: str = ""
+
+
+def _content(dataset: tf.data.Dataset) -> _Content:
+    try:
+        graph = DatasetGraph(dataset)
+        return _Content(graph.fingerprint(), "a Python generator" if graph.is_generated else "")
+    except Exception as error:  # of an operation, or of a message of more than 2 GiB
+        return _Content("", f"a data set that can't be compared ({(str(error).splitlines() or [''])[0][:80]})")
+
+
+def _are_own(contents: Mapping[Any, _Content]) -> bool:
+    """Returns True if each worker has a data set of its own, and False if all have the same one.
+
+    Raises:
+      ValueError: some workers have the same one and others not, or it can't be known.
+    """
+    prints = [content.fingerprint for content in contents.values()]
+    if len(set(prints)) == len(prints):
+        return True
+    unknown = next((content.unknown for content in contents.values() if content.unknown), "")
+    if not unknown and len(set(prints)) == 1:
+        return False
+    problem = f"{unknown} may be the same on all or not" if unknown else "some have the same and others not"
+    raise ValueError(
+        f"dataset: with AutoShardPolicy.OFF each worker needs a data set of its own, or all the same, but {problem}; "
+        "leave the option away if all have the same, or give each its own with "
+        "strategy.distribute_datasets_from_function(lambda context: dataset)"
+    )
+
+
+def _check_same(traits: Mapping[Any, Sequence[str]]) -> None:
+    """Raises ValueError if the workers' data sets, or their sources, show different shapes, lengths or options."""
+    # Those of the sources show different lengths of arrays, or numbers of files.
+    for each in zip(*traits.values(), strict=False):
+        if len(set(each)) > 1:
+            shown = ", ".join(f"{task}: {trait}" for task, trait in zip(traits, each, strict=True))
+            raise ValueError(
+                "dataset: every worker must be given the same data set, of which it takes its share; give all "
+                f"the same, or shard it yourself with AutoShardPolicy.OFF. Received: {shown}"
+            )
+
+
+def longest(steps: int, agreement: Agreement, has_policy: bool) -> int:
+    """Returns the steps of a pass in which each worker reads a data set of its own: those of the longest one.
+
+    A worker whose data have ended makes the others' steps with them, without examples.
+
+    Args:
+      steps: of this worker's data set, or one of tf.data's constants for an unknown or endless number.
+      agreement: with the other workers.
+      has_policy: policies decide about the updates, which need a gradient of each worker.
+
+    Raises:
+      ValueError: the data of some workers have no end, and those of others have; with a policy, lengths differ.
+    """
+    found = agreement.gather(steps, "comparing the lengths of the workers' data sets")
+    endless = [task for task, count in found.items() if count == tf.data.INFINITE_CARDINALITY]
+    if endless and len(endless) < len(found):
+        raise ValueError(
+            "distribute_datasets_from_function: the data sets of all workers must have an end, or none; call repeat() "
+            f"on all. Received: endless on {', '.join(map(str, endless))} only"
+        )
+    if has_policy and len(set(found.values())) > 1:
+        raise ValueError(
+            "dataset: under a policy the workers' own data sets must have equally many batches; give all workers the "
+            "same data set, or call take(number) on each. Received: "
+            + ", ".join(f"{count} batches on {task}" for task, count in found.items())
+        )
+    is_unknown = tf.data.UNKNOWN_CARDINALITY in found.values()
+    return tf.data.UNKNOWN_CARDINALITY if is_unknown else max(found.values())
 
 
 def check_shared(dataset: Any, options: Any) -> None:
@@ -30,33 +179,6 @@ def check_shared(dataset: Any, options: Any) -> None:
         "leave options away and its AutoShardPolicy at AUTO or DATA, or give each worker its own with "
         f"distribute_datasets_from_function. Received: {received}"
     )
-
-
-def check_same(dataset: tf.data.Dataset, agreement: Agreement | None) -> bool:
-    """Compares the workers' data sets.
-
-    Args:
-      dataset: this worker's.
-      agreement: with the other workers; None for a worker alone.
-
-    Returns:
-      True if the number of batches is known.
-
-    Raises:
-      ValueError: the workers have different data sets.
-    """
-    size = int(dataset.cardinality())
-    if agreement:
-        found = agreement.gather([*_sources(dataset), f"{size} batches"], "comparing the data sets")
-        # Also those of the sources: they show different lengths of arrays, or numbers of files.
-        for traits in zip(*found.values(), strict=False):
-            if len(set(traits)) > 1:
-                shown = ", ".join(f"{task}: {trait}" for task, trait in zip(found, traits, strict=True))
-                raise ValueError(
-                    "dataset: every worker must be given the same data set, of which it takes its share; give all "
-                    f"the same, or shard it yourself with AutoShardPolicy.OFF. Received: {shown}"
-                )
-    return size != tf.data.UNKNOWN_CARDINALITY
 
 
 def _sources(dataset: tf.data.Dataset) -> list[str]:

@@ -17,6 +17,7 @@ from tfdist.compat import (
     overlapping_loops,
     replica_parts,
     running_loop,
+    step_errors,
     strategy_order,
     unread_iterators,
 )
@@ -123,7 +124,6 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
         self.distribution.check_open()
         overlapping_loops.begin(self, self._is_exclusive)
         epoch_iterator = running_loop.calling_object()
-        _common.replay_generator(self, epoch_iterator)
         dataset = array_data.untuned(dataset, epoch_iterator)
         distributed = unread_iterators.left_out(self._distributed(dataset, options), epoch_iterator)
         return distributed if options is not None else progress.remember(distributed, dataset, self._distributed)
@@ -158,11 +158,12 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
             return super().experimental_distribute_dataset(dataset, options)
         splitting.check_batched(dataset.element_spec, replicas)
         size = splitting.static_size(dataset.element_spec)
-        if size is not None and size % replicas == 0:
+        if size is not None and size % replicas == 0 and splitting.has_one_size(dataset.element_spec):
             return super().experimental_distribute_dataset(dataset, options)
         dealt = splitting.deal(dataset, range(replicas), replicas).prefetch(replicas)
         distributed = super().distribute_datasets_from_function(lambda context: dealt)
         distributed_data.assume_full_batches(distributed)
+        step_errors.install()
         return first_batch.explained(distributed, splitting.explain)
 
     def distribute_datasets_from_function(

@@ -277,27 +277,44 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         """Divides each batch of `dataset` among the replicas of all workers, as evenly as its size allows.
 
-        A data set whose auto-shard policy is FILE, HINT or OFF is left to TensorFlow.
+        With the auto-shard policy OFF each worker may have a data set of its own, of which all batches are used. With
+        FILE and HINT TensorFlow gives each worker its files, or its shard.
         """
         self.distribution.check_open()
         overlapping_loops.begin(self, self._is_exclusive)
         epoch_iterator = running_loop.calling_object()
-        _common.replay_generator(self, epoch_iterator)
         dataset = array_data.untuned(dataset, epoch_iterator)
         if self._quorum or self._synchronous:
             # With an unknown size the end shows within a step, which ends an execution of several steps in the middle.
             dataset = array_data.sized(dataset, epoch_iterator)
-        return unread_iterators.left_out(self._divided(dataset, options), epoch_iterator)
+        return unread_iterators.left_out(self._divided(dataset, options, epoch_iterator), epoch_iterator)
 
-    def _divided(self, dataset: Any, options: Any) -> Any:
+    def _divided(self, dataset: Any, options: Any, epoch_iterator: Any) -> Any:
         count = self.num_replicas_in_sync
-        if options is not None or count == 1 or not _shared_datasets.is_shared(dataset):
-            if self._quorum or self._averaging or self._warming:
-                _shared_datasets.check_shared(dataset, options)
+        has_policy = self._quorum or self._averaging or self._warming
+        is_dataset = isinstance(dataset, tf.data.Dataset)
+        if has_policy and (options is not None or not is_dataset):
+            _shared_datasets.check_shared(dataset, options)
+        if count == 1 or not is_dataset:
             return self._left_to_tensorflow(dataset, options)
         splitting.check_batched(dataset.element_spec, count)
-        is_known = _shared_datasets.check_same(dataset, self.distribution.agreement)
+        is_for_predict = running_loop.call_name() == "predict"
+        division = _shared_datasets.compare(dataset, self.distribution.agreement, is_for_predict)
+        if division is _shared_datasets.Division.OWN:
+            # Each worker's batches are as large as a global one. So each is the examples of a worker for several steps.
+            dealt = splitting.deal(dataset, range(count), count).prefetch(count)
+            own = self.distribute_datasets_from_function(lambda context: dealt, options)
+            array_data.count_batches_of(epoch_iterator, own)
+            return own
+        if division is _shared_datasets.Division.TENSORFLOW:
+            if has_policy:
+                _shared_datasets.check_shared(dataset, options)
+            with _shared_datasets.explained():
+                return self._read_directly(super().experimental_distribute_dataset(dataset, options))
+        is_known = int(dataset.cardinality()) != tf.data.UNKNOWN_CARDINALITY
         dataset = self._reordered(dataset)
+        if options is not None:
+            return self._dealt(dataset, is_known, options)
         return progress.remember(self._dealt(dataset, is_known), dataset, lambda rest: self._dealt(rest, is_known))
 
     def _left_to_tensorflow(self, dataset: Any, options: Any) -> Any:
@@ -318,14 +335,15 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
             seed = self.distribution.agreement.from_chief(lambda: seed, "agreeing on the order of batches")
         return dataset if seed is None else splitting.reorder_batches(dataset, seed)
 
-    def _dealt(self, dataset: tf.data.Dataset, is_known: bool) -> Any:
+    def _dealt(self, dataset: tf.data.Dataset, is_known: bool, options: Any = None) -> Any:
         parts, count = self._parts(), self.num_replicas_in_sync
         dealt = splitting.deal(dataset, parts, count).prefetch(len(parts))
-        distributed = self._read_directly(super().distribute_datasets_from_function(lambda context: dealt))
+        distributed = self._read_directly(super().distribute_datasets_from_function(lambda context: dealt, options))
+        step_errors.install()
         distributed = first_batch.explained(distributed, splitting.explain)
         if is_known:  # All workers reach the end in the same step.
             distributed_data.assume_full_batches(distributed)
-        if not (self._quorum or self._averaging or self._warming or self._synchronous):
+        if options is not None or not (self._quorum or self._averaging or self._warming or self._synchronous):
             return distributed
         own = part_datasets.part_of(dataset, parts[0], count)
         whole = self._quorum.distribute(own, lambda: distributed) if self._quorum else distributed
@@ -339,10 +357,15 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         self, dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset], options: Any = None
     ) -> Any:
         """Distributes the data sets that `dataset_fn`, called on each worker, makes for it."""
-        distributed = super().distribute_datasets_from_function(dataset_fn, options)
-        if options is None:
-            distributed = self._read_directly(distributed)
-        if not (self._quorum or self._averaging or self._warming) or not tf.executing_eagerly():
+        distributed = self._read_directly(super().distribute_datasets_from_function(dataset_fn, options))
+        has_policy = bool(self._quorum or self._averaging or self._warming)
+        if self.distribution.agreement is not None and tf.executing_eagerly():
+            count = int(distributed.cardinality)
+            # Each step takes an element for each replica of the worker.
+            steps = count if count < 0 else -(-count // len(self.extended.worker_devices))
+            steps = _shared_datasets.longest(steps, self.distribution.agreement, has_policy)
+            distributed_data.set_length(distributed, steps)
+        if not has_policy or not tf.executing_eagerly():
             return distributed
         workers, count = replicas.worker_count(self), self.num_replicas_in_sync
         read = dataset_fn(tf.distribute.InputContext(workers, replicas.worker_index(self), count))

@@ -41,7 +41,6 @@ from tfdist.compat import (
     step_errors,
     strategy_order,
     symbolic_build,
-    trainers,
 )
 from tfdist.engines.parameter_server import batch_arguments, codec_state, scope_checks, shard_updates, worker_batch
 from tfdist.engines.parameter_server.aggregated import AggregatedEngine
@@ -54,13 +53,12 @@ from tfdist.engines.parameter_server.task_usage import TaskUsages
 from tfdist.engines.parameter_server.transfer import plan as transfer_plan
 from tfdist.engines.parameter_server.transfer.encoding import Encoding
 from tfdist.engines.parameter_server.worker_batch import WorkerBatch
-from tfdist.engines.parameter_server.worker_data import find_iterator
 from tfdist.engines.parameter_server.worker_dataset import WorkerDataset
 from tfdist.policies import composition
 from tfdist.runtime import rendezvous, stalls
 from tfdist.serving import embedded
-from tfdist.step import in_scope, keras_steps, rehearsal, replica_placement, scope
-from tfdist.strategies import _devices, _parameter_server_arguments
+from tfdist.step import in_scope, keras_steps, replica_placement, scope
+from tfdist.strategies import _common, _devices, _parameter_server_arguments
 from tfdist.strategies.distribution import Closing, Distribution
 from tfdist.telemetry.recorder import Recorder
 from tfdist.telemetry.report import Report
@@ -182,6 +180,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         autograph_rules.leave_library()
         exports.clear_tasks()
         calls.before_each(self._before_call)
+        symbolic_build.install()
 
     def _coordinated(self, data_sharding: str, stall_timeout_secs: float) -> CoordinatedEngine:
         """Builds the engine that runs all functions on the workers."""
@@ -271,11 +270,12 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
 
     def scope(self) -> contextlib.AbstractContextManager:
         """See the stock `scope`. Variables made in it live on the parameter servers and count exactly."""
-        build = running_loop.build_in_caller()
-        if build is not None:
-            self._begin_call()
-            rehearsal.before_keras(self, build.model, build.step)
         return self._scope()
+
+    def build_model(self, model: Any, data: Any, step: str) -> None:
+        """See `KerasSteps.build_model`."""
+        self._begin_call()
+        _common.build(self, model, data, step)
 
     def _before_call(self, call: calls.Call) -> None:
         """Looks at a call of any model of this process before it begins."""
@@ -378,12 +378,6 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:
         """Reduces over `axis`; there is nothing to reduce over replicas, because one of them makes each step."""
-        caller = running_loop.calling_object()
-        if isinstance(value, WorkerBatch) and trainers.is_trainer(caller):
-            batch = find_iterator(int(value.content)).placeholder()
-            with self.scope():
-                symbolic_build.build(caller, batch)
-            return batch
         if scheduled_functions.is_traced(self):
             return super().reduce(reduce_op, value, axis)
         value = worker_batch.looked_at(value)

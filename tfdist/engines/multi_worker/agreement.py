@@ -655,7 +655,9 @@ def share_random_state(agreement: Agreement) -> int:
       TensorFlow's global seed.
     """
     state = agreement.from_chief(_random_state, _SEEDING)
-    if eager_context.global_seed() != state["tensorflow"]:
+    if state["is_drawn"]:
+        eager_context.set_drawn_seed(state["tensorflow"])
+    elif eager_context.global_seed() != state["tensorflow"]:
         tf.random.set_seed(state["tensorflow"])
     if not agreement.is_chief:
         version, words, gauss = state["python"]
@@ -670,6 +672,7 @@ def _random_state() -> dict[str, Any]:
     name, words, *rest = np.random.get_state()
     return {
         "tensorflow": secrets.randbelow(2**31) if seed is None else int(seed),
+        "is_drawn": seed is None or eager_context.is_drawn_seed(seed),
         "python": random.getstate(),
         "numpy": [name, words.tolist(), *rest],
     }

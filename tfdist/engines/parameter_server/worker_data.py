@@ -142,10 +142,6 @@ class WorkerIterator(HandleIterator, LoopIterator):
         """The structure of `tf.TypeSpec`s of a batch."""
         return self._dataset.batch_spec
 
-    def placeholder(self) -> Any:
-        """See `WorkerDataset.placeholder`."""
-        return self._dataset.placeholder()
-
     @property
     def counted(self) -> bool:
         """True if the number of batches is known or infinite, so that handles don't wait for the data."""

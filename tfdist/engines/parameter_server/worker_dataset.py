@@ -79,6 +79,11 @@ class WorkerDataset(DistributedDataset):
         return self.own.element_spec
 
     @property
+    def part_spec(self) -> Any:
+        """See `DistributedDataset.part_spec`."""
+        return splitting.part_spec(self.batch_spec, self.num_parts) if self.num_parts > 1 else self.batch_spec
+
+    @property
     def cardinality(self) -> int:
         """Number of batches in a pass, or tf.data's constant for an unknown or infinite number."""
         return self._cardinality
@@ -148,15 +153,6 @@ class WorkerDataset(DistributedDataset):
     def local_iterator(self) -> Iterator[Any]:
         """Returns the chief's own iterator, over the whole data set."""
         return iter(self.own)
-
-    def placeholder(self) -> Any:
-        """Returns a batch of zeros, for building a model; a real batch if the spec of a component is not static."""
-        specs = tf.nest.flatten(self.batch_spec)
-        if all(
-            isinstance(s, tf.TensorSpec) and s.shape.rank is not None and s.shape[1:].is_fully_defined() for s in specs
-        ):
-            return tf.nest.map_structure(_zeros, self.batch_spec)
-        return next(self.local_iterator())
 
     def share(self, worker: int) -> int | None:
         """Number of batches in the share of `worker` of a pass: `sys.maxsize` if endless, None if unknown."""
@@ -337,8 +333,3 @@ class WorkerDatasetFromFunction(WorkerDataset):
 
 def _refuse_stock() -> Any:
     raise RuntimeError("no stock data set reads what belongs to the workers")
-
-
-def _zeros(spec: tf.TensorSpec) -> tf.Tensor:
-    shape = [1 if size is None else size for size in spec.shape]
-    return tf.zeros(shape, spec.dtype) if spec.dtype != tf.string else tf.fill(shape, "")
