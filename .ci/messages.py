@@ -16,7 +16,6 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "tfdist"
 # Shorter texts are no sentences: keys, names of files, and what is put into a longer message.
 _LEAST_WORDS = 4
-_HELPERS = ("_wrong", "UsageError")
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -48,8 +47,9 @@ def _in_module(tree: ast.Module, module: str) -> Iterator[Message]:
         if not isinstance(node, ast.Raise) or not isinstance(node.exc, ast.Call):
             continue
         kind = ast.unparse(node.exc.func).rpartition(".")[2]
-        if kind == "_wrong":
-            kind = "ClusterError"
+        kind = "ClusterError" if kind == "_wrong" else kind.lstrip("_")
+        if not re.fullmatch(r"[A-Z]\w*(Error|Exit)", kind):  # A class that is chosen when it is raised.
+            kind = "Error"
         for text in map(_text, node.exc.args):
             if text is not None and len(text.split()) >= _LEAST_WORDS:
                 yield Message(kind, text, module)
