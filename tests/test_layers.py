@@ -41,7 +41,7 @@ ARROWS: dict[str, set[str]] = {
     "transport": {"compat", "launchers", "runtime"},
     "compression": {"compat", "runtime"},
     "data": {"compat", "runtime"},
-    "step": {"compat", "data", "runtime", "transport"},
+    "step": {"compat", "data", "policies", "runtime", "transport"},
     "engines": set(),
     "engines.base": {"policies"},
     # Engines don't import each other.
@@ -83,7 +83,7 @@ ARROWS: dict[str, set[str]] = {
         "strategies",
         "telemetry",
     },
-    "tensorboard_plugin": {"policies", "simulation", "update_log"},
+    "tensorboard_plugin": {"policies", "simulation", "telemetry", "update_log"},
     "firewall": {"_addresses", "cluster"},
     "doctor_meeting": {*_SOCKETS, "cluster"},
     "doctor_measure": {*_SOCKETS, "_whole_files", "cluster"},
@@ -91,7 +91,7 @@ ARROWS: dict[str, set[str]] = {
     "advisor": {"_whole_files", "doctor_measure", "launchers", "policies", "simulation", "update_log"},
     "profiling": {"__init__", "_whole_files", "advisor", "compat", "launchers", "runtime"},
     "simulate": {"__init__", "_whole_files", "flags", "launchers", "simulation", "update_log"},
-    "watching": {"_whole_files", "launchers", "update_log"},
+    "watching": {"_whole_files", "launchers", "telemetry", "update_log"},
     "cli": {"__init__", "cluster", "doctor", "launchers", "update_log", "watching"},
     # Its names are resolved on first use, so importing it imports none of its parts.
     "__init__": {

@@ -4,17 +4,25 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import pathlib
 import threading
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tfdist.policies import Contribution, Outcome, Update
 from tfdist.runtime.usage import Usage
+from tfdist.telemetry.histogram import Histogram
+from tfdist.telemetry.log_sink import LogSink
 from tfdist.telemetry.recorder import Recorder, Sums
-from tfdist.telemetry.report import Report, with_usage
+from tfdist.telemetry.report import Interval, Report, with_usage
+from tfdist.tensorboard_plugin import people
+from tfdist.update_log import Header, LogWriter, read_logs
+from tfdist.watching import snapshot
 
 REPLICAS = 4
 NAMES = [f"worker:{replica}" for replica in range(REPLICAS)]
@@ -191,3 +199,141 @@ def test_times_of_gradients_are_percentiles() -> None:
 def test_the_transfer_is_shown_where_there_is_one() -> None:
     report = Report(0, {}, {}, {}, 0.0, {}, transfer="each variable and gradient sent whole")
     assert str(report).splitlines()[-1] == "transfer: each variable and gradient sent whole"
+
+
+# Who is slow.
+
+
+def steps(own_secs: np.ndarray, input_share: float = 0.5, reduce_secs: float = 1 / 64) -> list[Update]:
+    """Synchronous steps in which worker i needs own_secs[step, i]; times that float32 holds exactly."""
+    found, now = [], 0.0
+    for number, row in enumerate(np.round(own_secs * 4096) / 4096, 1):
+        opened, now = now, now + float(row.max()) + reduce_secs
+        gradients = [
+            Contribution(int(i), opened, opened + secs, Outcome.ACCEPTED, 0, 1.0, 0.0, float(secs) * input_share)
+            for i, secs in sorted(enumerate(row.tolist()), key=lambda each: each[1])
+        ]
+        found.append(
+            Update(
+                number,
+                tuple(each.replica for each in gradients),
+                (),
+                (0,) * len(gradients),
+                wait_secs=float(row.max() - row.min()),
+                spread_secs=float(row.max() - row.min()),
+                changes=(),
+                contributions=tuple(gradients),
+                time=now,
+                opened_secs=now - opened,
+                reduce_secs=reduce_secs,
+            )
+        )
+    return found
+
+
+def report_of(own_secs: np.ndarray, **options: float) -> Report:
+    recorder = Recorder([f"worker:{index}" for index in range(own_secs.shape[1])])
+    for each in steps(own_secs, **options):
+        recorder.record(each)
+    return recorder.report()
+
+
+def noisy(seed: int, num_steps: int, factors: Sequence[float], memory: float = 0.0) -> np.ndarray:
+    """Times of workers: gamma noise, of which a part `memory` is that of the step before."""
+    random = np.random.default_rng(seed)
+    noise = random.gamma(4.0, 0.25, (num_steps, len(factors)))
+    for step in range(1, num_steps):
+        noise[step] = memory * noise[step - 1] + (1 - memory) * noise[step]
+    return 0.02 * noise * np.asarray(factors) + 0.001
+
+
+@given(st.integers(0, 2**32), st.integers(2, 400), st.integers(2, 8), st.sampled_from([0.0, 0.5, 0.8]))
+def test_of_equal_workers_none_is_named(seed: int, num_steps: int, workers: int, memory: float) -> None:
+    report = report_of(noisy(seed, num_steps, [1.0] * workers, memory))
+    assert report.slow is None
+    assert report.in_words.startswith("no worker stands out")
+
+
+@given(st.integers(0, 2**32), st.permutations(range(4)), st.sampled_from([1, 2]))
+def test_slow_workers_are_named_wherever_they_are(seed: int, order: list[int], count: int) -> None:
+    factors = np.array([4.0 if index < count and count < 2 else 1.0 for index in range(4)])
+    report = report_of(noisy(seed, 200, factors[order]))
+    if count == 1:
+        slow = f"worker:{order.index(0)}"
+        assert report.slow is not None and report.slow.names == (slow,)
+        assert report.slow.factor == pytest.approx(4.0, rel=0.4)
+        assert report.order[0] == slow
+    else:
+        assert report.slow is None
+
+
+def test_a_worker_that_is_slow_by_a_small_part_of_a_step_is_not_named() -> None:
+    own = noisy(0, 400, [1.0, 1.0, 4.0]) / 20
+    assert report_of(own, reduce_secs=1 / 1024).slow is not None
+    report = report_of(own, reduce_secs=1.0)
+    assert report.slow is None
+    assert report.in_words == "no worker stands out; 99 % of a step is the all-reduce"
+
+
+@given(st.lists(st.floats(0, 1e8), min_size=1))
+def test_many_values_are_added_as_one_by_one(values: list[float]) -> None:
+    one, all_of_them = Histogram(), Histogram()
+    for value in values:
+        one.add(value)
+    all_of_them.add_all(np.array(values))
+    assert one.buckets() == all_of_them.buckets()
+    assert (one.count, one.least, one.most) == (all_of_them.count, all_of_them.least, all_of_them.most)
+
+
+def test_few_values_bound_nothing() -> None:
+    few = Histogram()
+    for value in (1.0, 2.0, 3.0):
+        few.add(value)
+    assert Interval.of_median(few) == Interval(0.0, pytest.approx(2.0, rel=0.02), math.inf)
+
+
+def test_report_watch_and_page_say_the_same_to_the_digit(tmp_path: pathlib.Path) -> None:
+    names = ["worker:0", "worker:1", "worker:2"]
+    recorder = Recorder(names, is_complete=True)
+    sink = LogSink(names, lambda: False, lambda kind, line: None, lambda update: 0)
+    sink.writer = LogWriter(str(tmp_path / "policy" / "updates"), Header("job", "worker:0", tuple(names)))
+    recorder.sink = sink.record
+    for each in steps(noisy(3, 300, [1.0, 5.0, 1.2])):
+        recorder.record(each)
+    sink.close()
+    report, timeline = recorder.report(), read_logs(tmp_path)
+    of_log = people.report_of(timeline)
+    for field in (
+        "accepted",
+        "step_secs",
+        "input_secs",
+        "compute_secs",
+        "rest_secs",
+        "wait",
+        "own_secs",
+        "late_secs",
+        "reduce_secs",
+    ):
+        one, other = (getattr(found, field) for found in (report, of_log))
+        assert repr(one) == repr(other) or _rounded(one) == _rounded(other), field
+    assert report.in_words == of_log.in_words
+    assert report.in_words.startswith("worker:1 is ") and report.in_words.endswith("50 % of its time is input")
+    page = people.table(timeline, timeline.total(), of_log)
+    watched = snapshot.take(timeline, window_secs=3600.0)
+    assert watched.in_words == report.in_words
+    assert [row["name"] for row in page] == [row.name for row in watched.workers] == report.order
+    for row, other in zip(page, watched.workers, strict=True):
+        step = report.step_secs[row["name"]]
+        assert (row["compute_p50"], row["compute_p95"]) == (step.p50, step.p95) == (other.p50_secs, other.p95_secs)
+        assert row["input_p50"] == report.input_secs[row["name"]].p50 == other.input_secs
+        assert row["is_slow"] == other.is_slow == (row["name"] == "worker:1")
+        assert row["delay_secs"] == pytest.approx(report.delay_secs[row["name"]], rel=1e-5)
+
+
+def _rounded(found: object) -> object:
+    """Numbers to six digits: a log has float32."""
+    if isinstance(found, dict):
+        return {name: _rounded(each) for name, each in found.items()}
+    if dataclasses.is_dataclass(found):
+        return [float(f"{each:.5g}") for each in dataclasses.astuple(found)]
+    return found

@@ -145,7 +145,7 @@ def test_delays_are_those_of_the_last_gradient_of_each_update(timeline):
         order = np.argsort(rows.arrival)
         delay[rows.worker[order[-1]].item()] += (rows.arrival[order[-1]] - rows.arrival[order[-2]]).item()
         last[rows.worker[order[-1]].item()] += 1
-    rows = people.table(timeline, timeline.total())
+    rows = people.table(timeline, timeline.total(), people.report_of(timeline))
     assert {row["worker"]: row["last"] for row in rows} == last
     assert {row["worker"]: row["delay_secs"] for row in rows} == pytest.approx(delay, rel=1e-4)
 

@@ -44,6 +44,7 @@ class Contribution(NamedTuple):
       staleness: global step - local step, when it was applied or dropped.
       weight: factor with which it entered the update; 0.0 if it didn't.
       held: seconds for which the replica had to wait before this start, after it had delivered its last gradient.
+      input: seconds from `start` in which it waited for its batch, where that is measured.
     """
 
     replica: int
@@ -53,6 +54,7 @@ class Contribution(NamedTuple):
     staleness: int
     weight: float
     held: float
+    input: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +85,7 @@ class Update:
         their start and arrival. The accepted ones are last, in the order of `contributors`.
       time: time at which the update was made, on the clock of the contributions.
       opened_secs: from the opening of the step to the update.
+      reduce_secs: from the last gradient to the end of the all-reduce, where that is measured.
     """
 
     step: int
@@ -98,6 +101,7 @@ class Update:
     contributions: tuple[Contribution, ...] = ()
     time: float = 0.0
     opened_secs: float = 0.0
+    reduce_secs: float = 0.0
 
     @staticmethod
     def of_one(step: int, contribution: Contribution, ended: tuple[Contribution, ...], opened_secs: float) -> Update:

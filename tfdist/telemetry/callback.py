@@ -24,6 +24,9 @@ from tfdist.telemetry.recorder import Recorder, Sums
 from tfdist.telemetry.session import Session
 from tfdist.update_log import EventKind
 
+# So often, at least, `tfdist watch` has something new, and a graph does not run out of room for times.
+_COLLECT_SECS = 1.0
+
 
 class Telemetry(keras.callbacks.Callback):
     """Writes who is slow, what was dropped, staleness, speed and network traffic to TensorBoard.
@@ -75,6 +78,7 @@ class Telemetry(keras.callbacks.Callback):
         self._evaluated_secs = self._evaluation_began = 0.0
         self._evaluated_for: float | None = None
         self._batch_size = self._accumulated = 0
+        self._collected_at = 0.0
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Opens the files."""
@@ -83,6 +87,7 @@ class Telemetry(keras.callbacks.Callback):
         # An earlier training that has raised has left its files open.
         self._close(summaries.RUNNING)
         self._last, self._batches, self._evaluated_secs, self._evaluated_for = None, 0, 0.0, None
+        self._collect()
         self._batch_size, self._accumulated = _batch_size(self.model), _accumulated(self.model)
         self._recorder.take_times()
         hparams, size = _hparams(self.model, self._batch_size), self._batch_size
@@ -97,6 +102,7 @@ class Telemetry(keras.callbacks.Callback):
         # On every worker, because reading the variable may be a collective operation.
         self._iterations_before = _iterations(self.model)
         self._batches_before, self._last_batch = self._batches, -1
+        self._collect()
         self._updates_before = self._recorder.sums().updates
         if self._session is not None:
             sink = self._session.sink
@@ -126,9 +132,12 @@ class Telemetry(keras.callbacks.Callback):
             self._recorder.take_times()
         elif self._batches - self._last.batches >= self._update_freq:
             self._write(session, self._last)
+        elif time.monotonic() - self._collected_at > _COLLECT_SECS:
+            self._collect()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Writes the logs of the epoch, on the chief."""
+        self._collect()
         if self._session is None or not self._session.is_chief:
             return
         iteration = self._iteration(self._batches, self._recorder.sums())
@@ -157,6 +166,7 @@ class Telemetry(keras.callbacks.Callback):
         """Writes the last point and closes the files."""
         if self._session is not None and self._last is not None and self._batches > self._last.batches:
             self._write(self._session, self._last)
+        self._collect()
         self._close(summaries.SUCCESS)
 
     def flush(self) -> None:
@@ -183,14 +193,23 @@ class Telemetry(keras.callbacks.Callback):
                 step = iteration - (count - 1 - index) // self._accumulated
                 session.sink.step(step, self._batch_size, gradients)
 
+    def _collect(self) -> None:
+        """Has the strategy record the steps whose times are kept in the graph."""
+        self._collected_at = time.monotonic()
+        self._distribution().collect()
+
+    def _distribution(self) -> Any:
+        return self.model.distribute_strategy.distribution
+
     def _now(self) -> points.Moment:
+        self._collect()
         counted = self._session.counted_bytes() if self._session is not None else ()
         return points.Moment(self._clock() - self._evaluated_secs, self._batches, self._recorder.sums(), counted)
 
     def _write(self, session: Session, last: points.Moment) -> None:
         now = self._last = self._now()
         sums, secs, batches = now.sums.since(last.sums), now.secs - last.secs, now.batches - last.batches
-        updates, examples = float(sums.updates), float(sums.examples)
+        updates, examples = sums.updates / self._accumulated, float(sums.examples)
         if not self._recorder.is_complete:
             updates, examples = batches // self._accumulated, batches * self._batch_size
         else:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 RELATIVE_ERROR = 0.02
 _GAMMA = (1 + RELATIVE_ERROR) / (1 - RELATIVE_ERROR)
 _PER_LOG = 1 / math.log(_GAMMA)
@@ -58,6 +60,23 @@ class Histogram:
         buckets = self._buckets
         buckets[bucket] = buckets.get(bucket, 0) + 1
 
+    def add_all(self, values: np.ndarray) -> None:
+        """Adds many values, each to the bucket to which `add` adds it."""
+        values = np.maximum(np.nan_to_num(values.astype(np.float64), nan=0.0), 0.0)
+        if not len(values):
+            return
+        exact = np.log(np.clip(values, LEAST, MOST)) * _PER_LOG
+        buckets = np.ceil(exact).astype(np.int64)
+        # NumPy's logarithm may differ from that of `math` in the last bit.
+        for index in np.flatnonzero(np.abs(exact - np.rint(exact)) < 1e-9):
+            buckets[index] = math.ceil(math.log(min(max(values[index], LEAST), MOST)) * _PER_LOG)
+        buckets = np.where(values <= LEAST, _ZERO, np.where(values >= MOST, _MOST, buckets))
+        for bucket, count in zip(*(each.tolist() for each in np.unique(buckets, return_counts=True)), strict=True):
+            self._buckets[bucket] = self._buckets.get(bucket, 0) + count
+        self.count += len(values)
+        self.total += float(values.sum())
+        self.least, self.most = min(self.least, float(values.min())), max(self.most, float(values.max()))
+
     def merge(self, other: Histogram) -> None:
         """Adds all values of another histogram."""
         for bucket, count in other._buckets.items():
@@ -73,12 +92,12 @@ class Histogram:
         return self.total / self.count if self.count else 0.0
 
     def percentile(self, percent: float) -> float:
-        """Returns the value below which `percent` % of all are, within `RELATIVE_ERROR`; 0.0 if there's none."""
-        rank = percent / 100 * (self.count - 1)
+        """Returns the percentile by the nearest rank, within `RELATIVE_ERROR`; 0.0 if there is no value."""
+        rank = max(1, math.ceil(percent / 100 * self.count - 1e-9))
         seen = 0
         for bucket, count in sorted(self._buckets.items()):
             seen += count
-            if seen > rank:
+            if seen >= rank:
                 return min(max(_middle(bucket), self.least), self.most)
         return 0.0
 

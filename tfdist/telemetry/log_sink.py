@@ -66,6 +66,7 @@ class LogSink:
                     examples or self._examples_of(update),
                     int(self._is_warming()),
                     update.contributions,
+                    update.reduce_secs,
                 )
             )
         if update.changes:

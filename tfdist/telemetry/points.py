@@ -22,7 +22,10 @@ LAYOUT = {
     "tfdist: who is slow": {
         "time of a gradient, median": ["tfdist/time/step_secs"],
         "time of a gradient, 95th percentile": ["tfdist/time/step_secs_p95"],
+        "input, median": ["tfdist/time/input_secs"],
+        "computing, median": ["tfdist/time/compute_secs"],
         "wait of an accepted gradient, median": ["tfdist/time/wait_secs"],
+        "all-reduce, mean": ["tfdist/time/reduce_secs"],
         "held back before a gradient, mean": ["tfdist/time/held_secs"],
         "dropped gradients per update": ["tfdist/gradients/dropped"],
     },
@@ -81,6 +84,8 @@ def policy(sums: Sums, times: Mapping[int, Times], settings: Mapping[str, float]
         summaries.scalar("gradients/lost", sum(sums.lost) / sums.updates),
         summaries.scalar("staleness/mean", sums.staleness / max(1, sum(sums.accepted))),
     ]
+    if sums.reduce_secs:
+        values.append(summaries.scalar("time/reduce_secs", sums.reduce_secs / sums.updates))
     return values + ([summaries.counts("staleness/gradients", staleness)] if staleness else [])
 
 
@@ -106,6 +111,9 @@ def worker(replica: int, sums: Sums | None, times: Times | None, counted: float 
         summaries.scalar("time/step_secs_p95", times.step.percentile(95)),
         summaries.histogram("time/steps", times.step),
     ]
+    if times.input.count:
+        kinds = {"input": times.input, "compute": times.compute, "rest": times.rest}
+        values += [summaries.scalar(f"time/{kind}_secs", found.percentile(50)) for kind, found in kinds.items()]
     if sums is not None:
         values += _of_policy(times)
     return values

@@ -9,8 +9,9 @@ import threading
 from collections.abc import Callable, Sequence
 
 from tfdist.policies.answers import Contribution, Outcome, Update
+from tfdist.telemetry import report
 from tfdist.telemetry.histogram import Histogram
-from tfdist.telemetry.report import Percentiles, Report
+from tfdist.telemetry.report import Report, Times
 
 # Called with an update, its number of examples, and the number of updates so far.
 Sink = Callable[[Update, int, int], None]
@@ -31,6 +32,7 @@ class Sums:
       spread_secs: sum of the times from the first to the last gradient of an update.
       lost: number of gradients lost with their replica, by replica.
       staleness: sum of the staleness of the accepted gradients.
+      reduce_secs: sum of the updates' `reduce_secs`.
     """
 
     updates: int
@@ -41,6 +43,7 @@ class Sums:
     spread_secs: float
     lost: tuple[int, ...] = ()
     staleness: int = 0
+    reduce_secs: float = 0.0
 
     def since(self, before: Sums) -> Sums:
         """Returns the difference between these sums and those of `before`."""
@@ -57,37 +60,8 @@ class Sums:
             spread_secs=self.spread_secs - before.spread_secs,
             lost=less(self.lost, before.lost),
             staleness=self.staleness - before.staleness,
+            reduce_secs=self.reduce_secs - before.reduce_secs,
         )
-
-
-class Times:
-    """Histograms of one replica's gradients: step time, wait for the update, hold, and staleness."""
-
-    __slots__ = ("held", "staleness", "step", "wait")
-
-    def __init__(self) -> None:
-        self.step = Histogram()
-        self.wait = Histogram()
-        self.held = Histogram()
-        self.staleness: collections.Counter[int] = collections.Counter()
-
-    def add(self, gradient: Contribution, updated_at: float) -> None:
-        """Adds a gradient; of a lost one no time is known."""
-        _, start, arrival, outcome, staleness, _, held = gradient
-        if outcome is Outcome.LOST:
-            return
-        self.step.add(arrival - start)
-        self.held.add(held)
-        if outcome is Outcome.ACCEPTED:
-            self.wait.add(updated_at - arrival)
-            self.staleness[staleness] = self.staleness.get(staleness, 0) + 1
-
-    def merge(self, other: Times) -> None:
-        """Adds what another one has counted."""
-        self.step.merge(other.step)
-        self.wait.merge(other.wait)
-        self.held.merge(other.held)
-        self.staleness.update(other.staleness)
 
 
 class Recorder:
@@ -99,8 +73,8 @@ class Recorder:
 
     Attributes:
       names: names of the replicas in reports.
-      is_complete: True if all updates are recorded. A mirrored strategy without a policy that decides about gradients
-        records none, or a warmup phase only: each batch of Keras' loop is an update then.
+      is_complete: True if all updates are recorded. With a warmup phase or averages alone they are not: each batch of
+        Keras' loop is an update then.
       sink: receives each update, under the recorder's lock; None if nobody wants them.
       loss_sink: receives losses and returns of replicas.
       has_steps: True if steps were added that no policy has decided about.
@@ -128,6 +102,9 @@ class Recorder:
         self._times: dict[int, Times] = {}
         self._losses = [0] * len(self.names)
         self._returns = [0] * len(self.names)
+        self._reduce = Histogram()
+        self._delay_secs = [0.0] * len(self.names)
+        self._cost_secs = [0.0] * len(self.names)
 
     def record(self, update: Update, examples: int = 0) -> None:
         """Adds an update.
@@ -149,22 +126,52 @@ class Recorder:
             self._staleness_sum += sum(update.staleness)
             self._wait_secs += update.wait_secs
             self._spread_secs += update.spread_secs
-            self._add_times(update.contributions, update.time)
+            self._add_times(update.contributions, update)
+            self._add_costs(update)
             if self.sink is not None:
                 self.sink(update, examples, self._updates)
+
+    def add_untimed(self, updates: int) -> None:
+        """Adds updates of all replicas' gradients whose times are not known."""
+        with self._lock:
+            self._updates += updates
+            self._accepted = [count + updates for count in self._accepted]
+            self._staleness[0] += updates * len(self.names)
+            self._staleness = +self._staleness
 
     def add_step(self, contributions: Sequence[Contribution], time: float) -> None:
         """Adds the times of a step of Keras' loop, where no policy decides; it is counted in no sum."""
         with self._lock:
             self.has_steps = True
-            self._add_times(contributions, time)
+            self._add_times(contributions, None, time)
 
-    def _add_times(self, contributions: Sequence[Contribution], time: float) -> None:
+    def _add_costs(self, update: Update) -> None:
+        """Adds the time for which others waited for the last gradient, and that of gradients without a use."""
+        if update.reduce_secs:
+            self._reduce.add(update.reduce_secs)
+        for gradient in update.contributions:
+            if gradient.outcome is not Outcome.ACCEPTED:
+                self._cost_secs[gradient.replica] += max(0.0, gradient.arrival - gradient.start)
+        # The accepted ones are last, in the order of their arrival.
+        if len(update.contributors) > 1 and len(update.contributions) > 1:
+            before, last = update.contributions[-2:]
+            late = max(0.0, last.arrival - before.arrival)
+            self._delay_secs[last.replica] += late
+            self._cost_secs[last.replica] += late * (len(update.contributors) - 1)
+
+    def _add_times(
+        self, contributions: Sequence[Contribution], update: Update | None = None, time: float = 0.0
+    ) -> None:
+        opening, summed, first = None, time, 0.0
+        if update is not None:
+            summed = update.time - update.reduce_secs
+            if update.reduce_secs:
+                opening, first = update.time - update.opened_secs, min(each.arrival for each in contributions)
         for gradient in contributions:
             times = self._times.get(gradient.replica)
             if times is None:
                 times = self._times[gradient.replica] = Times()
-            times.add(gradient, time)
+            times.add(gradient, summed, opening, first)
             if gradient.outcome == Outcome.LOST:
                 self._lost[gradient.replica] += 1
 
@@ -187,6 +194,7 @@ class Recorder:
                 spread_secs=self._spread_secs,
                 lost=tuple(self._lost),
                 staleness=self._staleness_sum,
+                reduce_secs=self._reduce.total,
             )
 
     def take_times(self) -> dict[int, Times]:
@@ -211,9 +219,10 @@ class Recorder:
                 held_secs=dict(zip(self.names, self._held_secs, strict=True)),
                 examples=self._examples,
                 bytes_received=dict.fromkeys(self.names, 0),
-                step_secs={name: _percentiles(each.step) for name, each in times.items()},
-                wait={name: _percentiles(each.wait) for name, each in times.items()},
-                held={name: _percentiles(each.held) for name, each in times.items()},
+                **report.columns(times),
+                reduce_secs=report.percentiles_of(self._reduce),
+                delay_secs=dict(zip(self.names, self._delay_secs, strict=True)),
+                cost_secs=dict(zip(self.names, self._cost_secs, strict=True)),
                 lost=self._named(self._lost),
                 losses={name: count for name, count in self._named(self._losses).items() if count},
                 returns={name: count for name, count in self._named(self._returns).items() if count},
@@ -230,8 +239,3 @@ class Recorder:
 
     def _named(self, counts: Sequence[int]) -> dict[str, int]:
         return dict(zip(self.names, counts, strict=True))
-
-
-def _percentiles(values: Histogram) -> Percentiles:
-    p50, p95, p99 = (values.percentile(percent) for percent in (50, 95, 99))
-    return Percentiles(values.count, values.mean, p50, p95, p99, values.most)

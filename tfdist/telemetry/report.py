@@ -1,16 +1,255 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Report`, the result of `strategy.report()`, and its table. No TensorFlow import."""
+"""`Report`, the result of `strategy.report()`, and all that is said of workers: times, who delays, a line in words.
+
+`tfdist watch`, the page in TensorBoard and `strategy.report()` all show a `Report`: of an update log it is made by
+`of_log`. No TensorFlow import.
+"""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Sequence
+import math
+import statistics
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
+
+from tfdist.policies.answers import Contribution, Outcome
+from tfdist.telemetry.histogram import Histogram
+from tfdist.update_log import Contributions, Updates
 
 # Beyond so many workers or tasks a table shows some of them, and their number.
 _MOST_ROWS = 8
 _MOST_LISTED = 4
 _MOST_STALENESS = 12
+# Two processes that run the same program differ by up to a tenth. A worker that is named is slower than the others by
+# this factor at least, and by this share of a step.
+_SLOW_FACTOR, _SLOW_SHARE = 1.2, 0.15
+# Intervals are of this many standard deviations; of that many gradients in a row the first says all.
+_DEVIATIONS, _CORRELATED = 2.5, 5
+# Shares of a step, and of gradients, that are told in words.
+_MUCH, _SOME_DROPPED = 0.5, 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Interval:
+    """A median, and the interval in which the true one is."""
+
+    low: float
+    middle: float
+    high: float
+
+    @staticmethod
+    def of_median(values: Histogram) -> Interval:
+        """Returns the interval between two order statistics, by the binomial distribution; for correlated values.
+
+        Of n independent values, as many are below the median as heads fall in n throws: n/2 +- z sqrt(n)/2. Successive
+        gradients of a worker are not independent, so n is a fifth of their number. Few values bound nothing.
+        """
+        around = 50 * _DEVIATIONS * math.sqrt(_CORRELATED / max(1, values.count))
+        if around >= 50:
+            return Interval(0.0, values.percentile(50), math.inf)
+        return Interval(values.percentile(50 - around), values.percentile(50), values.percentile(50 + around))
+
+
+@dataclasses.dataclass(frozen=True)
+class Slow:
+    """Workers that are slower than all others.
+
+    Attributes:
+      names: the slowest first.
+      factor: time of the slowest one over the median of the others.
+    """
+
+    names: tuple[str, ...]
+    factor: float
+
+
+def slow_workers(times: Mapping[str, Interval], late: Mapping[str, Interval], step_secs: float = 0.0) -> Slow | None:
+    """Returns the workers whose intervals are above those of all others, if they are fewer than the others.
+
+    Args:
+      times: by worker, the interval of the median of its own time in a step.
+      late: likewise of the time by which it comes after the first one of the same step; what slows all workers is not
+        in it. {} where gradients don't wait for each other: then `times` decide.
+      step_secs: length of a step, with waits and all-reduces.
+    """
+    ordered = sorted(times, key=lambda name: -times[name].middle)
+    for count in range(1, max(2, (len(ordered) + 1) // 2)):
+        slow, others = ordered[:count], ordered[count:]
+        if not others:
+            return None
+        usual = statistics.median(times[name].middle for name in others)
+        least = max(_SLOW_FACTOR * usual, usual + _SLOW_SHARE * step_secs)
+        apart = late if late.keys() == times.keys() else times
+        is_apart = min(apart[name].low for name in slow) > max(apart[name].high for name in others)
+        if is_apart and min(times[name].middle for name in slow) >= least:
+            return Slow(tuple(slow), times[slow[0]].middle / usual if usual else math.inf)
+    return None
+
+
+class Times:
+    """Histograms of one worker's gradients, and counts of their staleness.
+
+    Attributes:
+      step: from the start of a gradient's computation to its arrival.
+      input: the part of it in which the worker waited for its batch, where that is measured.
+      compute: the other part.
+      wait: from the arrival of an accepted gradient to that of the last one that the update needs.
+      rest: from the end of the last all-reduce to the start, where that is measured.
+      own: all that the worker takes itself: rest and step.
+      late: from the first arrival of the same step to its own, where that is measured.
+      held: how long it was held back before the start.
+    """
+
+    KINDS = ("step", "input", "compute", "wait", "rest", "own", "late", "held")
+    __slots__ = (*KINDS, "staleness")
+
+    def __init__(self) -> None:
+        for kind in self.KINDS:
+            setattr(self, kind, Histogram())
+        self.staleness: collections.Counter[int] = collections.Counter()
+
+    def add(
+        self, gradient: Contribution, summed_at: float, opened_at: float | None = None, first_at: float = 0.0
+    ) -> None:
+        """Adds a gradient; of a lost one no time is known.
+
+        Args:
+          gradient: the gradient.
+          summed_at: when the last gradient was there.
+          opened_at: when the last all-reduce ended; None where that is not measured.
+          first_at: when the first gradient of the step was there.
+        """
+        _, start, arrival, outcome, staleness, _, held, read = gradient
+        if outcome is Outcome.LOST:
+            return
+        self.step.add(arrival - start)
+        self.held.add(held)
+        if opened_at is None:
+            self.own.add(arrival - start)
+        else:
+            self.input.add(read)
+            self.compute.add(arrival - start - read)
+            self.rest.add(start - opened_at)
+            self.own.add(arrival - opened_at)
+            self.late.add(arrival - first_at)
+        if outcome is Outcome.ACCEPTED:
+            self.wait.add(summed_at - arrival)
+            self.staleness[staleness] = self.staleness.get(staleness, 0) + 1
+
+    def merge(self, other: Times) -> None:
+        """Adds what another one has counted."""
+        for kind in self.KINDS:
+            getattr(self, kind).merge(getattr(other, kind))
+        self.staleness.update(other.staleness)
+
+
+def of_log(updates: Updates, contributions: Contributions, names: Sequence[str]) -> Report:
+    """Returns the report of consecutive updates of a log; its counts are of these updates."""
+    update = np.repeat(np.arange(len(updates)), updates.count)
+    rows, reduce = contributions, updates.reduce[update].astype(np.float64)
+    start, arrival = rows.start.astype(np.float64), rows.arrival.astype(np.float64)
+    opened = -updates.opened[update].astype(np.float64)
+    is_accepted, is_known = rows.outcome == Outcome.ACCEPTED, rows.outcome != Outcome.LOST
+    is_timed = reduce > 0
+    first = np.full(len(updates), np.inf)
+    np.minimum.at(first, update, arrival)
+    values = {
+        "step": (is_known, arrival - start),
+        "held": (is_known, rows.held),
+        "input": (is_known & is_timed, rows.input),
+        "compute": (is_known & is_timed, arrival - start - rows.input),
+        "rest": (is_known & is_timed, start - opened),
+        "own": (is_known, arrival - np.where(is_timed, opened, start)),
+        "late": (is_known & is_timed, arrival - first[update]),
+        "wait": (is_accepted, -reduce - arrival),
+    }
+    found: dict[str, Times] = {}
+    order = np.argsort(rows.worker, kind="stable")
+    limits = np.searchsorted(rows.worker[order], np.arange(len(names) + 1))
+    for worker, name in enumerate(names):
+        mine = order[limits[worker] : limits[worker + 1]]
+        if len(mine):
+            times = found[name] = Times()
+            for kind, (chosen, secs) in values.items():
+                getattr(times, kind).add_all(secs[mine[chosen[mine]]])
+    reduced = Histogram()
+    reduced.add_all(updates.reduce[updates.reduce > 0])
+    counts = {
+        outcome: dict(zip(names, found_of.tolist(), strict=True))
+        for outcome in Outcome
+        for found_of in [np.bincount(rows.worker[rows.outcome == outcome], minlength=len(names))]
+    }
+    staleness = np.bincount(rows.staleness[is_accepted])
+    delays, costs = _costs(update, rows, len(names))
+    return Report(
+        updates=len(updates),
+        accepted=counts[Outcome.ACCEPTED],
+        dropped=counts[Outcome.DROPPED],
+        lost=counts[Outcome.LOST],
+        staleness={int(value): int(staleness[value]) for value in np.flatnonzero(staleness)},
+        wait_secs=float(updates.wait.sum(dtype=np.float64)),
+        bytes_sent=dict.fromkeys(names, 0),
+        examples=int(updates.examples.sum(dtype=np.int64)),
+        delay_secs=dict(zip(names, delays.tolist(), strict=True)),
+        cost_secs=dict(zip(names, costs.tolist(), strict=True)),
+        reduce_secs=percentiles_of(reduced),
+        **columns(found),
+    )
+
+
+def newest(updates: Updates, contributions: Contributions, most: int) -> tuple[Updates, Contributions]:
+    """Returns the newest updates that have so many gradients at most, but one at least, and their gradients."""
+    offsets = updates.offsets
+    first = min(int(np.searchsorted(offsets[:-1], offsets[-1] - most)), max(0, len(updates) - 1))
+    return updates[first:], contributions[int(offsets[first]) :]
+
+
+def _costs(update: np.ndarray, rows: Contributions, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns `delay_secs` and `cost_secs` of a `Report`, by worker.
+
+    Args:
+      update: index of the update of each gradient.
+      rows: the gradients.
+      count: number of workers.
+    """
+    is_accepted = rows.outcome == Outcome.ACCEPTED
+    secs = np.maximum(rows.arrival.astype(np.float64) - rows.start, 0)
+    costs = np.bincount(rows.worker, np.where(is_accepted, 0, secs), count)
+    update, worker, arrival = update[is_accepted], rows.worker[is_accepted], rows.arrival[is_accepted]
+    order = np.lexsort((arrival, update))
+    update, worker, arrival = update[order], worker[order], arrival[order].astype(np.float64)
+    if len(update) < 2:
+        return np.zeros(count), costs
+    is_last = np.append(update[1:] != update[:-1], True)
+    is_same = np.concatenate([[False], update[1:] == update[:-1]])
+    gap = np.where(is_same, arrival - np.roll(arrival, 1), 0.0)
+    others = np.bincount(update)[update] - 1
+    delays = np.bincount(worker[is_last], gap[is_last], count)
+    return delays, costs + np.bincount(worker[is_last], (gap * others)[is_last], count)
+
+
+def columns(times: Mapping[str, Times]) -> dict[str, Any]:
+    """Returns the fields of a `Report` with the times of each worker."""
+    fields = {"step_secs": "step", "input_secs": "input", "compute_secs": "compute", "rest_secs": "rest"}
+    fields |= {"wait": "wait", "held": "held"}
+    found: dict[str, Any] = {
+        field: {name: percentiles_of(getattr(each, kind)) for name, each in times.items()}
+        for field, kind in fields.items()
+    }
+    for kind in ("own", "late"):
+        values = {name: getattr(each, kind) for name, each in times.items()}
+        found[f"{kind}_secs"] = {name: Interval.of_median(each) for name, each in values.items() if each.count}
+    return found
+
+
+def percentiles_of(values: Histogram) -> Percentiles:
+    """Returns the percentiles of a histogram."""
+    p50, p95, p99 = (values.percentile(percent) for percent in (50, 95, 99))
+    return Percentiles(values.count, values.mean, p50, p95, p99, values.most)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +285,7 @@ class Report:
       examples: number of examples in the accepted gradients; 0 if unknown.
       bytes_received: likewise bytes received.
       step_secs: time from the start of a gradient's computation to its arrival, by worker, where it was measured.
-      wait: time from the arrival of an accepted gradient to its update, by worker.
+      wait: time from the arrival of an accepted gradient to that of the last one that its update needs, by worker.
       held: time for which a worker was held back before it started a gradient, by worker.
       lost: number of gradients lost with their worker, by worker.
       losses: number of times that a task was lost, by task; {} if none was.
@@ -58,6 +297,16 @@ class Report:
       memory_bytes: resident memory of the process of each task, where it is known.
       message_bytes: bytes of the messages that each worker has sent by `ParameterAveraging` or `Compression`, counted
         where tfdist sends them: without headers and all else that the process sends. 0 under other policies.
+      input_secs: the part of `step_secs` in which a worker waited for its batch, by worker; of synchronous training
+        without a policy.
+      compute_secs: the other part, likewise.
+      rest_secs: time from the end of an all-reduce to the worker's next call of its data: update, callbacks. Likewise.
+      reduce_secs: time from the last gradient to the end of the all-reduce. Likewise.
+      own_secs: interval of the median of what a worker takes itself: its rest and its step.
+      late_secs: likewise of the time from the first gradient of a step to its own, without a policy.
+      delay_secs: time by which updates were later because of a worker: from the last but one gradient to its own.
+      cost_secs: worker-seconds that each worker cost the cluster: the time in which all others of an update waited for
+        its gradient alone, and that of its gradients that were dropped or lost.
     """
 
     updates: int
@@ -82,11 +331,85 @@ class Report:
     cpu_secs: dict[str, float] = dataclasses.field(default_factory=dict)
     memory_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
     message_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
+    input_secs: dict[str, Percentiles] = dataclasses.field(default_factory=dict)
+    compute_secs: dict[str, Percentiles] = dataclasses.field(default_factory=dict)
+    rest_secs: dict[str, Percentiles] = dataclasses.field(default_factory=dict)
+    reduce_secs: Percentiles = Percentiles(0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    own_secs: dict[str, Interval] = dataclasses.field(default_factory=dict)
+    late_secs: dict[str, Interval] = dataclasses.field(default_factory=dict)
+    delay_secs: dict[str, float] = dataclasses.field(default_factory=dict)
+    cost_secs: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def slow(self) -> Slow | None:
+        """The workers that are slower than all others, if there are any."""
+        return slow_workers(self.own_secs, self.late_secs, self._mean_step())
+
+    def _mean_step(self) -> float:
+        kinds = (self.rest_secs, self.step_secs, self.wait)
+        means = [sum(each.mean for each in kind.values()) / max(1, len(kind)) for kind in kinds]
+        return sum(means) + self.reduce_secs.mean
+
+    @property
+    def order(self) -> list[str]:
+        """Names of the workers: the slow ones first, then by what they cost."""
+        slow, names = self.slow, list(self.accepted)
+        first = {name: place for place, name in enumerate(slow.names if slow else ())}
+
+        def key(name: str) -> tuple[float, ...]:
+            step = self.step_secs.get(name)
+            cost, dropped = self.cost_secs.get(name, 0.0), self.dropped.get(name, 0)
+            return first.get(name, len(first)), -round(cost, 3), -dropped, -(step.p50 if step else 0.0)
+
+        return sorted(names, key=key)
+
+    @property
+    def in_words(self) -> str:
+        """One line: who is slow, and why; "" where nothing was measured."""
+        if not self.own_secs:
+            return ""
+        slow, shares = self.slow, self._shares()
+        if slow is None:
+            text = "no worker stands out" if len(self.accepted) > 1 else ""
+            of_all = [f"{_percent(share)} of a step is {what}" for what, share in shares.items() if share >= _MUCH]
+            return "; ".join(each for each in (text, *of_all) if each)
+        names = " and ".join(slow.names) if len(slow.names) < 3 else f"{slow.names[0]} and {len(slow.names) - 1} others"
+        are = "are" if len(slow.names) > 1 else "is"
+        factor = f"{slow.factor:.1f}" if slow.factor < 9.95 else f"{slow.factor:.0f}"
+        return f"{names} {are} {factor} times as slow as the median{self._why(slow)}"
+
+    def _shares(self) -> dict[str, float]:
+        """Returns which shares of the mean step the input and the all-reduce take, where they are measured."""
+        step = self._mean_step()
+        if not self.reduce_secs.count or not step:
+            return {}
+        read = sum(each.mean for each in self.input_secs.values()) / len(self.input_secs)
+        return {"input": read / step, "the all-reduce": self.reduce_secs.mean / step}
+
+    def _why(self, slow: Slow) -> str:
+        name = slow.names[0]
+        dropped, accepted = self.dropped.get(name, 0), self.accepted.get(name, 0)
+        if dropped > _SOME_DROPPED * (accepted + dropped):
+            return f": {_percent(dropped / (accepted + dropped))} of its gradients are dropped"
+        kinds = {"input": self.input_secs, "computing": self.compute_secs, "callbacks and updates": self.rest_secs}
+        others = [each for each in self.own_secs if each not in slow.names]
+        more = {
+            what: times[name].p50 - statistics.median(times[each].p50 for each in others if each in times)
+            for what, times in kinds.items()
+            if name in times and times[name].count
+        }
+        what = max(more, key=lambda kind: more[kind], default="")
+        if not what:
+            return ""
+        share = min(1.0, kinds[what][name].p50 / max(self.own_secs[name].middle, 1e-9))
+        return f": {_percent(share)} of its time is {what}"
 
     def __str__(self) -> str:
-        lines = [self._first()]
+        lines = [self._first(), *([self.in_words] if self.in_words else [])]
         if self.accepted:
             lines += _table(self._gradient_rows())
+        if self.reduce_secs.count:
+            lines.append(f"all-reduce, ms p50/p95: {_milliseconds(self.reduce_secs)}")
         if self.staleness:
             counts = [f"{staleness}: {count}" for staleness, count in sorted(self.staleness.items())]
             more = f", ... up to {max(self.staleness)}" if len(counts) > _MOST_STALENESS else ""
@@ -114,13 +437,15 @@ class Report:
 
     def _gradient_rows(self) -> list[list[str]]:
         rows = [["worker", "accepted", "of updates", "dropped", "of its gradients"]]
-        kinds = {"step, ms p50/p95": self.step_secs, "wait, ms": self.wait, "held, ms": self.held}
+        kinds = {"step, ms p50/p95": self.step_secs}
+        if any(each.count for each in self.input_secs.values()):
+            kinds = {"input, ms p50/p95": self.input_secs, "compute, ms": self.compute_secs, "rest, ms": self.rest_secs}
+        kinds |= {"wait, ms": self.wait, "held, ms": self.held}
         kinds = {name: found for name, found in kinds.items() if any(each.most for each in found.values())}
         rows[0] += [*kinds, *(["lost"] if any(self.lost.values()) else [])]
-        # Of many, those that cost most: the slowest, and whose gradients were dropped.
-        slow = lambda name: (self.dropped.get(name, 0), self.step_secs[name].mean if name in self.step_secs else 0.0)  # noqa: E731
         names = list(self.accepted)
-        shown = names if len(names) <= _MOST_ROWS else sorted(names, key=slow, reverse=True)[: _MOST_ROWS - 1]
+        # Of many, those that cost most.
+        shown = names if len(names) <= _MOST_ROWS else self.order[: _MOST_ROWS - 1]
         for name in shown:
             accepted, dropped = self.accepted[name], self.dropped.get(name, 0)
             row = [name, f"{accepted}", _share(accepted, self.updates), f"{dropped}"]
@@ -174,6 +499,11 @@ def _listed(texts: dict[str, str], most: int = _MOST_ROWS) -> str:
 
 def _milliseconds(found: Percentiles | None) -> str:
     return f"{1e3 * found.p50:.1f}/{1e3 * found.p95:.1f}" if found and found.count else "-"
+
+
+def _percent(share: float) -> str:
+    # Not 100 % of what has a rest.
+    return f"{math.floor(100 * share) if share < 1 else 100} %"
 
 
 def _share(part: int, whole: int) -> str:

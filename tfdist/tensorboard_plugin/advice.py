@@ -17,6 +17,7 @@ import numpy as np
 
 from tfdist import simulation
 from tfdist.policies import BackupWorkers
+from tfdist.tensorboard_plugin import people
 from tfdist.update_log import Timeline
 from tfdist.update_log.records import Outcome
 
@@ -75,15 +76,16 @@ def advise(timeline: Timeline, seed: int = 0) -> dict[str, Any]:
     if short or workers < 2:
         reason = f"not enough gradients of {', '.join(short[:3])}" if short else "there is one worker only"
         return {"state": "none", "reason": reason}
-    slowest = int(np.argmax([np.mean(each) for each in times]))
-    rest = [worker for worker in range(workers) if worker != slowest]
+    slow = people.report_of(timeline).slow
     cases: dict[str, tuple[list[int], int]] = {"now": (list(range(workers)), spares)}
     if spares + 1 < workers:
         cases["one more spare"] = (list(range(workers)), spares + 1)
     if spares > 0:
         cases["one spare less"] = (list(range(workers)), spares - 1)
-    if spares < workers - 1:
-        cases[f"without {timeline.workers[slowest]}"] = (rest, spares)
+    # Of workers that are equally fast, none is named.
+    if slow is not None and spares < workers - 1:
+        rest = [worker for worker in range(workers) if timeline.workers[worker] != slow.names[0]]
+        cases[f"without {slow.names[0]}"] = (rest, spares)
     return {
         "state": "ready",
         "spares": spares,

@@ -42,7 +42,9 @@ def workers(job: Job) -> dict[str, Any]:
     staleness = np.bincount(rows.staleness[rows.outcome == 0])
     return {
         "rows": job.table,
-        "detail_updates": len(job.timeline.updates),
+        "in_words": job.report.in_words,
+        "reduce_p50": job.report.reduce_secs.p50,
+        "detail_updates": job.report.updates,
         "events": [
             {"time": float(moment), "worker": int(worker), "kind": int(kind), "text": str(text)}
             for moment, worker, kind, text in zip(*events.arrays().values(), strict=True)
@@ -96,6 +98,8 @@ def _gradients(job: Job, begin: float, end: float) -> dict[str, np.ndarray]:
         "outcome": rows.outcome.astype(np.int32),
         "staleness": rows.staleness.astype(np.int32),
         "held": rows.held,
+        "input": rows.input,
+        "reduce": np.repeat(updates.reduce, updates.count)[order],
         "weight": rows.weight,
         "update_time": (updates.time - begin).astype(np.float32),
         "update_step": updates.step.astype(np.int32),

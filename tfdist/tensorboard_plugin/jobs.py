@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from tfdist.telemetry import report
 from tfdist.tensorboard_plugin import advice, lod, people
 from tfdist.update_log import Files, LocalFiles, LogReader, Skipped, Timeline, run_directory
 from tfdist.update_log.reader import find_logs
@@ -41,9 +42,14 @@ class Job:
             return self._levels
 
     @functools.cached_property
+    def report(self) -> report.Report:
+        """What `Report` says of the newest updates."""
+        return people.report_of(self.timeline)
+
+    @functools.cached_property
     def table(self) -> list[dict[str, Any]]:
         """Rows of the table of workers."""
-        return people.table(self.timeline, self.levels.total)
+        return people.table(self.timeline, self.levels.total, self.report)
 
     def summary(self) -> dict[str, Any]:
         """Returns the fields of a job in the list of jobs."""

@@ -25,6 +25,8 @@ CHANNELS = (
     "dropped",
     "lost",
     "staleness_sum",
+    "input_secs",
+    "reduce_secs",
 )
 UPDATE_CHANNELS = ("updates", "examples", "update_wait_secs")
 # Windows with more gradients are read from the groups.
@@ -130,16 +132,20 @@ class Levels:
         grid = _Grid(begin, (end - begin) / buckets, buckets, workers)
         is_accepted = rows.outcome == Outcome.ACCEPTED
         waits_until = np.where(is_accepted, made, arrival)
+        read = np.minimum(start + rows.input, arrival)
+        summing = np.maximum(made - np.repeat(updates.reduce, updates.count), arrival)
         held = start - np.maximum(
             0, start - np.maximum(start - rows.held, _idle_since(rows.worker, start, waits_until))
         )
         cells = np.zeros((len(CHANNELS), buckets, workers))
         for outcome in Outcome:
             chosen = rows.outcome == outcome
-            cells[outcome] = grid.spread(rows.worker[chosen], start[chosen], arrival[chosen])
+            cells[outcome] = grid.spread(rows.worker[chosen], read[chosen], arrival[chosen])
             cells[5 + outcome] = grid.count(rows.worker[chosen], arrival[chosen])
-        cells[3] = grid.spread(rows.worker, arrival, waits_until)
+        cells[3] = grid.spread(rows.worker, arrival, np.minimum(summing, waits_until))
         cells[4] = grid.spread(rows.worker, held, start)
+        cells[9] = grid.spread(rows.worker, start, read)
+        cells[10] = grid.spread(rows.worker[is_accepted], summing[is_accepted], made[is_accepted])
         cells[8] = grid.count(rows.worker[is_accepted], arrival[is_accepted], rows.staleness[is_accepted])
         one = _Grid(begin, (end - begin) / buckets, buckets, 1)
         zero = np.zeros(len(updates), np.int64)
@@ -212,7 +218,7 @@ def _prefix_sums(groups: Groups, dropped: np.ndarray, lost: np.ndarray) -> tuple
         return np.zeros(1), np.zeros((len(CHANNELS), 1, groups.accepted.shape[1])), np.zeros((len(UPDATE_CHANNELS), 1))
     edges = np.maximum.accumulate(np.append(groups.begin[:1], groups.end))
     cells = (
-        np.maximum(0, groups.compute_secs - dropped - lost),
+        np.maximum(0, groups.compute_secs - dropped - lost - groups.input_secs),
         dropped,
         lost,
         groups.wait_secs,
@@ -222,6 +228,8 @@ def _prefix_sums(groups: Groups, dropped: np.ndarray, lost: np.ndarray) -> tuple
         groups.dropped,
         groups.lost,
         groups.staleness_sum,
+        groups.input_secs,
+        groups.accepted * (groups.reduce_secs / np.maximum(1, groups.updates))[:, None],
     )
     sums = np.zeros((len(CHANNELS), len(edges), groups.accepted.shape[1]))
     for channel, values in enumerate(cells):

@@ -17,6 +17,8 @@ class Columns:
     DTYPES: ClassVar[dict[str, Any]] = {}
     # Columns of shape [rows, workers]; the others have one cell in each row.
     CELLS: ClassVar[tuple[str, ...]] = ()
+    # Columns that older logs don't have; they are zero there.
+    OPTIONAL: ClassVar[tuple[str, ...]] = ()
 
     def __len__(self) -> int:
         return len(self.arrays()[next(iter(self.DTYPES))])
@@ -34,8 +36,15 @@ class Columns:
 
     @classmethod
     def of(cls, **values: Any) -> Self:
-        """Builds the columns from arrays or lists, cast to the dtypes of the format."""
+        """Builds the columns from arrays or lists, cast to the dtypes of the format; absent optional ones are zero."""
+        for name in cls.OPTIONAL:
+            values.setdefault(name, np.zeros_like(values[cls._like(name)], cls.DTYPES[name]))
         return cls(**{name: np.asarray(values[name], dtype) for name, dtype in cls.DTYPES.items()})
+
+    @classmethod
+    def _like(cls, name: str) -> str:
+        """Returns a column of the same shape that every log has."""
+        return cls.CELLS[0] if name in cls.CELLS else next(iter(cls.DTYPES))
 
     @classmethod
     def concatenated(cls, parts: Sequence[Self], workers: int = 0) -> Self:
@@ -65,7 +74,9 @@ class Updates(Columns):
         "examples": np.int32,
         "phase": np.uint8,
         "count": np.int32,
+        "reduce": np.float32,
     }
+    OPTIONAL: ClassVar[tuple[str, ...]] = ("reduce",)
     step: np.ndarray
     time: np.ndarray
     opened: np.ndarray
@@ -73,6 +84,7 @@ class Updates(Columns):
     examples: np.ndarray
     phase: np.ndarray
     count: np.ndarray
+    reduce: np.ndarray
 
     @property
     def offsets(self) -> np.ndarray:
@@ -92,7 +104,9 @@ class Contributions(Columns):
         "staleness": np.uint16,
         "weight": np.float32,
         "held": np.float32,
+        "input": np.float32,
     }
+    OPTIONAL: ClassVar[tuple[str, ...]] = ("input",)
     worker: np.ndarray
     start: np.ndarray
     arrival: np.ndarray
@@ -100,6 +114,7 @@ class Contributions(Columns):
     staleness: np.ndarray
     weight: np.ndarray
     held: np.ndarray
+    input: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,6 +155,8 @@ class Groups(Columns):
         "held_secs": np.float32,
         "staleness_sum": np.int32,
         "staleness_max": np.int32,
+        "input_secs": np.float32,
+        "reduce_secs": np.float64,
     }
     CELLS: ClassVar[tuple[str, ...]] = (
         "accepted",
@@ -151,7 +168,9 @@ class Groups(Columns):
         "held_secs",
         "staleness_sum",
         "staleness_max",
+        "input_secs",
     )
+    OPTIONAL: ClassVar[tuple[str, ...]] = ("input_secs", "reduce_secs")
     first_step: np.ndarray
     last_step: np.ndarray
     begin: np.ndarray
@@ -169,3 +188,5 @@ class Groups(Columns):
     held_secs: np.ndarray
     staleness_sum: np.ndarray
     staleness_max: np.ndarray
+    input_secs: np.ndarray
+    reduce_secs: np.ndarray

@@ -44,6 +44,7 @@ class ContributionRecord(NamedTuple):
       staleness: global step - local step, when the gradient was applied or dropped.
       weight: factor with which it entered the update; 0 if it didn't.
       held: seconds for which the worker was held back before this start.
+      input: seconds from the start in which it waited for its batch; 0 if unknown.
     """
 
     worker: int
@@ -53,6 +54,7 @@ class ContributionRecord(NamedTuple):
     staleness: int = 0
     weight: float = 1.0
     held: float = 0.0
+    input: float = 0.0
 
 
 class UpdateRecord(NamedTuple):
@@ -65,7 +67,8 @@ class UpdateRecord(NamedTuple):
       wait: time for which the update waited for gradients.
       examples: number of examples in the gradients that entered; 0 if unknown.
       phase: 0: all replicas train; 1: the warmup phase.
-      contributions: tuples with the fields of `ContributionRecord`, in that order.
+      contributions: tuples with the fields of `ContributionRecord`, in that order; the last one may be left away.
+      reduce: seconds from the last arrival to the end of the all-reduce; 0 if unknown.
     """
 
     step: int
@@ -74,7 +77,8 @@ class UpdateRecord(NamedTuple):
     wait: float
     examples: int
     phase: int
-    contributions: Sequence[tuple[int, float, float, int, int, float, float]]
+    contributions: Sequence[tuple[Any, ...]]
+    reduce: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)

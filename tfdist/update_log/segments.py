@@ -188,7 +188,8 @@ def _replaces(archive: zipfile.ZipFile) -> tuple[int, ...]:
 
 
 def _columns(archive: zipfile.ZipFile, columns: type[_C]) -> _C:
-    arrays = {column: _array(archive, column) for column in columns.DTYPES}
+    names, found = {each.removesuffix(".npy") for each in archive.namelist()}, columns.DTYPES.keys()
+    arrays = {column: _array(archive, column) for column in found if column in names or column not in columns.OPTIONAL}
     for column, array in arrays.items():
         expected = np.dtype(columns.DTYPES[column])
         if array.dtype.kind != expected.kind or (expected.kind != "U" and array.dtype != expected):
@@ -197,7 +198,7 @@ def _columns(archive: zipfile.ZipFile, columns: type[_C]) -> _C:
             raise ValueError(f"column {column!r} has another length than the others")
         if expected.kind == "f" and not np.isfinite(array).all():
             raise ValueError(f"column {column!r} has a number that is not finite")
-    return columns(**arrays)
+    return columns(**arrays) if len(arrays) == len(found) else columns.of(**arrays)
 
 
 def _array(archive: zipfile.ZipFile, column: str) -> np.ndarray:

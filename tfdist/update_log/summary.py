@@ -51,6 +51,7 @@ def summarize(updates: Updates, contributions: Contributions, starts: np.ndarray
         updates=ends - starts,
         examples=_sums(updates.examples, starts, np.int64),
         wait=_sums(updates.wait, starts, np.float64),
+        reduce_secs=_sums(updates.reduce, starts, np.float64),
         phase=updates.phase[last],
         **_cells(updates, contributions, starts, workers),
     )
@@ -70,6 +71,7 @@ def regroup(groups: Groups, starts: np.ndarray) -> Groups:
         updates=_sums(groups.updates, starts, np.int64),
         examples=_sums(groups.examples, starts, np.int64),
         wait=_sums(groups.wait, starts, np.float64),
+        reduce_secs=_sums(groups.reduce_secs, starts, np.float64),
         phase=groups.phase[last],
         **cells,
     )
@@ -85,6 +87,7 @@ def _cells(updates: Updates, contributions: Contributions, starts: np.ndarray, w
     secs = contributions.arrival - contributions.start
     is_accepted = contributions.outcome == Outcome.ACCEPTED
     accepted = cell[is_accepted]
+    waits = -contributions.arrival - np.repeat(updates.reduce, updates.count)
     staleness = contributions.staleness[is_accepted]
     size = shape[0] * shape[1]
 
@@ -102,8 +105,9 @@ def _cells(updates: Updates, contributions: Contributions, starts: np.ndarray, w
         "lost": total(cell[contributions.outcome == Outcome.LOST]),
         "compute_secs": total(cell, secs),
         "compute_max": largest(cell, secs),
-        "wait_secs": total(accepted, -contributions.arrival[is_accepted]),
+        "wait_secs": total(accepted, waits[is_accepted]),
         "held_secs": total(cell, contributions.held),
+        "input_secs": total(cell, contributions.input),
         "staleness_sum": total(accepted, staleness),
         "staleness_max": largest(accepted, staleness),
     }

@@ -178,7 +178,9 @@ def _merged_updates(
     target = np.empty(len(rows), np.int64)
     target[order] = np.cumsum(np.bincount(begins, minlength=len(rows))) - 1
     ordered = rows[order]
-    largest = {n: np.maximum.reduceat(getattr(ordered, n), begins) for n in ("time", "opened", "wait", "phase")}
+    largest = {
+        n: np.maximum.reduceat(getattr(ordered, n), begins) for n in ("time", "opened", "wait", "phase", "reduce")
+    }
     sums = {n: np.add.reduceat(getattr(ordered, n), begins) for n in ("examples", "count")}
     whole = Updates.of(step=ordered.step[begins], **largest, **sums)
     # The times of gradients count from the merged update now.
@@ -206,7 +208,7 @@ def _merged_groups(parts: Sequence[Groups]) -> Groups:
     def largest(columns: Columns, name: str) -> np.ndarray:
         return np.maximum.reduceat(getattr(columns, name), begins)
 
-    names = ("last_step", "end", "updates", "wait", "phase")
+    names = ("last_step", "end", "updates", "wait", "phase", "reduce_secs")
     smallest = {n: np.minimum.reduceat(getattr(rows, n), begins) for n in ("first_step", "begin")}
     return merged_rows.replace(**smallest, **{n: largest(rows, n) for n in names})
 

@@ -190,14 +190,18 @@ def _blocks(records: Sequence[UpdateRecord]) -> list[Sequence[UpdateRecord]]:
 
 def _columns(records: Sequence[UpdateRecord], zero_secs: float) -> tuple[Updates, Contributions]:
     counts = np.array([len(each.contributions) for each in records], np.int32)
-    rows = [each[:-1] for each in records]
-    step, moment, opened, wait, examples, phase = np.array(rows, np.float64).reshape(-1, 6).T
+    rows = [(*each[:6], each.reduce) for each in records]
+    step, moment, opened, wait, examples, phase, reduce = np.array(rows, np.float64).reshape(-1, 7).T
     after = moment - zero_secs
-    updates = Updates.of(step=step, time=after, opened=opened, wait=wait, examples=examples, phase=phase, count=counts)
-    flat = itertools.chain.from_iterable(itertools.chain.from_iterable(each.contributions for each in records))
+    updates = Updates.of(
+        step=step, time=after, opened=opened, wait=wait, examples=examples, phase=phase, count=counts, reduce=reduce
+    )
+    gradients = itertools.chain.from_iterable(each.contributions for each in records)
+    # Fields with a default may be left away.
+    flat = itertools.chain.from_iterable(each if len(each) == 8 else (*each, 0.0) for each in gradients)
     total = int(counts.sum())
-    worker, start, arrival, outcome, staleness, weight, held = (
-        np.fromiter(flat, np.float64, 7 * total).reshape(total, 7).T
+    worker, start, arrival, outcome, staleness, weight, held, inputs = (
+        np.fromiter(flat, np.float64, 8 * total).reshape(total, 8).T
     )
     made = np.repeat(moment, counts)
     contributions = Contributions.of(
@@ -208,6 +212,7 @@ def _columns(records: Sequence[UpdateRecord], zero_secs: float) -> tuple[Updates
         staleness=np.minimum(staleness, np.iinfo(np.uint16).max),
         weight=weight,
         held=held,
+        input=inputs,
     )
     return updates, contributions
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Intervals of each worker in time: held back, computing, waiting for the update. They never overlap in a lane."""
+"""Intervals of each worker in time: held back, input, computing, waiting, all-reduce. They never overlap in a lane."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from tfdist.update_log import Contributions, Outcome, Updates
 class Lanes:
     """One row for each gradient, sorted by worker and arrival. All times are seconds on the timeline's clock.
 
-    A worker was held back in [held, start], computed in [start, arrival], and waited in [arrival, end]. A worker that
-    computes its next gradient before the update is made doesn't wait. Where a worker has several gradients under way
+    A worker was held back in [held, start], waited for its batch in [start, read], computed in [read, arrival], waited
+    for the others in [arrival, summing], and was in the all-reduce in [summing, end]. A worker that computes its next
+    gradient before the update is made doesn't wait. Where a worker has several gradients under way
     at once, a later one begins when the earlier one has arrived.
 
     Attributes:
       row: index of the contribution.
       update: index of its update.
       worker: index of the worker.
-      held, start, arrival, end: limits of the intervals, float64, increasing within a worker.
+      held, start, read, arrival, summing, end: limits of the intervals, float64, increasing within a worker.
     """
 
     row: np.ndarray
@@ -30,7 +31,9 @@ class Lanes:
     worker: np.ndarray
     held: np.ndarray
     start: np.ndarray
+    read: np.ndarray
     arrival: np.ndarray
+    summing: np.ndarray
     end: np.ndarray
 
     def __len__(self) -> int:
@@ -52,4 +55,11 @@ class Lanes:
         after = np.where(np.roll(is_first, -1), np.inf, np.roll(held, -1))
         is_accepted = contributions.outcome[row] == Outcome.ACCEPTED
         end = np.where(is_accepted, np.maximum(np.minimum(made, after), arrival), arrival)
-        return Lanes(row, update, worker.astype(np.int64), held, start, arrival, end)
+        read = np.minimum(start + contributions.input[row], arrival)
+        summing = np.where(is_accepted, np.maximum(end - updates.reduce[update], arrival), end)
+        return Lanes(row, update, worker.astype(np.int64), held, start, read, arrival, summing, end)
+
+    @property
+    def limits(self) -> tuple[np.ndarray, ...]:
+        """All limits, in order."""
+        return self.held, self.start, self.read, self.arrival, self.summing, self.end

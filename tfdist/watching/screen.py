@@ -22,6 +22,8 @@ _LEAST_BAR, _MOST_BAR = 8, 40
 # Widths of the columns of the table besides name and bar, with the gaps.
 _FIXED = 50
 _WIDE = 110
+# Of fewer lines none is spent on words.
+_LEAST_LINES = 10
 _EVENTS = {
     EventKind.LOST: ("lost", "red"),
     EventKind.RETURNED: ("returned", "green"),
@@ -30,9 +32,24 @@ _EVENTS = {
     EventKind.RESUMED: ("resumed", "green"),
     EventKind.RESTARTED: ("restarted", "yellow"),
 }
-_STATES = {"computing": "", "waiting": "dim", "held": "yellow", "lost": "bold red", "absent": "dim"}
+_STATES = {
+    "input": "blue",
+    "computing": "",
+    "waiting": "dim",
+    "all-reduce": "magenta",
+    "held": "yellow",
+    "lost": "bold red",
+    "absent": "dim",
+}
 # Characters and styles of the bar: told apart without colours, too.
-_BAR = (("█", "#", "green"), ("░", ".", "bright_black"), ("▒", "=", "yellow"))
+_BAR = (
+    ("▓", "i", "blue"),
+    ("█", "#", "green"),
+    ("░", ".", "bright_black"),
+    ("▚", "n", "magenta"),
+    ("▒", "=", "yellow"),
+)
+_BAR_NAMES = ("input", "compute", "wait", "all-reduce", "held")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +92,7 @@ def draw(snapshot: Snapshot, view: View) -> RenderableType:
             shown = max(1, shown - 1)
     table = _table(snapshot.workers[:shown], view)
     hidden = _hidden(snapshot.workers[shown:])
-    return Group(*head, table, *hidden, _legend(view), *events, *problems)
+    return Group(*head, table, *hidden, _legend(snapshot, view), *events, *problems)
 
 
 def waiting(directory: str, view: View) -> RenderableType:
@@ -104,7 +121,9 @@ def _head(snapshot: Snapshot, view: View) -> list[Text]:
         title.append("  simulated", "magenta")
     if view.other_runs:
         title.append(f"  (+{view.other_runs} other run{'s' * (view.other_runs > 1)}: --run)", "dim")
-    return [title, _progress(snapshot, view), _rates(snapshot)]
+    words = [_line("bold yellow" if any(row.is_slow for row in snapshot.workers) else "", plain(snapshot.in_words))]
+    has_words = snapshot.in_words and (view.height is None or view.height >= _LEAST_LINES)
+    return [title, *(words if has_words else []), _progress(snapshot, view), _rates(snapshot)]
 
 
 def _progress(snapshot: Snapshot, view: View) -> Text:
@@ -133,12 +152,14 @@ def _rates(snapshot: Snapshot) -> Text:
 
 def _table(rows: Sequence[WorkerRow], view: View) -> Table:
     is_wide, has_bytes = view.width >= _WIDE, bool(view.bytes_sent)
+    has_input = not all(math.isnan(row.input_secs) for row in rows)
     name_width = min(max([6, *(len(row.name) for row in rows)]), 24 if is_wide else 11)
-    bar_width = min(_MOST_BAR, view.width - _FIXED - name_width - 9 * has_bytes - 7 * is_wide)
+    bar_width = min(_MOST_BAR, view.width - _FIXED - name_width - 9 * has_bytes - 7 * is_wide - 6 * has_input)
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold", show_edge=False)
     table.add_column("worker", width=name_width, no_wrap=True, overflow="ellipsis")
     table.add_column("state", width=10, no_wrap=True)
-    heads = [("p50", 5), ("p95", 5), ("accept", 6), ("drop", 5), *([("lost", 6)] if is_wide else []), ("stale", 7)]
+    heads = [("input", 5)] if has_input else []
+    heads += [("p50", 5), ("p95", 5), ("accept", 6), ("drop", 5), *([("lost", 6)] if is_wide else []), ("stale", 7)]
     for title, width in (*heads, ("cost", 4), *([("sent/s", 8)] if has_bytes else [])):
         table.add_column(title, width=width, justify="right", no_wrap=True)
     has_bar = bar_width >= _LEAST_BAR
@@ -146,8 +167,9 @@ def _table(rows: Sequence[WorkerRow], view: View) -> Table:
         table.add_column("time", no_wrap=True)
     for row in rows:
         cells = [
-            Text(plain(row.name)),
+            Text(plain(row.name), "bold yellow" if row.is_slow else ""),
             _state(row),
+            *([_secs(row.input_secs)] if has_input else []),
             *map(_secs, (row.p50_secs, row.p95_secs)),
             _count(row.accepted),
             _count(row.dropped),
@@ -157,7 +179,7 @@ def _table(rows: Sequence[WorkerRow], view: View) -> Table:
             *([_bytes(view.bytes_sent.get(row.name))] if has_bytes else []),
             *([_bar(row, bar_width, view.is_unicode)] if has_bar else []),
         ]
-        table.add_row(*cells)
+        table.add_row(*cells, style="bold" if row.is_slow else "")
     return table
 
 
@@ -175,7 +197,8 @@ def _staleness(row: WorkerRow) -> str:
 
 def _bar(row: WorkerRow, width: int, is_unicode: bool) -> Text:
     text, used, total = Text(), 0, 0.0
-    for share, (block, letter, style) in zip((row.compute, row.wait, row.held), _BAR, strict=True):
+    shares = row.input, row.compute, row.wait, row.reduce, row.held
+    for share, (block, letter, style) in zip(shares, _BAR, strict=True):
         total = min(1.0, total + share)
         length = max(0, round(total * width) - used)
         text.append((block if is_unicode else letter) * length, style)
@@ -183,9 +206,11 @@ def _bar(row: WorkerRow, width: int, is_unicode: bool) -> Text:
     return text
 
 
-def _legend(view: View) -> Text:
+def _legend(snapshot: Snapshot, view: View) -> Text:
     line = _line("dim", "")
-    for (block, letter, style), name in zip(_BAR, ("compute", "wait", "held"), strict=True):
+    for (block, letter, style), name in zip(_BAR, _BAR_NAMES, strict=True):
+        if not any(getattr(row, "reduce" if name == "all-reduce" else name) > 0 for row in snapshot.workers):
+            continue
         line.append(block if view.is_unicode else letter, style)
         line.append(f" {name} ")
     line.append("  stale: mean/max  cost: 1.0 = one worker's time")

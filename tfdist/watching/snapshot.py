@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 
 import numpy as np
 
+from tfdist.telemetry import report
 from tfdist.update_log import Contributions, EventKind, Outcome, Timeline, Updates
 from tfdist.watching.lanes import Lanes
 
@@ -15,7 +17,7 @@ from tfdist.watching.lanes import Lanes
 _LATE_FACTOR = 3.0
 _LATE_SECS = 1.0
 _MAX_GRADIENTS = 500_000
-_MOMENTS = ("held", "computing", "waiting")
+_MOMENTS = ("held", "input", "computing", "waiting", "all-reduce")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,13 +26,15 @@ class WorkerRow:
 
     Attributes:
       name: name of the worker, such as "worker:3".
-      state: "computing", "waiting", "held", "lost", or "absent" if it has sent no gradient yet.
+      state: "input", "computing", "waiting", "all-reduce", "held", "lost", or "absent" before its first gradient.
       late_secs: time since its last gradient, if that is unusually long; else 0.
       accepted, dropped, lost: gradients.
       p50_secs, p95_secs: percentiles of the time from start to arrival of a gradient; nan without any.
+      input_secs: median of its waits for a batch; nan where that isn't measured.
       staleness_mean, staleness_max: of the accepted gradients; nan and 0 without any.
-      compute, wait, held: shares of the window.
-      cost: what the worker took from the cluster, in workers: 1.0 is all of one worker's time. See `_costs`.
+      input, compute, wait, reduce, held: shares of the window.
+      cost: what the worker took from the cluster, in workers: `Report.cost_secs` over the window.
+      is_slow: True if it is slower than all others: `Report.slow`.
     """
 
     name: str
@@ -41,12 +45,16 @@ class WorkerRow:
     lost: int
     p50_secs: float
     p95_secs: float
+    input_secs: float
     staleness_mean: float
     staleness_max: int
+    input: float
     compute: float
     wait: float
+    reduce: float
     held: float
     cost: float
+    is_slow: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +71,8 @@ class Snapshot:
       window_secs: length of the window that the rates are measured in.
       updates_per_sec, examples_per_sec: rates; examples are nan if they are unknown.
       wait: share of the window in which the updates waited for gradients.
-      workers: rows; lost workers first, then those that cost most.
+      in_words: a line about who is slow; see `Report.in_words`.
+      workers: rows; lost workers first, then in the order of `Report.order`.
       events: Unix time, name of the worker ("" for all), kind and text of each event, the last first.
     """
 
@@ -79,6 +88,7 @@ class Snapshot:
     updates_per_sec: float
     examples_per_sec: float
     wait: float
+    in_words: str
     workers: tuple[WorkerRow, ...]
     events: tuple[tuple[float, str, EventKind, str], ...]
 
@@ -88,6 +98,7 @@ def take(timeline: Timeline, window_secs: float = 60.0, max_events: int = 20) ->
     updates, contributions = _window(timeline, window_secs)
     begin, end = _limits(updates)
     secs = end - begin
+    found = report.of_log(updates, contributions, timeline.workers)
     examples = int(updates.examples.sum())
     header, (first, last) = timeline.header, timeline.span
     return Snapshot(
@@ -103,7 +114,8 @@ def take(timeline: Timeline, window_secs: float = 60.0, max_events: int = 20) ->
         updates_per_sec=len(updates) / secs if secs else np.nan,
         examples_per_sec=examples / secs if secs and examples else np.nan,
         wait=min(1.0, float(updates.wait.sum()) / secs) if secs else np.nan,
-        workers=_rows(timeline, updates, contributions),
+        in_words=found.in_words,
+        workers=_rows(timeline, updates, contributions, found),
         events=_events(timeline, max_events),
     )
 
@@ -112,11 +124,10 @@ def _window(timeline: Timeline, secs: float) -> tuple[Updates, Contributions]:
     updates, time = timeline.updates, timeline.updates.time
     if not len(updates):
         return updates, timeline.contributions
-    first, offsets = int(np.searchsorted(np.maximum.accumulate(time), time[-1] - secs)), updates.offsets
+    first = min(int(np.searchsorted(np.maximum.accumulate(time), time[-1] - secs)), len(updates) - 1)
     # A window of many gradients is shortened, so that a refresh takes no longer than a second or two.
-    first = max(first, int(np.searchsorted(offsets[:-1], offsets[-1] - _MAX_GRADIENTS)))
-    first = min(first, len(updates) - 1)
-    return updates[first:], timeline.contributions[int(offsets[first]) :]
+    newest = timeline.contributions[int(updates.offsets[first]) :]
+    return report.newest(updates[first:], newest, _MAX_GRADIENTS)
 
 
 def _limits(updates: Updates) -> tuple[float, float]:
@@ -129,78 +140,49 @@ def _last(columns: np.ndarray, older: np.ndarray, default: float) -> float:
     return next((each[-1] for each in (columns, older) if len(each)), default)
 
 
-def _rows(timeline: Timeline, updates: Updates, contributions: Contributions) -> tuple[WorkerRow, ...]:
+def _rows(
+    timeline: Timeline, updates: Updates, contributions: Contributions, found: report.Report
+) -> tuple[WorkerRow, ...]:
     count = len(timeline.workers)
     begin, end = _limits(updates)
     lanes = Lanes.of(updates, contributions)
-    secs = contributions.arrival - contributions.start
-    p50, p95 = _percentiles(contributions.worker, secs, count, (50, 95))
     shares = _shares(lanes, count, begin, end)
-    costs = _costs(updates, contributions, count) / max(end - begin, 1e-9)
     mean, largest = _staleness(contributions, count)
     accepted, dropped, lost = _totals(timeline)
+    p95 = np.array([_secs(found.step_secs.get(name), "p95") for name in timeline.workers])
     states, late = _states(timeline, updates, contributions, lanes, p95, accepted + dropped + lost > 0)
-    rows = [
-        WorkerRow(
+    slow = found.slow.names if found.slow else ()
+    rows = {
+        name: WorkerRow(
             name,
             states[i],
             float(late[i]),
             int(accepted[i]),
             int(dropped[i]),
             int(lost[i]),
-            float(p50[i]),
+            _secs(found.step_secs.get(name), "p50"),
             float(p95[i]),
+            _secs(found.input_secs.get(name), "p50"),
             float(mean[i]),
             int(largest[i]),
             *(float(each[i]) for each in shares),
-            cost=float(costs[i]),
+            cost=found.cost_secs[name] / max(end - begin, 1e-9),
+            is_slow=name in slow,
         )
         for i, name in enumerate(timeline.workers)
-    ]
-    # A lost worker costs all of its time. Where costs are equal, as with asynchronous updates, the slowest is first.
-    return tuple(sorted(rows, key=lambda row: (row.state != "lost", -round(row.cost, 2), -np.nan_to_num(row.p50_secs))))
+    }
+    return tuple(sorted((rows[name] for name in found.order), key=lambda row: row.state != "lost"))
 
 
-def _percentiles(worker: np.ndarray, values: np.ndarray, count: int, ranks: tuple[int, ...]) -> list[np.ndarray]:
-    """Returns percentiles of the values of each worker, by the nearest rank; nan without any value."""
-    order = np.lexsort((values, worker))
-    ordered, sizes = values[order], np.bincount(worker, minlength=count)
-    begins = np.concatenate([[0], np.cumsum(sizes)[:-1]])
-    results = []
-    for rank in ranks:
-        index = begins + np.maximum(np.ceil(sizes * rank / 100).astype(int) - 1, 0)
-        picked = ordered[np.minimum(index, max(len(ordered) - 1, 0))] if len(ordered) else np.zeros(count)
-        results.append(np.where(sizes > 0, picked, np.nan))
-    return results
+def _secs(found: report.Percentiles | None, name: str) -> float:
+    return getattr(found, name) if found is not None and found.count else math.nan
 
 
 def _shares(lanes: Lanes, count: int, begin: float, end: float) -> list[np.ndarray]:
-    """Returns the shares of [begin, end] in which each worker computed, waited and was held."""
-    limits = [np.clip(each, begin, end) for each in (lanes.held, lanes.start, lanes.arrival, lanes.end)]
-    held, compute, wait = (np.bincount(lanes.worker, b - a, count) for a, b in itertools.pairwise(limits))
-    return [each / max(end - begin, 1e-9) for each in (compute, wait, held)]
-
-
-def _costs(updates: Updates, contributions: Contributions, count: int) -> np.ndarray:
-    """Returns the worker-seconds that each worker cost the cluster.
-
-    These are the seconds of its gradients that were dropped or lost, and for each update whose last gradient was its
-    own: the time since the gradient before, in which all other workers of the update waited.
-    """
-    is_accepted = contributions.outcome == Outcome.ACCEPTED
-    secs = np.maximum(contributions.arrival - contributions.start, 0)
-    costs = np.bincount(contributions.worker, np.where(is_accepted, 0, secs), count)
-    update = np.repeat(np.arange(len(updates)), updates.count)[is_accepted]
-    worker, arrival = contributions.worker[is_accepted], contributions.arrival[is_accepted]
-    order = np.lexsort((arrival, update))
-    update, worker, arrival = update[order], worker[order], arrival[order]
-    if len(update) < 2:
-        return costs
-    is_last = np.append(update[1:] != update[:-1], True)
-    is_same = np.concatenate([[False], update[1:] == update[:-1]])
-    gap = np.where(is_same, arrival - np.roll(arrival, 1), 0.0)
-    others = np.bincount(update, minlength=len(updates))[update] - 1
-    return costs + np.bincount(worker[is_last], (gap * others)[is_last], count)
+    """Returns the shares of [begin, end] in which each worker read, computed, waited, reduced and was held."""
+    limits = [np.clip(each, begin, end) for each in lanes.limits]
+    held, *others = (np.bincount(lanes.worker, b - a, count) for a, b in itertools.pairwise(limits))
+    return [each / max(end - begin, 1e-9) for each in (*others, held)]
 
 
 def _staleness(contributions: Contributions, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -240,7 +222,7 @@ def _states(
         secs = contributions.arrival - contributions.start
         typical = max(float(updates.opened[-1]), float(np.median(secs)) if len(secs) else 0.0)
         moment = float(updates.time[-1]) - typical / 2
-        limits = np.stack([lanes.held, lanes.start, lanes.arrival, lanes.end])
+        limits = np.stack(lanes.limits)
         for number, state in enumerate(_MOMENTS):
             for index in lanes.worker[(limits[number] <= moment) & (moment < limits[number + 1])]:
                 states[index] = state

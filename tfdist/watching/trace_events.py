@@ -101,19 +101,21 @@ class TraceEvents:
         low, high = np.searchsorted(lanes.worker, [worker, worker + 1]).tolist()
         rows = lanes.row[low:high]
         columns = (
-            *(each[low:high] for each in (lanes.held, lanes.start, lanes.arrival, lanes.end)),
+            *(each[low:high] for each in lanes.limits),
             self._updates.step[lanes.update[low:high]],
             *(each[rows] for each in (gradients.outcome, gradients.staleness, gradients.weight)),
         )
         events = list(self._log_events(worker))
-        for held, start, arrival, end, step, code, staleness, weight in zip(
+        for held, start, read, arrival, summing, end, step, code, staleness, weight in zip(
             *(each.tolist() for each in columns), strict=True
         ):
             outcome = Outcome(code) if code in _COMPUTE else Outcome.LOST
             values = {"update": step, "staleness": staleness, "weight": round(weight, 6)}
             events.extend(self._slice("held", held, start, worker + 1, {"update": step}))
-            events.extend(self._slice(_COMPUTE[outcome], start, arrival, worker + 1, values))
-            events.extend(self._slice("wait", arrival, end, worker + 1, {"update": step}))
+            events.extend(self._slice("input", start, read, worker + 1, {"update": step}))
+            events.extend(self._slice(_COMPUTE[outcome], read, arrival, worker + 1, values))
+            events.extend(self._slice("wait", arrival, summing, worker + 1, {"update": step}))
+            events.extend(self._slice("all-reduce", summing, end, worker + 1, {"update": step}))
             if outcome != Outcome.ACCEPTED:
                 name = "gradient dropped" if outcome == Outcome.DROPPED else "gradient lost"
                 events.append(self._instant(name, arrival, worker + 1, values))

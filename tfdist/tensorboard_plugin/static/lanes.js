@@ -3,9 +3,10 @@
 
 import {colours, pattern} from './theme.js';
 
-// Categories from the bottom of a bar to its top; a wait is a lower bar, a hold and a drop have a pattern.
+// Categories from the bottom of a bar to its top; a wait is a lower bar; input, a hold and a drop have a pattern.
 const STACK = [
-  ['accepted', ['accepted_secs']], ['dropped', ['dropped_secs', 'lost_secs']], ['wait', ['wait_secs']], ['held', ['held_secs']],
+  ['input', ['input_secs']], ['accepted', ['accepted_secs']], ['dropped', ['dropped_secs', 'lost_secs']],
+  ['wait', ['wait_secs']], ['reduce', ['reduce_secs']], ['held', ['held_secs']],
 ];
 
 // Kept from one drawing to the next: it has megabytes.
@@ -53,6 +54,7 @@ export function drawBuckets(pen, data, place, laneHeight, top, scale, chosen) {
 
 // Where a hatch or a dot is.
 const MARKS = {
+  input: (x, y) => y % 4 < 1,
   dropped: (x, y) => (x + y) % 6 < 1.5,
   held: (x, y) => x % 4 < 2 && y % 4 < 2,
 };
@@ -64,7 +66,7 @@ function packed(hex) {
 
 export function drawGradients(pen, data, place, laneHeight, top, scale) {
   const height = laneHeight - 1;
-  const paths = Object.fromEntries(['accepted', 'dropped', 'wait', 'held'].map(name => [name, new Path2D()]));
+  const paths = Object.fromEntries(['input', 'accepted', 'dropped', 'wait', 'reduce', 'held'].map(name => [name, new Path2D()]));
   const bar = (name, worker, begin, end, part) => {
     const left = place(data.begin + begin), right = place(data.begin + end);
     if (right > left) {
@@ -76,8 +78,14 @@ export function drawGradients(pen, data, place, laneHeight, top, scale) {
   for (let i = 0; i < data.worker.length; i++) {
     const worker = data.worker[i], idle = waited.get(worker) ?? -Infinity;
     bar('held', worker, Math.max(data.start[i] - data.held[i], idle), data.start[i], 0.5);
-    bar(data.outcome[i] ? 'dropped' : 'accepted', worker, data.start[i], data.arrival[i], 1);
-    if (!data.outcome[i]) bar('wait', worker, data.arrival[i], data.update[i], 0.5);
+    const read = Math.min(data.start[i] + data.input[i], data.arrival[i]);
+    const summing = Math.max(data.update[i] - data.reduce[i], data.arrival[i]);
+    bar('input', worker, data.start[i], read, 0.8);
+    bar(data.outcome[i] ? 'dropped' : 'accepted', worker, read, data.arrival[i], 1);
+    if (!data.outcome[i]) {
+      bar('wait', worker, data.arrival[i], summing, 0.5);
+      bar('reduce', worker, summing, data.update[i], 0.25);
+    }
     waited.set(worker, data.outcome[i] ? data.arrival[i] : data.update[i]);
   }
   for (const [name, path] of Object.entries(paths)) fill(pen, path, name, scale);
@@ -101,7 +109,7 @@ export function drawGradients(pen, data, place, laneHeight, top, scale) {
 }
 
 function fill(pen, path, name, scale) {
-  if (name === 'dropped' || name === 'held') {
+  if (name === 'dropped' || name === 'held' || name === 'input') {
     pen.fillStyle = pattern(pen, name, scale);
     // The tile is in pixels of the screen.
     pen.fillStyle.setTransform(new DOMMatrix().scale(1 / scale));

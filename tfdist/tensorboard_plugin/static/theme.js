@@ -2,11 +2,11 @@
 // Colours. Categories are of the Okabe-Ito palette, amounts of viridis; each has a second cue: a pattern, a height or a number.
 
 const LIGHT = {
-  accepted: '#0072B2', dropped: '#D55E00', wait: '#56B4E9', held: '#CC79A7', lost: '#000000',
+  accepted: '#0072B2', dropped: '#D55E00', wait: '#56B4E9', held: '#CC79A7', lost: '#000000', input: '#009E73', reduce: '#E69F00',
   paper: '#ffffff', lane: '#f4f5f7', line: '#c9ced6', text: '#24292f', faint: '#57606a', pattern: '#ffffff',
 };
 const DARK = {
-  accepted: '#3D9BDC', dropped: '#F07F2E', wait: '#A6D3EE', held: '#DB93BB', lost: '#ffffff',
+  accepted: '#3D9BDC', dropped: '#F07F2E', wait: '#A6D3EE', held: '#DB93BB', lost: '#ffffff', input: '#2FBF95', reduce: '#F2B733',
   paper: '#303030', lane: '#3a3a3a', line: '#5c5c5c', text: '#f0f0f0', faint: '#c0c0c0', pattern: '#202020',
 };
 const VIRIDIS = [
@@ -55,6 +55,9 @@ export function pattern(context, name, scale) {
     pen.beginPath();
     for (const shift of [-size, 0, size]) { pen.moveTo(shift, size); pen.lineTo(shift + size, 0); }
     pen.stroke();
+  } else if (name === 'input') {
+    pen.fillRect(0, size / 4, size, size / 8);
+    pen.fillRect(0, 3 * size / 4, size, size / 8);
   } else if (name === 'held') {
     pen.fillRect(size / 6, size / 6, size / 3, size / 3);
     pen.fillRect(2 * size / 3, 2 * size / 3, size / 3, size / 3);
