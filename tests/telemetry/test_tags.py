@@ -19,7 +19,7 @@ from telemetry_files import expected
 
 from tfdist.update_log import EventKind, Outcome, read_logs
 
-DECIDED, TIMED = "decided", "timed"
+DECIDED, TIMED, MEASURED = "decided", "timed", "measured"
 STEPS = 48
 
 TRAIN = f"""
@@ -92,6 +92,7 @@ def test_multi_worker_writes_each_tag_and_the_kernels_bytes(policy: str, tmp_pat
         assert found["memory"] > 100e6
     log_dir = tmp_path / "logs"
     features = [TIMED, *([DECIDED, "BackupWorkers"] if policy == "BackupWorkers" else [])]
+    features += [DECIDED, MEASURED] if policy == "none" else []
     features += ["Compression", "ParameterAveraging"] if policy == "ParameterAveraging" else []
     found = telemetry_files.tags(log_dir)
     assert found.pop("train") == expected("train")

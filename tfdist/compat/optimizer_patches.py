@@ -157,6 +157,12 @@ def _num_replicas() -> int:
     return replicas.count(tf.distribute.get_strategy())
 
 
+def sum_given(optimizer: Any, gradients: Gradients, variables: Sequence[Any]) -> list[Any]:
+    """Sums gradients over all replicas as they are: a `SumGradients`."""
+    del optimizer
+    return _sum_up(gradients, variables)
+
+
 def _sum_up(gradients: Gradients, variables: Sequence[Any]) -> list[Any]:
     return sum_over_replicas(placed_layers.beside(gradients, variables))
 

@@ -256,13 +256,14 @@ class DistributedDataset(distributed_data.DistributedDatasetBase):
         return iter(self.whole) if opened is None else opened
 
 
-def in_handles(engine: Any, dataset: tf.data.Dataset, form: Hashable = ()) -> tf.data.Dataset:
+def in_handles(engine: Any, dataset: tf.data.Dataset, form: Hashable = (), prefetched: int = 2) -> tf.data.Dataset:
     """A data set of handles whose content is an element of `dataset`; Keras reads it in a graph, without Python.
 
     Args:
       engine: runs the steps on the handles.
       dataset: yields what the engine makes a step of.
       form: see `HandleKind`.
+      prefetched: number of handles that are made in advance.
     """
     is_tuple = isinstance(dataset.element_spec, tuple)
     kind = registry.kind(engine, dataset.element_spec, form, dataset.element_spec)
@@ -270,7 +271,8 @@ def in_handles(engine: Any, dataset: tf.data.Dataset, form: Hashable = ()) -> tf
     def give(*element: Any) -> BatchHandle:
         return kind.handle(element if is_tuple else element[0])
 
-    return splitting.in_order(dataset.map(tf.autograph.experimental.do_not_convert(give))).prefetch(2)
+    given = splitting.in_order(dataset.map(tf.autograph.experimental.do_not_convert(give)))
+    return given.prefetch(prefetched) if prefetched else given
 
 
 class CountedDataset(DistributedDataset):

@@ -44,6 +44,7 @@ from tfdist.step import (
     loss_weights,
     replica_placement,
     scope,
+    step_times,
     used_objects,
     write_order,
 )
@@ -77,6 +78,7 @@ def run_step(
     sum_over_workers: Sum,
     shares_of: Callable[[list[Any]], Shares | None] | None = None,
     sum_gradients: optimizer_patches.SumGradients | None = None,
+    times: step_times.Step | None = None,
 ) -> Any:
     """Runs a Keras step on all replicas.
 
@@ -89,6 +91,7 @@ def run_step(
       shares_of: returns the shares of the batch that this process' replicas have these parts of, None if they are
         equal; by default the workers sum their numbers of examples.
       sum_gradients: sums gradients over all replicas, in any context; as they are, by default.
+      times: takes the times of a train step.
 
     Returns:
       The logs, equal on all replicas and workers.
@@ -101,12 +104,17 @@ def run_step(
         counts_once = not loss_weights.has_both_kinds(model)
         given = strategy, data, batches, sum_over_workers, counts_once
         shares = shares_of(batches) if shares_of else Shares.of(*given)
+        if times:
+            times.start_computing([batches, *([shares.total] if shares else [])])
         with _TRACING, global_losses.counted_as_one(strategy, step) as has_own_loss:
             weights = loss_weights.LossWeights(model, shares, strategy.num_replicas_in_sync, has_own_loss)
             postponed = None
             if training and _updates_last(strategy, step):
-                postponed = optimizer_patches.Postponed(model.optimizer, weights.transform)
-            patches = _patches(model, weights, postponed, sum_gradients) if training else contextlib.nullcontext()
+                # Sparse gradients are summed there.
+                weigh = times.handing_in(weights.transform) if times else weights.transform
+                postponed = optimizer_patches.Postponed(model.optimizer, weigh)
+            sum_up = times.summing(sum_gradients) if times else sum_gradients
+            patches = _patches(model, weights, postponed, sum_up) if training else contextlib.nullcontext()
             told = logs_of_metrics.MetricResults([metric for metric in model.metrics if copies.counts(metric)])
             written = _WrittenWeights(model)
             with (
@@ -116,7 +124,7 @@ def run_step(
             ):
                 logs = run(given)
         kept = [*flat_layers.statistics_of(model), *written.found] if training else []
-        return _Results(strategy, shares, sum_over_workers, told, sum_gradients).merge(logs, kept, postponed)
+        return _Results(strategy, shares, sum_over_workers, told, sum_gradients, times).merge(logs, kept, postponed)
 
 
 def _patches(model: keras.Model, weights: Any, postponed: Any, sum_gradients: Any) -> contextlib.AbstractContextManager:
@@ -265,6 +273,7 @@ class _Results:
     sum_over_workers: Sum
     told: logs_of_metrics.MetricResults
     sum_gradients: optimizer_patches.SumGradients | None
+    times: step_times.Step | None = None
 
     def merge(self, logs: Any, statistics: Sequence[Any], postponed: Any = None) -> Any:
         """Averages variables, makes a postponed update and finds the logs, with one reduction for all of them.
@@ -295,7 +304,7 @@ class _Results:
         gradients = postponed.gradients if postponed else []
         # The last layers' gradients are there first. Sparse ones are sums already.
         dense = [index for index, each in enumerate(gradients) if isinstance(each, tf.Tensor)][::-1]
-        sums_of_gradients, sums = self._sum_up(postponed, dense, parts)
+        sums_of_gradients, sums = self._sum_up_timed(postponed, dense, parts)
         counts, rest = sums[: len(counters)], sums[len(counters) :]
         for variable, mean in zip(statistics, rest[len(others) :], strict=True):
             copies.assign_all(variable, mean)
@@ -329,6 +338,15 @@ class _Results:
             return self.sum_gradients(postponed.optimizer, gradients, variables), self.sum_over_workers(parts)
         sums = self.sum_over_workers([*gradients, *parts])
         return sums[: len(gradients)], sums[len(gradients) :]
+
+    def _sum_up_timed(self, postponed: Any, dense: list[int], parts: list[Any]) -> tuple[list[Any], list[Any]]:
+        """Does the same, and takes the times before and after."""
+        if self.times is None:
+            return self._sum_up(postponed, dense, parts)
+        vector = self.times.vector([*(postponed.gradients[index] for index in dense), *parts])
+        of_gradients, sums = self._sum_up(postponed, dense, [*parts, *vector])
+        self.times.end(sums[len(parts) :], [*of_gradients, *sums])
+        return of_gradients, sums[: len(parts)]
 
     def _mean_part(self, value: Any) -> tf.Tensor:
         """Returns this worker's share of the mean over all replicas, weighted by examples."""

@@ -19,6 +19,7 @@ from tfdist.compat import (
     decorated_methods,
     exports,
     global_seeds,
+    input_times,
     instance_keys,
     late_builds,
     overlapping_loops,
@@ -37,6 +38,7 @@ from tfdist.engines.warmup.engine import WarmupEngine
 from tfdist.policies.base import Aggregation
 from tfdist.policies.warmup import Warmup
 from tfdist.step import in_scope, keras_steps, rehearsal, replica_placement, replicated_step, scope, used_objects
+from tfdist.step.step_times import StepTimes
 from tfdist.strategies.distribution import Closing
 
 
@@ -49,6 +51,8 @@ class KerasSteps(tf.distribute.Strategy, Closing):
     _warmup: Warmup | None = None
     # What decides about each update after the phase.
     _aggregation: Aggregation | None = None
+    # Takes the times of train steps; None with a policy that decides about updates.
+    _times: StepTimes | None = None
     # How many gradients the last update was made of, where the decision is made elsewhere.
     _num_contributed = 0
     # Whether the loops of all models share something of the strategy's, so that one thread at a time may be in one.
@@ -125,13 +129,35 @@ class KerasSteps(tf.distribute.Strategy, Closing):
             return self._run_function(stock, fn, args, kwargs)
         if not tf.executing_eagerly():
             self._build_for(fn, args[0])
+        times = None
         if replicated_step.is_train_step(fn):
             self._prepare(fn.__self__)
+            times = self._times.begin() if self._times else None
         else:
             replicated_step.check_model(self, fn.__self__)
+        sum_gradients = self._sum_gradients
         return replicated_step.run_step(
-            self, stock, fn, args[0], self._sum_over_workers, sum_gradients=self._sum_gradients
+            self, stock, fn, args[0], self._sum_over_workers, sum_gradients=sum_gradients, times=times
         )
+
+    @property
+    def note_read(self) -> Callable[[Callable[[], Any]], Any] | None:
+        """Reads a batch and notes the times, or None: see `compat.input_times`."""
+        return self._times.note_read if self._times else None
+
+    def _take_times(self, num_rows: int, own_row: int | None, device: str) -> None:
+        """Begins to take the times of train steps; see `StepTimes`."""
+        times, recorder = StepTimes(num_rows, own_row, device), self.distribution.recorder
+        self._times, recorder.is_complete = times, True
+        input_times.install()
+
+        def collect() -> None:
+            untimed, updates = times.take()
+            recorder.add_untimed(untimed)
+            for update in updates:
+                recorder.record(update)
+
+        self.distribution.collect, self.distribution.gradients_per_batch = collect, lambda: num_rows
 
     def _run_stock(self, fn: Any, args: Any, kwargs: Any = None, options: Any = None) -> Any:
         model, on_replica = replicated_step.model_of(fn), global_seeds.carried(self, fn)

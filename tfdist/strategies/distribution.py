@@ -49,6 +49,7 @@ class Distribution:
       shown: numbers of tasks or devices, by name, for the strategy's `repr`.
       on_close: functions that end what the strategy has started; called by `close`, the last one first.
       is_closed: True after `close`.
+      collect: records the steps whose times the graph has kept; to be called before the recorder is read.
     """
 
     recorder: Recorder
@@ -73,6 +74,7 @@ class Distribution:
     shown: dict[str, Any] = dataclasses.field(default_factory=dict)
     on_close: list[Callable[[], object]] = dataclasses.field(default_factory=list)
     is_closed: bool = False
+    collect: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         # Of a program without other processes.

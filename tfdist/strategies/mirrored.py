@@ -109,6 +109,8 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
         if policy:
             self.distribution.spares = lambda: getattr(policy, "spares", None)
         self.distribution.take(policies, self._engine, self._warming, self._averaging)
+        if not (policy or composed.warmup or composed.averaging):
+            self._take_times(self.num_replicas_in_sync, None, "/device:CPU:0")
 
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Runs `fn` on every replica. With a policy, the `train_step` that `fit` hands in makes an update."""
@@ -209,7 +211,8 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
             return tf.concat(parts, axis)
 
     def report(self) -> Report:
-        """Returns the counts since the strategy was built; all zero without a policy."""
+        """Returns the counts since the strategy was built."""
+        self.distribution.collect()
         report = self.distribution.recorder.report()
         return self.distribution.complete(self._averaging.complete(report) if self._averaging else report)
 

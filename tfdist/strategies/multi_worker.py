@@ -138,6 +138,8 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
                 super().__init__(resolver, communication_options)
             self._is_cluster_of_one = cluster is not None and is_training
             self.distribution.take(policies)
+            if not policies:
+                self._take_times(1, 0, "/device:CPU:0")
             _common.mend_keras(self)
             return
         _multi_worker_cluster.meet(cluster, start_timeout_secs, has_policy=composed.aggregation is not None)
@@ -158,13 +160,14 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         # Of all that is done at the end of the program the first.
         atexit.register(self._agreements().end)
 
-    def _run_synchronous(self, step: Any, data: Any, shares_of: Any) -> Any:
+    def _run_synchronous(self, step: Any, data: Any, shares_of: Any, limits: Any) -> Any:
         run = lambda given: self._run_stock(step, (given,))  # noqa: E731
         super()._prepare(step.__self__)
         if self._compressed:
             self._compressed.prepare_in_fit(step.__self__)
         sum_gradients = self._compressed.in_step if self._compressed else None
-        return replicated_step.run_step(self, run, step, data, self._sums.in_step, shares_of, sum_gradients)
+        times = self._times.begin(limits) if self._times else None
+        return replicated_step.run_step(self, run, step, data, self._sums.in_step, shares_of, sum_gradients, times)
 
     def _prepare(self, model: keras.Model) -> None:
         super()._prepare(model)
@@ -247,8 +250,11 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
             if not compressed:
                 self.distribution.bytes_sent = lambda: [engine.bytes_sent] * num_workers
         is_plain = not composed.aggregation and not composed.averaging
+        if is_plain and not composed.warmup:
+            self._take_times(num_workers, replicas.worker_index(self), replicas.worker_device(self))
         if is_plain and len(self.extended.worker_devices) == 1:
-            self._synchronous = SynchronousEngine(self._run_synchronous, num_workers, self._sums.failure)
+            begin = lambda: self._times.begin_pass() if self._times else None  # noqa: E731
+            self._synchronous = SynchronousEngine(self._run_synchronous, num_workers, self._sums.failure, begin)
 
     def _record(self, update: Update, examples: int) -> None:
         # Only the quorum server's policy decides; every worker receives the result.
@@ -270,7 +276,8 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         return plain_loops.mark_common(self._gathers[key](value))
 
     def report(self) -> Report:
-        """Returns the counts since the strategy was built, equal on all workers; all zero without a policy."""
+        """Returns the counts since the strategy was built, equal on all workers."""
+        self.distribution.collect()
         report = self.distribution.recorder.report()
         return self.distribution.complete(self._averaging.complete(report) if self._averaging else report)
 

@@ -28,8 +28,9 @@ from tfdist.data import splitting
 from tfdist.data.shares import Shares
 from tfdist.engines.base import Engine
 
-# Makes a Keras step on all replicas: (step, data, shares_of); see `replicated_step.run_step`.
-RunStep = Callable[[Any, Any, Callable[[list[Any]], Shares | None]], Any]
+# Makes a Keras step on all replicas: (step, data, shares_of, limits of the read); see `replicated_step.run_step`, and
+# `StepTimes.begin`.
+RunStep = Callable[[Any, Any, Callable[[list[Any]], Shares | None], Any], Any]
 
 
 class SynchronousEngine(Engine):
@@ -39,6 +40,7 @@ class SynchronousEngine(Engine):
       run_step: makes a step.
       num_replicas: replicas on all workers.
       failure: returns the exception of a sum over the workers that has failed, if one has.
+      begin_pass: called before a pass of `fit`.
     """
 
     def __init__(
@@ -46,10 +48,12 @@ class SynchronousEngine(Engine):
         run_step: RunStep,
         num_replicas: int,
         failure: Callable[[], BaseException | None] = lambda: None,
+        begin_pass: Callable[[], object] = lambda: None,
     ) -> None:
         self._run_step = run_step
         self._num_replicas = num_replicas
         self._failure = failure
+        self._begin_pass = begin_pass
         step_errors.install()
 
     def raised_in_step(self, error: Exception) -> BaseException | None:
@@ -69,21 +73,43 @@ class SynchronousEngine(Engine):
         """
         size = splitting.static_size(element_spec)
         is_even = size is not None and size % self._num_replicas == 0
-        return handles.DistributedDataset(self, handles.in_handles(self, own, is_even), whole)
+        given = handles.in_handles(self, _timed(own), is_even, prefetched=0)
+        return handles.DistributedDataset(self, _not_in_advance(given), whole)
 
     def open(self, dataset: handles.DistributedDataset, fit: Any) -> Iterator[Any] | None:
         """See `Engine.open`: a pass of `fit`; all others read the stock data set."""
-        return None if fit is None else iter(dataset.own)
+        if fit is None:
+            return None
+        self._begin_pass()
+        return iter(dataset.own)
 
     def run(self, step: Callable[..., Any], handle: handles.BatchHandle) -> Any:
         """See `Engine.run`."""
 
         def shares_of(parts: list[Any]) -> Shares | None:
             is_even = handle.kind.form
-            return None if is_even else Shares.of_batches(parts, lambda rows: handle.content[1], self._num_replicas)
+            return None if is_even else Shares.of_batches(parts, lambda rows: total, self._num_replicas)
 
-        return self._run_step(step, self.batch(handle), shares_of)
+        called, (_, total), got = handle.content
+        return self._run_step(step, self.batch(handle), shares_of, tf.stack([called, got]))
 
     def batch(self, handle: handles.BatchHandle) -> Any:
         """This worker's part of the batch, as distributed values."""
-        return values_of_replicas.of([handles.without_optionals(handle.content[0])], always_wrap=False)
+        return values_of_replicas.of([handles.without_optionals(handle.content[1][0])], always_wrap=False)
+
+
+def _timed(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns a data set of (time at which `next` was called, element, time at which it returned)."""
+    # The data sets of a zip are read in their order.
+    called = tf.data.Dataset.from_tensors(0).repeat().map(_not_converted(lambda _: tf.timestamp()))
+    return tf.data.Dataset.zip(called, dataset.prefetch(2)).map(_not_converted(lambda *each: (*each, tf.timestamp())))
+
+
+def _not_in_advance(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns the data set, whose times would be wrong if tf.data read it before it is asked."""
+    options = tf.data.Options()
+    options.experimental_optimization.inject_prefetch = False
+    return dataset.with_options(options)
+
+
+_not_converted = tf.autograph.experimental.do_not_convert

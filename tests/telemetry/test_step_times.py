@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times of synchronous steps: what is read from the graph, and which replica, input or sum it blames."""
+
+from __future__ import annotations
+
+import pathlib
+import time
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tfdist
+from tfdist.step.step_times import StepTimes
+from tfdist.telemetry.report import Report
+
+X = np.random.default_rng(0).random((8, 4), np.float32)
+Y = X.sum(1, keepdims=True)
+STEPS = 50
+SECS = st.integers(1, 1000).map(lambda value: value / 1024)
+
+
+@given(st.lists(st.lists(st.tuples(SECS, SECS, SECS), min_size=3, max_size=3), min_size=1), SECS)
+def test_waits_are_differences_of_durations_and_no_clock_is_compared(rows: list, reduce: float) -> None:
+    """Each worker sees the others' durations, and the ends of sums on its own clock, which may be anything."""
+    times, end, read = StepTimes(3, 1, "/device:CPU:0"), 1e6, []
+    for parts in rows:
+        busy = [sum(each) for each in parts]
+        end += max(busy) + reduce
+        read.append([end, max(busy) + reduce - busy[1], *np.ravel(parts)])
+    updates = times._updates(0, np.array(read))
+    assert [update.step for update in updates] == list(range(1, len(rows) + 1))
+    for number, (parts, update) in enumerate(zip(rows, updates, strict=True)):
+        busy = [sum(each) for each in parts]
+        assert update.wait_secs == pytest.approx(max(busy) - min(busy), abs=1e-6)
+        assert update.reduce_secs == pytest.approx(reduce, abs=1e-6)
+        summing = update.time - update.reduce_secs
+        for gradient in update.contributions:
+            _, read_secs, compute = parts[gradient.replica]
+            assert summing - gradient.arrival == pytest.approx(max(busy) - busy[gradient.replica], abs=1e-6)
+            assert gradient.arrival - gradient.start == pytest.approx(read_secs + compute, abs=1e-6)
+            assert gradient.input == pytest.approx(read_secs)
+        if number:
+            assert update.opened_secs == pytest.approx(max(busy) + reduce, abs=1e-6)
+
+
+def test_steps_that_the_graph_has_no_room_for_are_counted() -> None:
+    times = StepTimes(2, None, "/device:CPU:0")
+    times.capacity = 4
+    count, rows, *_ = times.variables()
+    rows.assign(tf.ones_like(rows))
+    count.assign(3)
+    untimed, updates = times.take()
+    assert (untimed, len(updates)) == (0, 3)
+    count.assign(13)
+    untimed, updates = times.take()
+    assert (untimed, [update.step for update in updates]) == (6, [10, 11, 12, 13])
+    assert times.take() == (0, [])
+
+
+class Late(keras.layers.Layer):
+    """Keeps one replica waiting."""
+
+    def __init__(self, replica: int) -> None:
+        super().__init__()
+        self.replica = replica
+
+    def call(self, x: Any) -> Any:
+        context = tf.distribute.get_replica_context()
+        if context is None or not tf.is_tensor(x):
+            return x
+
+        def wait(value: np.ndarray, replica: int) -> np.ndarray:
+            time.sleep(0.05 if replica == self.replica else 0.0)
+            return value
+
+        waited = tf.numpy_function(wait, [x, context.replica_id_in_sync_group], tf.float32)
+        return tf.ensure_shape(waited, x.shape)
+
+
+def trained(cpus: list[str], late: int = -1, input_secs: float = 0.0, **compiled: Any) -> Report:
+    strategy = tfdist.MirroredStrategy(cpus[:2])
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), Late(late), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", **compiled)
+
+    def read(x: np.ndarray) -> np.ndarray:
+        time.sleep(input_secs)
+        return x
+
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).repeat(STEPS).batch(8)
+    data = data.map(lambda x, y: (tf.ensure_shape(tf.numpy_function(read, [x], tf.float32), (8, 4)), y))
+    model.fit(data, verbose=0)
+    report = strategy.report()
+    assert report.updates == STEPS
+    assert report.accepted == {"worker:0": STEPS, "worker:1": STEPS}
+    return report
+
+
+@pytest.mark.devices
+@pytest.mark.parametrize("steps_per_execution", [1, 5])
+def test_a_slow_replica_is_named(cpus: list[str], steps_per_execution: int) -> None:
+    report = trained(cpus, late=1, steps_per_execution=steps_per_execution)
+    assert report.slow is not None and report.slow.names == ("worker:1",)
+    assert report.in_words.endswith("of its time is computing")
+    assert report.wait["worker:0"].p50 > 0.03 > report.wait["worker:1"].p50
+
+
+@pytest.mark.devices
+def test_replicas_that_wait_for_one_input_are_alike(cpus: list[str]) -> None:
+    report = trained(cpus, input_secs=0.05)
+    assert report.slow is None
+    assert report.in_words.startswith("no worker stands out; ") and report.in_words.endswith("of a step is input")
+    assert report.input_secs["worker:0"] == report.input_secs["worker:1"]
+
+
+@pytest.mark.devices
+def test_launchers_add_telemetry_to_a_fit(
+    cpus: list[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TFDIST_TELEMETRY", str(tmp_path / "logs"))
+    strategy = tfdist.MirroredStrategy(cpus[:2])
+    monkeypatch.delenv("TFDIST_TELEMETRY")
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    model.fit(X, Y, verbose=0)
+    assert (tmp_path / "logs" / "policy" / "updates").is_dir()
+    own = tfdist.callbacks.Telemetry(tmp_path / "own")
+    model.fit(X, Y, verbose=0, callbacks=own)
+    assert (tmp_path / "own" / "policy" / "updates").is_dir()
+    assert not (tmp_path / "logs" / "policy" / "updates_2").exists()
