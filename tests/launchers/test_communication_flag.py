@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flag --communication reaches every task, whatever starts it."""
+"""The flags --communication and --telemetry reach every task, whatever starts it."""
 
 import pathlib
+import re
 
 import pytest
 from absl import flags
@@ -36,3 +37,17 @@ def test_every_task_is_told(launcher, chosen: str, script: str, capfd: pytest.Ca
 def test_another_word_is_refused(script: str):
     with pytest.raises(flags.Error, match=r"--communication=gloo: value should be one of <auto\|tensorflow\|mpi>"):
         local.main(["--communication=gloo", script])
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS, ids=lambda launcher: launcher.__name__.rpartition(".")[2])
+@pytest.mark.parametrize(
+    ("flag", "shown"),
+    [("--telemetry=gs://a/b", r"gs://a/b"), ("--telemetry", r"logs/\d{8}-\d{6}"), ("--notelemetry", "")],
+)
+def test_telemetry_flag_with_or_without_a_directory_reaches_all_tasks(
+    launcher, flag: str, shown: str, script: str, capfd: pytest.CaptureFixture[str]
+):
+    assert launcher.main(["--dry_run", *LAUNCHERS[launcher], flag, script]) == 0
+    out = capfd.readouterr().out
+    assert ("TFDIST_TELEMETRY" in out) == bool(shown)
+    assert re.search(shown, out)

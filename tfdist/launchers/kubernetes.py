@@ -23,6 +23,7 @@ from tfdist.launchers import (
     kubernetes_submit,
     manifests,
     shape,
+    telemetry,
     tf_log_level,
     tools,
     yaml_text,
@@ -152,6 +153,7 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("gpus_per_worker", 0, "GPUs for each worker", flag_values=values)
     flags.DEFINE_integer("max_preemptions", 100, "preemptions that the job may have", flag_values=values)
     communication.define_flag(values)
+    telemetry.define_flag(values)
     forms = "job: Indexed Jobs; jobset: a JobSet, which starts all again when one fails; tfjob: Kubeflow's TFJob"
     flags.DEFINE_enum("form", "job", ["job", "jobset", "tfjob"], forms, flag_values=values)
 
@@ -229,6 +231,7 @@ def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
     gpus = {values.gpu_resource: values.gpus_per_worker} if values.gpus_per_worker else {}
     more = {"accelerators": gpus, "max_preemptions": values.max_preemptions}
     pods = pods_from_flags(values, command, Shape.from_flags(values), **more)
-    pods = dataclasses.replace(pods, env={**communication.environment(values.communication), **pods.env})
+    env = communication.environment(values.communication) | telemetry.environment(values.telemetry) | pods.env
+    pods = dataclasses.replace(pods, env=env)
     request = plan(pods, values.form)
     return command_line.submit_or_show(values, request, lambda: submit(request, values.start_timeout_secs))

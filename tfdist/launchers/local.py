@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from absl import flags
 
 from tfdist.cluster import DATA_SERVICE_VARIABLE, JOB_SECRET_VARIABLE, Task
-from tfdist.launchers import command_line, communication, gpus, private_network, shape, tf_log_level
+from tfdist.launchers import command_line, communication, gpus, private_network, shape, telemetry, tf_log_level
 from tfdist.launchers.ports import PortReservation
 from tfdist.launchers.requests import (
     TRY_AGAIN_EXIT_CODE,
@@ -162,6 +162,7 @@ def define_run_flags(values: flags.FlagValues, grace_period_secs: float) -> None
     least_help = "with how many workers to go on when some are given up; all by default"
     flags.DEFINE_integer("min_workers", None, least_help, flag_values=values)
     communication.define_flag(values)
+    telemetry.define_flag(values)
     tf_log_level.define_flag(values)
     flags.DEFINE_string("task_logs", None, "directory for files with each task's output", flag_values=values)
     flags.DEFINE_string("run", "", "folder in --task_logs; the time by default", flag_values=values)
@@ -211,7 +212,7 @@ def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
         values.evaluator,
         values.gpus_per_worker,
         restarts_from_flags(values),
-        communication.environment(values.communication) | level,
+        communication.environment(values.communication) | telemetry.environment(values.telemetry) | level,
     )
     check_command(job.command)
     logs = logs_from_flags(values)

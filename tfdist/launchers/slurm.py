@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 
 from absl import flags
 
-from tfdist.launchers import command_line, communication, shape, slurm_time, tf_log_level, tools
+from tfdist.launchers import command_line, communication, shape, slurm_time, telemetry, tf_log_level, tools
 from tfdist.launchers.requests import LaunchError, check_command
 from tfdist.launchers.shape import Shape
 from tfdist.launchers.slurm_task import MOST_WITHOUT_PORT
@@ -286,6 +286,7 @@ def define_flags(values: flags.FlagValues) -> None:
         "grace_period_secs", 30.0, "seconds for the other tasks after one has failed", flag_values=values
     )
     communication.define_flag(values)
+    telemetry.define_flag(values)
     tf_log_level.define_flag(values)
     quiet_help = "write the output of the chief (and evaluator) alone, and the last lines of a task that fails"
     flags.DEFINE_boolean("quiet_workers", False, quiet_help, flag_values=values)
@@ -317,7 +318,8 @@ def job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> Job:
 
 def _environment(values: flags.FlagValues) -> dict[str, str]:
     level = tf_log_level.environment(values.tf_log_level, os.environ, is_filtered=bool(values.gpus_per_node))
-    return communication.environment(values.communication) | level | tools.parse_environment("env", values.env)
+    chosen = communication.environment(values.communication) | telemetry.environment(values.telemetry)
+    return chosen | level | tools.parse_environment("env", values.env)
 
 
 def main(arguments: Sequence[str]) -> int:

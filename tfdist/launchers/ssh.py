@@ -27,6 +27,7 @@ from tfdist.launchers import (
     shape,
     ssh_client,
     ssh_preflight,
+    telemetry,
     tf_log_level,
     tools,
 )
@@ -229,7 +230,8 @@ def job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> Job:
 
 def _environment(values: flags.FlagValues) -> dict[str, str]:
     level = tf_log_level.environment(values.tf_log_level, os.environ, is_filtered=bool(values.gpus_per_worker))
-    return communication.environment(values.communication) | level | tools.parse_environment("env", values.env)
+    chosen = communication.environment(values.communication) | telemetry.environment(values.telemetry)
+    return chosen | level | tools.parse_environment("env", values.env)
 
 
 def main(arguments: Sequence[str]) -> int:

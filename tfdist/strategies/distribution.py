@@ -4,17 +4,21 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tfdist.compat import added_callbacks
 from tfdist.engines.base import Engine
 from tfdist.engines.multi_worker.agreement import Agreement
+from tfdist.launchers import telemetry
 from tfdist.policies.base import Policy
 from tfdist.policies.saved_state import SavedState, WorkerState
 from tfdist.policies.warmup import Warmup
 from tfdist.runtime.usage import Sampler, Usage
 from tfdist.serving.embedded import Attachment
+from tfdist.telemetry.callback import Telemetry
 from tfdist.telemetry.recorder import Recorder
 from tfdist.telemetry.report import Report, with_usage
 
@@ -93,6 +97,7 @@ class Distribution:
           *engines: the engines.
           of_workers: see `SavedState`.
         """
+        _add_telemetry()
         self.policies = tuple(policies)
         self.engines = [engine for engine in engines if engine is not None]
         warmup = next((policy for policy in policies if isinstance(policy, Warmup)), None)
@@ -162,3 +167,17 @@ class Closing:
         shown = [f"{name}={value}" for name, value in distribution.shown.items()]
         state = ["closed"] if distribution.is_closed else []
         return f"<tfdist.{' '.join([type(self).__name__, *shown, f'policies={list(distribution.policies)}', *state])}>"
+
+
+def _add_telemetry() -> None:
+    """Adds `Telemetry` to each `fit`, if a launcher was started with --telemetry."""
+    directory = os.environ.get(telemetry.VARIABLE)
+    if not directory:
+        return
+
+    def added(model: Any, callbacks: Sequence[Any]) -> list[Any]:
+        is_ours = isinstance(getattr(model.distribute_strategy, "distribution", None), Distribution)
+        has_one = any(isinstance(each, Telemetry) for each in callbacks)
+        return [Telemetry(directory)] if is_ours and not has_one else []
+
+    added_callbacks.add_to_fit(added)
