@@ -16,7 +16,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import process_cluster
 
 import tfdist
+from tfdist import update_log
 from tfdist.strategies import _communication
+from tfdist.telemetry import report as telemetry_report
 from tfdist.transport import mpi_library
 
 needs_mpi = pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="mpi4py is not installed")
@@ -78,6 +80,22 @@ for name, case in CASES.items():
 report("statistics", trained(strategy, dense, x, lambda: SGD(0.1), {}))
 own = strategy.distribute_datasets_from_function(lambda c: tf.data.Dataset.from_tensors(c.input_pipeline_id + 1.0))
 report("reduced", float(strategy.reduce("SUM", strategy.run(lambda value: value, (next(iter(own)),)), axis=None)))
+
+# A worker that is slow in its step.
+import time
+def wait(value):
+    time.sleep(0.04 if index == 1 else 0.0)
+    return value
+class Late(layers.Layer):
+    def call(self, x):
+        return tf.ensure_shape(tf.numpy_function(wait, [x], tf.float32), x.shape) if tf.is_tensor(x) else x
+with strategy.scope():
+    late = keras.Sequential([keras.Input((6,)), Late(), layers.Dense(1)])
+    late.compile("sgd", "mse")
+before = strategy.report().updates
+late.fit(np.tile(x[:6], (50, 1)), np.tile(y[:6], (50, 1)), batch_size=6, verbose=0,
+         callbacks=[tfdist.callbacks.Telemetry(shared / "logs")])
+report("updates", strategy.report().updates - before)
 """
 
 
@@ -106,6 +124,11 @@ def check_numbers(kind: str, chosen: Sequence[str], tmp_path: pathlib.Path, monk
             name: first[name] for name in [*names, "statistics", "reduced"]
         }
     assert first["reduced"] == 6.0
+    assert first["updates"] == 50
+    timeline = update_log.read_logs(tmp_path / "logs")
+    found = telemetry_report.of_log(timeline.updates, timeline.contributions, timeline.workers)
+    assert found.slow is not None and found.slow.names == ("worker:1",)
+    assert found.in_words.endswith("of its time is computing")
 
 
 @pytest.mark.processes
