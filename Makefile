@@ -15,7 +15,7 @@ PARALLEL = -n 4 --dist loadfile --no-loadscope-reorder
 
 SRC =
 
-.PHONY: help demo chaos docs programs screenshots fuzz test test-all test-fast test-keras test-kubernetes test-network test-slurm test-ssh test-versions test-oldest test-newest lint format bench bench-torch flames venv venv-dev venv-bench python clean
+.PHONY: help demo chaos docs release programs screenshots fuzz test test-all test-fast test-keras test-kubernetes test-network test-slurm test-ssh test-versions test-oldest test-newest lint format bench bench-torch flames venv venv-dev venv-bench python clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null || grep '##' Makefile
@@ -71,6 +71,10 @@ docs: python  ## build the site into site/, strictly (1 minute)
 	@$(PYTHON) .ci/venv.py docs
 	$(BIN)/python .ci/site_pages.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+release: python  ## build a release into dist/ and try it in empty environments (15 minutes); uploads nothing
+	@$(PYTHON) .ci/venv.py release
+	$(BIN)/python .ci/release.py
 
 fuzz: venv  ## train random models on one device and under each strategy; FLAGS="--seed=N --count=1 --strategy=..."
 	@$(BIN)/python tests/fuzz $(FLAGS)
