@@ -9,6 +9,7 @@ that thread. `tests/compat/test_closures.py` fails if TensorFlow changes any of 
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -64,7 +65,14 @@ def schedule(
 
 def stop(coordinator: tf.distribute.coordinator.ClusterCoordinator) -> None:
     """Ends the coordinator's threads, and cancels the closures that it has."""
-    coordinator._cluster.stop()
+    logger = tf.get_logger()
+    level = logger.level
+    # In a notebook TensorFlow shows a line for each step of this, twice.
+    logger.setLevel(logging.WARNING)
+    try:
+        coordinator._cluster.stop()
+    finally:
+        logger.setLevel(level)
 
 
 def before_use(coordinator: tf.distribute.coordinator.ClusterCoordinator, function: Callable[[], None]) -> None:
