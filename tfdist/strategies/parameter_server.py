@@ -253,13 +253,18 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
 
     def _leave(self) -> None:
         """Ends the coordinator and the servers, and takes this process out of their cluster."""
+        is_answered = set(self.distribution.served_tasks) <= set(self._new_usage())
         last = self.distribution.usage()
         self.distribution.usage = lambda: last
         self._serving.finish()
         closures.stop(self._engine.coordinator)
         strategy_order.leave_cluster(can_join_again=self._serving.embedded is not None)
-        cluster_joining.leave()
+        # TensorFlow would wait without end for a task that is stopped, and writes an error for one that has ended.
+        if is_answered:
+            cluster_joining.leave()
         self._serving.close()
+        if not is_answered and self._serving.embedded is not None:
+            cluster_joining.leave()
         clusters.join(None)
 
     @contextlib.contextmanager
