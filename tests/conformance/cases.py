@@ -265,11 +265,13 @@ SEQUENCES = RANDOM.random((9, 5, 2), np.float32)
 @_case("LSTM", lambda: LAYERS.LSTM(3))
 @_case("GRU, both directions", lambda: LAYERS.Bidirectional(LAYERS.GRU(3, return_sequences=True)))
 @_case("ConvLSTM", lambda: keras.Sequential([LAYERS.Reshape((5, 2, 1)), LAYERS.ConvLSTM1D(2, 1)]))
-def _sequences(strategy: Any, recurrent: Callable[[], Any]) -> list[Any]:
+@_case("convolution", lambda: keras.Sequential([LAYERS.Conv1D(3, 2), LAYERS.Conv1DTranspose(2, 2)]))
+@_case("NaN of zeros, sum loss", lambda: keras.Sequential([own_models.Direction(), LAYERS.Conv1D(3, 2)]), "sum")
+def _sequences(strategy: Any, layer: Callable[[], Any], reduction: str = "sum_over_batch_size") -> list[Any]:
     keras.utils.set_random_seed(3)
     with strategy.scope():
-        model = keras.Sequential([keras.Input((5, 2)), recurrent(), LAYERS.Flatten(), LAYERS.Dense(1)])
-        model.compile("adam", "mse", metrics=["mae"])
+        model = keras.Sequential([keras.Input((5, 2)), layer(), LAYERS.Flatten(), LAYERS.Dense(1)])
+        model.compile("adam", keras.losses.MeanSquaredError(reduction), metrics=["mae"])
     x, y = SEQUENCES, Y[:9]
     fit = model.fit(x, y, batch_size=batch_size(4), epochs=2, shuffle=False, verbose=0, validation_data=(x[:5], y[:5]))
     return [
@@ -280,7 +282,7 @@ def _sequences(strategy: Any, recurrent: Callable[[], Any]) -> list[Any]:
     ]
 
 
-LENGTHS = [3, 1, 5, 2, 4, 1, 2, 5, 3, 2]
+LENGTHS = [3, 1, 5, 2, 4, 1, 2, 5, 3]
 RAGGED = [RANDOM.random(length).tolist() for length in LENGTHS]
 
 
@@ -293,7 +295,7 @@ def _not_dense(strategy: Any, kind: str) -> Any:
         model = own_models.Rows()
         model.compile(OPTIMIZERS.SGD(0.1), "mse", metrics=["mae"])
     history = model.fit(
-        tf.data.Dataset.from_tensor_slices((rows, Y[:10])).batch(batch_size(4)), epochs=2, verbose=0
+        tf.data.Dataset.from_tensor_slices((rows, Y[:9])).batch(batch_size(4)), epochs=2, verbose=0
     ).history
     return model.get_weights(), history
 

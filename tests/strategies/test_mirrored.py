@@ -145,23 +145,31 @@ def test_update_in_a_conditional_is_refused_in_one_line(strategy):
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("layer", "loss", "is_filled"),
-    [
-        (keras.layers.Dense, "mse", False),
-        (keras.layers.SimpleRNN, "mse", True),
-        (lambda units: keras.layers.Lambda(lambda x: x[..., :units]), "mse", True),
-        # A sum is no reason not to fill: `predict` computes no loss.
-        (keras.layers.SimpleRNN, keras.losses.MeanSquaredError(reduction="sum"), True),
-    ],
-    ids=["dense", "recurrent", "function", "recurrent-sum"],
-)
-def test_predict_fills_empty_parts_only_for_layers_that_need_it(strategy, monkeypatch, layer, loss, is_filled):
+def test_empty_parts_are_filled_only_if_the_batch_size_is_unknown(strategy, monkeypatch):
     filled, calls = empty_parts.filled, []
     monkeypatch.setattr(empty_parts, "filled", lambda *given: calls.append(1) or filled(*given))
     with strategy.scope():
-        model = keras.Sequential([keras.Input((2, 3)), layer(4)])
-        model.compile("sgd", loss)
-    x = np.ones((1, 2, 3), np.float32)
-    np.testing.assert_allclose(model.predict(x, verbose=0), model.predict_on_batch(x), atol=1e-6)
-    assert bool(calls) == is_filled
+        model = dense_model()
+        model.compile("sgd", "mse")
+    data = tf.data.Dataset.from_tensor_slices((X[:9], Y[:9]))
+    model.fit(data.batch(4, drop_remainder=True), verbose=0)
+    # Once to build the model from the first batch.
+    assert len(calls) <= 1
+    model.predict(data.batch(4, drop_remainder=True), verbose=0)
+    assert len(calls) <= 1
+    model.predict(data.batch(4), verbose=0)
+    assert len(calls) > 1
+
+
+def test_synchronized_batch_normalization_leaves_out_stand_in_examples(strategy):
+    def trained(strategy):
+        keras.utils.set_random_seed(3)
+        with strategy.scope():
+            layers = [keras.layers.BatchNormalization(synchronized=True), keras.layers.Dense(1)]
+            model = keras.Sequential([keras.Input((3,)), *layers])
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+        model.fit(X[:5], Y[:5], batch_size=4, epochs=2, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    for one, many in zip(trained(tf.distribute.get_strategy()), trained(strategy), strict=True):
+        np.testing.assert_allclose(many, one, atol=1e-5)

@@ -37,12 +37,14 @@ class Shares:
       num_replicas: replicas on all workers.
       holders: number of replicas whose results count, if several replicas may have been given one and the same batch:
         only the first of them has its examples then, and the others have none. None if each replica has its own part.
+      holds: of each replica of this worker, whether its results count; empty if each replica has its own part.
     """
 
     rows: tuple[tf.Tensor, ...]
     total: tf.Tensor
     num_replicas: int
     holders: tf.Tensor | None = None
+    holds: tuple[tf.Tensor, ...] = ()
 
     @classmethod
     def of(
@@ -81,8 +83,9 @@ class Shares:
             holders = tf.where(is_same, holders, tf.constant(workers, tf.int64))
             is_first = tf.logical_or(tf.logical_not(is_same), index == 0)
         own = tf.where(is_first, count, tf.zeros_like(count))
-        rows = (own, *[tf.zeros_like(own)] * (len(batches) - 1))
-        return cls(rows, total, strategy.num_replicas_in_sync, holders)
+        others = len(batches) - 1
+        rows, holds = (own, *[tf.zeros_like(own)] * others), (is_first, *[tf.constant(False)] * others)
+        return cls(rows, total, strategy.num_replicas_in_sync, holders, holds)
 
     @classmethod
     def of_batches(

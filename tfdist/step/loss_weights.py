@@ -45,10 +45,10 @@ class LossWeights:
         """Function that weights a replica's gradients for the sum over replicas; None if the weights are 1."""
         if self.has_own_loss:
             return lambda gradients: [None if g is None else contribution.times(g, self._share()) for g in gradients]
-        if self.shares is None or (self._are_all_sums() and self.shares.holders is None):
+        if self.shares is None:
             return None
         if self._are_all_sums():
-            return functools.partial(_of_holders, self.shares)
+            return functools.partial(_of_examples, self.shares)
         weigh = _if_even if sum_losses(self.model) else _weighed
         return functools.partial(weigh, self.shares)
 
@@ -62,12 +62,19 @@ class LossWeights:
             return [(metric, "update_state", update) for metric, update in weighing.values()]
         tracker = compiled_losses.tracker_of(self.model)
         weighing.setdefault(id(tracker), (tracker, _without_nan(tracker)))
-        weighing |= {id(metric): (metric, _weighing(metric, *how)) for metric, *how in self._of_keras_losses()}
+        rows = self.shares.rows
+        weighing |= {id(metric): (metric, _weighing(metric, rows, *how)) for metric, *how in self._of_keras_losses()}
         changes = [(metric, "update_state", update) for metric, update in weighing.values()]
         if self._are_all_sums():
             # Keras divides penalties by the number of replicas, and they are means over the replica's examples.
             changes.append(additional_losses.multiplied(self.model, lambda: self._share() * self.num_replicas))
         return changes
+
+    def trackers_of_sums(self) -> list[Any]:
+        """Returns the metrics of losses that are sums: a replica without examples adds a sum of 0 to their means."""
+        losses, single = compiled_losses.losses(self.model), compiled_losses.trackers_of_single(self.model)
+        trackers = [compiled_losses.tracker_of(self.model)] if self._are_all_sums() else []
+        return trackers + [metric for metric, loss in zip(single, losses, strict=False) if is_sum(loss)]
 
     def _of_keras_losses(self) -> list[tuple[Any, Callable[[], Any], Any]]:
         """Returns the metrics of losses that Keras weights wrongly, with the correct weights and factors.
@@ -78,13 +85,16 @@ class LossWeights:
         shares, sums = self.shares, sum_losses(self.model)
         is_sum = [loss in sums for loss in compiled_losses.losses(self.model)]
         # Keras multiplies a sum by the number of replicas, so the mean over those that count is the sum over all.
-        holders = shares.num_replicas if shares.holders is None else shares.holders
+        holders = shares.num_replicas if shares.holders is None else tf.cast(shares.holders, tf.float64)
         factor = None if shares.holders is None else holders / shares.num_replicas
-        tracker = (compiled_losses.tracker_of(self.model), lambda: shares.total / holders, factor)
+        # A replica whose copy of the batch does not count has no part in the mean; one without examples has.
+        counts = lambda: tf.cast(shares.holds[replicas.current()], tf.float64) if shares.holds else 1.0  # noqa: E731
+        total = tf.cast(shares.total, tf.float64)
+        tracker = (compiled_losses.tracker_of(self.model), lambda: total * counts() / holders, factor)
         trackers: list[Any] = [tracker] if self._are_all_sums() else []
         # One for each loss, or none for a single one.
         for metric, summed in zip(compiled_losses.trackers_of_single(self.model), is_sum, strict=False):
-            trackers.append((metric, lambda: 1 / holders, factor) if summed else (metric, self._share, None))
+            trackers.append((metric, lambda: counts() / holders, factor) if summed else (metric, self._share, None))
         return trackers
 
     def _are_all_sums(self) -> bool:
@@ -108,21 +118,25 @@ def sum_losses(model: keras.Model) -> list[Any]:
 def _weighed(shares: Shares, gradients: Sequence[Any]) -> list[Any]:
     """Weights gradients of a mean over this replica's examples, which Keras has divided by the number of replicas."""
     replica = replicas.current()
-    # The rows of sparse gradients stay outside of the conditional, for `common_rows`.
-    present = [getattr(gradient, "values", gradient) for gradient in gradients if gradient is not None]
     share = shares.of_replica(replica) * shares.num_replicas
     # In the usual case of an even batch no gradient is copied.
-    weighed = tf.cond(
-        shares.is_even(replica), lambda: _same(present), lambda: [contribution.times(g, share) for g in present]
+    return _chosen(shares.is_even(replica), gradients, share)
+
+
+def _of_examples(shares: Shares, gradients: Sequence[Any]) -> list[Any]:
+    """Takes gradients of sums over the examples from the replicas whose examples count; the others give zeros."""
+    return _chosen(shares.rows[replicas.current()] > 0, gradients, 0.0)
+
+
+def _chosen(condition: tf.Tensor, gradients: Sequence[Any], otherwise: Any) -> list[Any]:
+    """Returns the gradients themselves if the condition holds, else multiplied by `otherwise`."""
+    # The rows of sparse gradients stay outside of the conditional, for `common_rows`.
+    present = [getattr(gradient, "values", gradient) for gradient in gradients if gradient is not None]
+    chosen = tf.cond(
+        condition, lambda: _same(present), lambda: [contribution.times(each, otherwise) for each in present]
     )
-    rest = iter([weighed] if len(present) == 1 and not isinstance(weighed, list | tuple) else weighed)
+    rest = iter([chosen] if len(present) == 1 and not isinstance(chosen, list | tuple) else chosen)
     return [None if gradient is None else _with_values(gradient, next(rest)) for gradient in gradients]
-
-
-def _of_holders(shares: Shares, gradients: Sequence[Any]) -> list[Any]:
-    """Takes gradients of sums over the examples from the replicas whose examples count."""
-    counts = tf.cast(shares.rows[replicas.current()] > 0, tf.float32)
-    return [None if gradient is None else contribution.times(gradient, counts) for gradient in gradients]
 
 
 def _if_even(shares: Shares, gradients: Sequence[Any]) -> list[Any]:
@@ -137,11 +151,12 @@ def _if_even(shares: Shares, gradients: Sequence[Any]) -> list[Any]:
     return list(gradients)
 
 
-def _weighing(metric: Any, weight: Callable[[], Any], factor: Any = None) -> Callable[..., Any]:
+def _weighing(metric: Any, rows: Sequence[tf.Tensor], weight: Callable[[], Any], factor: Any = None) -> Any:
     update_state = metric.update_state
 
     def update(values: Any, sample_weight: Any = None) -> Any:
         del sample_weight
+        values = tf.where(rows[replicas.current()] > 0, values, tf.zeros_like(values))
         values = values if factor is None else values * tf.cast(factor, values.dtype)
         return _update_weighed(update_state, values, weight())
 

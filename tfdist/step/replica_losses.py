@@ -93,6 +93,18 @@ class ReplicaLosses:
         of_scalars = [metric for metric in self.model.metrics if type(metric) in loss_weights.OF_SCALARS]
         return [(each, "update_state", loss_weights.weighing_scalars(each, lambda: share)) for each in of_scalars]
 
+    def trackers_of_sums(self, is_total_known: bool) -> list[Any]:
+        """Returns the metrics of losses that are sums: a replica without examples adds a sum of 0 to their means.
+
+        Args:
+          is_total_known: whether `trackers` was given the number of all examples.
+        """
+        if not self.are_sums:
+            return []
+        # Without the number, the whole loss is weighted by the replica's examples.
+        whole = [compiled_losses.tracker_of(self.model)] if is_total_known else []
+        return whole + compiled_losses.trackers_of_single(self.model)
+
     def penalties(self, batch: Any, batch_rows: tf.Tensor | None) -> list[tuple[Any, str, Any]]:
         """Returns patches that weight penalties by the replica's examples if losses are sums, as on one device.
 

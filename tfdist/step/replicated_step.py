@@ -72,7 +72,7 @@ def is_train_step(function: Any) -> bool:
 
 def run_step(
     strategy: Any,
-    run: Callable[[Any], Any],
+    run: Callable[[Any, Any], Any],
     step: Any,
     data: Any,
     sum_over_workers: Sum,
@@ -84,7 +84,7 @@ def run_step(
 
     Args:
       strategy: the strategy.
-      run: runs the step on data as the stock strategy does and returns its logs per replica.
+      run: runs a step on data as the stock strategy does and returns its logs per replica.
       step: a bound `train_step` or `test_step`, of a model that `check_model` accepts; for the first, after `prepare`.
       data: the step's argument: distributed values, or a value for every replica.
       sum_over_workers: sums tensors over all workers.
@@ -120,9 +120,9 @@ def run_step(
             with (
                 patches,
                 optimizer_patches.attributes([*weights.of_losses(), *told.changes(), *written.changes()]),
-                _filled(strategy, step, data, parts, shares) as given,
+                _filled(strategy, step, data, parts, weights) as given,
             ):
-                logs = run(given)
+                logs = run(*given)
         kept = [*flat_layers.statistics_of(model), *written.found] if training else []
         return _Results(strategy, shares, sum_over_workers, told, sum_gradients, times).merge(logs, kept, postponed)
 
@@ -142,13 +142,13 @@ def _updates_last(strategy: Any, step: Any) -> bool:
     return is_one_per_worker and used_objects.has_keras_metrics_only(step.__self__)
 
 
-def run_prediction(strategy: Any, run: Callable[[Any], Any], model: keras.Model | None, data: Any) -> Any:
-    """Runs Keras' step of `predict` on all replicas, some of which may have no examples; None is an unknown model."""
-    parts = [*_local(strategy, data).values()]
-    if not (_may_be_empty(strategy, data, parts) and empty_parts.are_refused_by_layers(model)):
+def run_prediction(strategy: Any, run: Callable[[Any], Any], data: Any) -> Any:
+    """Runs Keras' step of `predict` on all replicas, some of which may have no examples."""
+    parts = _local(strategy, data)
+    if not _may_be_empty(strategy, data, [*parts.values()]):
         return run(data)
-    rows = [splitting.rows(part) for part in parts]
-    results = run(_distributed(data, [empty_parts.filled(part, parts[-1]) for part in parts]))
+    rows = [splitting.rows(part) for part in parts.values()]
+    results = run(_distributed(data, empty_parts.filled_on_devices(parts)))
     by_replica = [
         empty_parts.only_with_examples(*each) for each in zip(rows, _local(strategy, results).values(), strict=True)
     ]
@@ -157,32 +157,37 @@ def run_prediction(strategy: Any, run: Callable[[Any], Any], model: keras.Model 
 
 def _may_be_empty(strategy: Any, data: Any, parts: Sequence[Any]) -> bool:
     """Returns True if a replica may have no examples."""
-    return strategy.num_replicas_in_sync > 1 and _is_divided(data) and empty_parts.may_occur(parts)
+    return strategy.num_replicas_in_sync > 1 and _is_divided(data, len(parts)) and empty_parts.may_occur(parts)
 
 
 @contextlib.contextmanager
-def _filled(strategy: Any, step: Any, data: Any, parts: dict[str, Any], shares: Shares | None) -> Iterator[Any]:
-    """Yields the step's data with an example on every replica; results of examples that don't count are removed."""
-    model, values = step.__self__, [*parts.values()]
-    is_one_batch = shares is not None and shares.holders is not None
-    if not is_one_batch and not (_may_be_empty(strategy, data, values) and empty_parts.are_refused(model)):
-        yield data
+def _filled(
+    strategy: Any, step: Any, data: Any, parts: dict[str, Any], weights: loss_weights.LossWeights
+) -> Iterator[tuple[Any, Any]]:
+    """Yields the step and its data with an example on every replica; counts of what does not count are removed."""
+    shares, may_be_empty = weights.shares, _may_be_empty(strategy, data, [*parts.values()])
+    if shares is None or not (may_be_empty or shares.holders is not None):
+        yield step, data
         return
     counted = [
-        variable.value.values
-        for metric in model.metrics
-        for variable in metric.variables
-        if copies.is_mirrored(variable)
+        copies.copies_of(variable) for variable in empty_parts.counted_by(step.__self__, weights.trackers_of_sums())
     ]
-    kept = [empty_parts.Kept(copies[replica] for copies in counted) for replica in range(len(values))]
-    rows = shares.rows if is_one_batch else [splitting.rows(part) for part in values]
-    yield data if is_one_batch else _distributed(data, [empty_parts.filled(part, values[-1]) for part in values])
-    for before, count in zip(kept, rows, strict=True):
-        before.restore_unless(count)
+    kept = [empty_parts.Kept(each[replica] for each in counted) for replica in range(len(parts))]
+    if may_be_empty:
+        data = _distributed(data, empty_parts.filled_on_devices(parts))
+        yield empty_parts.without_terms(step, shares.rows), data
+    else:
+        yield step, data
+    for before, rows in zip(kept, shares.rows, strict=True):
+        before.restore_unless(rows)
 
 
-def _is_divided(data: Any) -> bool:
-    return all(isinstance(leaf, tf.distribute.DistributedValues | tf.Tensor) for leaf in tf.nest.flatten(data))
+def _is_divided(data: Any, num_parts: int) -> bool:
+    """Returns False if each replica has all examples; the only replica of a worker has plain tensors."""
+    leaves = tf.nest.flatten(data)
+    is_distributed = [isinstance(leaf, tf.distribute.DistributedValues) for leaf in leaves]
+    is_known = all(each or tf.is_tensor(leaf) for each, leaf in zip(is_distributed, leaves, strict=True))
+    return is_known and (num_parts == 1 or any(is_distributed))
 
 
 def _distributed(like: Any, parts: Sequence[Any]) -> Any:

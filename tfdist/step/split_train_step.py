@@ -124,13 +124,14 @@ class SplitTrainStep:
                     f"{variable.path!r}"
                 )
 
-    def contribute(self, batch: Any, batch_rows: tf.Tensor | None = None) -> Contribution:
+    def contribute(self, batch: Any, batch_rows: tf.Tensor | None = None, whole: Any = None) -> Contribution:
         """Computes a replica's contribution from its part of the batch; call it in a graph, in replica context.
 
         Args:
           batch: the replica's part.
           batch_rows: int64 scalar, the number of examples in all parts together, if known. Without it the metrics of
             single losses, and of losses that are sums, differ from those of one device.
+          whole: all parts together, if known, of which a replica without examples computes with one.
 
         Raises:
           TraceAgain: the step has to be traced anew; see `settled`.
@@ -151,17 +152,20 @@ class SplitTrainStep:
         with optimizer_patches.attributes(changed), scope:
             compiled_losses.forget_added(self.model)
             # Keras represents None as an empty Optional.
-            batch_given = empty_parts.filled(batch, batch) if is_filled else batch
+            batch_given = empty_parts.filled(batch, [] if whole is None else [whole]) if is_filled else batch
             result = self._step(handles.without_optionals(batch_given))
         writes = scope.writes()
         weight, rows = self._weight(batch), splitting.rows(batch)
-        counts, new_states, maxima = self._sort(writes, scope, begun_with, weight)
-        if rows is not None and is_filled:
-            counts = [tf.where(rows > 0, count, tf.zeros_like(count)) for count in counts]
+        is_counted = rows > 0 if is_filled else None
+        of_sums = self._losses.trackers_of_sums(batch_rows is not None)
+        counts, new_states, maxima = self._sort(writes, scope, begun_with, weight, is_counted, of_sums)
+        factor = weight
+        if self._losses.are_sums:
+            factor = tf.cast(is_counted, tf.float32) if is_filled else 1.0
         gradients = [gradient for call in layout.applied for gradient in call.gradients()]
         layout.has_common_rows = [common_rows.are_common(gradient) for gradient in gradients]
         return Contribution(
-            [gradient if self._losses.are_sums else times(gradient, weight) for gradient in gradients],
+            [times(gradient, factor) for gradient in gradients],
             counts,
             new_states,
             [times(tf.cast(leaf, tf.float32), weight) for leaf in self._shipped(result, told, writes)],
@@ -178,7 +182,7 @@ class SplitTrainStep:
             messages.say(line)
 
     def _may_be_empty(self, batch: Any) -> bool:
-        return self._total_num_replicas > 1 and empty_parts.may_occur([batch]) and empty_parts.are_refused(self.model)
+        return self._total_num_replicas > 1 and empty_parts.may_occur([batch])
 
     def _starts(self) -> tuple[list[tuple[Any, tf.Tensor]], dict[int, tf.Tensor]]:
         """Returns the initial values of the variables (zero for metrics' sums), and of other states by variable id."""
@@ -193,13 +197,32 @@ class SplitTrainStep:
         return [*zeros, *states.values()], {key: start for key, (_, start) in states.items()}
 
     def _sort(
-        self, writes: Sequence[recording.Write], scope: Recording, begun_with: dict[int, tf.Tensor], weight: Any
+        self,
+        writes: Sequence[recording.Write],
+        scope: Recording,
+        begun_with: dict[int, tf.Tensor],
+        weight: Any,
+        is_counted: tf.Tensor | None,
+        of_sums: Sequence[Any],
     ) -> tuple[list[tf.Tensor], list[tf.Tensor], list[tf.Tensor]]:
-        """Sorts writes into counts, states and maxima."""
+        """Sorts writes into counts, states and maxima.
+
+        Args:
+          writes: those of the step.
+          scope: where they were recorded.
+          begun_with: values before the step by variable id.
+          weight: of the replica's means.
+          is_counted: whether the replica has examples, if it may have none.
+          of_sums: metrics that count right without examples, too.
+        """
         counts, new_states, maxima = [], [], []
         metrics = {id(variable) for metric in self.model.metrics for variable in metric.variables}
+        counted_anyway = {id(variable) for metric in of_sums for variable in metric.variables}
         for variable, value, position in writes:
             mode = self._mode(variable, value, scope) if id(variable) in metrics else "mean"
+            if is_counted is not None and mode != "mean" and id(variable) not in counted_anyway:
+                is_sum = mode in ("count", "sum")
+                value = tf.where(is_counted, value, tf.zeros_like(value) if is_sum else scope.start_of(variable))
             if mode == "count":
                 self._layout.counters.append(variable)
                 counts.append(value)
@@ -244,7 +267,7 @@ class SplitTrainStep:
 
     def _weight(self, batch: Any) -> tf.Tensor | float:
         rows = splitting.rows(batch)
-        self._is_even = rows is None or splitting.static_size(batch) is not None
+        self._is_even = rows is None or bool(splitting.static_size(batch))
         return 1.0 if self._is_even else tf.cast(rows, tf.float32)
 
     def _shipped(

@@ -29,6 +29,7 @@ from tfdist.compat import (
     single_batches,
     step_errors,
     symbolic_build,
+    tryout_variables,
     variable_numbers,
 )
 from tfdist.compat.optimizer_patches import SumGradients
@@ -137,7 +138,13 @@ class KerasSteps(tf.distribute.Strategy, Closing):
             replicated_step.check_model(self, fn.__self__)
         sum_gradients = self._sum_gradients
         return replicated_step.run_step(
-            self, stock, fn, args[0], self._sum_over_workers, sum_gradients=sum_gradients, times=times
+            self,
+            lambda step, given: self._run_stock(step, (given,), options=options, model=fn.__self__),
+            fn,
+            args[0],
+            self._sum_over_workers,
+            sum_gradients=sum_gradients,
+            times=times,
         )
 
     @property
@@ -159,8 +166,9 @@ class KerasSteps(tf.distribute.Strategy, Closing):
 
         self.distribution.collect, self.distribution.gradients_per_batch = collect, lambda: num_rows
 
-    def _run_stock(self, fn: Any, args: Any, kwargs: Any = None, options: Any = None) -> Any:
-        model, on_replica = replicated_step.model_of(fn), global_seeds.carried(self, fn)
+    def _run_stock(self, fn: Any, args: Any, kwargs: Any = None, options: Any = None, model: Any = None) -> Any:
+        """Runs a function by the stock method; `model` is that of a step."""
+        on_replica = global_seeds.carried(self, fn)
         if model is not None and len(self.extended.worker_devices) > 1:
             on_replica = additional_losses.kept_by_replica(model, on_replica)
         return super().run(on_replica, args=args, kwargs=kwargs, options=options)
@@ -173,7 +181,7 @@ class KerasSteps(tf.distribute.Strategy, Closing):
             model = running_loop.predicting_model()
             if model is not None:
                 replica_placement.check(self, model)
-            return replicated_step.run_prediction(self, stock, model, args[0])
+            return replicated_step.run_prediction(self, stock, args[0])
         return stock()
 
     def _build_for(self, fn: Any, data: Any) -> None:
@@ -263,6 +271,7 @@ def mend_keras(strategy: tf.distribute.Strategy) -> None:
     symbolic_build.install()
     instance_keys.install(strategy)
     late_builds.allow(strategy, in_scope.redirected)
+    tryout_variables.make_at_once(strategy)
     single_batches.count_once(strategy)
     colocation.replace(strategy, lambda stock: in_scope.colocating(strategy, strategy.scope, stock))
     plain_loops.allow(strategy, strategy._sum_over_workers)

@@ -161,7 +161,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         atexit.register(self._agreements().end)
 
     def _run_synchronous(self, step: Any, data: Any, shares_of: Any, limits: Any) -> Any:
-        run = lambda given: self._run_stock(step, (given,))  # noqa: E731
+        run = lambda each, given: self._run_stock(each, (given,), model=step.__self__)  # noqa: E731
         super()._prepare(step.__self__)
         if self._compressed:
             self._compressed.prepare_in_fit(step.__self__)

@@ -22,7 +22,7 @@ import tensorflow as tf
 from tfdist.compat import flat_layers, optimizer_patches, optimizer_variables, replica_writes, replicas
 from tfdist.data import splitting
 from tfdist.data.shares import Part
-from tfdist.step import contribution, copies, global_losses, one_replica
+from tfdist.step import contribution, copies, empty_parts, global_losses, one_replica
 from tfdist.step.replica_losses import ReplicaLosses
 
 
@@ -42,25 +42,38 @@ def step_alone(strategy: Any, step: Callable[..., Any], parts: Sequence[Part]) -
       NotImplementedError: the step needs the other replicas.
     """
     model: keras.Model = getattr(step, "__self__")  # noqa: B009, Keras' wrapper has it too
-    results = []
+    batches, results = [part.batch for part in parts], []
+    may_be_empty = strategy.num_replicas_in_sync > 1 and empty_parts.may_occur(batches)
+    if may_be_empty:
+        batches = empty_parts.filled_on_devices(dict(zip(strategy.extended.worker_devices, batches, strict=True)))
     with written_alone(_variables(model)):
         for index, part in enumerate(parts):
             with tf.device(strategy.extended.worker_devices[index]), context(strategy, index):
-                results.append(_step(strategy, step, model, part, index))
+                results.append(_step(strategy, step, model, part, index, batches[index], may_be_empty))
     return results
 
 
-def _step(strategy: Any, step: Callable[..., Any], model: keras.Model, part: Part, index: int) -> Any:
+def _step(
+    strategy: Any,
+    step: Callable[..., Any],
+    model: keras.Model,
+    part: Part,
+    index: int,
+    batch: Any,
+    may_be_empty: bool,
+) -> Any:
     count = strategy.num_replicas_in_sync
     with global_losses.counted_as_one(strategy, step) as has_own_loss:
         divisor = 1 if has_own_loss else count
         losses = ReplicaLosses(model, count, divisor)
         factor = float(count) if losses.are_sums else share(part, count) * count * divisor
+        if losses.are_sums and may_be_empty:
+            factor *= tf.cast(splitting.rows(part.batch) > 0, tf.float32)
         changed = losses.trackers(part.batch, part.total)
         for optimizer in optimizer_patches.optimizers_of(model):
             changed += changes(optimizer, factor)
-        with optimizer_patches.attributes(changed), _keeping(flat_layers.statistics_of(model), part, index):
-            return step(part.batch)
+        with optimizer_patches.attributes(changed), _keeping(losses, part if may_be_empty else None, index):
+            return step(batch)
 
 
 def share(part: Part, num_replicas: int) -> tf.Tensor | float:
@@ -135,14 +148,13 @@ def _variables(model: keras.Model) -> list[Any]:
 
 
 @contextlib.contextmanager
-def _keeping(variables: Sequence[Any], part: Part, index: int) -> Iterator[None]:
-    """Without an example there is nothing to be learnt about statistics: they would become NaN."""
-    rows = splitting.rows(part.batch)
-    if rows is None or splitting.static_size(part.batch):
+def _keeping(losses: ReplicaLosses, part: Part | None, index: int) -> Iterator[None]:
+    """Restores metrics and statistics after a step without examples; None is a part that has some."""
+    if part is None:
         yield
         return
-    own = [copies.copies_of(variable)[index] for variable in variables]
-    before = [tf.identity(copy) for copy in own]
+    counted = empty_parts.counted_by(losses.model, losses.trackers_of_sums(part.total is not None))
+    variables = [*flat_layers.statistics_of(losses.model), *counted]
+    kept = empty_parts.Kept(copies.copies_of(variable)[index] for variable in variables)
     yield
-    for copy, value in zip(own, before, strict=True):
-        copy.assign(tf.where(rows > 0, copy, value))
+    kept.restore_unless(splitting.rows(part.batch))

@@ -104,16 +104,16 @@ class ThreadedStep:
     def _on_replica(self, replica: int) -> Callable[..., list[tf.Tensor]]:
         def contribute(*flat: tf.Tensor) -> list[tf.Tensor]:
             with tf.device(_HOST):
-                part, rows = tf.nest.pack_sequence_as(self._spec, flat, expand_composites=True), None
+                part, rows, whole = tf.nest.pack_sequence_as(self._spec, flat, expand_composites=True), None, None
                 if self._is_whole:
-                    part, rows = splitting.cut(part, replica, len(self._devices)), splitting.rows(part)
+                    part, rows, whole = splitting.cut(part, replica, len(self._devices)), splitting.rows(part), part
             with (
                 tf.device(self._devices[replica]),
                 tf.distribute.ReplicaContext(self._strategy, replica),
                 global_losses.counted_as_one(self._strategy, self._user_step),
             ):
                 compute = following_devices.of_strategy(self._strategy, self._step.contribute)
-                contribution = self._template = compute(part, rows)
+                contribution = self._template = compute(part, rows, whole)
             flat = tf.nest.flatten(contribution, expand_composites=True)
             self._homes = [self._home(tensor) for tensor in flat]
             return [replica_parts.to_device(*each) for each in zip(flat, self._homes, strict=True)]
