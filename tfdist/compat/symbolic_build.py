@@ -66,6 +66,7 @@ def _left_to_strategy(original: Callable[..., None]) -> Callable[..., None]:
     return build_before_call
 
 
+@tf.autograph.experimental.do_not_convert
 def build(model: keras.Model, batch: Any) -> None:
     """Builds the unbuilt parts of a model, if the batch has ragged or sparse parts or metrics are unbuilt.
 
@@ -109,7 +110,7 @@ def is_dense(batch: Any) -> bool:
 
 def by_keras(model: keras.Model, batch: Any) -> None:
     """Builds the unbuilt parts of a model as Keras does, from a batch or its specs."""
-    model._symbolic_build(data_batch=batch)
+    tf.autograph.experimental.do_not_convert(model._symbolic_build)(data_batch=batch)
 
 
 def instead(model: keras.Model, build_instead: Callable[[Callable[..., Any], Any], None]) -> None:
@@ -124,7 +125,8 @@ def instead(model: keras.Model, build_instead: Callable[[Callable[..., Any], Any
     def build_once(iterator: Any = None, data_batch: Any = None) -> None:
         del iterator
         own_attributes.remove(model, "_symbolic_build")
-        build_instead(original, data_batch)
+        # A step of one device is not converted either.
+        build_instead(tf.autograph.experimental.do_not_convert(original), data_batch)
 
     own_attributes.put(model, "_symbolic_build", build_once)
 

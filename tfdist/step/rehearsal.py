@@ -145,6 +145,9 @@ def rehearse(
     specs = tuple(tf.nest.map_structure(_spec, argument) for argument in (*arguments, *named.values()))
     if keras_steps.classify(function) == "other":
         function = autograph_rules.converted(function, by_default=True)
+    else:
+        # As Keras traces it: a Python loop over a data set would have no end in a graph, and no error.
+        function = tf.autograph.experimental.do_not_convert(function)
     for _ in range(_MAX_PASSES):
         applied = list[tuple[Any, list[Any]]]()
 

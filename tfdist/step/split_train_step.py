@@ -153,7 +153,8 @@ class SplitTrainStep:
             compiled_losses.forget_added(self.model)
             # Keras represents None as an empty Optional.
             batch_given = empty_parts.filled(batch, [] if whole is None else [whole]) if is_filled else batch
-            result = self._step(handles.without_optionals(batch_given))
+            # As Keras traces it.
+            result = tf.autograph.experimental.do_not_convert(self._step)(handles.without_optionals(batch_given))
         writes = scope.writes()
         weight, rows = self._weight(batch), splitting.rows(batch)
         is_counted = rows > 0 if is_filled else None

@@ -273,7 +273,8 @@ class Program:
             sending(model, worker) if sending else contextlib.nullcontext(),
         ):
             rows = splitting.rows(batch)
-            result = following_devices.of_strategy(self._strategy, self._fn)(*args, **kwargs)
+            fn = self._fn if kind == "other" else tf.autograph.experimental.do_not_convert(self._fn)
+            result = following_devices.of_strategy(self._strategy, fn)(*args, **kwargs)
         return self._transfer.placed(result, rows)
 
 
