@@ -38,7 +38,7 @@ def tracker_of(model: keras.Model) -> Any:
 
 def trackers_of_single(model: keras.Model) -> list[Any]:
     """The metrics of the single losses, in their order; none where there is only one."""
-    return list(model._compile_loss.metrics)
+    return [] if model._compile_loss is None else list(model._compile_loss.metrics)
 
 
 def given_metrics(model: keras.Model) -> list[Any]:
