@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 from keras.src.backend.common import global_state, variables
 
-from tfdist.compat import own_attributes, symbolic_build, tryout_variables
+from tfdist.compat import symbolic_build
 
 NEEDS = (
     "keras.src.backend.common.global_state:get_global_attribute",
@@ -43,19 +43,17 @@ def trace(make: Callable[[], contextlib.AbstractContextManager], function: Calla
         with tf.init_scope(), make():
             return next_creator(**kwargs)
 
-    error, count = None, _num_deferred() + tryout_variables.num_made()
-    unwritten = symbolic_build.Unwritten(collect_losses=True, initialize_variables=False)
-    own_attributes.put(unwritten, tryout_variables.MAKE, make)
+    error, count = None, _num_deferred()
     try:
         with (
             tf.__internal__.FuncGraph("tfdist_scratch").as_default(),
             tf.variable_creator_scope(lifted),
-            unwritten,
+            symbolic_build.Unwritten(collect_losses=True, initialize_variables=False),
         ):
             function(*tf.nest.map_structure(_placeholder, specs))
     except Exception as raised:
         error = raised
-    made += _num_deferred() + tryout_variables.num_made() - count
+    made += _num_deferred() - count
     with tf.init_scope(), make():
         variables.initialize_all_variables()
     return made, error

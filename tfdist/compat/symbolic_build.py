@@ -24,7 +24,7 @@ from keras.src import backend
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.trainers.data_adapters import data_adapter_utils
 
-from tfdist.compat import flat_layers, own_attributes, replacing, running_loop, tryout_variables
+from tfdist.compat import flat_layers, own_attributes, replacing, running_loop
 
 NEEDS = (
     "keras.src.backend.tensorflow.trainer:TensorFlowTrainer._distribute_strategy",
@@ -164,7 +164,6 @@ class Unwritten(Reading):
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         """See `keras.StatelessScope`."""
-        tryout_variables.write_constant(self, *update)
 
 
 def _without_writes(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -29,7 +29,6 @@ from tfdist.compat import (
     single_batches,
     step_errors,
     symbolic_build,
-    tryout_variables,
     variable_numbers,
 )
 from tfdist.compat.optimizer_patches import SumGradients
@@ -271,7 +270,6 @@ def mend_keras(strategy: tf.distribute.Strategy) -> None:
     symbolic_build.install()
     instance_keys.install(strategy)
     late_builds.allow(strategy, in_scope.redirected)
-    tryout_variables.make_at_once(strategy)
     single_batches.count_once(strategy)
     colocation.replace(strategy, lambda stock: in_scope.colocating(strategy, strategy.scope, stock))
     plain_loops.allow(strategy, strategy._sum_over_workers)

@@ -41,7 +41,6 @@ from tfdist.compat import (
     step_errors,
     strategy_order,
     symbolic_build,
-    tryout_variables,
 )
 from tfdist.engines.parameter_server import batch_arguments, codec_state, scope_checks, shard_updates, worker_batch
 from tfdist.engines.parameter_server.aggregated import AggregatedEngine
@@ -178,7 +177,6 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         scope_checks.check_colocation(self)
         plain_loops.allow(self)
         late_builds.allow(self, in_scope.redirected)
-        tryout_variables.make_at_once(self)
         autograph_rules.leave_library()
         exports.clear_tasks()
         calls.before_each(self._before_call)
