@@ -70,7 +70,7 @@ setuptools.setup(
     python_requires=">=3.11,<3.14",
     install_requires=[
         "absl-py>=2.1",
-        "keras>=3.15",
+        "keras>=3.15,<3.17",
         "numpy>=1.26",
         "pyyaml>=6.0",
         "rich>=13.7",

@@ -155,6 +155,7 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
         replicas = self.num_replicas_in_sync
         is_plain = options is None and isinstance(dataset, tf.data.Dataset)
         if self._engine is not None and is_plain and tf.executing_eagerly():
+            step_errors.install()
             return self._engine.distribute(dataset)
         if not is_plain or replicas == 1:
             return super().experimental_distribute_dataset(dataset, options)
