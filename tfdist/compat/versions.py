@@ -24,7 +24,7 @@ from types import CodeType
 from typing import Any
 
 # As setup.py has them; a test compares.
-ADMITTED = {"tensorflow": ">=2.20,<2.22", "keras": ">=3.15"}
+ADMITTED = {"tensorflow": ">=2.20,<2.22", "keras": ">=3.15,<3.17"}
 
 _is_checked = False
 
