@@ -21,7 +21,7 @@ PREAMBLE = """
 import json, os, signal, sys, time
 task = json.loads(os.environ["TF_CONFIG"])["task"]
 name = f"{task['type']}:{task['index']}"
-open(os.environ["TFDIST_JOINED"], "a").close()
+open(os.environ.get("TFDIST_JOINED", os.devnull), "a").close()
 """
 
 

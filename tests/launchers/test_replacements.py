@@ -4,12 +4,13 @@
 import functools
 import json
 import math
+import pathlib
 import signal
 
 import pytest
 from waiting import Clock
 
-from tfdist.cluster import Cluster, Task
+from tfdist.cluster import JOINED_VARIABLE, Cluster, Task
 from tfdist.launchers import attempts, local, requests, running, ssh
 from tfdist.launchers.hostfile import Host
 from tfdist.launchers.replacements import FailureRows, Replacements
@@ -85,6 +86,7 @@ class Scripted:
         self.tracebacks = Tracebacks()
 
     def start(self, name, command, env):
+        pathlib.Path(env[JOINED_VARIABLE]).touch()
         task = Ended(name, env, sum(each.name == name for each in self.started))
         self.started.append(task)
         return task

@@ -108,4 +108,5 @@ def test_tasks_that_import_tensorflow_show_what_they_print(tmp_path: pathlib.Pat
     command = [sys.executable, "-m", "tfdist.cli", "launch", "local", "--num_workers=2", str(script)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
     assert sorted(done.stdout.splitlines()) == ["[worker:0] here", "[worker:1] here"]
-    assert done.stderr == ""
+    # They build no strategy.
+    assert [line for line in done.stderr.splitlines() if "no task has joined the cluster" not in line] == []

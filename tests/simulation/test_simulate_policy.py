@@ -46,11 +46,11 @@ def test_three_replicas_step_by_step():
     ]
     accepted, dropped = Outcome.ACCEPTED, Outcome.DROPPED
     assert [update.contributions for update in simulation.updates] == [
-        ((1, 0.0, 1.0, accepted, 0, 1.0, 0.0), (2, 0.0, 2.0, accepted, 0, 1.0, 0.0)),
+        ((1, 0.0, 1.0, accepted, 0, 1.0, 0.0, 0.0), (2, 0.0, 2.0, accepted, 0, 1.0, 0.0, 0.0)),
         (
-            (0, 0.0, 3.0, dropped, 1, 0.0, 0.0),
-            (2, 2.0, 2.5, accepted, 0, 1.0, 0.0),
-            (1, 2.0, 5.0, accepted, 0, 1.0, 1.0),
+            (0, 0.0, 3.0, dropped, 1, 0.0, 0.0, 0.0),
+            (2, 2.0, 2.5, accepted, 0, 1.0, 0.0, 0.0),
+            (1, 2.0, 5.0, accepted, 0, 1.0, 1.0, 0.0),
         ),
     ]
     assert simulation.accepted == (0, 2, 2)

@@ -134,7 +134,7 @@ def _applying(original: Any) -> Any:
         take_over(strategy, self)
         if self._distribution_strategy is not strategy:
             return original(self, grads, variables)
-        with _in_scope(strategy):
+        with checked(strategy):
             if not self.built and variables is not None:
                 with tf.init_scope(), strategy.scope():
                     self.build(variables)
@@ -144,7 +144,8 @@ def _applying(original: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _in_scope(strategy: Any) -> Iterator[None]:
+def checked(strategy: Any) -> Iterator[None]:
+    """Within the block, in the strategy's scope, `optimizer.apply` of this thread is not checked again."""
     _checked.by = strategy
     is_current = tf.distribute.get_strategy() is strategy
     try:

@@ -17,6 +17,7 @@ import weakref
 from tensorflow.python.distribute import cross_device_utils
 from tensorflow.python.ops import resource_variable_ops
 
+from tfdist.compat import process_variable
 from tfdist.compat.cluster_joining import CHIEF_JOB
 
 NEEDS = (
@@ -105,7 +106,8 @@ def _variables() -> list[str]:
     things = gc.get_objects()
     own = {id(thing._ordering_token) for thing in things if type(thing) is cross_device_utils.CollectiveReplicaLauncher}
     variables = [thing for thing in things if isinstance(thing, resource_variable_ops.BaseResourceVariable)]
-    return [str(each.name) for each in variables if id(each) not in own and not _is_lost(each)]
+    variables = [each for each in variables if id(each) not in own and not process_variable.is_of_clock(each)]
+    return [str(each.name) for each in variables if not _is_lost(each)]
 
 
 def _is_lost(variable: resource_variable_ops.BaseResourceVariable) -> bool:

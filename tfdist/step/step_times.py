@@ -61,10 +61,10 @@ class StepTimes:
         if self._variables is None:
             with tf.init_scope(), tf.device(self._device):
                 self._variables = (
-                    process_variable.of(tf.zeros([], tf.int64), "steps"),
-                    process_variable.of(tf.zeros([self.capacity, self._width], tf.float64), "step_times"),
-                    process_variable.of(tf.zeros([], tf.float64), "end_of_sum"),
-                    process_variable.of(tf.zeros([2], tf.float64), "read"),
+                    process_variable.of_clock(tf.zeros([], tf.int64), "steps"),
+                    process_variable.of_clock(tf.zeros([self.capacity, self._width], tf.float64), "step_times"),
+                    process_variable.of_clock(tf.zeros([], tf.float64), "end_of_sum"),
+                    process_variable.of_clock(tf.zeros([2], tf.float64), "read"),
                 )
         return self._variables
 

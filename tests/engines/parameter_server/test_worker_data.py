@@ -292,23 +292,6 @@ def test_the_chief_never_gives_more_handles_than_it_has_batches(
     assert at_once > 1 or last == [False] * (count - 1) + [True]
 
 
-def test_what_a_model_is_built_from_needs_no_data(engine: CoordinatedEngine) -> None:
-    def fail(i: Any) -> Any:
-        raise AssertionError("read")
-
-    broken = numbers().map(lambda i: tf.ensure_shape(tf.py_function(fail, [i], tf.int64), [None]))
-    assert WorkerDataset(engine, broken, "shard").placeholder().shape == (1,)
-
-
-def test_where_a_shape_is_open_a_model_is_built_from_the_first_batch(engine: CoordinatedEngine) -> None:
-    ragged = tf.data.Dataset.from_tensors(tf.ragged.constant([[1, 2], [3]]))
-    assert WorkerDataset(engine, ragged, "shard").placeholder().to_list() == [[1, 2], [3]]
-    open_shape = tf.data.Dataset.from_generator(
-        lambda: iter([np.zeros([2, 5])]), output_signature=tf.TensorSpec([None, None])
-    )
-    assert WorkerDataset(engine, open_shape, "shard").placeholder().shape == (2, 5)
-
-
 def test_keras_takes_it_for_distributed_data(engine: CoordinatedEngine) -> None:
     dataset = WorkerDataset(engine, numbers(), "shard")
     assert isinstance(dataset, tf.distribute.DistributedDataset)

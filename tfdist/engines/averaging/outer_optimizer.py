@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat import fresh_threads, optimizer_patches
+from tfdist.compat import fresh_threads, optimizer_patches, plain_loops
 from tfdist.engines.averaging import step as averaging_step
 from tfdist.step.copies import copies_of
 
@@ -80,6 +80,8 @@ class Outer:
         last = self._last.values
         with tf.device(self._last.device), averaging_step.context(self._strategy, 0):
             differences = [each.value - mean for each, mean in zip(last, means, strict=True)]
-            with optimizer_patches.attributes(averaging_step.changes(self._optimizer, 1.0)):
+            changes = optimizer_patches.attributes(averaging_step.changes(self._optimizer, 1.0))
+            # The variables are this process' own.
+            with plain_loops.checked(self._strategy), changes:
                 self._optimizer.apply(differences, last)
             return [tf.convert_to_tensor(each) for each in last]
