@@ -182,9 +182,9 @@ def _rows_of(leaf: Any, start: Any, stop: Any, known: int | None) -> Any:
 def _checked_rows(batch: Any, num_parts: int) -> list[tf.Tensor | int]:
     """The number of examples of each tensor in a batch, once it is known that they can be divided."""
     tensors = [leaf for leaf in tf.nest.flatten(batch) if isinstance(leaf, _TENSORS)]
-    known = [_static_rows(leaf) for leaf in tensors]
-    if None not in known and _can_be_divided(known, num_parts):
-        return known
+    known = [size for leaf in tensors if (size := _static_rows(leaf)) is not None]
+    if len(known) == len(tensors) and _can_be_divided(known, num_parts):
+        return [*known]
     counted = [leaf for leaf in tensors if tf.TensorShape(leaf.shape).rank != 0]
     counts = [_rows(leaf) for leaf in counted]
     if len(counts) > 1 and tf.executing_eagerly():

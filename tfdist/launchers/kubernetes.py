@@ -231,7 +231,7 @@ def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
     gpus = {values.gpu_resource: values.gpus_per_worker} if values.gpus_per_worker else {}
     more = {"accelerators": gpus, "max_preemptions": values.max_preemptions}
     pods = pods_from_flags(values, command, Shape.from_flags(values), **more)
-    env = communication.environment(values.communication) | telemetry.environment(values.telemetry) | pods.env
+    env = communication.environment(values.communication) | telemetry.environment(values.telemetry) | dict(pods.env)
     pods = dataclasses.replace(pods, env=env)
     request = plan(pods, values.form)
     return command_line.submit_or_show(values, request, lambda: submit(request, values.start_timeout_secs))

@@ -157,12 +157,12 @@ class SplitTrainStep:
             result = tf.autograph.experimental.do_not_convert(self._step)(handles.without_optionals(batch_given))
         writes = scope.writes()
         weight, rows = self._weight(batch), splitting.rows(batch)
-        is_counted = rows > 0 if is_filled else None
+        is_counted = rows > 0 if is_filled and rows is not None else None
         of_sums = self._losses.trackers_of_sums(batch_rows is not None)
         counts, new_states, maxima = self._sort(writes, scope, begun_with, weight, is_counted, of_sums)
         factor = weight
         if self._losses.are_sums:
-            factor = tf.cast(is_counted, tf.float32) if is_filled else 1.0
+            factor = 1.0 if is_counted is None else tf.cast(is_counted, tf.float32)
         gradients = [gradient for call in layout.applied for gradient in call.gradients()]
         layout.has_common_rows = [common_rows.are_common(gradient) for gradient in gradients]
         return Contribution(

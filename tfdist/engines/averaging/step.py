@@ -67,8 +67,9 @@ def _step(
         divisor = 1 if has_own_loss else count
         losses = ReplicaLosses(model, count, divisor)
         factor = float(count) if losses.are_sums else share(part, count) * count * divisor
-        if losses.are_sums and may_be_empty:
-            factor *= tf.cast(splitting.rows(part.batch) > 0, tf.float32)
+        rows = splitting.rows(part.batch)
+        if losses.are_sums and may_be_empty and rows is not None:
+            factor *= tf.cast(rows > 0, tf.float32)
         changed = losses.trackers(part.batch, part.total)
         for optimizer in optimizer_patches.optimizers_of(model):
             changed += changes(optimizer, factor)
