@@ -40,7 +40,7 @@ def cluster(*ports, index=0, host="127.0.0.1"):
     [
         ({}, []),
         ({"tensorflow": "2.22.0rc1"}, ["tensorflow 2.22.0rc1 is not supported; pip install 'tensorflow>=2.20,<2.22'"]),
-        ({"keras": "3.11.9"}, ["keras 3.11.9 is not supported; pip install 'keras>=3.15'"]),
+        ({"keras": "3.11.9"}, ["keras 3.11.9 is not supported; pip install 'keras>=3.15,<3.17'"]),
         ({"numpy": None}, ["numpy is not installed; pip install 'numpy>=1.26'"]),
         ({"tensorflow": None, "tensorflow-tpu": "2.20.0"}, []),
         (

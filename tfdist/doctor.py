@@ -45,7 +45,7 @@ OK, WARNING, WRONG = "ok", "warning", "wrong"
 # Requirements of setup.py, as lower and upper bounds.
 _NEEDED = {
     "tensorflow": ((2, 20), (2, 22)),
-    "keras": ((3, 15), None),
+    "keras": ((3, 15), (3, 17)),
     "numpy": ((1, 26), None),
     "absl-py": ((2, 1), None),
 }
