@@ -48,12 +48,16 @@ def message(paths: Sequence[str]) -> str:
 def _read(graph: Any, count: int, variables: Sequence[Any]) -> list[Any]:
     operations = [operation for operation in graph.get_operations()[count:] if operation.type not in _NO_READS]
     inputs = {tensor.name for operation in operations for tensor in operation.inputs}
-    captured = {id(outside) for outside, inside in graph.captures if inside.name in inputs}
-    return [variable for variable in variables if captured & set(_handles(variable))]
+    captured = [outside for outside, inside in graph.captures if inside.name in inputs]
+    return [
+        variable
+        for variable in variables
+        if any(outside is each for outside in captured for each in _handles(variable))
+    ]
 
 
-def _handles(variable: Any) -> list[int]:
-    """Returns the ids of the handles of a Keras variable's copies."""
+def _handles(variable: Any) -> list[Any]:
+    """Returns the handles of a Keras variable's copies."""
     value = keras_variables.tf_variable(variable)
     copies = getattr(value, "values", None) or [value]
-    return [id(copy.handle) for copy in copies if hasattr(copy, "handle")]
+    return [copy.handle for copy in copies if hasattr(copy, "handle")]

@@ -30,13 +30,13 @@ class Findings:
 
     Attributes:
       stand_ins: the variables that need a stand-in, by id.
-      states: ids of metrics' variables that are declared as sums, but are written otherwise.
+      states: metrics' variables that are declared as sums, but are written otherwise, by id.
       late_reads: paths of the weights that the last trace reads after their update.
     """
 
     def __init__(self) -> None:
         self.stand_ins: dict[int, Any] = {}
-        self.states: set[int] = set()
+        self.states: dict[int, Any] = {}
         self.late_reads: list[str] = []
         self._is_new = self._has_warned = False
 
@@ -54,7 +54,7 @@ class Findings:
     def is_state(self, variable: Any) -> bool:
         """Notes a metric's variable that is no sum; returns True if it is new."""
         is_new = self._note(id(variable) not in self.states)
-        self.states.add(id(variable))
+        self.states[id(variable)] = variable
         return is_new
 
     def _note(self, is_new: bool) -> bool:

@@ -111,7 +111,8 @@ def before(
     # A step that creates nothing is not rehearsed again.
     rehearsed = _rehearsed(strategy, found)
     code = getattr(used_objects.inner(function), "__code__", None)
-    key = code, frozenset(map(id, unbuilt)), len(found)
+    # An id may be that of another object later.
+    key = code, frozenset(map(weakref.ref, unbuilt)), len(found)
     if key in rehearsed:
         return None
     rehearsed.add(key)
