@@ -315,6 +315,27 @@ def _resumed(strategy: Any, directory: pathlib.Path) -> Any:
     return history, resume.step, int(model.optimizer.iterations.numpy()), model.get_weights()
 
 
+@_case("restored before it is built")
+def _restored_early(strategy: Any, directory: pathlib.Path) -> list[Any]:
+    def made() -> keras.Model:
+        with strategy.scope():
+            model = keras.Sequential([LAYERS.Dense(4), LAYERS.Dense(1)])
+            model.compile(OPTIMIZERS.Adam(0.01), "mse")
+        return model
+
+    def fitted(model: keras.Model) -> list[Any]:
+        history = model.fit(X, Y, batch_size=batch_size(8), shuffle=False, verbose=0).history
+        return [history, model.get_weights()]
+
+    keras.utils.set_random_seed(3)
+    model, restored, predicting = made(), made(), made()
+    first = fitted(model)
+    path = tf.train.Checkpoint(model=model).save(directory / "checkpoint")
+    for other in (restored, predicting):
+        tf.train.Checkpoint(model=other).restore(path).expect_partial()
+    return [first, fitted(restored), int(restored.optimizer.iterations), predicting.predict(X, verbose=0)]
+
+
 # Steps of their own.
 
 _own = functools.partial(_sgd, metrics=None)

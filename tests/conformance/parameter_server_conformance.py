@@ -45,7 +45,7 @@ class TestAsynchronous(Conformance):
         {
             *_SYNCHRONOUS,
             *("global_clipnorm", "decay, ema", "loss scale", "interrupted and resumed"),
-            *("dicts", "embedding", "constraint", "compiled outside of the scope"),
+            *("dicts", "embedding", "constraint", "compiled outside of the scope", "restored before it is built"),
             *(name for name in CASES if name.startswith(("first call", "no run")) and name not in SCALED_AGAIN),
         }
         - _AS_OTHERS

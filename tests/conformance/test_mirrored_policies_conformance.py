@@ -41,6 +41,8 @@ class TestBackupWorkers(Conformance):
             "first call, seed generator",
             "first call, layer with Trainer",
         ),
+        # Models are built as without a policy.
+        "restored before it is built",
         # The step finds a loss of users' code by `global_losses`, as without a policy.
         *("loss one number, tf.function, one over", "loss one number of a class, one over"),
         # A thread of a policy meets no other.

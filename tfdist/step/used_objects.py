@@ -128,11 +128,13 @@ def _within(each: Any) -> Iterator[Any]:
 
 def _of_function(function: types.FunctionType) -> Iterator[Any]:
     yield getattr(function, "__wrapped__", None)
+    # The cell of a name that is not defined yet is empty.
+    enclosed = [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
     if (function.__module__ or "").split(".")[0] in _LIBRARIES:
+        # Keras' step of `predict` encloses its model.
+        yield from (each for each in enclosed if isinstance(each, keras.Layer) and not is_built(each))
         return
-    for cell in function.__closure__ or ():
-        # The cell of a name that is not defined yet is empty.
-        yield from [cell.cell_contents] if cell != types.CellType() else []
+    yield from enclosed
     yield from function.__defaults__ or ()
     names = dict.fromkeys(name for code in _codes(function.__code__) for name in code.co_names)
     yield from (function.__globals__[name] for name in names if name in function.__globals__)

@@ -17,6 +17,7 @@ from tfdist.compat import (
     colocation,
     creation_lines,
     decorated_methods,
+    deferred_restores,
     exports,
     global_seeds,
     input_times,
@@ -270,6 +271,7 @@ def mend_keras(strategy: tf.distribute.Strategy) -> None:
     symbolic_build.install()
     instance_keys.install(strategy)
     late_builds.allow(strategy, in_scope.redirected)
+    deferred_restores.wait_for_variables()
     single_batches.count_once(strategy)
     colocation.replace(strategy, lambda stock: in_scope.colocating(strategy, strategy.scope, stock))
     plain_loops.allow(strategy, strategy._sum_over_workers)

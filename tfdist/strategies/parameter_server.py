@@ -27,6 +27,7 @@ from tfdist.compat import (
     cluster_joining,
     colocation,
     creation_lines,
+    deferred_restores,
     exports,
     late_builds,
     overlapping_loops,
@@ -177,6 +178,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         scope_checks.check_colocation(self)
         plain_loops.allow(self)
         late_builds.allow(self, in_scope.redirected)
+        deferred_restores.wait_for_variables()
         autograph_rules.leave_library()
         exports.clear_tasks()
         calls.before_each(self._before_call)
