@@ -34,6 +34,10 @@ W0000 00:00:1795530524.2  5 destroy_tensor_handle_node.h:59] Ignoring an error e
 tensors handles: INVALID_ARGUMENT: Unable to find the relevant tensor
 Additional GRPC error information from remote target /job:worker/replica:0/task:1 while calling /tensorflow.eager
 :UNKNOWN:Error received from peer  {grpc_message:"Unable to find the relevant tensor"}
+E0000 00:00:1795595584.6 16526 coordination_service.cc:1005] Encountered another error while reporting to \
+/job:worker/replica:0/task:1: UNAVAILABLE: failed to connect to all addresses
+Additional GRPC error information from remote target /job:worker/replica:0/task:1 while calling /tensorflow.Coord
+:UNKNOWN:Error received from peer  {grpc_status:14, grpc_message:"failed to connect to all addresses"}
 E0000 00:00:1795554471.8  7768 context.cc:873] Failed to register function remotely due to failed to connect to all \
 addresses; last error: UNKNOWN: ipv4:127.0.0.1:38023: Failed to connect to remote host: Connection refused
 Additional GRPC error information from remote target /job:worker/replica:0/task:0 while calling /tensorflow.eager

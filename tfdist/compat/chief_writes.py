@@ -85,6 +85,10 @@ class Agreement(Protocol):
         """Like `from_chief`, in a call that the chief may also make alone."""
         ...
 
+    def meet(self, call: str, what: str) -> None:
+        """Waits until all workers are in a call of the user's that only some may have."""
+        ...
+
     def calling(self, call: str) -> contextlib.AbstractContextManager[None]:
         """Within the block this worker is in a call of the user's, such as "model.save"."""
         ...
@@ -313,6 +317,8 @@ def _wrap_backup_begin(original: Callable[..., Any]) -> Callable[..., Any]:
         if agreement is None:
             return original(callback, logs)
         what = "restoring a backup", callback.backup_dir
+        # The chief alone would notice no other before the end of training.
+        agreement.meet("the callback BackupAndRestore", what[0])
         has_backup = agreement.from_chief(lambda: file_utils.exists(callback._weights_path), *what)
         if has_backup and model.optimizer is not None and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)

@@ -24,8 +24,8 @@ _OF_BUFFER = re.compile(r"\s*(?:\w+ \{|\w+: .*|\})?$")
 _NO_LOGGER = "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR"
 # Messages of the ordinary course of a parameter-server job: the rendezvous of a step is cleaned up, a handle of a
 # tensor is deleted that the worker has deleted already, and functions can't be registered on, or removed from, a lost
-# task. The launcher reports the loss. When a task fails, all others abort their sums, and each says so up to four times
-# before it raises the same.
+# task. The launcher reports the loss. The error of a task can't be reported to one that has ended. When a task fails,
+# all others abort their sums, and each says so up to four times before it raises the same.
 _HARMLESS = re.compile(
     r"[WE]0000 00:00:\d+\.\d+ +\d+ "
     r"(?:local_rendezvous\.cc:\d+\] Local rendezvous is aborting with status: "
@@ -33,6 +33,7 @@ _HARMLESS = re.compile(
     r"|base_collective_executor\.cc:\d+\] BaseCollectiveExecutor::StartAbort "
     r"|\w+\.cc:\d+\] Aborting (?:Ring|Hier)\w* with "
     r"|preemption_notifier\.cc:\d+\] SIGTERM caught"
+    r"|coordination_service(?:_agent)?\.cc:\d+\] Encountered another error (?:while|when) reporting "
     r"|destroy_tensor_handle_node\.h:\d+\] Ignoring an error encountered when deleting remote tensors handles: "
     r"|context\.cc:\d+\] Failed to (?:register|remove) function remotely due to "
     r"(?:failed to connect to all addresses|Socket closed|Connection reset|Broken pipe|recvmsg:|sendmsg:))"

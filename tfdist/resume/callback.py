@@ -232,6 +232,9 @@ class Resume(keras.callbacks.Callback):
             newest = self._checkpoints.newest()
             return None if newest is None else {"step": newest.step, "state": newest.state}
 
+        if agreement is not None:
+            # The chief alone would notice no other before the end of training.
+            agreement.meet("the callback Resume", "reading the newest checkpoint")
         found = read() if agreement is None else agreement.from_chief(read, "reading the newest checkpoint")
         if found is None:
             return False

@@ -23,7 +23,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any, Protocol
 
@@ -58,6 +58,14 @@ class Channel(Protocol):
 
         Raises:
           ConnectionError: the store can't be reached any more.
+        """
+        ...
+
+    def lost(self) -> Mapping[str, str]:
+        """Returns how other workers have failed, by name.
+
+        Raises:
+          ConnectionError: the store, which is the chief's, does not answer.
         """
         ...
 
@@ -190,9 +198,12 @@ class Together(Alone):
             if late:
                 self._say(f"{', '.join(late)} have not come to the same step within {_END_SECS:g} s; going on")
             return
-        with contextlib.suppress(ConnectionError):
+        try:
             # A launcher ends all workers soon after the first one has ended, and the chief must have written by then.
-            self._receive("saved")
+            self._receive("saved", self._check_chief)
+        except ConnectionError as error:
+            self._say(f"not waiting for the chief's checkpoint any more: {error}")
+            return
         self._channel.publish(self._key(f"ending/{self._channel.task}"), "1")
 
     def close(self) -> None:
@@ -231,12 +242,20 @@ class Together(Alone):
                 self._channel.publish(self._key(f"ending/{self._channel.task}"), "1")
                 self._end()
 
-    def _receive(self, what: str) -> str | None:
+    def _receive(self, what: str, check: Callable[[], None] = lambda: None) -> str | None:
         while not self._is_closed.is_set():
             found = self._channel.receive(self._key(what), _ASK_SECS)
             if found is not None:
                 return found
+            check()
         return None
+
+    def _check_chief(self) -> None:
+        """Raises ConnectionError if the chief has failed, or stands still: a stopped process keeps its connections."""
+        chief = str(self._channel.tasks[0])
+        reason = self._channel.lost().get(chief)
+        if reason is not None:
+            raise ConnectionError(f"{chief} has failed: {reason}")
 
     def _key(self, what: str) -> str:
         return f"{self._name}/{what}"

@@ -17,6 +17,7 @@ from tfdist.runtime.quorum_messages import Act, Doing, Kind, ProtocolError, Repo
 _CONNECT_SECS = 30.0
 _RETRY_SECS = 0.1
 _POLL_SECS = 0.5
+_JOIN_SECS = 10.0
 _RECEIVE_BYTES = 4096
 _DOING = {
     Doing.ELSEWHERE: " (has not come to this step yet)",
@@ -168,7 +169,7 @@ class QuorumClient:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         if self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(_JOIN_SECS)
         self._socket.close()
 
     # The connection.

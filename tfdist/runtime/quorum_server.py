@@ -45,6 +45,7 @@ _MOST_STRANGERS = 64
 # Most log lines about refused connections between two statuses, so that a flood doesn't fill the disk.
 _MOST_LINES = 10
 _NO_RESOURCES_SECS = 0.01
+_JOIN_SECS = 10.0
 # The chief's worker is an update or two behind the server.
 _KEPT_UPDATES = 16
 
@@ -132,7 +133,7 @@ class QuorumServer:
         with contextlib.suppress(OSError):
             self._wake.send(b"\0")
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(_JOIN_SECS)
         for each in (self._wake, self._woken, self._listener):
             each.close()
 

@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 # All workers must wait for so long, each in another call, before this counts as a deadlock.
 PARTED_SECS = 5.0
 HAS_ENDED = "has ended"
+# A call that is known by no name.
+A_SUM = "a sum over all workers"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +92,7 @@ def _of_ended(own: State, ended: Sequence[State]) -> str:
         return never(own, failed)
     names = " and ".join(state.task for state in ended)
     verb = "has ended" if len(ended) == 1 else "have ended"
-    doing = own.doing or "a sum over all workers"
+    doing = own.doing or A_SUM
     return f"{doing} on {own.task} waits for {names}, which {verb}; {_remedy(own.call or doing)}"
 
 
@@ -115,4 +117,5 @@ def parted(calls: Mapping[str, str]) -> str:
 
 
 def _remedy(call: str) -> str:
-    return f"every worker must call {call}: remove the `if` around it, and give all workers the same number of steps"
+    needed = "take part" if call == A_SUM else f"have {call}" if call.startswith("the callback") else f"call {call}"
+    return f"every worker must {needed}: remove the `if` around it, and give all workers the same number of steps"

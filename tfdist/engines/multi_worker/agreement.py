@@ -74,13 +74,17 @@ _kept: list[Any] = []
 
 @dataclasses.dataclass(eq=False)
 class _Wait:
-    """A wait of this process for other workers: the user's call, its part, and the tasks that are waited for."""
+    """A wait of this process for other workers: the user's call, its part, and the tasks that are waited for.
+
+    `failure` is why it can't end, once that is known.
+    """
 
     call: str
     what: str
     number: int
     awaited: Sequence[Task]
     since: float
+    failure: Exception | None = None
 
 
 class Agreement:
@@ -95,7 +99,8 @@ class Agreement:
         self.task, self.tasks = task, tuple(tasks)
         self._others = tuple(each for each in self.tasks if each != task)
         self._count = 0
-        self._log: collections.OrderedDict[int, str] = collections.OrderedDict()
+        # Replaced, never changed: other threads read it. So do they `_waits`, of which they take copies.
+        self._log: dict[int, str] = {}
         # Whether the chief has made its first broadcast; since when the service has not answered.
         self._has_answered = False
         self._silent_since: float | None = None
@@ -110,7 +115,7 @@ class Agreement:
         self._calls: list[str] = []
         # How the program has ended, once it has.
         self._ended = ""
-        # Why a wait of this worker can't end; taken by whoever waits.
+        # Why collectives of TensorFlow's were aborted; taken by whoever meets the error.
         self._failure: Exception | None = None
         # Number of calls of `from_chief_at`, by place, and the key of the last one.
         self._numbers: collections.Counter[str] = collections.Counter()
@@ -161,6 +166,11 @@ class Agreement:
         if len(set(calls.values())) > 1:
             raise RuntimeError(worker_states.parted(calls))
         return {task: value for task, (_, value) in found.items()}
+
+    def meet(self, call: str, what: str) -> None:
+        """Waits until all workers are in a call of the user's, such as a callback, that only some may have."""
+        with self.calling(call):
+            self.gather(None, what)
 
     def from_chief_at(self, place: str, name: str, value: Callable[[], Any], what: str) -> Any:
         """Like `from_chief`, in a call that the chief may also make alone: it has no number, and never waits.
@@ -305,10 +315,10 @@ class Agreement:
         return running_loop.name_of_call(thread_frames.of(threading.current_thread()))
 
     def check(self) -> None:
-        """Raises the reason why this worker's wait can't end, once it is known."""
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        """Raises the reason why this worker's wait can't end, once it is known; within a `joint` block."""
+        for wait in self._waits[:]:
+            if wait.failure is not None:
+                raise wait.failure
 
     def failure_behind(self, error: BaseException) -> Exception | None:
         """Returns the reason for which a sum of TensorFlow's over all workers raised `error`, if it is known."""
@@ -320,22 +330,40 @@ class Agreement:
         except ConnectionError as loss:
             return loss
 
-    def fail(self, error: Exception, in_collective: bool) -> None:
-        """Ends this worker's wait with an exception."""
-        self._failure = error
-        if in_collective:
-            with contextlib.suppress(tf.errors.OpError):
-                eager_context.abort_collectives(str(error))
+    def explain(self, loss: ConnectionError) -> Exception:
+        """Returns how the other workers have ended, in place of a lost connection to one; `loss` if it is not known.
 
-    def state(self, frame: FrameType | None = None) -> tuple[State, Sequence[Task]]:
+        A worker that ends closes its connections, and publishes its end, in any order.
+        """
+        own, deadline = State(str(self.task), self._main_call()), time.monotonic() + _END_SECS
+        with contextlib.suppress(ConnectionError):
+            while time.monotonic() < deadline:
+                if (found := self._watch.loss(own, self._others)) is not None:
+                    return found
+                time.sleep(_PEEK_MS / 1000)
+        return loss
+
+    def abort(self, error: Exception) -> None:
+        """Ends the collectives of TensorFlow's that this worker is in."""
+        self._failure = error
+        with contextlib.suppress(tf.errors.OpError):
+            eager_context.abort_collectives(str(error))
+
+    def current_wait(self) -> _Wait | None:
+        """Returns the innermost wait; in any thread."""
+        waits = self._waits[:]
+        return waits[-1] if waits else None
+
+    def state(self, frame: FrameType | None = None, wait: _Wait | None = None) -> tuple[State, Sequence[Task]]:
         """Returns the state of this worker, and the tasks that it waits for; in any thread.
 
         Args:
           frame: the frame that is blocked in TensorFlow's runtime, if the main thread is, or waits for such a thread.
+          wait: the wait to describe; the innermost one by default.
         """
-        own = State(str(self.task), log=dict(self._log), ended=self._ended)
-        if self._waits:
-            wait = self._waits[-1]
+        own = State(str(self.task), log=self._log, ended=self._ended)
+        wait = wait or self.current_wait()
+        if wait is not None:
             secs = time.monotonic() - wait.since
             # Operations that call Python do it in a thread of their own.
             call = wait.call or self._main_call()
@@ -410,9 +438,9 @@ class Agreement:
 
     def _next_key(self, what: str) -> tuple[int, str]:
         self._count += 1
-        self._log[self._count] = f"{call} ({what})" if (call := self.call) else what
-        while len(self._log) > _LOGGED:
-            self._log.popitem(last=False)
+        shown = f"{call} ({what})" if (call := self.call) else what
+        last = list(self._log.items())[1 - _LOGGED :]
+        self._log = dict([*last, (self._count, shown)])
         return self._count, _key(self._count, what)
 
     def _set(self, key: str, value: Any) -> None:
@@ -507,6 +535,8 @@ class _Watch:
         self._idleness = stalls.Idleness()
         self._token, self._since = -1, 0.0
         self._has_aborted = False
+        # The main thread posts the end.
+        self._posting, self._has_ended = threading.Lock(), False
         self._beat, self._is_posted, self._looks = 0, False, 0
         # Of each other worker the last beat, and when it was read.
         self._beats: dict[str, tuple[int, float]] = {}
@@ -525,9 +555,13 @@ class _Watch:
             self._thread.join(_END_SECS)
 
     def post(self, state: State) -> None:
-        """Publishes a state of this worker."""
-        self._beat += 1
-        self._agreement.post(f"state/{state.task}", json.dumps([self._beat, state.to_json()]))
+        """Publishes a state of this worker; none after that of its end."""
+        with self._posting:
+            self._has_ended = self._has_ended or bool(state.ended)
+            if self._has_ended and not state.ended:
+                return
+            self._beat += 1
+            self._agreement.post(f"state/{state.task}", json.dumps([self._beat, state.to_json()]))
 
     def read(self, task: str) -> tuple[int, State] | None:
         """Returns the last state that a worker has published, with its beat; None if there is none."""
@@ -565,13 +599,14 @@ class _Watch:
     def _run(self) -> None:
         every = max(_LOOK_EVERY_SECS, len(self._others) / _WORKERS_PER_LOOK)
         while not self._stopped.wait(every):
-            # A look that fails says nothing about the others; the next one may.
-            with contextlib.suppress(tf.errors.OpError):
+            # A look that fails says nothing about the others; the next one may. Nothing else ends a wait.
+            with contextlib.suppress(Exception):
                 self._look()
 
     def _look(self) -> None:
         frame = self._blocked_frame()
-        own, awaited = self._agreement.state(frame)
+        wait = self._agreement.current_wait()
+        own, awaited = self._agreement.state(frame, wait)
         in_collective = not own.blocked_secs and bool(awaited)
         if in_collective:
             own = dataclasses.replace(own, blocked_secs=time.monotonic() - self._since - self._idle_secs)
@@ -584,9 +619,14 @@ class _Watch:
             error = self._error(own, awaited)
         except ConnectionError as loss:
             error = loss
-        if error is not None and not (in_collective and self._has_aborted):
-            self._has_aborted = in_collective
-            self._agreement.fail(error, in_collective)
+        if error is None:
+            return
+        if not in_collective and wait is not None:
+            # Of this wait only: if it has ended meanwhile, the reason must not end another one.
+            wait.failure = error
+        elif in_collective and not self._has_aborted:
+            self._has_aborted = True
+            self._agreement.abort(error)
 
     def _error(self, own: State, awaited: Sequence[Task]) -> Exception | None:
         self._looks += 1
@@ -689,4 +729,4 @@ def _key_at(place: str, number: int) -> str:
 def _function_of(name: str) -> str:
     """Returns a function's name without what TensorFlow adds; of an operation, what it is."""
     found = re.fullmatch(r"__inference_(.+)_\d+", name)
-    return found[1] if found else "a sum over all workers"
+    return found[1] if found else worker_states.A_SUM

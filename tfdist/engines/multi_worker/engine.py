@@ -198,6 +198,8 @@ class QuorumEngine(Engine):
         try:
             with self._reporter.waiting("an update"), self._agreement.joint():
                 verdict = self._client.wait(of.number, current.step, self._check)
+        except ConnectionError as loss:
+            raise self._agreement.explain(loss) from None
         finally:
             # No contribution begins to read variables from here on.
             with self._changed:

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every wait of the package is bounded, or looks at what it waits for.
+
+A blocking call with a timeout, outside of a loop, is bounded. All others stand in one of two tables: a loop of short
+waits names what ends it besides success (`ENDED_BY`: a look at those waited for, a deadline, or an event that its owner
+sets), which must be in the loop; a call without a timeout says why it ends (`UNBOUNDED`). A new wait fails here.
+"""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+PACKAGE = pathlib.Path(__file__).resolve().parent.parent / "tfdist"
+
+# Methods that block, and the number of their arguments from which on one is a timeout.
+_TIMEOUT_AT = dict.fromkeys(
+    ("wait", "join", "result", "communicate", "acquire", "get", "select", "sleep", "Testall"), 1
+)
+_TIMEOUT_AT |= dict.fromkeys(("wait_for", "get_key", "receive", "create_connection"), 2)
+# Their timeout is their socket's.
+_TIMEOUT_AT |= dict.fromkeys(("recv", "accept"), 9)
+_OF_SUBPROCESS = ("run", "call", "check_call", "check_output")
+# Receivers whose methods of these names don't block.
+_PATHS_AND_TEXTS = ("os.path", "posixpath", "shlex", "file_utils", "tf.strings", "clusters", "cluster_joining")
+
+ENDED_BY = {
+    "_line_server.py:LineServer._run": "self._stop.is_set()",
+    "_sockets.py:read_line": "settimeout",
+    "compat/awaited_files.py:_appears": "deadline",
+    "compat/checkpoint_files.py:_lock": "deadline",
+    "doctor_measure.py:_Answering._accept": "OSError",
+    "doctor_measure.py:_connected": "deadline",
+    "doctor_meeting.py:ask_task": "deadline",
+    "engines/multi_worker/agreement.py:Agreement._await_others": "self.lost()",
+    "engines/multi_worker/agreement.py:Agreement._get": "self.check()",
+    "engines/multi_worker/agreement.py:Agreement.explain": "deadline",
+    "engines/multi_worker/agreement.py:Agreement.receive": "deadline",
+    "engines/multi_worker/agreement.py:_Watch._run": "self._stopped",
+    "engines/multi_worker/engine.py:QuorumEngine._next_round": "self._is_closing",
+    "engines/multi_worker/shared_usage.py:SharedUsage._run": "self._ended",
+    "engines/parameter_server/step_queue.py:StepQueue._park": "closures.has_failed",
+    "engines/parameter_server/step_queue.py:StepQueue.wait_until": "self._raise_stall()",
+    "launchers/_guard.py:_sweep": "deadline",
+    "launchers/attempts.py:Attempt._end": "stopping.is_alive()",
+    "launchers/kubernetes_submit.py:look": "timeout_secs",
+    "launchers/output.py:_write_fully": "os.write",
+    "launchers/pod_member.py:Member._await_verdict": "waited_secs",
+    "launchers/pod_member.py:Member._follow": "self._is_closed",
+    "launchers/pod_member.py:Member.join": "deadline",
+    "launchers/processes.py:Process._follow": "deadline",
+    "launchers/reachability.py:_reasons": "deadline",
+    "launchers/slurm_exits.py:Exits._wait": "deadline",
+    "launchers/ssh_client.py:main": "ssh.poll()",
+    "launchers/ssh_task.py:received_from": "_LOST_SECS",
+    "launchers/tools.py:_first_line": "deadline",
+    "launchers/wrapping.py:_wait": "child.wait",
+    "resume/preemption.py:Together._receive": "check()",
+    "runtime/keepalive.py:Keepalive._run": "self._ended",
+    "runtime/quorum_client.py:QuorumClient._connect": "until",
+    "runtime/quorum_client.py:QuorumClient._listen": "self._closing",
+    "runtime/quorum_client.py:QuorumClient._take": "connection.recv",
+    "runtime/quorum_client.py:QuorumClient.wait": "check()",
+    "runtime/quorum_server.py:QuorumServer._run": "self._woken",
+    "runtime/rendezvous.py:_Search._ask_until_met": "self._stop.is_set()",
+    "runtime/rendezvous.py:_complete": "timeout_secs",
+    "runtime/round_runner.py:RoundRunner.collect": "self._check_the_silent()",
+    "runtime/round_runner.py:RoundRunner.start": "is_over()",
+    "runtime/stalls.py:InterruptEscape._watch": "self._delivered",
+    "runtime/stalls.py:StallReporter._run": "self._stop",
+    "runtime/stream_runner.py:StreamRunner.collect": "self._check_the_silent()",
+    "runtime/usage.py:Sampler._run": "self._ended",
+    "serving/data_worker.py:_RestartingWorker.run": "self._stopped",
+    "serving/embedded.py:EmbeddedCluster._watch": "self._is_closing",
+    "serving/embedded.py:_follow_notices": "ended.wait",
+    "serving/task.py:_await_chief": "_CHIEF_LOST_SECS",
+    "telemetry/events.py:EventWriters._run": "self._ended",
+    "transport/mpi.py:Mpi._blame": "deadline",
+    "transport/mpi.py:Mpi._wait_for": "self._check()",
+    "transport/mpi_library.py:_ending_if_alone.watch": "timeout_secs",
+    "transport/mpi_library.py:_leave": "limit",
+    "update_log/writer.py:LogWriter._run": "self._closed",
+    "watching/watch.py:_follow": "left",
+}
+# Reasons why a call without a timeout ends.
+_SELECTED = "select has found it readable"
+_BY_TIMEOUT_OF_SOCKET = "the socket has a timeout"
+_OF_DONE_FUTURE = "the future is done"
+_BY_QUEUE = "StepQueue.wait_until is behind it"
+_AFTER_KILL = "the process was killed"
+_OF_CHILD = "ends with the user's command, which signals end"
+UNBOUNDED = {
+    "_line_server.py:LineServer._accept": _SELECTED,
+    "_line_server.py:LineServer._receive": _SELECTED,
+    "compat/bare_servers.py:run_data_worker": "a process of its own, which its supervisor ends",
+    "compat/fresh_threads.py:call": "runs one function of TensorFlow's that waits for no other process",
+    "doctor_measure.py:_latency": _BY_TIMEOUT_OF_SOCKET,
+    "doctor_measure.py:_pass": _BY_TIMEOUT_OF_SOCKET,
+    "engines/parameter_server/engine.py:CoordinatedEngine._predict": _BY_QUEUE,
+    "engines/parameter_server/engine.py:CoordinatedEngine.call": _BY_QUEUE,
+    "engines/parameter_server/engine.py:CoordinatedEngine.step": _OF_DONE_FUTURE,
+    "engines/parameter_server/engine.py:CoordinatedEngine.wait_for": _OF_DONE_FUTURE,
+    "engines/parameter_server/server_calls.py:within": _OF_DONE_FUTURE,
+    "launchers/pod_leader.py:Leader._accept": "closing the socket ends it with an OSError",
+    "launchers/pod_member.py:Member._talk": "a daemon thread that keeps the connection; `close` ends it",
+    "launchers/processes.py:Process._finish": "the guard's pipes are closed; it was killed, or has ended",
+    "launchers/processes.py:Process.pid": "the guard reports the start, or its end",
+    "launchers/reachability.py:_Probe.close": _AFTER_KILL,
+    "launchers/slurm_job.py:Job.run": _OF_CHILD,
+    "launchers/ssh_client.py:main": _AFTER_KILL,
+    "launchers/ssh_preflight.py:check": "each probe has a timeout",
+    "launchers/ssh_task.py:_run": "the task has ended; its last output is drained in a bounded time",
+    "launchers/tools.py:run_until_line": "a tool like `kubectl logs -f` runs as long as the job; Ctrl-C ends it",
+    "launchers/wrapping.py:_wait": _OF_CHILD,
+    "runtime/quorum_server.py:QuorumServer._accept": _SELECTED,
+    "runtime/quorum_server.py:QuorumServer._receive": _SELECTED,
+    "serving/task.py:_serve": "the process ends with its parent",
+    "step/logs.py:MetricResults.after": "a metric's value, no future",
+}
+
+
+class Wait(NamedTuple):
+    """A blocking call: its place, its line, the innermost `while` loop around it, and whether it has a timeout."""
+
+    place: str
+    line: int
+    loop: str | None
+    is_bounded: bool
+
+
+def waits(source: str, path: str) -> Iterator[Wait]:
+    """Yields the blocking calls of a module."""
+
+    def within(node: ast.AST, names: tuple[str, ...], loop: ast.While | None) -> Iterator[Wait]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ClassDef | ast.FunctionDef):
+                yield from within(child, (*names, child.name), None)
+                continue
+            if isinstance(child, ast.Call) and (is_bounded := _is_bounded(child, loop is not None)) is not None:
+                place = f"{path}:{'.'.join(names)}"
+                yield Wait(place, child.lineno, loop and ast.unparse(loop), is_bounded)
+            yield from within(child, names, child if isinstance(child, ast.While) else loop)
+
+    yield from within(ast.parse(source), (), None)
+
+
+def _is_bounded(call: ast.Call, is_in_loop: bool) -> bool | None:
+    """Returns whether a blocking call has a timeout; None for a call that does not block."""
+    if not isinstance(call.func, ast.Attribute):
+        return None
+    name, of = call.func.attr, ast.unparse(call.func.value)
+    has_timeout = any("timeout" in (keyword.arg or "") for keyword in call.keywords)
+    if of == "subprocess" and name in _OF_SUBPROCESS:
+        return has_timeout
+    is_text = isinstance(call.func.value, ast.Constant | ast.JoinedStr)
+    if name not in _TIMEOUT_AT or is_text or of in _PATHS_AND_TEXTS:
+        return None
+    # Of mappings and context variables; a sleep alone is no wait for anything.
+    if (name == "get" and (call.args or not of.endswith("_exits"))) or (name == "sleep" and not is_in_loop):
+        return None
+    if name == "select" and of == "select":
+        return len(call.args) == 4
+    return has_timeout or len(call.args) >= _TIMEOUT_AT[name]
+
+
+def _all() -> list[Wait]:
+    paths = sorted(PACKAGE.rglob("*.py"))
+    return [wait for path in paths for wait in waits(path.read_text(), str(path.relative_to(PACKAGE)))]
+
+
+def test_each_wait_has_a_timeout_or_a_reason_to_end():
+    wrong = []
+    for wait in _all():
+        is_listed = wait.place in UNBOUNDED
+        look = ENDED_BY.get(wait.place)
+        if wait.loop is not None and (look is None or look not in wait.loop) and not is_listed:
+            wrong.append(f"{wait.place}, line {wait.line}: a loop of waits; name in ENDED_BY what ends it")
+        if wait.loop is None and not wait.is_bounded and not is_listed:
+            wrong.append(f"{wait.place}, line {wait.line}: no timeout; say in UNBOUNDED why it ends")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_tables_of_waits_have_no_stale_lines():
+    places = {wait.place for wait in _all()}
+    assert {*ENDED_BY, *UNBOUNDED} <= places
+
+
+def test_the_finder_finds_waits_that_never_end():
+    source = "def f():\n    event.wait()\n    while True:\n        changed.wait(1.0)\n        ', '.join(names)"
+    assert next(waits(source, "a.py")) == Wait("a.py:f", 2, None, False)
+    assert [(wait.line, wait.loop is not None) for wait in waits(source, "a.py")] == [(2, False), (4, True)]
