@@ -259,6 +259,29 @@ def test_what_can_not_hold_is_refused_before_anything_is_trained(strategy: Any, 
     assert int(model.optimizer.iterations) == 0
 
 
+@pytest.mark.parametrize("call", ["fit", "evaluate"])
+def test_data_set_captured_in_a_step_is_refused(strategy: Any, call: str) -> None:
+    class Reading(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense, self.others = keras.layers.Dense(1), tf.data.Dataset.range(12).batch(5)
+
+        def call(self, x: Any) -> Any:
+            return self.dense(x)
+
+        def train_step(self, data: Any) -> Any:
+            return {"total": tf.reduce_sum(self(data[0])) + tf.cast(next(iter(self.others))[0], "float32")}
+
+        test_step = train_step
+
+    with strategy.scope():
+        model = Reading()
+        model.compile("sgd")
+    with pytest.raises(ValueError, match=r"_step uses a tf\.data\.Dataset .*zip\(\(data, others\)\)") as raised:
+        getattr(model, call)(X, Y, verbose=0)
+    assert "\n" not in str(raised.value)
+
+
 def test_xla_is_refused_for_evaluate_and_predict_too(strategy: Any) -> None:
     model = dense(strategy, jit_compile=True)
     for use in (lambda: model.evaluate(X, Y, verbose=0), lambda: model.predict(X, verbose=0)):

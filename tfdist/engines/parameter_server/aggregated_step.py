@@ -20,7 +20,7 @@ import tensorflow as tf
 from tfdist.compat import closures, following_devices, replica_parts
 from tfdist.compat.cluster_joining import SERVER_DEVICE
 from tfdist.data import splitting
-from tfdist.engines.parameter_server import coordinated_variable
+from tfdist.engines.parameter_server import coordinated_variable, scope_checks
 from tfdist.engines.parameter_server.transfer import encoding
 from tfdist.engines.parameter_server.transfer.bundles import Bundles
 from tfdist.engines.parameter_server.transfer.plan import TransferPlan
@@ -72,6 +72,7 @@ class AggregatedStep:
         self._from_iterator = self._step.settled(
             lambda: self._trace(self._contribute_next, [tf.data.IteratorSpec(element_spec)])
         )
+        scope_checks.check_graph(step, self._from_iterator)
         self._specs = [tf.TensorSpec(t.shape, t.dtype) for t in self._from_iterator.outputs]
         self._push = self._trace(self._to_servers, self._specs)
         self._packing = Packing()

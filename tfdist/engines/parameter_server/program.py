@@ -15,7 +15,7 @@ import tensorflow as tf
 from tfdist.compat import autograph_rules, closures, following_devices
 from tfdist.compat.cluster_joining import SERVER_DEVICE
 from tfdist.data import splitting
-from tfdist.engines.parameter_server import coordinated_variable
+from tfdist.engines.parameter_server import coordinated_variable, scope_checks
 from tfdist.engines.parameter_server.accumulation import Accumulation
 from tfdist.engines.parameter_server.transfer import plan
 from tfdist.engines.parameter_server.worker_batch import WorkerBatch, flat_specs, handles_in
@@ -204,7 +204,9 @@ class Program:
         return self._packing.rebuild(flat)
 
     def _trace(self, on_worker: Callable[..., list[tf.Tensor]]) -> Callable[..., list[tf.Tensor]]:
-        return one_replica.trace(self._strategy, on_worker, self._input_specs())
+        traced = one_replica.trace(self._strategy, on_worker, self._input_specs())
+        scope_checks.check_graph(self._fn, traced)
+        return traced
 
     def _input_specs(self) -> list[Any]:
         if self._batch_spec is None:

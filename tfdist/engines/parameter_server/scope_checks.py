@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuses, before anything trains, variables that were made outside of the scope of a `ParameterServerStrategy`."""
+"""Refuses, before anything trains, what a step of a `ParameterServerStrategy` uses and a worker can't reach.
+
+That is variables made outside of the scope, and data sets of the chief.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +44,25 @@ def check_shards(fn: Callable[..., Any], has_shards: Callable[[Any], bool]) -> N
                 f"{variable.path!r}. Compile with run_eagerly=False, or build the strategy without it. "
                 "Received: run_eagerly=True"
             )
+
+
+def check_graph(fn: Callable[..., Any], traced: Any) -> None:
+    """Refuses a traced step that workers can't run.
+
+    Args:
+      fn: the step, for the message.
+      traced: the concrete function that workers will run.
+
+    Raises:
+      ValueError: it uses a data set that was made outside of it.
+    """
+    name = {"predict": "predict_step"}.get(classify(fn), getattr(fn, "__name__", str(fn)))
+    if any(captured.dtype == tf.variant for captured in traced.captured_inputs):
+        raise ValueError(
+            f"ParameterServerStrategy: {name} uses a tf.data.Dataset that was made outside of it, where no "
+            "worker reads; give it to fit, evaluate or predict together with the other data "
+            f"(tf.data.Dataset.zip((data, others))), or make it within {name}. Received: a captured tf.data.Dataset"
+        )
 
 
 def check_colocation(strategy: Any) -> None:
