@@ -313,6 +313,19 @@ class Conformance(Numbers):
         assert "\n" not in str(raised.value)
         tf.nest.map_structure(np.testing.assert_array_equal, model.get_weights(), before)
 
+    @pytest.mark.parametrize("call", ["fit", "predict"])
+    def test_batch_of_another_size_than_a_stateful_layer_is_refused(self, strategy: Any, call: str) -> None:
+        with strategy.scope():
+            inputs = keras.Input(batch_shape=(5, 4, 2))
+            model = keras.Sequential([inputs, keras.layers.SimpleRNN(1, stateful=True)])
+            model.compile("sgd", "mse")
+        x = np.ones((48, 4, 2), np.float32)
+        data = tf.data.Dataset.from_tensor_slices((x, x[:, 0, :1]) if call == "fit" else x).batch(8)
+        message = rf"^model\.{call}: .* was built for batches of 5, but .* gives each replica \d of the 8 examples"
+        with pytest.raises(ValueError, match=message) as raised:
+            getattr(model, call)(data, verbose=0)
+        assert "\n" not in str(raised.value)
+
     def test_xla_is_refused_where_it_cannot_be(self, strategy: Any) -> None:
         with strategy.scope():
             model = dense_model()

@@ -47,6 +47,20 @@ def test_the_unannounced_end_of_the_data_is_no_step(strategy, optimizer):
         np.testing.assert_array_equal(one, other)
 
 
+def test_stateful_layer_keeps_a_state_for_each_example(strategy):
+    def trained(strategy: Any, size: int) -> list[np.ndarray]:
+        keras.utils.set_random_seed(3)
+        with strategy.scope():
+            inputs, rnn = keras.Input(batch_shape=(size, 3, 1)), keras.layers.SimpleRNN(2, stateful=True)
+            model = keras.Sequential([inputs, rnn, keras.layers.Dense(1)])
+            model.compile(OPTIMIZERS.SGD(0.1), "mse")
+        model.fit(X[:40, :, None], Y[:40], batch_size=8, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    for one, many in zip(trained(tf.distribute.get_strategy(), 8), trained(strategy, 4), strict=True):
+        np.testing.assert_allclose(many, one, atol=1e-6)
+
+
 def test_batch_normalization_keeps_the_same_statistics_on_all_replicas(strategy):
     with strategy.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])

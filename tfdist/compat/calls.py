@@ -48,6 +48,16 @@ class _Depth(threading.local):
 _in_default = _Depth()
 
 
+class _Running(threading.local):
+    """Calls that run in this thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+
+_running = _Running()
+
+
 @dataclasses.dataclass(frozen=True)
 class Call:
     """A call of a model's method.
@@ -74,6 +84,11 @@ class Call:
         strategy, default = self.model.distribute_strategy, replicas.default_strategy()
         is_chosen = strategy is not default or self.model in _made_in_default or _in_default.depth > 0
         return strategy if is_chosen else None
+
+
+def current() -> Call | None:
+    """Returns the innermost call that runs in this thread, or None."""
+    return _running.calls[-1] if _running.calls else None
 
 
 def before_each(begin: Callable[[Call], None]) -> None:
@@ -120,12 +135,17 @@ def _announcing(original: Any) -> Any:
     kind = original.__name__
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = Call(self, kind)
         for listener in [*_listeners]:
             begin = listener()
             if begin is None:
                 _listeners.remove(listener)
             else:
-                begin(Call(self, kind))
-        return original(self, *args, **kwargs)
+                begin(call)
+        _running.calls.append(call)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            _running.calls.pop()
 
     return method

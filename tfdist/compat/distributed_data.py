@@ -11,11 +11,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import tensorflow as tf
+from tensorflow.python.data.experimental.ops import distribute
 from tensorflow.python.distribute import input_lib
 from tensorflow.python.framework import composite_tensor
 
 NEEDS = (
     "keras.src.trainers.data_adapters:is_tf_dataset",
+    "tensorflow.python.data.experimental.ops.distribute:compute_batch_size(dataset)",
     "tensorflow.python.distribute.input_lib:DistributedDataset._enable_get_next_as_optional",
     "tensorflow.python.distribute.input_lib:DistributedDatasetsFromFunction._cardinality",
     "tensorflow.python.distribute.input_lib:DistributedDataset._type_spec",
@@ -53,3 +56,12 @@ def assume_full_batches(distributed: Any) -> None:
 def set_length(distributed: Any, steps: int) -> None:
     """Says how many steps a pass has on all workers: TensorFlow takes the number of this worker's own elements."""
     distributed._cardinality = steps
+
+
+def batch_size(dataset: tf.data.Dataset) -> int | None:
+    """Returns the size of all batches but the last, or None if TensorFlow does not know it.
+
+    There is no public way: the shapes of a data set tell no size if the last batch may be smaller.
+    """
+    size = int(distribute.compute_batch_size(dataset))
+    return size if size > 0 else None

@@ -250,10 +250,10 @@ def _distributed(leaf: Any) -> Any:
     return leaf.engine.batch(leaf) if isinstance(leaf, BatchHandle) else leaf
 
 
-def build(strategy: tf.distribute.Strategy, model: keras.Model, data: Any, step: str) -> None:
-    """Builds a model; for the arguments see `KerasSteps.build_model`."""
+def build(strategy: tf.distribute.Strategy, model: keras.Model, data: Any, step: str, spec: Any = None) -> None:
+    """Builds a model; for the arguments see `KerasSteps.build_model`. `spec` is that of a replica's part, if known."""
     is_distributed = isinstance(data, tf.distribute.DistributedDataset)
-    batch = part_spec(data) if is_distributed else data
+    batch = (part_spec(data) if spec is None else spec) if is_distributed else data
     with strategy.scope():
         if is_distributed:
             symbolic_build.build(model, batch)

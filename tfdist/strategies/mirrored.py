@@ -31,6 +31,7 @@ from tfdist.engines.warmup.engine import WarmupEngine
 from tfdist.policies import composition
 from tfdist.policies.base import Aggregation
 from tfdist.runtime import allocator, cpus
+from tfdist.step import fixed_sizes
 from tfdist.strategies import _common, _devices
 from tfdist.strategies.distribution import Distribution
 from tfdist.telemetry.recorder import Recorder
@@ -126,6 +127,7 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
         self.distribution.check_open()
         overlapping_loops.begin(self, self._is_exclusive)
         epoch_iterator = running_loop.calling_object()
+        fixed_sizes.check(self, dataset, self.num_replicas_in_sync, self._aggregation is None)
         dataset = array_data.untuned(dataset, epoch_iterator)
         distributed = unread_iterators.left_out(self._distributed(dataset, options), epoch_iterator)
         return distributed if options is not None else progress.remember(distributed, dataset, self._distributed)

@@ -44,7 +44,7 @@ from tfdist.policies import composition
 from tfdist.policies.base import Aggregation, Update
 from tfdist.runtime import allocator, stalls
 from tfdist.runtime.quorum_server import QuorumServer
-from tfdist.step import copies, replicated_step
+from tfdist.step import copies, fixed_sizes, replicated_step
 from tfdist.strategies import _common, _communication, _devices, _multi_worker_cluster, _quorum, _shared_datasets
 from tfdist.strategies._compressed_sums import CompressedSums
 from tfdist.strategies.distribution import Distribution
@@ -290,6 +290,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         self.distribution.check_open()
         overlapping_loops.begin(self, self._is_exclusive)
         epoch_iterator = running_loop.calling_object()
+        fixed_sizes.check(self, dataset, self.num_replicas_in_sync, self._aggregation is None)
         dataset = array_data.untuned(dataset, epoch_iterator)
         if self._quorum or self._synchronous:
             # With an unknown size the end shows within a step, which ends an execution of several steps in the middle.

@@ -58,7 +58,7 @@ from tfdist.engines.parameter_server.worker_dataset import WorkerDataset
 from tfdist.policies import composition
 from tfdist.runtime import rendezvous, stalls
 from tfdist.serving import embedded
-from tfdist.step import in_scope, keras_steps, replica_placement, scope
+from tfdist.step import fixed_sizes, in_scope, keras_steps, replica_placement, scope
 from tfdist.strategies import _common, _devices, _parameter_server_arguments
 from tfdist.strategies.distribution import Closing, Distribution
 from tfdist.telemetry.recorder import Recorder
@@ -282,7 +282,9 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
     def build_model(self, model: Any, data: Any, step: str) -> None:
         """See `KerasSteps.build_model`."""
         self._begin_call()
-        _common.build(self, model, data, step)
+        # One worker evaluates a whole batch.
+        is_whole = step == "test_step" and isinstance(data, WorkerDataset)
+        _common.build(self, model, data, step, data.batch_spec if is_whole else None)
 
     def _before_call(self, call: calls.Call) -> None:
         """Looks at a call of any model of this process before it begins."""
@@ -327,7 +329,9 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
             return super().experimental_distribute_dataset(dataset, options)
         # The stock coordinator leaves it set when a function that it is given fails to trace.
         scheduled_functions.reset(self)
-        caller = running_loop.calling_object()
+        caller, call = running_loop.calling_object(), calls.current()
+        trains = call is not None and call.trains
+        fixed_sizes.check(self, dataset, self._training.num_parts if trains else 1, self._num_workers == 1)
         dataset = array_data.untuned(array_data.sized(dataset, caller), caller)
         described = self._training.distribute(dataset)
         if running_loop.iterating_fit() is not None:

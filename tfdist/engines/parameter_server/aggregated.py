@@ -96,7 +96,7 @@ class AggregatedEngine(Engine):
         self._on_update = on_update
         self._count = engine.num_workers
         # Each update needs a part of the batch from each worker, if the workers share the data.
-        self._num_parts = self._count if engine.data_sharding == "shard" else 1
+        self.num_parts = self._count if engine.data_sharding == "shard" else 1
         names = [f"worker:{index}" for index in range(self._count)]
         self._policy = policy
         self._transfer = transfer
@@ -135,8 +135,8 @@ class AggregatedEngine(Engine):
 
     def _in_order(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         dataset = self._engine.in_order(dataset)
-        if self._num_parts > 1:
-            splitting.check_batched(dataset.element_spec, self._num_parts)
+        if self.num_parts > 1:
+            splitting.check_batched(dataset.element_spec, self.num_parts)
         return dataset
 
     def open(self, dataset: WorkerDataset, fit: Fit | None) -> WorkerIterator:
@@ -166,7 +166,7 @@ class AggregatedEngine(Engine):
     def _traced(self, step: Callable[..., Any], handle: WorkerBatch) -> AggregatedStep:
         steps, key = self._engine.programs.kept_for(step), (step, "step", handle.kind)
         if key not in steps:
-            spec, count = handle.element_spec, self._num_parts
+            spec, count = handle.element_spec, self.num_parts
             rehearsal.before(self._strategy, step, [spec])
             replica_placement.check_step(self._strategy, step)
             steps[key] = self.prepare(step, splitting.part_spec(spec, count) if count > 1 else spec)

@@ -46,7 +46,7 @@ class AsynchronousEngine(aggregated.AggregatedEngine):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # Any worker may contribute any part of a batch.
-        self._num_parts = self.replicas_to_aggregate
+        self.num_parts = self.replicas_to_aggregate
         self._step: AggregatedStep | None = None
         self._iterator: WorkerIterator | None = None
         self._feed = Feed()
@@ -56,11 +56,11 @@ class AsynchronousEngine(aggregated.AggregatedEngine):
 
     def distribute(self, dataset: tf.data.Dataset) -> WorkerDataset:
         """Returns a data set of handles, of whose batches each worker reads its share, in parts."""
-        return WorkerDataset(self, self._in_order(dataset), self._engine.data_sharding, self._num_parts)
+        return WorkerDataset(self, self._in_order(dataset), self._engine.data_sharding, self.num_parts)
 
     def distribute_own(self, datasets: Sequence[tf.data.Dataset]) -> WorkerDataset:
         """See `AggregatedEngine.distribute_own`; the batches are read in parts."""
-        return WorkerDatasetFromFunction(self, datasets, self._num_parts)
+        return WorkerDatasetFromFunction(self, datasets, self.num_parts)
 
     def prepare(self, step: Callable[..., Any], element_spec: Any) -> AggregatedStep:
         """See `AggregatedEngine.prepare`."""

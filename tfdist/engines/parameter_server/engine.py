@@ -73,8 +73,8 @@ class CoordinatedEngine(Engine):
       data_sharding: See `ParameterServerStrategy`.
     """
 
-    # Number of gradients of an update.
-    replicas_to_aggregate = 1
+    # Number of gradients of an update, and of parts of a batch.
+    replicas_to_aggregate = num_parts = 1
 
     def __init__(
         self,
