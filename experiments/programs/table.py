@@ -19,17 +19,20 @@ _TOLERANCE = 0.25
 _INTRODUCTION = """# Programs of others
 
 Tutorials, guides and examples of TensorFlow, Keras and keras.io, run as they are but for the name of the strategy. In
-programs without one, the lines that make models, optimizers and metrics, and those that compile, are under
-`with strategy.scope():`. Downloads are replaced by synthetic arrays, downloaded weights are random, epochs are cut to 2
-of at most 6 steps, and names of Keras 2 are replaced by those of Keras 3.
+programs without one, the lines that make models, optimizers and metrics, and those that compile, are under `with
+strategy.scope():`. Data are synthetic, downloaded weights random, epochs cut to 2 of at most 6 steps, names of Keras 2
+replaced.
 
-Made by `make programs SRC=directory` ([experiments/programs](../experiments/programs/README.md)), in one or several
-runs, on two CPUs: two devices under the mirrored strategies of one process, two workers under the others. *works*:
-the program came to its end, and each loss that `fit` showed, or that the program printed if it calls no `fit`, is at
-most 25% above the one on one device. *differs*: it came to its end with another loss, for which dropout, random batches
-and asynchronous updates are enough. *ends*: it came to its end, and shows no loss that could be compared. *too slow*:
-it was ended after the time limit. *-*: not run. *First step*: seconds of CPU time from the first call of `fit` to the
-end of its first step, under `MirroredStrategy` and under the stock one.
+Made by `make programs SRC=directory` ([experiments/programs](../experiments/programs/README.md)) in one or several
+runs, on two CPUs: two devices under the mirrored strategies of one process, two workers under the others.
+
+- *works*: it came to its end, and each loss that `fit` showed, or that it printed without `fit`, is at most 25% above
+  the one on one device.
+- *differs*: it came to its end with another loss, for which dropout, random batches and asynchronous updates are
+  enough.
+- *ends*: it came to its end, and shows no loss that could be compared. *-*: not run.
+- *First step*: CPU seconds from the first call of `fit` to the end of its first step, under `MirroredStrategy` and
+  the stock one.
 """
 
 
