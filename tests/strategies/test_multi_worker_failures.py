@@ -47,7 +47,7 @@ def misfortune():
 CALLS_OF_ONE_WORKER = """
 import contextlib, time
 from tfdist.runtime import worker_states
-worker_states.PARTED_SECS = 2.5  # for the test; 5 s otherwise
+worker_states.PARTED_SECS = 3.5  # for the test; 5 s otherwise
 strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout_secs=60, policies=[POLICY])
 agreement = strategy.distribution.agreement
 with strategy.scope():

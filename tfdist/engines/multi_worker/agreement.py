@@ -56,6 +56,8 @@ _LOOK_EVERY_SECS = 1.0
 _WORKERS_PER_LOOK = 20
 # A state that was not renewed for so long is of a worker that stands still.
 _FRESH_SECS = 5.0
+# For so long a wait that can't end stays published.
+_SHOWN_SECS = 3.0
 # On GPUs a step computes while the process is idle.
 _IDLE_SECS_ON_GPU = 60.0
 # At its end the chief, with which the service ends, waits so long for others that need nothing of it any more.
@@ -535,6 +537,8 @@ class _Watch:
         self._idleness = stalls.Idleness()
         self._token, self._since = -1, 0.0
         self._has_aborted = False
+        # Until when a wait that can't end stays published, though an exception has ended it.
+        self._shown_until = 0.0
         # The main thread posts the end.
         self._posting, self._has_ended = threading.Lock(), False
         self._beat, self._is_posted, self._looks = 0, False, 0
@@ -611,6 +615,8 @@ class _Watch:
         if in_collective:
             own = dataclasses.replace(own, blocked_secs=time.monotonic() - self._since - self._idle_secs)
         if own.blocked_secs < _LOOK_AFTER_SECS:
+            if time.monotonic() < self._shown_until:
+                return
             if self._is_posted:
                 self.post(dataclasses.replace(own, blocked_secs=0.0))
             self._is_posted = False
@@ -621,6 +627,8 @@ class _Watch:
             error = loss
         if error is None:
             return
+        # The others may look later, and must still see this wait to end theirs, if the program catches the error.
+        self._shown_until = time.monotonic() + _SHOWN_SECS
         if not in_collective and wait is not None:
             # Of this wait only: if it has ended meanwhile, the reason must not end another one.
             wait.failure = error
