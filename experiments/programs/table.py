@@ -30,7 +30,8 @@ runs, on two CPUs: two devices under the mirrored strategies of one process, two
   the one on one device.
 - *differs*: it came to its end with another loss, for which dropout, random batches and asynchronous updates are
   enough.
-- *ends*: it came to its end, and shows no loss that could be compared. *-*: not run.
+- *ends*: it came to its end, and shows no loss that could be compared. *too slow*: it was ended after the time limit.
+  *-*: not run.
 - *First step*: CPU seconds from the first call of `fit` to the end of its first step, under `MirroredStrategy` and
   the stock one.
 """
