@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tfdist.strategies.multi_worker import MultiWorkerMirroredStrategy
     from tfdist.strategies.parameter_server import ParameterServerStrategy
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "BackupWorkers",
