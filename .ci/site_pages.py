@@ -13,6 +13,8 @@ import re
 import shutil
 import sys
 
+from absl import flags
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SITE = ROOT / ".site"
 PATTERNS = (
@@ -93,25 +95,60 @@ def api_page(name: str) -> str:
 
 
 def flags_page() -> str:
-    """Returns the flags of all commands, as `tfdist COMMAND --help` shows them."""
-    from absl import flags
-
-    local = importlib.import_module("tfdist.launchers.local")
-    values = flags.FlagValues()
-    local.define_flags(values)
-    lines = [
-        "# Flags",
+    """Returns the flags of all commands, and those that `tfdist.flags` gives a script."""
+    cli = importlib.import_module("tfdist.cli")
+    lines = ["# Flags", "", "Of all commands, as `tfdist COMMAND --help` shows them, and of scripts.", ""]
+    for name in cli.PLATFORMS:
+        lines += [f"## tfdist launch {name}", "", f"[{_PAGE_OF[name][0]}]({_PAGE_OF[name][1]}) explains it.", ""]
+        lines += _flags_of(f"tfdist.launchers.{name}")
+    for name, module in cli.COMMANDS.items():
+        lines += [f"## tfdist {name}", "", f"[{_PAGE_OF[name][0]}]({_PAGE_OF[name][1]}) explains it.", ""]
+        lines += _flags_of(module)
+    lines += [
+        "## Of a script",
         "",
-        "Of `tfdist launch local`, which [Launching](launching.md) explains. `tfdist COMMAND --help` has the others.",
+        "That calls `tfdist.flags.define_flags()`: [Launching](launching.md#flags-of-the-script).",
         "",
     ]
-    lines += ["| flag | default | |", "|---|---|---|"]
-    for name in sorted(values):
+    return "\n".join([*lines, *_flags_of("tfdist.flags")])
+
+
+_PAGE_OF = {
+    "local": ("Launching", "launching.md"),
+    "ssh": ("Launching by ssh", "launching/ssh.md"),
+    "slurm": ("Launching on Slurm", "launching/slurm.md"),
+    "kubernetes": ("Launching on Kubernetes", "launching/kubernetes.md"),
+    "tpu": ("Launching on TPUs", "launching/tpu.md"),
+    "doctor": ("tfdist doctor", "launching/doctor.md"),
+    "profile": ("Should I distribute?", "scaling.md#tfdist-profile"),
+    "advise": ("Should I distribute?", "scaling.md#tfdist-advise"),
+    "simulate": ("Should I distribute?", "scaling.md#tfdist-simulate"),
+    "watch": ("Watching a run", "watching.md#in-a-terminal"),
+    "trace": ("Watching a run", "watching.md#as-a-timeline"),
+}
+
+
+def _flags_of(module: str) -> list[str]:
+    """Returns a table of the flags that `define_flags` of the module defines."""
+    values = flags.FlagValues()
+    importlib.import_module(module).define_flags(values)
+    lines = ["| flag | default | |", "|---|---|---|"]
+    for name in sorted({values[name].name for name in values}):  # Without short names.
         flag = values[name]
-        help_text = " ".join(str(flag.help).split()).replace("|", "\\|")
-        if len(name) > 1:
-            lines.append(f"| `--{name}` | {'' if flag.default is None else f'`{flag.default}`'} | {help_text} |")
-    return "\n".join(lines) + "\n"
+        help_text = " ".join(str(flag.help).split()).replace("|", "\\|").replace("<", "&lt;")
+        help_text = help_text.removesuffix("; repeat this option to specify a list of values")
+        if isinstance(flag, flags.MultiFlag) and not re.search("may be repeated|once for each", help_text):
+            help_text += "; may be repeated"
+        short = f", `-{flag.short_name}`" if flag.short_name else ""
+        lines.append(f"| `--{name}`{short} | {_default(flag)} | {help_text} |")
+    return [*lines, ""]
+
+
+def _default(flag: flags.Flag) -> str:
+    if flag.default == sys.executable:
+        return "this Python"
+    is_off = flag.default is None or flag.default is False or flag.default in ("", [])
+    return "" if is_off else f"`{flag.default_as_str.strip(chr(39))}`"
 
 
 _LINK = re.compile(r"(?<!!)\[([^\]\[]*)\]\(([^)\s]+)\)")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import os
 import pathlib
@@ -14,9 +15,10 @@ import types
 
 import psutil
 import pytest
+from absl import flags
 
 import tfdist
-from tfdist.launchers import local
+from tfdist import cli
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("experiments/*/README.md")])
@@ -493,13 +495,30 @@ def test_targets_of_make_exist(page: pathlib.Path) -> None:
         assert "".join(found) in targets, f"{_id(page)}: make {''.join(found)}"
 
 
-def test_every_flag_of_the_launcher_is_in_its_page() -> None:
-    from absl import flags
+def _flags_by_command() -> dict[str, set[str]]:
+    modules = {f"launch {name}": f"tfdist.launchers.{name}" for name in cli.PLATFORMS} | cli.COMMANDS
+    found = {}
+    for command, module in modules.items():
+        values = flags.FlagValues()
+        importlib.import_module(module).define_flags(values)
+        found[command] = {values[name].name for name in values}
+    return found
 
+
+def test_generated_page_has_every_flag_of_every_command() -> None:
+    page = _ci_module("site_pages").flags_page()
+    assert str(ROOT) not in page
+    sections = [section.partition("\n") for section in page.split("\n## tfdist ")[1:]]
+    own = {name for name in _FLAG.findall(page) if name.startswith("tfdist_")}
+    assert own
+    assert {command: set(_FLAG.findall(text)) - own for command, _, text in sections} == _flags_by_command()
+
+
+@pytest.mark.parametrize("page", sorted({*ROOT.glob("docs/*.md"), *ROOT.glob("docs/launching/*.md")}), ids=_id)
+def test_flags_in_tables_exist(page: pathlib.Path) -> None:
     values = flags.FlagValues()
-    local.define_flags(values)
-    documented = set(_FLAG.findall(_text(ROOT / "docs" / "launching.md")))
-    assert {name for name in values if len(name) > 1} <= documented | {"help"}
+    tfdist.flags.define_flags(values)
+    assert set(_FLAG.findall(_text(page))) <= set().union({*values, "flagfile", "help"}, *_flags_by_command().values())
 
 
 def test_every_page_is_reached_from_the_readme() -> None:

@@ -77,7 +77,7 @@ def main(arguments: Sequence[str]) -> int:
       absl.flags.Error: a flag is unknown or its value can't be parsed.
       LaunchError: the command line has an argument that is no flag.
     """
-    values, rest = command_line.parse(_define_flags, arguments)
+    values, rest = command_line.parse(define_flags, arguments)
     if values.help:
         sys.stdout.write(_USAGE + command_line.describe(values))
         return 0
@@ -131,7 +131,8 @@ def _summary(states: Sequence[str]) -> str:
     return "nothing is wrong, but see the warnings" if WARNING in states else "all is well"
 
 
-def _define_flags(values: flags.FlagValues) -> None:
+def define_flags(values: flags.FlagValues) -> None:
+    """Defines the flags of `tfdist doctor`."""
     flags.DEFINE_float(
         "timeout_secs", 5.0, "how long another task may take to answer", lower_bound=0.1, flag_values=values
     )

@@ -112,7 +112,7 @@ def main(arguments: Sequence[str]) -> int:
       LaunchError: a value is invalid, or an argument is no flag.
       OSError: a file can't be read or written.
     """
-    values, rest = command_line.parse(_define_flags, arguments)
+    values, rest = command_line.parse(define_flags, arguments)
     if values.help:
         sys.stdout.write(_USAGE + command_line.describe(values))
         return 0
@@ -171,7 +171,8 @@ def write_log(result: Result, log_dir: str) -> str:
     return writer.directory
 
 
-def _define_flags(values: flags.FlagValues) -> None:
+def define_flags(values: flags.FlagValues) -> None:
+    """Defines the flags of `tfdist simulate`."""
     text = functools.partial(flags.DEFINE_string, flag_values=values)
     text("file", None, "YAML file with the keys below; flags go before it")
     text("json", None, "write the result to this file, too")

@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
       absl.flags.Error: a flag is unknown or its value can't be parsed.
       LaunchError: the profile, or a value, is invalid.
     """
-    values, rest = command_line.parse(_define_flags, _flags_first(_underscored(arguments)))
+    values, rest = command_line.parse(define_flags, _flags_first(_underscored(arguments)))
     if values.help:
         sys.stdout.write(_USAGE + command_line.describe(values))
         return 0
@@ -61,7 +61,8 @@ def main(arguments: Sequence[str]) -> int:
         raise LaunchError(str(error)) from None
 
 
-def _define_flags(values: flags.FlagValues) -> None:
+def define_flags(values: flags.FlagValues) -> None:
+    """Defines the flags of `tfdist advise`."""
     text, real = flags.DEFINE_string, flags.DEFINE_float
     flags.DEFINE_list("workers", "1,2,4,8,16,64", "numbers of workers to compare", flag_values=values)
     text(
@@ -104,7 +105,7 @@ def _underscored(arguments: Sequence[str]) -> list[str]:
 def _flags_first(arguments: Sequence[str]) -> list[str]:
     """Returns the arguments with PROFILE at the end, where users may write flags behind it."""
     names = flags.FlagValues()
-    _define_flags(names)
+    define_flags(names)
     found, others = [], []
     rest = iter(arguments)
     for argument in rest:

@@ -46,10 +46,11 @@ def main(arguments: Sequence[str]) -> int:
       absl.flags.Error: a flag is unknown or its value can't be parsed.
       LaunchError: there is no script, or the profile can't be written.
     """
-    return command_line.run(_USAGE, _define_flags, arguments, _profile)
+    return command_line.run(_USAGE, define_flags, arguments, _profile)
 
 
-def _define_flags(values: flags.FlagValues) -> None:
+def define_flags(values: flags.FlagValues) -> None:
+    """Defines the flags of `tfdist profile`."""
     flags.DEFINE_float("secs", 60.0, "how long to measure", lower_bound=1.0, flag_values=values)
     flags.DEFINE_string("output", "profile.json", "file of the profile", short_name="o", flag_values=values)
 

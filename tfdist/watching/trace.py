@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
       LaunchError: the command line makes no sense.
       OSError: the log can't be read, or the file can't be written.
     """
-    values, directory = command_arguments.parse(_COMMAND, _define_flags, arguments)
+    values, directory = command_arguments.parse(_COMMAND, define_flags, arguments)
     if not directory:
         sys.stdout.write(command_arguments.describe(_USAGE, values))
         return 0
@@ -70,7 +70,8 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _define_flags(values: flags.FlagValues) -> None:
+def define_flags(values: flags.FlagValues) -> None:
+    """Defines the flags of `tfdist trace`."""
     output_help = "the file to write, such as trace.json or trace.json.gz"
     flags.DEFINE_string("output", None, output_help, short_name="o", flag_values=values)
     flags.DEFINE_string("run", None, "name of the run, or identifier of the job, to write", flag_values=values)

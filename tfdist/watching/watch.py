@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
       LaunchError: the command line makes no sense, or the library rich is missing.
       OSError: the directory can't be read.
     """
-    values, directory = command_arguments.parse(_COMMAND, _define_flags, arguments)
+    values, directory = command_arguments.parse(_COMMAND, define_flags, arguments)
     if not directory:
         sys.stdout.write(command_arguments.describe(_USAGE, values))
         return 0
@@ -63,7 +63,8 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _define_flags(values: flags.FlagValues) -> None:
+def define_flags(values: flags.FlagValues) -> None:
+    """Defines the flags of `tfdist watch`."""
     flags.DEFINE_string("run", None, "name of the run, or identifier of the job, to show", flag_values=values)
     flags.DEFINE_float("refresh_secs", 2.0, "time between two looks at the logs", 0.1, 3600.0, flag_values=values)
     window_help = "how far rates, percentiles, staleness, cost and bars look back from the last update"
