@@ -47,8 +47,14 @@ API = {
     "cluster": ("is_chief", "task", "worker_index", "num_workers", "Cluster", "Task", "ClusterError"),
     "models": ("ShardedTables", "placement", "split", "keep_freed_memory"),
     "testing": ("testing.*",),
+    "update_log": ("update_log.*",),
 }
-TITLES = {"models": "Large models", "callbacks": "Callbacks and schedules", "cluster": "Clusters"}
+TITLES = {
+    "models": "Large models",
+    "update_log": "Update log",
+    "callbacks": "Callbacks and schedules",
+    "cluster": "Clusters",
+}
 
 
 def gather() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The TensorBoard plugin: which routes there are. docs/watching.md describes what each answers."""
+"""The TensorBoard plugin: which routes there are. `answers` says what each sends."""
 
 from __future__ import annotations
 

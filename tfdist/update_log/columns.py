@@ -64,7 +64,19 @@ class Columns:
 
 @dataclasses.dataclass(frozen=True)
 class Updates(Columns):
-    """One row for each update; docs/update_log.md has the meaning of each column."""
+    """One row for each update, n of them.
+
+    Attributes:
+      step: int64 [n], `optimizer.iterations` after the update, or the count of updates where that is unknown.
+      time: float64 [n], seconds at which the update was made.
+      opened: float32 [n], duration of the step as Keras sees it.
+      wait: float32 [n], seconds of waiting for gradients.
+      examples: int32 [n], number of examples in the gradients that entered; 0 if unknown.
+      phase: uint8 [n], 0: all replicas train; 1: the warmup phase.
+      count: int32 [n], number of contributions of this update.
+      reduce: float32 [n], seconds from the last gradient to the end of the all-reduce; 0 if not measured, and in older
+        logs.
+    """
 
     DTYPES: ClassVar[dict[str, Any]] = {
         "step": np.int64,
@@ -94,7 +106,18 @@ class Updates(Columns):
 
 @dataclasses.dataclass(frozen=True)
 class Contributions(Columns):
-    """One row for each gradient, in the order of the updates; times are seconds after the time of its update."""
+    """One row for each gradient, m of them, in the order of the updates. Dropped and lost gradients have rows, too.
+
+    Attributes:
+      worker: uint16 [m], index into `workers`.
+      start: float32 [m], start of its computation in seconds after the `time` of the update: negative.
+      arrival: float32 [m], time of its arrival, counted alike; of a lost gradient the time of the loss.
+      outcome: uint8 [m], 0: accepted; 1: dropped; 2: lost.
+      staleness: uint16 [m], global step - local step, when the gradient was applied or dropped.
+      weight: float32 [m], factor with which it entered the update; 0 if it didn't.
+      held: float32 [m], seconds for which the worker was held back before this start.
+      input: float32 [m], seconds from `start` in which it waited for its batch; 0 if not measured, and in older logs.
+    """
 
     DTYPES: ClassVar[dict[str, Any]] = {
         "worker": np.uint16,
@@ -119,7 +142,14 @@ class Contributions(Columns):
 
 @dataclasses.dataclass(frozen=True)
 class Events(Columns):
-    """One row for each event."""
+    """One row for each event, k of them.
+
+    Attributes:
+      event_time: float64 [k], seconds.
+      event_worker: int32 [k], index into `workers`; -1: the policy, or all workers.
+      event_kind: uint8 [k], an `EventKind`.
+      event_text: str [k], a line for people, of at most 500 characters.
+    """
 
     DTYPES: ClassVar[dict[str, Any]] = {
         "event_time": np.float64,
@@ -135,7 +165,29 @@ class Events(Columns):
 
 @dataclasses.dataclass(frozen=True)
 class Groups(Columns):
-    """One row for each group of consecutive updates; columns about gradients have a cell for each worker, [g, w]."""
+    """One row for each group of consecutive updates, g of them; columns about gradients have a cell for each worker.
+
+    Attributes:
+      first_step: int64 [g], step of its first update.
+      last_step: int64 [g], step of its last update.
+      begin: float64 [g], opening of its first update.
+      end: float64 [g], time of its last update.
+      updates: int64 [g], number of updates.
+      examples: int64 [g], number of examples.
+      wait: float64 [g], sum of the updates' `wait`.
+      phase: uint8 [g], phase of the last update.
+      accepted: int32 [g, w], number of accepted gradients.
+      dropped: int32 [g, w], number of dropped gradients.
+      lost: int32 [g, w], number of lost gradients.
+      compute_secs: float32 [g, w], sum of arrival - start.
+      compute_max: float32 [g, w], maximum of arrival - start.
+      wait_secs: float32 [g, w], sum over accepted gradients of the update's time - its `reduce` - arrival.
+      held_secs: float32 [g, w], sum of `held`.
+      staleness_sum: int32 [g, w], over the accepted gradients.
+      staleness_max: int32 [g, w], over the accepted gradients.
+      input_secs: float32 [g, w], sum of `input`.
+      reduce_secs: float64 [g], sum of the updates' `reduce`.
+    """
 
     DTYPES: ClassVar[dict[str, Any]] = {
         "first_step": np.int64,
