@@ -76,25 +76,14 @@ _SHOWN_BY: dict[str, dict[str, tuple[str, ...]]] = {
         "fit from arrays, tf.data, generators, PyDataset, dicts, several inputs and outputs": (
             *("test_each_example_is_trained_on_once_per_epoch", "dicts"),
         ),
-        "finite data, uneven last batches, endless data with steps_per_epoch": (
-            *("test_each_example_is_trained_on_once_per_epoch", "test_steps_per_epoch_of_endless_data"),
-        ),
         "evaluate, predict": (
             "test_evaluate_sees_each_example_once",
             "test_predict_gives_each_example_its_own_in_order",
-        ),
-        "validation_data, validation_split, class_weight, sample_weight": (
-            *("test_validation_data_are_read_exactly", "test_validation_split", "class weights"),
-            "test_sample_weights_in_a_data_set",
         ),
         "train_on_batch, test_on_batch, predict_on_batch": _SINGLE,
         "steps_per_execution": (
             "test_several_steps_per_execution",
             "test_metrics_of_several_steps_are_those_of_one_device",
-        ),
-        "EarlyStopping, LearningRateScheduler": (
-            *("test_the_best_weights_are_kept_and_restored", "test_the_learning_rate_is_the_one_set_before_the_step"),
-            *_CALLBACKS,
         ),
         "ModelCheckpoint, BackupAndRestore, TensorBoard, CSVLogger": _CALLBACKS,
         ".keras files, weights, `model.export`, `tf.train.Checkpoint`": (
@@ -102,8 +91,6 @@ _SHOWN_BY: dict[str, dict[str, tuple[str, ...]]] = {
             "test_a_subclassed_model_is_built_by_its_data_and_loads_elsewhere",
         ),
         "own `train_step`, custom loops with `strategy.run`": ("test_a_model_with_steps_of_its_own", *_LOOPS),
-        "clipping, weight decay, constraints, regularizers, schedules": (*_OPTIMIZERS, "constraint"),
-        "mixed_bfloat16": ("test_mixed_bfloat16",),
         "gradient_accumulation_steps": ("test_an_update_is_made_of_the_gradients_of_one_worker",),
         "run_eagerly": ("test_run_eagerly_is_one_device_and_steps_see_values",),
         "Embedding, recurrent layers, Dropout": (*_EMBEDDING, "LSTM", "test_normalization_dropout_and_embedding"),
@@ -145,9 +132,6 @@ _SHOWN_BY: dict[str, dict[str, tuple[str, ...]]] = {
         "models without `call()`; layers, optimizers and seed generators first used in a step or a custom loop": (
             *("step without call", "optimizer of its own", "seed generator", "loop, by name"),
         ),
-        "validation_data, validation_split, class_weight, sample_weight, steps_per_epoch, steps_per_execution": (
-            *_VALIDATION,
-        ),
         '`reduction="sum"` in a loss': ("sum loss", "sum loss, eagerly", "sum loss, even parts"),
         "batch-level logs": (*_FIT, "test_own_train_step_keeps_its_logs"),
         "train_on_batch, test_on_batch, predict_on_batch": (*_SINGLE, "test_single_batches_train_all_workers"),
@@ -170,12 +154,7 @@ _SHOWN_BY: dict[str, dict[str, tuple[str, ...]]] = {
         "mixed precision, LossScaleOptimizer": (
             *("loss scale", "test_float16_skips_updates_that_are_not_finite_on_any_replica"),
         ),
-        "Embedding": _EMBEDDING,
         "run_eagerly": ("run_eagerly",),
-        "EarlyStopping, LearningRateScheduler, ModelCheckpoint, BackupAndRestore, .keras files": (
-            *_CALLBACKS,
-            "test_the_chief_writes_and_everybody_reads",
-        ),
         "auto-shard policies": (
             *("test_every_example_of_a_shuffle_is_used_once", "test_own_data_sets_of_different_lengths_are_all_used"),
             *(
@@ -259,8 +238,10 @@ def quick_start() -> str:
     return _blocks(ROOT / "README.md", "python")[0]
 
 
-def test_readme_is_short() -> None:
+def test_pages_are_short() -> None:
     assert len(_text(ROOT / "README.md").split()) < 900
+    assert len(_text(_ARCHITECTURE).split()) < 1_200
+    assert sum(len(_text(page).split()) for page in (ROOT / "docs").rglob("*.md")) < 35_000
 
 
 def test_diff_of_the_readme_makes_the_quick_start(quick_start: str) -> None:

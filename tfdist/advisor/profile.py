@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The profile of a training script on one device: its format, and checks of what is read. docs/scaling.md has the keys.
+"""The profile of a training script on one device: its format, and checks of what is read.
 
 A profile says how long a step takes at several batch sizes, and what a step would send if there were more devices.
 """
