@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import pathlib
 import shutil
 import threading
@@ -261,7 +260,7 @@ def test_nothing_is_kept_and_no_thread_runs_without_the_callback(cpus: list[str]
 
 
 @pytest.mark.devices
-def test_a_training_that_raised_is_closed_with_its_callback(cpus: list[str], tmp_path: pathlib.Path) -> None:
+def test_training_that_raised_is_closed_and_logged(cpus: list[str], tmp_path: pathlib.Path) -> None:
     class Fail(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             raise RuntimeError("on purpose")
@@ -269,9 +268,24 @@ def test_a_training_that_raised_is_closed_with_its_callback(cpus: list[str], tmp
     strategy = tfdist.MirroredStrategy(cpus[:2], policies=[tfdist.BackupWorkers(spares=1)])
     with pytest.raises(RuntimeError, match="on purpose"):
         fit(compiled(strategy), [tfdist.callbacks.Telemetry(tmp_path), Fail()])
-    gc.collect()
     assert strategy.distribution.recorder.sink is None
     assert read_logs(tmp_path).num_updates >= 1
+    assert read_logs(tmp_path).ended == "ended by RuntimeError"
+
+
+@pytest.mark.devices
+def test_validations_and_checkpoints_are_in_the_log_until_the_end(cpus: list[str], tmp_path: pathlib.Path) -> None:
+    saving = keras.callbacks.ModelCheckpoint(tmp_path / "saved.keras")
+    fit(compiled(mirrored(cpus)), [saving, tfdist.callbacks.Telemetry(tmp_path)], epochs=2, validation_data=(X, Y))
+    timeline = read_logs(tmp_path)
+    kinds = [EventKind(each).name for each in timeline.events.event_kind]
+    assert kinds == ["VALIDATION", "CHECKPOINT", "VALIDATION", "CHECKPOINT", "FINISHED"]
+    events = timeline.events
+    assert (events.event_secs[:4] > 0).all() and events.event_secs[4] == 0
+    ends = events.event_time + events.event_secs
+    assert (ends[:4] <= events.event_time[1:] + 1e-3).all()
+    assert events.event_text[1].startswith("checkpoint saved.keras, ")
+    assert timeline.ended == "finished"
 
 
 @pytest.mark.devices
@@ -286,7 +300,7 @@ def test_updates_of_a_warmup_phase_are_in_the_log(cpus: list[str], tmp_path: pat
     assert timeline.contributions.worker[:4].tolist() == [0] * 4
     # The first replica alone, then both.
     assert timeline.updates.count.tolist() == [1] * 4 + [2] * 6
-    assert timeline.events.event_kind.tolist() == [EventKind.PHASE_CHANGED]
+    assert timeline.events.event_kind.tolist() == [EventKind.PHASE_CHANGED, EventKind.FINISHED]
 
 
 @pytest.mark.devices
@@ -300,4 +314,5 @@ def test_points_go_on_where_a_resumed_training_does(cpus: list[str], tmp_path: p
     # Both logs are one.
     timeline = read_logs(tmp_path / "logs")
     assert timeline.updates.step.tolist() == list(range(1, 41))
-    assert timeline.events.event_kind.tolist() == [EventKind.RESUMED]
+    kinds = [EventKind(each).name for each in timeline.events.event_kind]
+    assert kinds == ["CHECKPOINT", "FINISHED", "RESUMED", "CHECKPOINT", "FINISHED"]

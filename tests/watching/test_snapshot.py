@@ -177,5 +177,21 @@ def test_a_terminal_without_unicode_gets_letters():
     assert set(line.split()[-1]) <= set("#.=")
 
 
+def test_finished_training_is_shown_as_finished_not_as_stalled():
+    end = [(9.0, -1, EventKind.FINISHED, "finished")]
+    lines = drawn(snapshot.take(timeline(UPDATES, GRADIENTS, end)), 80, 24)
+    assert any("finished 5 s ago" in line for line in lines)
+    # The training has gone on, as after a restart.
+    later = [*UPDATES, (9, 100.0, 1.0, 0.0, 0, 0, 0)]
+    assert snapshot.take(timeline(later, GRADIENTS, end)).ended == ""
+
+
+def test_columns_without_a_number_are_left_out_at_80_columns():
+    accepted = [(worker, -1.0, -0.5, ACCEPTED, 0, 1.0, 0.0) for worker in range(3)]
+    lines = drawn(snapshot.take(timeline([(1, 1.0, 1.0, 0.5, 8, 0, 3)], accepted)), 80, 24)
+    heading = next(line for line in lines if line.startswith("worker "))
+    assert heading.split() == ["worker", "state", "p50", "p95", "accept", "cost", "time"]
+
+
 def test_a_stalled_job_says_since_when(many: Timeline):
     assert "last 5 s ago" in drawn(snapshot.take(many), 120, 24)[2]

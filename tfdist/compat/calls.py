@@ -65,10 +65,12 @@ class Call:
     Attributes:
       model: the model.
       kind: name of the method, such as "fit".
+      ends: called when the call has raised, with the exception.
     """
 
     model: Any
     kind: str
+    ends: list[Callable[[BaseException], None]] = dataclasses.field(default_factory=list, compare=False)
 
     @property
     def trains(self) -> bool:
@@ -145,6 +147,10 @@ def _announcing(original: Any) -> Any:
         _running.calls.append(call)
         try:
             return original(self, *args, **kwargs)
+        except BaseException as error:
+            for end in call.ends:
+                end(error)
+            raise
         finally:
             _running.calls.pop()
 

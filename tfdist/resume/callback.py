@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfdist.compat import epoch_logs
+from tfdist.compat import epoch_logs, saves
 from tfdist.launchers import slurm_exits
 from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE
 from tfdist.policies.base import is_count
@@ -200,7 +200,8 @@ class Resume(keras.callbacks.Callback):
             "ended": self.params["epochs"] if is_end else None,
             "keras": keras.__version__,
         }
-        self._checkpoints.save(Checkpoint(self._step, state, tuple(arrays)))
+        with saves.announced(self.model.distribute_strategy, self._path):
+            self._checkpoints.save(Checkpoint(self._step, state, tuple(arrays)))
 
     def _leave(self) -> None:
         """Saves, and ends the program."""

@@ -10,14 +10,12 @@ thread of `LogWriter`         writes segments of the update log
 from __future__ import annotations
 
 import os
-import threading
 import time
-import weakref
 from typing import Any
 
 import keras
 
-from tfdist.compat import epoch_iterators
+from tfdist.compat import calls, epoch_iterators
 from tfdist.policies.answers import Contribution, Outcome
 from tfdist.telemetry import points, summaries
 from tfdist.telemetry.recorder import Recorder, Sums
@@ -68,7 +66,6 @@ class Telemetry(keras.callbacks.Callback):
         self._max_contributions = max_contributions if update_log else 0
         self._clock = time.monotonic
         self._session: Session | None = None
-        self._end_session: Any = None
         self._recorder = Recorder([])
         self._last: points.Moment | None = None
         self._batches = self._batches_before = 0
@@ -84,18 +81,17 @@ class Telemetry(keras.callbacks.Callback):
         """Opens the files."""
         strategy = self.model.distribute_strategy
         self._recorder = _recorder(strategy)
-        # An earlier training that has raised has left its files open.
+        # A loop of the user's own that has raised has left its files open.
         self._close(summaries.RUNNING)
         self._last, self._batches, self._evaluated_secs, self._evaluated_for = None, 0, 0.0, None
         self._collect()
         self._batch_size, self._accumulated = _batch_size(self.model), _accumulated(self.model)
         self._recorder.take_times()
         hparams, size = _hparams(self.model, self._batch_size), self._batch_size
-        session = self._session = Session(strategy, self._directory, self._max_contributions, size, hparams)
-        # Nothing that refers to this callback: it may be deleted after a training that has raised.
-        # In a thread of its own: garbage may be collected by a thread that holds a lock which `close` needs.
-        self._end_session = weakref.finalize(self, _close_in_thread, session)
-        self._end_session.atexit = False
+        self._session = Session(strategy, self._directory, self._max_contributions, size, hparams)
+        call = calls.current()
+        if call is not None and call.model is self.model:
+            call.ends.append(self._raised)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Reads `optimizer.iterations`; within the epoch updates are counted without reading it."""
@@ -161,13 +157,15 @@ class Telemetry(keras.callbacks.Callback):
         """Continues the measured time."""
         self._evaluated_for = self._clock() - self._evaluation_began
         self._evaluated_secs += self._evaluated_for
+        if self._session is not None:
+            self._session.validated(time.monotonic() - self._evaluated_for, self._evaluated_for)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Writes the last point and closes the files."""
         if self._session is not None and self._last is not None and self._batches > self._last.batches:
             self._write(self._session, self._last)
         self._collect()
-        self._close(summaries.SUCCESS)
+        self._close(summaries.SUCCESS, "finished")
 
     def flush(self) -> None:
         """Writes what there is so far; waits for the disk."""
@@ -225,15 +223,14 @@ class Telemetry(keras.callbacks.Callback):
             updates = sums.updates - self._updates_before
         return self._iterations_before + updates // self._accumulated
 
-    def _close(self, status: int) -> None:
+    def _raised(self, error: BaseException) -> None:
+        """Closes the files of a training that has raised: Keras calls `on_train_end` only without an error."""
+        self._close(summaries.RUNNING, f"ended by {type(error).__name__}")
+
+    def _close(self, status: int, ended: str = "") -> None:
         if self._session is not None:
-            self._end_session.detach()
-            self._session.close(status)
+            self._session.close(status, ended)
             self._session = None
-
-
-def _close_in_thread(session: Session) -> None:
-    threading.Thread(target=session.close, name="tfdist telemetry end", daemon=True).start()
 
 
 def _recorder(strategy: Any) -> Recorder:

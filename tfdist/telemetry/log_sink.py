@@ -93,6 +93,12 @@ class LogSink:
         if writer is not None:
             writer.close()
 
+    def span(self, kind: EventKind, text: str, begin: float, secs: float) -> None:
+        """Writes to the log alone what all workers were in for some time, such as a validation."""
+        writer = self.writer
+        if writer is not None:
+            writer.event(kind, text, time=begin, secs=secs)
+
     def event(self, kind: EventKind, text: str, task: str = "") -> None:
         """Writes an event of a task, or of the whole job."""
         if task in self._names:

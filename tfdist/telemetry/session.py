@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tfdist.compat import saves
 from tfdist.policies.answers import Update
 from tfdist.runtime import messages
 from tfdist.runtime.usage import Usage
@@ -69,6 +70,7 @@ class Session:
         if self.is_chief:
             self._begin_session(hparams)
         self._is_begun = False
+        saves.listen(self._on_save)
 
     @property
     def times_steps(self) -> bool:
@@ -126,19 +128,38 @@ class Session:
         if self.sink.writer is not None:
             self.sink.writer.flush()
 
-    def close(self, status: int = summaries.RUNNING) -> None:
-        """Writes what is left and ends the threads; may be called again."""
+    def close(self, status: int = summaries.RUNNING, ended: str = "") -> None:
+        """Writes what is left and ends the threads; may be called again.
+
+        Args:
+          status: for the HParams tab.
+          ended: how the training has ended, for the log; "" if that is not known.
+        """
         if self._is_closed:
             return
         self._is_closed = True
+        if ended and self.is_chief:
+            self.sink.span(EventKind.FINISHED, ended, time.monotonic(), 0.0)
         if self._recorder.sink == self.sink.record:
             self._recorder.sink = self._recorder.loss_sink = None
-        if self.is_chief and status == summaries.SUCCESS:
-            end = time.time()
-            self.events.add("", self._iteration, lambda: [summaries.session_end(status, end)])
-        self._add_usage(self._iteration, at_end=True)
+        if status == summaries.SUCCESS:
+            if self.is_chief:
+                end = time.time()
+                self.events.add("", self._iteration, lambda: [summaries.session_end(status, end)])
+            # After an error the other tasks may not answer.
+            self._add_usage(self._iteration, at_end=True)
         self.sink.close()
         self.events.close()
+
+    def validated(self, begin: float, secs: float) -> None:
+        """Notes a validation in the log."""
+        if self.is_chief:
+            self.sink.span(EventKind.VALIDATION, f"validation, {secs:.3g} s", begin, secs)
+
+    def _on_save(self, strategy: Any, path: str, begin: float, secs: float) -> None:
+        if self.is_chief and strategy is self._strategy:
+            name = os.path.basename(path.rstrip("/")) or path  # noqa: PTH119 - may be a gs:// path
+            self.sink.span(EventKind.CHECKPOINT, f"checkpoint {name}, {secs:.3g} s", begin, secs)
 
     def _settings(self) -> dict[str, float]:
         settings = {}

@@ -145,10 +145,12 @@ class Events(Columns):
     """One row for each event, k of them.
 
     Attributes:
-      event_time: float64 [k], seconds.
+      event_time: float64 [k], seconds, of its begin.
       event_worker: int32 [k], index into `workers`; -1: the policy, or all workers.
       event_kind: uint8 [k], an `EventKind`.
-      event_text: str [k], a line for people, of at most 500 characters.
+      event_text: str [k], a line for people, of at most 500 characters. Of `FINISHED`: "finished", or "ended by" and
+        an exception.
+      event_secs: float32 [k], how long it took; 0: a moment. Absent in older logs.
     """
 
     DTYPES: ClassVar[dict[str, Any]] = {
@@ -156,11 +158,14 @@ class Events(Columns):
         "event_worker": np.int32,
         "event_kind": np.uint8,
         "event_text": np.str_,
+        "event_secs": np.float32,
     }
+    OPTIONAL: ClassVar[tuple[str, ...]] = ("event_secs",)
     event_time: np.ndarray
     event_worker: np.ndarray
     event_kind: np.ndarray
     event_text: np.ndarray
+    event_secs: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,6 +31,9 @@ class EventKind(enum.IntEnum):
     PHASE_CHANGED = 3
     RESUMED = 4
     RESTARTED = 5
+    VALIDATION = 6
+    CHECKPOINT = 7
+    FINISHED = 8
 
 
 class ContributionRecord(NamedTuple):

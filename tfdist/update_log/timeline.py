@@ -11,7 +11,10 @@ import numpy as np
 
 from tfdist.update_log import segments, summary
 from tfdist.update_log.columns import Columns, Contributions, Events, Groups, Updates
-from tfdist.update_log.records import Header
+from tfdist.update_log.records import EventKind, Header
+
+# Clocks of hosts differ: a training goes on if it makes updates so long after its end.
+_APART_SECS = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +67,13 @@ class Timeline:
         begins = [*self.groups.begin[:1], *(self.updates.time[:1] - self.updates.opened[:1])]
         ends = [*self.groups.end[-1:], *self.updates.time[-1:]]
         return (float(min(begins)), float(max(ends))) if ends else (0.0, 0.0)
+
+    @property
+    def ended(self) -> str:
+        """Text of the event that ended the training; "" while it runs, or where no log says so."""
+        ends = np.flatnonzero(self.events.event_kind == EventKind.FINISHED)
+        is_last = len(ends) and not (self.updates.time[-1:] > self.events.event_time[ends[-1]] + _APART_SECS).any()
+        return str(self.events.event_text[ends[-1]]) if is_last else ""
 
     def update_of(self) -> np.ndarray:
         """Returns the index of the update of each contribution: int32 [m]."""

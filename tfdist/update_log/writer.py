@@ -72,7 +72,7 @@ class LogWriter:
         self._lock = threading.Lock()
         self._records: list[UpdateRecord] = []
         self._gradients = 0
-        self._events: list[tuple[float, int, int, str]] = []
+        self._events: list[tuple[float, int, int, str, float]] = []
         self._left_out = 0
         # Guards the disk.
         self._writing = threading.Lock()
@@ -93,18 +93,21 @@ class LogWriter:
             if self._gradients > _MAX_PENDING:
                 self._leave_out()
 
-    def event(self, kind: EventKind, text: str = "", worker: int = -1, time: float | None = None) -> None:
+    def event(
+        self, kind: EventKind, text: str = "", worker: int = -1, time: float | None = None, secs: float = 0.0
+    ) -> None:
         """Adds an event.
 
         Args:
           kind: what happened.
           text: a line for people.
           worker: index of the worker; -1: the policy, or all workers.
-          time: when, on the clock of the log; now, if it isn't given.
+          time: when it began, on the clock of the log; now, if it isn't given.
+          secs: how long it took.
         """
         moment = self._clock() if time is None else time
         with self._lock:
-            self._events.append((moment, worker, int(kind), str(text)[: segments.MAX_TEXT]))
+            self._events.append((moment, worker, int(kind), str(text)[: segments.MAX_TEXT], secs))
             del self._events[: -segments.MAX_EVENTS]
 
     def flush(self) -> None:
@@ -217,9 +220,10 @@ def _columns(records: Sequence[UpdateRecord], zero_secs: float) -> tuple[Updates
     return updates, contributions
 
 
-def _events(rows: Sequence[tuple[float, int, int, str]], zero_secs: float) -> Events:
-    moment, worker, kind, text = zip(*rows, strict=True)
-    return Events.of(event_time=np.asarray(moment) - zero_secs, event_worker=worker, event_kind=kind, event_text=text)
+def _events(rows: Sequence[tuple[float, int, int, str, float]], zero_secs: float) -> Events:
+    moment, worker, kind, text, secs = zip(*rows, strict=True)
+    after = np.asarray(moment) - zero_secs
+    return Events.of(event_time=after, event_worker=worker, event_kind=kind, event_text=text, event_secs=secs)
 
 
 def _filled(blocks: list[segments.Detail]) -> list[segments.Detail]:

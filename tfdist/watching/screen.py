@@ -20,7 +20,7 @@ _STALL_SECS = 30.0
 _COSTLY = 0.5
 _LEAST_BAR, _MOST_BAR = 8, 40
 # Widths of the columns of the table besides name and bar, with the gaps.
-_FIXED = 50
+_FIXED = 36
 _WIDE = 110
 # Of fewer lines none is spent on words.
 _LEAST_LINES = 10
@@ -90,7 +90,7 @@ def draw(snapshot: Snapshot, view: View) -> RenderableType:
         shown = max(1, left - len(events))
         if shown < len(snapshot.workers):
             shown = max(1, shown - 1)
-    table = _table(snapshot.workers[:shown], view)
+    table = _table(snapshot, snapshot.workers[:shown], view)
     hidden = _hidden(snapshot.workers[shown:])
     return Group(*head, table, *hidden, _legend(snapshot, view), *events, *problems)
 
@@ -115,12 +115,13 @@ def _head(snapshot: Snapshot, view: View) -> list[Text]:
     title = _line("", "")
     title.append(plain(view.run), "bold")
     title.append(f"  {plain(snapshot.strategy)}")
-    if snapshot.policies:
-        title.append(f"  {plain(', '.join(snapshot.policies))}")
     if snapshot.is_simulated:
         title.append("  simulated", "magenta")
     if view.other_runs:
         title.append(f"  (+{view.other_runs} other run{'s' * (view.other_runs > 1)}: --run)", "dim")
+    # The longest is last, where the line may be cut.
+    if snapshot.policies:
+        title.append(f"  {plain(', '.join(snapshot.policies))}")
     words = [_line("bold yellow" if any(row.is_slow for row in snapshot.workers) else "", plain(snapshot.in_words))]
     has_words = snapshot.in_words and (view.height is None or view.height >= _LEAST_LINES)
     return [title, *(words if has_words else []), _progress(snapshot, view), _rates(snapshot)]
@@ -129,13 +130,17 @@ def _head(snapshot: Snapshot, view: View) -> list[Text]:
 def _progress(snapshot: Snapshot, view: View) -> Text:
     if not snapshot.updates:
         return _line("yellow", "no update yet")
-    phase = "warmup" if snapshot.is_warmup else "all replicas"
-    line = _line("", f"phase {phase}  step {snapshot.step:,}  updates {snapshot.updates:,}")
+    phase = "warmup  " if snapshot.is_warmup else ""
+    line = _line("", f"{phase}step {snapshot.step:,}  updates {snapshot.updates:,}")
     if not snapshot.is_simulated:
         silent = max(0.0, view.now - snapshot.last)
-        is_stalled = silent > _STALL_SECS
-        line.append(f"  last {_duration(silent)} ago", "bold yellow" if is_stalled else "")
-    line.append(f"  runs for {_duration(snapshot.last - snapshot.begin)}", "dim")
+        if snapshot.ended:
+            style = "bold green" if snapshot.ended == "finished" else "bold red"
+            line.append(f"  {plain(snapshot.ended)} {_duration(silent)} ago", style)
+        else:
+            line.append(f"  last {_duration(silent)} ago", "bold yellow" if silent > _STALL_SECS else "")
+    ran = "ran" if snapshot.ended else "runs"
+    line.append(f"  {ran} for {_duration(snapshot.last - snapshot.begin)}", "dim")
     return line
 
 
@@ -150,16 +155,21 @@ def _rates(snapshot: Snapshot) -> Text:
     return line
 
 
-def _table(rows: Sequence[WorkerRow], view: View) -> Table:
+def _table(snapshot: Snapshot, rows: Sequence[WorkerRow], view: View) -> Table:
     is_wide, has_bytes = view.width >= _WIDE, bool(view.bytes_sent)
-    has_input = not all(math.isnan(row.input_secs) for row in rows)
+    # Columns in which no worker has anything are left out.
+    has_input = not all(math.isnan(row.input_secs) for row in snapshot.workers)
+    has_drops, has_lost = any(row.dropped for row in snapshot.workers), any(row.lost for row in snapshot.workers)
+    is_stale, has_lost = _is_stale(snapshot), has_lost and is_wide
     name_width = min(max([6, *(len(row.name) for row in rows)]), 24 if is_wide else 11)
-    bar_width = min(_MOST_BAR, view.width - _FIXED - name_width - 9 * has_bytes - 7 * is_wide - 6 * has_input)
+    taken = 9 * has_bytes + 7 * has_lost + 6 * has_input + 6 * has_drops + 8 * is_stale
+    bar_width = min(_MOST_BAR, view.width - _FIXED - name_width - taken)
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold", show_edge=False)
     table.add_column("worker", width=name_width, no_wrap=True, overflow="ellipsis")
     table.add_column("state", width=10, no_wrap=True)
     heads = [("input", 5)] if has_input else []
-    heads += [("p50", 5), ("p95", 5), ("accept", 6), ("drop", 5), *([("lost", 6)] if is_wide else []), ("stale", 7)]
+    heads += [("p50", 5), ("p95", 5), ("accept", 6), *([("drop", 5)] if has_drops else [])]
+    heads += [*([("lost", 6)] if has_lost else []), *([("stale", 7)] if is_stale else [])]
     for title, width in (*heads, ("cost", 4), *([("sent/s", 8)] if has_bytes else [])):
         table.add_column(title, width=width, justify="right", no_wrap=True)
     has_bar = bar_width >= _LEAST_BAR
@@ -172,15 +182,19 @@ def _table(rows: Sequence[WorkerRow], view: View) -> Table:
             *([_secs(row.input_secs)] if has_input else []),
             *map(_secs, (row.p50_secs, row.p95_secs)),
             _count(row.accepted),
-            _count(row.dropped),
-            *([_count(row.lost)] if is_wide else []),
-            _staleness(row),
+            *([_count(row.dropped)] if has_drops else []),
+            *([_count(row.lost)] if has_lost else []),
+            *([_staleness(row)] if is_stale else []),
             Text(_cost(row.cost), "bold yellow" if row.cost >= _COSTLY else ""),
             *([_bytes(view.bytes_sent.get(row.name))] if has_bytes else []),
             *([_bar(row, bar_width, view.is_unicode)] if has_bar else []),
         ]
         table.add_row(*cells, style="bold" if row.is_slow else "")
     return table
+
+
+def _is_stale(snapshot: Snapshot) -> bool:
+    return any(row.staleness_max for row in snapshot.workers)
 
 
 def _state(row: WorkerRow) -> Text:
@@ -213,7 +227,7 @@ def _legend(snapshot: Snapshot, view: View) -> Text:
             continue
         line.append(block if view.is_unicode else letter, style)
         line.append(f" {name} ")
-    line.append("  stale: mean/max  cost: 1.0 = one worker's time")
+    line.append(f" {'stale: mean/max  ' if _is_stale(snapshot) else ''}cost: 1.0 = one worker's time")
     return line
 
 

@@ -17,6 +17,8 @@ from tfdist.watching.lanes import Lanes
 _LATE_FACTOR = 3.0
 _LATE_SECS = 1.0
 _MAX_GRADIENTS = 500_000
+# Not listed: they are as many as epochs.
+_UNLISTED = (EventKind.VALIDATION, EventKind.CHECKPOINT, EventKind.FINISHED)
 _MOMENTS = ("held", "input", "computing", "waiting", "all-reduce")
 
 
@@ -68,6 +70,7 @@ class Snapshot:
       step: `optimizer.iterations` after the last update.
       updates: number of updates.
       begin, last: Unix times of the opening of the first update, and of the last update.
+      ended: how the training has ended, such as "finished"; "" while it runs.
       window_secs: length of the window that the rates are measured in.
       updates_per_sec, examples_per_sec: rates; examples are nan if they are unknown.
       wait: share of the window in which the updates waited for gradients.
@@ -84,6 +87,7 @@ class Snapshot:
     updates: int
     begin: float
     last: float
+    ended: str
     window_secs: float
     updates_per_sec: float
     examples_per_sec: float
@@ -110,6 +114,7 @@ def take(timeline: Timeline, window_secs: float = 60.0, max_events: int = 20) ->
         updates=timeline.num_updates,
         begin=timeline.origin_secs + first,
         last=timeline.origin_secs + last,
+        ended=timeline.ended,
         window_secs=secs,
         updates_per_sec=len(updates) / secs if secs else np.nan,
         examples_per_sec=examples / secs if secs and examples else np.nan,
@@ -260,7 +265,8 @@ def _lost(timeline: Timeline, contributions: Contributions, lanes: Lanes) -> set
 
 
 def _events(timeline: Timeline, most: int) -> tuple[tuple[float, str, EventKind, str], ...]:
-    rows = timeline.events[-most:] if most else timeline.events[:0]
+    listed = timeline.events[~np.isin(timeline.events.event_kind, _UNLISTED)]
+    rows = listed[-most:] if most else listed[:0]
     names = [timeline.workers[each] if 0 <= each < len(timeline.workers) else "" for each in rows.event_worker]
     known = set(EventKind)
     kinds = [EventKind(each) if each in known else EventKind.POLICY_CHANGED for each in rows.event_kind.tolist()]

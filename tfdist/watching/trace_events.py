@@ -27,6 +27,9 @@ _KINDS = {
     EventKind.PHASE_CHANGED: "phase changed",
     EventKind.RESUMED: "resumed from a checkpoint",
     EventKind.RESTARTED: "restarted",
+    EventKind.VALIDATION: "validation",
+    EventKind.CHECKPOINT: "checkpoint",
+    EventKind.FINISHED: "end",
 }
 
 
@@ -94,7 +97,11 @@ class TraceEvents:
             kind = int(events.event_kind[index])
             name = _KINDS[EventKind(kind)] if kind in known else f"event {kind}"
             text = {"text": str(events.event_text[index])}
-            yield self._instant(name, float(events.event_time[index]), worker + 1, text, "t" if worker >= 0 else "p")
+            time, secs = float(events.event_time[index]), float(events.event_secs[index])
+            if secs > 0:
+                yield from self._slice(name, time, time + secs, worker + 1, text)
+            else:
+                yield self._instant(name, time, worker + 1, text, "t" if worker >= 0 else "p")
 
     def _worker_lane(self, worker: int) -> Iterator[dict[str, Any]]:
         lanes, gradients = self._lanes, self._contributions
