@@ -25,7 +25,7 @@ class TestAggregated(Conformance):
             *("global_clipnorm", "accumulation, clipnorm, ema", "loss scale", "embedding, clipnorm"),
             # `TestBackupWorkers` on devices splits the step in the same way, with masks and slices.
             *("steps_per_execution", "sum loss, even parts", "unknown length", "interrupted and resumed"),
-            *("dicts, even parts", "ragged"),
+            *("dicts, even parts", "ragged", "no batches"),
             *("embedding, places", "step tracked by other names, even parts"),
             # With validation data.
             "first call, optimizer of its own",

@@ -123,6 +123,7 @@ _sgd("validation_split", fit={"validation_split": 0.2})
 _sgd("steps_per_epoch", fit={"steps_per_epoch": 3})
 _sgd("sample_weight", fit={"sample_weight": np.linspace(0, 2, 45, dtype=np.float32)})
 _sgd("fewer examples than replicas", fit={"batch_size": 1, "epochs": 1}, calls=BOTH)
+_sgd("fewer examples than replicas, eagerly", fit={"batch_size": 1, "epochs": 1}, run_eagerly=True, calls=BOTH)
 _sgd("one example left", data=(X[:9], Y[:9]), fit={"validation_data": (X, Y)})
 _sgd("batches of one size", fit={"batch_size": 9}, calls=BOTH)
 for _name, _count, _options in (
@@ -151,6 +152,21 @@ def _piped(strategy: Any, change: Callable[[Any], Any], steps_per_execution: int
     data = change(tf.data.Dataset.from_tensor_slices((X, Y)).batch(batch_size(8)))
     history = model.fit(data, epochs=2, verbose=0).history
     return history, model.get_weights(), model.evaluate(data, verbose=0)
+
+
+@_case("no batches")
+def _no_batches(strategy: Any) -> list[Any]:
+    """Validation and evaluation of no batch have numbers of no example, and training goes on."""
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = training.dense_model()
+        model.compile(OPTIMIZERS.SGD(0.1), "mse", metrics=["mae"])
+    data = tf.data.Dataset.from_tensor_slices((X[:16], Y[:16])).batch(batch_size(8))
+    found = []
+    for nothing in (data.take(0), data.filter(lambda x, y: False)):
+        found.append(model.fit(data, epochs=2, verbose=0, validation_data=nothing).history)
+        found.append(model.evaluate(nothing, verbose=0, return_dict=True))
+    return [*found, model.get_weights()]
 
 
 # Models and data.

@@ -58,7 +58,8 @@ class TestMultiWorker(Workers):
         # "embedding, clipnorm" has executions of several steps, and `test_resume_processes.py` has interruptions.
         *("accumulation, clipnorm, ema", "loss scale", "embedding, clipnorm", "ragged", "sum loss, eagerly"),
         *("metric that shows its variable", "compiled outside of the scope", "embedding, places", "single batches"),
-        *("order of the data", "parts of two sizes, unknown", "restored before it is built"),
+        *("order of the data", "parts of two sizes, unknown", "restored before it is built", "no batches"),
+        "fewer examples than replicas, eagerly",
     }
 
 
@@ -69,7 +70,7 @@ class TestBackupWorkers(Workers):
     quick = frozenset(
         {
             *("embedding, clipnorm", "unknown length, steps_per_execution", "sum loss, eagerly"),
-            *("embedding, places", "step tracked by other names, one over"),
+            *("embedding, places", "step tracked by other names, one over", "no batches"),
         }
     )
 

@@ -46,6 +46,7 @@ class TestAsynchronous(Conformance):
             *_SYNCHRONOUS,
             *("global_clipnorm", "decay, ema", "loss scale", "interrupted and resumed"),
             *("dicts", "embedding", "constraint", "compiled outside of the scope", "restored before it is built"),
+            "no batches",
             *(name for name in CASES if name.startswith(("first call", "no run")) and name not in SCALED_AGAIN),
         }
         - _AS_OTHERS

@@ -27,6 +27,7 @@ class TestBackupWorkers(Conformance):
     )
     slow = SLOW - _only_here | {
         *("steps_per_execution", "run_eagerly", "validation_split", "steps_per_epoch", "sample_weight"),
+        "fewer examples than replicas, eagerly",
         *("sum loss", "class weights", "dicts", "ema overwrites", "sgd", "ConvLSTM"),
         # `test_mirrored_policies.py` has batches of a Python generator, and "unknown length, whole executions" is here.
         *("embedding, clipnorm", "from Python", "unknown length, steps_per_execution"),
