@@ -213,9 +213,14 @@ def test_data_of_which_nobody_knows_whose_they_are_are_refused(strategy: Any, do
         (lambda: with_policy(pairs().batch(4), "FILE"), "AutoShardPolicy.FILE needs a data set that reads files"),
         (lambda: with_policy(pairs().batch(4), "OFF" if index() else "AUTO"), "must be given the same data set"),
         (lambda: pairs().take(20 + index()).batch(4), "must be given the same data set"),
+        (lambda: pairs().shard(2, index()).take(10).batch(4), "x in place of .* examples of checksum"),
+        (lambda: tf.data.Dataset.from_tensor_slices([NUMBERS[index() : 20 : 2]] * 2).batch(4), "examples of checksum"),
+        (lambda: tf.data.TextLineDataset([f"{index()}.txt"]).batch(4).map(lambda x: (x, x)), "examples of checksum"),
     ):
         with pytest.raises(ValueError, match=f"^dataset: .*{message}"):
             doubling.fit(make(), verbose=0)
+    with pytest.raises(ValueError, match=r"^dataset: .*examples of checksum"):
+        doubling.predict(NUMBERS[index() : 20 : 2], verbose=0)
     endless = pairs().batch(4).repeat() if index() else pairs().batch(4)
     with pytest.raises(ValueError, match=r"must have an end, or none.*Received: endless on worker:1 only"):
         strategy.distribute_datasets_from_function(lambda _: endless)

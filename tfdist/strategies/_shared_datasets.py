@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from tfdist.compat import dataset_inputs
@@ -16,6 +18,8 @@ from tfdist.data.handle import DistributedDataset
 from tfdist.engines.multi_worker.agreement import Agreement
 
 _POLICY = tf.data.experimental.AutoShardPolicy
+# So many rows of an array tell it from another one's share.
+_ROWS = 16
 _UNORDERED = (
     "each worker has other examples, so predictions would not be in the order of the input; give all workers the same "
     "data set, without shard and without the option"
@@ -129,13 +133,14 @@ def _are_own(contents: Mapping[Any, _Content]) -> bool:
 
 def _check_same(traits: Mapping[Any, Sequence[str]]) -> None:
     """Raises ValueError if the workers' data sets, or their sources, show different shapes, lengths or options."""
-    # Those of the sources show different lengths of arrays, or numbers of files.
+    # Those of the sources show different lengths or shares of arrays, and numbers of files.
     for each in zip(*traits.values(), strict=False):
         if len(set(each)) > 1:
             shown = ", ".join(f"{task}: {trait}" for task, trait in zip(traits, each, strict=True))
             raise ValueError(
-                "dataset: every worker must be given the same data set, of which it takes its share; give all "
-                f"the same, or shard it yourself with AutoShardPolicy.OFF. Received: {shown}"
+                "dataset: every worker must be given the same data set, of which it takes its share: give all of them "
+                "x in place of x[rank::n], seed what is drawn at random, or shard it yourself with "
+                f"AutoShardPolicy.OFF. Received: {shown}"
             )
 
 
@@ -182,5 +187,22 @@ def check_shared(dataset: Any, options: Any) -> None:
 
 
 def _sources(dataset: tf.data.Dataset) -> list[str]:
-    """Returns the element specs of a data set and of its sources."""
-    return [str(dataset.element_spec), *(text for source in dataset_inputs.of(dataset) for text in _sources(source))]
+    """Returns the element specs and checksums of a data set and of its sources."""
+    values = dataset_inputs.values_of(dataset)
+    own = [str(dataset.element_spec), *([f"examples of checksum {_checksum(values)}"] if values else [])]
+    return [*own, *(text for source in dataset_inputs.of(dataset) for text in _sources(source))]
+
+
+def _checksum(values: Sequence[tf.Tensor]) -> str:
+    """Returns a checksum of some rows of arrays, and of the names of files, whose directories may differ."""
+    digest = hashlib.blake2b(digest_size=4)
+    for value in values:
+        if value.dtype in (tf.variant, tf.resource):
+            continue
+        if value.shape.rank and (count := int(value.shape[0])) > _ROWS:
+            value = tf.gather(value, np.linspace(0, count - 1, _ROWS, dtype=np.int64))
+        array = value.numpy()
+        if value.dtype == tf.string:
+            array = [text.rpartition(b"/")[2] for text in np.ravel(array)]
+        digest.update(repr(array).encode() if isinstance(array, list) else np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
