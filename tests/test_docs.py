@@ -143,8 +143,8 @@ _SHOWN_BY: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "optimizers that hand variables to other optimizers": ("compiled outside of the scope",),
         "`evaluate`, `predict` and their like": ("test_training_outside_of_the_scope_is_refused",),
-        "anything, in an evaluator, in a cluster of one worker, or beside a strategy that other models use": (
-            "test_fit_beside_an_unused_strategy_warns_once",
+        "anything, in an evaluator, in a cluster of one worker, or in the scope of the default strategy": (
+            "test_fit_of_a_model_outside_of_the_scope_warns_once",
         ),
         "seed generators, random layers and optimizers that were made outside of the scope, in loops": (
             *("seed_generators_made_outside_of_the_scope", "optimizers_made_outside_of_the_scope"),

@@ -90,18 +90,20 @@ def test_failed_build_of_an_optimizer_leaves_nothing_behind(strategy: Any) -> No
     assert len(model.optimizer.variables) == 4
 
 
-def test_fit_beside_an_unused_strategy_warns_once(cpus: list[str], recwarn: pytest.WarningsRecorder) -> None:
-    model = keras.Sequential([keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-    unused = tfdist.MirroredStrategy(cpus[:2])
-    for _ in range(2):
-        model.fit(first_call_models.X, first_call_models.Y, verbose=0)
+def test_fit_of_a_model_outside_of_the_scope_warns_once(strategy: Any, recwarn: pytest.WarningsRecorder) -> None:
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    with tf.distribute.get_strategy().scope():
+        on_purpose = keras.models.clone_model(model)
+    outside = [keras.models.clone_model(model), keras.Sequential([keras.layers.Dense(1)])]
+    for each in (model, on_purpose, *outside):
+        each.compile("sgd", "mse")
+        for _ in range(2):
+            each.fit(first_call_models.X, first_call_models.Y, verbose=0)
     warned = [str(each.message) for each in recwarn if "outside of strategy.scope()" in str(each.message)]
-    assert len(warned) == 1
+    assert len(warned) == len(outside)
     assert "trains on one device, and MirroredStrategy has 2" in warned[0]
-    with unused.scope():
-        pass
-    model.fit(first_call_models.X, first_call_models.Y, verbose=0)
+    assert f"Received: model {outside[0].name!r}" in warned[0]
 
 
 def test_second_model_of_a_class_has_its_variables_made(strategy: Any) -> None:

@@ -9,6 +9,7 @@ because other models may share them, nor is an optimizer that was built outside,
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,6 +26,8 @@ from tfdist.compat import (
 )
 from tfdist.compat.optimizer_patches import optimizers_of
 from tfdist.step import copies
+
+_warned: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 
 
 def begin(strategy: tf.distribute.Strategy, call: calls.Call, alone: str) -> None:
@@ -49,7 +52,13 @@ def begin(strategy: tf.distribute.Strategy, call: calls.Call, alone: str) -> Non
 
 
 def warn(call: calls.Call, alone: str) -> None:
-    """Warns that a call trains a model of no strategy; called by the method of a strategy that `calls` calls."""
+    """Warns, once for each model, that a call trains a model of no strategy.
+
+    Called by the method of a strategy that `calls` calls.
+    """
+    if call.model in _warned:
+        return
+    _warned.add(call.model)
     message = f"{without_scope(call, alone)}. {_received(call.model)}"
     warnings.warn(message, RuntimeWarning, stacklevel=4)
 

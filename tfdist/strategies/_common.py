@@ -61,15 +61,9 @@ class KerasSteps(tf.distribute.Strategy, Closing):
 
     # How a model that was made outside of the scope would be trained, where that is refused.
     _trained_alone = ""
-    _was_entered = False
 
     # Set by `step/global_losses` while it traces a step with a loss of its own.
     counts_as_one_replica = False
-
-    def scope(self) -> Any:
-        """See the stock `scope`."""
-        self._was_entered = True
-        return super().scope()
 
     def build_model(self, model: keras.Model, data: Any, step: str) -> None:
         """Builds a model for a call of Keras that begins.
@@ -86,9 +80,10 @@ class KerasSteps(tf.distribute.Strategy, Closing):
     def _before_call(self, call: calls.Call) -> None:
         """Looks at a call of any model of this process before it begins."""
         scope.begin(self, call, self._trained_alone)
-        # A model may be kept on one device on purpose, beside others. Not so if the strategy was built for nothing.
-        if call.trains and call.strategy is None and not self._was_entered and self.num_replicas_in_sync > 1:
-            self._was_entered = True
+        # A model may be kept on one device on purpose, beside others: it is trained.
+        distribution = getattr(self, "distribution", None)
+        is_alive = distribution is not None and not distribution.is_closed
+        if call.trains and call.strategy is None and is_alive and self.num_replicas_in_sync > 1:
             scope.warn(call, f"it trains on one device, and {type(self).__name__} has {self.num_replicas_in_sync}")
 
     @property
