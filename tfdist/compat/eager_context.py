@@ -158,6 +158,8 @@ def collective_in(frame: FrameType) -> str | None:
     if frame.f_code.co_filename.endswith("gen_collective_ops.py"):
         return frame.f_code.co_name
     name = frame.f_locals.get("op_name") if frame.f_code in _EXECUTIONS else None
+    # An operation whose arguments had to be converted comes by a name of bytes.
+    name = name.decode() if isinstance(name, bytes) else name
     return name if isinstance(name, str) and _has_collectives(name) else None
 
 

@@ -736,5 +736,7 @@ def _key_at(place: str, number: int) -> str:
 
 def _function_of(name: str) -> str:
     """Returns a function's name without what TensorFlow adds; of an operation, what it is."""
+    if name.startswith("CollectiveBcast"):
+        return "tf.Variable (its first value)"
     found = re.fullmatch(r"__inference_(.+)_\d+", name)
     return found[1] if found else worker_states.A_SUM
