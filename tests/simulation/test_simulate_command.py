@@ -112,7 +112,10 @@ def test_invalid_values_are_one_line_and_code_2(
     [
         ("cluster: {wokers: 2}", "cluster has no key 'wokers'; use workers, "),
         ("cluster: {network: {speed: 1}}", "cluster.network has no key 'speed'; use bandwidth, "),
-        ("model: {sparse_tables: [{rows_touched: 2}]}", "model.sparse_tables needs row_bytes. Received: "),
+        (
+            "model: {sparse_tables: [{rows_touched: 2}]}",
+            "model.sparse_tables needs row_bytes; add what is missing. Received: ",
+        ),
         ("cluster: 3", "cluster must be a mapping"),
         ("cluster: [", "{file} is no YAML: "),
         ("[]", "{file} must have a mapping with the keys cluster and model."),

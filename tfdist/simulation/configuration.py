@@ -104,7 +104,7 @@ def _checked(data: Any, kind: type, name: str) -> dict[str, Any]:
             raise ValueError(f"{name} has no key {key!r}; use {', '.join(fields)}")
     required = [field.name for field in dataclasses.fields(kind) if _is_required(field)]
     if missing := [key for key in required if key not in given]:
-        raise ValueError(f"{name} needs {', '.join(missing)}. Received: {given!r}")
+        raise ValueError(f"{name} needs {', '.join(missing)}; add what is missing. Received: {given!r}")
     return given
 
 
