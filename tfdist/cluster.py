@@ -61,7 +61,7 @@ def task() -> Task:
 
 
 def is_chief() -> bool:
-    """Returns True in the one process that prints, and writes files of your own; True in a program that trains alone.
+    """Returns True in the process that should print and write your own files; True in a program that trains alone.
 
     That is the chief, or worker 0 of a cluster without one. It can be called before a strategy is built.
 
@@ -75,8 +75,8 @@ def is_chief() -> bool:
 def num_workers() -> int:
     """Returns the number of workers that train together; 1 in a program that trains alone.
 
-    Those are the workers of TF_CONFIG, a chief that trains included, or of the strategy's cluster: a
-    `ParameterServerStrategy` without TF_CONFIG starts its workers when it is built. Devices of one process are no
+    The workers are those of TF_CONFIG, a chief that trains included, or those of the strategy's cluster. A
+    `ParameterServerStrategy` without TF_CONFIG starts its workers when it is built. Devices of one process are not
     workers; `strategy.num_replicas_in_sync` counts them.
 
     Raises:
@@ -281,8 +281,8 @@ class Cluster:
         """Checks that ParameterServerStrategy can run here.
 
         Raises:
-          ClusterError: there is no chief, no worker or no parameter server, or this process is the chief and there is a
-            gap in the indices, or this process is an evaluator.
+          ClusterError: there is no chief, no worker or no parameter server; this process is an evaluator; or it is the
+            chief, and there is a gap in the indices.
         """
         strategy = "ParameterServerStrategy"
         if self.task.type == "evaluator":

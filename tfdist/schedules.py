@@ -17,9 +17,9 @@ class LinearScaling(keras.optimizers.schedules.LearningRateSchedule):
         rate(step) = base_rate(step) * (1 + (replicas - 1) * p)
         p = (step - alone_steps) / warmup_steps, but 0 before and 1 after
 
-    Source: Goyal et al. 2017, Accurate, Large Minibatch SGD, arXiv 1706.02677, sections 2.1 (multiply the rate by k
-    when the batch is k times as large) and 2.2 (start at the rate of one replica, and reach k times as much in about 5
-    epochs).
+    Source: Goyal et al. 2017, Accurate, Large Minibatch SGD, arXiv 1706.02677. Section 2.1 multiplies the rate by k
+    when the batch is k times as large. Section 2.2 starts at the rate of one replica, and reaches k times that rate in
+    about 5 epochs.
 
     Args:
       base_rate: learning rate for the batch of one replica: a number, or a schedule.

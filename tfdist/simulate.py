@@ -174,7 +174,7 @@ def write_log(result: Result, log_dir: str) -> str:
 def define_flags(values: flags.FlagValues) -> None:
     """Defines the flags of `tfdist simulate`."""
     text = functools.partial(flags.DEFINE_string, flag_values=values)
-    text("file", None, "YAML file with the keys below; flags go before it")
+    text("file", None, "YAML file with the settings; flags override it")
     text("json", None, "write the result to this file, too")
     text("log_dir", None, "write the update log to this run directory, for the TensorBoard page")
     strategies = list(_STRATEGIES)
@@ -183,7 +183,7 @@ def define_flags(values: flags.FlagValues) -> None:
         "policies", [], "a policy, such as 'SoftSync(updates=4)'; once for each", flag_values=values
     )
     flags.DEFINE_multi_string(
-        "sparse_table", [], "rows that a step touches x bytes of a row, such as 2000x256B", flag_values=values
+        "sparse_table", [], "rows that a step touches, x, bytes of a row, such as 2000x256B", flag_values=values
     )
     text("codec", None, "codec of Compression, as a YAML mapping, such as '{ratio: 0.5, commutes_with_sum: true}'")
     define: dict[Callable[[str], Any], Callable[..., Any]] = {

@@ -71,9 +71,11 @@ def define_flags(values: flags.FlagValues) -> None:
         'bandwidth between machines, or a file of doctor --measure; "local" for one machine',
         flag_values=values,
     )
-    text("latency", None, "of a message, such as 50us; by default that of the file, or 50us", flag_values=values)
+    text(
+        "latency", None, "latency of a message, such as 50us; by default that of the file, or 50us", flag_values=values
+    )
     real("examples", 0.0, "examples to train on, for times and costs", lower_bound=0.0, flag_values=values)
-    real("price_per_hour", 0.0, "of one machine, in any currency", lower_bound=0.0, flag_values=values)
+    real("price_per_hour", 0.0, "price of one machine, in any currency", lower_bound=0.0, flag_values=values)
     flags.DEFINE_integer(
         "workers_per_machine",
         None,

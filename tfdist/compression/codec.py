@@ -62,9 +62,9 @@ class LocalTransport:
 class Codec(abc.ABC):
     """Encodes the gradients of a step. Pure: state goes in and comes out, and no method has a side effect.
 
-    A codec with error feedback keeps what it has not sent in its state: what was sent and what is kept is what came
-    in. Codecs are frozen, compare by their arguments, and work eagerly and in a `tf.function` on CPUs; gathered codecs
-    run in `tf.numpy_function`, which XLA does not compile.
+    A codec with error feedback keeps a residual in its state: gradients sent plus residual kept equal the gradients
+    received. Codecs are frozen, compare by their arguments, and work eagerly and in a `tf.function` on CPUs; gathered
+    codecs run in `tf.numpy_function`, which XLA does not compile.
 
     All arithmetic is in float32: gradients of float64 are rounded, and sums are cast to the dtype of their tensor. If a
     gradient is not finite, neither is the sum on any worker (each of its tensors for gathered codecs), and the state

@@ -18,11 +18,11 @@ _DTYPES = ("float16", "bfloat16")
 class HalfPrecision(codec.Codec):
     """Rounds gradients to 16 bits, which are summed (all-reduce): half the bytes of float32.
 
-    An all-reduce adds the halves on their way, so no checksum of a sender can be compared with what arrives. Parameter
-    servers receive the halves of each worker in a message of its own, with a checksum (`on_servers`).
+    An all-reduce adds the halves in transit, so its messages have no checksum. Parameter servers receive the halves of
+    each worker in a message of its own, with a checksum (`on_servers`).
 
-    State: none. Values beyond the range of float16 (65504) become infinite, and so may their sum over the workers; a
-    check for finite gradients, as that of loss scaling, then skips the step. bfloat16 has the range of float32.
+    It has no state. Values beyond the range of float16 (65504) become infinite, and so may their sum over the workers.
+    A check for finite gradients, such as that of loss scaling, then skips the step. bfloat16 has the range of float32.
 
     Args:
       dtype: "float16" or "bfloat16".

@@ -23,15 +23,15 @@ class PowerSGD(codec.Codec):
     sum of the gradients is P_hat Q^T, and a worker keeps the error M - P_hat q^T. Source: Vogels, Karimireddy and Jaggi
     2019, PowerSGD, arXiv 1905.13727, algorithms 1 and 2.
 
-    Unlike the paper, P is orthogonalized by a QR decomposition, which goes on from zero and rank-deficient gradients;
-    and the error is that of the worker's own part, so that over the workers what was sent and what is kept is what came
-    in. Workers decompose the same sum: on CPUs of one type they get the same bits.
+    Unlike the paper, P is orthogonalized by a QR decomposition, which also works for zero and rank-deficient gradients.
+    The error is that of the worker's own part. So, summed over the workers, gradients sent plus errors kept equal the
+    gradients of the step. Workers decompose the same sum: on CPUs of one type they get the same bits.
 
     Tensors of more than two dimensions are matrices [-1, last dimension]. Vectors, scalars and matrices that would
     shrink to more than 1 / `min_compression` are sent as they are, in float32, with the first all-reduce.
 
-    State: `residual/i` (float32 of the tensor's shape) and `query/i` (Q / number of workers, float32 [m, rank], equal
-    on all workers, random from a fixed seed at first), for each tensor i that is compressed.
+    State, for each tensor i that is compressed: `residual/i` (float32 of the tensor's shape), and `query/i` (Q / number
+    of workers, float32 [m, rank]). Q is equal on all workers, and random from a fixed seed at first.
 
     Call `exchange`: `encode` and `decode` raise TypeError, because the second sum depends on the first.
 

@@ -174,7 +174,7 @@ def define_pod_flags(values: flags.FlagValues) -> None:
     numbers = {
         "port": (2222, "port of every task; the chief's tf.data service has the next"),
         "max_restarts": (3, "failures that the job may have; preemptions don't count"),
-        "grace_period_secs": (120, "seconds that a pod has to save its work when it is told to end"),
+        "grace_period_secs": (120, "seconds that a pod has to save its work after SIGTERM"),
     }
     for name, (default, text) in numbers.items():
         flags.DEFINE_integer(name, default, text, flag_values=values)

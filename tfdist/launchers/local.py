@@ -142,7 +142,9 @@ def define_flags(values: flags.FlagValues) -> None:
     shape.define_flags(values)
     gpu_help = "GPUs for each worker; by default all are shared out evenly"
     flags.DEFINE_integer("gpus_per_worker", None, gpu_help, flag_values=values)
-    private_help = "run the job in a network of its own: nobody else reaches it, and it reaches nobody"
+    private_help = (
+        "run the job in a network namespace of its own: no other user reaches its ports, and it reaches no network"
+    )
     flags.DEFINE_boolean("private_network", False, private_help, flag_values=values)
     define_run_flags(values, grace_period_secs=3.0)
 
@@ -157,9 +159,9 @@ def define_run_flags(values: flags.FlagValues, grace_period_secs: float) -> None
     )
     preemption_help = f"how often all tasks start again after one ended with code {TRY_AGAIN_EXIT_CODE}"
     flags.DEFINE_integer("max_preemptions", 100, preemption_help, flag_values=values)
-    worker_help = "how often a worker that fails again and again is started again, before it is given up"
+    worker_help = "restarts in a row of a worker that fails, before it is given up"
     flags.DEFINE_integer("max_worker_restarts", 3, worker_help, flag_values=values)
-    least_help = "with how many workers to go on when some are given up; all by default"
+    least_help = "least number of workers with which the job goes on when others are given up; all by default"
     flags.DEFINE_integer("min_workers", None, least_help, flag_values=values)
     communication.define_flag(values)
     telemetry.define_flag(values)

@@ -16,12 +16,12 @@ class BackupWorkers(base.Aggregation):
     the mean of the N gradients.
 
     With `spares="auto"`, b starts at 0 and is chosen every 8 updates, to maximise N / E[time of the N-th arrival].
-    The choice uses the last 32 durations of each living replica, needs at least 8 of each, and changes b only for a
-    gain of more than 5 %. b changes between updates only, with one exception: it rises at once when so many replicas
-    are lost that no update would be possible.
+    The choice uses the last 32 durations of each living replica, and needs at least 8 of each. It changes b only for a
+    gain of more than 5 %, and between updates. One exception: b rises at once when so many replicas are lost that no
+    update would be possible.
 
     Source: Chen, Pan, Monga, Bengio and Jozefowicz 2016, Revisiting Distributed Synchronous SGD, arXiv 1604.00981,
-    algorithms 3 and 4. In the words of TensorFlow's sync_replicas_optimizer, N is `replicas_to_aggregate` and n is
+    algorithms 3 and 4. In TensorFlow's sync_replicas_optimizer, N is called `replicas_to_aggregate` and n is
     `total_num_replicas`.
 
     Args:

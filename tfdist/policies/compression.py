@@ -16,17 +16,17 @@ _ATTRIBUTES = ("commutes_with_sum", "unsent")
 class Compression(base.Policy):
     """Encodes the gradients that each worker sends by a codec; what the codec leaves out is sent in a later step.
 
-    The codec's state, such as what it has left out so far, belongs to each worker, and is part of a checkpoint. In the
-    phase of a `Warmup` workers that sum gradients by all-reduce send nothing, or with `ramp` gradients as they are; the
-    one worker that trains on parameter servers sends encoded. Rows of embeddings and the counts of metrics are sent as
-    without the policy.
+    The codec's state, such as the residual, belongs to each worker, and is part of a checkpoint. Rows of embeddings and
+    the counts of metrics are not encoded.
+
+    In the phase of a `Warmup`, workers that sum gradients by all-reduce send nothing; with `ramp` they don't encode.
+    The one worker that trains on parameter servers sends encoded gradients.
 
     Args:
-      codec: one of `tfdist.compression`, such as `tfdist.compression.Threshold("adaptive")`; or "auto" for the one
-        whose exchange is the fastest among these workers, or none if none makes it faster; measured after the first
-        steps of `fit`.
+      codec: a codec of `tfdist.compression`, such as `tfdist.compression.Threshold("adaptive")`; or "auto". "auto"
+        measures codecs in the first steps of `fit`, and takes the fastest, or no codec if none is faster.
       error_bound: for "auto", in (0, 1): the largest share of an update's squared norm that a codec may leave for later
-        steps. 0.01 leaves half precision alone.
+        steps. 0.01 admits half precision only.
       variables: "float16" or "bfloat16": parameter servers send workers the trainable weights in this dtype. By default
         in that of `HalfPrecision`, and with other codecs as they are.
 

@@ -15,15 +15,15 @@ class ParameterAveraging(base.Policy):
 
     Evaluation, saving and checkpoints use the average. At the end of `fit` an unfinished period is averaged, too.
 
-    Sources: McMahan et al. 2017, arXiv 1602.05629 (averaging); Lin et al. 2018, arXiv 1808.07217 (local SGD); Douillard
-    et al. 2023, DiLoCo, arXiv 2311.08105, algorithm 1 (an outer optimizer, there Nesterov with a learning rate of 0.7
-    and a momentum of 0.9).
+    Sources: McMahan et al. 2017, arXiv 1602.05629 (averaging). Lin et al. 2018, arXiv 1808.07217 (local SGD). Douillard
+    et al. 2023, DiLoCo, arXiv 2311.08105, algorithm 1; its outer optimizer is Nesterov with a learning rate of 0.7 and
+    a momentum of 0.9.
 
     Args:
       every_steps: H, how many steps of its own each replica makes between two averages; 1 or more. With H=1 and plain
         SGD it is synchronous SGD.
-      optimizer_state: treatment of the optimizer's slots at each average: "average" them too, keep each replica's own
-        until the end of `fit` ("local"), or "reset" them to the values of a new optimizer.
+      optimizer_state: treatment of the optimizer's slots at each average. "average" averages them, too; "local" keeps
+        each replica's own until the end of `fit`; "reset" sets them to the values of a new optimizer.
       outer: "mean", or a Keras optimizer. The optimizer takes the mean of (parameters at the last average - parameters
         now) as a gradient, and applies it to the parameters of the last average. Each model gets its own copy of the
         optimizer. On several workers pass a function that makes the optimizer: building one initializes TensorFlow,

@@ -18,8 +18,8 @@ Rule = Callable[[int], float]
 class SoftSync(base.Policy):
     """Makes an update from any S gradients as soon as they have arrived, stale or not.
 
-    The aggregate is their mean, so one update counts as one batch: each batch is split into S parts of about equal
-    size, and each gradient is computed from one part. A fast worker may contribute several gradients to one update.
+    The aggregate is their mean. Each batch is split into S parts of about equal size, and each gradient is computed
+    from one part, so an update counts as one batch. A fast worker may contribute several gradients to one update.
 
     Source: Zhang, Gupta, Lian and Liu 2015, Staleness-aware Async-SGD, arXiv 1511.05950, section 3.1. With lambda
     workers, S = lambda / n makes it their n-softsync, of mean staleness about n; S=1 is asynchronous training.

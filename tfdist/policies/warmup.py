@@ -15,8 +15,8 @@ class Warmup(base.Policy):
     model, trainable or not, and of the optimizer. An update of the phase uses one replica's own batch, so it equals an
     update on one device.
 
-    Asynchronous training is unstable at the start, when gradients are large and change fast; Dean et al. 2012, Large
-    Scale Distributed Deep Networks, section 4.1, warm up with one replica for that reason.
+    Asynchronous training is unstable at the start, when gradients are large and change fast. For that reason Dean et
+    al. 2012, Large Scale Distributed Deep Networks, section 4.1, warm up with one replica.
 
     Args:
       steps: length of the phase in updates; 1 or more.

@@ -33,12 +33,12 @@ class Resume(keras.callbacks.Callback):
 
         model.fit(x, y, epochs=10, callbacks=[tfdist.callbacks.Resume("checkpoints", save_freq=100)])
 
-    The state includes all that the next step depends on: the variables of the model, of its optimizers and of its
-    metrics, the state of the strategy's policies, and the position in the data. On one device, and on several devices
+    The state includes all that the next step depends on: variables of the model, its optimizers and its metrics, the
+    state of the strategy's policies, and the position in the data. On one device, and on several devices
     that train synchronously, an interrupted run has the same weights as an uninterrupted run, bit for bit. This
     requires the same order of the data in every run: shuffles have a seed, or `keras.utils.set_random_seed` was called.
 
-    On SIGTERM the callback saves after the current step and ends the program with exit code 75. tfdist's launchers
+    On SIGTERM the callback saves after the current step, and ends the program with exit code 75. Launchers of tfdist
     treat this code as a preemption: they start the job again and count no failure. Several workers end after the same
     step, whichever of them received the signal. A second SIGTERM has its usual effect.
 

@@ -44,10 +44,10 @@ _KEY_BASES = itertools.count(2**16, 2**16)
 class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
     """Synchronous training on the devices of one machine: `tf.distribute.MirroredStrategy`, mended for Keras 3.
 
-    With a policy, `fit` computes each device's gradient in a thread of its own and makes an update as soon as the
-    policy says so; everything else (`evaluate`, `predict`, `train_on_batch`, functions of your own given to `run`) is
-    synchronous as without. A data set is read once for all devices, which wait for it together; those that
-    `distribute_datasets_from_function` makes are read by each device on its own, so a slow one makes only it late.
+    With a policy, `fit` computes each device's gradient in a thread of its own, and makes an update as soon as the
+    policy says so. All other calls (`evaluate`, `predict`, `train_on_batch`, your own functions given to `run`) stay
+    synchronous. A data set is read once for all devices, which wait for it together. Each device reads by itself the
+    data set that `distribute_datasets_from_function` makes for it, so a slow one delays only that device.
 
     Keras' step, and each device that is late within an operation, holds one of TensorFlow's inter-op threads, of which
     there is one for each CPU. With fewer CPUs than devices + 1, ask for more at the top of the program:

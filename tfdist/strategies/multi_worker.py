@@ -58,16 +58,16 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
 
     Every worker runs the same script. Without TF_CONFIG it trains alone on the local devices, and so does an evaluator.
 
-    With a policy, `fit` makes each update from the gradients that the policy accepts: all workers take part in every
-    all-reduce at once; a late worker contributes zeros and continues to compute. Custom loops and
-    `train_on_batch` stay synchronous.
+    With a policy, `fit` makes each update from the gradients that the policy accepts. All workers take part in every
+    all-reduce at once; a late worker contributes zeros and continues to compute. Custom loops and `train_on_batch` stay
+    synchronous.
 
     Args:
       cluster_resolver: a `tf.distribute.cluster_resolver.ClusterResolver`; TF_CONFIG by default.
       communication_options: a `tf.distribute.experimental.CommunicationOptions`.
-      communication: what sums tensors of CPUs over the workers: "mpi" for MPI, by mpi4py; "tensorflow" for
-        TensorFlow's collectives; "auto" for MPI where a launcher has set it up (`tfdist launch --communication=mpi`,
-        mpiexec, srun --mpi), and TensorFlow's collectives elsewhere. GPUs always use TensorFlow's, which have NCCL.
+      communication: library that sums tensors of CPUs over the workers: "mpi" (by mpi4py), or "tensorflow" for
+        TensorFlow's collectives. "auto" takes MPI where a launcher has set it up (`tfdist launch --communication=mpi`,
+        mpiexec, srun --mpi), else TensorFlow's collectives. GPUs always use the latter, which have NCCL.
       devices_per_replica: number of a worker's devices that hold a copy of the model together, each a part of its
         layers (`tfdist.placement`, `tfdist.split`). A worker has all of its GPUs, or all of its logical CPUs where it
         has none; as many on each.
@@ -77,10 +77,10 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         A worker whose process has ended is an error at once.
 
     Raises:
-      ClusterError: the cluster's description can't be right.
+      ClusterError: the description of the cluster is invalid.
       TimeoutError: a worker did not start in time; the message names it.
-      ValueError: the policy makes no sense here, MPI is asked for and can't be used, `devices_per_replica` does not
-        divide the number of devices, or a timeout is not positive.
+      ValueError: the policy is not for this strategy, "mpi" can't be used, `devices_per_replica` does not divide the
+        number of devices, or a timeout is not positive.
       ConnectionError: the workers do not belong to one job; they have different secrets.
     """
 

@@ -73,8 +73,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
     reads or writes (a metric, a checkpoint, the learning rate) comes after all steps before it.
 
     Args:
-      cluster_resolver: As for the stock strategy. Without one the cluster is taken from TF_CONFIG; without that
-        either, `num_workers` worker and `num_ps` ps processes are started on this machine, and end with this program.
+      cluster_resolver: As for the stock strategy. Without one the cluster is taken from TF_CONFIG. Without TF_CONFIG,
+        `num_workers` worker and `num_ps` ps processes are started on this machine, and end with this program.
       variable_partitioner: As for the stock strategy: how to split variables over the parameter servers.
       policies: Policies that decide which gradients count, and how they are sent. Empty: asynchronous training.
       data_sharding: Each worker's share of the data that `fit` trains on. `"shard"`: worker i of n takes the batches
@@ -84,12 +84,12 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
       num_ps: Parameter servers to start where there is no cluster; 1 by default.
       start_timeout_secs: Longest wait for the start of the other tasks.
       stall_timeout_secs: Longest wait for lost tasks without which training can't continue.
-      transfer: How variables and gradients cross the network. `"auto"`: small ones together, and products with large
-        kernels on the parameter servers where a short measurement says that this is faster; `"plain"`: as stock
-        TensorFlow sends them.
+      transfer: How variables and gradients are sent. `"auto"` sends small ones together, and multiplies with large
+        kernels on the parameter servers where a short measurement shows that this is faster. `"plain"` sends them as
+        stock TensorFlow does.
       devices_per_replica: Number of a worker's devices that compute a step together, each a part of the model's layers
-        (`tfdist.placement`, `tfdist.split`): its first GPUs, or logical CPUs where there are none. The variables are
-        on the parameter servers; each part reads its own.
+        (`tfdist.placement`, `tfdist.split`). They are its first GPUs, or logical CPUs where it has none. The variables
+        are on the parameter servers; each part reads its own.
 
     Raises:
       ValueError: An argument is out of range, or a worker does not have the devices of `devices_per_replica`.

@@ -28,12 +28,12 @@ _CLOSE_SECS = 30.0
 class LogWriter:
     """Writes a log. Any thread may call it; no method but `flush` and `close` waits for the disk.
 
-    The thread writes every `flush_secs`. An error of the disk is one warning, and the writing is tried again with the
-    next flush; beyond two million gradients in memory the oldest updates are left out, with a warning.
+    A thread writes every `flush_secs`. An error of the disk is one warning, and the next flush tries again. Beyond two
+    million gradients in memory the oldest updates are left out, with a warning.
 
     Args:
-      directory: `updates` in a run directory. If there is a log already, of an earlier training or of the time before
-        a restart, it is left alone, and this one is written to `updates_2`, `updates_3` and so on.
+      directory: `updates` in a run directory. A log that is there already, of an earlier training or before a restart,
+        is left alone; this one is written to `updates_2`, `updates_3` and so on.
       header: content of `log.json`.
       files: file system of `directory`.
       flush_secs: time between two writes.
