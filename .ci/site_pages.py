@@ -49,6 +49,8 @@ API = {
     "testing": ("testing.*",),
     "update_log": ("update_log.*",),
 }
+# Users call the constructors of these classes only; their methods are for the engines.
+HIDDEN = ("policies",)
 TITLES = {
     "models": "Large models",
     "update_log": "Update log",
@@ -74,8 +76,9 @@ def gather() -> None:
         path = SITE / "docs" / f"{name}.md"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    # Wide enough for the lines of code of the pages.
-    (SITE / "site.css").write_text(".md-grid { max-width: 78rem; }\n", encoding="utf-8")
+    # Wide enough for the lines of code of the pages; names of flags and arguments stay on one line.
+    css = ".md-grid { max-width: 78rem; }\n.md-typeset td:first-child code { white-space: nowrap; }\n"
+    (SITE / "site.css").write_text(css, encoding="utf-8")
     for page in SITE.rglob("*.md"):
         page.write_text(_with_links_of_the_site(page), encoding="utf-8")
 
@@ -96,7 +99,11 @@ def api_page(name: str) -> str:
                 "",
             ]
         else:
-            lines += [f"::: {home[entry]}.{entry}", ""]
+            lines += [
+                f"::: {home[entry]}.{entry}",
+                *(["    options:", "      members: false"] if name in HIDDEN else []),
+                "",
+            ]
     return "\n".join(lines)
 
 

@@ -79,7 +79,7 @@ class BackupWorkers(base.Aggregation):
         return {"spares": self._spares}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """See `Policy.take`. There may be fewer replicas than there were."""
+        """See `Policy.restore`. There may be fewer replicas than there were."""
         if self._auto is not None:
             self._spares = min(state["spares"], self._total - 1)
 

@@ -73,7 +73,7 @@ class Warmup(base.Policy):
         return {"begun": self._begun}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """See `Policy.take`."""
+        """See `Policy.restore`."""
         self.resume(state["begun"])
 
     @property
