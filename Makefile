@@ -69,7 +69,7 @@ format: venv-dev  ## format, and mend what can be mended by itself
 
 docs: python  ## build the site into site/, strictly (1 minute)
 	@$(PYTHON) .ci/venv.py docs
-	TF_CPP_MIN_LOG_LEVEL=3 $(BIN)/python .ci/site_pages.py
+	$(BIN)/python .ci/site_pages.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 release: python  ## build a release into dist/ and try it in empty environments (15 minutes); uploads nothing
