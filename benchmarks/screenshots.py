@@ -3,9 +3,9 @@
 
     make screenshots
 
-Two real trainings on an embedded cluster of four workers write the logs with `tfdist.callbacks.Telemetry` (`--logdir`
-reads those of an earlier run again): backup workers, with a slow worker and one that is killed; and stale gradients.
-The picture of 64 workers is of a simulated cluster, and says so itself.
+Three real trainings write the logs with `tfdist.callbacks.Telemetry` (`--logdir` reads those of an earlier run again):
+two workers without a policy, of which one reads slowly; four with backup workers, of which one is slow and one is
+killed; and stale gradients. The picture of 64 workers is of a simulated cluster, and says so itself.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ import browser  # noqa: E402
 import cluster_log  # noqa: E402
 
 _LOGDIR = flags.DEFINE_string("logdir", None, "directory of the logs; those that are there are not made again")
+_ONLY = flags.DEFINE_list("only", None, "names of the pictures; all by default")
 _OUTPUT = flags.DEFINE_string("output", str(ROOT / "docs/images"), "directory of the pictures")
 _MAX_BYTES = 250_000
 _SHOWN = "document.querySelector('main').dataset.state === 'ready'"
 _ADVISED = "!['computing', undefined].includes(document.querySelector('#advice').dataset.state)"
 # Name of the picture: training, theme, width, zooms, and which part of the page.
 _PICTURES = {
+    "tensorboard_synchronous": ("synchronous", False, 1280, 0, "main"),
     "tensorboard_backup_workers": ("backup_workers", False, 1280, 0, "main"),
     "tensorboard_gradients": ("backup_workers", False, 1280, 6, "section[data-mode]"),
     "tensorboard_staleness_dark": ("soft_sync", True, 1280, 0, "main"),
@@ -43,6 +45,10 @@ def _logs(logdir: pathlib.Path) -> None:
         if not (logdir / name).exists():
             program = ROOT / "benchmarks" / "recorded_training.py"
             subprocess.run([sys.executable, str(program), f"--policy={name}", f"--logdir={logdir / name}"], check=True)
+    if not (logdir / "synchronous").exists():
+        program = [str(ROOT / "benchmarks" / "recorded_training.py"), "--policy=synchronous", "--steps=450"]
+        launch = [sys.executable, "-m", "tfdist.cli", "launch", "local", "--num_workers=2"]
+        subprocess.run([*launch, *program, f"--logdir={logdir / 'synchronous'}"], check=True)
     if not (logdir / "simulated_64_workers").exists():
         cluster_log.write(logdir / "simulated_64_workers" / "policy" / "updates", 64, 20_000, spares=4, job="simulated")
 
@@ -57,7 +63,6 @@ def _choose(page: browser.Browser, training: str) -> None:
     page.wait_for(_SHOWN)
     page.wait_for(f"document.querySelector('#facts').textContent.length && {_ADVISED}", 300)
     if not training.startswith("simulated"):
-        # TensorBoard reads event files in the background.
         page.wait_for("document.querySelector('#bytes').dataset.series > 0", 60)
 
 
@@ -97,7 +102,7 @@ def main(argv: list[str]) -> None:
         logdir.mkdir(parents=True, exist_ok=True)
         _logs(logdir)
         with browser.tensorboard(logdir) as address:
-            for name in _PICTURES:
+            for name in _ONLY.value or _PICTURES:
                 path = _photograph(address, name)
                 size = path.stat().st_size
                 print(f"{path}: {size:,} bytes")

@@ -21,17 +21,18 @@ def write(
     job: str = "job",
     origin_secs: float = 1.7e9,
     is_finished: bool = True,
+    slow: float = 1.3,
 ) -> None:
     """Writes the log of a synchronous training with backup workers.
 
-    A gradient takes 0.1 s on average; the last worker takes 1.3 times as long, and each one stalls now and then. The
+    A gradient takes 0.1 s on average; the last worker takes `slow` times as long, and each one stalls now and then. The
     second worker is lost in the middle of the training for a hundred updates.
     """
     names = tuple(f"worker:{worker}" for worker in range(workers))
     policies = (f"BackupWorkers(spares={spares})",) if spares else ()
     header = Header(job, "chief:0", names, "ParameterServerStrategy", policies, origin_secs, simulated=True)
     store = Store.begin(str(directory), header, LocalFiles(), 2**62)
-    columns, gradients = _train(workers, updates, spares, np.random.default_rng(seed))
+    columns, gradients = _train(workers, updates, spares, np.random.default_rng(seed), slow)
     size = min(segments.MAX_UPDATES, segments.MAX_CONTRIBUTIONS // (workers + spares))
     offsets = columns.offsets
     for first in range(0, updates, size):
@@ -55,11 +56,13 @@ def _events(columns: Updates, rows: slice) -> Events:
     )
 
 
-def _train(workers: int, updates: int, spares: int, random: np.random.Generator) -> tuple[Updates, Contributions]:
+def _train(
+    workers: int, updates: int, spares: int, random: np.random.Generator, slow: float
+) -> tuple[Updates, Contributions]:
     needed = workers - spares
     secs = 0.05 + random.gamma(5.0, 0.01, (updates, workers))
     secs *= np.where(random.random((updates, workers)) < 0.01, random.uniform(3, 8, (updates, workers)), 1)
-    secs[:, -1] *= 1.3
+    secs[:, -1] *= slow
     half, now, is_away = updates // 2, 0.0, np.zeros(workers, bool)
     start, local, free = np.full(workers, np.nan), np.zeros(workers, np.int64), np.zeros(workers)
     times, waits, counts, rows = [], [], [], []

@@ -23,7 +23,7 @@ from training import OPTIMIZERS, X, Y, assert_close, dense_model
 import tfdist
 from tfdist import update_log
 from tfdist.telemetry import report as telemetry_report
-from tfdist.tensorboard_plugin import people
+from tfdist.tensorboard_plugin import lod, people
 from tfdist.watching import snapshot
 
 CALLBACKS = keras.callbacks
@@ -582,7 +582,7 @@ def timed_report(strategy: Any, directory: pathlib.Path, is_slow: str = "") -> t
     watched, found = snapshot.take(timeline, 3600.0), people.report_of(timeline)
     assert watched.in_words == found.in_words
     assert [row.name for row in watched.workers] == [
-        row["name"] for row in people.table(timeline, timeline.total(), found)
+        row["name"] for row in people.table(timeline, lod.Levels(timeline), found)
     ]
     return found
 

@@ -32,8 +32,8 @@ def documented() -> list[Tag]:
 
 
 def event_files(log_dir: pathlib.Path) -> list[pathlib.Path]:
-    """All event files below a directory."""
-    return sorted(log_dir.rglob("*tfevents*"))
+    """All event files of Telemetry below a directory, also those that TensorBoard doesn't list."""
+    return sorted(log_dir.rglob("*.tfdist"))
 
 
 def values(log_dir: pathlib.Path) -> Iterator[tuple[str, int, Any]]:
@@ -74,7 +74,7 @@ def expected(run: str, *features: str) -> set[tuple[str, str]]:
     """The tags that the documentation promises for a run, in a training with these features of the column "Written".
 
     Args:
-      run: "train", "validation", "policy", "worker" or "process".
+      run: "job", "train", "validation" or "process".
       *features: such as "decided"; a row with several needs all.
     """
     rows = [row for row in documented() if row.run == run]

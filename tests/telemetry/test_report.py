@@ -20,7 +20,7 @@ from tfdist.telemetry.histogram import Histogram
 from tfdist.telemetry.log_sink import LogSink
 from tfdist.telemetry.recorder import Recorder, Sums
 from tfdist.telemetry.report import Interval, Report, with_usage
-from tfdist.tensorboard_plugin import people
+from tfdist.tensorboard_plugin import lod, people
 from tfdist.update_log import Header, LogWriter, read_logs
 from tfdist.watching import snapshot
 
@@ -318,7 +318,7 @@ def test_report_watch_and_page_say_the_same_to_the_digit(tmp_path: pathlib.Path)
         assert repr(one) == repr(other) or _rounded(one) == _rounded(other), field
     assert report.in_words == of_log.in_words
     assert report.in_words.startswith("worker:1 is ") and report.in_words.endswith("50 % of its time is input")
-    page = people.table(timeline, timeline.total(), of_log)
+    page = people.table(timeline, lod.Levels(timeline), of_log)
     watched = snapshot.take(timeline, window_secs=3600.0)
     assert watched.in_words == report.in_words
     assert [row["name"] for row in page] == [row.name for row in watched.workers] == report.order
@@ -327,7 +327,7 @@ def test_report_watch_and_page_say_the_same_to_the_digit(tmp_path: pathlib.Path)
         assert (row["compute_p50"], row["compute_p95"]) == (step.p50, step.p95) == (other.p50_secs, other.p95_secs)
         assert row["input_p50"] == report.input_secs[row["name"]].p50 == other.input_secs
         assert row["is_slow"] == other.is_slow == (row["name"] == "worker:1")
-        assert row["delay_secs"] == pytest.approx(report.delay_secs[row["name"]], rel=1e-5)
+        assert row["cost_secs"] == pytest.approx(report.cost_secs[row["name"]], rel=1e-5)
 
 
 def _rounded(found: object) -> object:

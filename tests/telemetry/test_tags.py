@@ -95,14 +95,17 @@ def test_multi_worker_writes_each_tag_and_the_kernels_bytes(policy: str, tmp_pat
     features += [DECIDED, MEASURED] if policy == "none" else []
     features += ["Compression", "ParameterAveraging"] if policy == "ParameterAveraging" else []
     found = telemetry_files.tags(log_dir)
+    assert found.pop(".") == expected("job", *features)
     assert found.pop("train") == expected("train")
     assert found.pop("validation") == expected("validation")
-    of_worker = expected("worker", *features) | expected("process")
-    assert found.pop("workers/worker_00") == of_worker
-    assert found.pop("workers/worker_01") == of_worker
-    assert found.pop("policy", set()) == (expected("policy", *features) if DECIDED in features else set())
+    assert found.pop("workers/worker_00") == found.pop("workers/worker_01") == expected("process")
     assert not found
+    assert _runs_of_tensorboard(log_dir) == {".", "train", "validation"}
     _check_log(log_dir, gradients=STEPS, updates=STEPS)
+
+
+def _runs_of_tensorboard(log_dir: pathlib.Path) -> set[str]:
+    return {str(path.parent.relative_to(log_dir)) for path in log_dir.rglob("*tfevents*")}
 
 
 def _check_log(log_dir: pathlib.Path, *, gradients: int | None, updates: int) -> None:
@@ -154,12 +157,12 @@ def test_parameter_server_writes_each_tag_and_the_kernels_bytes(policy: str, tmp
     found = telemetry_files.tags(log_dir)
     assert found.pop("train") == expected("train")
     assert found.pop("validation") == expected("validation")
-    of_policy = expected("policy", DECIDED, TIMED, *features) | expected("process")
-    assert found.pop("policy") - {("tfdist/tasks/events", "text")} == of_policy - {("tfdist/tasks/events", "text")}
-    of_worker = expected("worker", DECIDED, TIMED) | expected("process")
-    assert found.pop("workers/worker_00") == found.pop("workers/worker_01") == of_worker
+    of_job = expected("job", DECIDED, TIMED, *features) | expected("process")
+    assert found.pop(".") - {("tfdist/tasks/events", "text")} == of_job - {("tfdist/tasks/events", "text")}
+    assert found.pop("workers/worker_00") == found.pop("workers/worker_01") == expected("process")
     assert found.pop("ps/ps_0") == expected("process")
     assert not found
+    assert _runs_of_tensorboard(log_dir) == {".", "train", "validation"}
     for told, counted in programs_json(tmp_path, "bytes.json").values():
         _assert_close_bytes(told, counted)
     each = STEPS if policy == "BackupWorkers" else None
@@ -178,7 +181,7 @@ def test_lost_worker_is_in_the_report_and_in_the_log(tmp_path: pathlib.Path) -> 
     assert losses == returns == restarts == {"worker:1": 1}
     kinds = read_logs(tmp_path / "again").events.event_kind.tolist()
     assert EventKind.LOST in kinds and EventKind.RETURNED in kinds
-    assert ("tfdist/tasks/events", "text") in telemetry_files.tags(tmp_path / "again")["policy"]
+    assert ("tfdist/tasks/events", "text") in telemetry_files.tags(tmp_path / "again")["."]
 
 
 def programs_json(folder: pathlib.Path, name: str) -> Any:

@@ -26,18 +26,20 @@ pytestmark = [
 HOSTILE = "<img src=x onerror=document.title='hit'>"
 # By run: bytes sent and received per second, at seconds 60, 120 and 180.
 BYTES = {
-    "policy": ([4e3, 5e3, 6e3], [1e3, 1e3, 2e3]),
+    "": ([4e3, 5e3, 6e3], [1e3, 1e3, 2e3]),
     "ps/ps_0": ([9e3, 8e3, 9e3], [7e3, 6e3, 5e3]),
     "workers/worker_00": ([2e3, 2e3, 2e3], [3e3, 3e3, 3e3]),
     "workers/worker_03": ([500.0, 0.0, 800.0], [100.0, 200.0, 300.0]),
 }
-NAMES = {"policy": "chief:0", "ps/ps_0": "ps:0", "workers/worker_00": "worker:0", "workers/worker_03": "worker:3"}
+NAMES = {"": "chief:0", "ps/ps_0": "ps:0", "workers/worker_00": "worker:0", "workers/worker_03": "worker:3"}
 ORIGIN = 1.7e9
+# Height of the time axis and the labels of events, above the lanes.
+AXIS = 38
 # Telemetry's own writer imports TensorFlow, which the tests of this file do without.
 _WRITE = """
 import json, sys, time
 from tfdist.runtime.usage import Usage
-from tfdist.telemetry import events, points
+from tfdist.telemetry import events, points, summaries
 directory, origin, found = sys.argv[1], float(sys.argv[2]), json.loads(sys.argv[3])
 writers = events.EventWriters(directory, warn=sys.exit)
 for run, (sent, received) in found.items():
@@ -48,6 +50,10 @@ for run, (sent, received) in found.items():
         moment = origin + 60 * (number + 1)
         events.time.time = lambda moment=moment: moment
         writers.add(run, 50 * number, lambda given=(last, now, 60.0): points.process(*given))
+for run in ("train", "validation"):
+    for number in (1, 2):
+        events.time.time = lambda: origin + 60 * number
+        writers.add(run, 50 * number, lambda value=1 / number: [summaries.scalar("logs/loss", value)])
 writers.close()
 """
 SHOWN = "document.querySelector('main').dataset.state === 'ready'"
@@ -128,16 +134,76 @@ def test_page_routes_and_log_have_the_same_numbers(page, server, logdir):
     assert page.value("document.querySelector('th[data-key=dropped]').getAttribute('aria-sort')") == "descending"
 
 
-def test_bytes_of_telemetry_are_equal_in_files_route_and_figure(page, server):
+def test_page_says_who_is_slow_and_shows_it_first(page):
+    words = page.value("document.querySelector('#in-words').textContent")
+    assert words.startswith("worker:3 is 1.") and words.endswith("of its gradients are dropped")
+    marked = page.value("[...document.querySelectorAll('#workers tbody tr')].map(r => r.className)")
+    assert marked == ["slow", "", "", ""]
+    # The lane of the slow worker is the first one.
+    x, y = place(page, "#lanes", 0.6, 0.0)
+    page.click(x, y + AXIS + 13)
+    assert details(page)["worker"] == "worker:3"
+
+
+def test_columns_have_one_unit_and_legends_no_empty_entry(page):
+    shown = page.value(
+        "[...document.querySelectorAll('#workers thead th')].filter(h => !h.hidden).map(h => h.textContent)"
+    )
+    assert shown == [
+        "Worker",
+        "Cost, s",
+        "Last in",
+        "Gradient, ms",
+        "95th percentile, ms",
+        "Accepted",
+        "Dropped",
+        "Lost",
+        "Waited for others, s",
+        "Held back, s",
+    ]
+    cells = page.value("[...document.querySelectorAll('td[data-key=compute_p50]')].map(e => e.textContent)")
+    assert all(re.fullmatch(r"[\d.]+", each) for each in cells)
+    legend = page.value(
+        "[...document.querySelectorAll('section .legend[aria-label=Legend] li')].map(e => e.textContent)"
+    )
+    # Neither input nor all-reduce was measured.
+    assert legend == [
+        "computing, accepted",
+        "computing, late and dropped",
+        "waiting for the other workers",
+        "held back before the next start",
+        "✕lost",
+    ]
+    assert page.value("document.querySelector('#staleness').hidden")
+
+
+def test_losses_are_drawn_with_the_events_of_the_training(page):
+    page.wait_for("document.querySelectorAll('#loss > svg path').length === 2")
+    names = page.value("[...document.querySelectorAll('#loss > svg path')].map(p => p.dataset.name)")
+    assert names == ["train", "validation"]
+    assert page.value("document.querySelectorAll('#loss > svg circle').length") == 4
+    # Two events, so near that one label fits.
+    assert page.value("document.querySelectorAll('#loss > svg .event').length") == 2
+    assert page.value("[...document.querySelectorAll('#speed svg .label')].map(e => e.textContent)") == ["lost"]
+
+
+def test_advice_has_an_axis_and_says_what_is_best(page):
+    page.wait_for("document.querySelector('#advice').dataset.state === 'ready'")
+    best = page.value("document.querySelector('#advice .words').textContent")
+    assert best == "Keep 4 workers and spares=1: no other number helps"
+    axis = page.value("[...document.querySelectorAll('.advice-axis span')].map(e => e.textContent)")
+    assert axis == ["\N{MINUS SIGN}50 %", "\N{MINUS SIGN}25 %", "as now", "+50 %", "+100 %"]
+
+
+def test_bytes_are_equal_in_files_route_and_figure(page, server):
     job = page.value("document.querySelector('#job').value")
-    # TensorBoard reads event files in the background; then the page takes them over by itself.
     page.wait_for(f"+document.querySelector('#bytes').dataset.series === {2 * len(BYTES)}")
-    with urllib.request.urlopen(f"{server}/data/plugin/tfdist/bytes?job={job}", timeout=60) as answer:
+    with urllib.request.urlopen(f"{server}/data/plugin/tfdist/scalars?job={job}", timeout=60) as answer:
         series = json.load(answer)["series"]
     times = [60.0, 120.0, 180.0]
     steps = [0, 50, 100]
     expected = {
-        (f"run1/{run}", direction): [list(row) for row in zip(times, steps, rates, strict=True)]
+        (run, direction): [list(row) for row in zip(times, steps, rates, strict=True)]
         for run, pair in BYTES.items()
         for direction, rates in zip(("sent", "received"), pair, strict=True)
     }
@@ -147,13 +213,20 @@ def test_bytes_of_telemetry_are_equal_in_files_route_and_figure(page, server):
         "p.getAttribute('d')]))"
     )
     legend = page.value("[...document.querySelectorAll('#bytes .legend li')].map(e => e.textContent)")
-    lines = {f"{NAMES[run.removeprefix('run1/')]} {direction}": rows for (run, direction), rows in expected.items()}
+    lines = {f"{NAMES[run]} {direction}": rows for (run, direction), rows in expected.items()}
     assert set(legend) == set(drawn) == set(lines)
     for name, rows in lines.items():
         places = re.findall(r"[ML]([\d.]+),([\d.]+)", drawn[name])
-        # The highest line is drawn at 1 / 1.05 of the height of 136 above the axis at 146.
-        values = [(146 - float(y)) / 136 * 1.05 * 9e3 for _, y in places]
+        # The highest line is drawn at 1 / 1.05 of the height of 124 above the axis at 146.
+        values = [(146 - float(y)) / 124 * 1.05 * 9e3 for _, y in places]
         assert values == pytest.approx([rate for *_, rate in rows], abs=10)
+    # A colour for each task by its kind, and a dash for each direction.
+    styles = page.value(
+        "Object.fromEntries([...document.querySelectorAll('#bytes > svg path')].map(p => [p.dataset.name, "
+        "p.getAttribute('class')]))"
+    )
+    assert styles["chief:0 sent"] == "line c6 sent" and styles["ps:0 received"] == "line c4 received"
+    assert styles["worker:3 sent"] == "line c2 sent"
     assert "mean since the point before" in page.value("document.querySelector('#bytes-note').textContent")
     # Between two points a line goes on.
     page.click(*place(page, "#zoom-in"))
@@ -173,7 +246,7 @@ def test_zoom_to_single_gradients_and_click_on_a_lane_show_the_log(page, server,
     assert high - low == pytest.approx((end - begin) / 32, rel=1e-6)
     assert page.value("document.querySelector('section[data-mode]').dataset.mode") == "gradients"
     x, y = place(page, "#lanes", 0.6, 0.0)
-    page.click(x, y + 26 + 26 * 3.5)
+    page.click(x, y + AXIS + 13)
     found = details(page)
     timeline = read_logs(logdir / "run1")
     made = np.repeat(timeline.updates.time, timeline.updates.count) + timeline.contributions.arrival
@@ -190,7 +263,7 @@ def test_zoom_to_single_gradients_and_click_on_a_lane_show_the_log(page, server,
     channel = header["channels"].index("accepted")
     assert arrays["cells"][channel, :, 3].sum() == (outcomes == Outcome.ACCEPTED).sum()
     # The pointer over a gradient: what it did, and for how long.
-    page.mouse("mouseMoved", x, y + 26 + 26 * 3.5)
+    page.mouse("mouseMoved", x, y + AXIS + 13)
     tip = page.value("document.querySelector('#tip').innerText")
     assert "worker:3 at" in tip
     assert "doing: " in tip
@@ -217,8 +290,8 @@ def test_wheel_drag_and_keys_zoom_and_pan(page):
     assert shown(page)[0] > closer[0]
     page.key("ArrowDown")
     page.key("ArrowDown")
-    assert details(page)["worker"] == "worker:1"
-    assert "worker: worker:1" in page.value("document.querySelector('[aria-live=polite]').textContent")
+    assert details(page)["worker"] == "worker:0"
+    assert "worker: worker:0" in page.value("document.querySelector('[aria-live=polite]').textContent")
     page.key("0")
     assert shown(page) == (begin, end)
 

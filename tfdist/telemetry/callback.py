@@ -31,9 +31,10 @@ class Telemetry(keras.callbacks.Callback):
 
         model.fit(dataset, epochs=5, callbacks=[tfdist.callbacks.Telemetry("logs/run1")])
 
-    There is one run directory per writer below `log_dir`: `train`, `validation` and `policy` of the chief,
-    `workers/worker_03` of each worker, and `ps/ps_0` of each parameter server. Points are at
-    `optimizer.iterations`. The update log (docs/update_log.md) is in `policy/updates`, or in `updates` of each worker.
+    TensorBoard lists three runs: `log_dir` itself has the values of the job, `train` and `validation` have the logs.
+    Points are at `optimizer.iterations`. Each worker is shown by the page and by `tfdist watch`. They read the update
+    log (docs/update_log.md) in `policy/updates`, or in `updates` of each worker, and the counters of processes in
+    `workers/worker_03` and `ps/ps_0`.
 
     On several workers, each needs the callback, and writes its own directory: `log_dir` is a shared path, one of an
     object store, or a path of each machine. All is written by threads, every few seconds; an error of the disk is one

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """TensorBoard's event files, one in each run directory, written by a thread.
 
+Files of single tasks have the same format under a name that TensorBoard doesn't list: the page and `tfdist watch` read
+them. So one training is few runs.
+
 `tf.summary` isn't used: its operations run in the caller's thread, and under parameter servers beside the cluster's. An
 event file is a TFRecord file of `Event` protos.
 """
@@ -18,11 +21,13 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.telemetry import scalar_files
+
 FLUSH_SECS = 2.0
 _CLOSE_SECS = 20.0
 # Points that wait for a disk that does not answer; beyond that the oldest are left out.
 _MOST_PENDING = 10_000
-_MARK = ".tfdist"
+_MARK = scalar_files.MARK
 # Runs that Keras' TensorBoard callback writes, too, if it has the same directory.
 _SHARED = ("train", "validation")
 
@@ -120,7 +125,8 @@ class EventWriters:
             self._failed(run, FileNotFoundError(f"{file.path} has vanished"))
             file = None
         if file is None:
-            file = self._files[run] = _EventFile(_join(self.directory, self._name(run)))
+            is_listed = scalar_files.task_of(run) is None
+            file = self._files[run] = _EventFile(_join(self.directory, self._name(run)), is_listed)
         return file
 
     def _name(self, run: str) -> str:
@@ -140,12 +146,14 @@ class _EventFile:
 
     Args:
       directory: its run directory, which is made if need be.
+      is_listed: True if TensorBoard is to list the run.
     """
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, is_listed: bool) -> None:
         tf.io.gfile.makedirs(directory)
         host = socket.gethostname()
-        name = f"events.out.tfevents.{int(time.time()):010d}.{host}.{os.getpid()}.{next(_numbers)}{_MARK}"
+        kind = "events.out.tfevents" if is_listed else "scalars"
+        name = f"{kind}.{int(time.time()):010d}.{host}.{os.getpid()}.{next(_numbers)}{_MARK}"
         self.path = _join(directory, name)
         self._writer = tf.io.TFRecordWriter(self.path)
         self.write(tf.compat.v1.Event(wall_time=time.time(), file_version="brain.Event:2"))

@@ -14,9 +14,10 @@ from tfdist.update_log import Files, LocalFiles
 class GFiles:
     """Files of an object store, where a file appears when it is complete. See `update_log.Files`."""
 
-    def read(self, path: str) -> bytes:
-        """Returns the content of a file."""
+    def read(self, path: str, offset: int = 0) -> bytes:
+        """Returns the content of a file from an offset on."""
         with _os_errors(), tf.io.gfile.GFile(path, "rb") as file:
+            file.seek(offset)
             return file.read()
 
     def write(self, path: str, data: bytes) -> None:

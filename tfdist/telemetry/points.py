@@ -1,44 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scalars and histograms of one point of the Telemetry callback, by run directory. docs/telemetry.md lists them."""
+"""Scalars and histograms of one point of the Telemetry callback. docs/telemetry.md lists them."""
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfdist.runtime.usage import Usage
 from tfdist.telemetry import summaries
-from tfdist.telemetry.histogram import Histogram
 from tfdist.telemetry.recorder import Sums, Times
 
-# Charts of the Custom Scalars tab: regular expressions of tags, which are the same in all runs.
+# Charts of the Custom Scalars tab: tags, which are the same in all runs.
 LAYOUT = {
     "tfdist: speed": {
-        "examples per second": ["tfdist/speed/examples_per_sec"],
+        "loss": ["tfdist/logs/loss"],
         "updates per second": ["tfdist/speed/updates_per_sec"],
+        "examples per second": ["tfdist/speed/examples_per_sec"],
     },
-    "tfdist: who is slow": {
-        "time of a gradient, median": ["tfdist/time/step_secs"],
-        "time of a gradient, 95th percentile": ["tfdist/time/step_secs_p95"],
-        "input, median": ["tfdist/time/input_secs"],
-        "computing, median": ["tfdist/time/compute_secs"],
-        "wait of an accepted gradient, median": ["tfdist/time/wait_secs"],
+    "tfdist: time": {
+        "a gradient: median, 95th percentile, slowest worker": ["tfdist/time/step_secs.*"],
+        "parts of a step, medians": [
+            f"tfdist/time/{part}_secs" for part in ("input", "compute", "rest", "wait", "held")
+        ],
         "all-reduce, mean": ["tfdist/time/reduce_secs"],
-        "held back before a gradient, mean": ["tfdist/time/held_secs"],
-        "dropped gradients per update": ["tfdist/gradients/dropped"],
     },
     "tfdist: policy": {
         "wait of an update": ["tfdist/wait/.*"],
         "mean staleness": ["tfdist/staleness/mean"],
         "gradients in an update": ["tfdist/policy/replicas_to_aggregate", "tfdist/policy/spares"],
-    },
-    "tfdist: machines": {
-        "bytes sent per second": ["tfdist/network/sent_bytes_per_sec"],
-        "bytes received per second": ["tfdist/network/received_bytes_per_sec"],
-        "CPUs in use": ["tfdist/process/cpus"],
-        "resident memory": ["tfdist/process/memory_bytes"],
+        "gradients per update": ["tfdist/gradients/.*"],
     },
 }
 
@@ -60,75 +51,73 @@ class Moment:
     counted: Sequence[int] = ()
 
 
-def speed(secs: float, updates: float, examples: float) -> list[Any]:
-    """Returns the values of the run `train`."""
-    if secs <= 0:
-        return []
-    values = [summaries.scalar("speed/updates_per_sec", updates / secs)]
-    return values + ([summaries.scalar("speed/examples_per_sec", examples / secs)] if examples else [])
-
-
-def policy(sums: Sums, times: Mapping[int, Times], settings: Mapping[str, float]) -> list[Any]:
-    """Returns the values of the run `policy`, for the updates of an interval."""
-    values = [summaries.scalar(f"policy/{name}", value) for name, value in settings.items()]
-    if not sums.updates:
-        return values
-    staleness = collections.Counter[int]()
-    for each in times.values():
-        staleness.update(each.staleness)
-    values += [
-        summaries.scalar("wait/per_update_secs", sums.wait_secs / sums.updates),
-        summaries.scalar("wait/first_to_last_secs", sums.spread_secs / sums.updates),
-        summaries.scalar("gradients/accepted", sum(sums.accepted) / sums.updates),
-        summaries.scalar("gradients/dropped", sum(sums.dropped) / sums.updates),
-        summaries.scalar("gradients/lost", sum(sums.lost) / sums.updates),
-        summaries.scalar("staleness/mean", sums.staleness / max(1, sum(sums.accepted))),
-    ]
-    if sums.reduce_secs:
-        values.append(summaries.scalar("time/reduce_secs", sums.reduce_secs / sums.updates))
-    return values + ([summaries.counts("staleness/gradients", staleness)] if staleness else [])
-
-
-def worker(replica: int, sums: Sums | None, times: Times | None, counted: float | None) -> list[Any]:
-    """Returns the values of a worker's run.
+def job(
+    secs: float,
+    updates: float,
+    examples: float,
+    sums: Sums | None,
+    times: Mapping[int, Times],
+    settings: Mapping[str, float],
+    counted: Sequence[float],
+) -> list[Any]:
+    """Returns the values of the job for an interval.
 
     Args:
-      replica: index of the worker.
-      sums: of the interval; None if no policy decides about gradients.
-      times: of its gradients in the interval, if there were any.
-      counted: bytes that it has sent for each update, where tfdist counts them.
+      secs: length of the interval.
+      updates: number of updates.
+      examples: number of examples in their gradients; 0 if it isn't known.
+      sums: of the recorder; None if no policy decides about gradients.
+      times: of the gradients of each worker that is known here.
+      settings: settings of the policy.
+      counted: bytes that each worker has sent for each update, where tfdist counts them.
     """
-    values = []
-    if sums is not None and sums.updates:
-        kinds = {"accepted": sums.accepted, "dropped": sums.dropped, "lost": sums.lost}
-        values += [summaries.scalar(f"gradients/{kind}", by[replica] / sums.updates) for kind, by in kinds.items()]
-    if counted is not None:
-        values.append(summaries.scalar("network/counted_bytes_per_update", counted))
-    if times is None or not times.step.count:
-        return values
-    values += [
-        summaries.scalar("time/step_secs", times.step.percentile(50)),
-        summaries.scalar("time/step_secs_p95", times.step.percentile(95)),
-        summaries.histogram("time/steps", times.step),
+    rates = {"updates": updates, "examples": examples}
+    values = [
+        summaries.scalar(f"speed/{name}_per_sec", count / secs)
+        for name, count in rates.items()
+        if secs > 0 and (count or name == "updates")
     ]
-    if times.input.count:
-        kinds = {"input": times.input, "compute": times.compute, "rest": times.rest}
+    values += [summaries.scalar(f"policy/{name}", value) for name, value in settings.items()]
+    if counted:
+        values.append(summaries.scalar("network/counted_bytes_per_update", sum(counted) / len(counted)))
+    is_decided = sums is not None and sums.updates > 0
+    if sums is not None and is_decided:
+        values += [
+            summaries.scalar("wait/per_update_secs", sums.wait_secs / sums.updates),
+            summaries.scalar("wait/first_to_last_secs", sums.spread_secs / sums.updates),
+            summaries.scalar("gradients/accepted", sum(sums.accepted) / sums.updates),
+            summaries.scalar("gradients/dropped", sum(sums.dropped) / sums.updates),
+            summaries.scalar("gradients/lost", sum(sums.lost) / sums.updates),
+            summaries.scalar("staleness/mean", sums.staleness / max(1, sum(sums.accepted))),
+        ]
+        if sums.reduce_secs:
+            values.append(summaries.scalar("time/reduce_secs", sums.reduce_secs / sums.updates))
+    return values + _times(times, is_decided)
+
+
+def _times(times: Mapping[int, Times], is_decided: bool) -> list[Any]:
+    """Returns the times of all workers' gradients together."""
+    whole = Times()
+    for each in times.values():
+        whole.merge(each)
+    if not whole.step.count:
+        return []
+    slowest = max(each.step.percentile(50) for each in times.values() if each.step.count)
+    values = [
+        summaries.scalar("time/step_secs", whole.step.percentile(50)),
+        summaries.scalar("time/step_secs_p95", whole.step.percentile(95)),
+        summaries.scalar("time/step_secs_slowest", slowest),
+        summaries.histogram("time/steps", whole.step),
+    ]
+    if whole.input.count:
+        kinds = {"input": whole.input, "compute": whole.compute, "rest": whole.rest}
         values += [summaries.scalar(f"time/{kind}_secs", found.percentile(50)) for kind, found in kinds.items()]
-    if sums is not None:
-        values += _of_policy(times)
-    return values
-
-
-def _of_policy(times: Times) -> list[Any]:
-    values = [summaries.scalar("time/held_secs", times.held.mean)]
-    kinds: dict[str, Histogram] = {"waits": times.wait, "holds": times.held}
-    values += [summaries.histogram(f"time/{name}", found) for name, found in kinds.items() if found.count]
-    if times.wait.count:
-        values.append(summaries.scalar("time/wait_secs", times.wait.percentile(50)))
-    if times.staleness:
-        mean = sum(value * count for value, count in times.staleness.items()) / times.staleness.total()
-        values.append(summaries.scalar("staleness/mean", mean))
-        values.append(summaries.counts("staleness/gradients", times.staleness))
+    if is_decided:
+        values.append(summaries.scalar("time/held_secs", whole.held.mean))
+        if whole.wait.count:
+            values.append(summaries.scalar("time/wait_secs", whole.wait.percentile(50)))
+        if whole.staleness:
+            values.append(summaries.counts("staleness/gradients", whole.staleness))
     return values
 
 
@@ -151,7 +140,7 @@ def process(last: Usage | None, now: Usage, secs: float) -> list[Any]:
 
 
 def run_of(task: str, num_workers: int) -> str | None:
-    """Returns the run directory of a task such as "worker:3"; None for the chief, whose run is `policy`."""
+    """Returns the directory of a task such as "worker:3"; None for the chief, whose values are those of the job."""
     job, _, index = task.partition(":")
     if job == "worker":
         return f"workers/worker_{int(index):0{max(2, len(str(num_workers - 1)))}d}"

@@ -35,7 +35,7 @@ class Session:
     Attributes:
       events: writes event files.
       sink: writes the update log.
-      is_chief: True if this process writes `train`, `validation` and `policy`.
+      is_chief: True if this process writes the values of the job.
     """
 
     def __init__(
@@ -110,16 +110,8 @@ class Session:
         self._iteration = iteration
         add, is_complete = self.events.add, self._recorder.is_complete
         if self.is_chief:
-            settings = self._settings()
-            add("train", iteration, lambda: points.speed(secs, updates, examples))
-            add("policy", iteration, lambda: points.policy(sums, times, settings))
-        of_policy = sums if is_complete or sums.updates else None
-        for replica in self._replicas:
-            found = times.get(replica)
-            bytes_sent = counted[replica] if replica < len(counted) else None
-            if found or of_policy or bytes_sent is not None:
-                given = replica, of_policy, found, bytes_sent
-                add(self._run_of(replica), iteration, lambda given=given: points.worker(*given))
+            settings, of_policy = self._settings(), sums if is_complete or sums.updates else None
+            add("", iteration, lambda: points.job(secs, updates, examples, of_policy, times, settings, counted))
         self._add_usage(iteration)
 
     def flush(self) -> None:
@@ -219,11 +211,7 @@ class Session:
     def _on_event(self, kind: EventKind, line: str) -> None:
         if self.is_chief:
             name = "policy/changes" if kind in (EventKind.POLICY_CHANGED, EventKind.PHASE_CHANGED) else "tasks/events"
-            self.events.add("policy", self._iteration, lambda: [summaries.text(name, line)])
-        elif kind == EventKind.RESTARTED:
-            # All else the chief tells, too.
-            run = self._run_of(self._replicas[0])
-            self.events.add(run, self._iteration, lambda: [summaries.text("tasks/events", line)])
+            self.events.add("", self._iteration, lambda: [summaries.text(name, line)])
 
     def _warn(self, line: str) -> None:
         """Warns of the disk, once for all writers."""
@@ -250,8 +238,8 @@ class Session:
                 found.update(distribution.usage())
             return points.process(last.get(name), found[name], now - last_at) if name in found else []
 
-        # A worker that trains itself has its own run; the chief of a cluster of servers has none, nor has one process.
-        runs = {task: self._run_of(self._replicas[0]) if distribution.replicas is not None else "policy"}
-        runs |= {name: points.run_of(name, self._num_workers) or "policy" for name in served}
+        # A worker that trains itself has its own file; the chief of a cluster of servers has none, nor has one process.
+        runs = {task: self._run_of(self._replicas[0]) if distribution.replicas is not None else ""}
+        runs |= {name: points.run_of(name, self._num_workers) or "" for name in served}
         for name, run in runs.items():
             self.events.add(run, iteration, lambda name=name: values(name))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimates whether one more spare, or one worker less, would pay: measured times, replayed under the policies.
+"""Estimates which number of spares, and of workers, would pay: measured times, replayed under the policies.
 
 Each replicate of a block bootstrap draws blocks of consecutive gradients of each worker, so that slow phases stay
 together, and simulates the current cluster and each alternative with the same times. The ratios of these pairs give
@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import re
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,8 @@ _BLOCK = 20
 _REPLICATES = 24
 # Simulated gradients in all; each takes a few microseconds.
 _GRADIENTS = 300_000
+# What changes the gradients per second by less is no change.
+_CHANGE = 0.02
 
 
 class Advisor:
@@ -76,16 +79,10 @@ def advise(timeline: Timeline, seed: int = 0) -> dict[str, Any]:
     if short or workers < 2:
         reason = f"not enough gradients of {', '.join(short[:3])}" if short else "there is one worker only"
         return {"state": "none", "reason": reason}
+    # Of workers that are equally fast, none is named: where intervals overlap there is no advice by name.
     slow = people.report_of(timeline).slow
-    cases: dict[str, tuple[list[int], int]] = {"now": (list(range(workers)), spares)}
-    if spares + 1 < workers:
-        cases["one more spare"] = (list(range(workers)), spares + 1)
-    if spares > 0:
-        cases["one spare less"] = (list(range(workers)), spares - 1)
-    # Of workers that are equally fast, none is named.
-    if slow is not None and spares < workers - 1:
-        rest = [worker for worker in range(workers) if timeline.workers[worker] != slow.names[0]]
-        cases[f"without {slow.names[0]}"] = (rest, spares)
+    cases = _cases(timeline.workers, spares, slow.names[0] if slow else None)
+    found = _bootstrap(times, _overhead(timeline), cases, np.random.default_rng(seed))
     return {
         "state": "ready",
         "spares": spares,
@@ -93,8 +90,52 @@ def advise(timeline: Timeline, seed: int = 0) -> dict[str, Any]:
         "updates": updates,
         "measured": _measured(timeline),
         "confidence": 0.9,
-        **_bootstrap(times, _overhead(timeline), cases, np.random.default_rng(seed)),
+        "best": _best(found["cases"], workers, spares),
+        **found,
     }
+
+
+def _cases(names: Sequence[str], spares: int, slow: str | None) -> dict[str, tuple[list[int], int]]:
+    """Returns by name the workers and the spares of each alternative; "now" is the first one."""
+    everybody = list(range(len(names)))
+    cases = {"now": (everybody, spares)}
+    cases |= {f"spares={each}": (everybody, each) for each in (spares + 1, spares - 1) if 0 <= each < len(names)}
+    if slow is not None:
+        rest = [worker for worker in everybody if names[worker] != slow]
+        # Those with as many gradients in an update first.
+        cases |= {
+            f"without {slow}, spares={each}": (rest, each) for each in (spares - 1, spares) if 0 <= each < len(rest)
+        }
+    return cases
+
+
+def _best(cases: Sequence[dict[str, Any]], workers: int, spares: int) -> str:
+    """Returns a line: what to change, and what comes of it."""
+
+    def as_now(interval: dict[str, float]) -> bool:
+        return abs(interval["middle"] - 1) <= 2 * _CHANGE
+
+    better = [case for case in cases if case["verdict"] == "helps"]
+    if better:
+        most = max(case["gradients"]["middle"] for case in better)
+        # Of those that are as good, the one with the fewest workers.
+        best = min(better, key=lambda case: (case["gradients"]["high"] < most, case["workers"]))
+    else:
+        # As fast with a worker less.
+        fewer = [case for case in cases if case["workers"] < workers and as_now(case["gradients"])]
+        best = max(fewer, key=lambda case: case["gradients"]["middle"], default=None)
+    if best is None:
+        return f"keep {_counted(workers, 'worker')} and spares={spares}: no other number helps"
+    rest = "" if best["spares"] == spares else f"set spares={best['spares']}"
+    leave = f"leave out {best['without']}" if best["without"] else ""
+    gain = 100 * (best["gradients"]["middle"] - 1)
+    speed = "same speed" if best["verdict"] != "helps" else f"{gain:.0f} % more gradients per second"
+    where = f" on {_counted(best['workers'], 'worker')}" if best["without"] else ""
+    return f"{' and '.join(filter(None, (leave, rest)))}: {speed}{where}"
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def _spares(timeline: Timeline) -> int | None:
@@ -116,7 +157,12 @@ def _spares(timeline: Timeline) -> int | None:
 
 def _times(timeline: Timeline) -> list[np.ndarray]:
     """Returns the seconds of the newest gradients of each worker, in order."""
-    rows = timeline.contributions[-_NEWEST * len(timeline.workers) :]
+    rows = timeline.contributions
+    # Where the all-reduce is measured, a worker begins at its end, with its update and its callbacks.
+    is_timed, opened = (
+        np.repeat(each, timeline.updates.count) for each in (timeline.updates.reduce > 0, timeline.updates.opened)
+    )
+    rows = rows.replace(start=np.where(is_timed, -opened, rows.start))[-_NEWEST * len(timeline.workers) :]
     rows = rows[rows.outcome != Outcome.LOST]
     order = np.argsort(rows.worker, kind="stable")
     limits = np.searchsorted(rows.worker[order], np.arange(len(timeline.workers) + 1))
@@ -133,8 +179,11 @@ def _overhead(timeline: Timeline) -> float:
 
 
 def _measured(timeline: Timeline) -> float:
-    begin, end = timeline.updates.time[0], timeline.updates.time[-1]
-    return float((len(timeline.updates) - 1) / (end - begin)) if end > begin else 0.0
+    """Returns the updates per second, without validations and checkpoints."""
+    (begin, end), events = timeline.updates.time[[0, -1]], timeline.events
+    inside = (events.event_time > begin) & (events.event_time < end)
+    secs = end - begin - events.event_secs[inside].sum()
+    return float((len(timeline.updates) - 1) / secs) if secs > 0 else 0.0
 
 
 def _bootstrap(
@@ -153,18 +202,28 @@ def _bootstrap(
     now = np.array(updates["now"])
     size = {name: len(chosen) - spares for name, (chosen, spares) in cases.items()}
     found = []
-    for name in list(cases)[1:]:
+    for name, (chosen, spares) in list(cases.items())[1:]:
         ratio = np.array(updates[name]) / now
-        gradients = ratio * size[name] / size["now"]
+        gradients = _interval(ratio * size[name] / size["now"])
         found.append(
             {
                 "name": name,
+                "workers": len(chosen),
+                "spares": spares,
+                "without": name.partition("without ")[2].partition(",")[0],
                 "gradients_per_update": size[name],
                 "updates": _interval(ratio),
-                "gradients": _interval(gradients),
+                "gradients": gradients,
+                "verdict": _verdict(gradients),
             }
         )
     return {"simulated": _interval(now), "gradients_per_update": size["now"], "cases": found}
+
+
+def _verdict(gradients: dict[str, float]) -> str:
+    if gradients["low"] > 1 + _CHANGE:
+        return "helps"
+    return "costs" if gradients["high"] < 1 - _CHANGE else "same"
 
 
 def _blocks(values: np.ndarray, count: int, random: np.random.Generator) -> list[float]:

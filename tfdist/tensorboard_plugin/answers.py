@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tfdist.tensorboard_plugin import lod
+from tfdist.tensorboard_plugin import lod, people
 from tfdist.tensorboard_plugin.jobs import Job
 from tfdist.update_log import Skipped
 
@@ -19,6 +19,7 @@ MAX_DETAIL = 5_000
 _MAX_BUCKETS = 2_000
 _MAX_CELLS = 600_000
 _MAX_SHOWN = 200
+_MAX_EVENTS = 1_000
 
 
 class BadRequestError(ValueError):
@@ -36,18 +37,20 @@ def jobs(all_jobs: Sequence[Job], skipped: Sequence[Skipped], logdir: str) -> di
 
 
 def workers(job: Job) -> dict[str, Any]:
-    """Returns the table of workers, the newest events, and how often each staleness was seen."""
-    events = job.timeline.events[-_MAX_SHOWN:]
+    """Returns the table of workers, their lanes, the newest events, and how often each staleness was seen."""
+    events = job.timeline.events[-_MAX_EVENTS:]
     rows = job.timeline.contributions
     staleness = np.bincount(rows.staleness[rows.outcome == 0])
     return {
         "rows": job.table,
+        "lanes": people.lanes(job.timeline, job.report),
         "in_words": job.report.in_words,
-        "reduce_p50": job.report.reduce_secs.p50,
+        # Sums of each channel over the whole training: what is zero needs no legend.
+        "sums": dict(zip(lod.CHANNELS, job.levels.sums.sum(axis=1).tolist(), strict=True)),
         "detail_updates": job.report.updates,
         "events": [
-            {"time": float(moment), "worker": int(worker), "kind": int(kind), "text": str(text)}
-            for moment, worker, kind, text in zip(*events.arrays().values(), strict=True)
+            {"time": float(moment), "worker": int(worker), "kind": int(kind), "text": str(text), "secs": float(secs)}
+            for moment, worker, kind, text, secs in zip(*events.arrays().values(), strict=True)
         ],
         "num_events": len(job.timeline.events),
         "staleness": {str(value): int(staleness[value]) for value in np.flatnonzero(staleness)[:_MAX_SHOWN]},

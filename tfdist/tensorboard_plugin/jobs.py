@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from tfdist.telemetry import report
-from tfdist.tensorboard_plugin import advice, lod, people
+from tfdist.telemetry.scalar_files import ScalarFiles
+from tfdist.tensorboard_plugin import advice, lod, people, scalars
 from tfdist.update_log import Files, LocalFiles, LogReader, Skipped, Timeline, run_directory
 from tfdist.update_log.reader import find_logs
 
@@ -49,7 +50,7 @@ class Job:
     @functools.cached_property
     def table(self) -> list[dict[str, Any]]:
         """Rows of the table of workers."""
-        return people.table(self.timeline, self.levels.total, self.report)
+        return people.table(self.timeline, self.levels, self.report)
 
     def summary(self) -> dict[str, Any]:
         """Returns the fields of a job in the list of jobs."""
@@ -70,6 +71,7 @@ class Job:
             "origin_secs": timeline.origin_secs,
             "begin": begin,
             "end": end,
+            "ended": timeline.ended,
         }
 
 
@@ -91,6 +93,7 @@ class Jobs:
         self._next_read = -1e9
         self._jobs: dict[str, Job] = {}
         self._skipped: tuple[Skipped, ...] = ()
+        self._scalars: dict[str, ScalarFiles] = {}
         self._looking: threading.Thread | None = None
         self._next_look = -1e9
         self.has_logs = False
@@ -120,6 +123,13 @@ class Jobs:
         if not self._jobs:
             self.all()
         return self._jobs.get(job_id)
+
+    def scalars(self, job: Job) -> dict[str, Any]:
+        """Returns the loss, and the bytes of the tasks, of a job."""
+        path = "/".join(filter(None, (self._directory.rstrip("/"), job.run)))
+        with self._lock:
+            found = self._scalars.setdefault(job.run, ScalarFiles(path, self._files)).read()
+            return scalars.of_job(found, job.timeline)
 
     def _read(self) -> None:
         reading = self._reader.read()

@@ -69,6 +69,11 @@ class Levels:
         self.total = summary.regroup(groups, np.zeros(min(1, len(groups)), np.int64))
         self._edges, self._cells, self._totals = _prefix_sums(groups, dropped, lost)
 
+    @property
+    def sums(self) -> np.ndarray:
+        """Sums of the whole timeline: [len(CHANNELS), workers]."""
+        return self._cells[:, -1]
+
     def window(self, begin: float, end: float, buckets: int) -> Buckets:
         """Adds up `buckets` equal parts of a window."""
         first, last = self.rows(begin, end)

@@ -9,13 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 import werkzeug
-from tensorboard import plugin_util
 from tensorboard.backend import http_util
 from tensorboard.compat import tf
 from tensorboard.plugins import base_plugin
 from werkzeug import wrappers
 
-from tfdist.tensorboard_plugin import answers, scalars
+from tfdist.tensorboard_plugin import answers
 from tfdist.tensorboard_plugin.jobs import Job, Jobs
 from tfdist.update_log import Files, LocalFiles
 
@@ -32,7 +31,6 @@ class TfdistPlugin(base_plugin.TBPlugin):
 
     def __init__(self, context: base_plugin.TBContext) -> None:
         self._logdir = context.logdir or ""
-        self._data_provider = context.data_provider
         self._jobs = Jobs(self._logdir, _files(self._logdir)) if self._logdir else None
 
     def is_active(self) -> bool:
@@ -51,7 +49,7 @@ class TfdistPlugin(base_plugin.TBPlugin):
             "/jobs": self._route(self._list),
             "/workers": self._route(lambda request: answers.workers(self._job(request))),
             "/window": self._route(self._window),
-            "/bytes": self._route(self._bytes),
+            "/scalars": self._route(lambda request: self._known().scalars(self._job(request))),
             "/advice": self._route(lambda request: self._job(request).advisor.answer()),
         }
 
@@ -93,11 +91,6 @@ class TfdistPlugin(base_plugin.TBPlugin):
         begin, end = (_number(request, name, float) for name in ("begin", "end"))
         return answers.window(job, begin, end, _number(request, "buckets", int))
 
-    def _bytes(self, request: wrappers.Request) -> dict[str, Any]:
-        job = self._job(request)
-        context, experiment = plugin_util.context(request.environ), plugin_util.experiment_id(request.environ)
-        return scalars.sent(self._data_provider, context, experiment, job)
-
 
 def _number(request: wrappers.Request, name: str, kind: Callable[[str], Any]) -> Any:
     try:
@@ -121,11 +114,11 @@ def _files(logdir: str) -> Files:
 class RemoteFiles:
     """Files that TensorBoard can read, in an object store, for instance."""
 
-    def read(self, path: str) -> bytes:
-        """Returns the content of a file."""
+    def read(self, path: str, offset: int = 0) -> bytes:
+        """Returns the content of a file from an offset on."""
         try:
             with tf.io.gfile.GFile(path, "rb") as file:
-                return file.read()
+                return file.read()[offset:]
         except tf.errors.OpError as error:
             raise FileNotFoundError(str(error)) from error
 

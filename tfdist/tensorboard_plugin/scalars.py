@@ -1,60 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes per second that tasks have sent and received, from the scalars of `tfdist.callbacks.Telemetry`."""
+"""Loss, and bytes per second of each task, from the files of `tfdist.callbacks.Telemetry`."""
 
 from __future__ import annotations
 
-import re
+from collections.abc import Sequence
 from typing import Any
 
-from tensorboard.data import provider
+from tfdist.telemetry import scalar_files
+from tfdist.telemetry.scalar_files import Point, Scalars
+from tfdist.update_log import Timeline
 
-from tfdist.tensorboard_plugin.jobs import Job
-
-# Scalars of the process of a task; docs/telemetry.md has the list of tags.
-TAGS = {"tfdist/network/sent_bytes_per_sec": "sent", "tfdist/network/received_bytes_per_sec": "received"}
-_TASK_RUN = re.compile(r"workers/worker_(\d+)|ps/ps_(\d+)|policy")
+DIRECTIONS = {scalar_files.SENT: "sent", scalar_files.RECEIVED: "received"}
+_RUNS = {"train": "train", "tfdist_train": "train", "validation": "validation", "tfdist_validation": "validation"}
 _POINTS = 1000
 _MAX_SERIES = 500
 # Telemetry writes a point every 5 s: the last one of a training may be later than its last update.
 _LATE_SECS = 10.0
 
 
-def sent(data_provider: Any, context: Any, experiment: str, job: Job) -> dict[str, Any]:
-    """Returns the series of the tasks of a job: points of time after the job's origin, step and bytes per second."""
-    if data_provider is None:
-        return {"series": []}
-    listed = data_provider.list_scalars(context, experiment_id=experiment, plugin_name="scalars")
-    tasks = {run: task for run in listed if (task := _task(run, job)) and TAGS.keys() & listed[run].keys()}
-    if not tasks:
-        return {"series": []}
-    chosen = provider.RunTagFilter(runs=list(tasks), tags=list(TAGS))
-    found = data_provider.read_scalars(
-        context, experiment_id=experiment, plugin_name="scalars", downsample=_POINTS, run_tag_filter=chosen
-    )
-    series = []
-    for run in sorted(found):
-        for tag in sorted(found[run], reverse=True):
-            points = _points(found[run][tag], job)
-            if points:
-                series.append({"run": run, "direction": TAGS[tag], "name": tasks[run], "points": points})
-    return {"series": series[:_MAX_SERIES]}
+def of_job(found: Scalars, timeline: Timeline) -> dict[str, Any]:
+    """Returns the series of a job: points of time after the job's origin, step and value.
+
+    Args:
+      found: the scalars in the job's run directory.
+      timeline: the job.
+    """
+    series, losses = [], []
+    for folder in sorted(found):
+        for tag in sorted(found[folder], reverse=True):
+            points = _points(found[folder][tag], timeline)
+            if points and tag in DIRECTIONS:
+                # The run itself has the process of the chief, or the only one.
+                name = scalar_files.task_of(folder) or timeline.header.writer
+                series.append({"run": folder, "direction": DIRECTIONS[tag], "name": name, "points": points})
+            elif points and folder in _RUNS:
+                losses.append({"name": _RUNS[folder], "points": points})
+    return {"series": series[:_MAX_SERIES], "losses": losses}
 
 
-def _task(run: str, job: Job) -> str | None:
-    """Returns the task whose process a run of TensorBoard is about; None if it is of no task of the job."""
-    prefix = f"{job.run}/" if job.run else ""
-    match = _TASK_RUN.fullmatch(run.removeprefix(prefix)) if run.startswith(prefix) else None
-    if match is None:
-        return None
-    worker, server = match.groups()
-    if worker is not None:
-        return f"worker:{int(worker)}"
-    return f"ps:{int(server)}" if server is not None else job.timeline.header.writer
-
-
-def _points(data: Any, job: Job) -> list[list[float]]:
-    begin, end = job.timeline.span
-    origin = job.timeline.origin_secs
-    rows = [[datum.wall_time - origin, datum.step, float(datum.value)] for datum in data]
+def _points(points: Sequence[Point], timeline: Timeline) -> list[list[float]]:
+    begin, end = timeline.span
+    events = timeline.events
+    end = max([end, *(events.event_time + events.event_secs).tolist()]) + _LATE_SECS
+    rows = [[each.wall_time - timeline.origin_secs, each.step, each.value] for each in points]
     # Several trainings may have written to one directory.
-    return [row for row in rows if begin <= row[0] <= end + _LATE_SECS]
+    rows = [row for row in rows if begin <= row[0] <= end]
+    return rows[:: -(-len(rows) // _POINTS)] if rows else []

@@ -16,8 +16,8 @@ class Files(Protocol):
     Paths are strings whose parts are joined by "/". Errors are `OSError`.
     """
 
-    def read(self, path: str) -> bytes:
-        """Returns the content of a file."""
+    def read(self, path: str, offset: int = 0) -> bytes:
+        """Returns the content of a file from an offset on."""
         ...
 
     def write(self, path: str, data: bytes) -> None:
@@ -40,9 +40,11 @@ class Files(Protocol):
 class LocalFiles:
     """Files of a local disk. Links to directories are not followed, so that nothing outside is read."""
 
-    def read(self, path: str) -> bytes:
-        """Returns the content of a file."""
-        return pathlib.Path(path).read_bytes()
+    def read(self, path: str, offset: int = 0) -> bytes:
+        """Returns the content of a file from an offset on."""
+        with pathlib.Path(path).open("rb") as file:
+            file.seek(offset)
+            return file.read()
 
     def write(self, path: str, data: bytes) -> None:
         """Writes a file under another name and renames it."""

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from absl import flags
 
 from tfdist.launchers.requests import LaunchError, ToolError
-from tfdist.update_log import LogReader, Reading, run_directory
+from tfdist.telemetry.scalar_files import SENT, ScalarFiles, task_of
+from tfdist.update_log import LocalFiles, LogReader, Reading, run_directory
 from tfdist.watching import arguments as command_arguments
 from tfdist.watching import runs, snapshot
-from tfdist.watching.sent_bytes import SentBytes
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -101,8 +101,8 @@ class _Watched:
         self._reading = Reading((), ())
         self._name = ""
         self._snapshot: snapshot.Snapshot | None = None
-        self._path: pathlib.Path | None = None
-        self._sent = SentBytes(pathlib.Path())
+        self._path = ""
+        self._scalars: ScalarFiles | None = None
 
     def read(self) -> None:
         """Reads what is new.
@@ -117,9 +117,9 @@ class _Watched:
         if jobs:
             self._name = runs.name_of(jobs[-1], self.directory)
             self._snapshot = snapshot.take(jobs[-1], self._window_secs)
-            path = pathlib.Path(self.directory, run_directory(jobs[-1]))
+            path = str(pathlib.Path(self.directory, run_directory(jobs[-1])))
             if path != self._path:
-                self._path, self._sent = path, SentBytes(path)
+                self._path, self._scalars = path, ScalarFiles(path, LocalFiles(), frozenset((SENT,)))
 
     @property
     def is_found(self) -> bool:
@@ -139,6 +139,13 @@ class _Watched:
             return f"there is no update log {where}"
         return f"there is no update log of the run {self._run!r} {where}; there are: {', '.join(self.names) or 'none'}"
 
+    def _sent(self) -> dict[str, float]:
+        """Returns the bytes that each task sends per second, where Telemetry has written them."""
+        found = self._scalars.read() if self._scalars else {}
+        return {
+            task: tags[SENT][-1].value for folder, tags in found.items() if SENT in tags and (task := task_of(folder))
+        }
+
     def draw(self, console: Console, height: int | None, now: float, problems: Sequence[str] = ()) -> RenderableType:
         """Returns the screen."""
         from tfdist.watching import screen
@@ -151,7 +158,7 @@ class _Watched:
             run=self._name,
             other_runs=len(set(self.names) - {self._name}),
             is_unicode=console.encoding.lower().startswith("utf"),
-            bytes_sent=self._sent.read() if self._path else {},
+            bytes_sent=self._sent(),
             problems=(*problems, *skipped),
         )
         if self._snapshot is None:

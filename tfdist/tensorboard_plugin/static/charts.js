@@ -1,88 +1,110 @@
 // SPDX-License-Identifier: Apache-2.0
-// Charts over the same window of time: updates, examples and waiting per second, and bytes per second by task.
+// Charts over the same window of time: updates per second, loss, and bytes per second by task.
 
 import {getJson} from './api.js';
 import {element, empty, bytes, digits, secs, short, ticks, timeTicks, tickSecs} from './format.js';
+import {labels} from './timeline_texts.js';
 
 const NS = 'http://www.w3.org/2000/svg';
-const HEIGHT = 170, LEFT = 62, RIGHT = 10, TOP = 10, BOTTOM = 24;
-const MOST_LINES = 8;
+const HEIGHT = 170, LEFT = 62, RIGHT = 10, TOP = 22, BOTTOM = 24;
+const MOST_TASKS = 4;
+const VALIDATION = 6;
 
 export class Charts {
   constructor(timeWindow) {
     this.window = timeWindow;
-    this.data = null;
-    this.series = [];
-    this.job = null;
     this.speed = chart('speed', 'Updates per second');
-    this.examples = chart('examples', 'Examples per second');
+    this.loss = chart('loss', 'Loss');
     this.bytes = chart('bytes', 'Bytes per second');
-    this.root = element('section', {'aria-label': 'Throughput and bytes', class: 'charts'},
-      [this.speed.root, this.examples.root, this.bytes.root]);
+    this.root = element('section', {'aria-label': 'Throughput, loss and bytes', class: 'charts'},
+      [this.speed.root, this.loss.root, this.bytes.root]);
+    this.clear();
+  }
+
+  clear() {
+    this.data = null;
+    this.events = [];
+    this.losses = [];
+    this.tasks = [];
   }
 
   setJob(job, isOther) {
     this.job = job;
-    if (isOther) { this.data = null; this.series = []; }
+    if (isOther) this.clear();
   }
 
   setWindow(data) { this.data = data; }
 
-  async loadBytes(job) {
-    const {series} = await getJson('bytes', {job: job.id});
+  // Events of all workers, and losses of some: the rates show them.
+  setEvents(events) {
+    this.events = events;
+    this.draw();
+  }
+
+  async loadScalars(job) {
+    const {series, losses} = await getJson('scalars', {job: job.id});
     if (this.job.id !== job.id) return;
-    // The lines that are highest; a figure with more can't be read.
-    const size = each => Math.max(...each.points.map(point => Math.abs(point[2])), 0);
-    this.all = series.length;
-    this.series = series.sort((one, other) => size(other) - size(one)).slice(0, MOST_LINES);
+    this.losses = losses;
+    this.lines = series.length;
+    // The tasks whose lines are highest; a figure with more can't be read. Their order and colours are those of their names.
+    const size = new Map();
+    for (const each of series) size.set(each.name, Math.max(size.get(each.name) || 0, ...each.points.map(point => Math.abs(point[2]))));
+    const largest = [...size.keys()].sort((one, other) => size.get(other) - size.get(one)).slice(0, MOST_TASKS);
+    this.tasks = series.filter(each => largest.includes(each.name))
+      .sort((one, other) => one.name.localeCompare(other.name, 'en', {numeric: true}) || (one.direction < other.direction ? 1 : -1));
     this.draw();
   }
 
   draw() {
     if (!this.job) return;
-    const {begin, end, low} = this.window;
-    if (this.data) {
-      this.line(this.speed, 'updates', 'updates/s');
-      this.line(this.examples, 'examples', 'examples/s');
-      this.examples.root.hidden = !this.data.totals.some((value, i) => value > 0 && Math.floor(i / this.data.buckets) === 1);
-    }
-    this.bytes.svg.toggleAttribute('hidden', !this.series.length);
-    lines(this.bytes, this.series.map(each => ({
-      name: `${each.name} ${each.direction}`, points: each.points.map(point => [point[0], point[2]]),
-    })), {begin, end, low, format: bytes, named: true});
-    const mean = 'each point is the mean since the point before';
-    this.bytes.note.textContent = !this.series.length ? 'Telemetry has written no bytes for this run.'
-      : this.all > this.series.length ? `the ${this.series.length} largest of ${this.all} lines; ${mean}` : mean;
-    this.bytes.root.dataset.series = this.series.length;
+    const view = {...this.window, begin: this.window.begin, end: this.window.end, low: this.window.low, events: this.events};
+    if (this.data) this.drawSpeed(view);
+    this.loss.root.hidden = !this.losses.length;
+    const losses = this.losses.map((each, i) => ({...each, style: `c${i} ${each.name}`, marked: true, points: each.points.map(point => [point[0], point[2]])}));
+    lines(this.loss, losses, {...view, format: digits, named: true, fits: true});
+    this.bytes.root.hidden = !this.tasks.length;
+    const colour = colours(this.tasks);
+    lines(this.bytes, this.tasks.map(each => ({
+      name: `${each.name} ${each.direction}`, style: `${colour(each.name)} ${each.direction}`, points: each.points.map(point => [point[0], point[2]]),
+    })), {...view, format: bytes, named: true});
+    this.bytes.note.textContent = (this.lines > this.tasks.length ? `the ${this.tasks.length} largest of ${this.lines} lines; ` : '') +
+      'each point is the mean since the point before';
+    this.bytes.root.dataset.series = this.tasks.length;
   }
 
-  line(target, name, unit) {
-    const {data} = this, {begin, end, low} = this.window;
-    const row = data.update_channels.indexOf(name) * data.buckets;
-    const wait = data.update_channels.indexOf('update_wait_secs') * data.buckets;
-    const updates = data.update_channels.indexOf('updates') * data.buckets;
+  drawSpeed(view) {
+    const {data} = this;
+    const sum = (name, first = 0, last = data.buckets) => {
+      const row = data.update_channels.indexOf(name) * data.buckets;
+      return data.totals.subarray(row + first, row + last).reduce((one, other) => one + other, 0);
+    };
+    const updates = sum('updates'), length = data.end - data.begin;
     // Buckets with less than some updates each would show their rhythm and not their rate.
-    let total = 0, waited = 0, all = 0;
-    for (let i = 0; i < data.buckets; i++) {
-      total += data.totals[row + i];
-      all += data.totals[updates + i];
-      waited += data.totals[wait + i];
-    }
-    const joined = Math.max(3, Math.min(data.buckets, Math.ceil(data.buckets / Math.max(1, all / 8))));
+    const joined = Math.max(3, Math.min(data.buckets, Math.ceil(data.buckets / Math.max(1, updates / 8))));
     const points = [];
     for (let i = 0; i < data.buckets; i += joined) {
       const last = Math.min(data.buckets, i + joined);
-      let sum = 0;
-      for (let each = i; each < last; each++) sum += data.totals[row + each];
-      const rate = sum / ((last - i) * data.secs);
+      const rate = sum('updates', i, last) / ((last - i) * data.secs);
       points.push([data.begin + i * data.secs, rate], [data.begin + last * data.secs, rate]);
     }
-    lines(target, [{name, points}], {begin, end, low, format: digits});
-    const length = data.end - data.begin;
-    target.note.textContent = `${digits(total / length)} ${unit} in this window` +
-      (name === 'updates' && all > 0 ? `; an update waited ${secs(waited / all)} for gradients` : '');
-    target.root.dataset.total = total;
+    lines(this.speed, [{name: 'updates', style: 'c0', points}], {...view, format: digits});
+    const examples = sum('examples');
+    this.speed.note.textContent = [
+      `${digits(updates / length)} updates/s`, examples > 0 ? `${digits(examples / length)} examples/s` : '',
+      updates > 0 ? `each update waited ${secs(sum('update_wait_secs') / updates)} for its last gradient` : '',
+    ].filter(Boolean).join(', ') + ' in this window';
+    this.speed.root.dataset.total = updates;
   }
+}
+
+// A colour for each task by its kind, and by its place among those of its kind.
+function colours(series) {
+  const kinds = {chief: ['c6'], ps: ['c4', 'c1'], worker: ['c0', 'c2', 'c3', 'c5']};
+  const names = [...new Set(series.map(each => each.name))];
+  return name => {
+    const kind = name.split(':')[0], given = kinds[kind] || kinds.worker;
+    return given[names.filter(each => each.startsWith(`${kind}:`)).indexOf(name) % given.length];
+  };
 }
 
 function chart(id, title) {
@@ -94,15 +116,28 @@ function chart(id, title) {
   return {svg, note, names, root: element('figure', {id}, [element('h2', {text: title}), svg, names, note])};
 }
 
-function lines(target, series, {begin, end, low, format, named}) {
+// `fits`: the axis begins at the least value, not at 0.
+function lines(target, series, {begin, end, low, events, format, named, fits}) {
   const {svg} = target, WIDTH = svg.parentElement.clientWidth || 500;
   empty(svg);
   empty(target.names);
   const place = time => LEFT + (time - begin) / (end - begin) * (WIDTH - LEFT - RIGHT);
   const shown = series.map(each => ({...each, points: inside(each.points, begin - 1e-6, end + 1e-6)}));
-  const most = Math.max(...shown.flatMap(each => each.points.map(point => point[1])), 0) * 1.05 || 1;
-  const height = value => HEIGHT - BOTTOM - value / most * (HEIGHT - TOP - BOTTOM);
-  for (const value of ticks(0, most, 4).values) {
+  const values = shown.flatMap(each => each.points.map(point => point[1]));
+  const top = Math.max(...values, fits ? -Infinity : 0), bottom = fits ? Math.min(...values) : 0;
+  const room = fits ? 0.08 * (top - bottom) || 0.05 * Math.abs(top) || 1 : 0.05 * top;
+  const most = values.length ? top + room || 1 : 1, least = values.length && fits ? bottom - room : 0;
+  const height = value => HEIGHT - BOTTOM - (value - least) / (most - least) * (HEIGHT - TOP - BOTTOM);
+  for (const event of events.filter(each => each.worker < 0 || each.kind < VALIDATION)) {
+    const left = Math.max(LEFT, place(event.time)), right = Math.min(WIDTH - RIGHT, place(event.time + event.secs));
+    if (right < LEFT || left > WIDTH - RIGHT) continue;
+    drawn(svg, 'rect', {class: `event kind${event.kind}`, x: left, width: Math.max(1, right - left), y: TOP - 4, height: HEIGHT - BOTTOM - TOP + 4});
+  }
+  const near = events.filter(event => event.time + event.secs >= begin && event.time <= end);
+  labels(near, place, WIDTH - RIGHT, text => 6 * text.length, (text, x) => {
+    drawn(svg, 'text', {x, y: TOP - 9, 'text-anchor': 'middle', class: 'label'}).textContent = text;
+  });
+  for (const value of ticks(least, most, 4).values) {
     drawn(svg, 'line', {class: 'grid', x1: LEFT, x2: WIDTH - RIGHT, y1: height(value), y2: height(value)});
     drawn(svg, 'text', {x: LEFT - 6, y: height(value) + 4, 'text-anchor': 'end'}).textContent = format(value);
   }
@@ -111,16 +146,19 @@ function lines(target, series, {begin, end, low, format, named}) {
     const x = place(low + value);
     drawn(svg, 'text', {x, y: HEIGHT - 6, 'text-anchor': x > WIDTH - 40 ? 'end' : 'middle'}).textContent = tickSecs(value, axis.step);
   }
-  shown.forEach((each, i) => {
+  for (const each of shown) {
     const path = each.points.map((point, k) => `${k ? 'L' : 'M'}${place(point[0]).toFixed(1)},${height(point[1]).toFixed(1)}`);
-    drawn(svg, 'path', {class: `line line${i % MOST_LINES}`, d: path.join(''), 'data-name': each.name});
+    drawn(svg, 'path', {class: `line ${each.style}`, d: path.join(''), 'data-name': each.name});
+    for (const point of each.marked && each.points.length < 60 ? each.points : []) {
+      drawn(svg, 'circle', {class: each.style, cx: place(point[0]), cy: height(point[1]), r: 2.5});
+    }
     if (named) {
       const sample = document.createElementNS(NS, 'svg');
       sample.setAttribute('class', 'sample');
-      drawn(sample, 'path', {class: `line line${i % MOST_LINES}`, d: 'M0,5L28,5'});
+      drawn(sample, 'path', {class: `line ${each.style}`, d: 'M0,5L28,5'});
       target.names.append(element('li', {}, [sample, element('span', {text: short(each.name, 60)})]));
     }
-  });
+  }
 }
 
 // The points of a line between two times; where it enters and leaves, a point between its neighbours.

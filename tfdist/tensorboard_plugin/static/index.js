@@ -11,6 +11,8 @@ import {WorkerTable} from './worker_table.js';
 import {Advice} from './advice.js';
 
 const RELOAD_MS = 10000;
+// Logs are written every 5 s.
+const RUNNING_SECS = 60;
 
 export async function render() {
   const sheet = element('link', {rel: 'stylesheet', href: './page.css'});
@@ -25,6 +27,13 @@ export async function render() {
   setInterval(() => { if (!document.hidden && page.root.offsetParent !== null) page.reload(); }, RELOAD_MS);
 }
 
+// How the training has ended; else since when it makes no updates.
+function state(job) {
+  if (job.simulated || job.ended) return short(job.ended || '', 80);
+  const silent = Date.now() / 1000 - job.origin_secs - job.end;
+  return silent < RUNNING_SECS ? 'running' : `last update at ${wallTime(job.origin_secs + job.end)}`;
+}
+
 class Page {
   constructor() {
     this.jobs = [];
@@ -33,6 +42,7 @@ class Page {
     this.select = element('select', {id: 'job', 'aria-label': 'Training'});
     this.select.addEventListener('change', () => this.show(this.jobs.find(job => job.id === this.select.value)));
     this.facts = element('p', {class: 'facts', id: 'facts'});
+    this.words = element('p', {class: 'words', id: 'in-words'});
     this.message = element('div', {class: 'message', id: 'message', role: 'status', hidden: ''});
     this.notes = element('details', {class: 'notes', id: 'notes', hidden: ''});
     this.timeline = new Timeline(this.window);
@@ -44,7 +54,7 @@ class Page {
     ]);
     this.root = element('main', {class: 'tfdist'}, [
       element('header', {}, [element('label', {for: 'job', text: 'Training'}), this.select, this.facts]),
-      this.message, this.content, this.notes,
+      this.words, this.message, this.content, this.notes,
     ]);
     this.root.dataset.state = 'loading';
     new ResizeObserver(() => this.redraw()).observe(this.root);
@@ -96,7 +106,7 @@ class Page {
     this.job = job;
     this.select.value = job.id;
     this.facts.textContent = [
-      short(job.strategy, 60), `${count(job.updates, 'update')} in ${secs(job.end - job.begin)}`,
+      short(job.strategy, 60), `${count(job.updates, 'update')} in ${secs(job.end - job.begin)}`, state(job),
       job.policies.length ? `policies: ${short(job.policies.join(', '), 200)}` : 'no policies',
       job.simulated ? 'simulated' : '',
       job.aggregated_updates ? `the oldest ${count(job.aggregated_updates, 'update')} in sums` : '',
@@ -110,11 +120,12 @@ class Page {
     this.message.hidden = true;
     if (!isOther && !grew) {
       // TensorBoard may have read event files later than the log.
-      await this.charts.loadBytes(job).catch(error => this.say(`The page can't read its data: ${error.message}`));
+      await this.charts.loadScalars(job).catch(error => this.say(`The page can't read its data: ${error.message}`));
       return;
     }
     if (isOther) {
       this.root.dataset.state = 'loading';
+      this.words.textContent = '';
       this.table.clear();
       this.advice.clear();
     }
@@ -124,10 +135,13 @@ class Page {
     this.window.setLimits(job.begin, job.end, isOther);
     const rows = getJson('workers', {job: job.id}).then(workers => {
       if (this.job.id !== job.id) return;
+      this.words.textContent = workers.in_words;
+      this.words.classList.toggle('slow', workers.rows.some(row => row.is_slow));
       this.table.show(job, workers);
       this.timeline.setWorkers(workers);
+      this.charts.setEvents(workers.events);
     });
-    await Promise.all([this.changed(), rows, this.charts.loadBytes(job)]).then(
+    await Promise.all([this.changed(), rows, this.charts.loadScalars(job)]).then(
       () => { if (this.job.id === job.id) this.root.dataset.state = 'ready'; }, error => this.say(`The page can't read its data: ${error.message}`));
     if (this.job.id === job.id) this.advice.load(job);
   }

@@ -13,7 +13,7 @@ const STACK = [
 let picture = null;
 
 // Draws pixel by pixel: tens of thousands of bars as paths would take longer than a frame.
-export function drawBuckets(pen, data, place, laneHeight, top, scale, chosen) {
+export function drawBuckets(pen, data, place, lanes, laneHeight, top, scale, chosen) {
   const step = data.buckets * data.workers, palette = colours();
   const channel = Object.fromEntries(data.channels.map((name, i) => [name, i * step]));
   const left = Math.round(place.left * scale), width = Math.round(place.width * scale);
@@ -22,7 +22,8 @@ export function drawBuckets(pen, data, place, laneHeight, top, scale, chosen) {
   const pixels = new Uint32Array(picture.data.buffer).fill(0);
   const inks = STACK.map(([name]) => [packed(palette[name]), packed(palette.pattern), MARKS[name]]);
   for (let worker = 0; worker < data.workers; worker++) {
-    const first = Math.round(worker * laneHeight * scale), last = Math.round(((worker + 1) * laneHeight - 1) * scale);
+    const lane = lanes[worker];
+    const first = Math.round(lane * laneHeight * scale), last = Math.round(((lane + 1) * laneHeight - 1) * scale);
     pixels.fill(packed(worker === chosen ? palette.line : palette.lane), first * width, last * width);
     for (let bucket = 0; bucket < data.buckets; bucket++) {
       const cell = bucket * data.workers + worker;
@@ -47,7 +48,7 @@ export function drawBuckets(pen, data, place, laneHeight, top, scale, chosen) {
     for (let cell = 0; cell < step; cell++) {
       if (data.cells[channel.lost + cell] < 0.5) continue;
       const bucket = Math.floor(cell / data.workers), worker = cell % data.workers;
-      yield [place(data.begin + (bucket + 0.5) * data.secs), top + (worker + 0.5) * laneHeight];
+      yield [place(data.begin + (bucket + 0.5) * data.secs), top + (lanes[worker] + 0.5) * laneHeight];
     }
   });
 }
@@ -64,14 +65,14 @@ function packed(hex) {
   return (0xff000000 | (value & 0xff) << 16 | (value & 0xff00) | value >> 16) >>> 0;
 }
 
-export function drawGradients(pen, data, place, laneHeight, top, scale) {
+export function drawGradients(pen, data, place, lanes, laneHeight, top, scale) {
   const height = laneHeight - 1;
   const paths = Object.fromEntries(['input', 'accepted', 'dropped', 'wait', 'reduce', 'held'].map(name => [name, new Path2D()]));
   const bar = (name, worker, begin, end, part) => {
     const left = place(data.begin + begin), right = place(data.begin + end);
     if (right > left) {
       const size = height * part;
-      paths[name].rect(left, top + worker * laneHeight + (height - size) / 2, Math.max(0.6, right - left - 0.4), size);
+      paths[name].rect(left, top + lanes[worker] * laneHeight + (height - size) / 2, Math.max(0.6, right - left - 0.4), size);
     }
   };
   const waited = new Map();
@@ -103,7 +104,7 @@ export function drawGradients(pen, data, place, laneHeight, top, scale) {
   pen.globalAlpha = 1;
   crosses(pen, colours().lost, laneHeight, function* () {
     for (let i = 0; i < data.worker.length; i++) {
-      if (data.outcome[i] === 2) yield [place(data.begin + data.arrival[i]), top + (data.worker[i] + 0.5) * laneHeight];
+      if (data.outcome[i] === 2) yield [place(data.begin + data.arrival[i]), top + (lanes[data.worker[i]] + 0.5) * laneHeight];
     }
   });
 }

@@ -5,11 +5,10 @@ import {getBlock, Latest} from './api.js';
 import {element, empty, digits, secs, short, timeTicks, tickSecs} from './format.js';
 import {colours, viridis} from './theme.js';
 import {drawBuckets, drawGradients} from './lanes.js';
-import {fitting, legend, rows} from './timeline_texts.js';
+import {fitting, labels, legend, rows, KINDS} from './timeline_texts.js';
 
-const LEFT = 132, RIGHT = 12, AXIS = 26;
+const LEFT = 132, RIGHT = 12, AXIS = 38;
 const OUTCOMES = ['accepted', 'late and dropped', 'lost'];
-const KINDS = ['lost', 'returned', 'policy changed', 'phase changed', 'resumed', 'restarted'];
 
 export class Timeline {
   constructor(timeWindow) {
@@ -17,9 +16,12 @@ export class Timeline {
     this.job = null;
     this.data = null;
     this.events = [];
+    // Workers by lane, and lanes by worker.
+    this.order = [];
+    this.laneOf = [];
+    this.slow = new Set();
     this.isStale = false;
     this.chosen = null;
-    this.hover = null;
     this.requests = new Latest(parameters => getBlock('window', parameters));
     this.live = element('div', {class: 'sr-only', 'aria-live': 'polite'});
     this.details = element('dl', {class: 'details', id: 'details'});
@@ -30,11 +32,13 @@ export class Timeline {
     this.tip = element('div', {class: 'tip', id: 'tip', role: 'tooltip', hidden: ''});
     this.exact = element('p', {class: 'hint'});
     this.scale = element('div', {class: 'scale'});
+    this.legend = element('ul', {class: 'legend', 'aria-label': 'Legend'});
+    this.staleness = element('div', {id: 'staleness'}, [
+      element('div', {class: 'bar'}, [element('h2', {text: 'Staleness of gradients'}), this.scale]), this.heat,
+    ]);
     this.root = element('section', {'aria-label': 'Timeline'}, [
       element('div', {class: 'bar'}, [element('h2', {text: 'Timeline of updates'}), this.range, ...this.buttons()]),
-      legend(), this.lanes, this.exact, this.details,
-      element('div', {class: 'bar'}, [element('h2', {text: 'Staleness of gradients'}), this.scale]),
-      this.heat, this.tip, this.live,
+      this.legend, this.lanes, this.exact, this.details, this.staleness, this.tip, this.live,
     ]);
   }
 
@@ -45,8 +49,8 @@ export class Timeline {
     made.addEventListener('pointermove', event => { if (!this.window.drag) this.point(made, event); });
     made.addEventListener('pointerleave', () => this.hide());
     made.addEventListener('click', event => {
-      const lane = this.laneAt(made, event.offsetY);
-      if (lane !== null && !this.window.dragged) this.choose(lane);
+      const worker = this.workerAt(event.offsetY);
+      if (worker !== null && !this.window.dragged) this.choose(worker);
     });
     return made;
   }
@@ -68,14 +72,29 @@ export class Timeline {
 
   setJob(job, isOther) {
     this.job = job;
-    if (isOther) { this.data = null; this.chosen = null; this.hide(); empty(this.details); }
+    if (isOther) {
+      this.data = null;
+      this.chosen = null;
+      this.events = [];
+      this.hide();
+      empty(this.details);
+      this.sortLanes(job.workers.map((_, worker) => worker), []);
+    }
+  }
+
+  sortLanes(order, slow) {
+    this.order = order;
+    this.laneOf = [];
+    order.forEach((worker, lane) => { this.laneOf[worker] = lane; });
+    this.slow = new Set(slow);
   }
 
   setWorkers(workers) {
     this.events = workers.events;
     this.isStale = workers.rows.some(row => row.staleness_max > 0);
-    this.heat.hidden = !this.isStale;
-    if (!this.isStale) empty(this.scale).append(element('span', {text: 'none: each gradient was of the current step'}));
+    this.staleness.hidden = !this.isStale;
+    this.sortLanes(workers.lanes, workers.rows.filter(row => row.is_slow).map(row => row.worker));
+    empty(this.legend).append(...legend(workers.sums));
     this.draw();
   }
 
@@ -129,10 +148,10 @@ export class Timeline {
       pen.rect(LEFT, AXIS, width - LEFT - RIGHT, this.job.workers.length * this.laneHeight);
       pen.clip();
       const draw = this.data.detail ? drawGradients : drawBuckets;
-      draw(pen, this.data, place, this.laneHeight, AXIS, scale, this.chosen);
+      draw(pen, this.data, place, this.laneOf, this.laneHeight, AXIS, scale, this.chosen);
       pen.restore();
     }
-    this.drawEvents(pen, place);
+    this.drawEvents(pen, place, width);
     this.drawAxis(pen, width, place);
   }
 
@@ -141,13 +160,13 @@ export class Timeline {
     const place = this.placing(width);
     this.drawNames(pen, width);
     if (this.data) this.drawCells(pen, place, width);
+    this.drawEvents(pen, place, width);
     this.drawAxis(pen, width, place);
   }
 
   drawCells(pen, place, width) {
     const {data, laneHeight} = this;
-    const most = this.mostStale();
-    const step = data.buckets * data.workers;
+    const step = data.buckets * data.workers, found = [];
     const accepted = data.channels.indexOf('accepted') * step, staleness = data.channels.indexOf('staleness_sum') * step;
     const joined = Math.max(1, Math.ceil(data.buckets / ((width - LEFT - RIGHT) / Math.max(8, laneHeight))));
     for (let bucket = 0; bucket < data.buckets; bucket += joined) {
@@ -161,30 +180,22 @@ export class Timeline {
           sum += data.cells[staleness + each * data.workers + worker];
           gradients += data.cells[accepted + each * data.workers + worker];
         }
-        if (gradients < 0.05) continue;
-        const mean = sum / gradients, rgb = viridis(most ? mean / most : 0), top = AXIS + worker * laneHeight;
-        pen.fillStyle = `rgb(${rgb})`;
-        pen.fillRect(left, top, right - left + 0.3, laneHeight - 1);
-        if (laneHeight >= 14 && right - left >= 24) {
-          pen.fillStyle = rgb[0] * 0.3 + rgb[1] * 0.59 + rgb[2] * 0.11 > 128 ? '#000' : '#fff';
-          pen.textAlign = 'center';
-          pen.fillText(digits(mean).slice(0, 4), (left + right) / 2, top + laneHeight / 2);
-        }
+        if (gradients >= 0.05) found.push({mean: sum / gradients, left, right, top: AXIS + this.laneOf[worker] * laneHeight});
+      }
+    }
+    // The scale ends at the largest mean that is drawn.
+    const most = Math.max(0, ...found.map(cell => cell.mean));
+    for (const {mean, left, right, top} of found) {
+      const rgb = viridis(most ? mean / most : 0);
+      pen.fillStyle = `rgb(${rgb})`;
+      pen.fillRect(left, top, right - left + 0.3, laneHeight - 1);
+      if (laneHeight >= 14 && right - left >= 24) {
+        pen.fillStyle = rgb[0] * 0.3 + rgb[1] * 0.59 + rgb[2] * 0.11 > 128 ? '#000' : '#fff';
+        pen.textAlign = 'center';
+        pen.fillText(digits(mean).slice(0, 4), (left + right) / 2, top + laneHeight / 2);
       }
     }
     this.drawScale(most);
-  }
-
-  // The scale ends at the largest mean of a worker and a bucket of the window.
-  mostStale() {
-    const {data} = this;
-    const step = data.buckets * data.workers;
-    const accepted = data.channels.indexOf('accepted') * step, staleness = data.channels.indexOf('staleness_sum') * step;
-    let most = 0;
-    for (let i = 0; i < step; i++) {
-      if (data.cells[accepted + i] >= 0.5) most = Math.max(most, data.cells[staleness + i] / data.cells[accepted + i]);
-    }
-    return most;
   }
 
   drawScale(most) {
@@ -224,14 +235,17 @@ export class Timeline {
     const palette = colours(), {laneHeight} = this;
     // Each name if there is room for it, else each second, fourth and so on.
     const every = laneHeight >= 9 ? 1 : Math.ceil(11 / laneHeight);
-    this.job.workers.forEach((name, worker) => {
-      const top = AXIS + worker * laneHeight;
+    this.order.forEach((worker, lane) => {
+      const top = AXIS + lane * laneHeight, isSlow = this.slow.has(worker);
       pen.fillStyle = worker === this.chosen ? palette.line : palette.lane;
       pen.fillRect(worker === this.chosen ? 0 : LEFT, top, width - RIGHT - (worker === this.chosen ? 0 : LEFT), laneHeight - 1);
-      if (worker % every) return;
-      pen.fillStyle = palette.text;
+      if (lane % every && !isSlow) return;
+      const font = pen.font;
+      if (isSlow) pen.font = `bold ${font}`;
+      pen.fillStyle = isSlow ? palette.dropped : palette.text;
       pen.textAlign = 'right';
-      pen.fillText(fitting(pen, name, LEFT - 14), LEFT - 8, top + laneHeight / 2);
+      pen.fillText(fitting(pen, this.job.workers[worker], LEFT - 14), LEFT - 8, top + laneHeight / 2);
+      pen.font = font;
     });
   }
 
@@ -246,37 +260,48 @@ export class Timeline {
     for (const value of values) {
       const x = Math.round(place(low + value)) + 0.5;
       pen.beginPath();
-      pen.moveTo(x, AXIS - 6);
-      pen.lineTo(x, AXIS - 1);
+      pen.moveTo(x, AXIS - 22);
+      pen.lineTo(x, AXIS - 18);
       pen.stroke();
       const text = tickSecs(value, step), half = pen.measureText(text).width / 2;
-      pen.fillText(text, Math.min(width - half - 1, x), AXIS - 14);
+      pen.fillText(text, Math.min(width - half - 1, x), AXIS - 30);
     }
   }
 
-  drawEvents(pen, place) {
+  drawEvents(pen, place, width) {
     const palette = colours(), bottom = AXIS + this.job.workers.length * this.laneHeight;
-    for (const event of this.events) {
-      const x = place(event.time);
-      if (x < LEFT || event.time > this.window.end) continue;
+    const {begin, end} = this.window;
+    const shown = this.events.filter(event => event.time + event.secs >= begin && event.time <= end);
+    for (const event of shown) {
+      const left = Math.max(LEFT, place(event.time)), right = Math.min(width - RIGHT, place(event.time + event.secs));
+      const lane = event.worker >= 0 ? AXIS + this.laneOf[event.worker] * this.laneHeight : AXIS;
+      if (event.secs > 0) {
+        pen.fillStyle = palette.faint;
+        pen.globalAlpha = 0.3;
+        pen.fillRect(left, AXIS - 4, Math.max(1.5, right - left), bottom - AXIS + 4);
+        pen.globalAlpha = 1;
+        continue;
+      }
       pen.strokeStyle = palette.lost;
       pen.lineWidth = 1;
       pen.setLineDash([3, 3]);
       pen.beginPath();
-      const top = event.worker >= 0 ? AXIS + event.worker * this.laneHeight : AXIS;
-      pen.moveTo(x, top);
-      pen.lineTo(x, event.worker >= 0 ? top + this.laneHeight : bottom);
+      pen.moveTo(left, AXIS - 4);
+      pen.lineTo(left, AXIS);
+      pen.moveTo(left, lane);
+      pen.lineTo(left, event.worker >= 0 ? lane + this.laneHeight : bottom);
       pen.stroke();
       pen.setLineDash([]);
-      pen.fillStyle = palette.text;
-      pen.textAlign = 'center';
-      pen.fillText('▾', x, AXIS - 4);
     }
+    pen.font = '11px Roboto, Helvetica, Arial, sans-serif';
+    pen.fillStyle = palette.text;
+    pen.textAlign = 'center';
+    labels(shown, place, width, text => pen.measureText(text).width, (text, x) => pen.fillText(text, x, AXIS - 11));
   }
 
-  laneAt(canvas, y) {
+  workerAt(y) {
     const lane = Math.floor((y - AXIS) / this.laneHeight);
-    return this.job && lane >= 0 && lane < this.job.workers.length ? lane : null;
+    return this.job && lane >= 0 && lane < this.order.length ? this.order[lane] : null;
   }
 
   choose(worker) {
@@ -309,8 +334,8 @@ export class Timeline {
     if (!this.job) return;
     const move = {ArrowUp: -1, ArrowDown: 1}[event.key];
     if (move) {
-      const last = this.job.workers.length - 1;
-      this.choose(this.chosen === null ? 0 : Math.min(last, Math.max(0, this.chosen + move)));
+      const last = this.order.length - 1, lane = this.chosen === null ? -1 : this.laneOf[this.chosen];
+      this.choose(this.order[this.chosen === null ? 0 : Math.min(last, Math.max(0, lane + move))]);
       event.preventDefault();
     } else if (event.key === 'Escape') {
       this.chosen = null;
@@ -323,13 +348,14 @@ export class Timeline {
   }
 
   point(canvas, event) {
-    const worker = this.laneAt(canvas, event.offsetY), {left, width} = this.plot(canvas);
+    const worker = this.workerAt(event.offsetY), {left, width} = this.plot(canvas);
     const time = this.window.begin + (event.offsetX - left) / width * this.window.length;
     if (worker === null || !this.data || event.offsetX < left || time > this.window.end) { this.hide(); return; }
     const entries = this.data.detail && canvas === this.lanes ? this.gradientAt(worker, time) : this.bucketAt(worker, time);
-    const near = this.events.filter(each => Math.abs(each.time - time) < this.window.length / width * 4 &&
+    const margin = this.window.length / width * 4;
+    const near = this.events.filter(each => each.time - margin < time && time < each.time + each.secs + margin &&
       (each.worker === worker || each.worker < 0));
-    for (const each of near.slice(0, 3)) entries.push([KINDS[each.kind] || 'event', each.text]);
+    for (const each of near.slice(0, 3)) entries.push([KINDS[each.kind]?.[0] ?? 'event', each.text]);
     empty(this.tip).append(
       element('strong', {text: `${short(this.job.workers[worker], 60)} at ${secs(time - this.window.low)}`}),
       ...entries.map(([name, value]) => element('div', {text: `${name}: ${short(String(value), 160)}`})));
