@@ -241,7 +241,9 @@ def quick_start() -> str:
 def test_pages_are_short() -> None:
     assert len(_text(ROOT / "README.md").split()) < 900
     assert len(_text(_ARCHITECTURE).split()) < 1_200
-    assert sum(len(_text(page).split()) for page in (ROOT / "docs").rglob("*.md")) < 35_000
+    # Those are written by programs of experiments/.
+    written = {ROOT / "docs" / name for name in ("keras_tests.md", "programs.md")}
+    assert sum(len(_text(page).split()) for page in {*(ROOT / "docs").rglob("*.md")} - written) < 35_000
 
 
 def test_diff_of_the_readme_makes_the_quick_start(quick_start: str) -> None:
