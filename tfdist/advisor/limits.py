@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What limits a candidate, such as "the server's link is full from 6 workers on"."""
+"""Bottleneck of a candidate, such as "the server's link is full from 6 workers on"."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def full_from(profile: Profile, network: Network, candidate: Candidate) -> int:
 
 
 class Limit(NamedTuple):
-    """What limits a candidate: a few words for tables, and a sentence."""
+    """Bottleneck of a candidate: a few words for tables, and a sentence."""
 
     short: str
     words: str

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has the other workers wait for a file that they load before the chief has saved it, and say why it never appears.
+"""Makes workers wait for a file that they load before the chief has saved it, and say why it never appears.
 
 A chief that saves alone (`if rank == 0: model.save(path)`) is still at it when the others load the file. Where no file
 appears, the path is most likely one of a disk that the chief's machine does not share.

@@ -40,7 +40,7 @@ _made_in_default: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class _Depth(threading.local):
-    """How many scopes of the default strategy this thread is in."""
+    """Number of scopes of the default strategy that this thread is in."""
 
     depth = 0
 
@@ -94,7 +94,7 @@ def current() -> Call | None:
 
 
 def before_each(begin: Callable[[Call], None]) -> None:
-    """Has `begin(call)` called before each call of a model of this process, as long as its owner lives.
+    """Calls `begin(call)` before each call of a model of this process, as long as its owner lives.
 
     Args:
       begin: a bound method of a strategy. An exception that it raises ends the call before it has any effect.

@@ -106,7 +106,7 @@ def part_of(variable: Any) -> int | None:
 
 
 def give(variable: Any, part: int) -> None:
-    """Has a Keras variable of a parameter server read to the device of a part; functions that are traced stay."""
+    """Reads a Keras variable of a parameter server to the device of a part; traced functions stay."""
     own_attributes.put(keras_variables.tf_variable(variable), _PART, part)
 
 

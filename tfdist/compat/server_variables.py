@@ -107,7 +107,7 @@ def watch(handle: tf.Tensor, is_trainable: bool) -> None:
 
 
 def watch_variable(variable: Any) -> None:
-    """Has gradient tapes watch a trainable variable, and list it among their watched variables."""
+    """Makes gradient tapes watch a trainable variable, and list it among their watched variables."""
     tape.variable_accessed(variable)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the launcher and the tasks of an attempt tell each other, in a private folder.
+"""Notices between the launcher and the tasks of an attempt, in a private folder.
 
 Notices are lines from the launcher to the tasks, in a file.
 

@@ -30,7 +30,7 @@ _SILENT_SECS, _MOST_SECS, _MOST_LINES = 0.3, 3.0, 1000
 
 
 class Tracebacks:
-    """What the tasks of a job have raised.
+    """Exceptions of the tasks of a job.
 
     Args:
       clock: returns the time in seconds.

@@ -72,7 +72,7 @@ def check_embedded(devices_per_replica: int, num_workers: int) -> None:
 
 
 def span_workers(strategy: tf.distribute.Strategy, devices_per_replica: int, num_workers: int) -> None:
-    """Has the computation of each worker of parameter servers span several of its devices.
+    """Makes the computation of each worker of parameter servers span several of its devices.
 
     Args:
       strategy: is connected to its workers.

@@ -27,7 +27,7 @@ _UNORDERED = (
 
 
 class Division(enum.Enum):
-    """How the workers divide the batches of a data set.
+    """Division of the batches of a data set.
 
     DEALT: all have the same data set, and each worker takes its part of every batch.
     OWN: each worker has a data set of its own, of which it uses everything.

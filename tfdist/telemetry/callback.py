@@ -193,7 +193,7 @@ class Telemetry(keras.callbacks.Callback):
                 session.sink.step(step, self._batch_size, gradients)
 
     def _collect(self) -> None:
-        """Has the strategy record the steps whose times are kept in the graph."""
+        """Makes the strategy record the steps whose times are kept in the graph."""
         self._collected_at = time.monotonic()
         self._distribution().collect()
 

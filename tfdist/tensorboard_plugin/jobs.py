@@ -44,7 +44,7 @@ class Job:
 
     @functools.cached_property
     def report(self) -> report.Report:
-        """What `Report` says of the newest updates."""
+        """Returns what `Report` says of the newest updates."""
         return people.report_of(self.timeline)
 
     @functools.cached_property

@@ -139,7 +139,7 @@ class PartitionedVariable(CoordinatedVariable):
         return super()._export_to_saved_model_graph(*args, **kwargs)
 
     def _write_object_proto(self, proto: Any, options: Any) -> None:
-        """Has a SavedModel name one variable of the shape of the whole."""
+        """Makes a SavedModel name one variable of the shape of the whole."""
         server_variables.describe(self._exported, self.variables[0].name.partition("/part_")[0], proto, options)
 
     def _serialize_to_tensors(self) -> dict[str, Any]:
