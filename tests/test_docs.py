@@ -246,6 +246,11 @@ def test_pages_are_short() -> None:
     assert sum(len(_text(page).split()) for page in {*(ROOT / "docs").rglob("*.md")} - written) < 35_000
 
 
+def test_changelog_is_headed_by_the_version() -> None:
+    head = re.search(r"^## (.+)$", _text(ROOT / "CHANGELOG.md"), re.MULTILINE)
+    assert head is not None and head.group(1) in (tfdist.__version__, "Unreleased")
+
+
 def test_diff_of_the_readme_makes_the_quick_start(quick_start: str) -> None:
     """Three lines are added, and what they put into the scope is shown as indented already (`diff -b`)."""
     (diff,) = _blocks(ROOT / "README.md", "diff")
