@@ -60,6 +60,15 @@ TITLES = {
 }
 
 
+# Wide enough for the lines of code of the pages. Names in tables are not broken, except where a page has no room.
+_CSS = """\
+.md-grid { max-width: 78rem; }
+.md-typeset pre > code { font-size: .78em; }
+.md-typeset td code { word-break: normal; overflow-wrap: normal; }
+.md-typeset td code.flag { white-space: nowrap; }
+"""
+
+
 def gather() -> None:
     """Copies and generates all pages."""
     shutil.rmtree(SITE, ignore_errors=True)
@@ -77,9 +86,7 @@ def gather() -> None:
         path = SITE / "docs" / f"{name}.md"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    # Wide enough for the lines of code of the pages; names of flags and arguments stay on one line.
-    css = ".md-grid { max-width: 78rem; }\n.md-typeset td:first-child code { white-space: nowrap; }\n"
-    (SITE / "site.css").write_text(css, encoding="utf-8")
+    (SITE / "site.css").write_text(_CSS, encoding="utf-8")
     for page in SITE.rglob("*.md"):
         page.write_text(_with_links_of_the_site(page), encoding="utf-8")
 
@@ -179,7 +186,7 @@ _LINK = re.compile(r"(?<!!)\[([^\]\[]*)\]\(([^)\s]+)\)")
 
 
 def _with_links_of_the_site(page: pathlib.Path) -> str:
-    """Renames links to moved pages; a link to a file that the site does not have becomes its text."""
+    """Renames links to moved pages; a link to a file that the site does not have becomes its text. Marks flags."""
 
     def replaced(match: re.Match[str]) -> str:
         text, link = match.groups()
@@ -194,7 +201,8 @@ def _with_links_of_the_site(page: pathlib.Path) -> str:
             return text
         return f"[{text}]({name}{hash_sign}{anchor})"
 
-    return _LINK.sub(replaced, page.read_text(encoding="utf-8"))
+    text = _LINK.sub(replaced, page.read_text(encoding="utf-8"))
+    return re.sub(r"^(\| `--[^`]+`)", r"\1{ .flag }", text, flags=re.MULTILINE)
 
 
 if __name__ == "__main__":
