@@ -60,11 +60,10 @@ TITLES = {
 }
 
 
-# Wide enough for the lines of code of the pages. Names in tables are not broken, except where a page has no room.
+# Wide enough for the lines of code of the pages; flags in tables stay on one line.
 _CSS = """\
 .md-grid { max-width: 78rem; }
 .md-typeset pre > code { font-size: .78em; }
-.md-typeset td code { word-break: normal; overflow-wrap: normal; }
 .md-typeset td code.flag { white-space: nowrap; }
 """
 
