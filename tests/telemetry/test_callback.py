@@ -127,6 +127,8 @@ def test_after_a_warmup_alone_each_batch_is_an_update(cpus: list[str], tmp_path:
     fit(model, [Engine(clock), telemetry(tmp_path, clock, 5)], steps=21)
     assert int(keras.ops.convert_to_numpy(model.optimizer.iterations)) == 21
     assert scalars(tmp_path)[SPEED] == dict.fromkeys([6, 11, 16, 21], 1.0)
+    found = strategy.report()
+    assert (found.updates, found.accepted) == (21, {"worker:0": 21, "worker:1": 17})
 
 
 @pytest.mark.devices

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pathlib
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -17,6 +18,9 @@ from hypothesis import strategies as st
 import tfdist
 from tfdist.step.step_times import StepTimes
 from tfdist.telemetry.report import Report
+from tfdist.tensorboard_plugin import people
+from tfdist.update_log import read_logs
+from tfdist.watching import snapshot
 
 X = np.random.default_rng(0).random((8, 4), np.float32)
 Y = X.sum(1, keepdims=True)
@@ -82,7 +86,9 @@ class Late(keras.layers.Layer):
         return tf.ensure_shape(waited, x.shape)
 
 
-def trained(cpus: list[str], late: int = -1, input_secs: float = 0.0, **compiled: Any) -> Report:
+def trained(
+    cpus: list[str], late: int = -1, input_secs: float = 0.0, callbacks: Sequence[Any] = (), **compiled: Any
+) -> Report:
     strategy = tfdist.MirroredStrategy(cpus[:2])
     with strategy.scope():
         model = keras.Sequential([keras.Input((4,)), Late(late), keras.layers.Dense(1)])
@@ -94,7 +100,7 @@ def trained(cpus: list[str], late: int = -1, input_secs: float = 0.0, **compiled
 
     data = tf.data.Dataset.from_tensor_slices((X, Y)).repeat(STEPS).batch(8)
     data = data.map(lambda x, y: (tf.ensure_shape(tf.numpy_function(read, [x], tf.float32), (8, 4)), y))
-    model.fit(data, verbose=0)
+    model.fit(data, verbose=0, callbacks=[*callbacks])
     report = strategy.report()
     assert report.updates == STEPS
     assert report.accepted == {"worker:0": STEPS, "worker:1": STEPS}
@@ -103,11 +109,19 @@ def trained(cpus: list[str], late: int = -1, input_secs: float = 0.0, **compiled
 
 @pytest.mark.devices
 @pytest.mark.parametrize("steps_per_execution", [1, 5])
-def test_a_slow_replica_is_named(cpus: list[str], steps_per_execution: int) -> None:
-    report = trained(cpus, late=1, steps_per_execution=steps_per_execution)
+def test_slow_replica_is_named_by_report_watch_and_page(
+    cpus: list[str], tmp_path: pathlib.Path, steps_per_execution: int
+) -> None:
+    callbacks = [tfdist.callbacks.Telemetry(tmp_path)]
+    report = trained(cpus, late=1, callbacks=callbacks, steps_per_execution=steps_per_execution)
     assert report.slow is not None and report.slow.names == ("worker:1",)
     assert report.in_words.endswith("of its time is computing")
     assert report.wait["worker:0"].p50 > 0.03 > report.wait["worker:1"].p50
+    timeline = read_logs(tmp_path)
+    watched, page = snapshot.take(timeline, window_secs=3600.0), people.report_of(timeline)
+    assert watched.in_words == page.in_words == report.in_words
+    assert watched.workers[0].name == page.order[0] == "worker:1"
+    assert people.lanes(timeline, page) == [1, 0]
 
 
 @pytest.mark.devices

@@ -128,7 +128,7 @@ class KerasSteps(tf.distribute.Strategy, Closing):
         times = None
         if replicated_step.is_train_step(fn):
             self._prepare(fn.__self__)
-            times = self._times.begin() if self._times else None
+            times = self._times.begin() if self._is_timed else None
         else:
             replicated_step.check_model(self, fn.__self__)
         sum_gradients = self._sum_gradients
@@ -141,6 +141,11 @@ class KerasSteps(tf.distribute.Strategy, Closing):
             sum_gradients=sum_gradients,
             times=times,
         )
+
+    @property
+    def _is_timed(self) -> bool:
+        """True if this step's times are taken; the engine of a warmup phase counts its updates itself."""
+        return self._times is not None and not self.distribution.is_warming()
 
     @property
     def note_read(self) -> Callable[[Callable[[], Any]], Any] | None:

@@ -106,11 +106,13 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
         self._is_exclusive = bool(policies)
         if composed.warmup:
             replicas, sum_up = range(self.num_replicas_in_sync), self._sum_over_workers
-            self._warming = WarmupEngine(self, composed.warmup, replicas, sum_up, record)
+            # Without a policy for what follows, the number of examples is not known after the phase.
+            counted = record if policy else lambda update, _: record(update)
+            self._warming = WarmupEngine(self, composed.warmup, replicas, sum_up, counted)
         if policy:
             self.distribution.spares = lambda: getattr(policy, "spares", None)
         self.distribution.take(policies, self._engine, self._warming, self._averaging)
-        if not (policy or composed.warmup or composed.averaging):
+        if not (policy or composed.averaging):
             self._take_times(self.num_replicas_in_sync, None, "/device:CPU:0")
 
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:

@@ -166,7 +166,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         if self._compressed:
             self._compressed.prepare_in_fit(step.__self__)
         sum_gradients = self._compressed.in_step if self._compressed else None
-        times = self._times.begin(limits) if self._times else None
+        times = self._times.begin(limits) if self._is_timed else None
         return replicated_step.run_step(self, run, step, data, self._sums.in_step, shares_of, sum_gradients, times)
 
     def _prepare(self, model: keras.Model) -> None:
@@ -241,7 +241,9 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         """Starts the engines of a warmup, of averaging, and of synchronous steps of one replica per worker."""
         parts, sum_up, record = self._parts(), self._sum_over_workers, self.distribution.recorder.record
         if composed.warmup:
-            self._warming = WarmupEngine(self, composed.warmup, parts, sum_up, record, self._agreements())
+            # Without a policy for what follows, the number of examples is not known after the phase.
+            counted = record if composed.aggregation else lambda update, _: record(update)
+            self._warming = WarmupEngine(self, composed.warmup, parts, sum_up, counted, self._agreements())
         if composed.averaging:
             compressed = self._compressed
             of_differences = (lambda: compressed.of_differences) if compressed else None
@@ -250,7 +252,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
             if not compressed:
                 self.distribution.bytes_sent = lambda: [engine.bytes_sent] * num_workers
         is_plain = not composed.aggregation and not composed.averaging
-        if is_plain and not composed.warmup:
+        if is_plain:
             self._take_times(num_workers, replicas.worker_index(self), replicas.worker_device(self))
         if is_plain and len(self.extended.worker_devices) == 1:
             begin = lambda: self._times.begin_pass() if self._times else None  # noqa: E731

@@ -73,7 +73,7 @@ class Recorder:
 
     Attributes:
       names: names of the replicas in reports.
-      is_complete: True if all updates are recorded. With a warmup phase or averages alone they are not: each batch of
+      is_complete: True if all updates are recorded. With averages alone they are not: each batch of
         Keras' loop is an update then.
       sink: receives each update, under the recorder's lock; None if nobody wants them.
       loss_sink: receives losses and returns of replicas.

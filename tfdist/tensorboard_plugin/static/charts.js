@@ -61,7 +61,8 @@ export class Charts {
     if (this.data) this.drawSpeed(view);
     this.loss.root.hidden = !this.losses.length;
     const losses = this.losses.map((each, i) => ({...each, style: `c${i} ${each.name}`, marked: true, points: each.points.map(point => [point[0], point[2]])}));
-    lines(this.loss, losses, {...view, format: digits, named: true, fits: true});
+    const isShown = lines(this.loss, losses, {...view, format: digits, named: true, fits: true});
+    this.loss.note.textContent = isShown ? '' : 'none in this window';
     this.bytes.root.hidden = !this.tasks.length;
     const colour = colours(this.tasks);
     lines(this.bytes, this.tasks.map(each => ({
@@ -117,6 +118,7 @@ function chart(id, title) {
 }
 
 // `fits`: the axis begins at the least value, not at 0.
+// Returns true if something of them is in the window.
 function lines(target, series, {begin, end, low, events, format, named, fits}) {
   const {svg} = target, WIDTH = svg.parentElement.clientWidth || 500;
   empty(svg);
@@ -137,7 +139,7 @@ function lines(target, series, {begin, end, low, events, format, named, fits}) {
   labels(near, place, WIDTH - RIGHT, text => 6 * text.length, (text, x) => {
     drawn(svg, 'text', {x, y: TOP - 9, 'text-anchor': 'middle', class: 'label'}).textContent = text;
   });
-  for (const value of ticks(least, most, 4).values) {
+  for (const value of values.length ? ticks(least, most, 4).values : []) {
     drawn(svg, 'line', {class: 'grid', x1: LEFT, x2: WIDTH - RIGHT, y1: height(value), y2: height(value)});
     drawn(svg, 'text', {x: LEFT - 6, y: height(value) + 4, 'text-anchor': 'end'}).textContent = format(value);
   }
@@ -159,6 +161,7 @@ function lines(target, series, {begin, end, low, events, format, named, fits}) {
       target.names.append(element('li', {}, [sample, element('span', {text: short(each.name, 60)})]));
     }
   }
+  return values.length > 0;
 }
 
 // The points of a line between two times; where it enters and leaves, a point between its neighbours.

@@ -52,8 +52,9 @@ class Page {
     this.content = element('div', {id: 'content', hidden: ''}, [
       this.timeline.root, this.charts.root, element('div', {class: 'columns'}, [this.table.root, this.advice.root]),
     ]);
+    this.head = element('header', {hidden: ''}, [element('label', {for: 'job', text: 'Training'}), this.select, this.facts]);
     this.root = element('main', {class: 'tfdist'}, [
-      element('header', {}, [element('label', {for: 'job', text: 'Training'}), this.select, this.facts]),
+      this.head,
       this.words, this.message, this.content, this.notes,
     ]);
     this.root.dataset.state = 'loading';
@@ -69,6 +70,7 @@ class Page {
       return;
     }
     this.jobs = answer.jobs;
+    this.head.hidden = !this.jobs.length;
     this.listJobs();
     this.listSkipped(answer);
     if (!this.jobs.length) {
