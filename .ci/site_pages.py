@@ -162,13 +162,11 @@ def _flags_of(module: str) -> list[str]:
     """Returns a table of the flags that `define_flags` of the module defines."""
     values = flags.FlagValues()
     importlib.import_module(module).define_flags(values)
+    command_line = importlib.import_module("tfdist.launchers.command_line")
     lines = ["| flag | default | |", "|---|---|---|"]
     for name in sorted({values[name].name for name in values}):  # Without short names.
         flag = values[name]
-        help_text = " ".join(str(flag.help).split()).replace("|", "\\|").replace("<", "&lt;")
-        help_text = help_text.removesuffix("; repeat this option to specify a list of values")
-        if isinstance(flag, flags.MultiFlag) and not re.search("may be repeated|once for each", help_text):
-            help_text += "; may be repeated"
+        help_text = command_line.help_text(flag).replace("|", "\\|").replace("<", "&lt;")
         short = f", `-{flag.short_name}`" if flag.short_name else ""
         lines.append(f"| `--{name}`{short} | {_default(flag)} | {help_text} |")
     return [*lines, ""]

@@ -78,6 +78,17 @@ def _parse(define: Callable[[flags.FlagValues], None], arguments: Sequence[str])
 def describe(values: flags.FlagValues) -> str:
     """Returns the flags with their defaults and help, one line each."""
     names = [name for name in values if len(name) > 1]
-    shown = {name: f"--{name}" if values[name].boolean else f"--{name}={values[name].default}" for name in names}
+    shown = {name: f"--{name}" if values[name].boolean else f"--{name}={_default(values[name])}" for name in names}
     width = max(map(len, shown.values()))
-    return "".join(f"  {shown[name]:{width}}  {values[name].help}\n" for name in names)
+    return "".join(f"  {shown[name]:{width}}  {help_text(values[name])}\n" for name in names)
+
+
+def help_text(flag: flags.Flag) -> str:
+    """Returns the help of a flag on one line, without absl's sentence about lists."""
+    text = " ".join(str(flag.help).split()).removesuffix("; repeat this option to specify a list of values")
+    is_said = "may be repeated" in text or "once for each" in text
+    return f"{text}; may be repeated" if isinstance(flag, flags.MultiFlag) and not is_said else text
+
+
+def _default(flag: flags.Flag) -> str:
+    return "" if flag.default in (None, []) else flag.default_as_str.strip("'")

@@ -36,8 +36,8 @@ _USAGE = """\
 usage: tfdist launch kubernetes --image=IMAGE [FLAGS] SCRIPT [ARGUMENTS]
        tfdist launch kubernetes --image=IMAGE [FLAGS] -m MODULE [ARGUMENTS]
 
-Creates Indexed Jobs that run SCRIPT, a path in IMAGE, as every task of a cluster. What follows SCRIPT is its own.
-tfdist has to be installed in the image.
+Creates Indexed Jobs that run SCRIPT, a path in IMAGE, as every task of a cluster. Arguments after SCRIPT are passed to
+it. tfdist has to be installed in the image.
 
   tfdist launch kubernetes --image=me/train:1 --num_workers=4 --gpus_per_worker=1 /app/train.py --epochs=5
 

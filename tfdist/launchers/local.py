@@ -35,8 +35,8 @@ _USAGE = """\
 usage: tfdist launch local [FLAGS] SCRIPT [ARGUMENTS]
        tfdist launch local [FLAGS] -m MODULE [ARGUMENTS]
 
-Starts SCRIPT as every task of a cluster on this machine. What follows SCRIPT is its own. Each line of output starts
-with the name of its task. If a task fails, the others are ended and its exit code is returned; a worker beside
+Starts SCRIPT as every task of a cluster on this machine. Arguments after SCRIPT are passed to it. Each line of output
+starts with the name of its task. If a task fails, the others are ended and its exit code is returned; a worker beside
 parameter servers is started again first.
 
   tfdist launch local --num_workers=3 train.py --epochs=5             for MultiWorkerMirroredStrategy

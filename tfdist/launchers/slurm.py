@@ -28,8 +28,8 @@ _USAGE = """\
 usage: tfdist launch slurm [FLAGS] SCRIPT [ARGUMENTS]
        tfdist launch slurm [FLAGS] -m MODULE [ARGUMENTS]
 
-Submits a Slurm job that runs SCRIPT as every task of a cluster. What follows SCRIPT is its own. The hosts must share
-the directory from which this is called, and have tfdist in the same place.
+Submits a Slurm job that runs SCRIPT as every task of a cluster. Arguments after SCRIPT are passed to it. The hosts must
+share the directory from which this is called, and have tfdist in the same place.
 
   tfdist launch slurm --num_workers=4 --gpus_per_node=4 --time=4:00:00 train.py     for MultiWorkerMirroredStrategy
   tfdist launch slurm --num_workers=8 --num_ps=2 --tasks_per_node=4 train.py        for ParameterServerStrategy

@@ -41,8 +41,9 @@ _USAGE = """\
 usage: tfdist launch ssh --hosts=HOST[:SLOTS],... [FLAGS] SCRIPT [ARGUMENTS]
        tfdist launch ssh --hostfile=FILE [FLAGS] -m MODULE [ARGUMENTS]
 
-Starts SCRIPT as every task of a cluster on these hosts, and stays until the job is over. What follows SCRIPT is its
-own. SCRIPT is looked for on each host, which needs the same Python and tfdist, and an ssh login without a password.
+Starts SCRIPT as every task of a cluster on these hosts, and stays until the job is over. Arguments after SCRIPT are
+passed to it. SCRIPT is looked for on each host, which needs the same Python and tfdist, and an ssh login without a
+password.
 
   tfdist launch ssh --hosts=a,b,c,d --num_workers=4 train.py --epochs=5     for MultiWorkerMirroredStrategy
   tfdist launch ssh --hostfile=hosts --num_workers=3 --num_ps=1 train.py    for ParameterServerStrategy
