@@ -79,7 +79,7 @@ def _host_problem(host: str) -> tuple[str, str] | None:
         try:
             ipaddress.IPv4Address(host)
         except ValueError:
-            return "has a host that looks like an IPv4 address and is none", _EXAMPLE
+            return "has a host that looks like an IPv4 address and is not one", _EXAMPLE
     return None
 
 

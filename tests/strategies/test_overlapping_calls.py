@@ -97,7 +97,7 @@ def test_models_of_several_replicas_are_refused_in_two_threads():
     strategy = _strategy("none")
     model, other = _model(strategy), _model(strategy)
     error = during_fit(_fit(model), _fit(other)).error
-    assert "TensorFlow's sums over the replicas can stand still beside those of another thread" in error
+    assert "TensorFlow's sums over the replicas can hang beside those of another thread" in error
     assert during_fit(_fit(model), _predict(other)).result.shape == (96, 1)
     _fit(other)()
     assert [_steps(model), _steps(other)] == [2 * STEPS, STEPS]

@@ -98,7 +98,7 @@ def _reason(call: _Call, known: _Call, strategy: Any, is_exclusive: bool) -> str
     if known.model() is call.model():
         return "both would write the same metrics and counts"
     if strategy.num_replicas_in_sync > 1:
-        return f"under this {kind} TensorFlow's sums over the replicas can stand still beside those of another thread"
+        return f"under this {kind} TensorFlow's sums over the replicas can hang beside those of another thread"
     return ""
 
 

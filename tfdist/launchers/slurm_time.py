@@ -65,7 +65,7 @@ def check_limit(time: str, extra: Sequence[str], env: Mapping[str, str], pre_kil
     secs = limit_secs(limit)
     if pre_kill_secs and secs is not None and secs <= pre_kill_secs:
         raise LaunchError(
-            f"--time is not longer than --pre_kill_secs, so that each run would be told to end as it begins; use a "
+            f"--time is not longer than --pre_kill_secs, so each run would get SIGTERM as it begins; use a "
             f"longer --time or a smaller --pre_kill_secs. Received: {text} ({secs} s) with "
             f"--pre_kill_secs={pre_kill_secs}"
         )
