@@ -204,11 +204,19 @@ def test_beside_keras_tensorboard_it_writes_other_runs(cpus: list[str], tmp_path
     own = tfdist.callbacks.Telemetry(tmp_path, update_freq=5)
     fit(model, [own, keras_own] if order == "after" else [keras_own, own], validation_data=(X, Y))
     runs = telemetry_files.tags(tmp_path).keys()
-    assert {"tfdist_train", "tfdist_validation"} <= runs
+    assert {".", "tfdist_train", "tfdist_validation"} <= runs
     assert not runs & {"train", "validation"}
     # The next training goes on in the same runs.
     fit(model, [tfdist.callbacks.Telemetry(tmp_path, update_freq=5)])
     assert not telemetry_files.tags(tmp_path).keys() & {"train", "validation"}
+
+
+@pytest.mark.devices
+def test_beside_a_writer_of_the_users_own_it_writes_another_run(cpus: list[str], tmp_path: pathlib.Path) -> None:
+    with tf.summary.create_file_writer(str(tmp_path)).as_default():
+        tf.summary.scalar("own", 1.0, step=0)
+    fit(compiled(mirrored(cpus)), [tfdist.callbacks.Telemetry(tmp_path, update_freq=5)])
+    assert telemetry_files.tags(tmp_path).keys() == {"tfdist", "train"}
 
 
 @pytest.mark.devices

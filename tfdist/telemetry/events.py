@@ -28,8 +28,8 @@ _CLOSE_SECS = 20.0
 # Points that wait for a disk that does not answer; beyond that the oldest are left out.
 _MOST_PENDING = 10_000
 _MARK = scalar_files.MARK
-# Runs that Keras' TensorBoard callback writes, too, if it has the same directory.
-_SHARED = ("train", "validation")
+# Runs that others may write, too: programs of their own, and Keras' TensorBoard callback.
+_SHARED = (("",), ("train", "validation"))
 
 # Returns the values of an event, in the writer's thread.
 Values = Callable[[], Sequence[Any]]
@@ -131,8 +131,9 @@ class EventWriters:
 
     def _name(self, run: str) -> str:
         """Returns the directory of a run: another one where somebody else writes, because TensorBoard mixes them up."""
-        if run in _SHARED and any(_foreign_events(_join(self.directory, each)) for each in _SHARED):
-            return f"tfdist_{run}"
+        shared = next((names for names in _SHARED if run in names), ())
+        if any(_foreign_events(_join(self.directory, each)) for each in shared):
+            return f"tfdist_{run}" if run else "tfdist"
         return run
 
     def _failed(self, run: str, error: Exception) -> None:

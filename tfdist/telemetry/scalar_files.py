@@ -19,7 +19,7 @@ SENT, RECEIVED = "tfdist/network/sent_bytes_per_sec", "tfdist/network/received_b
 LOSS = "tfdist/logs/loss"
 _TASK = re.compile(r"(workers/worker|ps/ps)_(\d{1,9})")
 # Besides those of the tasks.
-_RUNS = ("", "train", "tfdist_train", "validation", "tfdist_validation")
+_RUNS = ("", "tfdist", "train", "tfdist_train", "validation", "tfdist_validation")
 _HEADER, _FOOTER = 12, 4
 _MAX_RECORD = 1 << 26
 # Of more points of a tag every other one is forgotten.
