@@ -91,7 +91,9 @@ def fit(
 @pytest.mark.devices
 def test_a_fit_shows_its_speed_and_who_contributed(cpus: list[str], tmp_path: pathlib.Path) -> None:
     recorder, clock = Recorder([f"worker:{replica}" for replica in range(3)], is_complete=True), Clock()
-    model = compiled(mirrored(cpus, recorder))
+    strategy = mirrored(cpus, recorder)
+    strategy.distribution.policies = [tfdist.BackupWorkers(spares=1)]
+    model = compiled(strategy)
     fit(model, [Engine(clock, recorder, examples=32), telemetry(tmp_path, clock, 5)], steps=21)
     found, steps = scalars(tmp_path), [6, 11, 16, 21]
     # Five batches, of which the last four, or the last but the last, are alike in pairs.

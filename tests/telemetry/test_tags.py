@@ -19,7 +19,7 @@ from telemetry_files import expected
 
 from tfdist.update_log import EventKind, Outcome, read_logs
 
-DECIDED, TIMED, MEASURED = "decided", "timed", "measured"
+DECIDED, TIMED, MEASURED, POLICY = "decided", "timed", "measured", "policy"
 STEPS = 48
 
 TRAIN = f"""
@@ -91,7 +91,7 @@ def test_multi_worker_writes_each_tag_and_the_kernels_bytes(policy: str, tmp_pat
         _assert_close_bytes(found["told"], found["counted"])
         assert found["memory"] > 100e6
     log_dir = tmp_path / "logs"
-    features = [TIMED, *([DECIDED, "BackupWorkers"] if policy == "BackupWorkers" else [])]
+    features = [TIMED, *([DECIDED, POLICY, "BackupWorkers"] if policy == "BackupWorkers" else [])]
     features += [DECIDED, MEASURED] if policy == "none" else []
     features += ["Compression", "ParameterAveraging"] if policy == "ParameterAveraging" else []
     found = telemetry_files.tags(log_dir)
@@ -157,7 +157,7 @@ def test_parameter_server_writes_each_tag_and_the_kernels_bytes(policy: str, tmp
     found = telemetry_files.tags(log_dir)
     assert found.pop("train") == expected("train")
     assert found.pop("validation") == expected("validation")
-    of_job = expected("job", DECIDED, TIMED, *features) | expected("process")
+    of_job = expected("job", DECIDED, POLICY, TIMED, *features) | expected("process")
     assert found.pop(".") - {("tfdist/tasks/events", "text")} == of_job - {("tfdist/tasks/events", "text")}
     assert found.pop("workers/worker_00") == found.pop("workers/worker_01") == expected("process")
     assert found.pop("ps/ps_0") == expected("process")

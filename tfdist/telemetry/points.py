@@ -59,6 +59,7 @@ def job(
     times: Mapping[int, Times],
     settings: Mapping[str, float],
     counted: Sequence[float],
+    has_policy: bool,
 ) -> list[Any]:
     """Returns the values of the job for an interval.
 
@@ -70,6 +71,7 @@ def job(
       times: of the gradients of each worker that is known here.
       settings: settings of the policy.
       counted: bytes that each worker has sent for each update, where tfdist counts them.
+      has_policy: False where each update has a gradient of each worker: counts of gradients say nothing then.
     """
     rates = {"updates": updates, "examples": examples}
     values = [
@@ -85,17 +87,17 @@ def job(
         values += [
             summaries.scalar("wait/per_update_secs", sums.wait_secs / sums.updates),
             summaries.scalar("wait/first_to_last_secs", sums.spread_secs / sums.updates),
-            summaries.scalar("gradients/accepted", sum(sums.accepted) / sums.updates),
-            summaries.scalar("gradients/dropped", sum(sums.dropped) / sums.updates),
-            summaries.scalar("gradients/lost", sum(sums.lost) / sums.updates),
-            summaries.scalar("staleness/mean", sums.staleness / max(1, sum(sums.accepted))),
         ]
+        if has_policy:
+            kinds = {"accepted": sums.accepted, "dropped": sums.dropped, "lost": sums.lost}
+            values += [summaries.scalar(f"gradients/{kind}", sum(by) / sums.updates) for kind, by in kinds.items()]
+            values.append(summaries.scalar("staleness/mean", sums.staleness / max(1, sum(sums.accepted))))
         if sums.reduce_secs:
             values.append(summaries.scalar("time/reduce_secs", sums.reduce_secs / sums.updates))
-    return values + _times(times, is_decided)
+    return values + _times(times, is_decided, has_policy)
 
 
-def _times(times: Mapping[int, Times], is_decided: bool) -> list[Any]:
+def _times(times: Mapping[int, Times], is_decided: bool, has_policy: bool) -> list[Any]:
     """Returns the times of all workers' gradients together."""
     whole = Times()
     for each in times.values():
@@ -112,10 +114,10 @@ def _times(times: Mapping[int, Times], is_decided: bool) -> list[Any]:
     if whole.input.count:
         kinds = {"input": whole.input, "compute": whole.compute, "rest": whole.rest}
         values += [summaries.scalar(f"time/{kind}_secs", found.percentile(50)) for kind, found in kinds.items()]
-    if is_decided:
+    if is_decided and whole.wait.count:
+        values.append(summaries.scalar("time/wait_secs", whole.wait.percentile(50)))
+    if is_decided and has_policy:
         values.append(summaries.scalar("time/held_secs", whole.held.mean))
-        if whole.wait.count:
-            values.append(summaries.scalar("time/wait_secs", whole.wait.percentile(50)))
         if whole.staleness:
             values.append(summaries.counts("staleness/gradients", whole.staleness))
     return values

@@ -110,8 +110,10 @@ class Session:
         self._iteration = iteration
         add, is_complete = self.events.add, self._recorder.is_complete
         if self.is_chief:
-            settings, of_policy = self._settings(), sums if is_complete or sums.updates else None
-            add("", iteration, lambda: points.job(secs, updates, examples, of_policy, times, settings, counted))
+            has_policy = bool(self._distribution.policies) or self._distribution.serving is not None
+            settings, of_policy = self._settings() if has_policy else {}, sums if is_complete or sums.updates else None
+            given = secs, updates, examples, of_policy, times, settings, counted, has_policy
+            add("", iteration, lambda: points.job(*given))
         self._add_usage(iteration)
 
     def flush(self) -> None:
