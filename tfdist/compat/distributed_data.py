@@ -9,6 +9,7 @@ composite tensor, and the public `tf.experimental.ExtensionType` has a fixed num
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import tensorflow as tf
@@ -21,7 +22,9 @@ NEEDS = (
     "tensorflow.python.data.experimental.ops.distribute:compute_batch_size(dataset)",
     "tensorflow.python.distribute.input_lib:DistributedDataset._enable_get_next_as_optional",
     "tensorflow.python.distribute.input_lib:DistributedDatasetsFromFunction._cardinality",
+    "tensorflow.python.distribute.input_lib:DistributedDataset._input_workers",
     "tensorflow.python.distribute.input_lib:DistributedDataset._type_spec",
+    "tensorflow.python.distribute.input_lib:InputWorkers.serialize",
     "tensorflow.python.framework.composite_tensor:CompositeTensor._type_spec",
 )
 
@@ -51,6 +54,19 @@ CompositeBatch = composite_tensor.CompositeTensor
 def assume_full_batches(distributed: Any) -> None:
     """Says that each batch has a part for every replica of every worker: TensorFlow would ask, for each batch."""
     distributed._enable_get_next_as_optional = False
+    distributed._input_workers = copy.copy(distributed._input_workers)
+    distributed._input_workers.__class__ = _WithFullBatches
+
+
+class _WithFullBatches(input_lib.InputWorkers):
+    """Keeps functions that were traced for full batches from being called with other data.
+
+    TensorFlow compares the workers of data sets for that, and not if they ask. Of workers with data of different
+    lengths, the one with less would end too soon, and the others would wait for it.
+    """
+
+    def serialize(self) -> tuple[Any, ...]:
+        return (*super().serialize(), "full batches")
 
 
 def set_length(distributed: Any, steps: int) -> None:
