@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -272,6 +273,42 @@ def test_gathering_of_other_replicas_parts_is_refused(monkeypatch: pytest.Monkey
     monkeypatch.setattr(model, "train_step", _Gathering().call)
     with pytest.raises(ValueError, match="can't gather the other replicas' parts"):
         Halves(model)
+
+
+def _of_large_targets(y_true: Any, y_pred: Any) -> Any:
+    return tf.boolean_mask(tf.square(y_true - y_pred), y_true > 0.5)
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_said"),
+    [
+        pytest.param(_of_large_targets, True, id="mask"),
+        pytest.param(lambda y, predicted: tf.reduce_sum(y - predicted)[None], True, id="one number in a list"),
+        pytest.param(lambda y, predicted: tf.where(y > 0.5, y - predicted, 0.0)[:, 0], False, id="zeros"),
+        pytest.param("mse", False, id="of Keras"),
+    ],
+)
+def test_loss_of_fewer_numbers_than_examples_is_said_once(loss: Any, is_said: bool, capfd: Any) -> None:
+    model = made(loss=loss)
+    for _ in range(2):
+        Halves(model)
+    assert capfd.readouterr().err.count("leaves examples out") == int(is_said)
+
+
+def test_summaries_in_a_step_are_said_once(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, capfd: Any) -> None:
+    model = made()
+    writer, step = tf.summary.create_file_writer(str(tmp_path)), model.train_step
+
+    def train_step(data: Any) -> Any:
+        with writer.as_default(step=0):
+            tf.summary.scalar("mean", tf.reduce_mean(data[0]))
+        return step(data)
+
+    Halves(model)
+    monkeypatch.setattr(model, "train_step", train_step)
+    monkeypatch.setattr(train_step, "__self__", model, raising=False)
+    Halves(model)
+    assert capfd.readouterr().err.count("tf.summary in a train_step writes once for each replica") == 1
 
 
 def test_two_kinds_of_losses_are_refused() -> None:

@@ -124,6 +124,15 @@ def test_data_without_batches_is_refused(strategy):
         strategy.experimental_distribute_dataset(tf.data.Dataset.range(4))
 
 
+def test_loss_that_leaves_examples_out_is_said_once(strategy, capfd):
+    with strategy.scope():
+        model = dense_model()
+        model.compile("sgd", lambda y, predicted: tf.reduce_mean(tf.boolean_mask(y - predicted, y > 0.5)))
+    for _ in range(2):
+        model.fit(X, Y, batch_size=8, verbose=0)
+    assert capfd.readouterr().err.count("leaves examples out") == 1
+
+
 def test_two_strategies_on_the_same_devices_do_not_meet(cpus):
     def sum_of_ones(size: int) -> list[float]:
         strategy = tfdist.MirroredStrategy(cpus[:2])

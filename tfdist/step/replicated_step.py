@@ -42,6 +42,7 @@ from tfdist.step import (
     empty_parts,
     global_losses,
     loss_weights,
+    model_losses,
     replica_placement,
     scope,
     step_times,
@@ -117,9 +118,10 @@ def run_step(
             patches = _patches(model, weights, postponed, sum_up) if training else contextlib.nullcontext()
             told = logs_of_metrics.MetricResults([metric for metric in model.metrics if copies.counts(metric)])
             written = _WrittenWeights(model)
+            noticed = model_losses.noticed(model, strategy.num_replicas_in_sync)
             with (
                 patches,
-                optimizer_patches.attributes([*weights.of_losses(), *told.changes(), *written.changes()]),
+                optimizer_patches.attributes([*weights.of_losses(), *told.changes(), *written.changes(), *noticed]),
                 _filled(strategy, step, data, parts, weights) as given,
             ):
                 logs = run(*given)

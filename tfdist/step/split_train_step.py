@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ from tfdist.compat import common_rows, compiled_losses, keras_variables, optimiz
 from tfdist.data import handle as handles
 from tfdist.data import splitting
 from tfdist.runtime import messages
-from tfdist.step import empty_parts, global_losses, one_replica, recording, states, value_changes
+from tfdist.step import empty_parts, global_losses, model_losses, one_replica, recording, states, value_changes
 from tfdist.step import logs as logs_of_metrics
 from tfdist.step.captured_gradients import Applied, apply_if, capture
 from tfdist.step.contribution import Contribution, RowsByShard, add_up, times, weigh
@@ -42,6 +43,9 @@ from tfdist.step.replica_losses import ReplicaLosses
 from tfdist.step.states import State
 
 __all__ = ["Contribution", "SplitTrainStep", "add_up", "weigh"]
+
+# Operations that write summaries, at once or under a condition.
+_SUMMARY = re.compile(r"^Write\w*Summary |summary_cond")
 
 Place = Callable[[Any], contextlib.AbstractContextManager]
 Assign = Callable[[Any, tf.Tensor], Any]
@@ -149,12 +153,14 @@ class SplitTrainStep:
         if self._total_num_replicas > 1:
             name = f"{type(self.model).__name__}.train_step"
             changed += one_replica.without_others(name, self._total_num_replicas, self._say_once)
+            changed += model_losses.noticed(self.model, self._total_num_replicas)
         with optimizer_patches.attributes(changed), scope:
             compiled_losses.forget_added(self.model)
             # Keras represents None as an empty Optional.
             batch_given = empty_parts.filled(batch, [] if whole is None else [whole]) if is_filled else batch
             # As Keras traces it.
             result = tf.autograph.experimental.do_not_convert(self._step)(handles.without_optionals(batch_given))
+            self._notice_summaries()
         writes = scope.writes()
         weight, rows = self._weight(batch), splitting.rows(batch)
         is_counted = rows > 0 if is_filled and rows is not None else None
@@ -175,6 +181,17 @@ class SplitTrainStep:
             tuple(times(each.flag.read_value(), weight) for each in layout.applied if each.flag is not None),
             tuple(maxima),
         )
+
+    def _notice_summaries(self) -> None:
+        """Writes a line for a step that writes summaries, which the graph that is traced has now."""
+        traced = () if tf.executing_eagerly() else tf.compat.v1.get_default_graph().get_operations()
+        writes = any(_SUMMARY.search(f"{operation.type} {operation.name}") for operation in traced)
+        if writes and self._total_num_replicas > 1:
+            self._say_once(
+                "tfdist: policies: tf.summary in a train_step writes once for each replica, of its own part of the "
+                "batch, also where its gradient is dropped; return the value in the step's logs. "
+                f"Received: {type(self.model).__name__}.train_step, {self._total_num_replicas} replicas"
+            )
 
     def _say_once(self, line: str) -> None:
         """Writes a line; the step may be traced several times."""
