@@ -106,6 +106,33 @@ def test_fit_of_a_model_outside_of_the_scope_warns_once(strategy: Any, recwarn: 
     assert f"Received: model {outside[0].name!r}" in warned[0]
 
 
+class _Private(keras.Model):
+    """TensorFlow refuses its name scope, "__private", in a graph, and Keras leaves it open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+    def train_step(self, data: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self.dense(data[0]) - data[1]) ** 2)
+        self.optimizer.apply(tape.gradient(loss, self.dense.trainable_variables), self.dense.trainable_variables)
+        return {"loss": loss}
+
+
+def test_model_of_a_private_class_leaves_no_name_scope_open(strategy: Any) -> None:
+    with strategy.scope():
+        model = _Private()
+        model.compile("sgd")
+    model.fit(first_call_models.X, first_call_models.Y, batch_size=9, verbose=0)
+    later = keras.layers.Dense(1, name="later")
+    later.build((None, 3))
+    assert later.kernel.path == "later/kernel"
+
+
 def test_second_model_of_a_class_has_its_variables_made(strategy: Any) -> None:
     for _ in range(2):
         assert np.isfinite(fitted(strategy, Noisy, "mse")[0]["loss"]).all()

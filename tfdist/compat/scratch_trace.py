@@ -46,6 +46,7 @@ def trace(make: Callable[[], contextlib.AbstractContextManager], function: Calla
     error, count = None, _num_deferred()
     try:
         with (
+            symbolic_build.name_scopes_closed(),
             tf.__internal__.FuncGraph("tfdist_scratch").as_default(),
             tf.variable_creator_scope(lifted),
             symbolic_build.Unwritten(collect_losses=True, initialize_variables=False),

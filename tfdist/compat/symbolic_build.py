@@ -14,19 +14,22 @@ it alone.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 from keras.src import backend
+from keras.src.backend.common import global_state
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.trainers.data_adapters import data_adapter_utils
 
 from tfdist.compat import flat_layers, own_attributes, replacing, running_loop
 
 NEEDS = (
+    "keras.src.backend.common.global_state:get_global_attribute",
     "keras.src.backend.tensorflow.trainer:TensorFlowTrainer._distribute_strategy",
     "keras.src.backend.tensorflow.trainer:TensorFlowTrainer._maybe_symbolic_build(self, iterator)",
     "keras.src.backend.tensorflow.trainer:TFEpochIterator._distributed_dataset",
@@ -42,6 +45,7 @@ NEEDS = (
 
 _RAGGED = tf.RaggedTensor | tf.RaggedTensorSpec
 _SPARSE = tf.SparseTensor | tf.SparseTensorSpec
+_NAME_SCOPES = "name_scope_stack"
 # Models that `build` has called, and that Keras is about to build.
 _called: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -80,7 +84,8 @@ def build(model: keras.Model, batch: Any) -> None:
     x, y, weight = data_adapter_utils.unpack_x_y_sample_weight(batch)
     if has_dense:
         try:
-            predicted = backend.compute_output_spec(model, tf.nest.map_structure(_symbolic, x), training=False)
+            with name_scopes_closed():
+                predicted = backend.compute_output_spec(model, tf.nest.map_structure(_symbolic, x), training=False)
         except Exception:
             return  # Keras tries the same, and explains the error.
     else:
@@ -95,6 +100,20 @@ def build(model: keras.Model, batch: Any) -> None:
     if loss is not None and not loss.built:
         backend.compute_output_spec(model._compute_loss, x, y, predicted, sample_weight=weight, training=False)
     _called.add(model)
+
+
+@contextlib.contextmanager
+def name_scopes_closed() -> Iterator[None]:
+    """Closes name scopes that are still open at the end of the block, after an error that is not raised.
+
+    Keras leaves one open whose name is refused by a graph of TensorFlow's: "__net", of a model of a class `_Net`. All
+    layers that are made later would have it in their paths.
+    """
+    count = len(global_state.get_global_attribute(_NAME_SCOPES) or [])
+    try:
+        yield
+    finally:
+        del (global_state.get_global_attribute(_NAME_SCOPES) or [])[count:]
 
 
 def has_unbuilt_metrics(model: keras.Model) -> bool:

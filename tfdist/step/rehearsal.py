@@ -54,7 +54,8 @@ def before_keras(strategy: tf.distribute.Strategy, model: keras.Model, step: str
         is_called = is_callable and symbolic_build.calls(model)
         if is_callable:
             try:
-                with optimizer_variables.undone_on_error(optimizer_patches.optimizers_of(model)):
+                undone = optimizer_variables.undone_on_error(optimizer_patches.optimizers_of(model))
+                with undone, symbolic_build.name_scopes_closed():
                     by_keras(data_batch=batch)
             except Exception as error:
                 refused = error
