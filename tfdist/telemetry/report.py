@@ -401,7 +401,8 @@ class Report:
         what = max(more, key=lambda kind: more[kind], default="")
         if not what:
             return ""
-        share = min(1.0, kinds[what][name].p50 / max(self.own_secs[name].middle, 1e-9))
+        # Percentiles are within 2 %, and each part is less than the whole.
+        share = min(0.99, kinds[what][name].p50 / max(self.own_secs[name].middle, 1e-9))
         return f": {_percent(share)} of its time is {what}"
 
     def __str__(self) -> str:
