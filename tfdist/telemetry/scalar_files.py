@@ -102,10 +102,11 @@ class ScalarFiles:
         for summary in summaries:
             for number, value in _fields(summary):
                 members = dict(_fields(value)) if number == _VALUE and isinstance(value, bytes) else {}
-                tag, number = self._tags.get(members.get(_TAG)), members.get(_SIMPLE_VALUE, b"")
-                if tag is not None and isinstance(number, bytes) and len(number) == 4:
+                name, data = members.get(_TAG), members.get(_SIMPLE_VALUE)
+                tag = self._tags.get(name) if isinstance(name, bytes) else None
+                if tag is not None and isinstance(data, bytes) and len(data) == 4:
                     points = self._found.setdefault(folder, {}).setdefault(tag, [])
-                    points.append(Point(wall_time, step, *struct.unpack("<f", number)))
+                    points.append(Point(wall_time, step, *struct.unpack("<f", data)))
                     if len(points) > _MOST_POINTS:
                         del points[1:-1:2]
 

@@ -162,7 +162,7 @@ def _times(timeline: Timeline) -> list[np.ndarray]:
     is_timed, opened = (
         np.repeat(each, timeline.updates.count) for each in (timeline.updates.reduce > 0, timeline.updates.opened)
     )
-    rows = rows.replace(start=np.where(is_timed, -opened, rows.start))[-_NEWEST * len(timeline.workers) :]
+    rows = rows.replace(start=np.where(is_timed, np.negative(opened), rows.start))[-_NEWEST * len(timeline.workers) :]
     rows = rows[rows.outcome != Outcome.LOST]
     order = np.argsort(rows.worker, kind="stable")
     limits = np.searchsorted(rows.worker[order], np.arange(len(timeline.workers) + 1))
