@@ -43,7 +43,13 @@ from tfdist.compat import (
     strategy_order,
     symbolic_build,
 )
-from tfdist.engines.parameter_server import batch_arguments, codec_state, scope_checks, shard_updates, worker_batch
+from tfdist.engines.parameter_server import (
+    batch_arguments,
+    codec_state,
+    partitioned_variable,
+    scope_checks,
+    worker_batch,
+)
 from tfdist.engines.parameter_server.aggregated import AggregatedEngine
 from tfdist.engines.parameter_server.asynchronous import AsynchronousEngine
 from tfdist.engines.parameter_server.coordinated_variable import coordinate
@@ -245,7 +251,9 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
             exports.restore_shards(has_shards)
             sliced_restores.install()
         if variable_partitioner is not None or is_lazy:
-            shard_strategy.replace_update(self, lambda *given: shard_updates.by_shards(given[0], is_lazy, given[1]))
+            shard_strategy.replace_update(
+                self, lambda *given: partitioned_variable.update_by_shards(given[0], is_lazy, given[1])
+            )
 
     def _connect_to_cluster(self, coordinator_name: str) -> None:
         del coordinator_name

@@ -13,9 +13,8 @@ import tensorflow as tf
 from tensorflow.python.distribute import sharded_variable
 
 from tfdist.compat import row_lookups
-from tfdist.engines.parameter_server import shard_rows, shard_updates
-from tfdist.engines.parameter_server.partitioned_variable import has_shards, partition
-from tfdist.engines.parameter_server.transfer.row_pieces import RowPieces
+from tfdist.engines.parameter_server import partitioned_variable
+from tfdist.engines.parameter_server.partitioned_variable import RowPieces, has_shards, partition
 from tfdist.step.contribution import Contribution, add_up, times
 
 pytestmark = pytest.mark.devices
@@ -194,7 +193,7 @@ def test_ragged_lookups_keep_their_rows() -> None:
 
 def test_slices_are_split_by_shard_with_rows_of_the_shard() -> None:
     slices = tf.IndexedSlices(tf.constant([[1.0], [2.0], [3.0]]), tf.constant([6, 0, 3], tf.int64), tf.constant([7, 1]))
-    pieces = tf.function(lambda: shard_rows.split(slices, [3, 2, 2]))()
+    pieces = tf.function(lambda: partitioned_variable.split_rows(slices, [3, 2, 2]))()
     assert [(each.indices.numpy().tolist(), each.values.numpy().ravel().tolist()) for each in pieces] == [
         ([0], [2.0]),
         ([0], [3.0]),
@@ -217,7 +216,9 @@ def test_rows_of_contributions_reach_their_shards_apart() -> None:
         sent = [Contribution(pieces.split([each]), [], [], [], one, one) for each in gradients]
         [gradient] = pieces.joined(add_up(sent, pieces.devices).gradients)
         stock = lambda shard, function, args, kwargs, group: found.append(args[0])  # noqa: E731
-        shard_updates.by_shards(stock, False, lambda: True)(table, print, (times(gradient, one + 1),), {}, False)
+        partitioned_variable.update_by_shards(stock, False, lambda: True)(
+            table, print, (times(gradient, one + 1),), {}, False
+        )
         return found
 
     dense = [tf.convert_to_tensor(each).numpy().tolist() for each in tf.function(updates, autograph=False)()]

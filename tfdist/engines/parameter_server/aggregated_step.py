@@ -21,10 +21,10 @@ from tfdist.compat import closures, following_devices, replica_parts
 from tfdist.compat.cluster_joining import SERVER_DEVICE
 from tfdist.data import splitting
 from tfdist.engines.parameter_server import coordinated_variable, scope_checks
+from tfdist.engines.parameter_server.partitioned_variable import RowPieces
 from tfdist.engines.parameter_server.transfer import encoding
 from tfdist.engines.parameter_server.transfer.bundles import Bundles
 from tfdist.engines.parameter_server.transfer.plan import TransferPlan
-from tfdist.engines.parameter_server.transfer.row_pieces import RowPieces
 from tfdist.step import one_replica
 from tfdist.step.contribution import Contribution, add_up, weigh
 from tfdist.step.packing import Packing
