@@ -29,8 +29,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat import loops, own_attributes, server_variables, sliced_restores
-from tfdist.engines.parameter_server.coordinated_variable import CoordinatedVariable
-from tfdist.engines.parameter_server.updated_part import Part, part_of, updating
+from tfdist.engines.parameter_server.coordinated_variable import CoordinatedVariable, Part, part_being_updated, updating
 from tfdist.runtime import row_blocks
 from tfdist.step.contribution import RowsByShard
 
@@ -211,7 +210,7 @@ class _Whole:
         return whole if part is None else part.shape(whole)
 
     def _part(self) -> Part | None:
-        return part_of(self.sizes)
+        return part_being_updated(self.sizes)
 
     def value(self) -> tf.Tensor:
         """Returns the whole value; within one graph it is read once between two writes. In an update, the part."""
