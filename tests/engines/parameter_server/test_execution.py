@@ -13,7 +13,7 @@ from fake_cluster import Batch, FakeCluster, FakeDataset, FakeProgram, running_e
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfdist.engines.parameter_server import execution, worker_data
+from tfdist.engines.parameter_server import step_queue, worker_data
 from tfdist.engines.parameter_server.worker_data import WorkerIterator
 from tfdist.policies.base import Update
 
@@ -123,7 +123,7 @@ def test_as_many_steps_as_possible_are_made_in_one_call(
     several: int, count: int, wants_values: bool, calls: list[str]
 ) -> None:
     program: Any = Program(several)
-    made = execution.make_steps(program, count, wants_values, [], None)
+    made = step_queue.make_steps(program, count, wants_values, [], None)
     assert program.calls == calls
     assert len(made.staleness) == count
     assert made.values == (["outputs"] if wants_values else None)

@@ -35,10 +35,9 @@ from tfdist.compat.running_loop import Fit
 from tfdist.data import splitting
 from tfdist.engines.base import Engine
 from tfdist.engines.parameter_server import batch_arguments, worker_batch
-from tfdist.engines.parameter_server.pending_step import Step
 from tfdist.engines.parameter_server.program import Program
 from tfdist.engines.parameter_server.programs import Programs
-from tfdist.engines.parameter_server.step_queue import StepQueue
+from tfdist.engines.parameter_server.step_queue import Step, StepQueue
 from tfdist.engines.parameter_server.transfer import plan
 from tfdist.engines.parameter_server.worker_batch import WorkerBatch
 from tfdist.engines.parameter_server.worker_data import Batch, WorkerIterator

@@ -12,9 +12,11 @@ If the data have ended on one worker only, its closure is rescheduled for anothe
 from __future__ import annotations
 
 import collections
+import concurrent.futures
+import dataclasses
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,9 +24,8 @@ import tensorflow as tf
 
 from tfdist.compat import closures
 from tfdist.engines.parameter_server.accumulation import Sums
-from tfdist.engines.parameter_server.execution import MadeSteps, make_steps
-from tfdist.engines.parameter_server.pending_step import Step, resolve
-from tfdist.engines.parameter_server.worker_data import WorkerIterator
+from tfdist.engines.parameter_server.program import Program
+from tfdist.engines.parameter_server.worker_data import Batch, WorkerIterator
 from tfdist.policies import Contribution, Outcome, Update
 
 # Interval at which a wait checks for lost tasks. It delays the detection of errors, not the results.
@@ -392,3 +393,103 @@ class StepQueue:
     def _has_work(self, worker: int) -> bool:
         """Returns True if a step waits that the worker can make, or must drop because no worker can make it."""
         return any(step.suits(worker) or (step.queued and self._no_worker_has_data(step)) for step in self._pending)
+
+
+# Element of the queue of `CoordinatedEngine`: a step, or the steps of an execution (`steps_per_execution`).
+
+
+@dataclasses.dataclass(eq=False)
+class Step:
+    """Program and batch of a step, and the futures of its result.
+
+    Attributes:
+      count: how many steps are still to be made, one after the other by one worker as long as its share lasts.
+      result: of the last of them, as are the logs.
+    """
+
+    program: Program
+    tensors: Sequence[tf.Tensor]
+    iterator: WorkerIterator | None = None
+    wants_logs: bool = False
+    took_batch: concurrent.futures.Future | None = None
+    result: concurrent.futures.Future | None = None
+    worker_fed: bool = False
+    queued: bool = False
+    # True for an update; and the number of updates and the time when it was last started.
+    is_update: bool = False
+    local_step: int = 0
+    started_at: float = 0.0
+    # The batch, for a loop that may use it again.
+    batch: Batch | None = None
+    count: int = 1
+
+    def suits(self, worker: int) -> bool:
+        """Returns True if `worker` can run the step now. Only that worker's thread calls this."""
+        return self.queued and (not self.worker_fed or self.iterator.has_batch(worker))
+
+
+def resolve(future: concurrent.futures.Future | None, value: Any) -> None:
+    """Sets the result of a future, unless it is None or done."""
+    if future is not None and not future.done():
+        future.set_result(value)
+
+
+# The steps of one closure: one step, or those of an execution of Keras (`steps_per_execution`).
+#
+# An execution of K steps is one handle, one closure, and, where the step is small, one call for K - 1 of them and one
+# for the last, which has the result:
+#
+#     Keras' loop (chief)      a worker's thread (chief)          the worker's process
+#       zip(range(K), data):
+#       one handle, K batches
+#       queue one closure  -->  make_steps(count)            -->   K - 1 times: next batch of its share,
+#       logs of the newest                                         read variables, update, add 1 to `counter`
+#       finished closure        the last one alone           -->   once more
+#                          <--  staleness of each, and logs if they are due
+#
+# Ownership: a closure is one worker's as long as its share lasts; the rest goes to another worker as one closure again
+# (`step_queue`). If a worker is lost in the middle, another one repeats the closure: updates that were made are made
+# again, at most K of them. The counter is on a parameter server. It counts the updates of all workers, so the staleness
+# of each of the K updates is exact, although the chief sees them arrive together.
+
+
+@dataclasses.dataclass(frozen=True)
+class MadeSteps:
+    """The outcome of a closure.
+
+    Attributes:
+      values: the flat result of its last step on the chief, if it was wanted.
+      batch: the batch of its last step on the worker, for a loop that may use it again.
+      staleness: for each update, the number of other updates between its reading and its writing of the variables;
+        None where the chief has to estimate it.
+    """
+
+    values: list[np.ndarray] | None
+    batch: Sequence[tf.Tensor]
+    staleness: list[int | None]
+
+
+def make_steps(program: Program, count: int, wants_values: bool, inputs: Sequence[Any], sums: Sums | None) -> MadeSteps:
+    """Makes steps on the worker of the calling thread, one after the other.
+
+    Args:
+      program: the traced step.
+      count: how many steps.
+      wants_values: True if the result of the last one is to be fetched.
+      inputs: the arguments of the step; its batch is the next one of an iterator among them if there are several steps.
+      sums: the worker's sums of gradients, if it accumulates them.
+    """
+    silent, outputs, staleness, chosen = count - wants_values, (), [], program
+    while sums is None and silent >= program.num_several > 1:
+        staleness += program.run_several(*inputs)
+        silent -= program.num_several
+    for is_wanted in [False] * silent + [True] * wants_values:
+        given = inputs
+        if sums is not None:
+            given, is_update = [*inputs, *sums.handles], sums.count == program.accumulation.num_steps - 1
+            chosen = program if is_update else program.adding
+        outputs = chosen.run(*given) if is_wanted else chosen.run_silently(*given)
+        if sums is not None:
+            sums.count = (sums.count + 1) % program.accumulation.num_steps
+        staleness += chosen.staleness_in(outputs)
+    return MadeSteps(chosen.fetch(outputs) if wants_values else None, chosen.batch_in(outputs), staleness)
