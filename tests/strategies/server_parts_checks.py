@@ -18,7 +18,7 @@ from training import OPTIMIZERS, assert_close
 
 import tfdist
 from tfdist.compat import placed_layers
-from tfdist.engines.parameter_server.program import Program
+from tfdist.engines.parameter_server.worker_function import Program
 from tfdist.step import one_replica
 
 LAYERS = keras.layers

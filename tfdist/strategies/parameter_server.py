@@ -44,11 +44,11 @@ from tfdist.compat import (
     symbolic_build,
 )
 from tfdist.engines.parameter_server import (
-    batch_arguments,
     codec_state,
     partitioned_variable,
     scope_checks,
     worker_batch,
+    worker_function,
 )
 from tfdist.engines.parameter_server.aggregated import AggregatedEngine
 from tfdist.engines.parameter_server.asynchronous import AsynchronousEngine
@@ -370,7 +370,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         """
         if tf.distribute.in_cross_replica_context() and scheduled_functions.is_traced(self):
             return super().run(fn, args, kwargs, options)
-        args, kwargs = batch_arguments.in_tensors(args, kwargs or {})
+        args, kwargs = worker_function.in_tensors(args, kwargs or {})
         scope_checks.check_scope(self, fn)
         with tf.init_scope(), self.scope():  # `fit`, where optimizers are built, may be called outside of it.
             keras_steps.check(fn, asynchronous=self._training is self._engine)

@@ -11,9 +11,9 @@ import pytest
 import tensorflow as tf
 from fake_cluster import FakeCluster, FakeDataset
 
-from tfdist.engines.parameter_server.program import Program
 from tfdist.engines.parameter_server.worker_batch import WorkerBatch
 from tfdist.engines.parameter_server.worker_data import WorkerIterator
+from tfdist.engines.parameter_server.worker_function import Program
 
 pytestmark = pytest.mark.devices
 

@@ -34,14 +34,13 @@ from tfdist.compat import closures, cluster_joining, python_operation, step_erro
 from tfdist.compat.running_loop import Fit
 from tfdist.data import splitting
 from tfdist.engines.base import Engine
-from tfdist.engines.parameter_server import batch_arguments, worker_batch
-from tfdist.engines.parameter_server.program import Program
-from tfdist.engines.parameter_server.programs import Programs
+from tfdist.engines.parameter_server import worker_batch, worker_function
 from tfdist.engines.parameter_server.step_queue import Step, StepQueue
 from tfdist.engines.parameter_server.transfer import plan
 from tfdist.engines.parameter_server.worker_batch import WorkerBatch
 from tfdist.engines.parameter_server.worker_data import Batch, WorkerIterator
 from tfdist.engines.parameter_server.worker_dataset import WorkerDataset, WorkerDatasetFromFunction
+from tfdist.engines.parameter_server.worker_function import Program, Programs
 from tfdist.policies.base import Update
 from tfdist.runtime import lost_servers, stalls
 from tfdist.step import keras_steps, one_replica
@@ -148,10 +147,10 @@ class CoordinatedEngine(Engine):
     def _run_eagerly(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         kind, handles = keras_steps.classify(fn), worker_batch.handles_in((args, kwargs))
         numbers = [int(handle.content) for handle in handles]
-        batch = batch_arguments.unused(numbers)
+        batch = worker_function.unused(numbers)
         iterator, in_parts = batch and batch.iterator, batch is None and bool(handles)
         program = self.programs.find(kind, fn, args, kwargs, iterator, in_parts)
-        parts = batch_arguments.parts_on_chief(numbers, handles) if in_parts else []
+        parts = worker_function.parts_on_chief(numbers, handles) if in_parts else []
         return program.rebuild(self._dispatch(kind, program, parts + program.flatten_arguments(args, kwargs), batch))
 
     def _run_in_graph(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -168,11 +167,11 @@ class CoordinatedEngine(Engine):
 
         def queue(*inputs: tf.Tensor) -> list[np.ndarray]:
             numbers, tensors = [int(number) for number in inputs[: len(handles)]], list(inputs[len(handles) :])
-            batch = batch_arguments.unused(numbers)
+            batch = worker_function.unused(numbers)
             if batch is None and handles:
-                parts = batch_arguments.parts_on_chief(numbers, handles)
+                parts = worker_function.parts_on_chief(numbers, handles)
                 return self._dispatch(kind, program_for(False, True), parts + tensors, None)
-            worker_fed = batch is not None and batch_arguments.takes_batches_itself(kind, batch.iterator)
+            worker_fed = batch is not None and worker_function.takes_batches_itself(kind, batch.iterator)
             return self._dispatch(kind, program_for(worker_fed, False), tensors, batch)
 
         inputs = [handle.content for handle in handles] + program.flatten_arguments(args, kwargs)

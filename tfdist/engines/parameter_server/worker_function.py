@@ -12,14 +12,16 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import autograph_rules, closures, following_devices
+from tfdist.compat import autograph_rules, closures, cluster_joining, following_devices, fresh_threads
 from tfdist.compat.cluster_joining import SERVER_DEVICE
 from tfdist.data import splitting
-from tfdist.engines.parameter_server import coordinated_variable, scope_checks
+from tfdist.engines.parameter_server import coordinated_variable, scope_checks, worker_batch
 from tfdist.engines.parameter_server.accumulation import Accumulation
 from tfdist.engines.parameter_server.transfer import plan
+from tfdist.engines.parameter_server.transfer.plan import TransferPlan
 from tfdist.engines.parameter_server.worker_batch import WorkerBatch, flat_specs, handles_in
-from tfdist.step import keras_steps, one_replica, used_objects
+from tfdist.engines.parameter_server.worker_data import Batch, WorkerIterator, find_batch
+from tfdist.step import function_keys, keras_steps, one_replica, rehearsal, replica_placement, used_objects
 from tfdist.step.packing import Packing
 
 # About the operations of a perceptron of ten layers with Adam.
@@ -289,3 +291,139 @@ def _converted(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_tensor(leaf: Any) -> bool:
     return tf.is_tensor(leaf)
+
+
+# The programs of functions given to `strategy.run`: each is traced once for each kind of arguments and feed.
+
+
+class Programs:
+    """Traces functions in the scope of a strategy, and keeps the traces.
+
+    Args:
+      strategy: the strategy.
+      coordinator: creates accumulators on the workers.
+      transfer: form in which variables and gradients cross the network.
+
+    Attributes:
+      accumulates: True if a worker that accumulates gradients adds up its own; False if the optimizer adds them up.
+    """
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        coordinator: tf.distribute.coordinator.ClusterCoordinator,
+        transfer: TransferPlan,
+    ) -> None:
+        self._strategy = strategy
+        self._coordinator = coordinator
+        self._transfer = transfer
+        self._of_loops: dict[Any, Any] = {}
+        self._functions = function_keys.Traced()
+        self._counter: tf.Variable | None = None
+        self.accumulates = True
+
+    def kept_for(self, fn: Callable[..., Any]) -> dict[Any, Any]:
+        """Returns the cache of traces of `fn`: the model's own for a step of Keras, else one for all custom loops."""
+        kept = keras_steps.traced_with(fn)
+        return self._of_loops if kept is None else kept
+
+    def find(
+        self,
+        kind: str,
+        fn: Callable[..., Any],
+        args: tuple,
+        kwargs: dict[str, Any],
+        iterator: WorkerIterator | None,
+        in_parts: bool,
+    ) -> Program:
+        """Returns the program for a call outside of graphs; traces it if it is new.
+
+        Args:
+          kind: see `keras_steps.classify`.
+          fn: the function.
+          args: its positional arguments.
+          kwargs: its keyword arguments.
+          iterator: the pass that the batch is read from; None if the batch is among the arguments.
+          in_parts: see `Program`.
+        """
+        worker_fed = iterator is not None and takes_batches_itself(kind, iterator)
+        specs = tf.nest.map_structure(spec_of, (args, kwargs))
+        programs, makes_several = self.kept_for(fn), keras_steps.steps_per_execution(fn) > 1
+        key = function_keys.key_of(fn), worker_fed, in_parts, repr(specs), makes_several
+        if key not in programs:
+            self.rehearse(fn, args, kwargs)
+            programs[key] = self.trace(fn, args, kwargs, worker_fed, in_parts)
+            self._functions.note(fn, programs, key)
+        return programs[key]
+
+    def rehearse(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
+        """Creates the variables that the first call of `fn` would create."""
+        rehearsal.before(self._strategy, fn, *worker_batch.as_specs(list(args), kwargs))
+        replica_placement.check_step(self._strategy, fn)
+
+    def trace(
+        self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], worker_fed: bool, in_parts: bool
+    ) -> Program:
+        """Traces `fn`; see `Program` for the arguments."""
+        optimizer, accumulation = keras_steps.accumulates(fn), None
+        if optimizer is not None and self.accumulates:
+            kept, key = self.kept_for(fn), ("accumulation", optimizer)
+            accumulation = kept.get(key) or kept.setdefault(key, Accumulation(self._coordinator, optimizer))
+        counter = self._count_of_updates() if keras_steps.steps_per_execution(fn) > 1 else None
+        return Program(self._strategy, fn, args, kwargs, worker_fed, in_parts, accumulation, self._transfer, counter)
+
+    def _count_of_updates(self) -> tf.Variable:
+        """Returns the number of updates of all workers, on a parameter server; made when it is first needed."""
+
+        def make() -> tf.Variable:
+            with tf.device(cluster_joining.SERVER_DEVICE):
+                return tf.Variable(0, dtype=tf.int64, trainable=False, name="updates")
+
+        if self._counter is None:
+            # Not one of the model's variables: the caller may be in the strategy's scope, or in a graph.
+            self._counter = fresh_threads.call(make)
+        return self._counter
+
+
+# Arguments of `strategy.run`, and the batches among them: their specs, their values, and the step that reads them.
+
+
+def in_tensors(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Replaces NumPy arrays by tensors, so that a step is not traced for each of their values."""
+    to_tensor = lambda leaf: tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf  # noqa: E731
+    return tf.nest.map_structure(to_tensor, (args, kwargs))
+
+
+def spec_of(leaf: Any) -> Any:
+    """Returns the spec that a step is traced for: for a batch its kind, without its number."""
+    if isinstance(leaf, WorkerBatch):
+        return leaf.kind.spec
+    return tf.type_spec_from_value(leaf) if tf.is_tensor(leaf) else leaf
+
+
+def unused(handles: Sequence[int]) -> Batch | None:
+    """Returns the batch of these handles and marks it as used; None if they have several, or it was used before."""
+    if len(set(handles)) != 1:
+        return None
+    batch = find_batch(handles[0])
+    if batch.is_used:
+        return None
+    batch.is_used = True
+    return batch
+
+
+def parts_on_chief(numbers: Sequence[int], handles: Sequence[WorkerBatch]) -> list[Any]:
+    """Returns the values of the parts that these handles stand for, flat; `numbers` are the batches' numbers."""
+    parts = []
+    for number, handle in zip(numbers, handles, strict=True):
+        whole = tf.nest.pack_sequence_as(handle.whole_spec, find_batch(number).values(), expand_composites=True)
+        parts += tf.nest.flatten(handle.pick(whole), expand_composites=True)
+    return parts
+
+
+def takes_batches_itself(kind: str, iterator: WorkerIterator) -> bool:
+    """Returns True if the traced step reads its batch from an iterator on the worker; else the batch is an argument.
+
+    If a policy makes the workers read parts of batches, the chief sends whole batches to all other steps.
+    """
+    return iterator.feed(by_chief=kind in ("test", "predict") or iterator.is_cut) == "worker" and iterator.shares_known
