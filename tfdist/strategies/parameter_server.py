@@ -54,8 +54,8 @@ from tfdist.engines.parameter_server.aggregated import AggregatedEngine
 from tfdist.engines.parameter_server.asynchronous import AsynchronousEngine
 from tfdist.engines.parameter_server.coordinated_variable import coordinate
 from tfdist.engines.parameter_server.engine import CoordinatedEngine
-from tfdist.engines.parameter_server.memory_checks import MemoryCheck
 from tfdist.engines.parameter_server.partitioned_variable import PartitionedVariable, has_shards, partition
+from tfdist.engines.parameter_server.scope_checks import MemoryCheck
 from tfdist.engines.parameter_server.task_usage import TaskUsages
 from tfdist.engines.parameter_server.transfer import plan as transfer_plan
 from tfdist.engines.parameter_server.transfer.encoding import Encoding

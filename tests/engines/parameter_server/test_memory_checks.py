@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import tensorflow as tf
 
-from tfdist.engines.parameter_server.memory_checks import MemoryCheck
+from tfdist.engines.parameter_server.scope_checks import MemoryCheck
 from tfdist.runtime.memory import Room
 from tfdist.runtime.usage import Usage
 from tfdist.sharded_tables import ShardedTables
