@@ -10,7 +10,7 @@ import pytest
 
 SCRIPT = """
 import threading, time
-from tfdist.engines.parameter_server.codec_state import CodecStates
+from tfdist.engines.parameter_server.server_calls import CodecStates
 from tfdist.engines.parameter_server.transfer.encoding import Encoding
 strategy = tfdist.ParameterServerStrategy(num_workers=2, num_ps=1)
 made = model(strategy)

@@ -44,9 +44,9 @@ from tfdist.compat import (
     symbolic_build,
 )
 from tfdist.engines.parameter_server import (
-    codec_state,
     partitioned_variable,
     scope_checks,
+    server_calls,
     worker_batch,
     worker_function,
 )
@@ -56,7 +56,7 @@ from tfdist.engines.parameter_server.coordinated_variable import coordinate
 from tfdist.engines.parameter_server.engine import CoordinatedEngine
 from tfdist.engines.parameter_server.partitioned_variable import PartitionedVariable, has_shards, partition
 from tfdist.engines.parameter_server.scope_checks import MemoryCheck
-from tfdist.engines.parameter_server.task_usage import TaskUsages
+from tfdist.engines.parameter_server.server_calls import TaskUsages
 from tfdist.engines.parameter_server.transfer import plan as transfer_plan
 from tfdist.engines.parameter_server.transfer.encoding import Encoding
 from tfdist.engines.parameter_server.worker_batch import WorkerBatch
@@ -210,12 +210,12 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         of_workers = {}
         self._sending, aggregation = self._transfer, composed.aggregation
         if composed.compression:
-            codec_state.check_servers(self._num_workers, self._num_ps, stall_timeout_secs)
+            server_calls.check_codecs(self._num_workers, self._num_ps, stall_timeout_secs)
             compression = composed.compression
             encoding = Encoding(compression.codec, self._num_workers, compression.variables)
             self._sending = transfer_plan.encoded(self._transfer_mode, encoding)
             self.distribution.bytes_sent = encoding.bytes_sent
-            of_workers["Compression"] = codec_state.CodecStates(
+            of_workers["Compression"] = server_calls.CodecStates(
                 encoding, self._engine.coordinator, self._num_workers, stall_timeout_secs
             )
         if aggregation is not None:

@@ -14,7 +14,7 @@ import tensorflow as tf
 from tfdist.compat import closures, optimizer_patches
 from tfdist.compression import TopK, on_servers
 from tfdist.engines.parameter_server import server_calls
-from tfdist.engines.parameter_server.codec_state import CodecStates
+from tfdist.engines.parameter_server.server_calls import CodecStates
 
 pytestmark = pytest.mark.devices
 
@@ -37,7 +37,7 @@ class Cluster:
         self.servers = [on_servers.Server(f"worker:{index}") for index in range(2)]
         self.waits: list[str] = []
         self.largest = 0
-        monkeypatch.setattr(server_calls, "call", self._call)
+        monkeypatch.setattr(server_calls, "call_server", self._call)
         monkeypatch.setattr(server_calls, "within", self._within)
         monkeypatch.setattr(closures, "lost_workers", lambda coordinator: set())
         monkeypatch.setattr(optimizer_patches, "optimizers_of", lambda model: [object()])
