@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.engines.parameter_server.transfer import products
+from tfdist.engines.parameter_server.transfer import rewrites
 
 pytestmark = [pytest.mark.devices, pytest.mark.usefixtures("cpus")]
 
@@ -21,7 +21,7 @@ MOST_ROWS = {1: 64, 2: 32}
 
 
 def placed(graph: Any, result: Any, batch_rows: tf.Tensor | None) -> Any:
-    return products.at_the_kernel(graph, result, lambda inputs, outputs: MOST_ROWS[1], batch_rows, lambda device: True)
+    return rewrites.at_the_kernel(graph, result, lambda inputs, outputs: MOST_ROWS[1], batch_rows, lambda device: True)
 
 
 class Traced:
@@ -241,7 +241,7 @@ def test_a_kernel_of_the_chief_is_not_multiplied_there(job: str, is_moved: bool)
                 kernel = tf.raw_ops.ReadVariableOp(resource=outer, dtype=tf.float32)
                 kernel.set_shape([INPUTS, OUTPUTS])
                 result = tf.matmul(x, kernel)
-            return products.at_the_kernel(tf.compat.v1.get_default_graph(), result, lambda *shape: 64)
+            return rewrites.at_the_kernel(tf.compat.v1.get_default_graph(), result, lambda *shape: 64)
 
         traced = step.get_concrete_function(tf.TensorSpec([8, INPUTS]))
     (product,) = [each for each in traced.graph.get_operations() if each.type == "MatMul"]

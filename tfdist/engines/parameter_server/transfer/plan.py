@@ -2,7 +2,7 @@
 """Decides in which form variables and gradients cross the network between a worker and the parameter servers.
 
     rows of embeddings    gathered where the table is (`lookups`)
-    small variables       read together, their gradients sent together (`small_variables`, `bundles`)
+    small variables       read together, their gradients sent together (`rewrites`, `bundles`)
     gradients of kernels  sent as two factors, multiplied on the parameter server (`factors`)
     kernels               not sent: inputs are multiplied on the parameter server (`products`)
 
@@ -28,7 +28,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.engines.parameter_server.transfer import encoding as encodings
-from tfdist.engines.parameter_server.transfer import factors, lookups, products, small_variables, speed
+from tfdist.engines.parameter_server.transfer import rewrites, speed
 from tfdist.engines.parameter_server.transfer.bundles import Bundles
 from tfdist.runtime import messages
 
@@ -105,45 +105,45 @@ class TransferPlan:
         """Within this block, a step of `model` that is traced for `worker` reads variables as decided."""
         if not self._transfer.bundles_small:
             return contextlib.nullcontext()
-        return small_variables.read_together(model, worker)
+        return rewrites.read_together(model, worker)
 
     def contributing(self, model: Any, worker: str) -> contextlib.AbstractContextManager[None]:
         """Within this block, a step of `model` whose gradients may be encoded reads variables as decided."""
         dtype = self.encoding.read_dtype if self.encoding else None
-        return self.reading(model, worker) if dtype is None else small_variables.read_rounded(model, worker, dtype)
+        return self.reading(model, worker) if dtype is None else rewrites.read_rounded(model, worker, dtype)
 
     def training(self, model: Any, worker: str) -> contextlib.AbstractContextManager[None]:
         """Within this block, a train step of `model` reads variables and sends gradients as decided."""
         if not self._transfer.bundles_small:
             return contextlib.nullcontext()
-        return small_variables.travel_together(model, worker, self._most_factor_rows)
+        return rewrites.travel_together(model, worker, self._most_factor_rows)
 
     def placed(self, result: Any, batch_rows: tf.Tensor | None) -> Any:
         """Places gathers and products of the default graph, in which a step was traced, as decided.
 
         Args:
           result: what the step returns, a structure.
-          batch_rows: the number of the step's examples; see `products.at_the_kernel`.
+          batch_rows: the number of the step's examples; see `rewrites.at_the_kernel`.
 
         Returns:
           What the step is to return instead.
         """
         graph = tf.compat.v1.get_default_graph()
         if self._transfer.gathers_rows:
-            lookups.at_the_table(graph)
+            rewrites.at_the_table(graph)
         if self._measure_rows is None and not self._transfer.product_rows:
             return result
-        return products.at_the_kernel(graph, result, self._most_product_rows, batch_rows)
+        return rewrites.at_the_kernel(graph, result, self._most_product_rows, batch_rows)
 
     def bundles(self, specs: Sequence[Any], devices: Sequence[str], origins: Sequence[str] = ()) -> Bundles:
         """The tensors of a contribution, bundled as decided."""
         return Bundles(specs, devices, origins, are_apart=not self._transfer.bundles_small)
 
     def _most_factor_rows(self, inputs: int, outputs: int) -> int:
-        return min(self.transfer.factor_rows, factors.saving_rows(inputs, outputs))
+        return min(self.transfer.factor_rows, rewrites.saving_rows(inputs, outputs))
 
     def _most_product_rows(self, inputs: int, outputs: int) -> int:
-        return min(self.transfer.product_rows, factors.saving_rows(inputs, outputs))
+        return min(self.transfer.product_rows, rewrites.saving_rows(inputs, outputs))
 
 
 def plain() -> TransferPlan:
