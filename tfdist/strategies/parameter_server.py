@@ -158,7 +158,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         self._change_stock()
         self._take_shards(partitioner, composed.is_lazy)
         has_gpu = "GPU" in self.extended.worker_devices[0].upper()
-        self._transfer = transfer_plan.of(transfer, self._num_workers, self._num_ps, has_gpu)
+        self._transfer = transfer_plan.choose_plan(transfer, self._num_workers, self._num_ps, has_gpu)
         self._transfer_mode = transfer
         # Of the train steps of Keras' loop.
         self._sending = self._transfer

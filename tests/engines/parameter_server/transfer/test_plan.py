@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist.engines.parameter_server.transfer import plan
-from tfdist.engines.parameter_server.transfer.speed import Speed
+from tfdist.engines.parameter_server.transfer.plan import Speed
 
 # 10 Gbit/s, and one core.
 USUAL = Speed(bytes_per_sec=1.25e9, flops_per_sec=40e9)
@@ -35,7 +35,7 @@ def test_rows_follow_network_server_and_workers(
 
 def test_auto_measures_once_and_says_so_once() -> None:
     measured, said = [], []
-    chosen = plan.of("auto", 4, 2, False, lambda: measured.append(1) or USUAL, said.append)
+    chosen = plan.choose_plan("auto", 4, 2, False, lambda: measured.append(1) or USUAL, said.append)
     assert "no step with a large kernel yet" in str(chosen)
     assert chosen.transfer is chosen.transfer
     assert chosen.transfer.product_rows == chosen.transfer.factor_rows == 128
@@ -65,7 +65,7 @@ def raises(error: Exception) -> Callable[[], Speed]:
 )
 def test_without_a_measurement_kernels_are_sent(error: Exception) -> None:
     said: list[str] = []
-    transfer = plan.of("auto", 2, 1, False, raises(error), said.append).transfer
+    transfer = plan.choose_plan("auto", 2, 1, False, raises(error), said.append).transfer
     assert transfer.gathers_rows
     assert transfer.bundles_small
     assert transfer.product_rows == transfer.factor_rows == 0
@@ -74,7 +74,7 @@ def test_without_a_measurement_kernels_are_sent(error: Exception) -> None:
 
 
 def test_plain_measures_nothing() -> None:
-    chosen = plan.of("plain", 2, 1, False, raises(AssertionError()), lambda line: pytest.fail(line))
+    chosen = plan.choose_plan("plain", 2, 1, False, raises(AssertionError()), lambda line: pytest.fail(line))
     assert str(chosen) == 'each variable and gradient sent whole (transfer="plain")'
     assert str(chosen.transfer) == str(chosen)
     specs = [tf.TensorSpec([2]), tf.TensorSpec([3])]

@@ -8,7 +8,7 @@ import threading
 import pytest
 import tensorflow as tf
 
-from tfdist.engines.parameter_server.transfer import speed
+from tfdist.engines.parameter_server.transfer import plan
 
 pytestmark = [pytest.mark.devices, pytest.mark.usefixtures("cpus")]
 
@@ -20,7 +20,7 @@ def test_a_server_is_measured_while_a_step_is_traced() -> None:
 
     @tf.function
     def step() -> tf.Tensor:
-        found.append(speed.measure(SERVER, limit_secs=60.0))
+        found.append(plan.measure(SERVER, limit_secs=60.0))
         return tf.constant(1)
 
     operations = step.get_concrete_function().graph.get_operations()
@@ -31,12 +31,12 @@ def test_a_server_is_measured_while_a_step_is_traced() -> None:
 
 def test_an_unknown_server_is_an_error_of_tensorflow() -> None:
     with pytest.raises(tf.errors.OpError):
-        speed.measure("/job:ps/replica:0/task:7/device:CPU:0", limit_secs=60.0)
+        plan.measure("/job:ps/replica:0/task:7/device:CPU:0", limit_secs=60.0)
 
 
 def test_a_server_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = threading.Event()
-    monkeypatch.setattr(speed, "_measure", lambda server, deadline: answer.wait())
+    monkeypatch.setattr(plan, "_measure", lambda server, deadline: answer.wait())
     with pytest.raises(TimeoutError, match=r"no answer within 0\.01 s"):
-        speed.measure(SERVER, limit_secs=0.01)
+        plan.measure(SERVER, limit_secs=0.01)
     answer.set()

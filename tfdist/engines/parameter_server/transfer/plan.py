@@ -22,15 +22,128 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from tfdist.compat.cluster_joining import CHIEF_DEVICE, SERVER_DEVICE
 from tfdist.engines.parameter_server.transfer import encoding as encodings
-from tfdist.engines.parameter_server.transfer import rewrites, speed
+from tfdist.engines.parameter_server.transfer import rewrites
 from tfdist.engines.parameter_server.transfer.bundles import Bundles
 from tfdist.runtime import messages
+
+# Measures the bandwidth to a parameter server, and how fast that server multiplies.
+
+
+# The slowest network that is measured within the limit: 4 MB in half a second.
+LIMIT_SECS = 0.9
+_ELEMENTS = 1 << 20
+_ROWS, _WIDTH = 64, 2048
+# The fastest of several attempts counts; the first one opens connections.
+_ATTEMPTS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Speed:
+    """Speed of a parameter server.
+
+    Attributes:
+      bytes_per_sec: bandwidth from the server to another process.
+      flops_per_sec: floating-point operations of a matrix product on the server.
+    """
+
+    bytes_per_sec: float
+    flops_per_sec: float
+
+    def __str__(self) -> str:
+        return f"{self.bytes_per_sec / 1e9:.2f} GB/s, {self.flops_per_sec / 1e9:.0f} GFLOP/s"
+
+
+def measure(server: str = SERVER_DEVICE, limit_secs: float = LIMIT_SECS) -> Speed:
+    """Fetches a tensor of 4 MB from a parameter server, and has the server multiply two matrices.
+
+    May be called while a step is traced: the measurement runs in a thread of its own, outside of graphs and scopes.
+
+    Args:
+      server: the device of the server.
+      limit_secs: after this time the measurement is given up.
+
+    Raises:
+      TimeoutError: it took longer than that.
+      tf.errors.OpError: the server can't be reached.
+    """
+    found: list[Speed] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(_measure(server, time.perf_counter() + limit_secs / 2))
+        except Exception as error:  # Raised below, in the caller's thread.
+            errors.append(error)
+
+    # A thread that may be left behind: a call into TensorFlow's runtime can't be interrupted.
+    thread = threading.Thread(target=run, name="tfdist-speed", daemon=True)
+    thread.start()
+    thread.join(limit_secs)
+    if errors:
+        raise errors[0]
+    if not found:
+        raise TimeoutError(f"no answer within {limit_secs:g} s")
+    return found[0]
+
+
+def _measure(server: str, deadline: float) -> Speed:
+    with tf.device(server):
+        few, many = tf.zeros([1]), tf.zeros([_ELEMENTS])
+        matrix, kernel = tf.zeros([_ROWS, _WIDTH]), tf.zeros([_WIDTH, _WIDTH])
+
+    def multiply() -> None:
+        with tf.device(server):
+            product = tf.matmul(matrix, kernel)
+        # A result of one element: the time is that of the product, and not of its way.
+        _fetch(_corner(product, server))
+
+    trip, fetch, control, product = (
+        _fastest(each, deadline)
+        for each in (
+            lambda: _fetch(few),
+            lambda: _fetch(many),
+            lambda: _fetch(_corner(matrix, server)),
+            multiply,
+        )
+    )
+    return Speed(
+        bytes_per_sec=4 * _ELEMENTS / _difference(fetch, trip),
+        flops_per_sec=2 * _ROWS * _WIDTH * _WIDTH / _difference(product, control),
+    )
+
+
+def _fetch(tensor: tf.Tensor) -> None:
+    with tf.device(CHIEF_DEVICE):
+        tf.identity(tensor).numpy()
+
+
+def _corner(matrix: tf.Tensor, server: str) -> tf.Tensor:
+    with tf.device(server):
+        return tf.slice(matrix, [0, 0], [1, 1])
+
+
+def _fastest(call: Callable[[], None], deadline: float) -> float:
+    """Seconds of the fastest of several calls; of fewer once the time is up, but at least of two."""
+    secs: list[float] = []
+    while len(secs) < 2 or (len(secs) < _ATTEMPTS and time.perf_counter() < deadline):
+        begun = time.perf_counter()
+        call()
+        secs.append(time.perf_counter() - begun)
+    return min(secs)
+
+
+def _difference(secs: float, overhead: float) -> float:
+    """Without the round trip, unless noise makes the difference meaningless."""
+    return max(secs - overhead, secs / 10)
+
 
 MODES = ("auto", "plain")
 
@@ -167,12 +280,12 @@ def fixed(rows: int) -> TransferPlan:
     return TransferPlan(Transfer(True, True, rows, rows, "fixed"))
 
 
-def of(
+def choose_plan(
     mode: str,
     num_workers: int,
     num_ps: int,
     has_gpu: bool,
-    measure: Callable[[], speed.Speed] = speed.measure,
+    measure: Callable[[], Speed] = measure,
     say: Callable[[str], object] = messages.say,
 ) -> TransferPlan:
     """The plan for `ParameterServerStrategy(transfer=mode)`.
@@ -206,7 +319,7 @@ def check_mode(transfer: Any) -> None:
         )
 
 
-def most_rows(found: speed.Speed, workers_per_server: float, has_gpu: bool) -> int:
+def most_rows(found: Speed, workers_per_server: float, has_gpu: bool) -> int:
     """Rows up to which multiplying on the server takes no longer than sending the kernel; see the module."""
     rows = 2 * found.flops_per_sec / found.bytes_per_sec
     # A lone worker gains by however slow a server, if that is as fast as the worker, which nobody has measured.
@@ -214,7 +327,7 @@ def most_rows(found: speed.Speed, workers_per_server: float, has_gpu: bool) -> i
     return int(rows if has_gpu else rows * sharing / (sharing - 1))
 
 
-def _measured(workers_per_server: float, has_gpu: bool, measure: Callable[[], speed.Speed]) -> Transfer:
+def _measured(workers_per_server: float, has_gpu: bool, measure: Callable[[], Speed]) -> Transfer:
     try:
         found = measure()
     except Exception as error:  # Whatever it is, training goes on without.
