@@ -28,7 +28,7 @@ from tfdist.compat.autograph_loops import LoopIterator
 from tfdist.compat.cluster_joining import CHIEF_DEVICE
 from tfdist.data import splitting
 from tfdist.data.handle import HandleIterator, registry
-from tfdist.engines.parameter_server import graph_data, lost_batches, worker_batch
+from tfdist.engines.parameter_server import lost_batches, worker_batch, worker_dataset
 from tfdist.engines.parameter_server.worker_batch import WorkerBatch
 from tfdist.engines.parameter_server.worker_dataset import WorkerDataset
 
@@ -175,14 +175,14 @@ class WorkerIterator(HandleIterator, LoopIterator):
         batch = self._give_batch()
         return None if batch is None else worker_batch.handle(batch.handle, self._dataset.kind, batch)
 
-    def get_next_as_optional(self) -> graph_data.Optional:
+    def get_next_as_optional(self) -> worker_dataset.Optional:
         """Returns a handle of the next batch, or the end of the data."""
         if not tf.executing_eagerly():
             return self._in_graph().get_next_as_optional()
         try:
-            return graph_data.Optional(tf.constant(True), next(self))
+            return worker_dataset.Optional(tf.constant(True), next(self))
         except (StopIteration, tf.errors.OutOfRangeError):
-            return graph_data.Optional(tf.constant(False), self._next_one)
+            return worker_dataset.Optional(tf.constant(False), self._next_one)
 
     def next_for_graph(self) -> int:
         """Returns the int64 of a handle of the next batch, for a handle made within a graph."""
@@ -192,12 +192,12 @@ class WorkerIterator(HandleIterator, LoopIterator):
         self._kept_for_graphs.append(batch)
         return batch.handle
 
-    def __tf_tracing_type__(self, context: Any) -> graph_data.HandleType:
-        """Passes the iterator to a `tf.function` by its number (`graph_data`)."""
-        return graph_data.HandleType(graph_data.GraphIterator, self._dataset.kind.number)
+    def __tf_tracing_type__(self, context: Any) -> worker_dataset.HandleType:
+        """Passes the iterator to a `tf.function` by its number (`worker_dataset`)."""
+        return worker_dataset.HandleType(worker_dataset.GraphIterator, self._dataset.kind.number)
 
-    def _in_graph(self) -> graph_data.GraphIterator:
-        return graph_data.GraphIterator(tf.constant(self.id, tf.int64), self._dataset.kind.number)
+    def _in_graph(self) -> worker_dataset.GraphIterator:
+        return worker_dataset.GraphIterator(tf.constant(self.id, tf.int64), self._dataset.kind.number)
 
     def _give_batch(self) -> Batch | None:
         if not self.counted:
