@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import pytest
 
-from tfdist.engines.parameter_server import worker_data
+from tfdist.engines.parameter_server import worker_pass
 
 
 @pytest.fixture
 def as_in_keras_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes passes take the caller for Keras, whose loop finds the end of the data by a step."""
-    monkeypatch.setattr(worker_data.running_loop, "call_frame", lambda frame: frame)
+    monkeypatch.setattr(worker_pass.running_loop, "call_frame", lambda frame: frame)

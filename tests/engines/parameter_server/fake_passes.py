@@ -12,7 +12,7 @@ import tensorflow as tf
 from fake_cluster import Batch, FakeCluster, FakeDataset, FakeProgram
 
 from tfdist.engines.parameter_server.engine import CoordinatedEngine
-from tfdist.engines.parameter_server.worker_data import WorkerIterator
+from tfdist.engines.parameter_server.worker_pass import WorkerIterator
 
 
 class Pass:

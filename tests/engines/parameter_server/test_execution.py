@@ -13,8 +13,8 @@ from fake_cluster import Batch, FakeCluster, FakeDataset, FakeProgram, running_e
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfdist.engines.parameter_server import step_queue, worker_data
-from tfdist.engines.parameter_server.worker_data import WorkerIterator
+from tfdist.engines.parameter_server import step_queue, worker_pass
+from tfdist.engines.parameter_server.worker_pass import WorkerIterator
 from tfdist.policies.base import Update
 
 pytestmark = pytest.mark.timeout(60)
@@ -27,8 +27,8 @@ def run_pass(
     updates: list[Update] = []
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr(worker_data.running_loop, "call_frame", lambda frame: frame)
-        patch.setattr(worker_data.running_loop, "steps_of_execution", lambda: per_execution)
+        patch.setattr(worker_pass.running_loop, "call_frame", lambda frame: frame)
+        patch.setattr(worker_pass.running_loop, "steps_of_execution", lambda: per_execution)
         engine, cluster = stack.enter_context(running_engine(len(shares), on_update=updates.append))
         batches: list[Batch] = []
 

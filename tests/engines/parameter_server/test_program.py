@@ -12,8 +12,8 @@ import tensorflow as tf
 from fake_cluster import FakeCluster, FakeDataset
 
 from tfdist.engines.parameter_server.worker_batch import WorkerBatch
-from tfdist.engines.parameter_server.worker_data import WorkerIterator
 from tfdist.engines.parameter_server.worker_function import Program
+from tfdist.engines.parameter_server.worker_pass import WorkerIterator
 
 pytestmark = pytest.mark.devices
 

@@ -18,8 +18,8 @@ from tfdist.compat import closures
 from tfdist.data.handle import BatchHandle, DistributedDataset
 from tfdist.engines.parameter_server.engine import CoordinatedEngine
 from tfdist.engines.parameter_server.worker_batch import WorkerBatch
-from tfdist.engines.parameter_server.worker_data import WorkerIterator, find_iterator
 from tfdist.engines.parameter_server.worker_dataset import WorkerDataset, WorkerDatasetFromFunction
+from tfdist.engines.parameter_server.worker_pass import WorkerIterator, find_iterator
 
 pytestmark = pytest.mark.devices
 

@@ -44,8 +44,8 @@ from tfdist.engines.parameter_server.aggregated_step import AggregatedStep, part
 from tfdist.engines.parameter_server.engine import CoordinatedEngine
 from tfdist.engines.parameter_server.transfer.plan import TransferPlan
 from tfdist.engines.parameter_server.worker_batch import WorkerBatch
-from tfdist.engines.parameter_server.worker_data import WorkerIterator, find_iterator
 from tfdist.engines.parameter_server.worker_dataset import WorkerDataset, WorkerDatasetFromFunction
+from tfdist.engines.parameter_server.worker_pass import WorkerIterator, find_iterator
 from tfdist.policies.base import Aggregation, Update
 from tfdist.policies.warmup import Warmup
 from tfdist.runtime import delay_hook, stalls

@@ -30,8 +30,8 @@ from tfdist.compat import closures, cluster_joining
 from tfdist.engines.parameter_server import aggregated
 from tfdist.engines.parameter_server.aggregated_step import AggregatedStep, part_of
 from tfdist.engines.parameter_server.feeds import Feed, Parts, Shares, Streams
-from tfdist.engines.parameter_server.worker_data import WorkerIterator
 from tfdist.engines.parameter_server.worker_dataset import WorkerDataset, WorkerDatasetFromFunction
+from tfdist.engines.parameter_server.worker_pass import WorkerIterator
 from tfdist.policies.base import Update
 from tfdist.runtime import delay_hook, messages
 from tfdist.runtime.stream_runner import StreamRunner

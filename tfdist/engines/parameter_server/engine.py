@@ -38,9 +38,9 @@ from tfdist.engines.parameter_server import worker_batch, worker_function
 from tfdist.engines.parameter_server.step_queue import Step, StepQueue
 from tfdist.engines.parameter_server.transfer import plan
 from tfdist.engines.parameter_server.worker_batch import WorkerBatch
-from tfdist.engines.parameter_server.worker_data import Batch, WorkerIterator
 from tfdist.engines.parameter_server.worker_dataset import WorkerDataset, WorkerDatasetFromFunction
 from tfdist.engines.parameter_server.worker_function import Program, Programs
+from tfdist.engines.parameter_server.worker_pass import Batch, WorkerIterator
 from tfdist.policies.base import Update
 from tfdist.runtime import lost_servers, stalls
 from tfdist.step import keras_steps, one_replica

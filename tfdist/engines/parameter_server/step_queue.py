@@ -24,8 +24,8 @@ import tensorflow as tf
 
 from tfdist.compat import closures
 from tfdist.engines.parameter_server.accumulation import Sums
-from tfdist.engines.parameter_server.worker_data import Batch, WorkerIterator
 from tfdist.engines.parameter_server.worker_function import Program
+from tfdist.engines.parameter_server.worker_pass import Batch, WorkerIterator
 from tfdist.policies import Contribution, Outcome, Update
 
 # Interval at which a wait checks for lost tasks. It delays the detection of errors, not the results.

@@ -20,7 +20,7 @@ from tfdist.engines.parameter_server.accumulation import Accumulation
 from tfdist.engines.parameter_server.transfer import plan
 from tfdist.engines.parameter_server.transfer.plan import TransferPlan
 from tfdist.engines.parameter_server.worker_batch import WorkerBatch, flat_specs, handles_in
-from tfdist.engines.parameter_server.worker_data import Batch, WorkerIterator, find_batch
+from tfdist.engines.parameter_server.worker_pass import Batch, WorkerIterator, find_batch
 from tfdist.step import function_keys, keras_steps, one_replica, rehearsal, replica_placement, used_objects
 from tfdist.step.packing import Packing
 

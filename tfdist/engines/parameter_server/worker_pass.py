@@ -18,7 +18,7 @@ from __future__ import annotations
 import collections
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol, cast
 
 import tensorflow as tf
@@ -28,7 +28,7 @@ from tfdist.compat.autograph_loops import LoopIterator
 from tfdist.compat.cluster_joining import CHIEF_DEVICE
 from tfdist.data import splitting
 from tfdist.data.handle import HandleIterator, registry
-from tfdist.engines.parameter_server import lost_batches, worker_batch, worker_dataset
+from tfdist.engines.parameter_server import worker_batch, worker_dataset
 from tfdist.engines.parameter_server.worker_batch import WorkerBatch
 from tfdist.engines.parameter_server.worker_dataset import WorkerDataset
 
@@ -291,7 +291,7 @@ class WorkerIterator(HandleIterator, LoopIterator):
         # lost.
         is_dealt_out = self._dataset.is_dealt_out
         workers = self.lost if is_dealt_out else gone - self.exhausted
-        return lost_batches.describe(self._number, self._cardinality, self._taken.total(), workers, is_dealt_out)
+        return describe_lost_batches(self._number, self._cardinality, self._taken.total(), workers, is_dealt_out)
 
     def feed(self, by_chief: bool) -> str:
         """Decides, at the first step, if the chief or the workers feed this pass."""
@@ -394,3 +394,30 @@ def find_iterator(handle: int) -> WorkerIterator:
 def find_batch(handle: int) -> Batch:
     """Returns the state of the batch that a handle stands for."""
     return find_iterator(handle).batch(worker_batch.number_in(handle))
+
+
+# The warning about batches that no step was made of, because a worker was lost.
+
+
+def describe_lost_batches(number: int, total: int, used: int, lost: Collection[int], is_dealt_out: bool) -> str | None:
+    """Returns the text of the warning; None if no batch is missing.
+
+    Args:
+      number: of the pass.
+      total: batches of the pass, or one of tf.data's constants for an unknown or endless number.
+      used: how many of them were used.
+      lost: the workers whose batches are missing.
+      is_dealt_out: True if a batch goes to the worker that asks first.
+    """
+    is_counted = total != tf.data.UNKNOWN_CARDINALITY
+    if not lost or total == tf.data.INFINITE_CARDINALITY or (is_counted and used >= total):
+        return None
+    what = f"{total - used} of its {total} batches" if is_counted else "an unknown number of batches"
+    why = (
+        "it had fetched them"
+        if is_dealt_out
+        else "they were the rest of its share, and the others had come to the end of theirs before it was back; "
+        "with data_sharding='dynamic', or policies=[tfdist.SoftSync(1)], the others make them"
+    )
+    names = " and ".join(f"worker:{worker}" for worker in sorted(lost))
+    return f"Pass {number} over the data ended without {what}. {names} was lost; {why}."
