@@ -51,12 +51,12 @@ from tfdist.engines.parameter_server import (
     worker_function,
 )
 from tfdist.engines.parameter_server.aggregated import AggregatedEngine
-from tfdist.engines.parameter_server.asynchronous import AsynchronousEngine
 from tfdist.engines.parameter_server.coordinated_variable import coordinate
 from tfdist.engines.parameter_server.engine import CoordinatedEngine
 from tfdist.engines.parameter_server.partitioned_variable import PartitionedVariable, has_shards, partition
 from tfdist.engines.parameter_server.scope_checks import MemoryCheck
 from tfdist.engines.parameter_server.server_calls import TaskUsages
+from tfdist.engines.parameter_server.streams import StreamEngine
 from tfdist.engines.parameter_server.transfer import plan as transfer_plan
 from tfdist.engines.parameter_server.transfer.encoding import Encoding
 from tfdist.engines.parameter_server.worker_batch import WorkerBatch
@@ -220,7 +220,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
             )
         if aggregation is not None:
             self.distribution.spares = lambda: getattr(aggregation, "spares", None)
-            engine = AggregatedEngine if aggregation.is_synchronous else AsynchronousEngine
+            engine = AggregatedEngine if aggregation.is_synchronous else StreamEngine
             given = self._sending, self.distribution.recorder.record, stall_timeout_secs, composed.warmup
             # Of a batch that the workers share, each gradient of an update has a part.
             is_split = not aggregation.is_synchronous or self._engine.data_sharding == "shard"
@@ -304,7 +304,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
     def _begin_call(self) -> None:
         self.distribution.check_open()
         # Contributions to a pass, and batches read ahead, are dropped when another pass begins.
-        overlapping_loops.begin(self, is_exclusive=True, nests=not isinstance(self._training, AsynchronousEngine))
+        overlapping_loops.begin(self, is_exclusive=True, nests=not isinstance(self._training, StreamEngine))
 
     def _create_coordinated(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         beside: contextlib.AbstractContextManager = contextlib.nullcontext()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tfdist.engines.parameter_server.asynchronous import AsynchronousEngine
+from tfdist.engines.parameter_server.streams import StreamEngine
 from tfdist.runtime import delay_hook
 
 pytestmark = pytest.mark.devices
@@ -32,5 +32,5 @@ def test_the_variables_are_read_before_the_delay_and_the_gradient_is_sent_after_
         _attempts=[itertools.count()],
         _runner=types.SimpleNamespace(is_wanted=note("is wanted", True), hand_over=note("hand over")),
     )
-    AsynchronousEngine._contribute_from(engine, feed, step, 0, 7)  # type: ignore[arg-type]
+    StreamEngine._contribute_from(engine, feed, step, 0, 7)  # type: ignore[arg-type]
     assert events == ["take", "read and compute", "delay", "is wanted", "send", "hand over", "used"]

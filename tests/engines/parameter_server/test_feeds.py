@@ -10,7 +10,7 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfdist.engines.parameter_server.feeds import Parts, Shares, Streams
+from tfdist.engines.parameter_server.streams import Parts, Shares, Streams
 
 
 class World:
