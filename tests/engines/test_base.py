@@ -51,7 +51,7 @@ def test_engine_has_the_members_of_the_protocol(engine: type):
 def test_every_engine_is_found():
     assert {each.__name__ for each in _engines()} == {
         "AggregatedEngine",
-        "AsynchronousEngine",
+        "StreamEngine",
         "AveragingEngine",
         "CoordinatedEngine",
         "QuorumEngine",

@@ -51,8 +51,8 @@ from tfdist.engines.parameter_server import (
     worker_function,
 )
 from tfdist.engines.parameter_server.aggregated import AggregatedEngine
+from tfdist.engines.parameter_server.asynchronous import AsynchronousEngine
 from tfdist.engines.parameter_server.coordinated_variable import coordinate
-from tfdist.engines.parameter_server.engine import CoordinatedEngine
 from tfdist.engines.parameter_server.partitioned_variable import PartitionedVariable, has_shards, partition
 from tfdist.engines.parameter_server.scope_checks import MemoryCheck
 from tfdist.engines.parameter_server.server_calls import TaskUsages
@@ -165,7 +165,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         step_errors.shorten_tracebacks()
         self._engine = self._coordinated(data_sharding, stall_timeout_secs)
         # Makes the train steps of Keras' loop.
-        self._training: CoordinatedEngine | AggregatedEngine = self._engine
+        self._training: AsynchronousEngine | AggregatedEngine = self._engine
         self.distribution.coordinator = self._engine.coordinator
         self._take(policies, composed, stall_timeout_secs)
         self._measure()
@@ -190,9 +190,9 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         calls.before_each(self._before_call)
         symbolic_build.install()
 
-    def _coordinated(self, data_sharding: str, stall_timeout_secs: float) -> CoordinatedEngine:
+    def _coordinated(self, data_sharding: str, stall_timeout_secs: float) -> AsynchronousEngine:
         """Builds the engine that runs all functions on the workers."""
-        engine = CoordinatedEngine(
+        engine = AsynchronousEngine(
             self,
             self._serving.num_workers,
             self._serving.data_service_address,

@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat import closures
-from tfdist.engines.parameter_server import engine as coordinated
+from tfdist.engines.parameter_server import asynchronous as coordinated
 from tfdist.engines.parameter_server import step_queue, worker_batch
 
 _here = threading.local()
@@ -285,7 +285,7 @@ class FakeOptional:
 @contextlib.contextmanager
 def running_engine(
     num_workers: int, clock: Callable[[], float] = lambda: 0.0, poll_secs: float = 60.0, **options: Any
-) -> Iterator[tuple[coordinated.CoordinatedEngine, FakeCluster]]:
+) -> Iterator[tuple[coordinated.AsynchronousEngine, FakeCluster]]:
     """The real engine over threads.
 
     Nothing may depend on polling, other than noticing that somebody was lost: it is so slow here that a wake-up that
@@ -307,7 +307,7 @@ def running_engine(
         stack.enter_context(mock.patch.object(closures, "clear_error", lambda: None))
         stack.enter_context(mock.patch.object(tf.distribute.coordinator, "ClusterCoordinator", lambda strategy: None))
         stack.enter_context(mock.patch.object(step_queue, "_POLL_SECS", poll_secs))
-        engine = coordinated.CoordinatedEngine(None, num_workers, lambda endless: "", clock, **options)
+        engine = coordinated.AsynchronousEngine(None, num_workers, lambda endless: "", clock, **options)
         cluster.start()
         try:
             yield engine, cluster

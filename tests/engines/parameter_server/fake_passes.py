@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 from fake_cluster import Batch, FakeCluster, FakeDataset, FakeProgram
 
-from tfdist.engines.parameter_server.engine import CoordinatedEngine
+from tfdist.engines.parameter_server.asynchronous import AsynchronousEngine
 from tfdist.engines.parameter_server.worker_pass import WorkerIterator
 
 
@@ -28,7 +28,7 @@ class Pass:
 
     def __init__(
         self,
-        engine: CoordinatedEngine,
+        engine: AsynchronousEngine,
         cluster: FakeCluster,
         shares: list[int],
         known: str = "total and shares",

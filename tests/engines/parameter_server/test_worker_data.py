@@ -16,7 +16,7 @@ from fake_cluster import FakeCluster, as_worker, running_engine
 
 from tfdist.compat import closures
 from tfdist.data.handle import BatchHandle, DistributedDataset
-from tfdist.engines.parameter_server.engine import CoordinatedEngine
+from tfdist.engines.parameter_server.asynchronous import AsynchronousEngine
 from tfdist.engines.parameter_server.worker_batch import WorkerBatch
 from tfdist.engines.parameter_server.worker_dataset import WorkerDataset, WorkerDatasetFromFunction
 from tfdist.engines.parameter_server.worker_pass import WorkerIterator, find_iterator
@@ -27,7 +27,7 @@ WORKERS = 3
 
 
 @pytest.fixture
-def engine() -> Iterator[CoordinatedEngine]:
+def engine() -> Iterator[AsynchronousEngine]:
     with running_engine(WORKERS) as (engine, _):
         yield engine
 
@@ -51,13 +51,13 @@ def read(dataset: WorkerDataset) -> list[list[int]]:
 # Shares.
 
 
-def test_shards_take_batches_by_turns(engine: CoordinatedEngine) -> None:
+def test_shards_take_batches_by_turns(engine: AsynchronousEngine) -> None:
     dataset = WorkerDataset(engine, numbers(), "shard")
     assert read(dataset) == [[0, 3, 6, 9], [1, 4, 7], [2, 5, 8]]
     assert [dataset.share(worker) for worker in range(WORKERS)] == [4, 3, 3]
 
 
-def test_shards_of_shuffled_data_are_the_whole_in_every_pass(engine: CoordinatedEngine) -> None:
+def test_shards_of_shuffled_data_are_the_whole_in_every_pass(engine: AsynchronousEngine) -> None:
     dataset = WorkerDataset(engine, tf.data.Dataset.range(20).shuffle(20).batch(2), "shard")
     passes = [read(dataset) for _ in range(3)]
     assert all(sorted(itertools.chain(*shares)) == list(range(20)) for shares in passes)
@@ -76,7 +76,7 @@ def test_shards_of_shuffled_data_are_the_whole_in_every_pass(engine: Coordinated
     ids=["examples", "batches", "shuffled, then cached", "cached, then shuffled", "in order"],
 )
 def test_a_worker_that_is_back_goes_on_in_the_order_of_the_others(
-    engine: CoordinatedEngine, monkeypatch: pytest.MonkeyPatch, make: Callable[[Any], Any]
+    engine: AsynchronousEngine, monkeypatch: pytest.MonkeyPatch, make: Callable[[Any], Any]
 ) -> None:
     create, created, taken = closures.create_on_workers, [], collections.Counter()
 
@@ -96,13 +96,13 @@ def test_a_worker_that_is_back_goes_on_in_the_order_of_the_others(
     assert again == read[1][2:]
 
 
-def test_replicas_read_all_of_it(engine: CoordinatedEngine) -> None:
+def test_replicas_read_all_of_it(engine: AsynchronousEngine) -> None:
     dataset = WorkerDataset(engine, numbers(4), "replicate")
     assert read(dataset) == [[0, 1, 2, 3]] * WORKERS
     assert dataset.share(2) == 4
 
 
-def test_data_given_for_each_worker(engine: CoordinatedEngine) -> None:
+def test_data_given_for_each_worker(engine: AsynchronousEngine) -> None:
     dataset = WorkerDatasetFromFunction(engine, [numbers(1), numbers(3), numbers(0)])
     assert read(dataset) == [[0], [0, 1, 2], []]
     assert [dataset.share(worker) for worker in range(WORKERS)] == [1, 3, 0]
@@ -120,19 +120,19 @@ def test_data_given_for_each_worker(engine: CoordinatedEngine) -> None:
     ],
     ids=["endless shards", "endless replicas", "unknown", "dynamic", "more workers than batches"],
 )
-def test_how_much_is_known_of_a_share(engine: CoordinatedEngine, make: Any, sharding: str, share: int | None) -> None:
+def test_how_much_is_known_of_a_share(engine: AsynchronousEngine, make: Any, sharding: str, share: int | None) -> None:
     assert WorkerDataset(engine, make(), sharding).share(2) == share
 
 
 def test_data_that_do_not_fit_into_a_message_are_an_error(
-    engine: CoordinatedEngine, monkeypatch: pytest.MonkeyPatch
+    engine: AsynchronousEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tfdist.engines.parameter_server.worker_dataset._MAX_SHIPPED_BYTES", 1000)
     with pytest.raises(ValueError, match="read it from files"):
         read(WorkerDataset(engine, tf.data.Dataset.from_tensor_slices(np.zeros([1000, 1])), "shard"))
 
 
-def test_it_is_described_and_sent_once(engine: CoordinatedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_described_and_sent_once(engine: AsynchronousEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset, sent = WorkerDataset(engine, numbers(), "shard"), []
     original = WorkerDataset._shares
     monkeypatch.setattr(WorkerDataset, "_shares", lambda self: sent.append(1) or original(self))
@@ -144,7 +144,7 @@ def test_it_is_described_and_sent_once(engine: CoordinatedEngine, monkeypatch: p
 # What the chief's loop sees.
 
 
-def handles_given(engine: CoordinatedEngine, iterator: WorkerIterator) -> int:
+def handles_given(engine: AsynchronousEngine, iterator: WorkerIterator) -> int:
     """Returns the number of handles of a pass."""
     count = 0
     while True:
@@ -157,18 +157,18 @@ def handles_given(engine: CoordinatedEngine, iterator: WorkerIterator) -> int:
         count += 1
 
 
-def test_as_many_handles_as_batches(engine: CoordinatedEngine) -> None:
+def test_as_many_handles_as_batches(engine: AsynchronousEngine) -> None:
     iterator = iter(WorkerDataset(engine, numbers(), "shard"))
     assert handles_given(engine, iterator) == 10
     assert handles_given(engine, iterator) == 0
 
 
-def test_a_handle_leads_back_to_its_iterator(engine: CoordinatedEngine) -> None:
+def test_a_handle_leads_back_to_its_iterator(engine: AsynchronousEngine) -> None:
     iterators = [iter(WorkerDataset(engine, numbers(), "shard")) for _ in range(2)]
     assert [find_iterator(int(next(iterator).content)) for iterator in iterators] == iterators
 
 
-def test_the_tensors_of_a_handle_are_those_that_tensorflow_finds(engine: CoordinatedEngine) -> None:
+def test_the_tensors_of_a_handle_are_those_that_tensorflow_finds(engine: AsynchronousEngine) -> None:
     """Its spec gives them itself, because each step asks for them."""
     handle = next(iter(WorkerDataset(engine, numbers(), "shard")))
     spec = tf.type_spec_from_value(handle)
@@ -176,7 +176,7 @@ def test_the_tensors_of_a_handle_are_those_that_tensorflow_finds(engine: Coordin
     assert found is expected is handle.content
 
 
-def test_a_handle_passes_through_a_function_which_is_traced_once(engine: CoordinatedEngine) -> None:
+def test_a_handle_passes_through_a_function_which_is_traced_once(engine: AsynchronousEngine) -> None:
     traced = []
 
     @tf.function
@@ -192,7 +192,7 @@ def test_a_handle_passes_through_a_function_which_is_traced_once(engine: Coordin
     assert len(traced) == 2
 
 
-def test_a_batch_unpacks_into_handles_of_its_parts(engine: CoordinatedEngine) -> None:
+def test_a_batch_unpacks_into_handles_of_its_parts(engine: AsynchronousEngine) -> None:
     pairs = numbers().map(lambda i: (i, {"b": i + 100, "a": tf.stack([i, i])}))
     batch = next(iter(WorkerDataset(engine, pairs, "shard")))
     first, rest = batch
@@ -205,19 +205,19 @@ def test_a_batch_unpacks_into_handles_of_its_parts(engine: CoordinatedEngine) ->
     assert (first.pick(whole), rest.pick(whole), dict(rest.items())["b"].pick(whole)) == ("first", whole[1], "b")
 
 
-def test_a_batch_that_is_looked_at_first_is_read_by_the_chief(engine: CoordinatedEngine) -> None:
+def test_a_batch_that_is_looked_at_first_is_read_by_the_chief(engine: AsynchronousEngine) -> None:
     iterator = iter(WorkerDataset(engine, numbers(4), "shard"))
     seen = [np.asarray(batch).tolist() for batch in iterator]
     assert seen == [[0], [1], [2], [3]]
     assert iterator.feed(by_chief=False) == "chief"
 
 
-def test_a_handle_keeps_its_pass(engine: CoordinatedEngine) -> None:
+def test_a_handle_keeps_its_pass(engine: AsynchronousEngine) -> None:
     (batch,) = [next(iter(WorkerDataset(engine, numbers(), "shard")))]
     assert int(tf.reduce_sum(batch + 1)) == 1
 
 
-def test_the_end_is_stop_iteration_after_a_handle_and_out_of_range_without_one(engine: CoordinatedEngine) -> None:
+def test_the_end_is_stop_iteration_after_a_handle_and_out_of_range_without_one(engine: AsynchronousEngine) -> None:
     """Keras takes several at a time, and tells a short execution from none by this."""
     iterator = iter(WorkerDataset(engine, numbers(3), "shard"))
     assert len(list(zip(range(5), iterator, strict=False))) == 3
@@ -225,7 +225,7 @@ def test_the_end_is_stop_iteration_after_a_handle_and_out_of_range_without_one(e
         next(iter(iterator))
 
 
-def test_the_last_handle_is_known_as_the_last(engine: CoordinatedEngine) -> None:
+def test_the_last_handle_is_known_as_the_last(engine: AsynchronousEngine) -> None:
     iterator = iter(WorkerDataset(engine, numbers(3), "shard"))
     known = []
     for _ in iterator:
@@ -233,7 +233,7 @@ def test_the_last_handle_is_known_as_the_last(engine: CoordinatedEngine) -> None
     assert known == [False, False, True]
 
 
-def test_iterating_inside_of_a_function_begins_a_pass_each_time(engine: CoordinatedEngine) -> None:
+def test_iterating_inside_of_a_function_begins_a_pass_each_time(engine: AsynchronousEngine) -> None:
     dataset = WorkerDataset(engine, numbers(), "shard")
 
     @tf.function(autograph=False)
@@ -252,7 +252,7 @@ def test_iterating_inside_of_a_function_begins_a_pass_each_time(engine: Coordina
     [(numbers, False, "worker"), (numbers, True, "chief"), (from_python, False, "chief"), (from_python, True, "chief")],
     ids=["training", "evaluation", "training from Python", "evaluation from Python"],
 )
-def test_who_feeds(engine: CoordinatedEngine, make: Callable[[], Any], by_chief: bool, feed: str) -> None:
+def test_who_feeds(engine: AsynchronousEngine, make: Callable[[], Any], by_chief: bool, feed: str) -> None:
     iterator = iter(WorkerDataset(engine, make(), "shard"))
     assert iterator.feed(by_chief) == feed
     assert iterator.feed(not by_chief) == feed, "it is decided once"
@@ -273,7 +273,7 @@ def unknown(count: int) -> tf.data.Dataset:
 @pytest.mark.parametrize("count", [1, 7])
 @pytest.mark.parametrize("at_once", [1, 3])
 def test_the_chief_never_gives_more_handles_than_it_has_batches(
-    engine: CoordinatedEngine, make: Any, count: int, at_once: int
+    engine: AsynchronousEngine, make: Any, count: int, at_once: int
 ) -> None:
     """Keras takes `at_once` handles, and then runs as many steps."""
     iterator = iter(WorkerDataset(engine, make(count), "shard"))
@@ -292,7 +292,7 @@ def test_the_chief_never_gives_more_handles_than_it_has_batches(
     assert at_once > 1 or last == [False] * (count - 1) + [True]
 
 
-def test_keras_takes_it_for_distributed_data(engine: CoordinatedEngine) -> None:
+def test_keras_takes_it_for_distributed_data(engine: AsynchronousEngine) -> None:
     dataset = WorkerDataset(engine, numbers(), "shard")
     assert isinstance(dataset, tf.distribute.DistributedDataset)
     assert isinstance(dataset, DistributedDataset)

@@ -41,7 +41,7 @@ from tfdist.compat.running_loop import Fit
 from tfdist.data import epochs, splitting
 from tfdist.engines.base import Engine
 from tfdist.engines.parameter_server.aggregated_step import AggregatedStep, part_of
-from tfdist.engines.parameter_server.engine import CoordinatedEngine
+from tfdist.engines.parameter_server.asynchronous import AsynchronousEngine
 from tfdist.engines.parameter_server.transfer.plan import TransferPlan
 from tfdist.engines.parameter_server.worker_batch import WorkerBatch
 from tfdist.engines.parameter_server.worker_dataset import WorkerDataset, WorkerDatasetFromFunction
@@ -81,7 +81,7 @@ class AggregatedEngine(Engine):
     def __init__(
         self,
         strategy: tf.distribute.Strategy,
-        engine: CoordinatedEngine,
+        engine: AsynchronousEngine,
         policy: Aggregation,
         transfer: TransferPlan,
         on_update: Callable[[Update], None],

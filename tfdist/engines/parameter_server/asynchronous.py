@@ -55,7 +55,7 @@ _OF_A_LOST_SERVER = (
 )
 
 
-class CoordinatedEngine(Engine):
+class AsynchronousEngine(Engine):
     """Runs functions on the workers; of Keras' steps it keeps a bounded window in flight.
 
     Args:
