@@ -17,7 +17,7 @@ from training import Logs
 
 import tfdist
 from tfdist.compat import closures
-from tfdist.engines.parameter_server import aggregated_step
+from tfdist.engines.parameter_server import rounds
 from tfdist.runtime import delay_hook, round_runner
 
 LAST = NUM_WORKERS - 1
@@ -67,10 +67,8 @@ def test_a_straggler_holds_up_nobody_and_leaves_no_trace(
     with_spares: Callable[[int], Any], straggler: Straggler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     strategy = with_spares(1)
-    push, pushed = aggregated_step.AggregatedStep.push, []
-    monkeypatch.setattr(
-        aggregated_step.AggregatedStep, "push", lambda self, given: (pushed.append(given), push(self, given))[1]
-    )
+    push, pushed = rounds.RoundStep.push, []
+    monkeypatch.setattr(rounds.RoundStep, "push", lambda self, given: (pushed.append(given), push(self, given))[1])
     before = strategy.report()
     with strategy.scope():
         metrics = [Examples()]
@@ -147,7 +145,7 @@ def test_a_worker_killed_while_it_pushes_is_not_counted(
 ) -> None:
     strategy = with_spares(1)
     model = compiled(strategy, metrics=None)
-    push, victims = aggregated_step.AggregatedStep.push, [LAST]
+    push, victims = rounds.RoundStep.push, [LAST]
 
     def push_and_die(self: Any, contribution: Any) -> Any:
         if victims and f"task:{LAST}/" in contribution[0].backing_device:
@@ -155,7 +153,7 @@ def test_a_worker_killed_while_it_pushes_is_not_counted(
             tfdist.testing.kill(strategy, f"worker:{LAST}")
         return push(self, contribution)
 
-    monkeypatch.setattr(aggregated_step.AggregatedStep, "push", push_and_die)
+    monkeypatch.setattr(rounds.RoundStep, "push", push_and_die)
     before = strategy.report()
     losses = fit(model, epochs=5)["loss"]
     assert not victims
@@ -177,7 +175,7 @@ def test_a_gradient_that_is_not_delivered_is_given_up(
     gc.collect()
     gc.disable()
     monkeypatch.setattr(round_runner, "_DELIVERY_SECS", 0.5)
-    push, victims = aggregated_step.AggregatedStep.push, [LAST]
+    push, victims = rounds.RoundStep.push, [LAST]
 
     def push_and_stop(self: Any, contribution: Any) -> Any:
         if victims and f"task:{LAST}/" in contribution[0].backing_device:
@@ -185,7 +183,7 @@ def test_a_gradient_that_is_not_delivered_is_given_up(
             tfdist.testing.stop_task(strategy, f"worker:{LAST}")
         return push(self, contribution)
 
-    monkeypatch.setattr(aggregated_step.AggregatedStep, "push", push_and_stop)
+    monkeypatch.setattr(rounds.RoundStep, "push", push_and_stop)
     try:
         fit(model, epochs=4)
     finally:

@@ -50,10 +50,10 @@ from tfdist.engines.parameter_server import (
     worker_batch,
     worker_function,
 )
-from tfdist.engines.parameter_server.aggregated import AggregatedEngine
 from tfdist.engines.parameter_server.asynchronous import AsynchronousEngine
 from tfdist.engines.parameter_server.coordinated_variable import coordinate
 from tfdist.engines.parameter_server.partitioned_variable import PartitionedVariable, has_shards, partition
+from tfdist.engines.parameter_server.rounds import RoundEngine
 from tfdist.engines.parameter_server.scope_checks import MemoryCheck
 from tfdist.engines.parameter_server.server_calls import TaskUsages
 from tfdist.engines.parameter_server.streams import StreamEngine
@@ -165,7 +165,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         step_errors.shorten_tracebacks()
         self._engine = self._coordinated(data_sharding, stall_timeout_secs)
         # Makes the train steps of Keras' loop.
-        self._training: AsynchronousEngine | AggregatedEngine = self._engine
+        self._training: AsynchronousEngine | RoundEngine = self._engine
         self.distribution.coordinator = self._engine.coordinator
         self._take(policies, composed, stall_timeout_secs)
         self._measure()
@@ -220,7 +220,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
             )
         if aggregation is not None:
             self.distribution.spares = lambda: getattr(aggregation, "spares", None)
-            engine = AggregatedEngine if aggregation.is_synchronous else StreamEngine
+            engine = RoundEngine if aggregation.is_synchronous else StreamEngine
             given = self._sending, self.distribution.recorder.record, stall_timeout_secs, composed.warmup
             # Of a batch that the workers share, each gradient of an update has a part.
             is_split = not aggregation.is_synchronous or self._engine.data_sharding == "shard"

@@ -29,8 +29,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat import closures, cluster_joining
-from tfdist.engines.parameter_server import aggregated
-from tfdist.engines.parameter_server.aggregated_step import AggregatedStep, part_of
+from tfdist.engines.parameter_server import rounds
+from tfdist.engines.parameter_server.rounds import RoundStep, part_of
 from tfdist.engines.parameter_server.worker_dataset import WorkerDataset, WorkerDatasetFromFunction
 from tfdist.engines.parameter_server.worker_pass import WorkerIterator
 from tfdist.policies.base import Update
@@ -38,7 +38,7 @@ from tfdist.runtime import delay_hook, messages
 from tfdist.runtime.stream_runner import StreamRunner
 
 
-class StreamEngine(aggregated.AggregatedEngine):
+class StreamEngine(rounds.RoundEngine):
     """Makes updates from contributions that arrive at any time. See `AggregatedEngine` for the arguments."""
 
     _runner: StreamRunner
@@ -48,7 +48,7 @@ class StreamEngine(aggregated.AggregatedEngine):
         super().__init__(*args, **kwargs)
         # Any worker may contribute any part of a batch.
         self.num_parts = self.replicas_to_aggregate
-        self._step: AggregatedStep | None = None
+        self._step: RoundStep | None = None
         self._iterator: WorkerIterator | None = None
         self._feed = Feed()
         self._logs: list[np.ndarray] | None = None
@@ -63,9 +63,9 @@ class StreamEngine(aggregated.AggregatedEngine):
         """See `AggregatedEngine.distribute_own`; the batches are read in parts."""
         return WorkerDatasetFromFunction(self, datasets, self.num_parts)
 
-    def prepare(self, step: Callable[..., Any], element_spec: Any) -> AggregatedStep:
+    def prepare(self, step: Callable[..., Any], element_spec: Any) -> RoundStep:
         """See `AggregatedEngine.prepare`."""
-        return AggregatedStep(
+        return RoundStep(
             self._strategy,
             step,
             self._transfer,
@@ -76,7 +76,7 @@ class StreamEngine(aggregated.AggregatedEngine):
             is_relative=True,
         )
 
-    def step(self, step: AggregatedStep, iterator: WorkerIterator) -> list[np.ndarray]:
+    def step(self, step: RoundStep, iterator: WorkerIterator) -> list[np.ndarray]:
         """See `AggregatedEngine.step`."""
         with self._reporter.waiting("an update"):
             self._begin(step, iterator)
@@ -96,7 +96,7 @@ class StreamEngine(aggregated.AggregatedEngine):
         self._on_update(update)
         return self._logs
 
-    def _update(self, step: AggregatedStep, iterator: WorkerIterator) -> tuple[Update, list[np.ndarray]] | None:
+    def _update(self, step: RoundStep, iterator: WorkerIterator) -> tuple[Update, list[np.ndarray]] | None:
         """Makes an update, and returns it with the logs after it; None if no gradient is left."""
         collected = self._collect(step, iterator, None)
         if collected is None:
@@ -107,7 +107,7 @@ class StreamEngine(aggregated.AggregatedEngine):
         self._updates += 1
         return update, logs
 
-    def _begin(self, step: AggregatedStep, iterator: WorkerIterator) -> None:
+    def _begin(self, step: RoundStep, iterator: WorkerIterator) -> None:
         """Prepares for another step function, or another pass over the data."""
         if step is self._step and iterator is self._iterator:
             return
@@ -185,7 +185,7 @@ class StreamEngine(aggregated.AggregatedEngine):
                 closures.clear_error()
                 self._runner.fail(worker, local_step, error, self._residence is not residence)
 
-    def _contribute_from(self, feed: Feed, step: AggregatedStep, worker: int, local_step: int) -> None:
+    def _contribute_from(self, feed: Feed, step: RoundStep, worker: int, local_step: int) -> None:
         source = feed.take(worker)
         if source is None:
             self._runner.end(worker, lambda: self._feed is not feed or feed.has_more(worker))
