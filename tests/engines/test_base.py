@@ -16,9 +16,9 @@ import tfdist
 from tfdist import engines
 from tfdist.compat import step_errors
 from tfdist.engines.base import Engine
-from tfdist.engines.mirrored.engine import ThreadedEngine
 from tfdist.engines.multi_worker.engine import QuorumEngine
 from tfdist.engines.multi_worker.step import Sums
+from tfdist.engines.threads import ThreadedEngine
 from tfdist.policies.saved_state import SavedState
 from tfdist.strategies.distribution import Distribution
 from tfdist.telemetry.recorder import Recorder
@@ -50,10 +50,10 @@ def test_engine_has_the_members_of_the_protocol(engine: type):
 
 def test_every_engine_is_found():
     assert {each.__name__ for each in _engines()} == {
-        "AggregatedEngine",
+        "RoundEngine",
         "StreamEngine",
         "AveragingEngine",
-        "CoordinatedEngine",
+        "AsynchronousEngine",
         "QuorumEngine",
         "SynchronousEngine",
         "ThreadedEngine",

@@ -26,7 +26,7 @@ from tfdist.data.handle import BatchHandle
 from tfdist.data.replica_batches import ReplicaDataset, ReplicaDatasetFromFunction
 from tfdist.engines.averaging import data as averaging_data
 from tfdist.engines.averaging.engine import AveragingEngine
-from tfdist.engines.mirrored.engine import ThreadedEngine
+from tfdist.engines.threads import ThreadedEngine
 from tfdist.engines.warmup.engine import WarmupEngine
 from tfdist.policies import composition
 from tfdist.policies.base import Aggregation

@@ -128,7 +128,7 @@ class RoundEngine(Engine):
         return self._policy.replicas_to_aggregate
 
     def follow_losses(self, on_loss: Callable[[int, bool], object]) -> None:
-        """See `CoordinatedEngine.follow_losses`."""
+        """See `AsynchronousEngine.follow_losses`."""
         self._runner.on_loss = on_loss
 
     def distribute(self, dataset: tf.data.Dataset) -> WorkerDataset:

@@ -43,8 +43,8 @@ class StepQueue:
       coordinator: schedules closures on the workers.
       num_workers: number of workers of the cluster.
       clock: seconds, monotonic.
-      stall_timeout_secs: see `CoordinatedEngine`.
-      on_update: see `CoordinatedEngine`.
+      stall_timeout_secs: see `AsynchronousEngine`.
+      on_update: see `AsynchronousEngine`.
     """
 
     def __init__(
@@ -395,7 +395,7 @@ class StepQueue:
         return any(step.suits(worker) or (step.queued and self._no_worker_has_data(step)) for step in self._pending)
 
 
-# Element of the queue of `CoordinatedEngine`: a step, or the steps of an execution (`steps_per_execution`).
+# Element of the queue of `AsynchronousEngine`: a step, or the steps of an execution (`steps_per_execution`).
 
 
 @dataclasses.dataclass(eq=False)

@@ -39,7 +39,7 @@ from tfdist.runtime.stream_runner import StreamRunner
 
 
 class StreamEngine(rounds.RoundEngine):
-    """Makes updates from contributions that arrive at any time. See `AggregatedEngine` for the arguments."""
+    """Makes updates from contributions that arrive at any time. See `RoundEngine` for the arguments."""
 
     _runner: StreamRunner
     _runner_type = StreamRunner
@@ -60,11 +60,11 @@ class StreamEngine(rounds.RoundEngine):
         return WorkerDataset(self, self._in_order(dataset), self._engine.data_sharding, self.num_parts)
 
     def distribute_own(self, datasets: Sequence[tf.data.Dataset]) -> WorkerDataset:
-        """See `AggregatedEngine.distribute_own`; the batches are read in parts."""
+        """See `RoundEngine.distribute_own`; the batches are read in parts."""
         return WorkerDatasetFromFunction(self, datasets, self.num_parts)
 
     def prepare(self, step: Callable[..., Any], element_spec: Any) -> RoundStep:
-        """See `AggregatedEngine.prepare`."""
+        """See `RoundEngine.prepare`."""
         return RoundStep(
             self._strategy,
             step,
@@ -77,7 +77,7 @@ class StreamEngine(rounds.RoundEngine):
         )
 
     def step(self, step: RoundStep, iterator: WorkerIterator) -> list[np.ndarray]:
-        """See `AggregatedEngine.step`."""
+        """See `RoundEngine.step`."""
         with self._reporter.waiting("an update"):
             self._begin(step, iterator)
             with self._phase(step):

@@ -31,7 +31,7 @@ class Workers(Protocol):
     Attributes:
       num_workers: number of workers of the cluster.
       coordinator: creates resources on the workers.
-      data_service_address: see `CoordinatedEngine`.
+      data_service_address: see `AsynchronousEngine`.
     """
 
     num_workers: int
