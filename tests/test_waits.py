@@ -39,7 +39,7 @@ ENDED_BY = {
     "engines/multi_worker/agreement.py:Agreement.explain": "deadline",
     "engines/multi_worker/agreement.py:Agreement.receive": "deadline",
     "engines/multi_worker/agreement.py:_Watch._run": "self._stopped",
-    "engines/multi_worker/engine.py:QuorumEngine._next_round": "self._is_closing",
+    "engines/quorum.py:QuorumEngine._next_round": "self._is_closing",
     "engines/multi_worker/shared_usage.py:SharedUsage._run": "self._ended",
     "engines/parameter_server/step_queue.py:StepQueue._park": "closures.has_failed",
     "engines/parameter_server/step_queue.py:StepQueue.wait_until": "self._raise_stall()",

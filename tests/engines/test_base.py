@@ -16,8 +16,7 @@ import tfdist
 from tfdist import engines
 from tfdist.compat import step_errors
 from tfdist.engines.base import Engine
-from tfdist.engines.multi_worker.engine import QuorumEngine
-from tfdist.engines.multi_worker.step import Sums
+from tfdist.engines.quorum import QuorumEngine, Sums
 from tfdist.engines.threads import ThreadedEngine
 from tfdist.policies.saved_state import SavedState
 from tfdist.strategies.distribution import Distribution

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist.data.handle import registry
-from tfdist.engines.multi_worker.data import PartIterator, Pass
+from tfdist.engines.quorum import PartIterator, Pass
 
 
 class Engine:
