@@ -20,7 +20,7 @@ from conformance import on_one_device
 from waiting import wait_until
 
 import tfdist
-from tfdist.engines.multi_worker import agreement
+from tfdist.engines import agreement
 
 
 def pytest_configure() -> None:

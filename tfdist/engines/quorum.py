@@ -41,8 +41,8 @@ from tfdist.data import handle as handles
 from tfdist.data import splitting
 from tfdist.data.handle import BatchHandle, CountedDataset, registry
 from tfdist.data.shares import Sum
+from tfdist.engines.agreement import Agreement
 from tfdist.engines.base import Engine
-from tfdist.engines.multi_worker.agreement import Agreement
 from tfdist.policies.answers import Contribution, Outcome, Update
 from tfdist.runtime import delay_hook, stalls
 from tfdist.runtime.quorum_client import QuorumClient

@@ -39,7 +39,7 @@ _ASK_SECS = 0.2
 
 
 class Channel(Protocol):
-    """Key-value store between workers; implemented by `tfdist.engines.multi_worker.agreement.Agreement`."""
+    """Key-value store between workers; implemented by `tfdist.engines.agreement.Agreement`."""
 
     is_chief: bool
     task: Any

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tfdist.engines.multi_worker.agreement import Agreement
+from tfdist.engines.agreement import Agreement
 from tfdist.launchers.communication import AUTO, KINDS, MPI, TENSORFLOW, VARIABLE
 from tfdist.runtime import messages
 from tfdist.transport import mpi, mpi_library, pmi

@@ -21,7 +21,7 @@ from tfdist.compat.optimizer_patches import SumGradients
 from tfdist.compression import choice
 from tfdist.compression.error_feedback import DIFFERENCES, ErrorFeedback
 from tfdist.compression.trial import Trial
-from tfdist.engines.multi_worker.agreement import Agreement
+from tfdist.engines.agreement import Agreement
 from tfdist.policies.compression import AUTO, Compression
 from tfdist.runtime import messages
 from tfdist.transport.messages import Messages

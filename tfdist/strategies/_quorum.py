@@ -10,7 +10,7 @@ from typing import Any
 
 from tfdist import _addresses
 from tfdist.cluster import JOB_SECRET_VARIABLE, Cluster
-from tfdist.engines.multi_worker.agreement import Agreement
+from tfdist.engines.agreement import Agreement
 from tfdist.policies.base import Aggregation
 from tfdist.runtime import messages, own_address
 from tfdist.runtime.quorum_client import QuorumClient

@@ -15,7 +15,7 @@ import tensorflow as tf
 from tfdist.compat import dataset_inputs
 from tfdist.data.dataset_graph import DatasetGraph
 from tfdist.data.handle import DistributedDataset
-from tfdist.engines.multi_worker.agreement import Agreement
+from tfdist.engines.agreement import Agreement
 
 _POLICY = tf.data.experimental.AutoShardPolicy
 # So many rows of an array tell it from another one's share.

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tfdist.compat import added_callbacks
+from tfdist.engines.agreement import Agreement
 from tfdist.engines.base import Engine
-from tfdist.engines.multi_worker.agreement import Agreement
 from tfdist.launchers import telemetry
 from tfdist.policies.base import Policy
 from tfdist.policies.saved_state import SavedState, WorkerState

@@ -33,10 +33,10 @@ from tfdist.compat import (
 from tfdist.compat.optimizer_patches import SumGradients
 from tfdist.data import parts as part_datasets
 from tfdist.data import progress, splitting
+from tfdist.engines import agreement as agreements
 from tfdist.engines import quorum as quorum
+from tfdist.engines.agreement import SharedUsage
 from tfdist.engines.averaging.engine import AveragingEngine
-from tfdist.engines.multi_worker import agreement as agreements
-from tfdist.engines.multi_worker.shared_usage import SharedUsage
 from tfdist.engines.quorum import Sums
 from tfdist.engines.synchronous.engine import SynchronousEngine
 from tfdist.engines.warmup.engine import WarmupEngine

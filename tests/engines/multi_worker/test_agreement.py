@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from tfdist.cluster import Task
-from tfdist.engines.multi_worker.agreement import Agreement
+from tfdist.engines.agreement import Agreement
 from tfdist.runtime.worker_states import State
 
 TASKS = [Task("worker", 0), Task("worker", 1)]
