@@ -35,7 +35,7 @@ from tfdist.compat import (
 from tfdist.compat.optimizer_patches import SumGradients
 from tfdist.data.handle import BatchHandle, part_spec
 from tfdist.engines.averaging.engine import AveragingEngine
-from tfdist.engines.warmup.engine import WarmupEngine
+from tfdist.engines.warmup import WarmupEngine
 from tfdist.policies.base import Aggregation
 from tfdist.policies.warmup import Warmup
 from tfdist.step import in_scope, keras_steps, rehearsal, replica_placement, replicated_step, scope, used_objects

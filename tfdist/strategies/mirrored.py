@@ -27,7 +27,7 @@ from tfdist.data.replica_batches import ReplicaDataset, ReplicaDatasetFromFuncti
 from tfdist.engines.averaging import data as averaging_data
 from tfdist.engines.averaging.engine import AveragingEngine
 from tfdist.engines.threads import ThreadedEngine
-from tfdist.engines.warmup.engine import WarmupEngine
+from tfdist.engines.warmup import WarmupEngine
 from tfdist.policies import composition
 from tfdist.policies.base import Aggregation
 from tfdist.runtime import allocator, cpus

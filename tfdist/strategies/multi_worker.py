@@ -39,7 +39,7 @@ from tfdist.engines.agreement import SharedUsage
 from tfdist.engines.averaging.engine import AveragingEngine
 from tfdist.engines.quorum import Sums
 from tfdist.engines.synchronous import SynchronousEngine
-from tfdist.engines.warmup.engine import WarmupEngine
+from tfdist.engines.warmup import WarmupEngine
 from tfdist.policies import composition
 from tfdist.policies.base import Aggregation, Update
 from tfdist.runtime import allocator, stalls
