@@ -31,9 +31,9 @@ from tfdist.compat import optimizer_patches, own_attributes
 from tfdist.compat.running_loop import Fit
 from tfdist.data.handle import BatchHandle, DistributedDataset
 from tfdist.data.shares import Sum
+from tfdist.engines import averaging_step as averaging_step
 from tfdist.engines.averaging import data as averaging_data
-from tfdist.engines.averaging import step as averaging_step
-from tfdist.engines.averaging.collective import Average, Count
+from tfdist.engines.averaging_step import Average, Count
 from tfdist.engines.base import Engine
 from tfdist.policies.parameter_averaging import ParameterAveraging
 from tfdist.step import write_order
@@ -53,7 +53,7 @@ class AveragingEngine(Engine):
       sum_over_workers: sums tensors over all workers, in cross-replica context.
       num_workers: on how many the replicas are.
       prepare: checks and builds a model before its step is traced.
-      sum_differences: see `collective.Average`.
+      sum_differences: see `averaging_step.Average`.
     """
 
     def __init__(

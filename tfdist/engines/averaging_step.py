@@ -1,0 +1,641 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The graph that averages the replicas of a model, and the counters that decide when."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.compat import (
+    flat_layers,
+    fresh_threads,
+    optimizer_patches,
+    optimizer_variables,
+    plain_loops,
+    replica_writes,
+    replicas,
+)
+from tfdist.data import splitting
+from tfdist.data.shares import Part, Sum
+from tfdist.policies.parameter_averaging import ParameterAveraging
+from tfdist.step import contribution, copies, empty_parts, global_losses, one_replica
+from tfdist.step.copies import copies_of
+from tfdist.step.replica_losses import ReplicaLosses
+from tfdist.transport import buckets
+
+
+@dataclasses.dataclass(eq=False)
+class Count:
+    """Counters of a model's training; they hold no reference to the model.
+
+    Attributes:
+      alone: steps since the last average.
+      steps: steps that each replica has made.
+      averages: averages made.
+      bytes_each: bytes that a worker sends over the network for an average.
+      bytes_more: bytes that it has sent besides.
+    """
+
+    alone: tf.Variable
+    steps: tf.Variable
+    averages: tf.Variable
+    bytes_each: int = 0
+    bytes_more: int = 0
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this worker has sent; each other worker has sent as many."""
+        return int(self.averages.numpy()) * self.bytes_each + self.bytes_more
+
+
+class Average:
+    """Averages the variables of a model's replicas.
+
+    Args:
+      strategy: the strategy.
+      model: a Keras model, whose optimizers were built.
+      policy: says when, and what becomes of the optimizers' slots.
+      sum_over_workers: sums tensors over all workers, in cross-replica context.
+      num_workers: on how many the replicas are.
+      sum_differences: returns what sums over all workers how far the parameters of an optimizer came since the last
+        average, or None to sum parameters as they are; asked while an average is traced.
+
+    Attributes:
+      count: what was done so far.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        model: keras.Model,
+        policy: ParameterAveraging,
+        sum_over_workers: Sum,
+        num_workers: int,
+        sum_differences: Callable[[], optimizer_patches.SumGradients | None] | None = None,
+    ) -> None:
+        self._strategy = strategy
+        self._model = model
+        self._policy = policy
+        self._sum_over_workers = sum_over_workers
+        self._num_workers = num_workers
+        self._sum_differences = sum_differences
+        self._optimizers = optimizer_patches.optimizers_of(model)
+        self._state = sort_state(model, policy.optimizer_state)
+        self.count = fresh_threads.call(lambda: Count(_counter(), _counter(), _counter()))
+        self._last_average = self._outer = None
+        if policy.outer != "mean" or sum_differences:
+            self._last_average = LastAverage(strategy, self._state.parameters)
+            if policy.outer != "mean":
+                self._outer = Outer(strategy, policy.make_outer, self._last_average)
+        # What the last step returned, times the shares of its replicas, unless metrics tell it; and the logs to show.
+        self._last: list[tf.Variable] = []
+        self._shown: list[tf.Variable] = []
+        self._counters: list[Any] | None = None
+        self._structure: Any = None
+        self._synchronize: Callable[[], Any] | None = None
+        self._finish: Callable[[], Any] | None = None
+
+    def is_of(self, optimizers: Sequence[Any]) -> bool:
+        """Returns True if it averages for these optimizers: `compile` may have brought others."""
+        return [id(each) for each in optimizers] == [id(each) for each in self._optimizers]
+
+    @property
+    def is_synchronized(self) -> bool:
+        """True if no step was made since the last average; outside of a graph."""
+        return not int(self.count.alone.numpy())
+
+    @property
+    def variables(self) -> list[Any]:
+        """The outer optimizer's Keras variables, if there is one."""
+        return self._outer.variables if self._outer is not None else []
+
+    def begin_step(self) -> None:
+        """To be called, in cross-replica context, before the replicas make a step alone."""
+        if self._last_average is not None:
+            tf.cond(tf.equal(self.count.alone, 0), self._last_average.remember, _nothing)
+
+    def end_step(self, results: Sequence[Any], shares: Sequence[Any], is_stock: bool) -> Any:
+        """To be called after it. Averages if it is time.
+
+        Args:
+          results: what the step returned on each replica of this worker.
+          shares: the part of the batch that each of them had.
+          is_stock: True if the results are those of the model's metrics.
+
+        Returns:
+          The logs: of all steps so far on one worker; on several, of those up to the last average.
+        """
+        counters = _counters(self._model) if is_stock else None
+        if [id(each) for each in counters or []] != [id(each) for each in self._counters or []]:
+            # `compile` has brought other metrics.
+            self._synchronize = None
+        self._counters, self._structure = counters, results[0]
+        last = [] if self._counters is not None else _mean(results, shares)
+        self.count.steps.assign_add(1)
+        self.count.alone.assign_add(1)
+        if self._num_workers == 1:
+            self._average_if_due(lambda: self._average([]))
+            return self._logs(self._counts() or last)
+        self._make_logs(last)
+        for variable, value in zip(self._last, last, strict=True):
+            variable.assign(value)
+        self._average_if_due(lambda: self._average(self._shown))
+        return tf.nest.pack_sequence_as(self._structure, [tf.identity(variable) for variable in self._shown])
+
+    def _average_if_due(self, average: Callable[[], tf.Tensor]) -> None:
+        if self._policy.every_steps == 1:
+            average()
+        else:
+            tf.cond(self.count.alone >= self._policy.every_steps, average, _nothing)
+
+    def synchronize(self) -> None:
+        """Averages if a step was made since the last average; outside of a graph.
+
+        Parameters are summed as they are: somebody may have set them since the last average.
+        """
+        if self.is_synchronized:
+            return
+        synchronize = self._synchronize = self._synchronize or tf.function(
+            lambda: self._average(self._shown, as_they_are=True), autograph=False
+        )
+        synchronize()
+
+    def finish(self) -> None:
+        """Averages what is not averaged in between; outside of a graph."""
+        if self._state.local:
+            finish = self._finish = self._finish or tf.function(self._average_local, autograph=False)
+            finish()
+            self.count.bytes_more += self._bytes_of(self._state.local)
+
+    def shown(self) -> dict[str, float]:
+        """The logs of the last average, if they are plain numbers that no metric keeps; on several workers only."""
+        if self._counters is not None or not isinstance(self._structure, dict) or not self._shown:
+            return {}
+        names = [name for name, leaf in self._structure.items() if not tf.nest.is_nested(leaf)]
+        logs = tf.nest.pack_sequence_as(self._structure, self._shown)
+        return {name: float(logs[name].numpy()) for name in names if logs[name].shape.rank == 0}
+
+    # What is traced.
+
+    def _average(self, shown: Sequence[tf.Variable], as_they_are: bool = False) -> tf.Tensor:
+        """Makes the average; `shown` are the logs to renew."""
+        averaged, count = self._state.averaged, len(self._state.parameters)
+        logs = (self._counts() or [tf.identity(variable) for variable in self._last]) if shown else []
+        own = [self._own_sum(variable) for variable in averaged]
+        self.count.bytes_each = self._bytes_of([*own, *logs])
+        sum_differences = None if as_they_are or self._sum_differences is None else self._sum_differences()
+        if self._last_average is not None and sum_differences is not None:
+            sums = self._sum_by_differences(sum_differences, own[:count], self._last_average)
+            sums += buckets.sum_in_buckets([*own[count:], *logs], self._sum_over_workers)
+        else:
+            sums = buckets.sum_in_buckets([*own, *logs], self._sum_over_workers)
+        means = [_divided(total, self._strategy.num_replicas_in_sync) for total in sums[: len(averaged)]]
+        if self._outer is not None:
+            means[:count] = self._outer.move(means[:count])
+        for variable, mean in zip(averaged, means, strict=True):
+            copies.assign_all(variable, mean)
+        for variable, value in self._state.reset:
+            copies.assign_all(variable, tf.fill(variable.shape, tf.cast(value, variable.dtype)))
+        if shown:
+            for variable, value in zip(shown, tf.nest.flatten(self._logs(sums[len(averaged) :])), strict=True):
+                variable.assign(tf.cast(value, variable.dtype))
+        self.count.alone.assign(0)
+        self.count.averages.assign_add(1)
+        return tf.constant(0)
+
+    def _sum_by_differences(
+        self, sum_differences: optimizer_patches.SumGradients, own: Sequence[tf.Tensor], last: LastAverage
+    ) -> list[tf.Tensor]:
+        """Returns the sums of the parameters over all replicas: of the last average, and of what became different.
+
+        Source: Basu et al. 2019, Qsparse-local-SGD, arXiv 1906.02367, algorithm 1.
+
+        Args:
+          sum_differences: sums the differences of an optimizer's parameters.
+          own: the sums over this worker's replicas.
+          last: the parameters that all have begun with.
+        """
+        num_own, num_all = len(self._strategy.extended.worker_devices), self._strategy.num_replicas_in_sync
+        sums: list[Any] = [None] * len(own)
+        with tf.device(last.device):
+            begun = [tf.convert_to_tensor(each) for each in last.values]
+            positions = {id(parameter): index for index, parameter in enumerate(self._state.parameters)}
+            for optimizer in self._optimizers:
+                trained = optimizer_variables.trained_by(optimizer) if optimizer.built else ()
+                # A parameter of two optimizers is summed once.
+                chosen = [(positions.pop(id(each)), each) for each in trained if id(each) in positions]
+                differences = [own[index] - num_own * begun[index] for index, _ in chosen]
+                totals = sum_differences(optimizer, differences, [each for _, each in chosen])
+                for (index, _), total in zip(chosen, totals, strict=True):
+                    sums[index] = num_all * begun[index] + total
+        return sums
+
+    def _average_local(self) -> tf.Tensor:
+        sums = buckets.sum_in_buckets(
+            [self._own_sum(variable) for variable in self._state.local], self._sum_over_workers
+        )
+        for variable, total in zip(self._state.local, sums, strict=True):
+            copies.assign_all(variable, _divided(total, self._strategy.num_replicas_in_sync))
+        return tf.constant(0)
+
+    def _own_sum(self, variable: Any) -> tf.Tensor:
+        """The sum over this worker's replicas."""
+        with tf.device(self._strategy.extended.worker_devices[0]):
+            return copies.own_sum(variable)
+
+    def _bytes_of(self, tensors: Sequence[Any]) -> int:
+        size = sum(tf.TensorShape(each.shape).num_elements() * tf.as_dtype(each.dtype).size for each in tensors)
+        # In a ring each worker passes on all parts but one, twice: to add them up, and to hand out the sums.
+        return 2 * size * (self._num_workers - 1) // self._num_workers
+
+    def _counts(self) -> list[tf.Tensor]:
+        """Returns the counts of the metrics on this worker."""
+        return [tf.add_n([tf.convert_to_tensor(c) for c in counter.value.values]) for counter in self._counters or []]
+
+    def _logs(self, values: Sequence[tf.Tensor]) -> Any:
+        """The logs, from counts or means over all replicas."""
+        if self._counters is None:
+            return tf.nest.pack_sequence_as(self._structure, list(values))
+        with keras.StatelessScope(state_mapping=list(zip(self._counters, values, strict=True))):
+            return self._model.get_metrics_result()
+
+    def _make_logs(self, last: Sequence[tf.Tensor]) -> None:
+        """Makes the variables of the logs, once it is known what they look like."""
+        likes = [(leaf.shape, leaf.dtype) for leaf in map(tf.convert_to_tensor, tf.nest.flatten(self._structure))]
+        if [(variable.shape, variable.dtype) for variable in self._shown] == likes and len(self._last) == len(last):
+            return
+        shapes = [(tensor.shape, tensor.dtype) for tensor in last]
+        self._shown, self._last = fresh_threads.call(
+            lambda: [[_zeros(*like) for like in each] for each in (likes, shapes)]
+        )
+        self._synchronize = None
+
+
+def _counter() -> tf.Variable:
+    with tf.device("/device:CPU:0"):
+        return tf.Variable(0, dtype=tf.int64, trainable=False)
+
+
+def _zeros(shape: Any, dtype: tf.DType) -> tf.Variable:
+    with tf.device("/device:CPU:0"):
+        return tf.Variable(tf.zeros(shape, dtype), trainable=False)
+
+
+def _nothing() -> tf.Tensor:
+    return tf.constant(0)
+
+
+def _mean(results: Sequence[Any], shares: Sequence[Any]) -> list[tf.Tensor]:
+    """Returns the terms that this worker adds to the mean of the results over all replicas, flat."""
+    flat = [[tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(result)] for result in results]
+    return [
+        tf.add_n(
+            [
+                # Without examples a result may be NaN; no share of it is nothing.
+                tf.math.multiply_no_nan(tf.cast(leaf, tf.float32), tf.cast(share, tf.float32))
+                for leaf, share in zip(leaves, shares, strict=True)
+            ]
+        )
+        for leaves in zip(*flat, strict=True)
+    ]
+
+
+def _divided(total: tf.Tensor, count: int) -> tf.Tensor:
+    return total / tf.cast(count, total.dtype) if total.dtype.is_floating else total // count
+
+
+def _counters(model: keras.Model) -> list[Any] | None:
+    """The variables in which the model's metrics count, or None if sums over the replicas are not what they mean."""
+    metrics = [metric for metric in model.metrics if metric.variables]
+    return [v for metric in metrics for v in metric.variables] if metrics and all(map(copies.counts, metrics)) else None
+
+
+# A Keras train step that each replica makes alone: it updates its own copies of all variables, and nobody else's.
+#
+# The user's `train_step` runs as it is, once for each replica of this worker, all in one graph. Within it
+#
+# - `merge_call`, in which replicas would meet, calls its function for this replica alone;
+# - `all_reduce` gives what it would give if all replicas had this one's value;
+# - a gradient counts as if it was that of the global batch: times the number of replicas, if Keras has divided the
+#   loss by it, and times this replica's share of the batch where that is uneven. So the mean of what all replicas come
+#   to in one step of SGD is what synchronous SGD comes to.
+
+
+def step_alone(strategy: Any, step: Callable[..., Any], parts: Sequence[Part]) -> list[Any]:
+    """Makes a step on each replica of this worker; in cross-replica context, in a graph or eagerly.
+
+    Args:
+      strategy: the strategy.
+      step: a model's bound `train_step`, whose optimizers were built.
+      parts: what each of its replicas trains on.
+
+    Returns:
+      What each step returns.
+
+    Raises:
+      ValueError: an optimizer was not built, or the losses are of two kinds.
+      NotImplementedError: the step needs the other replicas.
+    """
+    model: keras.Model = getattr(step, "__self__")  # noqa: B009, Keras' wrapper has it too
+    batches, results = [part.batch for part in parts], []
+    may_be_empty = strategy.num_replicas_in_sync > 1 and empty_parts.may_occur(batches)
+    if may_be_empty:
+        batches = empty_parts.filled_on_devices(dict(zip(strategy.extended.worker_devices, batches, strict=True)))
+    with written_alone(_variables(model)):
+        for index, part in enumerate(parts):
+            with tf.device(strategy.extended.worker_devices[index]), context(strategy, index):
+                results.append(_step(strategy, step, model, part, index, batches[index], may_be_empty))
+    return results
+
+
+def _step(
+    strategy: Any,
+    step: Callable[..., Any],
+    model: keras.Model,
+    part: Part,
+    index: int,
+    batch: Any,
+    may_be_empty: bool,
+) -> Any:
+    count = strategy.num_replicas_in_sync
+    with global_losses.counted_as_one(strategy, step) as has_own_loss:
+        divisor = 1 if has_own_loss else count
+        losses = ReplicaLosses(model, count, divisor)
+        factor = float(count) if losses.are_sums else share(part, count) * count * divisor
+        rows = splitting.rows(part.batch)
+        if losses.are_sums and may_be_empty and rows is not None:
+            factor *= tf.cast(rows > 0, tf.float32)
+        changed = losses.trackers(part.batch, part.total)
+        for optimizer in optimizer_patches.optimizers_of(model):
+            changed += own_copy_patches(optimizer, factor)
+        with optimizer_patches.attributes(changed), _keeping(losses, part if may_be_empty else None, index):
+            return step(batch)
+
+
+def share(part: Part, num_replicas: int) -> tf.Tensor | float:
+    """The part of the global batch, 0 to 1, that a replica has; the same for all where nobody knows."""
+    rows = splitting.rows(part.batch)
+    # In a graph parts have a known size only where all have the same; outside every size is known.
+    is_even = bool(splitting.static_size(part.batch)) and not tf.executing_eagerly()
+    if part.total is None or rows is None or is_even:
+        return 1 / num_replicas
+    return tf.cast(rows / tf.maximum(part.total, 1), tf.float32)
+
+
+def own_copy_patches(optimizer: Any, factor: tf.Tensor | float) -> list[tuple[Any, str, Any]]:
+    """Returns patches by which `optimizer.apply`, called on a replica, updates its copies of the variables alone."""
+    parts = optimizer_variables.parts_of(optimizer)
+    return [
+        (optimizer, "apply", _scaled(optimizer, factor)),
+        # Keras does this by the strategy, past the replica's context.
+        *(optimizer_patches.ema_overwrite(part, _overwriting(part)) for part in parts),
+        *optimizer_patches.without_merge_call(optimizer),
+    ]
+
+
+def _scaled(optimizer: Any, factor: tf.Tensor | float) -> Callable[..., Any]:
+    apply = optimizer.apply
+
+    def scaled(grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
+        if not optimizer.built:
+            raise ValueError(
+                f"policies: the optimizer {optimizer.name!r} must have its variables before a step is traced; call "
+                "optimizer.build(variables) after the model is built. Received: an optimizer that was not built"
+            )
+        return apply([g if g is None else contribution.times(g, factor) for g in grads], trainable_variables)
+
+    return scaled
+
+
+def _overwriting(optimizer: Any) -> Callable[[Sequence[Any]], None]:
+    def overwrite(trainable_variables: Sequence[Any]) -> None:
+        for variable, average in zip(trainable_variables, optimizer_variables.averages_of(optimizer), strict=True):
+            variable.assign(tf.convert_to_tensor(average))
+
+    return overwrite
+
+
+def context(strategy: Any, index: int) -> one_replica.OneReplica:
+    """The context of one of this worker's replicas, which meets no other."""
+    # Within the context the strategy may say that it is one replica.
+    return one_replica.OneReplica(
+        strategy, replicas.in_sync_group(strategy, index), replicas.count(strategy), is_alone=True
+    )
+
+
+@contextlib.contextmanager
+def written_alone(variables: Iterable[Any]) -> Iterator[None]:
+    """Within this block, what a replica assigns goes to its own copy."""
+    mirrored = [getattr(variable, "value", variable) for variable in variables]
+    changed = [
+        variable
+        for variable in mirrored
+        if hasattr(variable, "values") and variable.synchronization != tf.VariableSynchronization.ON_READ
+    ]
+    with replica_writes.aggregated(changed, tf.VariableAggregation.NONE):
+        yield
+
+
+def _variables(model: keras.Model) -> list[Any]:
+    """Returns the variables that a train step may write."""
+    optimizers = [each for each in optimizer_patches.optimizers_of(model) if each.built]
+    trained = [variable for each in optimizers for variable in optimizer_variables.trained_by(each)]
+    return [*one_replica.variables_of(model), *trained]
+
+
+@contextlib.contextmanager
+def _keeping(losses: ReplicaLosses, part: Part | None, index: int) -> Iterator[None]:
+    """Restores metrics and statistics after a step without examples; None is a part that has some."""
+    if part is None:
+        yield
+        return
+    counted = empty_parts.counted_by(losses.model, losses.trackers_of_sums(part.total is not None))
+    variables = [*flat_layers.statistics_of(losses.model), *counted]
+    kept = empty_parts.Kept(copies.copies_of(variable)[index] for variable in variables)
+    yield
+    kept.restore_unless(splitting.rows(part.batch))
+
+
+# Sorts the variables of a model and its optimizers: what is averaged, stays a replica's own, or begins anew.
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """Keras variables of a model and its optimizers, by what an average does to them.
+
+    Attributes:
+      parameters: the variables that optimizers update.
+      others: further variables that are averaged.
+      local: variables that are averaged only when training ends, so that all replicas continue alike.
+      reset: variables that are set to a value, each with that value.
+    """
+
+    parameters: list[Any]
+    others: list[Any]
+    local: list[Any]
+    reset: list[tuple[Any, float]]
+
+    @property
+    def averaged(self) -> list[Any]:
+        """All that are averaged, the parameters first."""
+        return [*self.parameters, *self.others]
+
+
+def sort_state(model: keras.Model, optimizer_state: str) -> State:
+    """Sorts a model's variables.
+
+    Besides the parameters these are always averaged: statistics of layers; of the optimizers moving averages of the
+    parameters, gradients that are being accumulated, and what loss scaling keeps. `iterations` are the same on all
+    replicas, because each counts its steps; with loss scaling, which leaves some out, they are averaged.
+
+    Args:
+      model: its optimizers were built.
+      optimizer_state: what becomes of the optimizers' slots.
+    """
+    optimizers = optimizer_patches.optimizers_of(model)
+    parts = [part for optimizer in optimizers for part in optimizer_variables.parts_of(optimizer)]
+    scaling = [part for part in parts if hasattr(part, "inner_optimizer")]
+    inner = [part for part in parts if not hasattr(part, "inner_optimizer")]
+    parameters = _unique([v for each in inner if each.built for v in optimizer_variables.trained_by(each)])
+    others = flat_layers.statistics_of(model)
+    slots: list[Any] = []
+    for each in scaling:
+        own = _identities(each.inner_optimizer.variables)
+        others += [variable for variable in each.variables if id(variable) not in own]
+        others += [optimizer_variables.iterations_of(part) for part in optimizer_variables.parts_of(each)[1:]]
+    for each in inner:
+        kept = _kept(each)
+        others += kept
+        special = _identities(
+            [*kept, optimizer_variables.iterations_of(each), optimizer_variables.learning_rate_of(each), *parameters]
+        )
+        slots += [variable for variable in each.variables if id(variable) not in special]
+    slots = [slot for slot in slots if tf.as_dtype(slot.dtype).is_floating]
+    if optimizer_state == "average":
+        others += slots
+    local = slots if optimizer_state == "local" else []
+    reset = _reset(inner, slots) if optimizer_state == "reset" else []
+    taken = _identities(parameters)
+    return State(parameters, [v for v in _unique(others) if id(v) not in taken], local, reset)
+
+
+def _kept(optimizer: Any) -> list[Any]:
+    """Returns the variables of an optimizer that hold parameters or sums of gradients."""
+    return [*optimizer_variables.averages_of(optimizer), *optimizer_variables.sums_of(optimizer)]
+
+
+def _reset(optimizers: Sequence[Any], slots: Sequence[Any]) -> list[tuple[Any, float]]:
+    """The slots with what a new optimizer has in them, which for some is not zero."""
+    wanted = _identities(slots)
+    pairs: list[tuple[Any, float]] = []
+    for optimizer in optimizers:
+        values = fresh_threads.call(_initial, optimizer)
+        if len(values) != len(optimizer.variables):
+            raise ValueError(
+                "ParameterAveraging(optimizer_state='reset'): what this optimizer begins with can't be found out; use "
+                f"'average' or 'local'. Received: optimizer={optimizer!r}"
+            )
+        pairs += [(v, x) for v, x in zip(optimizer.variables, values, strict=True) if id(v) in wanted]
+    return pairs
+
+
+def _initial(optimizer: Any) -> list[float]:
+    """Returns the value of each variable of a new optimizer of this kind, the same for all of its elements."""
+    new = type(optimizer).from_config(optimizer.get_config())
+    likes = [
+        tf.zeros([1] * len(variable.shape), variable.dtype) for variable in optimizer_variables.trained_by(optimizer)
+    ]
+    variables = [
+        keras.Variable(like, dtype=like.dtype.name, name=variable.name)
+        for like, variable in zip(likes, optimizer_variables.trained_by(optimizer), strict=True)
+    ]
+    new.build(variables)
+    return [float(tf.reshape(tf.convert_to_tensor(variable), [-1])[0]) for variable in new.variables]
+
+
+def _identities(variables: Iterable[Any]) -> set[int]:
+    return {id(variable) for variable in variables}
+
+
+def _unique(variables: Iterable[Any]) -> list[Any]:
+    return list({id(variable): variable for variable in variables}.values())
+
+
+# The outer optimizer of parameter averaging: it is given how far the replicas came on average, as a gradient.
+#
+# Source: Douillard et al. 2023, DiLoCo, arXiv 2311.08105, algorithm 1, lines 12 to 14:
+# theta(t) = OuterOpt(theta(t-1), theta(t-1) - mean of theta(t)).
+
+
+class LastAverage:
+    """The parameters at the last average. Every worker has the same.
+
+    Args:
+      strategy: the strategy.
+      parameters: Keras variables.
+
+    Attributes:
+      device: where the values are.
+      values: Keras variables, one for each parameter.
+    """
+
+    def __init__(self, strategy: Any, parameters: Sequence[Any]) -> None:
+        self._parameters = parameters
+        self.device = strategy.extended.worker_devices[0]
+        self.values = fresh_threads.call(self._made)
+
+    def _made(self) -> list[Any]:
+        with tf.device(self.device):
+            return [
+                keras.Variable(tf.convert_to_tensor(copies_of(parameter)[0]), dtype=parameter.dtype)
+                for parameter in self._parameters
+            ]
+
+    def remember(self) -> tf.Tensor:
+        """Takes the parameters as they are now for those of the last average."""
+        with tf.device(self.device):
+            for last, parameter in zip(self.values, self._parameters, strict=True):
+                last.value.assign(copies_of(parameter)[0])
+        return tf.constant(0)
+
+
+class Outer:
+    """An outer optimizer of a model's own. Every worker has the same, which computes the same.
+
+    Args:
+      strategy: the strategy.
+      make: makes a Keras optimizer.
+      last: the parameters that it moves, as they were at the last average.
+    """
+
+    def __init__(self, strategy: Any, make: Callable[[], Any], last: LastAverage) -> None:
+        self._strategy = strategy
+        self._last = last
+        self._optimizer = fresh_threads.call(self._made, make)
+
+    def _made(self, make: Callable[[], Any]) -> Any:
+        with tf.device(self._last.device):
+            own = make()
+            own.build(self._last.values)
+        return own
+
+    @property
+    def variables(self) -> list[Any]:
+        """The optimizer's Keras variables."""
+        return self._optimizer.variables
+
+    def move(self, means: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """From the means of the parameters to where all replicas go on."""
+        last = self._last.values
+        with tf.device(self._last.device), context(self._strategy, 0):
+            differences = [each.value - mean for each, mean in zip(last, means, strict=True)]
+            changes = optimizer_patches.attributes(own_copy_patches(self._optimizer, 1.0))
+            # The variables are this process' own.
+            with plain_loops.checked(self._strategy), changes:
+                self._optimizer.apply(differences, last)
+            return [tf.convert_to_tensor(each) for each in last]
