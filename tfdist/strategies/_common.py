@@ -34,7 +34,7 @@ from tfdist.compat import (
 )
 from tfdist.compat.optimizer_patches import SumGradients
 from tfdist.data.handle import BatchHandle, part_spec
-from tfdist.engines.averaging.engine import AveragingEngine
+from tfdist.engines.averaging import AveragingEngine
 from tfdist.engines.warmup import WarmupEngine
 from tfdist.policies.base import Aggregation
 from tfdist.policies.warmup import Warmup

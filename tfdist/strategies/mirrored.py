@@ -24,8 +24,8 @@ from tfdist.compat import (
 from tfdist.data import progress, splitting
 from tfdist.data.handle import BatchHandle
 from tfdist.data.replica_batches import ReplicaDataset, ReplicaDatasetFromFunction
-from tfdist.engines.averaging import data as averaging_data
-from tfdist.engines.averaging.engine import AveragingEngine
+from tfdist.engines import averaging as averaging_data
+from tfdist.engines.averaging import AveragingEngine
 from tfdist.engines.threads import ThreadedEngine
 from tfdist.engines.warmup import WarmupEngine
 from tfdist.policies import composition

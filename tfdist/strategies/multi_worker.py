@@ -36,7 +36,7 @@ from tfdist.data import progress, splitting
 from tfdist.engines import agreement as agreements
 from tfdist.engines import quorum as quorum
 from tfdist.engines.agreement import SharedUsage
-from tfdist.engines.averaging.engine import AveragingEngine
+from tfdist.engines.averaging import AveragingEngine
 from tfdist.engines.quorum import Sums
 from tfdist.engines.synchronous import SynchronousEngine
 from tfdist.engines.warmup import WarmupEngine

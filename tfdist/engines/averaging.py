@@ -26,13 +26,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfdist.compat import optimizer_patches, own_attributes
 from tfdist.compat.running_loop import Fit
+from tfdist.data import handle as handles
+from tfdist.data import splitting
 from tfdist.data.handle import BatchHandle, DistributedDataset
-from tfdist.data.shares import Sum
+from tfdist.data.shares import Part, Sum
 from tfdist.engines import averaging_step as averaging_step
-from tfdist.engines.averaging import data as averaging_data
 from tfdist.engines.averaging_step import Average, Count
 from tfdist.engines.base import Engine
 from tfdist.policies.parameter_averaging import ParameterAveraging
@@ -81,11 +83,11 @@ class AveragingEngine(Engine):
     def distribute(self, dataset: Any, whole: Callable[[], Any]) -> DistributedDataset:
         """A data set of global batches, for `fit` and for others; `whole` makes the stock one."""
         num_replicas = self._strategy.num_replicas_in_sync
-        return DistributedDataset(self, averaging_data.whole_batches(self, dataset, num_replicas), whole)
+        return DistributedDataset(self, whole_batches(self, dataset, num_replicas), whole)
 
     def distribute_own(self, dataset: Any, whole: Callable[[], Any]) -> DistributedDataset:
         """The same from a data set of this worker's own."""
-        return DistributedDataset(self, averaging_data.own_parts(self, dataset, len(self._replicas)), whole)
+        return DistributedDataset(self, own_parts(self, dataset, len(self._replicas)), whole)
 
     def open(self, dataset: DistributedDataset, fit: Fit | None) -> Any:
         """Opens a pass of `fit` over a data set; averages first what was begun, also by an interrupted `fit`."""
@@ -110,7 +112,7 @@ class AveragingEngine(Engine):
         num_replicas = self._strategy.num_replicas_in_sync
         with write_order.writes_after_inputs(dict.fromkeys(self._strategy.extended.worker_devices, handle.content)):
             average = self._average_of(model)
-            parts = averaging_data.parts(handle, self._replicas, num_replicas)
+            parts = parts_of_replicas(handle, self._replicas, num_replicas)
             average.begin_step()
             results = averaging_step.step_alone(self._strategy, step, parts)
             shares = [averaging_step.share(part, num_replicas) for part in parts]
@@ -234,3 +236,51 @@ class _Settling(keras.callbacks.Callback):
         for name in _READERS:
             if hasattr(own_attributes.of(self.model, name), _AVERAGE):
                 own_attributes.remove(self.model, name)
+
+
+# The data of a strategy whose replicas train alone: `fit` reads them without asking anybody.
+#
+# In `fit` every worker iterates over whole batches, of which each replica takes its part in the step; or over the parts
+# of its own replicas. The iterator is tf.data's, and its elements are handles that hold the batch.
+
+
+# Forms of handles: their content is a batch of all replicas, or a tuple of the parts of this worker's replicas.
+_WHOLE, _OWN = "whole", "own"
+
+
+def whole_batches(engine: Any, dataset: tf.data.Dataset, num_replicas: int) -> tf.data.Dataset:
+    """Returns the data set of handles that `fit` iterates over, from one of global batches.
+
+    Raises:
+      ValueError: the elements are not batches.
+    """
+    splitting.check_batched(dataset.element_spec, num_replicas)
+    return handles.in_handles(engine, dataset, _WHOLE)
+
+
+def own_parts(engine: Any, dataset: tf.data.Dataset, num_local_replicas: int) -> tf.data.Dataset:
+    """The same from a data set of this worker's own, whose elements go to its replicas in turn."""
+    return handles.in_handles(engine, splitting.groups_of(dataset, num_local_replicas), _OWN)
+
+
+def is_plain(dataset: Any, options: Any) -> bool:
+    """Returns True for a data set of global batches, which are to be divided among the replicas."""
+    return options is None and isinstance(dataset, tf.data.Dataset) and tf.executing_eagerly()
+
+
+def parts_of_replicas(handle: handles.BatchHandle, replicas: Sequence[int], num_replicas: int) -> list[Part]:
+    """Returns the parts of a batch that the replicas of this worker train on.
+
+    Args:
+      handle: an element of `whole_batches` or `own_parts`.
+      replicas: which parts of a whole batch they take.
+      num_replicas: replicas on all workers.
+    """
+    content = handles.without_optionals(handle.content)
+    if handle.kind.form == _WHOLE:
+        with tf.device("/device:CPU:0"):
+            total = splitting.rows(content)
+            return [Part(splitting.cut(content, replica, num_replicas), total) for replica in replicas]
+    rows = [splitting.rows(batch) for batch in content]
+    is_all = len(rows) == num_replicas and None not in rows
+    return [Part(batch, tf.add_n(rows) if is_all else None) for batch in content]
