@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine of `ParameterServerStrategy` with policies of asynchronous training.
 
-It differs from aggregated.py in that workers are not synchronized with Keras' steps. Each worker takes the next data,
+It differs from `rounds` in that workers are not synchronized with Keras' steps. Each worker takes the next data,
 computes, sends its gradient to the parameter servers, and starts again as soon as the policies allow it. Gradients wait
 on the parameter servers. Each step of Keras' loop makes one update from the gradients that the policies choose.
 

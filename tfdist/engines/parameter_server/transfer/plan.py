@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decides in which form variables and gradients cross the network between a worker and the parameter servers.
 
-    rows of embeddings    gathered where the table is (`lookups`)
+    rows of embeddings    gathered where the table is (`rewrites`)
     small variables       read together, their gradients sent together (`rewrites`, `bundles`)
-    gradients of kernels  sent as two factors, multiplied on the parameter server (`factors`)
-    kernels               not sent: inputs are multiplied on the parameter server (`products`)
+    gradients of kernels  sent as two factors, multiplied on the parameter server (`rewrites`)
+    kernels               not sent: inputs are multiplied on the parameter server (`rewrites`)
 
 The first two cost nothing and are always worth it. The last two move arithmetic from the workers to the parameter
 server, so they depend on the network, on the server and on how many workers it serves. Of a kernel each element that is

@@ -13,7 +13,7 @@ is read once for both, as ever: that another worker updates it in between makes 
       gradient of the
       inputs (n, i)          <--
 
-Together with `factors` the kernel never leaves its parameter server.
+Together with `Factors` the kernel never leaves its parameter server.
 """
 
 from __future__ import annotations
@@ -338,7 +338,7 @@ def at_the_table(graph: Any) -> None:
 #
 # What costs time for a bias or a scale is not its bytes but the round trip. So a step reads all small variables of a
 # parameter server as one vector, and sends their gradients back as one. A model of 40 small layers trains more than
-# twice as fast so. With them go the factors that a large gradient is sent as (`factors`), if they are small.
+# twice as fast so. With them go the factors that a large gradient is sent as (`Factors`), if they are small.
 #
 #     parameter server                 worker
 #       read, concatenate     -->      split, compute, concatenate the gradients
