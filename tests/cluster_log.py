@@ -9,7 +9,7 @@ import numpy as np
 
 from tfdist.update_log import EventKind, Header, LocalFiles, segments
 from tfdist.update_log.columns import Contributions, Events, Updates
-from tfdist.update_log.store import Store
+from tfdist.update_log.writer import Store
 
 
 def write(

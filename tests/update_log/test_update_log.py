@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfdist.update_log import EventKind, LocalFiles, LogReader, LogWriter, read_logs, records, segments, store, summary
+from tfdist.update_log import EventKind, LocalFiles, LogReader, LogWriter, read_logs, records, segments, summary, writer
 from tfdist.update_log.columns import Contributions, Events, Groups, Updates
 from tfdist.update_log.timeline import Timeline
 
@@ -165,9 +165,9 @@ def block(first: int, num_updates: int, workers: int = 4) -> segments.Detail:
 
 def test_disk_holds_few_files_and_all_sums_while_a_log_grows(tmp_path, monkeypatch):
     monkeypatch.setattr(segments, "MAX_UPDATES", 100)
-    monkeypatch.setattr(store, "_MAX_SUMMARIES", 8)
+    monkeypatch.setattr(writer, "_MAX_SUMMARIES", 8)
     head = made.header(workers=tuple("abcd"))
-    log = store.Store.begin(str(tmp_path / "updates"), head, LocalFiles(), max_contributions=2000)
+    log = writer.Store.begin(str(tmp_path / "updates"), head, LocalFiles(), max_contributions=2000)
     reader, first, accepted, most = LogReader(tmp_path), 0, 0, 0
     for size in [7] * 700 + [100] * 100:
         new = block(first, size)
@@ -190,7 +190,7 @@ def test_reader_survives_files_left_by_a_crash_between_writing_and_removing(tmp_
         def remove(self, path: str) -> None:
             pass
 
-    log = store.Store.begin(str(tmp_path / "updates"), made.header(workers=tuple("abcd")), NeverRemoves(), 2**30)
+    log = writer.Store.begin(str(tmp_path / "updates"), made.header(workers=tuple("abcd")), NeverRemoves(), 2**30)
     for first in range(0, 200, 2):
         log.append(block(first, 2))
         log.tidy()
@@ -212,7 +212,7 @@ def test_reader_reads_new_segments_only(tmp_path):
             return super().read(path)
 
     files = Counting()
-    log = store.Store.begin(str(tmp_path / "updates"), made.header(workers=tuple("abcd")), LocalFiles(), 2**30)
+    log = writer.Store.begin(str(tmp_path / "updates"), made.header(workers=tuple("abcd")), LocalFiles(), 2**30)
     reader = LogReader(tmp_path, files)
     assert reader.read().timelines[0].num_updates == 0
     for first in range(0, 10, 2):
@@ -233,7 +233,7 @@ def test_reader_tries_a_segment_again_that_it_could_not_read(tmp_path):
                 raise OSError(110, "Connection timed out")
             return super().read(path)
 
-    store.Store.begin(str(tmp_path / "updates"), made.header(), LocalFiles(), 2**30).append(block(0, 5, workers=2))
+    writer.Store.begin(str(tmp_path / "updates"), made.header(), LocalFiles(), 2**30).append(block(0, 5, workers=2))
     files = Unreachable()
     reader = LogReader(tmp_path, files)
     (skipped,) = reader.read().skipped
@@ -281,7 +281,7 @@ def test_summaries_of_all_workers_merge_by_step(tmp_path):
     for worker in range(2):
         name = f"worker:{worker}"
         head = made.header(writer=name, workers=(name,))
-        log = store.Store.begin(str(tmp_path / name / "updates"), head, LocalFiles(), max_contributions=100)
+        log = writer.Store.begin(str(tmp_path / name / "updates"), head, LocalFiles(), max_contributions=100)
         for first in range(0, 2000, 200):
             log.append(block(first, 200, workers=1))
             log._finish()
