@@ -9,8 +9,7 @@ from tfdist.update_log.columns import Contributions, Events, Groups, Updates
 from tfdist.update_log.files import Files, LocalFiles
 from tfdist.update_log.reader import LogReader, Reading, Skipped, read_logs
 from tfdist.update_log.records import ContributionRecord, EventKind, Header, Outcome, UpdateRecord
-from tfdist.update_log.run_names import run_directory
-from tfdist.update_log.timeline import Timeline
+from tfdist.update_log.timeline import Timeline, run_directory
 from tfdist.update_log.writer import LogWriter
 
 __all__ = [

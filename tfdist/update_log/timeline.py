@@ -226,3 +226,16 @@ def _merged_groups(parts: Sequence[Groups]) -> Groups:
 def _natural(name: str) -> str:
     """Sorts "worker:10" behind "worker:9"."""
     return re.sub(r"\d+", lambda number: number[0].zfill(12), name)
+
+
+# Run directory of a job, from the directories of its logs.
+
+
+# The chief, or each worker, writes its log to a directory of its own below the run's.
+_WRITER = re.compile(r"(^|/)(policy|workers/[^/]+)$")
+_LOG = re.compile(r"(^|/)updates(_\d+)?$")
+
+
+def run_directory(timeline: Timeline) -> str:
+    """Returns the path of a job's run directory, below the log directory; "" for the log directory itself."""
+    return _WRITER.sub("", _LOG.sub("", min(timeline.headers)))
