@@ -12,7 +12,7 @@ import profiles
 import pytest
 
 from tfdist import cli, doctor_measure, update_log
-from tfdist.advisor import advice, candidates, limits, network, prediction, statistical
+from tfdist.advisor import advice, candidates, network, prediction
 from tfdist.advisor.profile import NoiseScale, Profile, Table
 
 NETWORK = network.from_flag("10Gbit", None, has_accelerators=True)
@@ -69,12 +69,13 @@ def test_throughput_and_bandwidth_have_bounds():
 
 def test_the_limit_says_from_how_many_workers_the_servers_are_full():
     candidate = next(each for each in candidates.all_for(8, RESNET.samples, True) if each.servers == 1)
-    workers = limits.full_from(RESNET, NETWORK, candidate)
+    workers = advice.full_from(RESNET, NETWORK, candidate)
     # A cycle of one worker, 0.25 s and two transfers of 102 MB, against a transfer of 102 MB.
     assert workers == math.ceil((sum(RESNET.samples) / 100 + 2 * 0.0816) / 0.0816)
     predicted = prediction.predict(RESNET, NETWORK, candidate)
     assert (
-        limits.of(RESNET, NETWORK, candidate, predicted).words == f"the server's link is full from {workers} workers on"
+        advice.limit_of(RESNET, NETWORK, candidate, predicted).words
+        == f"the server's link is full from {workers} workers on"
     )
     # Beyond it no worker brings anything.
     more = next(each for each in candidates.all_for(16, RESNET.samples, True) if each.servers == 1)
@@ -106,11 +107,11 @@ def test_a_fixed_global_batch_shares_out_the_examples():
 
 def test_the_model_of_statistical_efficiency_is_that_of_the_paper():
     noise = NoiseScale(1000.0, 500.0, 2000.0, 8)
-    factor = statistical.examples_factor(noise, batch=1000, reference=0)
+    factor = advice.examples_factor(noise, batch=1000, reference=0)
     assert factor.value == pytest.approx(2.0)  # E / E_min at the critical batch size
     assert factor.low == pytest.approx(1.5) and factor.high == pytest.approx(3.0)
-    assert statistical.staleness_factor(0).high == pytest.approx(1.0)
-    assert statistical.staleness_factor(1).high == pytest.approx(2.0)  # 1 / sin(pi / 6)
+    assert advice.staleness_factor(0).high == pytest.approx(1.0)
+    assert advice.staleness_factor(1).high == pytest.approx(2.0)  # 1 / sin(pi / 6)
 
 
 @pytest.mark.parametrize("price", [["--price-per-hour=3"], ["--price_per_hour=3"], ["--price-per-hour", "3"]])

@@ -5,16 +5,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from tfdist.advisor import candidates, limits, numbers, prediction, statistical
+from tfdist.advisor import candidates, prediction
 from tfdist.advisor.candidates import PARAMETER_SERVER, Candidate
-from tfdist.advisor.limits import Limit
 from tfdist.advisor.network import Network
 from tfdist.advisor.prediction import Prediction
-from tfdist.advisor.profile import Profile
-from tfdist.advisor.statistical import Estimate
+from tfdist.advisor.profile import NoiseScale, Profile
 
 # Less than this many times the speed of one device is not worth several machines.
 _LEAST_SPEEDUP = 1.2
@@ -102,7 +101,7 @@ def rows(profile: Profile, network: Network, question: Question) -> list[Row]:
         size = max(1, question.global_batch // workers) if question.global_batch else profile.batch_size
         for candidate in candidates.all_for(workers, profile.samples, profile.dense_bytes > 0):
             predicted = prediction.predict(profile, network, candidate, question.workers_per_machine, size)
-            limit = limits.of(profile, network, candidate, predicted, question.workers_per_machine)
+            limit = limit_of(profile, network, candidate, predicted, question.workers_per_machine)
             found.append(_row(candidate, predicted, limit, profile, question, alone))
     return found
 
@@ -129,11 +128,11 @@ def _row(
 def _to_a_loss(row: Row, profile: Profile, speed: Estimate, alone: Estimate) -> Estimate | None:
     predicted = row.prediction
     batch = predicted.global_batch if row.candidate else profile.batch_size
-    found = statistical.speedup_to_a_loss(profile, speed, alone, batch, predicted.staleness)
+    found = speedup_to_a_loss(profile, speed, alone, batch, predicted.staleness)
     if found is None or row.candidate is None or "ParameterAveraging" not in row.candidate.code:
         return found
     # Between averages workers train apart: at worst as in one step with all these examples, at best as in many steps.
-    best = statistical.speedup_to_a_loss(profile, speed, alone, batch / candidates.EVERY_STEPS, 0.0) or found
+    best = speedup_to_a_loss(profile, speed, alone, batch / candidates.EVERY_STEPS, 0.0) or found
     return Estimate(math.sqrt(found.value * best.value), found.low, best.high)
 
 
@@ -218,10 +217,8 @@ def in_words(found: Sequence[Row], chosen: Row, profile: Profile) -> list[str]:
         lines.append(f"{best.workers} workers would be {ratio:.1f} times as fast as {own.workers}: {best.limit.words}")
     if chosen.secs:
         cost = chosen.cost
-        price = f", and cost {numbers.number(cost.low)} to {numbers.number(cost.high)}" if cost else ""
-        lines.append(
-            f"the examples take {numbers.duration(chosen.secs.low)} to {numbers.duration(chosen.secs.high)}{price}"
-        )
+        price = f", and cost {number_text(cost.low)} to {number_text(cost.high)}" if cost else ""
+        lines.append(f"the examples take {duration_text(chosen.secs.low)} to {duration_text(chosen.secs.high)}{price}")
     if chosen.speedup_to_loss and chosen.speedup_to_loss.says_something:
         estimate = chosen.speedup_to_loss
         lines.append(
@@ -273,3 +270,181 @@ def _caution(own: Candidate, predicted: Prediction) -> str:
         old = f"Gradients are {predicted.staleness:.1f} updates old on average"
         return f"{old}: compare the loss, and lower the learning rate"
     return "Workers train apart between averages: compare the loss with that of one device"
+
+
+# Bottleneck of a candidate, such as "the server's link is full from 6 workers on".
+
+
+_MOSTLY = 0.5
+
+
+def gradient_bytes(profile: Profile) -> float:
+    """Bytes that a step sends: dense gradients, and rows of tables."""
+    return profile.dense_bytes + sum(table.rows_per_step * table.row_bytes for table in profile.tables)
+
+
+def full_from(profile: Profile, network: Network, candidate: Candidate) -> int:
+    """Returns the number of workers from which on the links of the parameter servers are full.
+
+    A worker's cycle without others is computing, and two transfers over its own link. The servers' links are full once
+    all workers together fetch, or send, as many bytes in a cycle as the servers can carry in it.
+    """
+    size = gradient_bytes(profile) * (candidate.codec.ratio if candidate.codec else 1.0)
+    if not size:
+        return 0
+    link = network.model().bandwidth
+    cycle = statistics.fmean(profile.samples) + 2 * size / link
+    return max(1, math.ceil(cycle / (size / (link * max(1, candidate.servers)))))
+
+
+class Limit(NamedTuple):
+    """Bottleneck of a candidate: a few words for tables, and a sentence."""
+
+    short: str
+    words: str
+
+
+def limit_of(
+    profile: Profile, network: Network, candidate: Candidate, predicted: Prediction, workers_per_machine: int = 1
+) -> Limit:
+    """Returns what limits a candidate most."""
+    here = min(candidate.workers, workers_per_machine)
+    slower = prediction.slowdown(profile, here)
+    if predicted.efficiency > 1:
+        return Limit(
+            "computing", "above 100 %, because one device waits for its own slow steps, and spares leave them out"
+        )
+    if predicted.efficiency >= 0.9:
+        return Limit("computing", "the devices compute most of the time")
+    # Parts of the time beyond one device's step.
+    of_cores = slower - 1
+    of_slowest = slower * max(0.0, expected_slowest(profile.samples, candidate) / statistics.fmean(profile.alone) - 1)
+    of_sums = 1 / predicted.efficiency - 1 - of_cores - of_slowest
+    if of_cores >= max(of_slowest, of_sums):
+        words = f"{here} workers share the {profile.cores} cores of a machine: steps take {slower:.1f} times as long"
+        return Limit("shared cores", words)
+    if candidate.strategy == PARAMETER_SERVER:
+        return _of_servers(profile, network, candidate, predicted)
+    if of_slowest > of_sums:
+        return Limit("slowest worker", f"waiting for the slowest of {candidate.workers} workers")
+    name = "TensorFlow's transport" if _is_software(network) else "the network"
+    share = f"{of_sums * predicted.efficiency:.0%}"
+    return Limit(f"sums, {share}", f"{name}: sums take {share} of the time")
+
+
+def _of_servers(profile: Profile, network: Network, candidate: Candidate, predicted: Prediction) -> Limit:
+    workers = full_from(profile, network, candidate)
+    whose = "the server's link is" if candidate.servers == 1 else f"the links of {candidate.servers} servers are"
+    suffix = " (TensorFlow's transport, not the network)" if _is_software(network) else ""
+    if workers and candidate.workers >= workers:
+        return Limit("servers' links", f"{whose} full from {workers} workers on{suffix}")
+    if predicted.efficiency < _MOSTLY:
+        share = f"{1 - predicted.efficiency:.0%}"
+        return Limit(f"transfers, {share}", f"sending and fetching variables takes {share} of the time{suffix}")
+    return Limit("transfers", f"none yet; {whose} full from {workers} workers on" if workers else "sending variables")
+
+
+def _is_software(network: Network) -> bool:
+    return network.model().bandwidth < network.bandwidth / 2
+
+
+def expected_slowest(samples: tuple[float, ...], candidate: Candidate) -> float:
+    """Expected seconds until the last worker whose gradient counts has arrived, in one update."""
+    ordered = sorted(samples)
+    share = (candidate.workers - candidate.spares) / (candidate.workers + 1)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+# A model of statistical efficiency: how many more examples, or updates, large batches and stale gradients need.
+#
+# It is a model, apart from the throughput that is measured and simulated, and every output says so.
+#
+# Large batches (McCandlish et al. 2018, arXiv 1812.06162, equations 2.11 and 2.12): with the critical batch size
+# B_crit, training with batches of B examples to a given loss needs
+#
+#     S / S_min = 1 + B_crit / B   updates,   E / E_min = 1 + B / B_crit   examples.
+#
+# B_crit is estimated by the gradient noise scale at the weights that were profiled. It grows during training, by an
+# order of magnitude or more, so an estimate at the start is cautious about large batches.
+#
+# Stale gradients: plain SGD at a step size a and curvature h, with gradients that are t updates old, is stable for a h
+# < 2 sin(pi / (2 (2 t + 1))) (Levin and May 1976, A note on difference-delay equations). So where stability limits the
+# step size, staleness t needs between 1 and 1 / sin(pi / (2 (2 t + 1))) times as many updates, which is about (2 t + 1)
+# 2 / pi; the middle is the geometric mean of the two.
+
+
+# An interval of at least this ratio says nothing.
+_MOST_SPREAD = 10.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """A number with the bounds of its interval."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def says_something(self) -> bool:
+        """False if the interval is so wide that the number tells nothing."""
+        return self.low > 0 and self.high < _MOST_SPREAD * self.low
+
+    def __mul__(self, other: Estimate) -> Estimate:
+        return Estimate(self.value * other.value, self.low * other.low, self.high * other.high)
+
+    def __truediv__(self, other: Estimate) -> Estimate:
+        return Estimate(self.value / other.value, self.low / other.high, self.high / other.low)
+
+
+def examples_factor(noise: NoiseScale, batch: float, reference: float) -> Estimate:
+    """Ratio of examples to the same loss: those with batches of `batch`, over those with batches of `reference`."""
+
+    def factor(critical: float) -> float:
+        if critical == math.inf:
+            return 1.0
+        return (critical + batch) / (critical + reference) if critical + reference else batch / reference
+
+    # A larger critical batch size makes large batches cost less.
+    bounds = sorted((factor(noise.low), factor(noise.high)))
+    return Estimate(factor(noise.value), *bounds)
+
+
+def staleness_factor(staleness: float) -> Estimate:
+    """Ratio of updates to the same loss: those from gradients of this mean staleness, over those from fresh ones."""
+    most = 1 / math.sin(math.pi / (2 * (2 * staleness + 1)))
+    return Estimate(math.sqrt(most), 1.0, most)
+
+
+def speedup_to_a_loss(
+    profile: Profile, speed: Estimate, alone: Estimate, batch: float, staleness: float
+) -> Estimate | None:
+    """Speedup over one device until the same loss is reached; None if nothing is known of the noise scale.
+
+    Args:
+      profile: of one device, with its batch size.
+      speed: examples per second.
+      alone: those of one device.
+      batch: examples of an update.
+      staleness: mean staleness of its gradients.
+    """
+    if profile.noise_scale is None or not profile.noise_scale.is_known:
+        return None
+    needed = examples_factor(profile.noise_scale, max(batch, profile.batch_size), profile.batch_size)
+    return speed / alone / (needed * staleness_factor(staleness))
+
+
+# Numbers and times as text, for tables and recommendations.
+
+
+def number_text(value: float) -> str:
+    """Returns a number with three digits, without an exponent."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def duration_text(secs: float) -> str:
+    """Returns a time such as 90 s, 12 min or 3.5 h."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if secs >= 2 * size:
+            return f"{secs / size:.3g} {unit}"
+    return f"{secs:.3g} s"

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Sequence
 from typing import Any
 
-from tfdist.advisor import numbers
+from tfdist.advisor import advice
 from tfdist.advisor.advice import Row
 from tfdist.advisor.candidates import MULTI_WORKER, PARAMETER_SERVER
 
@@ -75,11 +75,11 @@ def _cells(row: Row) -> dict[str, str]:
         "ps": str(own.servers) if own and own.servers else "",
         "strategy": _STRATEGIES[own.strategy] if own else "one device",
         "policies": own.label if own else "",
-        "examples/s": numbers.number(predicted.examples_per_sec),
-        "90 % interval": f"{numbers.number(predicted.low)} to {numbers.number(predicted.high)}",
+        "examples/s": advice.number_text(predicted.examples_per_sec),
+        "90 % interval": f"{advice.number_text(predicted.low)} to {advice.number_text(predicted.high)}",
         "efficiency": f"{predicted.efficiency:.0%}",
-        "time": numbers.duration(row.secs.value) if row.secs else "",
-        "cost": numbers.number(row.cost.value) if row.cost else "",
+        "time": advice.duration_text(row.secs.value) if row.secs else "",
+        "cost": advice.number_text(row.cost.value) if row.cost else "",
         "to a loss": f"{estimate.value:.1f}x" if own and estimate and estimate.says_something else "",
         "limit": row.limit.short,
     }
