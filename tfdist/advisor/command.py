@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import pathlib
+import shutil
 import statistics
 import sys
 from collections.abc import Sequence
@@ -14,7 +15,9 @@ from typing import Any
 from absl import flags
 
 from tfdist import _whole_files
-from tfdist.advisor import advice, chart, network, prediction, profile, table
+from tfdist.advisor import advice, network, prediction, profile
+from tfdist.advisor.advice import Row
+from tfdist.advisor.candidates import MULTI_WORKER, PARAMETER_SERVER
 from tfdist.launchers import command_line
 from tfdist.launchers.requests import LaunchError
 
@@ -139,14 +142,14 @@ def _advise(values: flags.FlagValues, path: str) -> int:
     chosen = advice.recommended(found)
     sentence, *reasons = advice.in_words(found, chosen, measured)
     _write_head(measured, links, question)
-    table.write(found if values.all else table.worth_showing(found, chosen), chosen, sys.stdout)
+    write_table(found if values.all else worth_showing(found, chosen), chosen, sys.stdout)
     sys.stdout.write(
         "\n" + "".join(f"{line}\n" for line in (f"recommendation: {sentence}", *(f"- {each}" for each in reasons)))
     )
     if values.json:
         _whole_files.write(values.json, _to_json(found, chosen, [sentence, *reasons], links))
     if values.plot:
-        chart.save(pathlib.Path(values.plot), found, chosen, f"{measured.script or path} on {links.text}")
+        save_chart(pathlib.Path(values.plot), found, chosen, f"{measured.script or path} on {links.text}")
     return 0
 
 
@@ -211,3 +214,154 @@ def _to_json(found: Sequence[advice.Row], chosen: advice.Row, words: Sequence[st
         "reasons": list(words[1:]),
     }
     return json.dumps(content, indent=1) + "\n"
+
+
+# The table of `tfdist advise`.
+
+
+# Where nobody says how wide the output is.
+_WIDTH = 100
+_SHOWN_FROM = 0.5
+# Columns that go first where the table is too wide.
+_LESS_NEEDED = ("90 % interval", "to a loss", "limit", "efficiency")
+_STRATEGIES = {MULTI_WORKER: "multi-worker", PARAMETER_SERVER: "parameter server"}
+
+
+def write_table(found: Sequence[Row], chosen: Row, stream: Any) -> None:
+    """Writes the table as wide as the terminal, or COLUMNS, says; in colour where the stream is a terminal."""
+    # Only here, because importing rich takes a while.
+    from rich.console import Console
+    from rich.table import Table
+
+    width = shutil.get_terminal_size((_WIDTH, 24)).columns
+    header, lines = table_cells(found, width)
+    table = Table(header_style="bold", box=None, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    for name in header:
+        table.add_column(name, justify="left" if name in ("strategy", "policies", "limit") else "right", no_wrap=True)
+    for row, line in zip(found, lines, strict=True):
+        table.add_row(*line, style="bold green" if row is chosen else None)
+    Console(file=stream, width=max(width, _needed(header, lines)), highlight=False, markup=False).print(table)
+
+
+def worth_showing(found: Sequence[Row], chosen: Row) -> list[Row]:
+    """Returns the rows without those that make less than half of the best with as many workers, and are no baseline."""
+    best: dict[int, float] = {}
+    for row in found:
+        best[row.workers] = max(best.get(row.workers, 0.0), row.prediction.examples_per_sec)
+    return [row for row in found if row is chosen or _is_worth_showing(row, best[row.workers])]
+
+
+def _is_worth_showing(row: Row, best: float) -> bool:
+    is_baseline = row.candidate is None or row.candidate.label in ("synchronous", "asynchronous")
+    return is_baseline or row.prediction.examples_per_sec >= _SHOWN_FROM * best
+
+
+def table_cells(found: Sequence[Row], width: int = 1000) -> tuple[list[str], list[list[str]]]:
+    """Returns the names of the columns, and the texts of each row: as many columns as `width` characters have room for.
+
+    Columns that nothing is known of are left out.
+    """
+    rows = [_row_cells(row) for row in found]
+    header = [name for name in rows[0] if any(row[name] for row in rows)]
+    for name in ("", *_LESS_NEEDED):
+        header = [each for each in header if each != name]
+        lines = [[row[each] for each in header] for row in rows]
+        if _needed(header, lines) <= width:
+            break
+    return header, lines
+
+
+def _needed(header: Sequence[str], lines: Sequence[Sequence[str]]) -> int:
+    """Width of a table, with a space between columns."""
+    return sum(max(map(len, column)) + 1 for column in zip(header, *lines, strict=True)) - 1
+
+
+def _row_cells(row: Row) -> dict[str, str]:
+    own, predicted, estimate = row.candidate, row.prediction, row.speedup_to_loss
+    return {
+        "workers": str(row.workers),
+        "ps": str(own.servers) if own and own.servers else "",
+        "strategy": _STRATEGIES[own.strategy] if own else "one device",
+        "policies": own.label if own else "",
+        "examples/s": advice.number_text(predicted.examples_per_sec),
+        "90 % interval": f"{advice.number_text(predicted.low)} to {advice.number_text(predicted.high)}",
+        "efficiency": f"{predicted.efficiency:.0%}",
+        "time": advice.duration_text(row.secs.value) if row.secs else "",
+        "cost": advice.number_text(row.cost.value) if row.cost else "",
+        "to a loss": f"{estimate.value:.1f}x" if own and estimate and estimate.says_something else "",
+        "limit": row.limit.short,
+    }
+
+
+# Plot of throughput against workers, with intervals. It needs matplotlib.
+
+
+# Okabe and Ito, which colour-blind readers can tell apart too.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#56B4E9", "#CC79A7", "#000000", "#999999")
+
+
+def save_chart(path: pathlib.Path, found: Sequence[Row], chosen: Row, title: str) -> None:
+    """Saves the plot.
+
+    Raises:
+      ValueError: matplotlib is not installed, or can't write such a file.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise ValueError('--plot needs matplotlib; pip install "tfdist[experiments]"') from None
+    matplotlib.use("agg")  # draws into a file; needs no display
+    from matplotlib import pyplot as plt
+
+    single = found[0].prediction.examples_per_sec
+    counts = sorted({row.workers for row in found})
+    figure, axes = plt.subplots(figsize=(9.0, 5.2), layout="constrained")
+    axes.plot(counts, [single * count for count in counts], color="0.6", linestyle=":", label="linear")
+    for colour, (name, rows) in zip(_COLOURS, _best_lines(found).items(), strict=False):
+        x = [row.workers for row in rows]
+        axes.plot(
+            x, [row.prediction.examples_per_sec for row in rows], color=colour, marker="o", markersize=4, label=name
+        )
+        low, high = [row.prediction.low for row in rows], [row.prediction.high for row in rows]
+        axes.fill_between(x, low, high, color=colour, alpha=0.12)
+    axes.plot(
+        [chosen.workers],
+        [chosen.prediction.examples_per_sec],
+        "o",
+        markersize=14,
+        fillstyle="none",
+        color="black",
+        markeredgewidth=1.6,
+        label="recommended",
+    )
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set_xticks(counts, [str(count) for count in counts])
+    axes.yaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.set_xlabel("workers")
+    axes.set_ylabel("examples per second, 90 % interval")
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.grid(color="0.9")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside right upper", frameon=False, fontsize=8)
+    try:
+        figure.savefig(path, dpi=110)
+    except ValueError as error:
+        raise ValueError(f"--plot: {error}. Received: {str(path)!r}") from None
+    finally:
+        plt.close(figure)
+
+
+def _best_lines(found: Sequence[Row]) -> dict[str, list[Row]]:
+    """Returns the rows of each kind of candidate, with the best number of servers and of spares."""
+    lines: dict[str, dict[int, Row]] = {}
+    for row in found[1:]:
+        if row.candidate is None:
+            continue
+        short = {"MultiWorkerMirroredStrategy": "multi-worker", "ParameterServerStrategy": "parameter server"}
+        label = "spares" if row.candidate.spares else row.candidate.label
+        own = lines.setdefault(f"{short[row.candidate.strategy]}, {label}", {1: found[0]})
+        best = own.get(row.workers)
+        if best is None or row.prediction.examples_per_sec > best.prediction.examples_per_sec:
+            own[row.workers] = row
+    return {name: [own[count] for count in sorted(own)] for name, own in lines.items()}
