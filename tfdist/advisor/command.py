@@ -155,9 +155,9 @@ def _advise(values: flags.FlagValues, path: str) -> int:
 
 def _profile(path: pathlib.Path) -> profile.Profile:
     if path.is_dir():
-        from tfdist.advisor import log_profile
+        from tfdist.advisor import profile
 
-        return log_profile.load(path)
+        return profile.load_log(path)
     return profile.load(path)
 
 
