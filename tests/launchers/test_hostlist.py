@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfdist.launchers import hostlist
+from tfdist.launchers import slurm_task
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ from tfdist.launchers import hostlist
     ],
 )
 def test_lists(text, hosts):
-    assert hostlist.expand(text) == hosts
+    assert slurm_task.expand_hosts(text) == hosts
 
 
 @pytest.mark.parametrize(
@@ -43,20 +43,20 @@ def test_lists(text, hosts):
     ],
 )
 def test_what_is_no_list(text, words):
-    with pytest.raises(hostlist.HostlistError) as caught:
-        hostlist.expand(text)
+    with pytest.raises(slurm_task.HostlistError) as caught:
+        slurm_task.expand_hosts(text)
     assert str(caught.value).startswith(words)
 
 
 @pytest.mark.parametrize(("text", "counts"), [("2(x3),1", [2, 2, 2, 1]), ("4", [4]), ("1,2", [1, 2])])
 def test_tasks_per_host(text, counts):
-    assert hostlist.expand_counts(text) == counts
+    assert slurm_task.expand_counts(text) == counts
 
 
 @pytest.mark.parametrize("text", ["", "x", "2(x0)", "2(x99999999)", "2x3", "-1", "²"])
 def test_what_are_no_tasks_per_host(text):
-    with pytest.raises(hostlist.HostlistError, match="the tasks per host are not written as Slurm does"):
-        hostlist.expand_counts(text)
+    with pytest.raises(slurm_task.HostlistError, match="the tasks per host are not written as Slurm does"):
+        slurm_task.expand_counts(text)
 
 
 NAMES = st.text("abcxyz0189-._", min_size=1, max_size=6)
@@ -71,7 +71,7 @@ def test_a_list_written_from_hosts_gives_them_back(parts):
         numbers = [f"{number:0{width}d}" for number in range(first, first + more + 1)]
         hosts += [f"{prefix}{number}{suffix}" for number in numbers]
         texts.append(f"{prefix}[{numbers[0]}-{numbers[-1]}]{suffix}")
-    assert hostlist.expand(",".join(texts)) == hosts
+    assert slurm_task.expand_hosts(",".join(texts)) == hosts
 
 
 @pytest.mark.parametrize("cases", [500, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
@@ -79,12 +79,12 @@ def test_fuzz(cases):
     @settings(max_examples=cases, deadline=None, database=None)
     @given(st.text("ab09[]-,() x\n", max_size=24) | st.text(max_size=12))
     def check(text):
-        for function in (hostlist.expand, hostlist.expand_counts):
+        for function in (slurm_task.expand_hosts, slurm_task.expand_counts):
             try:
                 found = function(text)
-            except hostlist.HostlistError as error:
+            except slurm_task.HostlistError as error:
                 assert len(str(error).splitlines()) == 1
             else:
-                assert 0 < len(found) <= hostlist.MAX_HOSTS
+                assert 0 < len(found) <= slurm_task.MAX_HOSTS
 
     check()
