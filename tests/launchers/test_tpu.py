@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tfdist.launchers import manifests, requests, tpu, tpu_shapes
+from tfdist.launchers import manifests, requests, tpu
 from tfdist.launchers.shape import Shape
 from tfdist.launchers.task_logs import LogSettings
 
@@ -32,7 +32,7 @@ ODD = ["two words", 'it\'s "$HOME" `x`', "new\nline", "", "é"]
     ],
 )
 def test_types(name, chips, hosts):
-    assert tpu_shapes.from_type(name) == tpu_shapes.Slice(chips, hosts)
+    assert tpu.from_type(name) == tpu.Slice(chips, hosts)
 
 
 @pytest.mark.parametrize(
@@ -49,27 +49,27 @@ def test_types(name, chips, hosts):
     ],
 )
 def test_topologies(accelerator, topology, each, chips, hosts):
-    found = tpu_shapes.from_topology(accelerator, topology, each)
-    assert found == tpu_shapes.Slice(chips, hosts)
+    found = tpu.from_topology(accelerator, topology, each)
+    assert found == tpu.Slice(chips, hosts)
     assert found.chips_per_host * hosts == chips
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: tpu_shapes.from_type("v9-8"), "--accelerator_type is not known; use one of v2-N, v3-N, v4-N"),
-        (lambda: tpu_shapes.from_type("v4"), "--accelerator_type is not known"),
-        (lambda: tpu_shapes.from_type("v4-7"), "--accelerator_type has no such size: v4 counts 2 cores a chip"),
-        (lambda: tpu_shapes.from_type("v4-12"), "--accelerator_type=v4-12 makes no whole hosts of 4 chips"),
-        (lambda: tpu_shapes.from_topology("tpu", "2x2"), "--accelerator is not known; use one of tpu-v4-podslice"),
+        (lambda: tpu.from_type("v9-8"), "--accelerator_type is not known; use one of v2-N, v3-N, v4-N"),
+        (lambda: tpu.from_type("v4"), "--accelerator_type is not known"),
+        (lambda: tpu.from_type("v4-7"), "--accelerator_type has no such size: v4 counts 2 cores a chip"),
+        (lambda: tpu.from_type("v4-12"), "--accelerator_type=v4-12 makes no whole hosts of 4 chips"),
+        (lambda: tpu.from_topology("tpu", "2x2"), "--accelerator is not known; use one of tpu-v4-podslice"),
         (
-            lambda: tpu_shapes.from_topology("tpu-v4-podslice", "2x2"),
+            lambda: tpu.from_topology("tpu-v4-podslice", "2x2"),
             "--topology is invalid for tpu-v4-podslice, which has 3",
         ),
-        (lambda: tpu_shapes.from_topology("tpu-v6e-slice", "2*2"), "--topology is invalid for tpu-v6e-slice"),
-        (lambda: tpu_shapes.from_topology("tpu-v6e-slice", "3x3"), "--topology=3x3 makes no whole hosts of 4 chips"),
-        (lambda: tpu_shapes.from_topology("tpu-v6e-slice", "4x4", 8), "--topology=4x4 makes no whole hosts of 8 chips"),
-        (lambda: tpu_shapes.from_topology("tpu-v6e-slice", "999x999"), "--topology=999x999 makes no whole hosts"),
+        (lambda: tpu.from_topology("tpu-v6e-slice", "2*2"), "--topology is invalid for tpu-v6e-slice"),
+        (lambda: tpu.from_topology("tpu-v6e-slice", "3x3"), "--topology=3x3 makes no whole hosts of 4 chips"),
+        (lambda: tpu.from_topology("tpu-v6e-slice", "4x4", 8), "--topology=4x4 makes no whole hosts of 8 chips"),
+        (lambda: tpu.from_topology("tpu-v6e-slice", "999x999"), "--topology=999x999 makes no whole hosts"),
         (lambda: job(command=()), "there is no script to run"),
         (lambda: job(name="My_TPU"), "--name is no name for a TPU"),
         (lambda: job(name="a" * 64), "--name is no name for a TPU; use up to 63"),
