@@ -14,8 +14,8 @@ import pytest
 from tfdist.cluster import NOTICES_VARIABLE
 from tfdist.launchers import attempts, notices, reachability, requests, running, ssh, ssh_preflight, ssh_task
 from tfdist.launchers.hostfile import Host
+from tfdist.launchers.processes import Tracebacks
 from tfdist.launchers.shape import Shape
-from tfdist.launchers.tracebacks import Tracebacks
 
 AWAY = "ssh: connect to host beta port 22: Connection timed out"
 
