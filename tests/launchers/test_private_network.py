@@ -13,7 +13,7 @@ import sys
 import pytest
 
 from tfdist import cli
-from tfdist.launchers import private_network
+from tfdist.launchers import local
 from tfdist.launchers.requests import LaunchError
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -112,9 +112,9 @@ def test_a_user_without_rights_has_none_inside_either():
 @pytest.mark.parametrize("codes", [[errno.EPERM, errno.EPERM], [errno.ENOSPC], [errno.EPERM, errno.EINVAL]])
 def test_a_system_that_refuses_is_one_line(codes: list[int], monkeypatch: pytest.MonkeyPatch):
     answers = iter(codes)
-    monkeypatch.setattr(private_network, "_unshare", lambda flags: next(answers))
+    monkeypatch.setattr(local, "_unshare", lambda flags: next(answers))
     with pytest.raises(LaunchError, match=r"make no network namespace .*leave out --private_network") as error:
-        private_network.enter()
+        local.enter_private_network()
     assert "\n" not in str(error.value)
     assert next(answers, None) is None
 
@@ -122,10 +122,10 @@ def test_a_system_that_refuses_is_one_line(codes: list[int], monkeypatch: pytest
 def test_where_there_are_no_namespaces_it_is_one_line(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(LaunchError, match="this is darwin"):
-        private_network.enter()
+        local.enter_private_network()
 
 
 def test_a_dry_run_makes_no_network(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr(private_network, "_unshare", lambda flags: pytest.fail("it did"))
+    monkeypatch.setattr(local, "_unshare", lambda flags: pytest.fail("it did"))
     assert cli.main(["launch", "local", "--private_network", "--dry_run", "-m", "tfdist.doctor"]) == 0
     assert "worker:1" in capsys.readouterr().out
