@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tfdist import cluster
-from tfdist.launchers import local, requests, running
+from tfdist.launchers import attempts, local, requests
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 # The planned tasks are told apart by their role, as a user's script never has to.
@@ -371,7 +371,7 @@ def read_until(descriptor, enough):
 @pytest.mark.processes
 def test_a_program_may_submit_a_job_and_keeps_its_signal_handlers(script, capsys):
     before = [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
-    assert running.submit(local.plan(local.Job((script("print('here')"),), num_workers=1), (1,))) == 0
+    assert attempts.submit(local.plan(local.Job((script("print('here')"),), num_workers=1), (1,))) == 0
     assert [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
 
 

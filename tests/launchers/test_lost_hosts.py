@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from tfdist.cluster import NOTICES_VARIABLE
-from tfdist.launchers import attempts, notices, reachability, requests, running, ssh, ssh_preflight, ssh_task
+from tfdist.launchers import attempts, notices, requests, ssh, ssh_preflight, ssh_task
 from tfdist.launchers.hostfile import Host
 from tfdist.launchers.processes import Tracebacks
 from tfdist.launchers.shape import Shape
@@ -68,7 +68,7 @@ def attempt(monkeypatch, unreachable, **codes):
     """The outcome of a job on alpha and beta, whose workers end with these codes, and what the launcher says."""
     monkeypatch.setattr(attempts, "CAUSE_SECS", 0.0)
     asked = []
-    monkeypatch.setattr(reachability, "unreachable", lambda probes, _: asked.append(probes) or unreachable)
+    monkeypatch.setattr(attempts, "unreachable", lambda probes, _: asked.append(probes) or unreachable)
     request = ssh.plan(ssh.Job(("train.py",), (Host("alpha", 1), Host("beta", 1)), Shape(2)))
     tasks = Tasks(**codes)
     outcome = attempts.Attempt(request, tasks, [], number=0, min_workers=2, logs=None).run()
@@ -114,9 +114,9 @@ def test_after_a_lost_host_tasks_there_have_time_to_end(monkeypatch):
     """Else the next attempt would find their ports in use."""
     outcomes = [attempts.Outcome(255, Task("worker:1", 255), orphan_secs=30.0), attempts.Outcome(0)]
     pauses = []
-    monkeypatch.setattr(running._Submission, "_attempt", lambda *_: outcomes.pop(0))
-    monkeypatch.setattr(running._Submission, "_pause", lambda _, secs: pauses.append(secs) or True)
-    assert running.submit(requests.Request((), frozenset(), 1.0, requests.Restarts(max_restarts=1))) == 0
+    monkeypatch.setattr(attempts._Submission, "_attempt", lambda *_: outcomes.pop(0))
+    monkeypatch.setattr(attempts._Submission, "_pause", lambda _, secs: pauses.append(secs) or True)
+    assert attempts.submit(requests.Request((), frozenset(), 1.0, requests.Restarts(max_restarts=1))) == 0
     assert pauses == [30.0]
 
 
@@ -163,9 +163,9 @@ def test_a_far_task_ends_when_its_connection_breaks_with_output_unread(tmp_path)
 
 
 def test_a_host_that_does_not_answer_is_unreachable_with_its_reason(monkeypatch):
-    monkeypatch.setattr(reachability, "_ANSWER_SECS", 0.2)
+    monkeypatch.setattr(attempts, "_ANSWER_SECS", 0.2)
     script = "import sys; sys.exit('no route')"
-    found = reachability.unreachable(
+    found = attempts.unreachable(
         {
             "fine": [sys.executable, "-c", ""],
             "away": [sys.executable, "-S", "-c", script],
@@ -182,12 +182,12 @@ def test_a_host_that_does_not_answer_is_unreachable_with_its_reason(monkeypatch)
 
 def test_a_host_that_answers_the_second_time_is_not_lost(tmp_path):
     probe = ["sh", "-c", 'mkdir "$0" && exit 255; exit 0', str(tmp_path / "tried")]
-    assert reachability.unreachable({"slow": probe}, lambda: False) == {}
+    assert attempts.unreachable({"slow": probe}, lambda: False) == {}
     assert (tmp_path / "tried").exists()
 
 
 def test_an_interrupt_ends_the_wait_for_hosts():
-    assert reachability.unreachable({"silent": ["sleep", "30"]}, lambda: True) == {}
+    assert attempts.unreachable({"silent": ["sleep", "30"]}, lambda: True) == {}
 
 
 # Notices.

@@ -11,7 +11,7 @@ import pytest
 from waiting import Clock
 
 from tfdist.cluster import JOINED_VARIABLE, Cluster, Task
-from tfdist.launchers import attempts, local, requests, running, ssh
+from tfdist.launchers import attempts, local, requests, ssh
 from tfdist.launchers.hostfile import Host
 from tfdist.launchers.processes import Tracebacks
 from tfdist.launchers.replacements import FailureRows, Replacements
@@ -249,11 +249,11 @@ def job_of(monkeypatch, outcomes, num_ps, **restarts):
         def run(self):
             return outcomes.pop(0)
 
-    monkeypatch.setattr(running, "Attempt", Scripted)
+    monkeypatch.setattr(attempts, "Attempt", Scripted)
     settings = Restarts(backoff_secs=0.0, min_workers=2, **restarts)
     job = local.Job(("train.py",), num_workers=3, num_ps=num_ps, restarts=settings)
     planned = functools.partial(local.plan, job, range(1, 7))
-    code = running.submit(planned(), replan=lambda dropped: planned(dropped=dropped))
+    code = attempts.submit(planned(), replan=lambda dropped: planned(dropped=dropped))
     return code, [[address.rpartition(":")[2] for address in crew] for crew in crews]
 
 

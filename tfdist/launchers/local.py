@@ -23,6 +23,7 @@ from absl import flags
 
 from tfdist.cluster import DATA_SERVICE_VARIABLE, JOB_SECRET_VARIABLE, Task
 from tfdist.launchers import command_line, communication, gpus, shape, telemetry, tf_log_level
+from tfdist.launchers.attempts import submit
 from tfdist.launchers.ports import PortReservation
 from tfdist.launchers.requests import (
     TRY_AGAIN_EXIT_CODE,
@@ -32,7 +33,6 @@ from tfdist.launchers.requests import (
     TaskRequest,
     check_command,
 )
-from tfdist.launchers.running import submit
 from tfdist.launchers.shape import Shape
 from tfdist.launchers.task_logs import LogSettings
 

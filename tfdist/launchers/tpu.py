@@ -20,10 +20,10 @@ from collections.abc import Mapping, Sequence
 from absl import flags
 
 from tfdist.launchers import command_line, kubernetes, manifests, shape, tf_log_level, tools
+from tfdist.launchers.attempts import submit as run_tasks
 from tfdist.launchers.kubernetes import KubernetesRequest
 from tfdist.launchers.manifests import Pods
 from tfdist.launchers.requests import LaunchError, Request, Restarts, TaskRequest
-from tfdist.launchers.running import submit as run_tasks
 from tfdist.launchers.shape import Shape
 from tfdist.launchers.task_logs import LogSettings
 
