@@ -5,15 +5,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfdist.launchers import hostfile
-from tfdist.launchers.hostfile import Host
+from tfdist.launchers import ssh
 from tfdist.launchers.requests import LaunchError
+from tfdist.launchers.ssh import Host
 
 
 def test_a_file(tmp_path):
     path = tmp_path / "hosts"
     path.write_text("# the cluster\nnode1 slots=2\n\n  me@node2   # spare\nn3 address=10.0.0.3 slots=4\r\n")
-    assert hostfile.read(str(path)) == [
+    assert ssh.read_hostfile(str(path)) == [
         Host("node1", 2, "node1"),
         Host("me@node2", 1, "node2"),
         Host("n3", 4, "10.0.0.3"),
@@ -21,7 +21,7 @@ def test_a_file(tmp_path):
 
 
 def test_a_flag():
-    assert hostfile.from_flag("a,me@b:2") == [Host("a"), Host("me@b", 2)]
+    assert ssh.hosts_from_flag("a,me@b:2") == [Host("a"), Host("me@b", 2)]
 
 
 @pytest.mark.parametrize(
@@ -44,26 +44,26 @@ def test_a_flag():
 )
 def test_malformed_lines(text, words):
     with pytest.raises(LaunchError) as caught:
-        hostfile.parse(text)
+        ssh.parse_hosts(text)
     assert str(caught.value).startswith(words)
 
 
 @pytest.mark.parametrize("text", ["a,", ",a", "a b", "a#", "a:0", "a:", "a:x", "a,a"])
 def test_malformed_flags(text):
     with pytest.raises(LaunchError, match="--hosts"):
-        hostfile.from_flag(text)
+        ssh.hosts_from_flag(text)
 
 
 def test_a_file_that_is_no_text(tmp_path):
     path = tmp_path / "hosts"
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(LaunchError, match="--hostfile is not a text file"):
-        hostfile.read(str(path))
+        ssh.read_hostfile(str(path))
 
 
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(LaunchError, match=r"--hostfile can't be read: No such file or directory. Received: '.*hosts'"):
-        hostfile.read(str(tmp_path / "hosts"))
+        ssh.read_hostfile(str(tmp_path / "hosts"))
 
 
 @pytest.mark.parametrize("cases", [500, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
@@ -71,7 +71,7 @@ def test_fuzz(cases):
     @settings(max_examples=cases, deadline=None, database=None)
     @given(st.text("ab1 =slot#\n:.-@address", max_size=40) | st.text(max_size=20))
     def check(text):
-        for function in (hostfile.parse, hostfile.from_flag):
+        for function in (ssh.parse_hosts, ssh.hosts_from_flag):
             try:
                 hosts = function(text)
             except LaunchError as error:

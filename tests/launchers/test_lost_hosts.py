@@ -12,10 +12,10 @@ import sys
 import pytest
 
 from tfdist.cluster import NOTICES_VARIABLE
-from tfdist.launchers import attempts, notices, requests, ssh, ssh_preflight, ssh_task
-from tfdist.launchers.hostfile import Host
+from tfdist.launchers import attempts, notices, requests, ssh, ssh_task
 from tfdist.launchers.processes import Tracebacks
 from tfdist.launchers.shape import Shape
+from tfdist.launchers.ssh import Host
 
 AWAY = "ssh: connect to host beta port 22: Connection timed out"
 
@@ -287,5 +287,5 @@ def test_a_privileged_port_is_not_called_in_use(monkeypatch):
     monkeypatch.setattr(socket.socket, "bind", refuse)
     answer = ssh_task.probe({"directory": ".", "files": [], "ports": [80], "gpus": 0})
     assert answer["taken"] == {"80": "privileged"}
-    problems = ssh_preflight.problems_of(json.loads(json.dumps(answer)), {"gpus": 0}, {})
+    problems = ssh.problems_of(json.loads(json.dumps(answer)), {"gpus": 0}, {})
     assert problems == ["lets this user not listen on port 80, which is privileged; use a --port from 1024"]

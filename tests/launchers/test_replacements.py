@@ -12,11 +12,11 @@ from waiting import Clock
 
 from tfdist.cluster import JOINED_VARIABLE, Cluster, Task
 from tfdist.launchers import attempts, local, requests, ssh
-from tfdist.launchers.hostfile import Host
 from tfdist.launchers.processes import Tracebacks
 from tfdist.launchers.replacements import FailureRows, Replacements
 from tfdist.launchers.requests import Restarts
 from tfdist.launchers.shape import Shape
+from tfdist.launchers.ssh import Host
 
 # The rule.
 

@@ -19,9 +19,9 @@ import psutil
 import pytest
 
 from tfdist.launchers import requests, ssh
-from tfdist.launchers.hostfile import Host
 from tfdist.launchers.ports import PortReservation
 from tfdist.launchers.shape import Shape
+from tfdist.launchers.ssh import Host
 
 PREAMBLE = """
 import json, os, signal, sys

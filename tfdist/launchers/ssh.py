@@ -7,32 +7,27 @@ Each task has a local process that holds its connection (`tfdist.launchers.ssh_c
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
+import json
 import os
 import pathlib
+import re
+import subprocess
 import sys
+import time
 from collections.abc import Collection, Mapping, Sequence
 from importlib import metadata
+from typing import Any
 
 from absl import flags
 
 import tfdist
+from tfdist import _addresses
 from tfdist.cluster import DATA_SERVICE_VARIABLE, Task
-from tfdist.launchers import (
-    command_line,
-    communication,
-    hostfile,
-    local,
-    shape,
-    ssh_client,
-    ssh_preflight,
-    telemetry,
-    tf_log_level,
-    tools,
-)
+from tfdist.launchers import command_line, communication, local, shape, ssh_client, telemetry, tf_log_level, tools
 from tfdist.launchers.gpus import VISIBLE
-from tfdist.launchers.hostfile import Host
 from tfdist.launchers.requests import SENT_PREFIX, LaunchError, Request, Restarts, TaskRequest
 from tfdist.launchers.shape import Shape
 from tfdist.launchers.ssh_task import ORPHAN_SECS
@@ -185,7 +180,7 @@ def preflight(job: Job, timeout_secs: float = 30.0) -> list[str]:
             here[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue  # A machine that only launches need not have the package.
-    return ssh_preflight.check(asked, job.python, job.ssh_options, here, timeout_secs)
+    return check_hosts(asked, job.python, job.ssh_options, here, timeout_secs)
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -213,7 +208,7 @@ def job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> Job:
     if bool(values.hosts) == bool(values.hostfile):
         received = "both" if values.hosts else "neither"
         raise LaunchError(f"say where to run by one of --hosts=a,b and --hostfile=FILE. Received: {received}")
-    hosts = hostfile.from_flag(values.hosts) if values.hosts else hostfile.read(values.hostfile)
+    hosts = hosts_from_flag(values.hosts) if values.hosts else read_hostfile(values.hostfile)
     return Job(
         tuple(command),
         tuple(hosts),
@@ -252,3 +247,199 @@ def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
         return local.submit_with_secret(functools.partial(plan, job), logs)
 
     return command_line.submit_or_show(values, request, start)
+
+
+# Parser of the list of hosts: from a file with one line per host, or from the command line.
+
+
+_MAX_SLOTS = 1024
+_LOGIN = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_][A-Za-z0-9_.:-]*", re.ASCII)
+_EXAMPLE = 'write "host", "user@host slots=2" or "host slots=2 address=10.0.0.2"'
+
+
+@dataclasses.dataclass(frozen=True)
+class Host:
+    """A machine that runs tasks.
+
+    Args:
+      login: destination for ssh, such as "user@host".
+      slots: most tasks on this host.
+      address: name or address at which the other tasks reach it; the host of `login` by default.
+    """
+
+    login: str
+    slots: int = 1
+    address: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.address:
+            object.__setattr__(self, "address", self.login.rpartition("@")[2])
+
+
+def read_hostfile(path: str) -> list[Host]:
+    """Reads the hosts in a file: one line each, "host slots=N"; a # begins a comment.
+
+    Raises:
+      LaunchError: a line is invalid (the message has its number), the file has no host, or it can't be read.
+    """
+    try:
+        text = pathlib.Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise LaunchError(f"--hostfile is not a text file. Received: {path!r}") from None
+    except OSError as error:
+        raise LaunchError(f"--hostfile can't be read: {error.strerror}. Received: {path!r}") from None
+    return parse_hosts(text, path)
+
+
+def parse_hosts(text: str, name: str = "hostfile") -> list[Host]:
+    """Parses the text of a file. See `read_hostfile`."""
+    found: dict[str, int] = {}
+    hosts = []
+    for number, line in enumerate(text.split("\n"), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        where = f"{name}, line {number}"
+        host = _host(words, where)
+        first = found.setdefault(host.address.lower(), number)
+        if first != number:
+            raise LaunchError(f"{where}: the host is on line {first} already; add its slots there. Received: {line!r}")
+        hosts.append(host)
+    if not hosts:
+        raise LaunchError(f"{name} lists no host; {_EXAMPLE} on a line. Received: nothing")
+    return hosts
+
+
+def hosts_from_flag(text: str) -> list[Host]:
+    """Parses "a,user@b:2": names, each with its number of slots if it has more than one.
+
+    Raises:
+      LaunchError: an entry is invalid.
+    """
+    lines = []
+    for item in text.split(","):
+        login, colon, slots = item.partition(":")
+        lines.append(f"{login} slots={slots}" if colon else login)
+        if not login.strip() or len(item.split()) != 1 or "#" in item:
+            raise LaunchError(f"--hosts has an entry that is no host; write --hosts=a,user@b:2. Received: {text!r}")
+    return parse_hosts("\n".join(lines), "--hosts")
+
+
+def _host(words: list[str], where: str) -> Host:
+    login, *options = words
+    if not _LOGIN.fullmatch(login):
+        raise LaunchError(f"{where}: the name of the host is invalid; {_EXAMPLE}. Received: {login!r}")
+    found: dict[str, str] = {}
+    for option in options:
+        key, equals, value = option.partition("=")
+        if key not in ("slots", "address") or not equals or not value or key in found:
+            raise LaunchError(f"{where}: the option of the host is invalid; {_EXAMPLE}. Received: {option!r}")
+        found[key] = value
+    slots = found.get("slots", "1")
+    if not (slots.isascii() and slots.isdigit() and len(slots) < 6 and 1 <= int(slots) <= _MAX_SLOTS):
+        raise LaunchError(f"{where}: slots is no number from 1 to {_MAX_SLOTS}; {_EXAMPLE}. Received: {slots!r}")
+    host = Host(login, int(slots), found.get("address", ""))
+    wrong = _addresses.problem(f"{host.address}:1")
+    if wrong:
+        raise LaunchError(f"{where}: the address {wrong[0]}; {_EXAMPLE}. Received: {host.address!r}")
+    return host
+
+
+# Checks all hosts before any task starts, so that causes of late failures and hangs are reported at once.
+
+
+_MAX_SKEW_SECS = 5.0
+_NO_PROGRAM = (126, 127)
+_SSH_FAILED = 255
+_PORT_ADVICE = {
+    "in use": "has port {} in use; end what holds it, or use another --port",
+    "privileged": "lets this user not listen on port {}, which is privileged; use a --port from 1024",
+}
+_OTHER_PORT = "can't listen on port {} ({}); use another --port"
+
+
+def check_hosts(
+    asked: Mapping[str, Mapping[str, Any]],
+    python: str,
+    options: Sequence[str],
+    here: Mapping[str, str],
+    timeout_secs: float,
+) -> list[str]:
+    """Checks all hosts at once.
+
+    Args:
+      asked: for each ssh destination: `directory`, `files` in it, `ports` that must be free, number of `gpus`.
+      python: the interpreter on the hosts.
+      options: options of ssh.
+      here: the versions that the hosts must have, by package name.
+      timeout_secs: timeout for each host.
+
+    Returns:
+      Warnings, one line each.
+
+    Raises:
+      LaunchError: a host can't be used. The message has all problems of all hosts, in one line.
+    """
+    with concurrent.futures.ThreadPoolExecutor(min(32, len(asked)), "tfdist preflight") as pool:
+        futures = {
+            login: pool.submit(
+                _probe, login, ssh_client.command(login, python, options, "--probe"), asked[login], timeout_secs
+            )
+            for login in asked
+        }
+        answers = {login: future.result() for login, future in futures.items()}
+    wrong, warnings = [], []
+    for login, answer in answers.items():
+        if isinstance(answer, str):
+            wrong.append(f"{login} {answer}")
+            continue
+        wrong += [f"{login} {problem}" for problem in problems_of(answer, asked[login], here)]
+        if abs(answer["skew"]) > _MAX_SKEW_SECS:
+            warnings.append(
+                f"the clock of {login} is {answer['skew']:+.0f} s off from this one; set it (timedatectl, chrony)"
+            )
+    if wrong:
+        raise LaunchError("; ".join(wrong))
+    return warnings
+
+
+def _probe(login: str, command: Sequence[str], asked: Mapping[str, Any], timeout_secs: float) -> dict[str, Any] | str:
+    """Runs the preflight on a host; returns its answer, or the problem as the end of a sentence."""
+    started = time.time()
+    try:
+        done = subprocess.run(
+            command, input=json.dumps(dict(asked)).encode() + b"\n", capture_output=True, timeout=timeout_secs
+        )
+    except subprocess.TimeoutExpired:
+        return f"did not answer within {timeout_secs:g} s; check that `ssh {login} true` works, or use --preflight_secs"
+    said = (done.stderr.decode("utf-8", "replace").strip().splitlines() or ["it said nothing"])[-1][:200]
+    if done.returncode == _SSH_FAILED:
+        return f"can't be reached ({said}); check its name, and that `ssh {login} true` works without a password"
+    try:
+        answer = json.loads(done.stdout.decode().splitlines()[-1])
+    except (ValueError, IndexError):
+        if done.returncode in _NO_PROGRAM:
+            return f"can't run that interpreter ({said}); name one with --python"
+        if "No module named" in said:
+            return f"has no tfdist for that interpreter ({said}); install it there, or name another with --python"
+        return f"did not answer as expected ({said}); is another version of tfdist installed there?"
+    answer["skew"] = answer["time"] - (started + time.time()) / 2
+    # A difference within half of the round trip may come from unequal times of the two ways.
+    answer["skew"] *= abs(answer["skew"]) > (time.time() - started) / 2
+    return answer
+
+
+def problems_of(answer: Mapping[str, Any], asked: Mapping[str, Any], here: Mapping[str, str]) -> list[str]:
+    """Reasons for which a host can't run its tasks, from its answer and from what is asked of it."""
+    found = []
+    for name, version in here.items():
+        there = answer["versions"].get(name)
+        if there != version:
+            found.append(f"has {name} {there or 'missing'} where this machine has {version}; install the same")
+    found += [f"lacks {path}; copy or mount it there, or use --directory" for path in answer["missing"]]
+    found += [_PORT_ADVICE.get(problem, _OTHER_PORT).format(port, problem) for port, problem in answer["taken"].items()]
+    if answer["gpus"] < asked["gpus"]:
+        found.append(
+            f"has {answer['gpus']} GPUs where {asked['gpus']} are asked for; use fewer --gpus_per_worker or slots"
+        )
+    return found
