@@ -3,14 +3,22 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import secrets
 from typing import Any
 
 import tensorflow as tf
 
+from tfdist import _addresses
 from tfdist import cluster as clusters
+from tfdist.cluster import JOB_SECRET_VARIABLE, Cluster
 from tfdist.compat import eager_context
-from tfdist.runtime import cpus, rendezvous
+from tfdist.engines.agreement import Agreement
+from tfdist.policies.base import Aggregation
+from tfdist.runtime import cpus, messages, own_address, rendezvous
+from tfdist.runtime.quorum_client import QuorumClient
+from tfdist.runtime.quorum_server import QuorumServer
 
 # A worker that sends no heartbeat for this long is taken for dead, and the others get an error.
 _HEARTBEAT_TIMEOUT_SECS = 10
@@ -73,3 +81,49 @@ def _configure_coordination(cluster: clusters.Cluster, start_timeout_secs: float
         start_timeout_secs=start_timeout_secs,
         heartbeat_timeout_secs=_HEARTBEAT_TIMEOUT_SECS,
     )
+
+
+# Starts the quorum server of a MultiWorkerMirroredStrategy with a policy, and connects each worker to it.
+
+
+def connect_quorum(
+    policy: Aggregation, cluster: Cluster, agreement: Agreement, stall_timeout_secs: float
+) -> tuple[QuorumClient, QuorumServer | None]:
+    """Starts the quorum server on the chief, and connects this worker to it; all workers call it.
+
+    Without a launcher there is no secret. The chief then draws one and shares it through the coordination service,
+    which is as trustworthy as the collectives that carry the gradients.
+
+    Args:
+      policy: decides which gradients make an update.
+      cluster: the cluster.
+      agreement: with the other workers.
+      stall_timeout_secs: longest wait of an update without progress of the workers that it waits for.
+
+    Returns:
+      This worker's client, and on the chief the server.
+
+    Raises:
+      ConnectionError: another worker was given a secret, and this one was not.
+    """
+    tasks, server = cluster.training_tasks, None
+    names, own = [str(task) for task in tasks], os.environ.get(JOB_SECRET_VARIABLE)
+
+    def start_server() -> dict[str, Any]:
+        nonlocal server
+        secret = own or secrets.token_hex(32)
+        hosts = [_addresses.split(cluster.address(task))[0] for task in tasks]
+        host = own_address.reachable(hosts[0], hosts, lambda line: messages.say(f"tfdist: {line}"))
+        server = QuorumServer(policy, names, secret.encode(), host)
+        server.start()
+        atexit.register(server.close)
+        return {"address": server.address, "secret": None if own else secret}
+
+    opened = agreement.from_chief(start_server, "starting the quorum server")
+    secret = opened["secret"] or own
+    if secret is None:
+        raise ConnectionError(
+            f"{JOB_SECRET_VARIABLE} is set on {names[0]} and not here; give all workers the same, or none"
+        )
+    worker, address = tasks.index(cluster.task), tuple(opened["address"])
+    return QuorumClient(address, worker, names, secret.encode(), stall_timeout_secs=stall_timeout_secs), server

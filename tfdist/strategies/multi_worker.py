@@ -45,7 +45,7 @@ from tfdist.policies.base import Aggregation, Update
 from tfdist.runtime import allocator, stalls
 from tfdist.runtime.quorum_server import QuorumServer
 from tfdist.step import copies, fixed_sizes, replicated_step
-from tfdist.strategies import _common, _communication, _devices, _multi_worker_cluster, _quorum, _shared_datasets
+from tfdist.strategies import _common, _communication, _devices, _multi_worker_cluster, _shared_datasets
 from tfdist.strategies._compressed_sums import CompressedSums
 from tfdist.strategies.distribution import Distribution
 from tfdist.telemetry.recorder import Recorder
@@ -226,7 +226,9 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
             self.distribution.bytes_sent = self._compressed.bytes_sent
 
     def _start_quorum(self, policy: Aggregation, cluster: clusters.Cluster, stall_timeout_secs: float) -> None:
-        client, self._quorum_server = _quorum.connect(policy, cluster, self._agreements(), stall_timeout_secs)
+        client, self._quorum_server = _multi_worker_cluster.connect_quorum(
+            policy, cluster, self._agreements(), stall_timeout_secs
+        )
         sums = Sums(self._sum_over_workers, lambda: self._sum_gradients)
         worker = cluster.training_tasks.index(cluster.task)
         self._quorum = quorum.QuorumEngine(self, worker, client, sums, self._prepare, self._record, self._agreements())
