@@ -110,7 +110,7 @@ UNBOUNDED = {
     "launchers/attempts.py:_Probe.close": _AFTER_KILL,
     "launchers/slurm_job.py:Job.run": _OF_CHILD,
     "launchers/ssh_client.py:main": _AFTER_KILL,
-    "launchers/ssh.py:check": "each probe has a timeout",
+    "launchers/ssh.py:check_hosts": "each probe has a timeout",
     "launchers/ssh_task.py:_run": "the task has ended; its last output is drained in a bounded time",
     "launchers/tools.py:run_until_line": "a tool like `kubectl logs -f` runs as long as the job; Ctrl-C ends it",
     "launchers/wrapping.py:_wait": _OF_CHILD,
