@@ -155,8 +155,6 @@ def _advise(values: flags.FlagValues, path: str) -> int:
 
 def _profile(path: pathlib.Path) -> profile.Profile:
     if path.is_dir():
-        from tfdist.advisor import profile
-
         return profile.load_log(path)
     return profile.load(path)
 
