@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of a Keras model: `fit`, `evaluate`, `predict` and the methods of one batch, announced before they begin.
+"""Calls of a Keras model: `fit`, `evaluate`, `predict` and the methods of one batch, from their beginning to their end.
 
-Keras announces a call to the strategy of its model alone, and not before it asks for data. A model that was made
-outside of `strategy.scope()` has no strategy to announce it to. So the six public methods are wrapped, once in a
-process and for good; all models inherit them from one class, for which Keras exports no name.
+Keras tells a strategy neither which model is in which of its loops, nor with which callbacks. So the six public methods
+are wrapped, once in a process and for good; all models inherit them from one class, for which Keras exports no name.
+A call is open from before its first line until it has returned or raised. Calls nest: `fit` evaluates, and a callback
+may call anything. The two objects by which `fit` counts its steps are made within it, and join its call when they are.
 
 A program says that a model is to have no strategy by `with tf.distribute.get_strategy().scope():`. TensorFlow lets that
 scope leave no trace, so it is wrapped as well.
@@ -13,15 +14,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer, TFEpochIterator
 
-from tfdist.compat import replacing, replicas
+from tfdist.compat import own_attributes, replacing, replicas
 
 NEEDS = (
     "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.distribute_strategy",
@@ -31,6 +33,8 @@ NEEDS = (
     "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.predict_on_batch",
     "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.test_on_batch",
     "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.train_on_batch",
+    "keras.src.backend.tensorflow.trainer:TFEpochIterator",
+    "keras.src.trainers.trainer:Trainer._get_metrics_result_or_logs(logs)",
 )
 
 _KINDS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
@@ -48,34 +52,60 @@ class _Depth(threading.local):
 _in_default = _Depth()
 
 
-class _Running(threading.local):
-    """Calls that run in this thread, the innermost last."""
-
-    def __init__(self) -> None:
-        self.calls: list[Call] = []
+# The open calls of each thread, by its identity, the innermost one last.
+_open: dict[int, list[Call]] = {}
+_overlaps = threading.Lock()
 
 
-_running = _Running()
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class Call:
-    """A call of a model's method.
+    """A call of a model's method, from its beginning to its end.
 
     Attributes:
       model: the model.
       kind: name of the method, such as "fit".
+      thread: the thread that made it.
+      callbacks: Keras' list of the callbacks, once it is made; before, what the user gave to `fit`, or None.
+      epochs: Keras' iterator over the epochs, once it is made.
+      passing: the pass over a distributed data set that was begun last.
+      under: the strategy whose loops it is one of, once that has looked for others beside it.
+      is_cut: true while the logs are made of an execution that the end of the data has cut.
       ends: called when the call has raised, with the exception.
     """
 
     model: Any
     kind: str
-    ends: list[Callable[[BaseException], None]] = dataclasses.field(default_factory=list, compare=False)
+    thread: threading.Thread = dataclasses.field(default_factory=threading.current_thread)
+    callbacks: Any = None
+    epochs: Any = None
+    passing: Any = None
+    under: Any = None
+    is_cut: bool = False
+    ends: list[Callable[[BaseException], None]] = dataclasses.field(default_factory=list)
+    _first_step: int = 0
+    _logs: Any = None
 
     @property
     def trains(self) -> bool:
         """True for `fit` and `train_on_batch`."""
         return self.kind in ("fit", "train_on_batch")
+
+    @property
+    def predicts(self) -> bool:
+        """True for `predict` and `predict_on_batch`."""
+        return self.kind.startswith("predict")
+
+    @property
+    def name(self) -> str:
+        """As users write it, such as "model.fit"."""
+        return f"model.{self.kind}"
+
+    @property
+    def steps_per_execution(self) -> int:
+        """How many batches Keras' own train function takes at a time; 1 for a train function of the user's own."""
+        model = self.model
+        is_of_keras = getattr(model.train_function, "__module__", None) == TensorFlowTrainer.__module__
+        return int(model.steps_per_execution) if self.kind == "fit" and is_of_keras and not model.run_eagerly else 1
 
     @property
     def strategy(self) -> Any:
@@ -87,10 +117,98 @@ class Call:
         is_chosen = strategy is not default or self.model in _made_in_default or _in_default.depth > 0
         return strategy if is_chosen else None
 
+    def end_cut_execution(self) -> None:
+        """Calls the callbacks for the end of an execution in which a step found no data, if steps before it were made.
 
-def current() -> Call | None:
-    """Returns the innermost call that runs in this thread, or None."""
-    return _running.calls[-1] if _running.calls else None
+        Keras calls them only after an execution that raised nothing. On one device the last one is such, however few of
+        its `steps_per_execution` there were data for.
+        """
+        # The last of the handles is that of the step that found no data.
+        steps = self.model.steps_per_execution
+        if steps > 1 and getattr(self.passing, "given_in_execution", 0) > 1:
+            self.is_cut = True
+            logs = self.model._get_metrics_result_or_logs(self._logs)
+            self.is_cut = False
+            self.callbacks.on_train_batch_end(self._first_step + steps - 1, logs)
+
+    def _follow(self, callbacks: Any) -> None:
+        """Keeps Keras' list of this call's callbacks, and the step and the logs that `fit` gives to them last."""
+        self.callbacks = callbacks
+        if self.model.steps_per_execution == 1:
+            return
+        begin, end = callbacks.on_train_batch_begin, callbacks.on_train_batch_end
+
+        def on_train_batch_begin(batch: int, logs: Any = None) -> None:
+            self._first_step = batch
+            begin(batch, logs)
+
+        def on_train_batch_end(batch: int, logs: Any = None) -> None:
+            self._logs = logs
+            end(batch, logs)
+
+        own_attributes.put(callbacks, "on_train_batch_begin", on_train_batch_begin)
+        own_attributes.put(callbacks, "on_train_batch_end", on_train_batch_end)
+
+    def _leave(self) -> None:
+        """Ends what `_follow` began: the list may be the user's, who gives it to another `fit`."""
+        for name in ("on_train_batch_begin", "on_train_batch_end"):
+            if own_attributes.of(self.callbacks, name) is not None:
+                own_attributes.remove(self.callbacks, name)
+
+
+def current(thread: threading.Thread | None = None) -> Call | None:
+    """The innermost open call of a thread, by default of this one; or None."""
+    calls = _open.get(threading.get_ident() if thread is None else thread.ident or 0)
+    return calls[-1] if calls else None
+
+
+def name(thread: threading.Thread | None = None) -> str:
+    """The name of that call as users write it, such as "model.fit"; "" for none."""
+    found = current(thread)
+    return "" if found is None else found.name
+
+
+def iterating_fit() -> Call | None:
+    """The `fit` that iterates in this thread, or None if another loop does, such as the validation within it."""
+    for call in reversed(_open.get(threading.get_ident(), ())):
+        if call.kind in ("fit", "evaluate", "predict"):
+            return call if call.kind == "fit" else None
+    return None
+
+
+def fit_of(model: keras.Model, thread: threading.Thread | None = None) -> Call | None:
+    """The innermost open `fit` of this model, also while it validates, in a thread, by default in this one; or None."""
+    calls = _open.get(threading.get_ident() if thread is None else thread.ident or 0, ())
+    return next((call for call in reversed(calls) if call.kind == "fit" and call.model is model), None)
+
+
+def predicting_model() -> Any:
+    """The model that predicts in this thread, within no other call; or None.
+
+    Keras hands to `run` a function of its own, which says nothing of the model.
+    """
+    call = current()
+    return call.model if call is not None and call.predicts else None
+
+
+def epochs_being_made() -> Any:
+    """Keras' iterator over epochs that is being made in this thread, and asks for its data; or None."""
+    return _making_epochs.iterator
+
+
+class _MakingEpochs(threading.local):
+    iterator: Any = None
+
+
+_making_epochs = _MakingEpochs()
+
+
+def follow() -> None:
+    """From now on calls are known, also of models of no strategy: for callbacks that ask for theirs."""
+    for kind in _KINDS:
+        replacing.once(TensorFlowTrainer, kind, _opening)
+    replacing.once(TFEpochIterator, "__init__", _joining_epochs)
+    replacing.once(keras.callbacks.CallbackList, "__init__", _joining_callbacks)
 
 
 def before_each(begin: Callable[[Call], None]) -> None:
@@ -99,8 +217,7 @@ def before_each(begin: Callable[[Call], None]) -> None:
     Args:
       begin: a bound method of a strategy. An exception that it raises ends the call before it has any effect.
     """
-    for kind in _KINDS:
-        replacing.once(TensorFlowTrainer, kind, _announcing)
+    follow()
     replacing.once(type(replicas.default_strategy()), "scope", _entering)
     replacing.once(keras.Layer, "__new__", _making)
     _listeners.append(weakref.WeakMethod(begin))
@@ -133,18 +250,26 @@ def _making(original: Any) -> Any:
     return new
 
 
-def _announcing(original: Any) -> Any:
+def _opening(original: Any) -> Any:
     kind = original.__name__
+    takes_callbacks = list(inspect.signature(original).parameters).index("callbacks") if kind == "fit" else 0
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         call = Call(self, kind)
+        if takes_callbacks:
+            given = args[takes_callbacks - 1] if len(args) >= takes_callbacks else kwargs.get("callbacks")
+            call.callbacks = given
+            if isinstance(given, keras.callbacks.CallbackList):
+                call._follow(given)
         for listener in [*_listeners]:
             begin = listener()
             if begin is None:
                 _listeners.remove(listener)
             else:
                 begin(call)
-        _running.calls.append(call)
+        thread = threading.get_ident()
+        calls = _open.setdefault(thread, [])
+        calls.append(call)
         try:
             return original(self, *args, **kwargs)
         except BaseException as error:
@@ -152,6 +277,99 @@ def _announcing(original: Any) -> Any:
                 end(error)
             raise
         finally:
-            _running.calls.pop()
+            calls.remove(call)
+            call._leave()
+            if not calls:
+                _open.pop(thread, None)
 
     return method
+
+
+def _joining_epochs(original: Any) -> Any:
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        call, outer = current(), _making_epochs.iterator
+        # `fit` makes that of its validation, too.
+        if call is not None and call.epochs is None:
+            call.epochs = self
+        _making_epochs.iterator = self
+        try:
+            original(self, *args, **kwargs)
+        finally:
+            _making_epochs.iterator = outer
+
+    return init
+
+
+def _joining_callbacks(original: Any) -> Any:
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        call = current()
+        is_list = call is not None and isinstance(call.callbacks, keras.callbacks.CallbackList)
+        if call is not None and not is_list and getattr(self, "model", None) is call.model:
+            call._follow(self)
+
+    return init
+
+
+def refuse_overlap(strategy: Any, is_exclusive: bool, nests: bool = True) -> None:
+    """Refuses the call that is open in this thread if it overlaps with others that share its counts.
+
+    Args:
+      strategy: the strategy that the call runs under.
+      is_exclusive: whether the strategy's loops share more than their models: no two threads may be in one then.
+        Otherwise two threads may not train or evaluate the same model, and on several replicas no two models: a sum
+        over the replicas stands still now and then while another thread makes one.
+      nests: whether `fit` may be called within a callback of another `fit`.
+
+    Raises:
+      RuntimeError: it overlaps with another call.
+    """
+    call = current()
+    if call is None:
+        return
+    with _overlaps:
+        beside = [each for calls in [*_open.values()] for each in [*calls] if each.under is strategy]
+        for known in beside:
+            if known is call:
+                continue
+            if known.thread is call.thread:
+                if not nests and known.kind == call.kind == "fit":
+                    raise RuntimeError(_nested(call, known, strategy))
+            elif reason := _reason(call, known, strategy, is_exclusive):
+                raise RuntimeError(_overlapping(call, known, reason))
+        call.under = strategy
+
+
+def _reason(call: Call, known: Call, strategy: Any, is_exclusive: bool) -> str:
+    """Returns why two calls in two threads may not overlap; "" if they may."""
+    kind = type(strategy).__name__
+    if is_exclusive:
+        return f"under this {kind} the loops of all models share one engine, or the order of collectives"
+    # `predict` neither trains nor writes metrics.
+    if known.predicts or call.predicts:
+        return ""
+    if known.model is call.model:
+        return "both would write the same metrics and counts"
+    if strategy.num_replicas_in_sync > 1:
+        return f"under this {kind} TensorFlow's sums over the replicas can hang beside those of another thread"
+    return ""
+
+
+def _overlapping(call: Call, known: Call, reason: str) -> str:
+    return (
+        f"{_label(call)} overlaps with another thread's call, and {reason}; begin it when the other has ended, or run "
+        f"it in another process. Received: a call in thread {call.thread.name!r} during {_label(known)} in thread "
+        f"{known.thread.name!r}"
+    )
+
+
+def _nested(call: Call, known: Call, strategy: Any) -> str:
+    return (
+        f"{_label(call)} is called within a callback of {_label(known)}, and the policies of this "
+        f"{type(strategy).__name__} can't leave a pass over the data and come back to it; begin it when the other has "
+        f"ended, or train a model of another strategy there. Received: fit within fit"
+    )
+
+
+def _label(call: Call) -> str:
+    return f"{call.kind} of model {getattr(call.model, 'name', None)!r}"

@@ -1,24 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keras' epoch iterator, by which a running `fit` counts its steps and batches, and its beginning in mid-epoch.
 
-There is no public way: `fit` keeps the iterator in a local variable, and begins each epoch with its first step. What is
-changed here is changed on that one iterator, which ends with its `fit`; a replaced method removes itself when it was
-called once, or stays as long as the iterator lives.
+There is no public way: `fit` shows the iterator to nobody, and begins each epoch with its first step. What is changed
+here is changed on that one iterator, which ends with its `fit`; a replaced method removes itself when it was called
+once, or stays as long as the iterator lives.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
-from keras.src.backend.tensorflow.trainer import TFEpochIterator
 
-from tfdist.compat import own_attributes, running_loop
+from tfdist.compat import calls, own_attributes
 
 NEEDS = (
-    "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.fit(self, epoch_iterator)",
     "keras.src.backend.tensorflow.trainer:TFEpochIterator._current_iterator",
     "keras.src.backend.tensorflow.trainer:TFEpochIterator._distributed_dataset",
     "keras.src.backend.tensorflow.trainer:TFEpochIterator._enumerate_iterator",
@@ -45,10 +42,9 @@ class EpochIterator:
 
     @classmethod
     def of(cls, model: keras.Model) -> EpochIterator | None:
-        """Returns the epoch iterator of a running `fit` of this model, in a caller's frame; None if there is none."""
-        frame = running_loop.frame_of(sys._getframe(1), model)
-        found = frame.f_locals.get("epoch_iterator") if frame else None
-        return cls(found) if isinstance(found, TFEpochIterator) else None
+        """Returns the epoch iterator of an open `fit` of this model in this thread; None if there is none."""
+        fit = calls.fit_of(model)
+        return None if fit is None or fit.epochs is None else cls(fit.epochs)
 
     @property
     def dataset(self) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 
 import keras
 
-from tfdist.compat import own_attributes, running_loop
+from tfdist.compat import calls, own_attributes
 
 NEEDS = ("keras.src.trainers.trainer:Trainer._get_metrics_result_or_logs(logs)",)
 
@@ -36,7 +36,8 @@ def change_once(model: keras.Model, change: Callable[[Any, Logs], Any]) -> None:
     beneath = of(model)
 
     def logs_of_epoch(logs: Any) -> Any:
-        if not running_loop.is_called_by_fit():
+        call = calls.current()
+        if call is None or call.kind != "fit" or call.is_cut:
             return beneath(logs)
         remove(model, logs_of_epoch)
         return change(logs, beneath)

@@ -28,7 +28,7 @@ import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TFEpochIterator
 from keras.src.utils import traceback_utils
 
-from tfdist.compat import replacing, running_loop
+from tfdist.compat import calls, replacing
 
 NEEDS = (
     "keras.src.backend.tensorflow.trainer:TFEpochIterator._distribute_strategy",
@@ -60,7 +60,9 @@ def _keeping_types(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
             try:
                 yield
             except tf.errors.OutOfRangeError:
-                running_loop.end_cut_execution()
+                fit = calls.iterating_fit()
+                if fit is not None:
+                    fit.end_cut_execution()
                 raise
             except tf.errors.OpError as error:
                 raised = getattr(self._distributed_dataset, "raised_in_step", lambda error: None)(error)

@@ -26,7 +26,7 @@ from keras.src.backend.common import global_state
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.trainers.data_adapters import data_adapter_utils
 
-from tfdist.compat import flat_layers, own_attributes, replacing, running_loop
+from tfdist.compat import calls, flat_layers, own_attributes, replacing
 
 NEEDS = (
     "keras.src.backend.common.global_state:get_global_attribute",
@@ -64,7 +64,8 @@ def _left_to_strategy(original: Callable[..., None]) -> Callable[..., None]:
         if build_model is None:
             original(self, iterator=iterator, data_batch=data_batch)
             return
-        step = "test_step" if running_loop.call_name() in ("evaluate", "test_on_batch") else "train_step"
+        call = calls.current()
+        step = "test_step" if call is not None and call.kind in ("evaluate", "test_on_batch") else "train_step"
         build_model(self, data_batch if iterator is None else iterator._distributed_dataset, step)
 
     return build_before_call
@@ -150,7 +151,7 @@ def instead(model: keras.Model, build_instead: Callable[[Callable[..., Any], Any
     own_attributes.put(model, "_symbolic_build", build_once)
 
 
-def calls(model: keras.Model) -> bool:
+def is_called(model: keras.Model) -> bool:
     """Returns True if Keras calls the model in order to build it, or if `build` has just called it."""
     if model in _called:
         _called.discard(model)

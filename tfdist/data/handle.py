@@ -37,7 +37,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.compat import distributed_data, running_loop, values_of_replicas
+from tfdist.compat import calls, distributed_data, values_of_replicas
 from tfdist.data import splitting
 
 _PASS_NUMBER = tf.TensorSpec([], tf.int64)
@@ -252,7 +252,10 @@ class DistributedDataset(distributed_data.DistributedDatasetBase):
     def __iter__(self) -> Any:
         if not tf.executing_eagerly():
             return iter(self.in_graph())
-        opened = self._engine.open(self, running_loop.iterating_fit())
+        fit = calls.iterating_fit()
+        opened = self._engine.open(self, fit)
+        if fit is not None:
+            fit.passing = opened
         return iter(self.whole) if opened is None else opened
 
 

@@ -36,8 +36,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.cluster import Task
-from tfdist.compat import eager_context, running_loop
-from tfdist.runtime import stalls, thread_frames, usage, worker_states
+from tfdist.compat import calls, eager_context
+from tfdist.runtime import stalls, usage, worker_states
 from tfdist.runtime.usage import Usage
 from tfdist.runtime.worker_states import State
 
@@ -315,7 +315,7 @@ class Agreement:
         """The user's call in which this thread is; "" for none that is known."""
         if self._calls:
             return self._calls[0]
-        return running_loop.name_of_call(thread_frames.of(threading.current_thread()))
+        return calls.name()
 
     def check(self) -> None:
         """Raises the reason why this worker's wait can't end, once it is known; within a `joint` block."""
@@ -381,7 +381,7 @@ class Agreement:
         """The user's call in which the main thread is; in any thread."""
         if self._calls:
             return self._calls[0]
-        return running_loop.name_of_call(thread_frames.of(threading.main_thread()))
+        return calls.name(threading.main_thread())
 
     def waited_for(self) -> str:
         """Returns the names of the other workers that don't wait themselves."""

@@ -29,7 +29,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat import optimizer_patches, own_attributes
-from tfdist.compat.running_loop import Fit
+from tfdist.compat.calls import Call
 from tfdist.data import handle as handles
 from tfdist.data import splitting
 from tfdist.data.handle import BatchHandle, DistributedDataset
@@ -89,7 +89,7 @@ class AveragingEngine(Engine):
         """The same from a data set of this worker's own."""
         return DistributedDataset(self, own_parts(self, dataset, len(self._replicas)), whole)
 
-    def open(self, dataset: DistributedDataset, fit: Fit | None) -> Any:
+    def open(self, dataset: DistributedDataset, fit: Call | None) -> Any:
         """Opens a pass of `fit` over a data set; averages first what was begun, also by an interrupted `fit`."""
         self.synchronize()
         if fit is None:
@@ -139,7 +139,7 @@ class AveragingEngine(Engine):
 
     # What happens between steps, in Keras' thread.
 
-    def _attend(self, fit: Fit) -> None:
+    def _attend(self, fit: Call) -> None:
         self._model, callbacks = fit.model, fit.callbacks
         if not any(isinstance(callback, _Settling) for callback in callbacks.callbacks):
             settling = _Settling(self)

@@ -24,7 +24,7 @@ class Engine(SavedState, abc.ABC):
 
         Args:
           dataset: the `DistributedDataset`.
-          fit: the `running_loop.Fit` that reads it, or None if another loop does.
+          fit: the `calls.Call` that reads it, or None if another loop does.
 
         Returns:
           An iterator over handles; None if the stock strategy's batches are to be read.

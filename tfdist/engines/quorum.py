@@ -36,7 +36,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat import optimizer_patches, replicas, step_errors
-from tfdist.compat.running_loop import Fit
+from tfdist.compat.calls import Call
 from tfdist.data import handle as handles
 from tfdist.data import splitting
 from tfdist.data.handle import BatchHandle, CountedDataset, registry
@@ -137,7 +137,7 @@ class QuorumEngine(Engine):
         """Returns a data set of handles over this worker's parts, for `fit`; other loops read `whole()`."""
         return CountedDataset(self, own, whole)
 
-    def open(self, dataset: CountedDataset, fit: Fit | None) -> PartIterator | None:
+    def open(self, dataset: CountedDataset, fit: Call | None) -> PartIterator | None:
         """Opens a pass of `fit` over a data set."""
         if fit is None:
             return None

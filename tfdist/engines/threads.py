@@ -40,7 +40,7 @@ from tfdist.compat import (
     replica_parts,
     replica_writes,
 )
-from tfdist.compat.running_loop import Fit
+from tfdist.compat.calls import Call
 from tfdist.data import replica_batches, splitting
 from tfdist.data.handle import BatchHandle, registry
 from tfdist.data.replica_batches import OwnParts, ReplicaIterator, WholeBatch
@@ -116,7 +116,7 @@ class ThreadedEngine(Engine):
         """Returns a data set of handles, from one data set per device, which the device's thread reads."""
         return replica_batches.ReplicaDatasetFromFunction(self, datasets)
 
-    def open(self, dataset: replica_batches.ReplicaDataset, fit: Fit | None) -> ReplicaIterator:
+    def open(self, dataset: replica_batches.ReplicaDataset, fit: Call | None) -> ReplicaIterator:
         """Opens a pass over a data set, for any loop."""
         del fit
         return dataset.iterate()

@@ -33,7 +33,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import epoch_logs, running_loop, values_of_replicas
+from tfdist.compat import calls, epoch_logs, values_of_replicas
 from tfdist.data import handle as handles
 from tfdist.data import splitting
 from tfdist.data.shares import Sum
@@ -97,7 +97,7 @@ class WarmupEngine(Engine):
             return whole
         return WarmupDataset(self, whole, datasets, is_whole, is_same_length)
 
-    def open(self, dataset: WarmupDataset, fit: running_loop.Fit | None) -> Pass | None:
+    def open(self, dataset: WarmupDataset, fit: calls.Call | None) -> Pass | None:
         """Opens a pass of the phase; None if it is one of the data set `whole`."""
         if fit is None or self._callbacks() is not fit.callbacks:
             # What an interrupted `fit` has left, too.

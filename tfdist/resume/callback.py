@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfdist.compat import epoch_logs, saves
+from tfdist.compat import calls, epoch_logs, saves
 from tfdist.launchers import slurm_exits
 from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE
 from tfdist.policies.base import is_count
@@ -77,10 +77,12 @@ class Resume(keras.callbacks.Callback):
             )
         if not is_count(max_to_keep, at_least=1):
             raise ValueError(f"Resume(max_to_keep=...) must be 1 or more. Received: max_to_keep={max_to_keep!r}")
+        # Also of models of no strategy.
+        calls.follow()
         self._save_freq = save_freq
         self._checkpoints = CheckpointDirectory(path, max_to_keep, _say)
         self._path = path
-        self._signals = preemption.Signals(signals, lambda frame: is_fitting(frame, self.model, self))
+        self._signals = preemption.Signals(signals, lambda: is_fitting(self.model, self))
         self._others = preemption.Alone()
         self._position: DataPosition | None = None
         self._step = self._saved_step = 0

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import keras
 
-from tfdist.compat import epoch_iterators, running_loop
+from tfdist.compat import calls, epoch_iterators
 from tfdist.data import progress
 from tfdist.runtime import messages
 
@@ -43,7 +42,7 @@ class DataPosition:
     """Tracks the position of one running `fit` in its data.
 
     Args:
-      model: the model whose `fit` is running, in a caller's frame.
+      model: the model whose `fit` is running in this thread.
 
     Raises:
       RuntimeError: no `fit` of the model is running, or the loop of this version of Keras is not supported.
@@ -146,16 +145,18 @@ class DataPosition:
 
 def put_last(model: keras.Model, callback: keras.callbacks.Callback) -> None:
     """Moves the callback to the end of the running `fit`'s callbacks, from the next call on."""
-    callbacks = running_loop.callbacks_of(model)
+    fit = calls.fit_of(model)
+    callbacks = None if fit is None else fit.callbacks
     if isinstance(callbacks, keras.callbacks.CallbackList):
         # A new list, because Keras is iterating over the present one.
         callbacks.callbacks = [*(each for each in callbacks.callbacks if each is not callback), callback]
 
 
-def is_fitting(frame: FrameType | None, model: keras.Model, callback: keras.callbacks.Callback) -> bool:
-    """Returns True if this frame, or one of its callers, is a `fit` of this model with this callback."""
-    callbacks = None if frame is None else running_loop.callbacks_of(model, frame)
-    return any(each is callback for each in getattr(callbacks, "callbacks", callbacks or ()))
+def is_fitting(model: keras.Model, callback: keras.callbacks.Callback) -> bool:
+    """Returns True if this thread is in a `fit` of this model with this callback."""
+    fit = calls.fit_of(model)
+    callbacks = None if fit is None else fit.callbacks
+    return any(each is callback for each in keras.tree.flatten(getattr(callbacks, "callbacks", callbacks)))
 
 
 def _epoch_iterator(model: keras.Model) -> epoch_iterators.EpochIterator:

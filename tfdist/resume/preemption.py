@@ -75,14 +75,14 @@ class Signals:
 
     Args:
       numbers: the signals.
-      is_wanted: returns True for an interrupted frame in which a signal is to be noted.
+      is_wanted: returns True while a signal is to be noted; called by the handler.
 
     Attributes:
       numbers: the signals.
       received: the first signal that was noted, or None.
     """
 
-    def __init__(self, numbers: Sequence[int], is_wanted: Callable[[FrameType | None], bool]) -> None:
+    def __init__(self, numbers: Sequence[int], is_wanted: Callable[[], bool]) -> None:
         self.numbers = tuple(numbers)
         self._is_wanted = is_wanted
         self._before: dict[int, Any] = {}
@@ -107,7 +107,7 @@ class Signals:
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.received is None and self._is_wanted(frame):
+        if self.received is None and self._is_wanted():
             self.received = number
             return
         # The second signal, or a signal after fit, has its usual effect.

@@ -51,7 +51,7 @@ def before_keras(strategy: tf.distribute.Strategy, model: keras.Model, step: str
     def build(by_keras: Callable[..., None], batch: Any) -> None:
         refused: Exception | None = None
         is_callable = symbolic_build.is_callable(model)
-        is_called = is_callable and symbolic_build.calls(model)
+        is_called = is_callable and symbolic_build.is_called(model)
         if is_callable:
             try:
                 undone = optimizer_variables.undone_on_error(optimizer_patches.optimizers_of(model))

@@ -11,13 +11,13 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat import (
+    calls,
     flat_layers,
     moved_variables,
     optimizer_patches,
     optimizer_variables,
     placed_layers,
     replica_parts,
-    running_loop,
 )
 from tfdist.step import keras_steps
 
@@ -47,7 +47,7 @@ def check_step(strategy: Any, fn: Any) -> None:
     model = keras_steps.model_of(fn)
     if model is None and keras_steps.classify(fn) == "predict":
         # Keras hands over a function of its own.
-        model = running_loop.predicting_model()
+        model = calls.predicting_model()
     if model is not None:
         check(strategy, model)
 

@@ -23,9 +23,7 @@ from tfdist.compat import (
     input_times,
     instance_keys,
     late_builds,
-    overlapping_loops,
     plain_loops,
-    running_loop,
     seed_generators,
     single_batches,
     step_errors,
@@ -74,7 +72,7 @@ class KerasSteps(tf.distribute.Strategy, Closing):
           step: name of the method that the call hands to `run`.
         """
         # Where a data set is distributed already, this is how Keras begins.
-        overlapping_loops.begin(self, self._is_exclusive)
+        calls.refuse_overlap(self, self._is_exclusive)
         build(self, model, data, step)
 
     def _before_call(self, call: calls.Call) -> None:
@@ -178,7 +176,7 @@ class KerasSteps(tf.distribute.Strategy, Closing):
         if not tf.executing_eagerly():
             rehearsal.before(self, fn, *self._of_first_replica((list(args), dict(kwargs or {}))))
         if keras_steps.classify(fn) == "predict" and len(args) == 1:
-            model = running_loop.predicting_model()
+            model = calls.predicting_model()
             if model is not None:
                 replica_placement.check(self, model)
             return replicated_step.run_prediction(self, stock, args[0])

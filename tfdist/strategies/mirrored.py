@@ -11,12 +11,11 @@ import tensorflow as tf
 
 from tfdist.compat import (
     array_data,
+    calls,
     device_pipelines,
     distributed_data,
     first_batch,
-    overlapping_loops,
     replica_parts,
-    running_loop,
     step_errors,
     strategy_order,
     unread_iterators,
@@ -127,8 +126,8 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
         With a policy, iterating over the result gives handles, to be given to `run` in place of a batch.
         """
         self.distribution.check_open()
-        overlapping_loops.begin(self, self._is_exclusive)
-        epoch_iterator = running_loop.calling_object()
+        calls.refuse_overlap(self, self._is_exclusive)
+        epoch_iterator = calls.epochs_being_made()
         fixed_sizes.check(self, dataset, self.num_replicas_in_sync, self._aggregation is None)
         dataset = array_data.untuned(dataset, epoch_iterator)
         distributed = unread_iterators.left_out(self._distributed(dataset, options), epoch_iterator)

@@ -15,6 +15,7 @@ from tfdist import cluster as clusters
 from tfdist.compat import (
     array_data,
     awaited_files,
+    calls,
     checkpoint_files,
     chief_writes,
     device_pipelines,
@@ -23,10 +24,8 @@ from tfdist.compat import (
     eager_context,
     first_batch,
     initial_values,
-    overlapping_loops,
     plain_loops,
     replicas,
-    running_loop,
     step_errors,
     unread_iterators,
 )
@@ -292,8 +291,8 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         FILE and HINT TensorFlow gives each worker its files, or its shard.
         """
         self.distribution.check_open()
-        overlapping_loops.begin(self, self._is_exclusive)
-        epoch_iterator = running_loop.calling_object()
+        calls.refuse_overlap(self, self._is_exclusive)
+        epoch_iterator = calls.epochs_being_made()
         fixed_sizes.check(self, dataset, self.num_replicas_in_sync, self._aggregation is None)
         dataset = array_data.untuned(dataset, epoch_iterator)
         if self._quorum or self._synchronous:
@@ -310,7 +309,8 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         if count == 1 or not is_dataset:
             return self._left_to_tensorflow(dataset, options)
         splitting.check_batched(dataset.element_spec, count)
-        is_for_predict = running_loop.call_name() == "predict"
+        call = calls.current()
+        is_for_predict = call is not None and call.kind == "predict"
         division = _shared_datasets.compare(dataset, self.distribution.agreement, is_for_predict)
         if division is _shared_datasets.Division.OWN:
             # Each worker's batches are as large as a global one. So each is the examples of a worker for several steps.

@@ -30,10 +30,8 @@ from tfdist.compat import (
     deferred_restores,
     exports,
     late_builds,
-    overlapping_loops,
     plain_loops,
     row_lookups,
-    running_loop,
     scheduled_functions,
     shard_files,
     shard_initializers,
@@ -304,7 +302,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
     def _begin_call(self) -> None:
         self.distribution.check_open()
         # Contributions to a pass, and batches read ahead, are dropped when another pass begins.
-        overlapping_loops.begin(self, is_exclusive=True, nests=not isinstance(self._training, StreamEngine))
+        calls.refuse_overlap(self, is_exclusive=True, nests=not isinstance(self._training, StreamEngine))
 
     def _create_coordinated(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         beside: contextlib.AbstractContextManager = contextlib.nullcontext()
@@ -337,12 +335,12 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
             return super().experimental_distribute_dataset(dataset, options)
         # The stock coordinator leaves it set when a function that it is given fails to trace.
         scheduled_functions.reset(self)
-        caller, call = running_loop.calling_object(), calls.current()
+        caller, call = calls.epochs_being_made(), calls.current()
         trains = call is not None and call.trains
         fixed_sizes.check(self, dataset, self._training.num_parts if trains else 1, self._num_workers == 1)
         dataset = array_data.untuned(array_data.sized(dataset, caller), caller)
         described = self._training.distribute(dataset)
-        if running_loop.iterating_fit() is not None:
+        if calls.iterating_fit() is not None:
             described.check_first_batch()
         return described
 

@@ -11,4 +11,4 @@ from tfdist.engines.parameter_server import worker_pass
 @pytest.fixture
 def as_in_keras_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes passes take the caller for Keras, whose loop finds the end of the data by a step."""
-    monkeypatch.setattr(worker_pass.running_loop, "call_frame", lambda frame: frame)
+    monkeypatch.setattr(worker_pass.calls, "current", lambda: worker_pass.calls.Call(None, "fit"))

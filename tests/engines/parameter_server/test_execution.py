@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import types
 from typing import Any
 
 import pytest
@@ -27,8 +28,8 @@ def run_pass(
     updates: list[Update] = []
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr(worker_pass.running_loop, "call_frame", lambda frame: frame)
-        patch.setattr(worker_pass.running_loop, "steps_of_execution", lambda: per_execution)
+        fit = types.SimpleNamespace(kind="fit", steps_per_execution=per_execution)
+        patch.setattr(worker_pass.calls, "current", lambda: fit)
         engine, cluster = stack.enter_context(running_engine(len(shares), on_update=updates.append))
         batches: list[Batch] = []
 

@@ -31,7 +31,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat import closures, cluster_joining, python_operation, step_errors
-from tfdist.compat.running_loop import Fit
+from tfdist.compat.calls import Call
 from tfdist.data import splitting
 from tfdist.engines.base import Engine
 from tfdist.engines.parameter_server import worker_batch, worker_function
@@ -120,7 +120,7 @@ class AsynchronousEngine(Engine):
         """Returns a data set of handles, from one data set per worker."""
         return WorkerDatasetFromFunction(self, datasets)
 
-    def open(self, dataset: WorkerDataset, fit: Fit | None) -> WorkerIterator:
+    def open(self, dataset: WorkerDataset, fit: Call | None) -> WorkerIterator:
         """Begins a pass over a data set, for any loop."""
         del fit
         return WorkerIterator(self, dataset, by_execution=True)

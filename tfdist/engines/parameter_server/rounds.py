@@ -37,8 +37,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat import closures, following_devices, python_operation, replica_parts
+from tfdist.compat.calls import Call
 from tfdist.compat.cluster_joining import SERVER_DEVICE
-from tfdist.compat.running_loop import Fit
 from tfdist.data import epochs, splitting
 from tfdist.engines.base import Engine
 from tfdist.engines.parameter_server import coordinated_variable, scope_checks
@@ -146,7 +146,7 @@ class RoundEngine(Engine):
             splitting.check_batched(dataset.element_spec, self.num_parts)
         return dataset
 
-    def open(self, dataset: WorkerDataset, fit: Fit | None) -> WorkerIterator:
+    def open(self, dataset: WorkerDataset, fit: Call | None) -> WorkerIterator:
         """Begins a pass over a data set, for any loop."""
         del fit
         return WorkerIterator(self._engine, dataset)

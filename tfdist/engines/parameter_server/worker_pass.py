@@ -23,7 +23,7 @@ from typing import Any, Protocol, cast
 
 import tensorflow as tf
 
-from tfdist.compat import running_loop
+from tfdist.compat import calls
 from tfdist.compat.autograph_loops import LoopIterator
 from tfdist.compat.cluster_joining import CHIEF_DEVICE
 from tfdist.data import splitting
@@ -162,9 +162,9 @@ class WorkerIterator(HandleIterator, LoopIterator):
 
     def next_handle(self) -> WorkerBatch | None:
         """See `HandleIterator`."""
-        call = running_loop.call_name()
+        call = calls.current()
         if call is not None:
-            if not self.counted and call == "predict":
+            if not self.counted and call.kind == "predict":
                 # Keras takes the batches of `steps_per_execution` steps before it makes the first of them.
                 self.feed(by_chief=True)
             # Of an execution there is one handle, however many of its batches are left.
@@ -212,7 +212,8 @@ class WorkerIterator(HandleIterator, LoopIterator):
         """Returns how many batches the next handle may stand for: several only if workers read them in the step."""
         if not self._by_execution:
             return 1
-        wanted = running_loop.steps_of_execution()
+        call = calls.current()
+        wanted = 1 if call is None else call.steps_per_execution
         return wanted if wanted > 1 and self.feed(by_chief=False) == "worker" and self.shares_known else 1
 
     def _give(self, wanted: int = 1) -> int:
@@ -240,7 +241,7 @@ class WorkerIterator(HandleIterator, LoopIterator):
 
     def _begin_fit(self) -> None:
         """Reads the first batch before the first step of `fit`, if it must be cut and the chief reads it."""
-        if running_loop.iterating_fit() is not None and self._dataset.num_parts > 1 and self._dataset.lives_in_python:
+        if calls.iterating_fit() is not None and self._dataset.num_parts > 1 and self._dataset.lives_in_python:
             self._cut_into = self._dataset.num_parts
             self.feed(by_chief=True)
 

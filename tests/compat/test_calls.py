@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of Keras' loops are open from their beginning to their end, and know what they were called with."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from overlapping import in_thread
+
+import tfdist
+from tfdist.compat import calls
+
+pytestmark = [pytest.mark.devices, pytest.mark.timeout(120)]
+
+X = np.ones((8, 3), np.float32)
+Y = X[:, :1]
+
+
+class Watch(keras.callbacks.Callback):
+    """Does something at the first batch of `fit`."""
+
+    def __init__(self, act: Callable[[], Any]) -> None:
+        super().__init__()
+        self._act = act
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if not batch:
+            self._act()
+
+
+class OwnFit(keras.Sequential):
+    """Has a `fit` of its own, around Keras'."""
+
+    def fit(self, *args: Any, **kwargs: Any) -> Any:
+        return super().fit(*args, verbose=0, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def strategy() -> Any:
+    return tfdist.MirroredStrategy(["CPU:0"])
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_open() -> Iterator[None]:
+    yield
+    assert not calls._open
+
+
+def _model(strategy: Any, kind: Any = keras.Sequential) -> keras.Model:
+    with strategy.scope():
+        model = kind([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    return model
+
+
+def _kinds() -> list[str]:
+    return [call.kind for call in calls._open[threading.get_ident()]]
+
+
+def test_calls_nest_and_each_knows_its_model(strategy: Any):
+    outer, inner, seen = _model(strategy), _model(strategy), []
+
+    def look() -> None:
+        call = calls.current()
+        assert call is not None
+        seen.append((_kinds(), call.model is inner, calls.fit_of(outer) is not None, calls.iterating_fit() is call))
+
+    class Look(keras.callbacks.Callback):
+        def on_test_begin(self, logs: Any = None) -> None:
+            look()
+
+    watch = Watch(lambda: inner.evaluate(X, Y, verbose=0, callbacks=[Look()]))
+    outer.fit(X, Y, verbose=0, callbacks=[watch, Watch(look)])
+    assert seen == [(["fit", "evaluate"], True, True, False), (["fit"], False, True, True)]
+
+
+def test_fit_knows_its_callbacks_and_its_epochs(strategy: Any):
+    model, seen = _model(strategy, OwnFit), []
+
+    def look() -> None:
+        fit = calls.fit_of(model)
+        assert fit is not None
+        seen.append((watch in fit.callbacks.callbacks, fit.epochs is not None, fit.steps_per_execution))
+
+    watch = Watch(look)
+    model.fit(X, Y, callbacks=[watch], validation_data=(X, Y))
+    assert seen == [(True, True, 1)]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_call_that_raises_is_closed(strategy: Any, error: type[BaseException]):
+    model = _model(strategy)
+
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(error):
+        model.fit(X, Y, verbose=0, callbacks=[Watch(fail)])
+    assert calls.current() is None
+    assert model.predict(X, verbose=0).shape == (8, 1)
+
+
+def test_calls_are_those_of_their_thread(strategy: Any):
+    model, seen = _model(strategy), []
+
+    def look() -> None:
+        in_thread(lambda: seen.append((calls.current(), calls.name(main))))
+
+    main = threading.current_thread()
+    model.fit(X, Y, verbose=0, callbacks=[Watch(look)])
+    assert seen == [(None, "model.fit")]
+
+
+def test_a_list_of_the_user_s_is_left_as_it_was(strategy: Any):
+    model = _model(strategy)
+    model.steps_per_execution = 2
+    given = keras.callbacks.CallbackList(add_history=True, model=model)
+    before = {*vars(given)}
+    model.fit(X, Y, batch_size=2, verbose=0, callbacks=given)
+    assert {*vars(given)} == before
