@@ -72,6 +72,11 @@ def call_on_arrays(
     return list(tf.numpy_function(lambda *arrays: kept()(*arrays), inputs, dtypes))
 
 
+def brief(error: tf.errors.OpError) -> tf.errors.OpError:
+    """Returns an error of the same type, with the message of `told_briefly`."""
+    return type(error)(None, None, told_briefly(error.message))
+
+
 def told_briefly(message: str) -> str:
     """Shortens an error message to the failing operation's text, and the user's lines that define the operation.
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfdist import cluster as clusters
@@ -31,6 +33,7 @@ from tfdist.compat import (
     exports,
     late_builds,
     plain_loops,
+    python_operation,
     row_lookups,
     scheduled_functions,
     shard_files,
@@ -40,7 +43,9 @@ from tfdist.compat import (
     step_errors,
     strategy_order,
     symbolic_build,
+    train_functions,
 )
+from tfdist.data.handle import HandleKind
 from tfdist.engines.parameter_server import (
     partitioned_variable,
     scope_checks,
@@ -59,6 +64,7 @@ from tfdist.engines.parameter_server.transfer import plan as transfer_plan
 from tfdist.engines.parameter_server.transfer.encoding import Encoding
 from tfdist.engines.parameter_server.worker_batch import WorkerBatch
 from tfdist.engines.parameter_server.worker_dataset import WorkerDataset
+from tfdist.engines.parameter_server.worker_pass import WorkerIterator
 from tfdist.policies import composition
 from tfdist.runtime import rendezvous, stalls
 from tfdist.serving import embedded
@@ -186,6 +192,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         autograph_rules.leave_library()
         exports.clear_tasks()
         calls.before_each(self._before_call)
+        train_functions.ask_strategies()
         symbolic_build.install()
 
     def _coordinated(self, data_sharding: str, stall_timeout_secs: float) -> AsynchronousEngine:
@@ -369,10 +376,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         if tf.distribute.in_cross_replica_context() and scheduled_functions.is_traced(self):
             return super().run(fn, args, kwargs, options)
         args, kwargs = worker_function.in_tensors(args, kwargs or {})
-        scope_checks.check_scope(self, fn)
-        with tf.init_scope(), self.scope():  # `fit`, where optimizers are built, may be called outside of it.
-            keras_steps.check(fn, asynchronous=self._training is self._engine)
-        replica_placement.check_step(self, fn)
+        self._check_step(fn)
         if tf.executing_eagerly() and keras_steps.runs_eagerly(fn):
             scope_checks.check_shards(fn, has_shards)
             return self._engine.run_on_chief(fn, args, kwargs)
@@ -380,6 +384,47 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
             return args[0].engine.run(fn, args[0])
         # Other functions, and steps of batches that the chief hands in whole, are one worker's matter.
         return self._engine.run_function(fn, args, kwargs)
+
+    def _check_step(self, fn: Callable[..., Any]) -> None:
+        scope_checks.check_scope(self, fn)
+        with tf.init_scope(), self.scope():  # `fit`, where optimizers are built, may be called outside of it.
+            keras_steps.check(fn, asynchronous=self._training is self._engine)
+        replica_placement.check_step(self, fn)
+
+    def function_of(self, model: keras.Model, step: Callable[..., Any], stock: Callable[[Any], Any]) -> Any:
+        """Returns the plain Python function that makes an execution of `fit` or `evaluate`.
+
+        Args:
+          model: the model.
+          step: its bound `train_step` or `test_step`.
+          stock: the function that Keras has made of it. It serves `run_eagerly=True`, and batches that are given to
+            `train_on_batch` or `test_on_batch`.
+        """
+        if model.run_eagerly:
+            return stock
+        trains, prepared = keras_steps.classify(step) == "train", dict[HandleKind, Callable[[WorkerIterator], Any]]()
+
+        @functools.wraps(stock)
+        def function(iterator: Any) -> Any:
+            if not isinstance(iterator, WorkerIterator):
+                return stock(iterator)
+            logs = None
+            try:
+                for _, handle in zip(range(model.steps_per_execution), iterator, strict=False):
+                    if handle.kind not in prepared:
+                        self._check_step(step)
+                        engine = handle.engine if trains else self._engine
+                        prepared[handle.kind] = engine.prepared(step, handle)
+                    logs = prepared[handle.kind](iterator)
+            except tf.errors.OutOfRangeError:
+                # Of data of unknown length; the last execution is of as many steps as there were data for.
+                if logs is None:
+                    raise
+            except tf.errors.OpError as error:
+                raise python_operation.brief(error) from None
+            return logs
+
+        return function
 
     @property
     def replicas_to_aggregate(self) -> int:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -128,6 +129,25 @@ class AsynchronousEngine(Engine):
     def run(self, step: Callable[..., Any], handle: WorkerBatch) -> Any:
         """Makes an update from the batch of a handle, on one worker; see `run_function`."""
         return self.run_function(step, (handle,), {})
+
+    def prepared(self, step: Callable[..., Any], handle: WorkerBatch) -> Callable[[WorkerIterator], Any]:
+        """Traces a train or test step of Keras; returns what makes it of the next batch, and returns the newest logs.
+
+        Args:
+          step: a model's bound `train_step` or `test_step`.
+          handle: of the next batch; the step is traced for handles of its kind.
+        """
+        kind, arguments = keras_steps.classify(step), (step, (handle,), {})
+        self.programs.rehearse(*arguments)
+        program_for = functools.cache(lambda worker_fed: self.programs.trace(*arguments, worker_fed, False))
+        # Before anything of the data is read: most passes that train are fed by the workers.
+        program_for(kind == "train")
+
+        def make(iterator: WorkerIterator) -> Any:
+            program = program_for(worker_function.takes_batches_itself(kind, iterator))
+            return program.rebuild(self._dispatch(kind, program, [], iterator.next_batch()))
+
+        return make
 
     def run_function(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Runs any function on one worker; in a graph it leaves an operation that does so each time it runs.

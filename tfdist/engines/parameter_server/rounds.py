@@ -170,6 +170,11 @@ class RoundEngine(Engine):
 
         return traced.rebuild(python_operation.call(update, [handle.content], traced.dtypes))
 
+    def prepared(self, step: Callable[..., Any], handle: WorkerBatch) -> Callable[[WorkerIterator], Any]:
+        """See `AsynchronousEngine.prepared`, for train steps: what makes an update, and returns the logs after it."""
+        traced = self._traced(step, handle)
+        return lambda iterator: traced.rebuild(self.step(traced, iterator))
+
     def _traced(self, step: Callable[..., Any], handle: WorkerBatch) -> RoundStep:
         steps, key = self._engine.programs.kept_for(step), (step, "step", handle.kind)
         if key not in steps:

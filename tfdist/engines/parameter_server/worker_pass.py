@@ -227,10 +227,14 @@ class WorkerIterator(HandleIterator, LoopIterator):
         self._handles_given += count
         return count
 
+    def next_batch(self) -> Batch:
+        """Returns the state of what the handle "the next batch" stands for."""
+        return Batch(self, count=self._batches_in_handle)
+
     def batch(self, number: int) -> Batch:
         """Returns the state of a batch by its number; of the next batch for 0."""
         if not number:
-            return Batch(self, count=self._batches_in_handle)
+            return self.next_batch()
         batch = self._batches.get(number)
         if batch is None:
             raise RuntimeError(
