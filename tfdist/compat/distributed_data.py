@@ -79,5 +79,6 @@ def batch_size(dataset: tf.data.Dataset) -> int | None:
 
     There is no public way: the shapes of a data set tell no size if the last batch may be smaller.
     """
-    size = int(distribute.compute_batch_size(dataset))
+    size: Any = distribute.compute_batch_size(dataset)
+    size = int(size)
     return size if size > 0 else None
