@@ -14,7 +14,7 @@ each step is therefore in the graph: an operation that calls Python, or plain op
 | multi_worker | number of the pass | an operation that waits for this worker's contribution; all-reduce, update |
 | averaging | the batch itself, from tf.data | the step of each replica; an average if one is due |
 | warmup | elements of the data, or iterators over them | the step of one replica, of several, or of none |
-| parameter_server | numbers of pass and batch, an int64 | an operation that queues the step, or makes an update |
+| parameter_server | numbers of pass and batch, an int64 | in own loops: an operation that makes the step |
 
 Ownership. A `HandleKind` is the type of all handles that one trace serves. This module has the registry of all kinds,
 passes and data sets that a graph names by number. It keeps none of them alive, nor the engines: a strategy owns its

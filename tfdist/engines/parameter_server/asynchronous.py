@@ -8,8 +8,8 @@ How a step flows:
                       waits until fewer
                       than `window` steps
                       are under way
-      the operation   step(): queues a
-      that run() left closure        -->  takes the next closure,   -->  the traced step: reads its batch
+      the function of step(): queues a
+      the strategy    closure        -->  takes the next closure,   -->  the traced step: reads its batch
                       and returns         runs its Program               and the variables, updates the
                       the newest logs     on its worker             <--  variables (on the parameter servers)
       metric.result() barrier(): waits
@@ -17,6 +17,9 @@ How a step flows:
                       then reads
 
 The main thread owns the order of steps, and each worker's thread owns the calls of its worker. They share `step_queue`.
+
+`fit` and `evaluate` call the function that `ParameterServerStrategy.function_of` gives them. A loop of the user's own
+calls `run`, which leaves an operation in its graph that calls Python.
 """
 
 from __future__ import annotations
