@@ -220,6 +220,19 @@ def test_an_error_of_an_operation_reaches_the_user(strategy: Any, eager: bool) -
     works_again(strategy)
 
 
+def test_an_error_of_the_engine_keeps_its_type(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(*args: Any, **kwargs: Any) -> Any:
+        raise TimeoutError("no step has completed")
+
+    model = dense(strategy)
+    with monkeypatch.context() as patch:
+        patch.setattr(strategy._engine, "step", step)
+        for method in (lambda: fit(model, X, Y), lambda: model.evaluate(X, Y, verbose=0)):
+            with pytest.raises(TimeoutError, match="no step has completed"):
+                method()
+    works_again(strategy)
+
+
 def test_an_error_late_in_the_data_reaches_the_user(strategy: Any) -> None:
     def make(number: tf.Tensor) -> Any:
         with tf.control_dependencies([tf.debugging.assert_less(number, tf.constant(33, tf.int64), "my own message")]):
