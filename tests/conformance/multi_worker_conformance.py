@@ -70,7 +70,7 @@ class TestBackupWorkers(Workers):
     quick = frozenset(
         {
             *("embedding, clipnorm", "unknown length, steps_per_execution", "sum loss, eagerly"),
-            *("embedding, places", "step tracked by other names, one over", "no batches"),
+            *("embedding, places", "step tracked by other names, one over", "no batches", "order of the data"),
         }
     )
 

@@ -18,9 +18,7 @@ class TestBackupWorkers(Conformance):
     # One device reads its weights after the update, a contribution those before.
     logs_within = 0.1
     # Loops unpack batches, which are handles here.
-    # Keras makes an iterator between epochs that it never reads. It is not made here, so a shuffle that depends on the
-    # number of iterators has another order than on one device from the second epoch on.
-    left_out = LOOPS | {"order of the data"}
+    left_out = LOOPS
     # `TestMirrored` has the others of each kind.
     _only_here = frozenset(
         {"unknown length, whole executions", "recurrent, built from one example", "step of_both, one over"}

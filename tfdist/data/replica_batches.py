@@ -149,8 +149,11 @@ class ReplicaDataset(handles.CountedDataset):
         return splitting.part_spec(self.element_spec, self.num_parts) if self.is_whole else self.element_spec
 
     def iterate(self) -> ReplicaIterator:
-        """Opens a pass over the data."""
-        return ReplicaIterator(self)
+        """Opens a pass over the data.
+
+        Not at its first batch: Keras makes iterators that it never reads, and each of a shuffle draws an order.
+        """
+        return ReplicaIterator(self, self.read())
 
     def rest(self, iterators: Sequence[Iterator[Any]], left: int) -> ReplicaIterator:
         """See `CountedDataset.rest`."""
@@ -186,7 +189,7 @@ class ReplicaDatasetFromFunction(ReplicaDataset):
 
     def iterate(self) -> ReplicaIterator:
         """See `ReplicaDataset.iterate`."""
-        return _OwnIterator(self)
+        return _OwnIterator(self, self.read_own(), self.cardinality)
 
     def rest(self, iterators: Sequence[Iterator[Any]], left: int) -> ReplicaIterator:
         """See `CountedDataset.rest`; an iterator for each replica."""
@@ -194,16 +197,16 @@ class ReplicaDatasetFromFunction(ReplicaDataset):
 
     def read_own(self) -> list[Iterator[Any]]:
         """An iterator for each replica."""
+        self.opened += 1
         return [iter(dataset) for dataset in self.datasets]
 
 
 class ReplicaIterator(handles.HandleIterator):
     """One pass over a `ReplicaDataset`, or the rest of one that a source was opened for."""
 
-    def __init__(self, dataset: ReplicaDataset, source: Iterator[Any] | None = None) -> None:
+    def __init__(self, dataset: ReplicaDataset, source: Iterator[Any]) -> None:
         super().__init__()
         self._dataset = dataset
-        # Made when the first batch is wanted: Keras makes iterators that it never uses.
         self._source = source
         self._waiting: collections.deque[Any] = collections.deque()
         # The batch after those, or the error in place of it.
@@ -227,7 +230,6 @@ class ReplicaIterator(handles.HandleIterator):
         if self._ahead is not None:
             return
         try:
-            self._source = self._source or self._dataset.read()
             self._ahead = next(self._source)
         except Exception as error:
             self._ahead = error
@@ -248,14 +250,12 @@ class _OwnIterator(ReplicaIterator):
     def __init__(
         self,
         dataset: ReplicaDatasetFromFunction,
-        own: Sequence[Iterator[Any]] | None = None,
-        count: int | None = None,
+        own: Sequence[Iterator[Any]],
+        count: int,
     ) -> None:
-        super().__init__(dataset)
-        count = dataset.cardinality if count is None else count
+        super().__init__(dataset, own[0])
         self._left = itertools.repeat(True, count) if count >= 0 else itertools.repeat(True)
         self._own = own
-        self._datasets = dataset
 
     def read_ahead(self) -> None:
         """Counts only: the replicas read."""
@@ -267,12 +267,11 @@ class _OwnIterator(ReplicaIterator):
         spec = self._dataset.element_spec
         if all(_has_only_its_size_open(leaf) for leaf in tf.nest.flatten(spec)):
             return tf.nest.map_structure(lambda leaf: tf.zeros([1, *leaf.shape[1:]], leaf.dtype), spec)
-        return next(self._dataset.read())
+        return next(iter(self._dataset.own))
 
     def take(self) -> WholeBatch | OwnParts:
         """Takes the batch of the handle that was given first."""
         self._waiting.popleft()
-        self._own = self._own or self._datasets.read_own()
         return OwnParts(self._own)
 
 

@@ -142,12 +142,10 @@ class QuorumEngine(Engine):
         if fit is None:
             return None
 
-        def begin() -> Pass:
-            # On every worker, even a late one: each new iterator of a shuffle draws a new order.
-            dataset.opened += 1
-            return self._begin_pass(iter(dataset.own), dataset.own.element_spec)
-
-        return PartIterator(begin, dataset.cardinality)
+        # On every worker, even a late one, and not at the first batch: Keras makes iterators that it never reads, and
+        # each of a shuffle draws an order.
+        dataset.opened += 1
+        return self.rest(dataset, [iter(dataset.own)], dataset.cardinality)
 
     def rest(self, dataset: CountedDataset, iterators: Sequence[Any], left: int) -> PartIterator:
         """See `CountedDataset.rest`."""
@@ -341,7 +339,7 @@ class PartIterator(handles.HandleIterator):
     It never ends if the number of batches is unknown or infinite; then `run` raises the end of the data.
 
     Args:
-      begin: begins the pass, at the first handle: Keras makes iterators that it never uses.
+      begin: begins the pass, at the first handle: Keras makes iterators that it never reads.
       left: number of batches; below zero if it is unknown or infinite.
     """
 
