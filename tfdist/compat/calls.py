@@ -38,9 +38,30 @@ NEEDS = (
 )
 
 _KINDS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
-# Weak references to bound methods of strategies.
-_listeners: list[weakref.WeakMethod[Callable[[Call], None]]] = []
 _made_in_default: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+class Listeners:
+    """Bound methods that are called as long as their owners live."""
+
+    def __init__(self) -> None:
+        self._methods: list[weakref.WeakMethod[Callable[..., None]]] = []
+
+    def add(self, method: Callable[..., None]) -> None:
+        """Adds a bound method; its owner is not kept alive."""
+        self._methods.append(weakref.WeakMethod(method))
+
+    def call(self, *args: Any) -> None:
+        """Calls each method; one may raise, and then those after it are not called."""
+        for reference in [*self._methods]:
+            method = reference()
+            if method is None:
+                self._methods.remove(reference)
+            else:
+                method(*args)
+
+
+_listeners = Listeners()
 
 
 class _Depth(threading.local):
@@ -176,9 +197,9 @@ def iterating_fit() -> Call | None:
     return None
 
 
-def fit_of(model: keras.Model, thread: threading.Thread | None = None) -> Call | None:
-    """The innermost open `fit` of this model, also while it validates, in a thread, by default in this one; or None."""
-    calls = _open.get(threading.get_ident() if thread is None else thread.ident or 0, ())
+def fit_of(model: keras.Model) -> Call | None:
+    """The innermost open `fit` of this model in this thread, also while it validates; or None."""
+    calls = _open.get(threading.get_ident(), ())
     return next((call for call in reversed(calls) if call.kind == "fit" and call.model is model), None)
 
 
@@ -220,7 +241,7 @@ def before_each(begin: Callable[[Call], None]) -> None:
     follow()
     replacing.once(type(replicas.default_strategy()), "scope", _entering)
     replacing.once(keras.Layer, "__new__", _making)
-    _listeners.append(weakref.WeakMethod(begin))
+    _listeners.add(begin)
 
 
 def _entering(original: Any) -> Any:
@@ -261,12 +282,7 @@ def _opening(original: Any) -> Any:
             call.callbacks = given
             if isinstance(given, keras.callbacks.CallbackList):
                 call._follow(given)
-        for listener in [*_listeners]:
-            begin = listener()
-            if begin is None:
-                _listeners.remove(listener)
-            else:
-                begin(call)
+        _listeners.call(call)
         thread = threading.get_ident()
         calls = _open.setdefault(thread, [])
         calls.append(call)

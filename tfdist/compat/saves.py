@@ -9,24 +9,23 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 
-from tfdist.compat import replacing
+from tfdist.compat import calls, replacing
 
 # Given the strategy of the model, the path, the monotonic time of the begin, and the seconds that the save took.
 Listener = Callable[[Any, str, float, float], None]
-_listeners: list[weakref.WeakMethod[Listener]] = []
+_listeners = calls.Listeners()
 
 
 def listen(listener: Listener) -> None:
     """Calls a bound method after each save of this process, as long as its owner lives."""
     for name in ("save", "save_weights"):
         replacing.once(keras.Model, name, _announcing)
-    _listeners.append(weakref.WeakMethod(listener))
+    _listeners.add(listener)
 
 
 @contextlib.contextmanager
@@ -34,12 +33,7 @@ def announced(strategy: Any, path: str) -> Iterator[None]:
     """Announces the save that is made within the block, unless the block raises."""
     began = time.monotonic()
     yield
-    for reference in [*_listeners]:
-        listener = reference()
-        if listener is None:
-            _listeners.remove(reference)
-        else:
-            listener(strategy, path, began, time.monotonic() - began)
+    _listeners.call(strategy, path, began, time.monotonic() - began)
 
 
 def _announcing(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The graph that averages the replicas of a model, and the counters that decide when."""
+"""The graph that averages the replicas of a model, and the counters that decide when.
+
+A file of its own beside the engine, `averaging`: this is what a step traces, that is what drives the passes.
+"""
 
 from __future__ import annotations
 

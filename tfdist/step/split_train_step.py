@@ -351,7 +351,7 @@ class SplitTrainStep:
           place: returns a context in which a variable's gradient is scaled, on the device of the variable.
           num_contributions: number of contributions, if it is constant; it may save a pass over the gradients.
           assign: assigns the new value of a variable of `states`.
-          are_final: whether gradients were multiplied by `Factors` before they were summed.
+          are_final: whether gradients were multiplied by `factors` before they were summed.
         """
         gradients, applies = iter(self._with_rows_added_up(total)), iter(total.applies)
         assign_states = self._assigner(total, assign)

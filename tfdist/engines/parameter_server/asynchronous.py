@@ -140,14 +140,12 @@ class AsynchronousEngine(Engine):
           step: a model's bound `train_step` or `test_step`.
           handle: of the next batch; the step is traced for handles of its kind.
         """
-        kind, arguments = keras_steps.classify(step), (step, (handle,), {})
-        self.programs.rehearse(*arguments)
-        program_for = functools.cache(lambda worker_fed: self.programs.trace(*arguments, worker_fed, False))
+        kind, program_for = keras_steps.classify(step), self._programs_of(step, (handle,), {})
         # Before anything of the data is read: most passes that train are fed by the workers.
-        program_for(kind == "train")
+        program_for(kind == "train", False)
 
         def make(iterator: WorkerIterator) -> Any:
-            program = program_for(worker_function.takes_batches_itself(kind, iterator))
+            program = program_for(worker_function.takes_batches_itself(kind, iterator), False)
             return program.rebuild(self._dispatch(kind, program, [], iterator.next_batch()))
 
         return make
@@ -178,14 +176,7 @@ class AsynchronousEngine(Engine):
 
     def _run_in_graph(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         kind, handles = keras_steps.classify(fn), worker_batch.handles_in((args, kwargs))
-        self.programs.rehearse(fn, args, kwargs)
-        by_feed: dict[tuple[bool, bool], Program] = {}
-
-        def program_for(worker_fed: bool, in_parts: bool) -> Program:
-            if (worker_fed, in_parts) not in by_feed:
-                by_feed[worker_fed, in_parts] = self.programs.trace(fn, args, kwargs, worker_fed, in_parts)
-            return by_feed[worker_fed, in_parts]
-
+        program_for = self._programs_of(fn, args, kwargs)
         program = program_for(bool(handles) and kind not in ("test", "predict"), False)
 
         def queue(*inputs: tf.Tensor) -> list[np.ndarray]:
@@ -199,6 +190,13 @@ class AsynchronousEngine(Engine):
 
         inputs = [handle.content for handle in handles] + program.flatten_arguments(args, kwargs)
         return program.rebuild(python_operation.call(queue, inputs, program.dtypes))
+
+    def _programs_of(
+        self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+    ) -> Callable[[bool, bool], Program]:
+        """Creates the variables of `fn`; returns what traces it, once for each `worker_fed` and `in_parts`."""
+        self.programs.rehearse(fn, args, kwargs)
+        return functools.cache(lambda worker_fed, in_parts: self.programs.trace(fn, args, kwargs, worker_fed, in_parts))
 
     def _dispatch(self, kind: str, program: Program, tensors: list[tf.Tensor], batch: Batch | None) -> list[np.ndarray]:
         """Queues or runs a step, by its kind; returns its flat result.
