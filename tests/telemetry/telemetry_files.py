@@ -32,8 +32,13 @@ def documented() -> list[Tag]:
 
 
 def event_files(log_dir: pathlib.Path) -> list[pathlib.Path]:
-    """All event files of Telemetry below a directory, also those that TensorBoard doesn't list."""
-    return sorted(log_dir.rglob("*.tfdist"))
+    """All event files of Telemetry below a directory, also those that TensorBoard doesn't list; as they were made."""
+
+    def by_numbers(path: pathlib.Path) -> list[str | int]:
+        # The last number in a name counts the files of a process: 10 comes after 9.
+        return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", str(path))]
+
+    return sorted(log_dir.rglob("*.tfdist"), key=by_numbers)
 
 
 def values(log_dir: pathlib.Path) -> Iterator[tuple[str, int, Any]]:
