@@ -22,6 +22,12 @@ def _read(name: str) -> str:
     return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
+def _long_description() -> str:
+    """The README for a package registry, where links to files lead nowhere: they become names, and pictures go."""
+    text = re.sub(r"!\[[^\]]*\]\((?!https?:)[^)]*\)\n*", "", _read("README.md"))
+    return re.sub(r"\[([^\]]+)\]\((?!https?:)([^)]+)\)", r"\1 (`\2`)", text)
+
+
 def _version() -> str:
     match = re.search(r'^__version__ = "([^"]+)"', _read("tfdist/__init__.py"), re.MULTILINE)
     if match is None:
@@ -43,7 +49,7 @@ setuptools.setup(
     name="tfdist",
     version=_version(),
     description="The distribution toolkit for TensorFlow and Keras 3: model.fit on many processes, one name changed.",
-    long_description=_read("README.md"),
+    long_description=_long_description(),
     long_description_content_type="text/markdown",
     author="The tfdist authors",
     license="Apache-2.0",

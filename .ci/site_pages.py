@@ -43,6 +43,7 @@ API = {
         "Compression",
         "LazyRows",
     ),
+    "transforms": ("transforms.*",),
     "compression": ("compression.*",),
     "callbacks": ("callbacks.*", "schedules.*"),
     "cluster": ("is_chief", "task", "worker_index", "num_workers", "Cluster", "Task", "ClusterError"),

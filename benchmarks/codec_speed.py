@@ -90,7 +90,7 @@ def _gradients(density: float, num_values: int) -> list[np.ndarray]:
 def _row(codec: Any, density: float, num_values: int, rounds: int) -> dict[str, Any]:
     import tensorflow as tf
 
-    from tfdist.compression import LocalTransport, PowerSGD, gaps
+    from tfdist.compression import LocalTransport, PowerSGD, frames
 
     gradients = [tf.constant(gradient) for gradient in _gradients(density, num_values)]
     spec = tf.TensorSpec(gradients[0].shape)
@@ -136,7 +136,7 @@ def _row(codec: Any, density: float, num_values: int, rounds: int) -> dict[str, 
         "bytes": num_bytes,
         "ratio": 4 * num_values / num_bytes,
         "bits_per_entry": 8 * num_bytes / entries if entries else None,
-        "entropy": gaps.entropy_bits(entries / num_values) if entries else None,
+        "entropy": frames.entropy_bits(entries / num_values) if entries else None,
         "encode_secs": encode_secs,
         "decode_secs": decode_secs,
     }

@@ -108,7 +108,11 @@ def _multi_worker(
 
 
 def _multi_worker_tfdist(
-    communication: str | None = None, steps_per_execution: int = 1, num_threads: int = 0, codec: str = ""
+    communication: str | None = None,
+    steps_per_execution: int = 1,
+    num_threads: int = 0,
+    codec: str = "",
+    clips: bool = False,
 ) -> Loop:
     import keras
     import tensorflow as tf
@@ -119,6 +123,8 @@ def _multi_worker_tfdist(
     how: dict[str, Any] = {"communication": communication} if communication else {}
     if codec:
         how["policies"] = [tfdist.Compression(codec)]
+    if clips:
+        how["transforms"] = [tfdist.transforms.clip_by_global_norm(1.0)]
     strategy = tfdist.MultiWorkerMirroredStrategy(**how)
     return _multi_worker(keras, strategy, steps_per_execution=steps_per_execution)
 
@@ -204,12 +210,14 @@ def _multi_worker_tf_keras() -> Loop:
     return _multi_worker(tf_keras, tf.distribute.MultiWorkerMirroredStrategy())
 
 
-def _parameter_server_tfdist(spares: int | None = None, steps_per_execution: int = 1) -> Loop:
+def _parameter_server_tfdist(spares: int | None = None, steps_per_execution: int = 1, clips: bool = False) -> Loop:
     import tfdist
 
     policies = [] if spares is None else [tfdist.BackupWorkers(spares=spares)]
+    # Versions before the argument have none.
+    how = {"transforms": [tfdist.transforms.clip_by_global_norm(1.0)]} if clips else {}
     # In a worker's or ps' task this serves, and never returns.
-    strategy = tfdist.ParameterServerStrategy(policies=policies)
+    strategy = tfdist.ParameterServerStrategy(policies=policies, **how)
     import keras
     import models
 
@@ -308,6 +316,7 @@ CONTENDERS: dict[str, Callable[[], Loop]] = {
     "mirrored/stock": _mirrored_stock,
     "mirrored/no policy": _mirrored_no_policy,
     "multi_worker/tfdist": _multi_worker_tfdist,
+    "multi_worker/clipped": functools.partial(_multi_worker_tfdist, clips=True),
     "multi_worker/tf_keras": _multi_worker_tf_keras,
     "multi_worker/no policy": _multi_worker_no_policy,
     "multi_worker/warmup": _multi_worker_warmup,
@@ -316,6 +325,7 @@ CONTENDERS: dict[str, Callable[[], Loop]] = {
     **{f"one_device/keras_{name}": functools.partial(_one_device_keras, name) for name in ("torch", "jax")},
     "parameter_server/tfdist": _parameter_server_tfdist,
     "parameter_server/x16": functools.partial(_parameter_server_tfdist, None, 16),
+    "parameter_server/clipped": functools.partial(_parameter_server_tfdist, clips=True),
     "parameter_server/bare": _parameter_server_bare,
     "parameter_server/tf_keras": _parameter_server_tf_keras,
     "parameter_server/soft_sync=1": functools.partial(_parameter_server_asynchronous, "SoftSync", 1),

@@ -26,8 +26,7 @@ from absl import app, flags
 from sizes import SIZES
 
 from tfdist.launchers import local
-from tfdist.launchers.ports import PortReservation
-from tfdist.launchers.processes import Supervisor
+from tfdist.launchers.processes import PortReservation, Supervisor
 
 FLAGS = flags.FLAGS
 HERE = pathlib.Path(__file__).resolve().parent
@@ -100,7 +99,7 @@ def _run(worker: str) -> dict[str, Any]:
         arguments += [f"--rounds={FLAGS.rounds}", f"--steps={FLAGS.steps}"]
         outputs = [pathlib.Path(folder) / f"{index}.json" for index in range(_NUM_WORKERS)]
         started = []
-        request = local.plan(local.Job(tuple(arguments), _NUM_WORKERS, 0), ports.ports)
+        request = local.plan(local.LocalJob(tuple(arguments), _NUM_WORKERS, 0), ports.ports)
         for task, output in zip(request.tasks, outputs, strict=True):
             environment = os.environ | dict(task.env) | {"TF_CPP_MIN_LOG_LEVEL": "3", "GRPC_VERBOSITY": "ERROR"}
             started.append(supervisor.start(task.name, [*task.command, f"--output={output}"], environment))

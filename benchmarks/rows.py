@@ -19,6 +19,7 @@ class Measurement:
       scenario: the delays.
       sizes: the models that it is measured with.
       rounds, segment_secs: segments of each contender, and about how long tfdist's take.
+      changed: contenders that another version (--against) is compared with besides tfdist.
     """
 
     row: str
@@ -27,6 +28,7 @@ class Measurement:
     sizes: tuple[str, ...] = ("tiny", "1M", "25M")
     rounds: int = 7
     segment_secs: float = 1.5
+    changed: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +69,8 @@ _TORCH_BY_MPI = Measurement("torch", {"torch": 1.0})
 _TORCH_BY_TENSORFLOW = Measurement("torch", {"torch": 0.6})
 # On one machine, where no codec saves what it costs.
 _COMPRESSION = Measurement("compression", {"tensorflow": 0.97})
+# A gradient transform, which has the same cost as Keras' clipping at best.
+_TRANSFORMS = Measurement("transforms", {"clipped": None}, sizes=("tiny",), segment_secs=1.0, changed=("clipped",))
 # More workers than this machine has cores. "mpi spinning" waits as MPI libraries do by default.
 _MORE_WORKERS = Measurement("more_workers", {"mpi spinning": None, "tensorflow": None, "torch": None}, rounds=5)
 _BACKENDS = Measurement("backends", {"keras_torch": None, "keras_jax": None})
@@ -101,6 +105,8 @@ STAGES = (
     Stage("multi_worker", ("mpi", "mpi spinning", "tensorflow", "torch"), (_MORE_WORKERS,), num_workers=4),
     Stage("one_device", ("tfdist", "keras_torch", "keras_jax"), (_BACKENDS,), starts=3),
     Stage("multi_worker", ("auto", "tensorflow"), (_COMPRESSION,), num_workers=2, starts=3),
+    Stage("multi_worker", ("tfdist", "clipped"), (_TRANSFORMS,), num_workers=2, starts=2),
+    Stage("parameter_server", ("tfdist", "clipped"), (_TRANSFORMS,), num_workers=3, num_ps=1, starts=2),
     _at_once("multi_worker", "mpi x16", "mpi", 3.0),
     _at_once("multi_worker", "tensorflow x16", "tensorflow", 1.5),
     _at_once("parameter_server", "x16", "tfdist", 4.0, num_ps=1),

@@ -42,7 +42,7 @@ STRATEGIES = tuple(dict.fromkeys(stage.strategy for stage in STAGES))
 BEFORE = "before"
 SIZES = ("tiny", "1M", "25M", "deep")
 # These need more than `make bench` installs, or measure something else than steps.
-_ON_REQUEST = ("torch", "steps_per_execution", "more_workers", "backends", "compression")
+_ON_REQUEST = ("torch", "steps_per_execution", "more_workers", "backends", "compression", "transforms")
 # Rows with a summary of their own: what measures each, and what makes the summary.
 _SUMMED_UP: dict[str, tuple[Callable[[], Any], Callable[[Any], str]]] = {
     "deaths": (lambda: deaths.measure(FLAGS.deaths_secs, _say), deaths.summary),
@@ -174,6 +174,8 @@ def _results(
     before = {BEFORE: None} if FLAGS.against else {}
     for rival, least in (measurement.rivals | before).items():
         yield head | {"rival": rival} | _compare(least, rates[stage.contenders[0]], rates[rival])
+    for contender in measurement.changed if before else ():
+        yield head | {"row": contender, "rival": BEFORE} | _compare(None, rates[contender], rates[BEFORE])
 
 
 def _warm_up(team: arena.Team, spares: int, stage: Stage, measurement: Measurement) -> None:
@@ -265,8 +267,15 @@ def _environment() -> dict[str, Any]:
         "load_average_before": round(os.getloadavg()[0], 2),
         "platform": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-        **{package: importlib.metadata.version(package) for package in packages},
+        **{package: _version(package) for package in packages},
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None  # Of a rival that some rows do without.
 
 
 def _write(report: dict[str, Any]) -> None:

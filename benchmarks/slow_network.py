@@ -161,7 +161,7 @@ def _do(*command: str) -> None:
 
 def _train(codec: str, steps_before: int, steps: int) -> dict[str, float]:
     import tfdist
-    from tfdist.runtime import socket_bytes
+    from tfdist.runtime import usage
 
     policies: list[Any] = []
     if codec:
@@ -179,7 +179,7 @@ def _train(codec: str, steps_before: int, steps: int) -> dict[str, float]:
     data = models.dataset(size, replicas=strategy.num_replicas_in_sync)
 
     def counted() -> tuple[float, int, int]:
-        return time.perf_counter(), socket_bytes.by_this_process(), max(strategy.report().message_bytes.values())
+        return time.perf_counter(), usage.by_this_process(), max(strategy.report().message_bytes.values())
 
     class Measured(keras.callbacks.Callback):
         began = ended = (0.0, 0, 0)

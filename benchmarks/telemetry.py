@@ -2,11 +2,15 @@
 """Measures the cost of `tfdist.callbacks.Telemetry` per step: points, histograms and the update log.
 
 `measure` runs this file once for each strategy. In one `fit`, epochs with and without the callback take turns, and each
-is compared with its neighbour. Of several workers all take turns alike, and the chief is measured.
+is compared with its neighbour. Of several workers all take turns alike, and the chief is measured. `multi_worker_clock`
+compares steps that take the times of input, computing and sum, without the callback, with steps that don't.
+
+    python telemetry.py --strategy=multi_worker_clock --strategy=multi_worker   # these alone, 3 minutes
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
@@ -15,13 +19,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import child
 from absl import app, flags
 
-STRATEGIES = ("mirrored", "parameter_server", "asynchronous", "multi_worker", "multi_worker_policy")
+CLOCK = "multi_worker_clock"
+STRATEGIES = ("mirrored", "parameter_server", "asynchronous", "multi_worker", "multi_worker_policy", CLOCK)
 MOST_SHARE = 0.01
 _NUM_WORKERS = 4
 _STEPS_PER_EPOCH = 100
@@ -30,14 +36,16 @@ _LIMIT_SECS = 600.0
 FLAGS = flags.FLAGS
 
 
-def measure(pairs: int, progress: Callable[[str], None]) -> dict[str, dict[str, list[float]]]:
+def measure(
+    pairs: int, progress: Callable[[str], None], strategies: Sequence[str] = STRATEGIES
+) -> dict[str, dict[str, list[float]]]:
     """Trains for so many pairs of epochs under each strategy.
 
     Returns:
       By strategy: "with" and "without", seconds of each epoch; "inside", seconds within the callback in the former.
     """
     found = {}
-    for strategy in STRATEGIES:
+    for strategy in strategies:
         progress(f"telemetry: {strategy}")
         arguments = [f"--strategy={strategy}", f"--pairs={pairs}"]
         run = _run_workers if strategy.startswith("multi_worker") else child.result
@@ -51,7 +59,7 @@ def summary(report: dict[str, dict[str, list[float]]]) -> str:
     for strategy, secs in report.items():
         ratios = [a / b - 1 for a, b in zip(secs["with"], secs["without"], strict=True)]
         low, _, high = statistics.quantiles(ratios, n=4)
-        inside = sum(secs["inside"]) / sum(secs["with"])
+        inside = sum(secs["inside"]) / sum(secs["with"]) if secs["inside"] else 0.0
         # Of the first, a busy machine can say no more than where it surely is not.
         missed = "  MISSED" if low > MOST_SHARE or inside > MOST_SHARE else ""
         lines.append(
@@ -66,7 +74,7 @@ def summary(report: dict[str, dict[str, list[float]]]) -> str:
 def _run_workers(script: str, arguments: list[str], limit_secs: float) -> Any:
     """Runs this file as each worker of a cluster on this machine; returns the chief's result."""
     from tfdist import Cluster, Task
-    from tfdist.launchers.ports import PortReservation
+    from tfdist.launchers.processes import PortReservation
 
     with tempfile.TemporaryDirectory() as folder, PortReservation(_NUM_WORKERS) as reserved:
         addresses = {index: f"127.0.0.1:{port}" for index, port in enumerate(reserved.ports)}
@@ -97,16 +105,16 @@ def _strategy() -> Any:
 
     import tfdist
 
-    policies = [tfdist.BackupWorkers(spares=1)]
-    if FLAGS.strategy == "mirrored":
+    policies, (chosen,) = [tfdist.BackupWorkers(spares=1)], FLAGS.strategy
+    if chosen == "mirrored":
         cpu = tf.config.list_physical_devices("CPU")[0]
         parts = [tf.config.LogicalDeviceConfiguration()] * _NUM_WORKERS
         tf.config.set_logical_device_configuration(cpu, parts)
         tf.config.threading.set_inter_op_parallelism_threads(_NUM_WORKERS + 1)
         return tfdist.MirroredStrategy([f"CPU:{index}" for index in range(_NUM_WORKERS)], policies=policies)
-    if FLAGS.strategy.startswith("multi_worker"):
-        return tfdist.MultiWorkerMirroredStrategy(policies=policies if FLAGS.strategy.endswith("policy") else [])
-    given = [] if FLAGS.strategy == "asynchronous" else policies
+    if chosen.startswith("multi_worker"):
+        return tfdist.MultiWorkerMirroredStrategy(policies=policies if chosen.endswith("policy") else [])
+    given = [] if chosen == "asynchronous" else policies
     return tfdist.ParameterServerStrategy(num_workers=_NUM_WORKERS, policies=given)
 
 
@@ -176,15 +184,63 @@ def _train(directory: str) -> dict[str, list[float]]:
     return alternating.secs
 
 
+def _train_with_clock() -> dict[str, list[float]]:
+    """Trains two models by turns, of which one was traced with the clock of `tfdist.step.step_times`."""
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    from tfdist.engines import synchronous
+
+    strategy = _strategy()
+    x = np.ones((32 * _NUM_WORKERS, 10), np.float32)
+    data = tf.data.Dataset.from_tensors((x, x[:, :1])).repeat()
+    zero = tf.data.Dataset.from_tensors(tf.constant(0.0, tf.float64)).repeat()
+
+    def untimed(dataset: tf.data.Dataset) -> tf.data.Dataset:
+        return tf.data.Dataset.zip(zero, dataset.prefetch(2), zero)
+
+    class Ends(keras.callbacks.Callback):
+        """Keeps the time of each step's end."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.secs: list[float] = []
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.secs.append(time.perf_counter())
+
+    models = {}
+    for kind in ("with", "without"):
+        with strategy.scope():
+            models[kind] = keras.Sequential([keras.Input((10,)), keras.layers.Dense(32, "relu"), keras.layers.Dense(1)])
+            models[kind].compile("sgd", "mse")
+    found: dict[str, list[float]] = {"with": [], "without": [], "inside": []}
+    times = strategy._times
+    for index in range(2 + 2 * FLAGS.pairs):
+        kind = "with" if index % 4 in (0, 3) else "without"
+        off = mock.patch.object(synchronous, "_timed", untimed) if kind == "without" else contextlib.nullcontext()
+        strategy._times = times if kind == "with" else None
+        ends = Ends()
+        with off:
+            models[kind].fit(data, steps_per_epoch=_STEPS_PER_EPOCH + 5, epochs=1, callbacks=[ends], verbose=0)
+        if index >= 2:
+            found[kind].append(ends.secs[-1] - ends.secs[4])
+    return found
+
+
 def _main(argv: list[str]) -> None:
+    if FLAGS.result is None:
+        print(summary(measure(FLAGS.pairs, lambda text: print(text, flush=True), FLAGS.strategy)))
+        return
     with tempfile.TemporaryDirectory() as directory:
-        result = _train(directory)
+        result = _train_with_clock() if FLAGS.strategy[0] == CLOCK else _train(directory)
     with open(FLAGS.result, "w") as output:  # noqa: PTH123, a path and no more
         json.dump(result, output)
 
 
 if __name__ == "__main__":
-    flags.DEFINE_enum("strategy", "mirrored", STRATEGIES, "What to train under.")
+    flags.DEFINE_multi_enum("strategy", STRATEGIES, STRATEGIES, "What to train under.")
     flags.DEFINE_integer("pairs", 40, "Epochs with the callback, and as many without.")
-    flags.DEFINE_string("result", None, "File to write the result to.", required=True)
+    flags.DEFINE_string("result", None, "File for the result of one strategy; all are run, and shown, without it.")
     app.run(_main)

@@ -68,7 +68,7 @@ def summary(report: dict[str, Any]) -> str:
 
 def _run(way: str) -> list[dict[str, float]]:
     from tfdist import Cluster, Task
-    from tfdist.launchers.ports import PortReservation
+    from tfdist.launchers.processes import PortReservation
 
     with tempfile.TemporaryDirectory() as folder, PortReservation(2) as reserved:
         addresses = {index: f"127.0.0.1:{port}" for index, port in enumerate(reserved.ports)}
@@ -96,7 +96,7 @@ def _run(way: str) -> list[dict[str, float]]:
 
 def _train(way: str) -> dict[str, float]:
     import tfdist
-    from tfdist.runtime import socket_bytes
+    from tfdist.runtime import usage
 
     kind, state = WAYS[way]
     policies: list[Any] = []
@@ -117,9 +117,9 @@ def _train(way: str) -> dict[str, float]:
         model.compile(getattr(keras.optimizers, kind)(1e-4), "mse")
     # One period first, which traces and opens connections.
     model.fit(data, steps_per_epoch=EVERY_STEPS, verbose=0)
-    before, told = socket_bytes.by_this_process(), max(strategy.report().message_bytes.values())
+    before, told = usage.by_this_process(), max(strategy.report().message_bytes.values())
     model.fit(data, steps_per_epoch=STEPS, verbose=0)
-    after, told_after = socket_bytes.by_this_process(), max(strategy.report().message_bytes.values())
+    after, told_after = usage.by_this_process(), max(strategy.report().message_bytes.values())
     return {"bytes_per_step": (after - before) / STEPS, "reported_per_step": (told_after - told) / STEPS}
 
 

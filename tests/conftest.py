@@ -175,7 +175,7 @@ def _split_cpu() -> None:
 def _leave_untuned() -> None:
     """Switches tf.data's autotuning off unless a test decides: it holds up who deletes an iterator on a busy machine.
 
-    tfdist/compat/array_data.py tells why. tfdist does so where it may; trainings on one device, with which tests
+    tfdist/compat/tensorflow/inputs.py tells why. tfdist does so where it may; trainings on one device, with which tests
     compare, would wait as long as they had taken, after each pass.
     """
     import tensorflow as tf

@@ -9,9 +9,11 @@ import importlib.util
 import os
 import pathlib
 import re
+import runpy
 import subprocess
 import sys
 import types
+from unittest import mock
 
 import psutil
 import pytest
@@ -94,11 +96,9 @@ _SHOWN_BY: dict[str, dict[str, tuple[str, ...]]] = {
         "gradient_accumulation_steps": ("test_an_update_is_made_of_the_gradients_of_one_worker",),
         "run_eagerly": ("test_run_eagerly_is_one_device_and_steps_see_values",),
         "Embedding, recurrent layers, Dropout": (*_EMBEDDING, "LSTM", "test_normalization_dropout_and_embedding"),
-        "`variable_partitioner`": _TABLES,
         "`devices_per_replica`": ("test_each_part_computes_on_its_device",),
         "`distribute_datasets_from_function`": ("test_the_user_may_give_each_worker_its_own_data",),
         "`ClusterCoordinator.schedule` and `join`": ("test_a_loop_with_the_coordinator",),
-        "`policies=[...]`": (*_BACKUP, *_ASYNCHRONOUS),
     },
     "docs/strategies.md": {
         "weights equal those of one device": (*_FIT, *_OPTIMIZERS),
@@ -124,9 +124,8 @@ _SHOWN_BY: dict[str, dict[str, tuple[str, ...]]] = {
         "`Warmup`": _WARMUP,
         "`LazyRows`": ("test_lazy_rows_update_the_rows_of_the_step",),
         "`ParameterAveraging`": _AVERAGING,
-        "replicas that span devices, each with a part of the layers": _PARTS,
+        "[replicas that span devices](large_models.md#replicas-that-span-devices)": _PARTS,
         "`tfdist.callbacks.Resume`": ("interrupted and resumed", "test_it_goes_on_as_if_nothing_had_happened"),
-        "fit, evaluate, predict; arrays, tf.data, generators, dicts, several inputs and outputs": (*_FIT, *_DATA),
         "data of unknown length": ("unknown length", "test_the_unannounced_end_of_the_data_is_no_step"),
         "uneven last batches, fewer examples than replicas": _UNEVEN,
         "models without `call()`; layers, optimizers and seed generators first used in a step or a custom loop": (
@@ -136,7 +135,6 @@ _SHOWN_BY: dict[str, dict[str, tuple[str, ...]]] = {
         "batch-level logs": (*_FIT, "test_own_train_step_keeps_its_logs"),
         "train_on_batch, test_on_batch, predict_on_batch": (*_SINGLE, "test_single_batches_train_all_workers"),
         "own `train_step`, `compute_loss`": (*_OWN_STEPS, "own compute_loss"),
-        "custom loops with `strategy.run`": _LOOPS,
         "loops without `strategy.run`: model, gradient tape, `optimizer.apply`": _PLAIN_LOOPS,
         "`model.compile` outside of the scope; optimizers, metrics and losses that were made there": (
             "compiled outside of the scope",
@@ -150,7 +148,6 @@ _SHOWN_BY: dict[str, dict[str, tuple[str, ...]]] = {
             *("seed_generators_made_outside_of_the_scope", "optimizers_made_outside_of_the_scope"),
         ),
         "clipping, gradient_accumulation_steps, EMA, weight decay": (*_OPTIMIZERS, *_ACCUMULATION),
-        "`devices_per_replica`: replicas that span devices, each with a part of the layers": _PARTS,
         "mixed precision, LossScaleOptimizer": (
             *("loss scale", "test_float16_skips_updates_that_are_not_finite_on_any_replica"),
         ),
@@ -162,7 +159,6 @@ _SHOWN_BY: dict[str, dict[str, tuple[str, ...]]] = {
                 "test_files_are_read_once_and_predicted_in_order",
             ),
         ),
-        "`policies=[...]`": (*_BACKUP, *_WARMUP, *_AVERAGING),
         "gradients of a loop that does not use the strategy": _PLAIN_LOOPS,
         "what `strategy.reduce` or `strategy.gather` returned, as it is": _COMMON,
         "what is computed of that, such as `tf.clip_by_global_norm`": _COMMON,
@@ -249,6 +245,14 @@ def test_pages_are_short() -> None:
 def test_changelog_is_headed_by_the_version() -> None:
     head = re.search(r"^## (.+)$", _text(ROOT / "CHANGELOG.md"), re.MULTILINE)
     assert head is not None and head.group(1) in (tfdist.__version__, "Unreleased")
+
+
+def test_page_on_a_registry_has_no_link_that_leads_nowhere() -> None:
+    with mock.patch("setuptools.setup") as setup:
+        runpy.run_path(str(ROOT / "setup.py"))
+    text = setup.call_args.kwargs["long_description"]
+    assert "`docs/tutorials/two_workers.md`" in text
+    assert re.findall(r"\]\((?!https?:).*?\)", text) == []
 
 
 def test_diff_of_the_readme_makes_the_quick_start(quick_start: str) -> None:
@@ -365,6 +369,7 @@ def test_site_has_every_public_name_and_every_page() -> None:
         "compression",
         "schedules",
         "testing",
+        "transforms",
         "update_log",
     }
     nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
@@ -387,6 +392,7 @@ _WITHOUT_WORDS = {
     "OSError(problems[0])": "the text of the writer's error",
     "RuntimeError(f'{type(error).__name__}: {said}')": "the text of TensorFlow's error",
     "RuntimeError(f\"communication='mpi': {shown}\")": "the text of another worker's error",
+    "RuntimeError(told.group())": "the text of another worker's error",
     "SystemExit(128 + signum)": "an exit code",
     "SystemExit(TRY_AGAIN_EXIT_CODE)": "an exit code",
     "ValueError('**')": "caught where the policy is parsed",

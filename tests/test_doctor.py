@@ -17,8 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import tfdist
-from tfdist import _line_server, cli, doctor, doctor_meeting
-from tfdist.launchers.ports import PortReservation
+from tfdist import _line_server, cli, doctor
+from tfdist.launchers.processes import PortReservation
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 GOOD = {"tensorflow": "2.21.0", "keras": "3.15.1", "numpy": "2.4.0", "absl-py": "2.5.1"}
@@ -77,7 +77,7 @@ def test_another_backend_of_keras(tmp_path):
 
 def test_gpus(monkeypatch):
     def state(there, usable, package):
-        monkeypatch.setattr(doctor.gpus, "present", lambda env: usable if env else there)
+        monkeypatch.setattr(doctor.environment, "present", lambda env: usable if env else there)
         (finding,) = doctor.gpu_findings({"CUDA_VISIBLE_DEVICES": "x"}, {package: "9"}.get)
         return finding.state, finding.text
 
@@ -162,7 +162,7 @@ def test_tasks_that_meet_compare_versions_and_clocks(monkeypatch):
         found = {}
 
         def meet(index, version):
-            found[index] = doctor_meeting.meet(tasks[index], {"tfdist": version}, 30.0)
+            found[index] = doctor.meet(tasks[index], {"tfdist": version}, 30.0)
 
         thread = threading.Thread(target=meet, args=(1, "2"))
         thread.start()
@@ -171,14 +171,14 @@ def test_tasks_that_meet_compare_versions_and_clocks(monkeypatch):
     assert found[0][1] == ("wrong", "worker:1 has tfdist 2 where 1 is here; install the same on all")
     assert found[1][1][1] == "worker:0 has tfdist 1 where 2 is here; install the same on all"
     answer = {"task": "worker:1", "versions": {}, "skew": -7.25}
-    (_, skew) = doctor_meeting.compare(tfdist.Task("worker", 1), "a:1", answer, {})
+    (_, skew) = doctor.compare(tfdist.Task("worker", 1), "a:1", answer, {})
     assert skew == ("warning", "the clock of worker:1 is -7.2 s off from this one; synchronise them")
-    (other,) = doctor_meeting.compare(tfdist.Task("worker", 1), "a:1", {**answer, "task": "worker:9"}, {})
+    (other,) = doctor.compare(tfdist.Task("worker", 1), "a:1", {**answer, "task": "worker:9"}, {})
     assert "'worker:9' answers there" in other[1]
 
 
 def test_a_task_meets_at_another_address_than_its_own_name_means(monkeypatch):
-    monkeypatch.setattr(doctor_meeting, "_CALL_BACK_SECS", 0.2)
+    monkeypatch.setattr(doctor, "_CALL_BACK_SECS", 0.2)
     with PortReservation(2) as reservation, ThreadPoolExecutor(2) as pool:
         first, second = reservation.ports
         views = [
@@ -187,13 +187,13 @@ def test_a_task_meets_at_another_address_than_its_own_name_means(monkeypatch):
             )
             for index in range(2)
         ]
-        found = list(pool.map(lambda view: doctor_meeting.meet(view, {}, 60.0), views))
+        found = list(pool.map(lambda view: doctor.meet(view, {}, 60.0), views))
     assert [[state for state, _ in each] for each in found] == [["ok"], ["ok"]]
 
 
 def test_a_task_that_does_not_come_is_named():
     with PortReservation(2) as reservation:
-        ((state, text),) = doctor_meeting.meet(cluster(*reservation.ports), {}, 0.5)
+        ((state, text),) = doctor.meet(cluster(*reservation.ports), {}, 0.5)
     assert state == "wrong"
     assert text.startswith(f"worker:1 at 127.0.0.1:{reservation.ports[1]}: ")
     assert "does it run" in text
@@ -206,7 +206,7 @@ def test_a_task_that_does_not_come_is_named():
 def visitors(ports):
     """A task that answers; its address and who asks."""
     with contextlib.ExitStack() as stack:
-        asked = doctor_meeting.Callers(cluster(*ports), {"tfdist": "1"})
+        asked = doctor.Callers(cluster(*ports), {"tfdist": "1"})
         sockets = _line_server.listen(f"127.0.0.1:{ports[0]}", ["127.0.0.1:1"])
         stack.enter_context(_line_server.LineServer(sockets, asked.converse))
         yield sockets[0].getsockname(), asked
@@ -225,9 +225,7 @@ def test_strangers_that_came_first_and_stay_delay_no_meeting(words):
             stranger = stack.enter_context(socket.create_connection(address, 10))
             with contextlib.suppress(ConnectionError):
                 stranger.sendall(words)
-        found = doctor_meeting.ask_task(
-            cluster(*reservation.ports, index=1), tfdist.Task("worker", 0), time.monotonic()
-        )
+        found = doctor.ask_task(cluster(*reservation.ports, index=1), tfdist.Task("worker", 0), time.monotonic())
         assert isinstance(found, dict) and found["task"] == "worker:0"
         asked.wait_for_all(60)
         assert asked.wait_for(tfdist.Task("worker", 1), 0)
@@ -250,7 +248,7 @@ def test_garbage_at_a_tasks_address_is_a_line(answer):
 
         thread = threading.Thread(target=pretend)
         thread.start()
-        found = doctor_meeting.ask_task(cluster(1, server.getsockname()[1]), tfdist.Task("worker", 1), time.monotonic())
+        found = doctor.ask_task(cluster(1, server.getsockname()[1]), tfdist.Task("worker", 1), time.monotonic())
         thread.join()
     assert isinstance(found, str) and len(found) < 100
 
@@ -258,8 +256,8 @@ def test_garbage_at_a_tasks_address_is_a_line(answer):
 def test_an_answer_cannot_write_to_the_terminal():
     said = "\x1b[2J" * 100
     answer = {"task": "worker:1", "versions": {"tfdist": said, "keras": said}, "skew": 0.0}
-    lines = doctor_meeting.compare(tfdist.Task("worker", 1), "a:1", answer, {"tfdist": "1"})
-    lines += doctor_meeting.compare(tfdist.Task("worker", 1), "a:1", {**answer, "task": said}, {})
+    lines = doctor.compare(tfdist.Task("worker", 1), "a:1", answer, {"tfdist": "1"})
+    lines += doctor.compare(tfdist.Task("worker", 1), "a:1", {**answer, "task": said}, {})
     assert all("\x1b" not in text and len(text) < 250 for _, text in lines)
 
 
@@ -304,8 +302,8 @@ def test_the_last_line(monkeypatch, capsys, states, code, last):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--timeout_secs=0"], "tfdist: flag --timeout_secs=0"),
-        (["--tiemout_secs=1"], "tfdist: Unknown command line flag 'tiemout_secs'. Did you mean: timeout_secs"),
+        (["--timeout_secs=0"], "tfdist: --timeout_secs must be a number >= 0.1"),
+        (["--tiemout_secs=1"], "tfdist: unknown flag --tiemout_secs; did you mean --timeout_secs=1?"),
         (["now"], "tfdist: tfdist doctor takes flags only"),
     ],
 )

@@ -29,6 +29,7 @@ SHOWS = {
     "diloco": r"Epoch 3/3",
     "gan": r"critic: \d",
     "mixed_precision": "computes in float16 and keeps float32",
+    "own_transform": r"policies=\[SoftSync",
     "resume": "updates: 60",
     "straggler": r"worker:1 .*%",
     "text": r"accuracy: [01]\.\d+",

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tfdist import Cluster, Task, cli, firewall
+from tfdist import Cluster, Task, cli, doctor
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 GOLDEN = """\
@@ -43,7 +43,7 @@ def two_hosts(index: int = 0) -> Cluster:
 
 def rules(described: Cluster, **known: list[str]) -> str:
     resolve = {**KNOWN, **known}
-    return firewall.rules(described, ["a:2224"], 1000, "32768-60999", lambda host: resolve.get(host, []))
+    return doctor.rules(described, ["a:2224"], 1000, "32768-60999", lambda host: resolve.get(host, []))
 
 
 def test_the_rules_as_text():

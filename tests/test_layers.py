@@ -24,7 +24,7 @@ MODULES = sorted((ROOT / "tfdist").rglob("*.py"))
 # Which parts of tfdist each part may import. A new part gets a line here, and the arrow must point one way. Lower parts
 # come first. An import for type checkers counts: an arrow is an arrow.
 _SOCKETS = {"_addresses", "_line_server", "_sockets"}
-_STEPS = {"compat", "data", "policies", "runtime", "step", "transport"}
+_STEPS = {"compat", "data", "policies", "runtime", "step", "transforms", "transport"}
 _ENGINES = {*_STEPS, "engines.base"}
 ARROWS: dict[str, set[str]] = {
     "_addresses": set(),
@@ -41,7 +41,9 @@ ARROWS: dict[str, set[str]] = {
     "transport": {"compat", "launchers", "runtime"},
     "compression": {"compat", "runtime"},
     "data": {"compat", "runtime"},
-    "step": {"compat", "data", "policies", "runtime", "transport"},
+    # Users' own transforms are like those: nothing of tfdist's is needed.
+    "transforms": set(),
+    "step": {"compat", "data", "policies", "runtime", "transforms", "transport"},
     "engines": set(),
     "engines.base": {"policies"},
     # Engines don't import each other.
@@ -84,14 +86,13 @@ ARROWS: dict[str, set[str]] = {
         "simulation",
         "strategies",
         "telemetry",
+        "transforms",
     },
     "tensorboard_plugin": {"policies", "simulation", "telemetry", "update_log"},
-    "firewall": {"_addresses", "cluster"},
-    "doctor_meeting": {*_SOCKETS, "cluster"},
     "doctor_measure": {*_SOCKETS, "_whole_files", "cluster"},
-    "doctor": {"__init__", "_addresses", "cluster", "doctor_measure", "doctor_meeting", "firewall", "launchers"},
+    "doctor": {"__init__", *_SOCKETS, "cluster", "doctor_measure", "launchers"},
     "advisor": {"_whole_files", "doctor_measure", "launchers", "policies", "simulation", "update_log"},
-    "profiling": {"__init__", "_whole_files", "advisor", "compat", "launchers", "runtime"},
+    "profiling": {"__init__", "_whole_files", "advisor", "compat", "launchers", "policies", "runtime"},
     "simulate": {"__init__", "_whole_files", "flags", "launchers", "simulation", "update_log"},
     "watching": {"_whole_files", "launchers", "telemetry", "update_log"},
     "cli": {"__init__", "cluster", "doctor", "launchers", "update_log", "watching"},
@@ -107,6 +108,7 @@ ARROWS: dict[str, set[str]] = {
         "schedules",
         "strategies",
         "testing",
+        "transforms",
         "sharded_tables",
     },
 }
@@ -120,8 +122,6 @@ LIGHT_FILES = (
     "cluster",
     "doctor",
     "doctor_measure",
-    "doctor_meeting",
-    "firewall",
     "simulate",
 )
 WITHOUT_TENSORFLOW = (*LIGHT_FILES, "advisor", "launchers", "policies", "runtime", "simulation")
@@ -376,3 +376,50 @@ def _modules_imported(path: pathlib.Path, known: Collection[str]) -> set[str]:
     """Of the known modules those that `path` imports, itself or a name of theirs."""
     imported = set(_imported(path))
     return (imported | {name.rpartition(".")[0] for name in imported}) & set(known)
+
+
+# How the package is cut. These go down, not up: a file that one other file imports belongs into that file, unless it is
+# an idea of its own (a program that is started by its name, a public class, an engine).
+MOST_FILES = 254
+MOST_WITH_ONE_IMPORTER = 55
+MOST_IN_COMPAT = 25
+MOST_LINES = 900
+MOST_SHARED_NAMES = 18
+
+
+@functools.cache
+def _importers() -> dict[str, set[str]]:
+    """For each module the modules that import it, itself or a name of it."""
+    known = {_module(path) for path in MODULES}
+    found: dict[str, set[str]] = {module: set() for module in known}
+    for path in MODULES:
+        for imported in _imported(path):
+            home = imported if imported in known else imported.rpartition(".")[0]
+            if home in known and home != _module(path):
+                found[home].add(_module(path))
+    return found
+
+
+def test_the_package_has_few_files():
+    assert len(MODULES) <= MOST_FILES
+    assert sum(_part(path) == "compat" for path in MODULES) <= MOST_IN_COMPAT
+
+
+def test_few_modules_have_one_importer():
+    folders = {_module(path) for path in MODULES if path.name == "__init__.py"}
+    single = sorted(module for module, by in _importers().items() if len(by) == 1 and module not in folders)
+    assert len(single) <= MOST_WITH_ONE_IMPORTER, single
+
+
+def test_no_file_is_longer_than_an_idea():
+    assert [_name(path) for path in MODULES if len(path.read_text(encoding="utf-8").splitlines()) > MOST_LINES] == []
+
+
+def test_few_classes_share_a_name():
+    homes: dict[str, list[str]] = {}
+    for path in MODULES:
+        for node in _tree(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(_module(path))
+    shared = {name: where for name, where in homes.items() if len(where) > 1}
+    assert len(shared) <= MOST_SHARED_NAMES, shared

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfdist import Cluster, Task, _line_server, _sockets, doctor_meeting
-from tfdist.launchers.ports import PortReservation
+from tfdist import Cluster, Task, _line_server, _sockets, doctor
+from tfdist.launchers.processes import PortReservation
 from tfdist.runtime import rendezvous
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -159,7 +159,7 @@ def test_no_lines_of_a_stranger_end_a_conversation_badly(lines: list[bytes]):
     met: list[str] = []
     answering = rendezvous.Answering.__new__(rendezvous.Answering)
     answering._cluster, answering._secret, answering._on_met = TWO, b"a secret", met.append
-    visitors = doctor_meeting.Callers(TWO, {})
+    visitors = doctor.Callers(TWO, {})
     for conversation in (answering._converse(), visitors.converse()):
         next(conversation)
         with contextlib.suppress(StopIteration):
@@ -173,7 +173,7 @@ def test_no_lines_of_a_stranger_end_a_conversation_badly(lines: list[bytes]):
 def test_no_answer_of_a_stranger_is_a_meeting(answer: bytes):
     assert rendezvous.judge(answer, TWO, Task("worker", 1))
     with contextlib.suppress(ValueError):
-        doctor_meeting.parse(answer)
+        doctor.parse(answer)
 
 
 # Addresses.

@@ -7,6 +7,7 @@ Importing this package starts nothing and imports no TensorFlow: the public name
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     import tfdist.flags as flags  # noqa: F401
     import tfdist.schedules as schedules  # noqa: F401
     import tfdist.testing as testing  # noqa: F401
+    import tfdist.transforms as transforms  # noqa: F401
     from tfdist.cluster import Cluster, ClusterError, Task, is_chief, num_workers, task, worker_index
     from tfdist.flags import strategy_from_flags
     from tfdist.model_parts import placement, split
@@ -90,17 +92,34 @@ MODULE_OF = {
 }
 
 # Modules that users reach by `import tfdist` alone.
-_MODULES = ("callbacks", "compression", "flags", "schedules", "testing")
+_MODULES = ("callbacks", "compression", "flags", "schedules", "testing", "transforms")
+
+# Names that are looked for here: those of public modules, and those of Horovod, PyTorch and accelerate.
+_COUNTERPARTS = {
+    **{name: f"callbacks.{name}" for name in ("Resume", "ScaleLearningRate", "Telemetry")},
+    **{name: f"compression.{name}" for name in ("HalfPrecision", "PowerSGD", "SignSGD", "Threshold", "TopK")},
+    **{name: f"testing.{name}" for name in ("Delays", "Faults")},
+    "LinearScaling": "schedules.LinearScaling",
+    **dict.fromkeys(("rank", "get_rank", "process_index", "local_rank"), "worker_index"),
+    **dict.fromkeys(("size", "world_size", "get_world_size", "num_processes", "process_count"), "num_workers"),
+    **dict.fromkeys(("is_main_process", "is_master"), "is_chief"),
+}
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"tfdist.{name}")
     if name not in MODULE_OF:
-        raise AttributeError(f"module 'tfdist' has no attribute {name!r}")
+        raise AttributeError(f"module 'tfdist' has no attribute {name!r}{_hint(name)}")
     value = getattr(importlib.import_module(MODULE_OF[name]), name)
     globals()[name] = value
     return value
+
+
+def _hint(name: str) -> str:
+    """Returns the end of a message with the name that was probably meant; imports nothing."""
+    meant = _COUNTERPARTS.get(name) or "".join(difflib.get_close_matches(name, [*MODULE_OF, *_MODULES], 1, 0.75))
+    return f"; did you mean tfdist.{meant}?" if meant else ""
 
 
 def __dir__() -> list[str]:

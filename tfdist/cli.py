@@ -91,6 +91,8 @@ def _run(arguments: list[str]) -> int:
     if arguments[0] in COMMANDS:
         return _call(COMMANDS[arguments[0]], arguments[1:], f"tfdist {arguments[0]}")
     if arguments[0] != "launch":
+        if arguments[0].endswith(".py"):
+            raise _UsageError(f"no command is given; did you mean tfdist launch local {arguments[0]}?")
         *names, last = ("launch", *COMMANDS)
         known = f"{', '.join(names)} or {last}"
         raise _UsageError(f"unknown command; use {known} (see tfdist --help). Received: {arguments[0]!r}")
@@ -104,6 +106,11 @@ def _launch(arguments: list[str]) -> int:
     platform, *rest = arguments
     if platform not in PLATFORMS:
         known = ", ".join(PLATFORMS)
+        if platform.startswith("-") or platform.endswith(".py"):
+            raise _UsageError(
+                f"name the platform first; did you mean tfdist launch local {platform} ...? There is: {known} "
+                f"(see tfdist launch --help)"
+            )
         raise _UsageError(f"unknown platform; there is: {known} (see tfdist launch --help). Received: {platform!r}")
     return _call(f"tfdist.launchers.{platform}", rest, f"tfdist launch {platform}")
 
@@ -112,8 +119,7 @@ def _call(module: str, arguments: list[str], command: str) -> int:
     try:
         return importlib.import_module(module).main(arguments)
     except flags.Error as error:
-        problem = str(error).removeprefix("ERROR:: ").rstrip(".")
-        raise _UsageError(f"{problem} (see {command} --help)") from None
+        raise _UsageError(f"{error} (see {command} --help)") from None
 
 
 def _print(text: str, asked: bool) -> int:

@@ -265,7 +265,7 @@ class Cluster:
             raise _wrong(
                 "cluster.ps",
                 f"has no place under {strategy}, which uses no parameter servers",
-                'remove the job "ps", or use ParameterServerStrategy',
+                'remove the job "ps" (tfdist launch without --num_ps), or use ParameterServerStrategy',
                 self._job_for_json("ps"),
             )
         if self.chief is None:

@@ -8,25 +8,265 @@ It imports no TensorFlow. If it runs as all tasks of a cluster at once (`tfdist 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import ctypes
 import dataclasses
 import errno
 import functools
+import ipaddress
 import json
 import os
 import pathlib
+import re
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
+from typing import Any
 
 from absl import flags
 
 import tfdist
-from tfdist import _addresses, doctor_measure, doctor_meeting, firewall
+from tfdist import _addresses, _line_server, _sockets, doctor_measure
 from tfdist.cluster import DATA_SERVICE_VARIABLE, Cluster, ClusterError, Task
-from tfdist.launchers import command_line, gpus
+from tfdist.launchers import command_line, environment
 from tfdist.launchers.requests import LaunchError
+
+# Rules for Linux' firewall (nftables) that admit only a job's hosts and its user to its ports. No TensorFlow import.
+#
+# TensorFlow's servers listen on all interfaces and authenticate no peer. So on a shared network only a firewall keeps
+# other hosts out. `rules` is pure: it returns text for `nft -f`, to be loaded by root.
+
+
+_Ip = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+def rules(
+    cluster: Cluster, also: Iterable[str], user: int, system_ports: str, resolve: Callable[[str], Sequence[str]]
+) -> str:
+    """Returns the rules for the machine of `cluster.task`.
+
+    Args:
+      cluster: all tasks of the job.
+      also: more addresses, "host:port", at which the job listens.
+      user: id of the user that runs the tasks.
+      system_ports: this machine's range of ephemeral ports, such as "32768-60999".
+      resolve: returns the IP addresses of a host's name.
+
+    Returns:
+      A script for `nft -f`. Loading it again replaces its earlier rules for the same ports.
+
+    Raises:
+      ValueError: a host's name can't be resolved.
+    """
+    tasks = [cluster.address(task) for task in cluster.tasks]
+    here = _addresses.key(cluster.address())[0]
+    ports = sorted({port for host, port in map(_addresses.key, [*tasks, *also]) if host == here})
+    hosts = sorted({address for each in tasks for address in _resolved(_addresses.split(each)[0], resolve)}, key=str)
+    sources = [each for each in (_sources(hosts, 4), _sources(hosts, 6)) if each]
+    to_ports = f"tcp dport {{ {', '.join(map(str, ports))} }} {_OPENING}"
+    to_system = f"tcp dport {system_ports} {_OPENING}"
+    return _SCRIPT.format(
+        task=cluster.task,
+        table=f"tfdist_{ports[0]}",
+        user=user,
+        to_ports=to_ports,
+        to_system=to_system,
+        allowed="\n".join(f"    {each} {to_ports} accept" for each in sources),
+        system_allowed="\n".join(f"    # {each} {to_system} accept" for each in sources),
+    )
+
+
+def _resolved(host: str, resolve: Callable[[str], Sequence[str]]) -> Sequence[_Ip]:
+    found = resolve(host)
+    if not found:
+        remedy = "mend DNS, or use its IP address in TF_CONFIG"
+        raise ValueError(f"the host {host} can't be resolved here, so no rule can let it in; {remedy}")
+    return [ipaddress.ip_address(each.partition("%")[0]) for each in found]
+
+
+def _sources(hosts: Sequence[_Ip], version: int) -> str:
+    of_version = [str(host) for host in hosts if host.version == version]
+    return f"{'ip' if version == 4 else 'ip6'} saddr {{ {', '.join(of_version)} }}" if of_version else ""
+
+
+# Matches the first packet of a connection; later packets may be answers to a program that uses such a port by chance.
+_OPENING = "tcp flags & (syn | ack) == syn"
+# Deleting an absent table is an error, so the script creates it first. A packet must pass the rules of all tables.
+_SCRIPT = """\
+# Only the hosts of this job, and on this machine only user {user} and root, reach the ports of its tasks here.
+# For the machine of {task}. Load it as root with nft -f FILE; remove it with: nft delete table inet {table}
+table inet {table}
+delete table inet {table}
+table inet {table} {{
+  chain from_other_machines {{
+    type filter hook input priority -10; policy accept;
+    iif lo accept
+{allowed}
+    {to_ports} reject with tcp reset
+    # A tf.data service (data_sharding="dynamic") listens at ports that the system chooses. Where nothing else offers
+    # anything to other machines there, close those, too:
+{system_allowed}
+    # {to_system} reject with tcp reset
+  }}
+  chain from_this_machine {{
+    type filter hook output priority -10; policy accept;
+    oif lo {to_ports} meta skuid != {{ 0, {user} }} reject with tcp reset
+  }}
+}}
+"""
+
+
+# Mutual check of all tasks of a cluster: each task reaches each other one, with the same versions and clocks.
+
+
+_MAX_SKEW_SECS = 1.0
+_RETRY_SECS = 0.2
+_ANSWER_SECS = 5.0
+# A task that has answered connects at the same time, unless this task's name resolves to another address there.
+_CALL_BACK_SECS = 2.0
+_VERSION = re.compile(r"[\w.+-]{1,40}", re.ASCII)
+# Longest text of another task that is printed.
+_MAX_PRINTED = 80
+
+
+def meet(cluster: Cluster, mine: Mapping[str, str], timeout_secs: float) -> list[tuple[str, str]]:
+    """Calls each of the other tasks, answers their calls, and compares versions and clocks.
+
+    Args:
+      cluster: all tasks, with this one.
+      mine: this task's versions by name.
+      timeout_secs: how long to wait for the others.
+
+    Returns:
+      Pairs of a state ("ok", "warning", "wrong") and a line of text.
+    """
+    others = [task for task in cluster.tasks if task != cluster.task]
+    if not others or cluster.task not in cluster.tasks:
+        return []
+    deadline = time.monotonic() + timeout_secs
+    callers = Callers(cluster, mine)
+    try:
+        listening = _line_server.listen(cluster.address(), map(cluster.address, others))
+    except OSError as error:
+        return [("wrong", f"{cluster.task} can't listen at {cluster.address()}: {error}; end what holds the port")]
+    asking = concurrent.futures.ThreadPoolExecutor(min(64, len(others)), "tfdist meet")
+    with _line_server.LineServer(listening, callers.converse) as answering, asking as pool:
+
+        def ask(task: Task) -> dict[str, Any] | str:
+            answer = ask_task(cluster, task, deadline)
+            if isinstance(answer, dict) and not callers.wait_for(task, _CALL_BACK_SECS):
+                answering.listen_everywhere()
+            return answer
+
+        answers = list(pool.map(ask, others))
+        # The others need answers, too, and this task may be the first that has all of its own.
+        callers.wait_for_all(max(0.0, deadline - time.monotonic()))
+    found: list[tuple[str, str]] = []
+    for task, answer in zip(others, answers, strict=True):
+        found += compare(task, cluster.address(task), answer, mine)
+    return found
+
+
+def compare(task: Task, address: str, answer: dict[str, Any] | str, mine: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Returns findings, (severity, text), about another task's answer, or about the reason why there is none."""
+    if isinstance(answer, str):
+        return [("wrong", f"{task} at {address}: {answer}; does it run, and is no firewall between?")]
+    if answer.get("task") != str(task):
+        other = _printable(answer.get("task"))
+        return [("wrong", f"{task} at {address}: {other} answers there; give all tasks the same TF_CONFIG")]
+    found = [("ok", f"{task} at {address} answers")]
+    theirs = answer.get("versions", {})
+    for name, version in mine.items():
+        if theirs.get(name) != version:
+            there = theirs.get(name, "none")
+            there = there if isinstance(there, str) and _VERSION.fullmatch(there) else _printable(there)
+            found.append(("wrong", f"{task} has {name} {there} where {version} is here; install the same on all"))
+    if abs(answer["skew"]) > _MAX_SKEW_SECS:
+        found.append(("warning", f"the clock of {task} is {answer['skew']:+.1f} s off from this one; synchronise them"))
+    return found
+
+
+def _printable(value: object) -> str:
+    """Returns a peer's text without control characters and of limited length, for the terminal."""
+    return ascii(value)[:_MAX_PRINTED]
+
+
+class Callers:
+    """Answers the tasks that connect to this task's port, and records which tasks have connected."""
+
+    def __init__(self, cluster: Cluster, mine: Mapping[str, str]) -> None:
+        self._answer = {"task": str(cluster.task), "versions": dict(mine)}
+        # Keyed by the bytes that a task sends, so that no data of an unknown peer are parsed or stored.
+        self._not_asked = {_name(task): str(task) for task in cluster.tasks if task != cluster.task}
+        self._changed = threading.Condition()
+
+    def converse(self) -> _line_server.Conversation:
+        """Answers one caller; see `_line_server.LineServer`."""
+        asking = yield b""
+        answer = json.dumps({**self._answer, "time": time.time()})
+        yield f"{answer}\n".encode()
+        with self._changed:
+            self._not_asked.pop(asking, None)
+            self._changed.notify_all()
+
+    def wait_for(self, task: Task, timeout_secs: float) -> bool:
+        """Waits until a task has connected; returns False after the timeout."""
+        with self._changed:
+            return self._changed.wait_for(lambda: _name(task) not in self._not_asked, timeout_secs)
+
+    def wait_for_all(self, timeout_secs: float) -> None:
+        """Waits until all tasks have connected, or until the timeout."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._not_asked, timeout_secs)
+
+
+def _name(task: Task) -> bytes:
+    return json.dumps(str(task)).encode()
+
+
+def ask_task(cluster: Cluster, task: Task, deadline: float) -> dict[str, Any] | str:
+    """Calls a task until it answers.
+
+    Returns:
+      Its answer, with `skew`, the seconds by which its clock is ahead; or the reason why there is none.
+    """
+    address = _addresses.split(cluster.address(task))
+    while True:
+        try:
+            with socket.create_connection(
+                address, min(_ANSWER_SECS, max(0.1, deadline - time.monotonic()))
+            ) as connection:
+                started = time.time()
+                connection.sendall(_name(cluster.task) + b"\n")
+                answer = parse(_sockets.read_line(connection, _ANSWER_SECS))
+                with contextlib.suppress(OSError):
+                    connection.sendall(b"\n")  # Acknowledges the answer.
+                middle, half = (started + time.time()) / 2, (time.time() - started) / 2
+                skew = float(answer["time"]) - middle
+                return {**answer, "skew": skew if abs(skew) > half else 0.0}
+        except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+            if time.monotonic() >= deadline:
+                return str(error)[:_MAX_PRINTED] or type(error).__name__
+        time.sleep(min(_RETRY_SECS, max(0.0, deadline - time.monotonic())))
+
+
+def parse(line: bytes) -> dict[str, Any]:
+    """Parses an answer.
+
+    Raises:
+      ValueError: the line is no answer of `tfdist doctor`.
+    """
+    try:
+        answer = json.loads(line)
+    except RecursionError:
+        raise ValueError("the answer is nested too deeply") from None
+    if not isinstance(answer, dict) or not isinstance(answer.get("versions", {}), dict):
+        raise ValueError("the answer is not from tfdist doctor")
+    return answer
+
 
 _USAGE = """\
 usage: tfdist doctor [FLAGS]
@@ -74,7 +314,7 @@ def main(arguments: Sequence[str]) -> int:
       0 if nothing is wrong (there may be warnings), else 1.
 
     Raises:
-      absl.flags.Error: a flag is unknown or its value can't be parsed.
+      FlagError: a flag is unknown or its value can't be parsed.
       LaunchError: the command line has an argument that is no flag.
     """
     values, rest = command_line.parse(define_flags, arguments)
@@ -101,7 +341,7 @@ def _print_rules(env: Mapping[str, str]) -> int:
     try:
         cluster = Cluster.from_tf_config(env.get("TF_CONFIG"))
         also = [env[DATA_SERVICE_VARIABLE]] if DATA_SERVICE_VARIABLE in env else []
-        text = firewall.rules(cluster, also, os.getuid(), _system_ports(), _resolve)
+        text = rules(cluster, also, os.getuid(), _system_ports(), _resolve)
     except ValueError as error:
         sys.stderr.write(f"tfdist: {error}\n")
         return 1
@@ -175,7 +415,7 @@ def examine(timeout_secs: float, meet_secs: float = 0.0, env: Mapping[str, str] 
     if meet_secs:
         mine = {"tfdist": tfdist.__version__, "Python": _dotted(sys.version_info[:2])}
         mine |= {name: version for name in ("tensorflow", "keras") if (version := _installed(name))}
-        return found + [Finding(*each) for each in doctor_meeting.meet(cluster, mine, meet_secs)]
+        return found + [Finding(*each) for each in meet(cluster, mine, meet_secs)]
     return found + reachable(cluster, timeout_secs)
 
 
@@ -250,13 +490,15 @@ def keras_backend(env: Mapping[str, str]) -> list[Finding]:
 def gpu_findings(env: Mapping[str, str], installed: Callable[[str], str | None]) -> list[Finding]:
     """Checks that TensorFlow may use this machine's GPUs, and that CUDA libraries are installed."""
     try:
-        there, usable = gpus.present({}), gpus.present(env)
+        there, usable = environment.present({}), environment.present(env)
     except LaunchError as error:
         return [Finding(WRONG, str(error))]
     if not there:
         return [Finding(OK, "no GPU: training uses the CPU")]
     if not usable:
-        text = f"{gpus.VISIBLE}={env.get(gpus.VISIBLE)!r} hides all {len(there)} GPUs; unset it to use them"
+        text = (
+            f"{environment.VISIBLE}={env.get(environment.VISIBLE)!r} hides all {len(there)} GPUs; unset it to use them"
+        )
         return [Finding(WARNING, text)]
     if not any(installed(f"nvidia-cudnn-cu{version}") for version in (12, 13)):
         text = (

@@ -9,7 +9,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat import placed_layers, replica_parts
+from tfdist.compat.keras.placement import placed
+from tfdist.compat.tensorflow import replicas
 from tfdist.step import replica_placement
 
 
@@ -39,7 +40,7 @@ def placement(part: int) -> contextlib.AbstractContextManager[None]:
             f"placement(part): must be an integer from 0 to {parts.count - 1}, the index of a device of a replica; or "
             f"raise devices_per_replica. Received: part={part!r}, devices_per_replica={parts.count}"
         )
-    return placed_layers.placed(part)
+    return placed(part)
 
 
 def split(model: keras.Model, parts: int | None = None) -> keras.Model:
@@ -84,10 +85,10 @@ def split(model: keras.Model, parts: int | None = None) -> keras.Model:
     return model
 
 
-def _parts(call: str, strategy: Any = None) -> replica_parts.Parts:
+def _parts(call: str, strategy: Any = None) -> replicas.Parts:
     """Returns the devices of a strategy's replicas; raises ValueError if each has one device."""
     strategy = strategy or tf.distribute.get_strategy()
-    parts = replica_parts.of(strategy)
+    parts = replicas.parts_of(strategy)
     if parts is None and not tf.distribute.has_strategy() and strategy is tf.distribute.get_strategy():
         raise ValueError(
             f"{call}: there is no strategy; put `with strategy.scope():` around it, with the scope of "

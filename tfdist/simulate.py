@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import ast
+import bisect
+import dataclasses
 import functools
 import json
 import pathlib
@@ -18,8 +21,172 @@ import tfdist.flags
 from tfdist import _whole_files
 from tfdist.launchers import command_line
 from tfdist.launchers.requests import LaunchError
-from tfdist.simulation import configuration, engines, log_rows, simulate
-from tfdist.simulation.result import Result
+from tfdist.simulation import delay_distributions, engines, result, simulate
+from tfdist.simulation.delay_distributions import DelayDistribution
+from tfdist.simulation.models import ClusterModel, CodecModel, Failure, ModelProfile, NetworkModel, SparseTable
+from tfdist.simulation.result import Result, Simulation
+
+# Models of the simulator from plain data, as in a YAML or JSON file, with errors that name the key.
+
+
+_MAX_TEXT = 10_000
+
+
+def cluster_from_dict(data: Any) -> ClusterModel:
+    """Builds a `ClusterModel` from its fields, with "network" and "failures" as mappings of theirs.
+
+    Raises:
+      ValueError: a key is unknown, or a value is invalid.
+    """
+    given = _checked(data, ClusterModel, "cluster")
+    if given.get("compute") is not None:
+        given["compute"] = distribution(given["compute"], "cluster.compute")
+    if "network" in given:
+        given["network"] = NetworkModel(**_checked(given["network"], NetworkModel, "cluster.network"))
+    if "delays" in given:
+        delays = _mapping(given["delays"], "cluster.delays")
+        given["delays"] = {worker: distribution(each, f"cluster.delays.{worker}") for worker, each in delays.items()}
+    if "speeds" in given:
+        given["speeds"] = dict(_mapping(given["speeds"], "cluster.speeds"))
+    if "failures" in given:
+        failures = _list(given["failures"], "cluster.failures")
+        given["failures"] = tuple(Failure(**_checked(each, Failure, "cluster.failures")) for each in failures)
+    if given.get("server_shares") is not None:
+        given["server_shares"] = tuple(_list(given["server_shares"], "cluster.server_shares"))
+    return ClusterModel(**given)
+
+
+def model_from_dict(data: Any) -> ModelProfile:
+    """Builds a `ModelProfile` from its fields, with "sparse_tables" as a list of mappings.
+
+    Raises:
+      ValueError: a key is unknown, or a value is invalid.
+    """
+    given = _checked(data, ModelProfile, "model")
+    if "sparse_tables" in given:
+        tables = _list(given["sparse_tables"], "model.sparse_tables")
+        given["sparse_tables"] = tuple(
+            SparseTable(**_checked(each, SparseTable, "model.sparse_tables")) for each in tables
+        )
+    return ModelProfile(**given)
+
+
+def codec_from_dict(data: Any) -> CodecModel | None:
+    """Builds a `CodecModel` from its fields; None from None.
+
+    Raises:
+      ValueError: a key is unknown, or a value is invalid.
+    """
+    return None if data is None else CodecModel(**_checked(data, CodecModel, "codec"))
+
+
+def distribution(data: Any, name: str) -> DelayDistribution:
+    """Builds a distribution from text such as "lognormal(mean=0.2, s=1.0)", a mapping, or a list of durations.
+
+    Args:
+      data: {"distribution": "lognormal", "mean": 0.2, "s": 1.0}, equivalent text, or measured durations.
+      name: name of the value in messages.
+
+    Raises:
+      ValueError: it is no distribution.
+    """
+    try:
+        if isinstance(data, list | tuple):
+            return delay_distributions.empirical(data)
+        return DelayDistribution.from_dict(_call(data) if isinstance(data, str) else data)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _call(text: str) -> dict[str, Any]:
+    """Parses "lognormal(mean=0.2, s=1)" into the mapping; no code is evaluated."""
+    try:
+        if len(text) > _MAX_TEXT:
+            raise ValueError("too long")
+        call = ast.parse(text.strip(), mode="eval").body
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
+            raise ValueError("no call")
+        return {"distribution": call.func.id} | {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        raise ValueError(
+            f"write a distribution with its parameters, like lognormal(mean=0.2, s=1.0). Received: {text[:100]!r}"
+        ) from None
+
+
+def _checked(data: Any, kind: type, name: str) -> dict[str, Any]:
+    """Returns the mapping as keyword arguments of a dataclass."""
+    given, fields = dict(_mapping(data, name)), [field.name for field in dataclasses.fields(kind)]
+    for key in given:
+        if key not in fields:
+            raise ValueError(f"{name} has no key {key!r}; use {', '.join(fields)}")
+    required = [field.name for field in dataclasses.fields(kind) if _is_required(field)]
+    if missing := [key for key in required if key not in given]:
+        raise ValueError(f"{name} needs {', '.join(missing)}; add what is missing. Received: {given!r}")
+    return given
+
+
+def _is_required(field: dataclasses.Field) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _mapping(data: Any, name: str) -> Mapping[Any, Any]:
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{name} must be a mapping of keys to values. Received: {data!r}")
+    return data
+
+
+def _list(data: Any, name: str) -> list[Any]:
+    if not isinstance(data, list | tuple):
+        raise ValueError(f"{name} must be a list. Received: {data!r}")
+    return list(data)
+
+
+# Rows of an update log (docs/update_log.md) from a simulation, so that viewers show simulated and real runs alike.
+
+
+_OUTCOMES = {result.ACCEPTED: 0, result.DROPPED: 1, result.LOST: 2}
+
+
+def update_rows(simulation: Simulation, examples_per_gradient: int = 0) -> list[tuple[Any, ...]]:
+    """Returns a tuple for each update, with the fields of `tfdist.update_log.UpdateRecord` in their order.
+
+    Gradients that were dropped or lost are in the next update. Those in flight at the end are left out.
+    """
+    contributions: list[list[tuple[Any, ...]]] = [[] for _ in simulation.updates]
+    records, updates, times = simulation.gradients, simulation.updates, simulation.times
+    weights = [dict(zip(update.staleness, update.weights, strict=True)) for update in updates]
+    idle_since: dict[int, float] = {}
+    for replica, started, arrived, outcome, staleness, update in zip(
+        records.replica,
+        records.started,
+        records.arrived,
+        records.outcome,
+        records.staleness,
+        records.update,
+        strict=True,
+    ):
+        held = started - idle_since.get(replica, started)
+        idle_since[replica] = arrived
+        if outcome == result.IN_FLIGHT:
+            continue
+        index = update - 1 if update > 0 else bisect.bisect_left(times, arrived)
+        if index < len(updates):
+            weight = weights[index][staleness] if update > 0 else 0.0
+            row = (replica, started, arrived, _OUTCOMES[outcome], max(0, staleness), weight, max(0.0, held))
+            contributions[index].append(row)
+    return [
+        (
+            update.step,
+            times[index],
+            times[index] - simulation.opened[index],
+            update.wait_secs,
+            len(update.contributors) * examples_per_gradient,
+            int(simulation.taking_part[index] < simulation.replicas),
+            contributions[index],
+        )
+        for index, update in enumerate(updates)
+    ]
+
 
 _USAGE = """\
 usage: tfdist simulate [FLAGS]
@@ -108,7 +275,7 @@ def main(arguments: Sequence[str]) -> int:
       0.
 
     Raises:
-      absl.flags.Error: a flag is unknown or its value can't be parsed.
+      FlagError: a flag is unknown or its value can't be parsed.
       LaunchError: a value is invalid, or an argument is no flag.
       OSError: a file can't be read or written.
     """
@@ -153,7 +320,7 @@ def write_log(result: Result, log_dir: str) -> str:
     problems: list[str] = []
     pending = 0
     writer = update_log.LogWriter(str(pathlib.Path(log_dir) / "updates"), header, warn=problems.append)
-    for row in log_rows.update_rows(result, result.examples_per_gradient):
+    for row in update_rows(result, result.examples_per_gradient):
         writer.add(update_log.UpdateRecord(*row))
         pending += len(row[-1])
         if pending > _FLUSH_GRADIENTS:
@@ -251,10 +418,11 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
 
 
 def _simulate(data: dict[str, Any]) -> Result:
-    cluster = configuration.cluster_from_dict(data.pop("cluster"))
-    model = configuration.model_from_dict(data.pop("model"))
-    codec = configuration.codec_from_dict(data.pop("codec", None))
-    policies = data.pop("policies", [])
+    cluster = cluster_from_dict(data.pop("cluster"))
+    model = model_from_dict(data.pop("model"))
+    codec = codec_from_dict(data.pop("codec", None))
+    policies = data.pop("policies", None)
+    policies = [] if policies is None else policies
     if not isinstance(policies, list):
         raise ValueError(f"policies must be a list, such as ['BackupWorkers(spares=1)']. Received: {policies!r}")
     policies = [tfdist.flags.parse_policy(str(each), "--policies") for each in policies]

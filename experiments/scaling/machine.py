@@ -2,6 +2,7 @@
 """Predicts runs on this machine from a one-worker profile and the measured network, then makes them, and compares.
 
 python machine.py --network=local               # processes of this machine
+python machine.py --size=conv                   # two workers that share the cores, against one
 python machine.py --network=100 --network=1000  # network namespaces with links of 100 Mb/s and 1 Gb/s; root, iproute2
 
 All predictions of a network are written to the output before its first run.
@@ -13,6 +14,7 @@ import contextlib
 import dataclasses
 import json
 import pathlib
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,14 +28,15 @@ from absl import app, flags
 
 import tfdist
 from tfdist import Task
-from tfdist.advisor import network as networks
 from tfdist.advisor import prediction, profile
+from tfdist.advisor import prediction as networks
 
 FLAGS = flags.FLAGS
 HERE = pathlib.Path(__file__).resolve().parent
 SCRIPT = HERE / "sleeping_steps.py"
 flags.DEFINE_multi_string("network", ["local"], "local, or megabits per second of the links between namespaces.")
 flags.DEFINE_multi_string("run", [], "Only runs whose name contains this.")
+flags.DEFINE_enum("size", "", ["", "tiny", "1M", "conv"], "Of the model; by default tiny for local, else 1M.")
 flags.DEFINE_string("output", str(HERE / "results" / "machine.json"), "Where predictions and measurements go.")
 flags.DEFINE_float("profile_secs", 45.0, "How long to profile one worker.", lower_bound=5.0)
 _LIMIT_SECS = 240.0
@@ -62,6 +65,7 @@ LOCAL = (
     *(Run("parameter_server", "BackupWorkers(spares=1)", workers, 30) for workers in (4, 8)),
     *(Run("multi_worker", "ParameterAveraging(every_steps=4)", workers, 32) for workers in (2, 4, 8)),
 )
+CORES = tuple(Run("multi_worker", "", workers, 60) for workers in (1, 2, 1, 2))
 SLOW = (
     *(Run("parameter_server", "", workers, 30 * workers) for workers in (1, 2, 4)),
     *(Run("multi_worker", "", workers, 16) for workers in (2, 4)),
@@ -77,8 +81,8 @@ def main(argv: list[str]) -> None:
     for name in FLAGS.network:
         if name != "local" and (problem := namespaces.missing()):
             sys.exit(f"machine.py: {problem}")
-        runs = [run for run in (LOCAL if name == "local" else SLOW) if _is_wanted(run)]
-        size = "tiny" if name == "local" else "1M"
+        size = FLAGS.size or ("tiny" if name == "local" else "1M")
+        runs = [run for run in (CORES if size == "conv" else LOCAL if name == "local" else SLOW) if _is_wanted(run)]
         with tempfile.TemporaryDirectory() as folder, _machines(name, 1 + max(2, *(r.workers + 1 for r in runs))) as at:
             measured_profile = _profile(pathlib.Path(folder), size)
             network = _network(pathlib.Path(folder), at)
@@ -98,9 +102,22 @@ def main(argv: list[str]) -> None:
                     flush=True,
                 )
                 cluster_runs.write(output, found)
+        if FLAGS.size == "conv":
+            _compare_examples(runs, rows)
     if worst := max((abs(row["error"]) for row in found if row.get("measured")), default=0.0):
         print(f"worst error {worst:.1%}; wanted: {WITHIN:.0%}")
         sys.exit(worst > WITHIN)
+
+
+def _compare_examples(runs: Sequence[Run], rows: Sequence[dict[str, Any]]) -> None:
+    """Prints how many times the examples of one worker two workers make: median of the pairs of runs."""
+    ratios: dict[str, list[float]] = {"predicted": [], "measured": []}
+    for kind, found in ratios.items():
+        ones, twos = ([row[kind] for run, row in zip(runs, rows, strict=True) if run.workers == n] for n in (1, 2))
+        found += [2 * two / one for one, two in zip(ones, twos, strict=True)]
+    predicted, measured = map(statistics.median, ratios.values())
+    error = predicted / measured - 1
+    print(f"examples of 2 workers over 1: predicted {predicted:.2f} measured {measured:.2f} {error:+.1%}")
 
 
 def _is_wanted(run: Run) -> bool:
@@ -168,13 +185,14 @@ def _predicted(run: Run, name: str, measured: profile.Profile, network: networks
         strategy,
         [tfdist.flags.parse_policy(run.policy)] if run.policy else [],
         run.workers,
+        workers_per_machine=run.workers if network.is_one_machine else 1,
         num_updates=200 * run.workers,
     )
     # Before the steps that are measured, workers have made others, and are no longer in step with each other.
     _, updates_per_sec = prediction.steady(result, measured.batch_size)
     return {
         "network": name,
-        "run": run.name,
+        "run": f"{run.name} {FLAGS.size}".strip(),
         "predicted": updates_per_sec * every_steps,
         "limit": result.limit,
         "network_measured": network.text,

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A training script whose steps sleep between the forward and the backward pass, as if an accelerator computed.
 
-So two cores carry many workers. `tfdist profile` runs it on one device, `machine.py` as all tasks of a cluster.
+So two cores carry many workers. With `--size=conv` steps compute on all cores instead. `tfdist profile` runs the script
+on one device, `machine.py` as all tasks of a cluster.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import tfdist
 
 FLAGS = flags.FLAGS
 # Widths of the layers, by name; the parameters of "1M" take 4 MB.
-SIZES = {"tiny": (10, 32, 1), "1M": (256, 768, 1024, 10)}
+SIZES = {"tiny": (10, 32, 1), "1M": (256, 768, 1024, 10), "conv": (16384, 10)}
 flags.DEFINE_enum("strategy", "multi_worker", ["multi_worker", "parameter_server"], "Which strategy.")
 flags.DEFINE_string("policy", "", "A policy such as BackupWorkers(spares=1); none by default.")
 flags.DEFINE_integer("workers", 1, "How many workers there are.", lower_bound=1)
@@ -76,7 +77,9 @@ def policies() -> list[Any]:
 
 
 def main(argv: list[str]) -> None:
-    tf.config.threading.set_intra_op_parallelism_threads(1)
+    computes = FLAGS.size == "conv"
+    if not computes:
+        tf.config.threading.set_intra_op_parallelism_threads(1)
     is_served = FLAGS.strategy == "parameter_server"
     if is_served:
         strategy = tfdist.ParameterServerStrategy(policies=policies(), num_workers=FLAGS.workers, transfer="plain")
@@ -84,8 +87,13 @@ def main(argv: list[str]) -> None:
         strategy = tfdist.MultiWorkerMirroredStrategy(communication="tensorflow", policies=policies())
     features, *widths = SIZES[FLAGS.size]
     with strategy.scope():
-        hidden = [keras.layers.Dense(width, activation="relu") for width in widths[:-1]]
-        model = keras.Sequential([keras.layers.Input((features,)), *hidden, keras.layers.Dense(widths[-1]), Sleep()])
+        if computes:
+            convolutions = [keras.layers.Conv2D(64, 3, padding="same", activation="relu") for _ in range(3)]
+            pooled = keras.layers.GlobalAveragePooling2D()
+            hidden, last = [keras.layers.Reshape((32, 32, 16)), *convolutions, pooled], []
+        else:
+            hidden, last = [keras.layers.Dense(width, activation="relu") for width in widths[:-1]], [Sleep()]
+        model = keras.Sequential([keras.layers.Input((features,)), *hidden, keras.layers.Dense(widths[-1]), *last])
         model.compile(keras.optimizers.SGD(1e-3), "mse")
     # An asynchronous step is one worker's batch; any other is shared out among all workers.
     is_shared = not is_served or "BackupWorkers" in FLAGS.policy

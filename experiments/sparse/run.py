@@ -26,8 +26,8 @@ import sparse_chart
 from absl import app, flags
 
 from tfdist import Task, simulation
-from tfdist.advisor import network as networks
 from tfdist.advisor import prediction, profile
+from tfdist.advisor import prediction as networks
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "scaling"))
 import cluster_runs

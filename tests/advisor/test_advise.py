@@ -12,14 +12,14 @@ import profiles
 import pytest
 
 from tfdist import cli, doctor_measure, update_log
-from tfdist.advisor import advice, candidates, network, prediction
+from tfdist.advisor import advice, candidates, prediction
 from tfdist.advisor.profile import NoiseScale, Profile, Table
 
-NETWORK = network.from_flag("10Gbit", None, has_accelerators=True)
+NETWORK = prediction.from_flag("10Gbit", None, has_accelerators=True)
 RESNET = profiles.make(0.25, 102_000_000)
 
 
-def ask(measured: Profile, links: network.Network = NETWORK, workers: tuple[int, ...] = (1, 2, 8), **question):
+def ask(measured: Profile, links: prediction.Network = NETWORK, workers: tuple[int, ...] = (1, 2, 8), **question):
     found = advice.rows(measured, links, advice.Question(workers, **question))
     chosen = advice.recommended(found)
     return found, chosen, "\n".join(advice.in_words(found, chosen, measured))
@@ -32,7 +32,7 @@ def write(tmp_path: pathlib.Path, measured: Profile = RESNET) -> str:
 
 
 def test_a_small_dense_model_is_not_distributed():
-    _, chosen, words = ask(profiles.make(0.002, 4_000_000, device="CPU"), network.from_flag("1Gbit", None, False))
+    _, chosen, words = ask(profiles.make(0.002, 4_000_000, device="CPU"), prediction.from_flag("1Gbit", None, False))
     assert chosen.candidate is None
     assert words.startswith("do not distribute: one device is faster")
 
@@ -57,7 +57,7 @@ def test_a_noise_scale_below_the_batch_keeps_the_batch_small():
 
 
 def test_throughput_and_bandwidth_have_bounds():
-    slow, fast = (network.from_flag(each, None, True) for each in ("1Gbit", "10Gbit"))
+    slow, fast = (prediction.from_flag(each, None, True) for each in ("1Gbit", "10Gbit"))
     for workers in (2, 8):
         for candidate in candidates.all_for(workers, RESNET.samples, True):
             less, more = (prediction.predict(RESNET, each, candidate) for each in (slow, fast))
@@ -150,7 +150,7 @@ def test_a_measured_network_is_taken_from_a_file(tmp_path, capsys):
         (["--price-per-hour=3"], "--price-per-hour needs --examples"),
         (["--price_per_hour=-3"], "price_per_hour"),
         (["--examples=inf"], "--examples must be a finite number"),
-        (["--no-such-flag=1"], "Unknown command line flag 'no_such_flag'"),
+        (["--no-such-flag=1"], "unknown flag --no_such_flag"),
         (["another.json"], "give one profile"),
     ],
 )
@@ -208,7 +208,7 @@ def test_workers_of_a_machine_share_its_cores(used):
     secs = 0.2
     alone = profiles.make(secs, 1_000, device="CPU")
     measured = dataclasses.replace(alone, fit_secs=alone.steps[1].secs, cores=2, cpu_secs=used * secs)
-    found, _, _ = ask(measured, network.from_flag("local", None, False), workers=(4,), workers_per_machine=4)
+    found, _, _ = ask(measured, prediction.from_flag("local", None, False), workers=(4,), workers_per_machine=4)
     synchronous = next(row for row in found if row.candidate and row.candidate.label == "synchronous")
     slower = max(1.0, 4 * measured.used_cores / 2)
     ratio = synchronous.prediction.examples_per_sec / found[0].prediction.examples_per_sec
@@ -243,6 +243,7 @@ def test_the_output_fits_the_terminal(tmp_path, capsys, monkeypatch, columns, na
     assert max(map(len, table.splitlines())) <= columns
     assert name in table and "\u2026" not in table
     assert len(advice_lines.splitlines()[0]) <= 84
+    assert max(map(len, advice_lines.splitlines())) <= 100
     # An interval from 0 to infinity says nothing.
     assert "noise scale" not in shown and "to a loss" not in shown
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -22,6 +23,8 @@ WHOLE = profiles.make(
     script="train.py",
     cores=2,
     cpu_secs=0.15,
+    other_cores=0.5,
+    runnable=1.5,
     fastest_secs=(0.1, 0.2),
     fastest_worker="worker:1",
 )
@@ -50,6 +53,8 @@ def test_a_profile_is_read_as_it_was_written():
         ("flops_per_example", "many"),
         ("cores", -1),
         ("cpu_secs", "0.1"),
+        ("other_cores", -1),
+        ("runnable", "many"),
     ],
 )
 def test_an_invalid_value_is_one_line_that_names_the_key(key, value):
@@ -79,3 +84,20 @@ def test_a_profile_without_any_step_is_refused():
     given = {**json.loads(WHOLE.to_json()), "steps": [], "fit_secs": []}
     with pytest.raises(profile.ProfileError, match="steps must be a list with at least one batch size"):
         profile.parse(json.dumps(given))
+
+
+@pytest.mark.parametrize(
+    ("cpu_secs", "others", "runnable", "used", "is_busy"),
+    [
+        (0.15, 0.1, 3.0, 1.5, False),  # alone, whatever its own threads wait for each other
+        (0.03, 1.7, 2.0, 2.0, True),  # two threads that have got a sixth of the cores
+        (0.03, 1.7, 1.0, 1.0, True),  # one thread
+        (0.01, 1.7, 0.1, 0.1, True),  # a step that sleeps
+    ],
+)
+def test_cores_of_a_step_are_those_that_it_would_use_alone(cpu_secs, others, runnable, used, is_busy):
+    measured = profiles.make(0.1, 8, cores=2, cpu_secs=cpu_secs, other_cores=others, runnable=runnable)
+    measured = dataclasses.replace(measured, fit_secs=(0.1,) * 20)
+    assert measured.used_cores == pytest.approx(used)
+    words = "other programs used 1.7 of 2 cores: the profile is of a busy machine"
+    assert measured.busy_in_words == (words if is_busy else "")

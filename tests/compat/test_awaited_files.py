@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras.src.saving import saving_api
 from tensorflow.python.saved_model import loader_impl
 
-from tfdist.compat import awaited_files
+from tfdist.compat.keras import saving
 
 REPLACED = [(saving_api, "load_model"), (keras.saving, "load_model"), (keras.models, "load_model")]
 REPLACED += [(keras.Model, "load_weights"), (loader_impl, "parse_saved_model_with_debug_info")]
@@ -23,7 +23,7 @@ REPLACED += [(keras.Model, "load_weights"), (loader_impl, "parse_saved_model_wit
 def _as_worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for owner, name in REPLACED:
         monkeypatch.setattr(owner, name, getattr(owner, name))
-    awaited_files.install("worker:1", "worker:0")
+    saving.wait_for_files("worker:1", "worker:0")
 
 
 def model() -> keras.Model:
@@ -55,6 +55,6 @@ def test_a_load_waits_for_the_chiefs_file(tmp_path: pathlib.Path, capsys: pytest
     ],
 )
 def test_a_file_that_never_appears_is_said_to_be_the_chiefs(tmp_path, monkeypatch, load, error):
-    monkeypatch.setattr(awaited_files, "WAIT_SECS", 0.01)
+    monkeypatch.setattr(saving, "WAIT_SECS", 0.01)
     with pytest.raises(error, match=r"worker:1 has waited .* written by worker:0 alone.*Received: .*no"):
         load(tmp_path)

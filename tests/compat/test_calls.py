@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from overlapping import in_thread
 
 import tfdist
@@ -85,11 +86,11 @@ def test_fit_knows_its_callbacks_and_its_epochs(strategy: Any):
     def look() -> None:
         fit = calls.fit_of(model)
         assert fit is not None
-        seen.append((watch in fit.callbacks.callbacks, fit.epochs is not None, fit.steps_per_execution))
+        seen.append((watch in fit.callbacks.callbacks, fit.epochs is not None))
 
     watch = Watch(look)
     model.fit(X, Y, callbacks=[watch], validation_data=(X, Y))
-    assert seen == [(True, True, 1)]
+    assert seen == [(True, True)]
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
@@ -116,10 +117,19 @@ def test_calls_are_those_of_their_thread(strategy: Any):
     assert seen == [(None, "model.fit")]
 
 
-def test_a_list_of_the_user_s_is_left_as_it_was(strategy: Any):
-    model = _model(strategy)
-    model.steps_per_execution = 2
-    given = keras.callbacks.CallbackList(add_history=True, model=model)
-    before = {*vars(given)}
-    model.fit(X, Y, batch_size=2, verbose=0, callbacks=given)
-    assert {*vars(given)} == before
+def test_the_strategy_explains_an_error_of_an_operation_once(strategy: Any, monkeypatch: pytest.MonkeyPatch):
+    outer, inner, asked = _model(strategy), _model(strategy), []
+
+    def explained(self: Any, error: Exception) -> Exception:
+        asked.append(error)
+        return tf.errors.UnavailableError(None, None, "the server is lost")
+
+    class Fail(keras.callbacks.Callback):
+        def on_test_begin(self, logs: Any = None) -> None:
+            raise tf.errors.AbortedError(None, None, "many lines")
+
+    monkeypatch.setattr(type(strategy), "explained", explained)
+    watch = Watch(lambda: inner.evaluate(X, Y, verbose=0, callbacks=[Fail()]))
+    with pytest.raises(tf.errors.UnavailableError, match="the server is lost"):
+        outer.fit(X, Y, verbose=0, callbacks=[watch])
+    assert [error.message for error in asked] == ["many lines"]

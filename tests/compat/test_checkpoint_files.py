@@ -8,7 +8,7 @@ import pathlib
 import pytest
 import tensorflow as tf
 
-from tfdist.compat import checkpoint_files
+from tfdist.compat.keras import saving
 
 
 def written(path: pathlib.Path, value: object) -> str:
@@ -25,13 +25,13 @@ def value_of(path: pathlib.Path) -> object:
 def test_the_same_values_stay_where_they_are(tmp_path: pathlib.Path, value: object):
     there, late = written(tmp_path / "ckpt", value), written(tmp_path / "late", value)
     before = [path.stat().st_ino for path in sorted(tmp_path.glob("ckpt.*"))]
-    checkpoint_files.publish(late, there)
+    saving.publish_checkpoint(late, there)
     assert [path.stat().st_ino for path in sorted(tmp_path.glob("*"))] == before
 
 
 def test_other_values_take_their_place(tmp_path: pathlib.Path):
     there, late = written(tmp_path / "ckpt", 1.0), written(tmp_path / "late", 2.0)
-    checkpoint_files.publish(late, there)
+    saving.publish_checkpoint(late, there)
     assert value_of(tmp_path / "ckpt") == 2.0
     assert not list(tmp_path.glob("late*"))
 
@@ -40,20 +40,20 @@ def test_other_values_take_their_place(tmp_path: pathlib.Path):
 def test_half_a_checkpoint_is_replaced(tmp_path: pathlib.Path, missing: str):
     there, late = written(tmp_path / "ckpt", 1.0), written(tmp_path / "late", 1.0)
     (tmp_path / missing).unlink()
-    checkpoint_files.publish(late, there)
+    saving.publish_checkpoint(late, there)
     assert value_of(tmp_path / "ckpt") == 1.0
 
 
 def test_a_lock_that_is_never_given_back_holds_nobody_for_ever(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(checkpoint_files, "LOCK_SECS", 0.05)
+    monkeypatch.setattr(saving, "LOCK_SECS", 0.05)
     with (
-        checkpoint_files.locked(str(tmp_path / "ckpt"), checkpoint_files.fcntl.LOCK_SH),
-        checkpoint_files.locked(str(tmp_path / "ckpt"), checkpoint_files.fcntl.LOCK_SH),
-        checkpoint_files.locked(str(tmp_path / "ckpt"), checkpoint_files.fcntl.LOCK_EX),
+        saving.locked(str(tmp_path / "ckpt"), saving.fcntl.LOCK_SH),
+        saving.locked(str(tmp_path / "ckpt"), saving.fcntl.LOCK_SH),
+        saving.locked(str(tmp_path / "ckpt"), saving.fcntl.LOCK_EX),
     ):
         pass
 
 
 def test_a_path_that_is_no_directory_of_this_machine_has_no_lock():
-    with checkpoint_files.locked("gs://bucket/ckpt", checkpoint_files.fcntl.LOCK_EX):
+    with saving.locked("gs://bucket/ckpt", saving.fcntl.LOCK_EX):
         pass

@@ -7,22 +7,22 @@ import keras
 import pytest
 import tensorflow as tf
 
-from tfdist.compat import chief_writes
+from tfdist.compat.keras import saving
 
 pytestmark = pytest.mark.devices
 
 
 def test_keras_still_writes_through_what_is_wrapped():
-    assert chief_writes.check() == []
+    assert saving.check_writers() == []
 
 
 def test_a_keras_that_writes_otherwise_is_refused_by_name(monkeypatch):
     monkeypatch.delattr(keras.callbacks.BackupAndRestore, "_save_model")
     monkeypatch.setattr(keras.callbacks.TensorBoard, "set_model", lambda self, net: None)
-    problems = chief_writes.check()
+    problems = saving.check_writers()
     assert problems == ["BackupAndRestore._save_model is gone", "TensorBoard.set_model takes ('self', 'net')"]
     with pytest.raises(RuntimeError, match=r"BackupAndRestore\._save_model is gone"):
-        chief_writes.install()
+        saving.write_by_chief()
 
 
 def test_a_directory_is_published_at_a_remote_path_and_over_another(tmp_path):
@@ -30,13 +30,13 @@ def test_a_directory_is_published_at_a_remote_path_and_over_another(tmp_path):
     variables.mkdir(parents=True)
     (variables / "index").write_text("values")
     (variables.parent / "saved_model.pb").write_text("graph")
-    chief_writes._publish(tmp_path / "staging", "ram://published/exported")
+    saving._publish(tmp_path / "staging", "ram://published/exported")
     found = [
         tf.io.gfile.GFile(f"ram://published/exported/{name}").read() for name in ("saved_model.pb", "variables/index")
     ]
     assert found == ["graph", "values"]
     (tmp_path / "exported" / "old").mkdir(parents=True)
-    chief_writes._publish(tmp_path / "staging", str(tmp_path / "exported"))
+    saving._publish(tmp_path / "staging", str(tmp_path / "exported"))
     assert sorted(path.name for path in (tmp_path / "exported").iterdir()) == ["old", "saved_model.pb", "variables"]
 
 
@@ -46,4 +46,4 @@ def test_only_another_path_than_the_chiefs_is_apart(tmp_path, name):
     (tmp_path / "link").symlink_to("real")
     paths = {"same": "real/m.keras", "linked": "link/m.keras", "other": "m.keras"}
     path = str(tmp_path / paths[name]) if name in paths else "/dev/null"
-    assert chief_writes._is_apart(path, chief_writes._names(str(tmp_path / "real" / "m.keras"))) == (name == "other")
+    assert saving._is_apart(path, saving._names(str(tmp_path / "real" / "m.keras"))) == (name == "other")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Private parts of `ClusterCoordinator` that the engine uses exist and mean the same.
 
-If one of these fails after an update of TensorFlow, `tfdist/compat/closures.py` is the file to change. That the calls
-also do what is said there is shown on a real cluster, by `tests/strategies/test_parameter_server.py`.
+If one of these fails after an update of TensorFlow, `tfdist/compat/tensorflow/coordinator.py` is the file to change.
+That the calls also do what is said there is shown on a real cluster, by `tests/strategies/test_parameter_server.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tensorflow as tf
 from tensorflow.python.distribute.coordinator import cluster_coordinator, coordinator_context
 from tensorflow.python.eager import context
 
-from tfdist.compat import closures
+from tfdist.compat.tensorflow.coordinator import clear_error, current_worker, has_failed, is_task_failure, raise_failure
 
 pytestmark = pytest.mark.devices
 
@@ -58,28 +58,28 @@ def test_the_coordinator_has_one_cluster_with_one_queue() -> None:
 def test_what_can_not_be_mended_stands_in_the_queue_and_is_raised_once() -> None:
     queue = cluster_coordinator._CoordinatedClosureQueue()
     coordinator = SimpleNamespace(_cluster=SimpleNamespace(closure_queue=queue))
-    assert not closures.has_failed(coordinator)
+    assert not has_failed(coordinator)
     queue.put(SimpleNamespace(mark_cancelled=lambda: None))
     queue.get()
     queue.mark_failed(tf.errors.UnavailableError(None, None, "ps:0 is lost"))
-    assert closures.has_failed(coordinator)
+    assert has_failed(coordinator)
     with pytest.raises(tf.errors.UnavailableError, match="ps:0 is lost"):
-        closures.raise_failure(coordinator)
-    assert not closures.has_failed(coordinator)
-    closures.raise_failure(coordinator)
+        raise_failure(coordinator)
+    assert not has_failed(coordinator)
+    raise_failure(coordinator)
     queue.stop()
 
 
 def test_a_thread_knows_its_worker_only_inside_of_a_closure() -> None:
-    assert closures.current_worker() is None
+    assert current_worker() is None
     with coordinator_context.with_dispatch_context(SimpleNamespace(worker_index=3)):
-        assert closures.current_worker() == 3
-    assert closures.current_worker() is None
+        assert current_worker() == 3
+    assert current_worker() is None
 
 
 def test_an_error_of_this_thread_can_be_forgotten() -> None:
     assert callable(context.context().executor.clear_error)
-    closures.clear_error()
+    clear_error()
 
 
 WORKER = "from /job:worker/replica:0/task:1"
@@ -103,7 +103,7 @@ def test_a_failure_that_the_coordinator_mends_is_passed_on_to_it(error: Exceptio
         cluster_coordinator.ClosureInputError(error),
         cluster_coordinator.ClosureAbortedError(error),
     ):
-        assert closures.is_task_failure(wrapped)
+        assert is_task_failure(wrapped)
 
 
 @pytest.mark.parametrize(
@@ -117,4 +117,4 @@ def test_a_failure_that_the_coordinator_mends_is_passed_on_to_it(error: Exceptio
     ids=lambda error: type(error).__name__,
 )
 def test_an_error_of_the_users_code_is_not(error: Exception) -> None:
-    assert not closures.is_task_failure(error)
+    assert not is_task_failure(error)

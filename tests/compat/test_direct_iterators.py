@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.data.ops import iterator_ops, multi_device_iterator_ops
 
-from tfdist.compat import direct_iterators
+from tfdist.compat.tensorflow import inputs
 
 pytestmark = pytest.mark.devices
 
@@ -32,7 +32,7 @@ def test_tensorflow_reads_for_one_cpu_as_for_several_devices():
 
 
 def test_one_cpu_is_read_for_directly():
-    distributed = direct_iterators.read_directly(_distributed(), [CPU])
+    distributed = inputs.read_directly(_distributed(), [CPU])
     assert isinstance(_iterator(distributed), iterator_ops.OwnedIterator)
     assert [int(element) for element in distributed] == list(range(5))
 
@@ -45,5 +45,5 @@ def test_one_cpu_is_read_for_directly():
 
 @pytest.mark.parametrize("devices", [[CPU, CPU.replace("CPU:0", "CPU:1")], [CPU.replace("CPU", "GPU")]])
 def test_other_devices_are_left_to_tensorflow(devices: list[str]):
-    distributed = direct_iterators.read_directly(_distributed(), devices)
+    distributed = inputs.read_directly(_distributed(), devices)
     assert isinstance(_iterator(distributed), multi_device_iterator_ops.OwnedMultiDeviceIterator)

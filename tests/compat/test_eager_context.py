@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.eager import context, execute
 
-from tfdist.compat import eager_context
+from tfdist.compat.tensorflow.context import collective_in
 
 
 # Names are bytes where TensorFlow has to convert the arguments, as for the first value of a variable.
@@ -21,4 +21,4 @@ def test_collective_is_found_by_a_name_of_bytes(name: Any, found: bool) -> None:
     with pytest.raises(tf.errors.OpError) as raised:
         execute.quick_execute(name, 1, [], (), context.context())
     *_, frame = [each for each, _ in traceback.walk_tb(raised.tb) if each.f_code.co_name == "quick_execute"]
-    assert eager_context.collective_in(frame) == ("CollectiveBcastRecv" if found else None)
+    assert collective_in(frame) == ("CollectiveBcastRecv" if found else None)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import tensorflow as tf
 from tensorflow.core.protobuf import meta_graph_pb2
 
-from tfdist.compat import exports
+from tfdist.compat.keras import saving
 
 
 def test_clearing_removes_tasks_and_keeps_local_devices():
@@ -19,7 +19,7 @@ def test_clearing_removes_tasks_and_keeps_local_devices():
     graph.graph_def.library.function.add().node_def.add(device=task)
     graph.object_graph_def.nodes.add().resource.device = f"{task}/device:CPU:0"
     graph.object_graph_def.nodes.add().user_object.identifier = "no device"
-    exports.clear_tasks_of(graph)
+    saving.clear_tasks_of(graph)
     assert node.device == "/device:GPU:1"
     config = tf.compat.v1.ConfigProto.FromString(node.attr["config_proto"].s)
     assert (list(config.device_filters), config.experimental.collective_group_leader) == ([], "")

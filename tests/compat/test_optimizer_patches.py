@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import keras
 
-from tfdist.compat import optimizer_patches
+from tfdist.compat.keras import optimizers
 
 
 def test_an_optimizer_that_is_wrapped_for_loss_scaling_counts_once():
@@ -18,4 +18,4 @@ def test_an_optimizer_that_is_wrapped_for_loss_scaling_counts_once():
 
     model = Keeping()
     model.compile(keras.optimizers.SGD(0.1))
-    assert [type(each).__name__ for each in optimizer_patches.optimizers_of(model)] == ["LossScaleOptimizer"]
+    assert [type(each).__name__ for each in optimizers.optimizers_of(model)] == ["LossScaleOptimizer"]

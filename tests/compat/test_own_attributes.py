@@ -9,7 +9,8 @@ import keras
 import pytest
 import tensorflow as tf
 
-from tfdist.compat import epoch_logs, optimizer_patches, own_attributes
+from tfdist.compat import own_attributes
+from tfdist.compat.keras import fit, optimizers
 
 pytestmark = pytest.mark.devices
 
@@ -41,8 +42,8 @@ def test_what_is_kept_is_made_once():
 
 def test_attributes_are_restored_in_nested_blocks_and_after_errors():
     model = keras.Sequential([keras.layers.Dense(1)])
-    with optimizer_patches.attributes([(model, "train_step", "outer"), (model, "added", 1)]):
-        with pytest.raises(ZeroDivisionError), optimizer_patches.attributes([(model, "train_step", "inner")]):
+    with optimizers.patched_attributes([(model, "train_step", "outer"), (model, "added", 1)]):
+        with pytest.raises(ZeroDivisionError), optimizers.patched_attributes([(model, "train_step", "inner")]):
             assert model.train_step == "inner"
             _ = 1 / 0
         assert model.train_step == "outer"
@@ -58,10 +59,10 @@ def test_logs_of_an_epoch_are_removed_by_their_owner_only():
     def second(logs: Any) -> Any:
         return {"second": 2}
 
-    epoch_logs.put(model, first)
-    epoch_logs.put(model, second)
-    epoch_logs.remove(model, first)
-    assert epoch_logs.of(model)({}) == {"second": 2}
-    epoch_logs.remove(model)
-    epoch_logs.remove(model)
-    assert epoch_logs.of(model).__func__ is keras.Model._get_metrics_result_or_logs
+    fit.put_logs(model, first)
+    fit.put_logs(model, second)
+    fit.remove_logs(model, first)
+    assert fit.epoch_logs_of(model)({}) == {"second": 2}
+    fit.remove_logs(model)
+    fit.remove_logs(model)
+    assert fit.epoch_logs_of(model).__func__ is keras.Model._get_metrics_result_or_logs

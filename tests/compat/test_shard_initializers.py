@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 
-from tfdist.compat.shard_initializers import ShardInitial
+from tfdist.compat.keras.sharding import ShardInitial
 
 pytestmark = pytest.mark.devices
 

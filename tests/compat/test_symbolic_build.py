@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.compat import symbolic_build
+from tfdist.compat.keras import models
 
 X, Y = np.ones([4, 3], np.float32), np.ones([4, 1], np.float32)
 
@@ -40,7 +40,7 @@ def made(**options: Any) -> keras.Model:
 def test_a_metric_that_writes_in_a_conditional_is_built(kind: str) -> None:
     batch = (tf.sparse.from_dense(X) if kind == "sparse" else X, Y, *([Y[:, 0]] if kind == "weighted" else []))
     model = made(metrics=[Positive(), "mae"])
-    symbolic_build.build(model, batch)
+    models.build_model(model, batch)
     assert model._compile_metrics.built
     assert model._compile_loss.built
     assert [float(variable.numpy()) for variable in model.metrics_variables] == [0.0] * len(model.metrics_variables)
@@ -49,13 +49,13 @@ def test_a_metric_that_writes_in_a_conditional_is_built(kind: str) -> None:
 
 def test_what_has_no_metrics_is_left_to_keras() -> None:
     model = made()
-    symbolic_build.build(model, (X, Y))
+    models.build_model(model, (X, Y))
     assert not model.built
 
 
 def test_an_error_in_the_model_is_left_to_keras() -> None:
     model = keras.Sequential([keras.layers.Dense(1), keras.layers.Conv1D(2, 3)])
     model.compile("sgd", "mse", metrics=["mae"])
-    symbolic_build.build(model, (X, Y))
+    models.build_model(model, (X, Y))
     with pytest.raises(ValueError, match="conv1d"):
         model._symbolic_build(data_batch=(X, Y))

@@ -85,9 +85,9 @@ def test_a_missing_name_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(RuntimeError) as raised:
         versions.check()
     assert str(raised.value) == (
-        "tfdist needs what the installed TensorFlow or Keras does not have: tensorflow.python.eager.backprop:"
+        f"tfdist needs what the installed TensorFlow or Keras does not have: {BUILD}, tensorflow.python.eager.backprop:"
         "_gradient_function(op_name, attr_tuple, num_inputs, inputs, outputs, out_grads), "
-        f"tensorflow.python.eager.backprop:_handle_or_self, {BUILD}; install other versions (tensorflow>=2.20,<2.22, "
+        "tensorflow.python.eager.backprop:_handle_or_self; install other versions (tensorflow>=2.20,<2.22, "
         f"keras>=3.15,<3.17) or a newer tfdist. Received: tensorflow {tf.__version__}, keras {keras.__version__}"
     )
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.compression import LocalTransport, Threshold, arrays
+from tfdist.compression import LocalTransport, Threshold, frames
 
 LARGE = 1 << 18
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.devices
 
 
 def test_arrays_are_aligned_and_of_their_size():
-    pool = arrays.Pool()
+    pool = frames.Pool()
     for size in (0, 1, 17, LARGE, LARGE + 1):
         array = pool.zeros(size)
         assert array.dtype == np.float32 and array.shape == (size,)
@@ -26,7 +26,7 @@ def test_arrays_are_aligned_and_of_their_size():
 
 
 def test_memory_is_used_again_after_the_last_reference():
-    pool = arrays.Pool()
+    pool = frames.Pool()
     first = pool.empty(LARGE)
     address = first.ctypes.data
     second = pool.empty(LARGE)
@@ -39,14 +39,14 @@ def test_memory_is_used_again_after_the_last_reference():
 
 
 def test_memory_is_used_again_for_arrays_of_its_size_only():
-    pool = arrays.Pool()
+    pool = frames.Pool()
     address = pool.empty(LARGE).ctypes.data
     assert pool.empty(LARGE + 16).ctypes.data != address
     assert pool.empty(LARGE).ctypes.data == address
 
 
 def test_threads_do_not_share_memory():
-    pool, taken = arrays.Pool(), []
+    pool, taken = frames.Pool(), []
 
     def take() -> None:
         taken.extend(pool.empty(LARGE) for _ in range(50))

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tfdist.compression import fallback, gaps, native
+from tfdist.compression import fallback, frames, native
 
 _POSITIONS = st.sets(st.integers(0, 2**45), max_size=40) | st.sets(st.integers(0, 200), max_size=150)
 # A fixture of the session serves all examples.
@@ -25,13 +25,13 @@ def random_entries(num_values: int, density: float, seed: int = 0) -> np.ndarray
 
 
 def coded_bits(entries: np.ndarray) -> float:
-    return 8 * gaps.encode(entries, has_signs=True).size / entries.size
+    return 8 * frames.encode(entries, has_signs=True).size / entries.size
 
 
 @pytest.mark.parametrize(("density", "expected"), [(1e-4, 15.73), (1e-3, 12.41), (1e-2, 9.08), (0.0036, 10.56)])
 def test_entropy_matches_the_published_numbers(density: float, expected: float):
     # The published numbers are of n positions among 14.6 M at random: log2(e / density) + 1, to one unit.
-    assert gaps.entropy_bits(density) == pytest.approx(expected, abs=0.02)
+    assert frames.entropy_bits(density) == pytest.approx(expected, abs=0.02)
 
 
 @pytest.mark.parametrize("density", [1e-4, 1e-3, 1e-2])
@@ -39,13 +39,13 @@ def test_entropy_matches_the_published_numbers(density: float, expected: float):
 def test_coded_size_is_within_2_percent_of_the_entropy(density: float, num_values: int, kernels: native.Kernels):
     entries = random_entries(num_values, density)
     # The entropy of this number of entries, which differs from num_values * density by chance.
-    assert coded_bits(entries) <= 1.02 * gaps.entropy_bits(entries.size / num_values)
+    assert coded_bits(entries) <= 1.02 * frames.entropy_bits(entries.size / num_values)
 
 
 def test_stroms_messages_are_a_third_as_long(kernels: native.Kernels):
     """14.6 M parameters at tau=2: 52.5 k words of 32 bits, and coded gaps with k=8 take 10.66 bits."""
     entries = random_entries(14_600_000, 52_500 / 14_600_000)
-    assert gaps.encode(entries, has_signs=True)[0] == 8
+    assert frames.encode(entries, has_signs=True)[0] == 8
     assert coded_bits(entries) == pytest.approx(10.66, abs=0.05)
 
 
@@ -60,14 +60,14 @@ def test_decoding_returns_what_was_encoded_in_c_and_numpy_alike(
     entries = np.array([2 * p + (signs >> i & has_signs) for i, p in enumerate(sorted(positions))], np.int64)
     size = int(entries[-1] >> 1) + 1 if entries.size else 0
     both = (native_kernels, fallback.NumpyKernels())
-    coded = [gaps.encode(entries, has_signs, kernels) for kernels in both]
+    coded = [frames.encode(entries, has_signs, kernels) for kernels in both]
     np.testing.assert_array_equal(*coded)
     for kernels in both:
-        np.testing.assert_array_equal(gaps.decode(coded[0], entries.size, has_signs, size, kernels), entries)
+        np.testing.assert_array_equal(frames.decode(coded[0], entries.size, has_signs, size, kernels), entries)
         for wrong in (size - 1, 0):
             if entries.size:
                 with pytest.raises(ValueError, match=r"entry|entries"):
-                    gaps.decode(coded[0], entries.size, has_signs, wrong, kernels)
+                    frames.decode(coded[0], entries.size, has_signs, wrong, kernels)
 
 
 def test_k_gives_the_fewest_bits():
@@ -76,7 +76,7 @@ def test_k_gives_the_fewest_bits():
         entries = np.cumsum(rng.integers(1, 2 + scale ** rng.integers(1, 3, 300))) * 2
         positions = np.diff(entries >> 1, prepend=-1) - 1
         best = min(300 * (k + 1) + int((positions >> k).sum()) for k in range(50))
-        assert gaps.encode(entries, False).size <= 1 + math.ceil(best / 8) + 1
+        assert frames.encode(entries, False).size <= 1 + math.ceil(best / 8) + 1
 
 
 @_SETTINGS
@@ -87,7 +87,7 @@ def test_arbitrary_bytes_are_refused_or_valid_in_c_and_numpy_alike(
     found: list[np.ndarray | None] = []
     for kernels in (native_kernels, fallback.NumpyKernels()):
         with contextlib.suppress(ValueError):
-            found.append(gaps.decode(np.frombuffer(data, np.uint8), count, has_signs, size, kernels))
+            found.append(frames.decode(np.frombuffer(data, np.uint8), count, has_signs, size, kernels))
             continue
         found.append(None)
     if found[0] is None:
@@ -105,14 +105,14 @@ def test_damaged_codes_are_refused_or_valid_in_c_and_numpy_alike(
     native_kernels: native.NativeKernels, flips: list[int], cut: int
 ):
     entries = random_entries(20_000, 0.01)
-    data = gaps.encode(entries, True, native_kernels)
+    data = frames.encode(entries, True, native_kernels)
     for flip in flips:
         data[flip // 8 % data.size] ^= 1 << flip % 8
     data = data[: data.size - cut]
     found = []
     for kernels in (native_kernels, fallback.NumpyKernels()):
         try:
-            found.append(gaps.decode(data, entries.size, True, 20_000, kernels).tolist())
+            found.append(frames.decode(data, entries.size, True, 20_000, kernels).tolist())
         except ValueError:
             found.append(None)
     assert found[0] == found[1]
@@ -120,4 +120,4 @@ def test_damaged_codes_are_refused_or_valid_in_c_and_numpy_alike(
 
 def test_a_wrong_number_of_entries_allocates_nothing(kernels: native.Kernels):
     with pytest.raises(ValueError, match="don't fit"):
-        gaps.decode(np.ones(10, np.uint8), 2**60, True, 2**62)
+        frames.decode(np.ones(10, np.uint8), 2**60, True, 2**62)

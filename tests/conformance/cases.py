@@ -11,7 +11,7 @@ import functools
 import inspect
 import itertools
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import first_call_models
@@ -26,6 +26,7 @@ from cutting_off import CutOff, CutOffError
 from training import OPTIMIZERS, RANDOM, X, Y, batch_size
 
 import tfdist
+from tfdist.step import gradients
 
 LAYERS = keras.layers
 CASES: dict[str, Callable[[Any, pathlib.Path], Any]] = {}
@@ -65,6 +66,55 @@ _add(
     "loss scale, accumulation",
     lambda: OPTIMIZERS.LossScaleOptimizer(OPTIMIZERS.SGD(0.1, gradient_accumulation_steps=2)),
 )
+
+
+# Gradient transforms.
+
+TRANSFORMS = ("transforms, clip after the sum", "transforms, clip rows after the sum", "transforms, identity")
+
+
+@contextlib.contextmanager
+def _with_transforms(strategy: Any, *transforms: Any) -> Iterator[bool]:
+    """Gives a strategy other transforms for a while; yields False on one device, which has none."""
+    distribution = getattr(strategy, "distribution", None)
+    if distribution is None:
+        yield False
+        return
+    before = distribution.transforms
+    distribution.transforms = gradients.Transforms(tfdist.transforms.check(transforms), before.memory)
+    try:
+        yield True
+    finally:
+        distribution.transforms = before
+
+
+def _clipped(strategy: Any, **options: Any) -> Any:
+    """Clips the sum of gradients by a transform; on one device by Keras."""
+    with _with_transforms(strategy, tfdist.transforms.clip_by_global_norm(0.01)) as is_clipped:
+        clip = None if is_clipped else 0.01
+        return training.trained(strategy, lambda: OPTIMIZERS.SGD(0.1, global_clipnorm=clip), **options)
+
+
+@_case(TRANSFORMS[0])
+def _clip_after_the_sum(strategy: Any) -> Any:
+    return _clipped(strategy)
+
+
+@_case(TRANSFORMS[1])
+def _clip_rows_after_the_sum(strategy: Any) -> Any:
+    return _clipped(strategy, **_rows, steps_per_execution=4)
+
+
+@_case(TRANSFORMS[2])
+def _identity(strategy: Any) -> Any:
+    """Whether the weights are those without transforms, to the bit."""
+    found = []
+    for places in ((), tfdist.transforms.PLACES):
+        with _with_transforms(strategy, *(tfdist.transforms.identity(each) for each in places)):
+            found.append(training.trained(strategy, lambda: OPTIMIZERS.SGD(0.1)))
+    without, with_identity = found
+    same = [np.array_equal(*pair) for pair in zip(without[0], with_identity[0], strict=True)]
+    return float(all(same)), with_identity
 
 
 class _TwoOptimizers(keras.optimizers.Optimizer):

@@ -10,7 +10,7 @@ from typing import Any
 import multi_worker_cluster
 import pytest
 from averaging import AS_WITHOUT_POLICY, LIKE_OTHERS, AveragingEveryStep
-from cases import LOOPS
+from cases import LOOPS, TRANSFORMS
 from conformance import Conformance, pytest_generate_tests  # noqa: F401
 
 import tfdist
@@ -59,7 +59,7 @@ class TestMultiWorker(Workers):
         *("accumulation, clipnorm, ema", "loss scale", "embedding, clipnorm", "ragged", "sum loss, eagerly"),
         *("metric that shows its variable", "compiled outside of the scope", "embedding, places", "single batches"),
         *("order of the data", "parts of two sizes, unknown", "restored before it is built", "no batches"),
-        "fewer examples than replicas, eagerly",
+        *("fewer examples than replicas, eagerly", *TRANSFORMS),
     }
 
 
@@ -71,6 +71,7 @@ class TestBackupWorkers(Workers):
         {
             *("embedding, clipnorm", "unknown length, steps_per_execution", "sum loss, eagerly"),
             *("embedding, places", "step tracked by other names, one over", "no batches", "order of the data"),
+            *TRANSFORMS,
         }
     )
 

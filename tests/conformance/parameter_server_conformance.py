@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import guide_loops
 import pytest
-from cases import CASES, LOOPS, SCALED_AGAIN
+from cases import CASES, LOOPS, SCALED_AGAIN, TRANSFORMS
 from conformance import Conformance, pytest_generate_tests  # noqa: F401
 from training import SETTINGS
 
@@ -46,7 +46,7 @@ class TestAsynchronous(Conformance):
             *_SYNCHRONOUS,
             *("global_clipnorm", "decay, ema", "loss scale", "interrupted and resumed"),
             *("dicts", "embedding", "constraint", "compiled outside of the scope", "restored before it is built"),
-            "no batches",
+            *("no batches", *TRANSFORMS),
             *(name for name in CASES if name.startswith(("first call", "no run")) and name not in SCALED_AGAIN),
         }
         - _AS_OTHERS

@@ -10,18 +10,18 @@ import keras
 import pytest
 import tensorflow as tf
 
-from tfdist.compat import placed_layers
+from tfdist.compat.keras import placement
 
 
 def place_alternately(strategy: Any, monkeypatch: pytest.MonkeyPatch, parts: int = 2) -> None:
     """Places layers that are made in the scope of a strategy alternately, and other weights on the first part."""
-    new, part_of, turns = keras.Layer.__new__, placed_layers.part_of, itertools.cycle(range(parts))
+    new, part_of, turns = keras.Layer.__new__, placement.part_of, itertools.cycle(range(parts))
 
     def make(cls: Any, *args: Any, **kwargs: Any) -> Any:
         layer = new(cls, *args, **kwargs)
         if tf.distribute.get_strategy() is strategy and not isinstance(layer, keras.Sequential):
-            placed_layers.place(layer, next(turns))
+            placement.place(layer, next(turns))
         return layer
 
     monkeypatch.setattr(keras.Layer, "__new__", make)
-    monkeypatch.setattr(placed_layers, "part_of", lambda variable: part_of(variable) or 0)
+    monkeypatch.setattr(placement, "part_of", lambda variable: part_of(variable) or 0)

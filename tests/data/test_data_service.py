@@ -13,7 +13,7 @@ import pytest
 # A process of its own: what fails here holds Python's lock for ever.
 START = """
 import os, sys
-from tfdist.data.data_service import DataService
+from tfdist.serving.embedded import DataService
 print(DataService(sys.argv[1], None).address(endless=False))
 print(os.environ.get("no_grpc_proxy"))
 """

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.compat import eager_context
-from tfdist.data.dataset_graph import DatasetGraph, rebuild
+from tfdist.compat.tensorflow import context, inputs
+from tfdist.data.dataset_graph import DatasetGraph, fingerprint_of, rebuild
 
 pytestmark = pytest.mark.devices
 
@@ -121,7 +121,7 @@ def test_a_global_seed_stays_as_it_is() -> None:
 
 REBUILD = """
 import sys, numpy as np, tensorflow as tf
-from tfdist.compat import eager_context
+from tfdist.compat.tensorflow import context
 from tfdist.data.dataset_graph import rebuild
 text = tf.constant(open(sys.argv[1], "rb").read())
 for _ in range(2):
@@ -293,11 +293,43 @@ def test_fingerprint_of_data_sets_made_alike_is_one() -> None:
 
 def test_shuffle_with_a_seed_keeps_its_order_beside_a_drawn_seed() -> None:
     order = numbers(tf.data.Dataset.range(20).shuffle(20, seed=3))
-    eager_context.set_drawn_seed(7)
+    context.set_drawn_seed(7)
     assert numbers(tf.data.Dataset.range(20).shuffle(20, seed=3)) == order
     unseeded = [numbers(tf.data.Dataset.range(20).shuffle(20)), numbers(tf.data.Dataset.range(20).shuffle(20))]
-    eager_context.set_drawn_seed(8)
-    eager_context.set_drawn_seed(7)
+    context.set_drawn_seed(8)
+    context.set_drawn_seed(7)
     assert [numbers(tf.data.Dataset.range(20).shuffle(20)), numbers(tf.data.Dataset.range(20).shuffle(20))] == unseeded
     tf.random.set_seed(5)
     assert numbers(tf.data.Dataset.range(20).shuffle(20, seed=3)) != order
+
+
+def _shares(rank: Any) -> Callable[[Any, Any], Any]:
+    return lambda index, _: index % 2 == rank
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_same"),
+    [
+        pytest.param(_shares(0), _shares(0), True, id="same"),
+        pytest.param(_shares(0), _shares(1), False, id="rank"),
+        pytest.param(_shares(tf.constant(0, tf.int64)), _shares(tf.constant(1, tf.int64)), False, id="captured rank"),
+        pytest.param(
+            lambda i, _: tf.random.uniform([]) < 0.5, lambda i, _: tf.random.uniform([]) < 0.4, True, id="random"
+        ),
+        pytest.param(
+            lambda i, _: tf.strings.length("/a/b") == 4, lambda i, _: tf.strings.length("/c") == 4, True, id="directory"
+        ),
+        pytest.param(
+            lambda i, _: tf.numpy_function(lambda: True, [], tf.bool),
+            lambda i, _: tf.numpy_function(lambda: True, [], tf.bool),
+            True,
+            id="python",
+        ),
+    ],
+)
+def test_fingerprint_of_a_function_shows_shares_by_worker(one: Any, other: Any, is_same: bool):
+    found = []
+    for predicate in (one, other):
+        filtered = tf.data.Dataset.range(8).enumerate().filter(predicate)
+        found.append([fingerprint_of(function) for function in inputs.functions_of_dataset(filtered)])
+    assert (found[0] == found[1]) is is_same

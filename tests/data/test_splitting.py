@@ -71,3 +71,18 @@ def test_components_of_different_sizes_are_named_in_one_line() -> None:
         splitting.check_examples(given, 2)
     assert "\n" not in str(raised.value)
     splitting.check_examples((given[0]["x"], *given[1:], tf.constant(2.0)), 2)
+
+
+def test_part_of_sparse_batches_keeps_their_features():
+    spec = (tf.SparseTensorSpec((None, 4)), tf.TensorSpec((None, 3)))
+    features, _ = splitting.part_spec(spec, 2)
+    # Keras builds layers by it, without a batch.
+    assert features.shape.as_list() == [None, 4]
+
+    def generate():
+        yield tf.sparse.from_dense([[1.0, 0, 0, 2], [0, 3, 0, 0]]), tf.ones([2, 3])
+
+    dealt = splitting.deal(tf.data.Dataset.from_generator(generate, output_signature=spec), range(2), 2)
+    assert dealt.element_spec[0].shape.as_list() == [None, 4]
+    rows = [tf.sparse.to_dense(part).numpy().tolist() for part, _ in dealt]
+    assert rows == [[[1, 0, 0, 2]], [[0, 3, 0, 0]]]

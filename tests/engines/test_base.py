@@ -8,13 +8,11 @@ import inspect
 import pathlib
 import threading
 from typing import Any
-from unittest import mock
 
 import pytest
 
 import tfdist
 from tfdist import engines
-from tfdist.compat import step_errors
 from tfdist.engines.base import Engine
 from tfdist.engines.quorum import QuorumEngine, Sums
 from tfdist.engines.threads import ThreadedEngine
@@ -85,9 +83,7 @@ def _threaded() -> Any:
 def _quorum() -> Any:
     nothing = lambda *given: None  # noqa: E731
     engine = QuorumEngine(None, 0, _Client(), Sums(nothing), nothing, nothing, None)  # pyright: ignore
-    # Keras' loop of this process stays as it is, for other tests.
-    with mock.patch.object(step_errors, "install"):
-        engine.start()
+    engine.start()
     return engine
 
 

@@ -64,7 +64,7 @@ def test_page_names_reasons_and_counts(keras_outcomes: ModuleType):
     listed = [keras_outcomes.Listed("a reason", ("ps",), ("a_test.py::T::bad",))]
     page = keras_outcomes.page("3.15.1", {"one": one, "ps": under}, listed)
     assert "| `a_test.py` | 2 | 1, 1 listed |" in page
-    assert "- a reason (ParameterServerStrategy 1): `a_test.py::T::bad`" in page
+    assert "- a reason (ParameterServerStrategy 1)\n" in page
     assert "not listed" not in page
 
 

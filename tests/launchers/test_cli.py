@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The console command answers, at once and in one line where something is wrong."""
 
+import functools
 import importlib
 import pathlib
+import re
 import subprocess
 import sys
 
 import pytest
+from absl import flags
 
 import tfdist
 from tfdist import cli
@@ -51,13 +54,101 @@ def test_nothing_to_do_is_an_error_that_shows_the_usage(arguments, capsys):
         ),
         (
             ["launch", "--num_workers=2", "local"],
-            "tfdist: unknown platform; there is: {platforms} (see tfdist launch --help). Received: '--num_workers=2'\n",
+            (
+                "tfdist: name the platform first; did you mean tfdist launch local --num_workers=2 ...? "
+                "There is: {platforms} (see tfdist launch --help)\n"
+            ),
         ),
+        (["train.py"], "tfdist: no command is given; did you mean tfdist launch local train.py?\n"),
     ],
 )
 def test_what_is_unknown_is_one_line_and_code_2(arguments, line, capsys):
     assert cli.main(arguments) == 2
     assert capsys.readouterr().err == line.format(platforms=", ".join(cli.PLATFORMS))
+
+
+COMMANDS = [[name] for name in cli.COMMANDS] + [["launch", name] for name in cli.PLATFORMS]
+
+
+def _flags_of(command: list[str]) -> flags.FlagValues:
+    module = cli.COMMANDS.get(command[0], f"tfdist.launchers.{command[-1]}")
+    values = flags.FlagValues()
+    importlib.import_module(module).define_flags(values)
+    return values
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_no_number_in_a_flag_is_one_line_with_argument_value_and_remedy(command, capsys):
+    """Of each flag of each command that takes a number, and of those that take no value or one of several."""
+    values = _flags_of(command)
+    for name in values:
+        kind = values[name].flag_type()
+        if len(name) == 1 or kind not in ("int", "float", "bool", "string enum"):
+            continue
+        assert cli.main([*command, f"--{name}=two", "setup.py"]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert re.match(
+            rf"tfdist: --{name} (must be an? \S+.*, such as --{name}=\d|must be one of|takes no value;)", line
+        )
+        assert line.endswith(f"Received: --{name}=two (see tfdist {' '.join(command)} --help)")
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        (["--workers=2"], "--num_workers=2"),
+        (["-n", "2"], "--num_workers=2"),
+        (["-n2"], "--num_workers=2"),
+        (["-np", "2"], "--num_workers=2"),
+        (["--num_processes", "2"], "--num_workers=2"),
+        (["--nproc_per_node=2"], "--num_workers=2"),
+        (["--nproc-per-node=gpu"], "--num_workers"),
+        (["--nnodes=1:2"], "--num_workers"),
+        (["--num-workers=2"], "--num_workers=2"),
+        (["--num_wokers=2"], "--num_workers=2"),
+        (["--ps=1"], "--num_ps=1"),
+    ],
+)
+@pytest.mark.parametrize("platform", ["local", "ssh", "slurm", "kubernetes"])
+def test_names_of_other_launchers_bring_ours(platform, written, meant, capsys):
+    assert cli.main(["launch", platform, *written, "setup.py"]) == 2
+    name = written[0].partition("=")[0]
+    expected = f"tfdist: unknown flag {name}; did you mean {meant}? (see tfdist launch {platform} --help)\n"
+    assert capsys.readouterr().err == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["launch", "ssh", "-H", "a:2,b"], "unknown flag -H; did you mean --hosts=a:2,b?"),
+        (
+            ["launch", "local", "--rdzv_endpoint=a:1"],
+            "unknown flag --rdzv_endpoint; leave it away, because tasks learn",
+        ),
+        (["simulate", "--num_workers=4"], "unknown flag --num_workers; did you mean --workers=4?"),
+        (["watch", "logs", "--window_sec=4"], "unknown flag --window_sec; did you mean --window_secs=4?"),
+        (["advise", "a.json", "--zzz=4"], "unknown flag --zzz (see tfdist advise --help)"),
+    ],
+)
+def test_unknown_flags_of_any_command_bring_those_that_were_meant(arguments, words, capsys):
+    assert cli.main(arguments) == 2
+    assert capsys.readouterr().err.startswith(f"tfdist: {words}")
+
+
+def test_a_flag_behind_the_script_is_noted_unless_the_script_names_it(tmp_path, capsys):
+    plain, own = tmp_path / "plain.py", tmp_path / "own.py"
+    plain.write_text("import tfdist\nprint(tfdist.num_workers())\n")
+    own.write_text("parser.add_argument('--num-workers', type=int)\n")
+    dry = ["launch", "local", "--dry_run"]
+    assert cli.main([*dry, str(plain), "--num_workers=2", "--epochs=3", "--help", "--", "--num_ps=1"]) == 0
+    expected = (
+        f"tfdist: --num_workers=2 stands behind {plain}, so the script gets it; for the launcher, put it before {plain}"
+    )
+    assert capsys.readouterr().err.splitlines() == [expected]
+    assert cli.main([*dry, str(own), "--num_workers=2"]) == 0
+    assert cli.main([*dry, str(plain), "num_workers", "-n", "2"]) == 0
+    assert cli.main([*dry, "-m", "json.tool", "--num_workers=2"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_every_platform_has_a_command():
@@ -82,3 +173,22 @@ def test_every_platform_has_a_front_a_flagfile_and_a_page(platform, capsys):
 def test_the_command_imports_no_tensorflow(arguments):
     code = f"import sys; from tfdist import cli; cli.main({arguments}); sys.exit('tensorflow' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("Telemetry", "callbacks.Telemetry"),
+        ("SignSGD", "compression.SignSGD"),
+        ("rank", "worker_index"),
+        ("size", "num_workers"),
+        ("is_main_process", "is_chief"),
+        ("BackupWorker", "BackupWorkers"),
+        ("MirrorredStrategy", "MirroredStrategy"),
+    ],
+)
+def test_a_name_that_is_not_there_brings_the_one_that_was_meant(name, meant):
+    """Also those of other toolkits. Whatever is proposed exists."""
+    with pytest.raises(AttributeError, match=re.escape(f"no attribute {name!r}; did you mean tfdist.{meant}?")):
+        getattr(tfdist, name)
+    assert functools.reduce(getattr, meant.split("."), tfdist)

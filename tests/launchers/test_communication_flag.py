@@ -35,7 +35,8 @@ def test_every_task_is_told(launcher, chosen: str, script: str, capfd: pytest.Ca
 
 
 def test_another_word_is_refused(script: str):
-    with pytest.raises(flags.Error, match=r"--communication=gloo: value should be one of <auto\|tensorflow\|mpi>"):
+    words = r"--communication must be one of auto, tensorflow, mpi\. Received: --communication=gloo"
+    with pytest.raises(flags.Error, match=words):
         local.main(["--communication=gloo", script])
 
 

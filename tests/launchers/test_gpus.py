@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tfdist.launchers import gpus, local, requests
+from tfdist.launchers import environment, local, requests
 
 SMI = """#!{python}
 import sys
@@ -40,12 +40,12 @@ def four_gpus(tmp_path, monkeypatch):
     ],
 )
 def test_what_is_inherited_is_intersected_with_what_is_there(inherited, devices):
-    assert gpus.present({} if inherited is None else {"CUDA_VISIBLE_DEVICES": inherited}) == devices
+    assert environment.present({} if inherited is None else {"CUDA_VISIBLE_DEVICES": inherited}) == devices
 
 
 def test_without_a_driver_there_are_none(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    assert gpus.present({}) == []
+    assert environment.present({}) == []
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_without_a_driver_there_are_none(monkeypatch):
     ],
 )
 def test_shares(devices, tasks, each, shares):
-    assert gpus.share(devices, tasks, each) == shares
+    assert environment.share(devices, tasks, each) == shares
 
 
 @pytest.mark.parametrize(
@@ -76,12 +76,12 @@ def test_shares(devices, tasks, each, shares):
 )
 def test_more_gpus_asked_than_there_are(devices, tasks, each, words):
     with pytest.raises(requests.LaunchError) as caught:
-        gpus.share(devices, tasks, each)
+        environment.share(devices, tasks, each)
     assert str(caught.value).startswith(words)
 
 
 def visible(devices, **options):
-    job = local.Job(("train.py",), **options)
+    job = local.LocalJob(("train.py",), **options)
     request = local.plan(job, range(1, 1 + job.num_ports), devices=devices)
     return {task.name: task.env.get("CUDA_VISIBLE_DEVICES") for task in request.tasks}
 

@@ -8,11 +8,12 @@ import os
 import pathlib
 import subprocess
 import sys
+import sysconfig
 import zipfile
 
 import pytest
 
-from tfdist.launchers import interpreter
+from tfdist.launchers import processes
 
 ROOT = str(pathlib.Path(__file__).resolve().parents[2])
 # Runs, as a module, what prints where it imports from. The program may find tfdist by other means than its path.
@@ -21,9 +22,9 @@ import json, subprocess, sys
 {before}
 seen = list(sys.path)
 sys.path.append({root!r})
-from tfdist.launchers import interpreter
+from tfdist.launchers import processes
 sys.path[:] = seen
-command = interpreter.module_command("shown", "an argument")
+command = processes.module_command("shown", "an argument")
 done = subprocess.run(command, capture_output=True, text=True)
 print(json.dumps([sys.path, done.stdout, done.stderr]))
 """
@@ -82,7 +83,9 @@ def write(work: pathlib.Path, before: str = "") -> str:
 )
 def test_a_script_with_options(work: pathlib.Path, options: list[str], flags: list[int]) -> None:
     before = f"sys.path.insert(0, {str(work.parent / 'program')!r})"
-    path, (seen, seen_flags, _, arguments, name) = run([*options, write(work, before)], work)
+    # tfdist's own dependencies.
+    env = {"PYTHONPATH": sysconfig.get_path("purelib")} if "-S" in options else {}
+    path, (seen, seen_flags, _, arguments, name) = run([*options, write(work, before)], work, **env)
     assert seen == [*path, ROOT]
     assert seen_flags == flags
     assert (arguments, name) == (["an argument"], "__main__")
@@ -129,7 +132,7 @@ def test_a_path_from_the_environment_keeps_its_place(work: pathlib.Path, tmp_pat
 
 def test_relative_entries_are_made_absolute_and_odd_ones_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", ["", "a", "/b", pathlib.Path("/c"), "/\udcff", ROOT])
-    command = interpreter.module_command("shown")
+    command = processes.module_command("shown")
     here = str(pathlib.Path.cwd())
     assert json.loads(command[-1]) == [here, f"{here}/a", "/b", "/\udcff", ROOT]
     assert command[-1].isascii()

@@ -6,7 +6,7 @@ import os
 import fake_kubectl
 import pytest
 
-from tfdist.launchers import kubernetes, kubernetes_submit, requests
+from tfdist.launchers import kubernetes, requests
 
 ARGUMENTS = ["--image=me/train:1", "--name=run1", "/app/train.py"]
 ALL = ["job.batch/run1-worker", "networkpolicy.networking.k8s.io/run1", "secret/run1", "service/run1"]
@@ -17,8 +17,8 @@ QUOTA = 'Error creating: pods "run1-worker-1-x" is forbidden: exceeded quota: fe
 def cluster(tmp_path, monkeypatch):
     """A kubectl that refuses what it does not know, and its memory."""
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(kubernetes_submit, "_POLL_SECS", 0.01)
-    monkeypatch.setattr(kubernetes_submit, "_SETTLED_SECS", 0.01)
+    monkeypatch.setattr(kubernetes, "_POLL_SECS", 0.01)
+    monkeypatch.setattr(kubernetes, "_SETTLED_SECS", 0.01)
     return fake_kubectl.install(tmp_path)
 
 

@@ -72,25 +72,25 @@ PYTHONUNBUFFERED=1 python3 train.py '--name=two words'
 
 
 def test_a_plan_as_text():
-    job = local.Job(("train.py", "--name=two words"), num_workers=2, num_ps=1)
+    job = local.LocalJob(("train.py", "--name=two words"), num_workers=2, num_ps=1)
     assert str(local.plan(job, range(1001, 1006), python="python3")) == GOLDEN
 
 
 def test_the_text_of_a_plan_runs_in_a_shell(script):
-    request = local.plan(local.Job((script("print(name, sys.argv[1:])"), "it's", "a\nb")), (1, 2))
+    request = local.plan(local.LocalJob((script("print(name, sys.argv[1:])"), "it's", "a\nb")), (1, 2))
     done = subprocess.run(["sh", "-c", str(request)], capture_output=True, text=True, timeout=60)
     assert done.stdout.splitlines() == [f"worker:{i} [\"it's\", 'a\\nb']" for i in (0, 1)]
 
 
 @pytest.mark.parametrize(("num_ps", "names"), [(0, {"worker:0", "worker:1", "worker:2"}), (2, {"chief:0"})])
 def test_whose_success_decides(num_ps, names):
-    job = local.Job(("train.py",), num_workers=3, num_ps=num_ps)
+    job = local.LocalJob(("train.py",), num_workers=3, num_ps=num_ps)
     assert local.plan(job, range(1, 1 + job.num_ports)).deciding == names
 
 
 @pytest.mark.parametrize("num_ps", [0, 1])
 def test_planned_clusters_suit_the_strategy(num_ps):
-    job = local.Job(("train.py",), num_workers=3, num_ps=num_ps)
+    job = local.LocalJob(("train.py",), num_workers=3, num_ps=num_ps)
     for task in local.plan(job, range(1, 1 + job.num_ports)).tasks:
         planned = cluster.Cluster.from_tf_config(task.env["TF_CONFIG"])
         assert str(planned.task) == task.name
@@ -109,7 +109,7 @@ def test_planned_clusters_suit_the_strategy(num_ps):
 )
 def test_jobs_that_make_no_sense(options, words):
     with pytest.raises(requests.LaunchError) as caught:
-        local.Job(**{"command": ("train.py",), **options})
+        local.LocalJob(**{"command": ("train.py",), **options})
     assert str(caught.value).startswith(words)
 
 
@@ -136,8 +136,11 @@ def test_job_that_joins_no_cluster_ends_with_one_line(tmp_path):
 @pytest.mark.processes
 def test_arguments_of_the_script_arrive_unchanged(script):
     arguments = ["two words", "'\"$x", "new\nline", "", "é", "--num_workers=9", "--flagfile=none", "--", "-m", "--help"]
-    code, out, err = launch("--num_workers=1", script("print(json.dumps(sys.argv[1:]))"), *arguments)
-    assert (code, err) == (0, "")
+    path = script("print(json.dumps(sys.argv[1:]))")
+    code, out, err = launch("--num_workers=1", path, *arguments)
+    assert code == 0
+    assert err.startswith(f"tfdist: --num_workers=9 stands behind {path}, so the script gets it;")
+    assert len(err.splitlines()) == 1
     assert json.loads(out.removeprefix("[worker:0] ")) == arguments
 
 
@@ -371,7 +374,7 @@ def read_until(descriptor, enough):
 @pytest.mark.processes
 def test_a_program_may_submit_a_job_and_keeps_its_signal_handlers(script, capsys):
     before = [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
-    assert attempts.submit(local.plan(local.Job((script("print('here')"),), num_workers=1), (1,))) == 0
+    assert attempts.submit(local.plan(local.LocalJob((script("print('here')"),), num_workers=1), (1,))) == 0
     assert [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
 
 
@@ -389,9 +392,9 @@ def test_a_program_may_submit_a_job_and_keeps_its_signal_handlers(script, capsys
         ([], "tfdist: there is no script to run"),
         (["--num_workers=0", "setup.py"], "tfdist: --num_workers is too small; use 1 or more. Received: 0"),
         (["--num_ps=-1", "setup.py"], "tfdist: --num_ps is too small"),
-        (["--num_workers=two", "setup.py"], "tfdist: flag --num_workers=two: invalid literal"),
-        (["--num_wokers=2", "setup.py"], "tfdist: Unknown command line flag 'num_wokers'. Did you mean: num_workers"),
-        (["--num_workers"], "tfdist: Missing value for flag --num_workers"),
+        (["--num_workers=two", "setup.py"], "tfdist: --num_workers must be an integer, such as --num_workers=2."),
+        (["--num_wokers=2", "setup.py"], "tfdist: unknown flag --num_wokers; did you mean --num_workers=2?"),
+        (["--num_workers"], "tfdist: the flag --num_workers has no value; write"),
         (["--flagfile=nope", "setup.py"], "tfdist: Unable to open flagfile"),
     ],
 )

@@ -69,7 +69,7 @@ def attempt(monkeypatch, unreachable, **codes):
     monkeypatch.setattr(attempts, "CAUSE_SECS", 0.0)
     asked = []
     monkeypatch.setattr(attempts, "unreachable", lambda probes, _: asked.append(probes) or unreachable)
-    request = ssh.plan(ssh.Job(("train.py",), (Host("alpha", 1), Host("beta", 1)), Shape(2)))
+    request = ssh.plan(ssh.SshJob(("train.py",), (Host("alpha", 1), Host("beta", 1)), Shape(2)))
     tasks = Tasks(**codes)
     outcome = attempts.Attempt(request, tasks, [], number=0, min_workers=2, logs=None).run()
     return outcome, tasks.lines, asked
@@ -112,7 +112,7 @@ def test_when_no_host_answers_the_launchers_link_is_named(monkeypatch):
 
 def test_after_a_lost_host_tasks_there_have_time_to_end(monkeypatch):
     """Else the next attempt would find their ports in use."""
-    outcomes = [attempts.Outcome(255, Task("worker:1", 255), orphan_secs=30.0), attempts.Outcome(0)]
+    outcomes = [attempts.AttemptOutcome(255, Task("worker:1", 255), orphan_secs=30.0), attempts.AttemptOutcome(0)]
     pauses = []
     monkeypatch.setattr(attempts._Submission, "_attempt", lambda *_: outcomes.pop(0))
     monkeypatch.setattr(attempts._Submission, "_pause", lambda _, secs: pauses.append(secs) or True)
@@ -121,7 +121,7 @@ def test_after_a_lost_host_tasks_there_have_time_to_end(monkeypatch):
 
 
 def test_far_tasks_end_before_the_launcher_gives_their_host_up():
-    command = ssh.plan(ssh.Job(("train.py",), (Host("alpha", 2),), Shape(2))).tasks[0].command
+    command = ssh.plan(ssh.SshJob(("train.py",), (Host("alpha", 2),), Shape(2))).tasks[0].command
     assert "tfdist.launchers.ssh_client" in command
     settings = {
         word.partition("=")[0].removeprefix("-o"): word.partition("=")[2]

@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tfdist.launchers import kubernetes_task, pod_leader, pod_member
-from tfdist.launchers.pod_rules import GIVEN_UP_EXIT_CODE, Counts, Rules
+from tfdist.launchers import kubernetes_task, pod_group
+from tfdist.launchers.pod_group import GIVEN_UP_EXIT_CODE, Counts, Rules
 from tfdist.launchers.shape import Shape
 
 LOST = 75
@@ -194,12 +194,12 @@ def test_chief_and_workers_are_two_jobs_with_one_limit():
 
 @pytest.fixture
 def leader():
-    with contextlib.closing(pod_leader.Leader(["worker:0", "worker:1"], Rules(3, 100), 0, "secret")) as made:
+    with contextlib.closing(pod_group.Leader(["worker:0", "worker:1"], Rules(3, 100), 0, "secret")) as made:
         yield made
 
 
 def member(leader, secret="secret", task="worker:0"):
-    made = pod_member.Member(task, ("localhost", leader.port), secret, Counts(), 75, lambda line: None)
+    made = pod_group.Member(task, ("localhost", leader.port), secret, Counts(), 75, lambda line: None)
     return contextlib.closing(made)
 
 
@@ -222,7 +222,7 @@ def test_strangers_end_no_job(leader, sent):
 
 
 def test_another_secret_is_refused(leader, monkeypatch):
-    monkeypatch.setattr(pod_member, "_MEET_SECS", 0.2)
+    monkeypatch.setattr(pod_group, "_MEET_SECS", 0.2)
     with member(leader, secret="other") as stranger:
         assert stranger.finish(1) == 75
         assert not leader.tasks_met
@@ -238,7 +238,7 @@ def test_member_that_joins_after_the_failure_is_not_counted(leader):
 
 
 def test_leader_that_is_gone_means_75(leader, monkeypatch):
-    monkeypatch.setattr(pod_member, "_MEET_SECS", 0.2)
+    monkeypatch.setattr(pod_group, "_MEET_SECS", 0.2)
     leader.close()
     with member(leader) as left:
         assert left.finish(1) == 75
@@ -248,7 +248,7 @@ def test_leader_that_is_gone_means_75(leader, monkeypatch):
 def test_replaced_pod_waits_for_the_next_leader(leader, has_ended):
     met = threading.Event()
 
-    class Replaced(pod_member.Member):
+    class Replaced(pod_group.Member):
         def _greet(self, connection, lines):
             try:
                 super()._greet(connection, lines)
@@ -265,6 +265,6 @@ def test_replaced_pod_waits_for_the_next_leader(leader, has_ended):
             assert met.wait(60)
             assert first.finish(1) == 75
             leader.close()
-            following = pod_leader.Leader(["worker:0", "worker:1"], Rules(3, 100), leader.port, "secret")
+            following = pod_group.Leader(["worker:0", "worker:1"], Rules(3, 100), leader.port, "secret")
             with contextlib.closing(following), member(following) as first_again, ThreadPoolExecutor(2) as pool:
                 assert list(pool.map(lambda each: each.finish(0), (first_again, again))) == [0, 0]

@@ -12,23 +12,23 @@ from typing import Any, BinaryIO
 
 import pytest
 
-from tfdist.launchers import pod_leader, pod_member, pod_wire
-from tfdist.launchers.pod_rules import Counts, Rules
+from tfdist.launchers import pod_group
+from tfdist.launchers.pod_group import Counts, Rules
 
 TASKS = ["worker:0", "worker:1"]
 
 
 @pytest.fixture
-def leader() -> Iterator[pod_leader.Leader]:
-    with contextlib.closing(pod_leader.Leader(TASKS, Rules(3, 100), 0, "secret")) as made:
+def leader() -> Iterator[pod_group.Leader]:
+    with contextlib.closing(pod_group.Leader(TASKS, Rules(3, 100), 0, "secret")) as made:
         yield made
 
 
-def member(leader: pod_leader.Leader, task: str, kind: type[pod_member.Member] = pod_member.Member) -> Any:
+def member(leader: pod_group.Leader, task: str, kind: type[pod_group.Member] = pod_group.Member) -> Any:
     return contextlib.closing(kind(task, ("localhost", leader.port), "secret", Counts(), 75, lambda line: None))
 
 
-def crowd(stack: contextlib.ExitStack, leader: pod_leader.Leader, words: bytes = b"") -> socket.socket:
+def crowd(stack: contextlib.ExitStack, leader: pod_group.Leader, words: bytes = b"") -> socket.socket:
     """Strangers that say these words, and stay; returns the last."""
     for _ in range(200):
         stranger = stack.enter_context(socket.create_connection(("localhost", leader.port), 30))
@@ -36,24 +36,24 @@ def crowd(stack: contextlib.ExitStack, leader: pod_leader.Leader, words: bytes =
     return stranger
 
 
-def ends(*members: pod_member.Member) -> list[int]:
+def ends(*members: pod_group.Member) -> list[int]:
     with ThreadPoolExecutor(len(members)) as pool:
         return list(pool.map(lambda each: each.finish(0), members))
 
 
 @pytest.mark.parametrize("words", [b"", b"drip", b"["])
-def test_strangers_that_came_first_and_stay_keep_no_member_out(leader: pod_leader.Leader, words: bytes):
+def test_strangers_that_came_first_and_stay_keep_no_member_out(leader: pod_group.Leader, words: bytes):
     with contextlib.ExitStack() as stack:
         crowd(stack, leader, words)
         with member(leader, "worker:0") as first, member(leader, "worker:1") as second:
             assert ends(first, second) == [0, 0]
 
 
-def test_a_member_that_gave_way_comes_again(leader: pod_leader.Leader):
+def test_a_member_that_gave_way_comes_again(leader: pod_group.Leader):
     tried = threading.Event()
     with contextlib.ExitStack() as stack:
 
-        class Slow(pod_member.Member):
+        class Slow(pod_group.Member):
             def _greet(self, connection: socket.socket, lines: BinaryIO) -> None:
                 if not tried.is_set():
                     tried.set()
@@ -71,4 +71,4 @@ def test_what_is_nested_too_deeply_is_an_error_that_is_caught():
     with ours, theirs, theirs.makefile("rb") as lines:
         ours.sendall(b"[" * 4000 + b"\n")
         with pytest.raises(ValueError, match="not a message"):
-            pod_wire.read(lines)
+            pod_group.read_message(lines)

@@ -17,7 +17,7 @@ from tfdist.launchers import local
 from tfdist.launchers.requests import LaunchError
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-_TRY = ["-c", "from tfdist.launchers import private_network; private_network.enter()"]
+_TRY = ["-c", "from tfdist.launchers import local; local.enter_private_network()"]
 # Listens as TensorFlow's server does: on all interfaces, at the port of its task.
 _SERVES = """
 import json, os, socket, sys
@@ -88,10 +88,10 @@ def test_the_user_and_the_files_stay_the_same(tmp_path: pathlib.Path):
 
 _AS_ANOTHER = """
 import ctypes, os, socket
-from tfdist.launchers import private_network
+from tfdist.launchers import local
 os.setgroups([]), os.setgid(65534), os.setuid(65534)
 ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE, as in a process that this user has started
-private_network.enter()
+local.enter_private_network()
 server = socket.create_server(("127.0.0.1", 0))
 socket.socket().connect(server.getsockname())
 print(*os.getresuid(), *(name for _, name in socket.if_nameindex()), flush=True)

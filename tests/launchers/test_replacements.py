@@ -124,7 +124,7 @@ def in_no_time(monkeypatch):
 def attempt(*endings, min_workers=2, **restarts):
     """Runs a job of a chief, two workers and a ps; gives the outcome and the supervisor."""
     settings = Restarts(backoff_secs=0.0, max_worker_restarts=1, min_workers=min_workers, **restarts)
-    request = local.plan(local.Job(("train.py",), num_ps=1, grace_secs=0.0, restarts=settings), range(1, 6))
+    request = local.plan(local.LocalJob(("train.py",), num_ps=1, grace_secs=0.0, restarts=settings), range(1, 6))
     supervisor = Scripted(*endings)
     outcome = attempts.Attempt(request, supervisor, [], number=0, min_workers=min_workers, logs=None).run()
     return outcome, supervisor
@@ -136,7 +136,7 @@ DONE = ("chief:0", 0, RAN)
 
 def test_a_lost_worker_is_started_again_alone():
     outcome, supervisor = attempt(("worker:1", LOST, RAN), LATER, DONE)
-    assert outcome == attempts.Outcome(0)
+    assert outcome == attempts.AttemptOutcome(0)
     assert [task.name for task in supervisor.started] == ["chief:0", "worker:0", "worker:1", "ps:0", "worker:1"]
     first, again = (task.env for task in supervisor.started if task.name == "worker:1")
     assert again["TF_CONFIG"] == first["TF_CONFIG"]
@@ -171,7 +171,7 @@ def test_who_fails_again_and_again_fails_the_job():
 
 def test_the_chief_goes_on_without_a_worker_that_it_has_met():
     outcome, supervisor = attempt(("worker:1", LOST, RAN), ("worker:1", 6, SOON), DONE, min_workers=1)
-    assert outcome == attempts.Outcome(0)
+    assert outcome == attempts.AttemptOutcome(0)
     assert supervisor.lines[-1] == (
         "worker:1 is given up (exit code 6, failure 2 in a row); going on with 1 of 2 workers"
     )
@@ -251,7 +251,7 @@ def job_of(monkeypatch, outcomes, num_ps, **restarts):
 
     monkeypatch.setattr(attempts, "Attempt", Scripted)
     settings = Restarts(backoff_secs=0.0, min_workers=2, **restarts)
-    job = local.Job(("train.py",), num_workers=3, num_ps=num_ps, restarts=settings)
+    job = local.LocalJob(("train.py",), num_workers=3, num_ps=num_ps, restarts=settings)
     planned = functools.partial(local.plan, job, range(1, 7))
     code = attempts.submit(planned(), replan=lambda dropped: planned(dropped=dropped))
     return code, [[address.rpartition(":")[2] for address in crew] for crew in crews]
@@ -260,10 +260,10 @@ def job_of(monkeypatch, outcomes, num_ps, **restarts):
 def failure(name, ran_secs, code=6, given_up=(), goes_on=False):
     failed = Ended(name, {}, 0)
     failed.returncode, failed.ran_secs = code, ran_secs
-    return attempts.Outcome(code, failed, frozenset(given_up), goes_on)
+    return attempts.AttemptOutcome(code, failed, frozenset(given_up), goes_on)
 
 
-WELL = attempts.Outcome(0)
+WELL = attempts.AttemptOutcome(0)
 
 
 def test_an_attempt_in_which_all_had_come_up_forgives_earlier_failures(monkeypatch):
@@ -308,7 +308,7 @@ def clusters(request, prefix=""):
 @pytest.mark.parametrize("dropped", [set(), {"worker:0"}, {"worker:1"}, {"worker:0", "worker:2"}])
 @pytest.mark.parametrize("num_ps", [0, 1])
 def test_those_who_are_left_keep_their_ports_and_gpus(dropped, num_ps):
-    job = local.Job(("train.py",), num_workers=3, num_ps=num_ps, evaluator=True)
+    job = local.LocalJob(("train.py",), num_workers=3, num_ps=num_ps, evaluator=True)
     ports, gpus = range(1, 1 + job.num_ports), ["a", "b", "c"]
     whole, left = local.plan(job, ports, devices=gpus), local.plan(job, ports, devices=gpus, dropped=dropped)
     kept = [task for task in whole.tasks if task.name not in dropped]
@@ -357,7 +357,7 @@ def test_somebody_has_to_be_left():
 
 
 def test_on_hosts_those_who_are_left_keep_their_places():
-    job = ssh.Job(("train.py",), (Host("alpha", 2), Host("me@beta", 1, "10.0.0.2")), Shape(3), gpus_per_worker=1)
+    job = ssh.SshJob(("train.py",), (Host("alpha", 2), Host("me@beta", 1, "10.0.0.2")), Shape(3), gpus_per_worker=1)
     whole, left = ssh.plan(job), ssh.plan(job, dropped={"worker:0"})
     assert [task.command for task in left.tasks] == [task.command for task in whole.tasks[1:]]
     config = json.loads(left.tasks[0].env["TFDIST_SEND_TF_CONFIG"])
@@ -380,8 +380,8 @@ def test_on_hosts_those_who_are_left_keep_their_places():
 def test_what_makes_no_sense_is_refused(restarts, shape, words):
     hosts = (Host("alpha", 9),)
     for make in (
-        lambda: local.Job(("a.py",), restarts=Restarts(**restarts), **shape),
-        lambda: ssh.Job(("a.py",), hosts, Shape(**shape), restarts=Restarts(**restarts)),
+        lambda: local.LocalJob(("a.py",), restarts=Restarts(**restarts), **shape),
+        lambda: ssh.SshJob(("a.py",), hosts, Shape(**shape), restarts=Restarts(**restarts)),
     ):
         with pytest.raises(requests.LaunchError) as caught:
             make()

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tfdist.launchers import local, requests, task_logs
+from tfdist.launchers import local, output, requests
 
 PREAMBLE = """
 import json, os, signal, sys
@@ -161,7 +161,7 @@ def test_a_signal_ends_the_wait_for_a_restart(tmp_path):
 
 def test_logs_keep_no_colours_and_say_once_that_the_disk_refuses(tmp_path):
     said = []
-    logs = task_logs.TaskLogs(tmp_path / "run", 0, said.append)
+    logs = output.TaskLogs(tmp_path / "run", 0, said.append)
     logs.write("worker:0", ["\x1b[31mred\x1b[0m"], error=False)
     (tmp_path / "run" / "attempt_0" / "ps_0").write_text("in the way")
     for _ in range(2):
@@ -178,11 +178,11 @@ def test_logs_keep_no_colours_and_say_once_that_the_disk_refuses(tmp_path):
         (lambda: requests.Restarts(max_restarts=-1), "--max_restarts is too small; use 0 for none. Received: -1"),
         (lambda: requests.Restarts(max_preemptions=-1), "--max_preemptions is too small"),
         (lambda: requests.Restarts(backoff_secs=float("inf")), "--restart_backoff_secs is not a duration"),
-        (lambda: task_logs.LogSettings(tee=False), "--notee would lose all output"),
-        (lambda: task_logs.LogSettings("logs", "../x"), "--run is no name for a folder"),
-        (lambda: local.Job(("a.py",), num_ps=1, chief=False), "--nochief leaves no task to coordinate"),
+        (lambda: output.LogSettings(tee=False), "--notee would lose all output"),
+        (lambda: output.LogSettings("logs", "../x"), "--run is no name for a folder"),
+        (lambda: local.LocalJob(("a.py",), num_ps=1, chief=False), "--nochief leaves no task to coordinate"),
         (
-            lambda: local.Job(("a.py",), gpus_per_worker=-1),
+            lambda: local.LocalJob(("a.py",), gpus_per_worker=-1),
             "--gpus_per_worker is too small; use 0 or more. Received: -1",
         ),
     ],
@@ -194,7 +194,7 @@ def test_what_makes_no_sense(make, words):
 
 
 def test_a_chief_and_an_evaluator():
-    job = local.Job(("a.py",), num_workers=1, chief=True, evaluator=True)
+    job = local.LocalJob(("a.py",), num_workers=1, chief=True, evaluator=True)
     request = local.plan(job, (1, 2))
     assert [task.name for task in request.tasks] == ["chief:0", "worker:0", "evaluator:0"]
     assert request.deciding == {"chief:0", "worker:0"}

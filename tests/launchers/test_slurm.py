@@ -24,7 +24,7 @@ name = f"{task['type']}:{task['index']}"
 
 
 def test_a_plan_as_text():
-    job = slurm.Job(
+    job = slurm.SlurmJob(
         ("train.py", "--name=it's two words", "a\nb"),
         Shape(num_workers=4, num_ps=1),
         name="run1",
@@ -70,7 +70,7 @@ def test_what_is_planned_is_shell():
 )
 def test_jobs_that_make_no_sense(options, words):
     with pytest.raises(requests.LaunchError) as caught:
-        slurm.Job(**{"command": ("train.py",), **options})
+        slurm.SlurmJob(**{"command": ("train.py",), **options})
     assert str(caught.value).startswith(words)
 
 

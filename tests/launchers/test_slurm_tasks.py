@@ -58,7 +58,7 @@ def test_gpus_that_slurm_has_bound_to_a_task_are_its_own():
 
 
 def test_hosts_without_workers_ask_for_no_gpus():
-    job = slurm.Job(
+    job = slurm.SlurmJob(
         ("train.py",),
         Shape(2, 1),
         gpus_per_node=4,

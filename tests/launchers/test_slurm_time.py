@@ -3,7 +3,7 @@
 
 import pytest
 
-from tfdist.launchers import requests, slurm, slurm_time
+from tfdist.launchers import requests, slurm, slurm_job
 
 
 @pytest.mark.parametrize(
@@ -15,7 +15,7 @@ from tfdist.launchers import requests, slurm, slurm_time
     ],
 )
 def test_time_limits_are_read_as_slurm_does(limit, secs):
-    assert slurm_time.limit_secs(limit) == secs
+    assert slurm_job.secs_of_limit(limit) == secs
 
 
 @pytest.mark.parametrize(
@@ -30,12 +30,12 @@ def test_time_limits_are_read_as_slurm_does(limit, secs):
 )
 def test_a_time_limit_within_pre_kill_secs_is_refused(time, extra, env, shown):
     with pytest.raises(requests.LaunchError, match="--time is not longer than --pre_kill_secs") as caught:
-        slurm_time.check_limit(time, extra, env, 120)
+        slurm_job.check_limit(time, extra, env, 120)
     assert shown in str(caught.value)
-    slurm_time.check_limit(time, extra, env, 0)
+    slurm_job.check_limit(time, extra, env, 0)
 
 
 def test_a_job_with_a_time_limit_within_pre_kill_secs_is_refused():
     with pytest.raises(requests.LaunchError, match="Received: --time=1:00 "):
-        slurm.Job(("train.py",), options={"time": "1:00"})
-    slurm.Job(("train.py",), options={"time": "2:01"})
+        slurm.SlurmJob(("train.py",), options={"time": "1:00"})
+    slurm.SlurmJob(("train.py",), options={"time": "2:01"})

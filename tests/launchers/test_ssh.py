@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from tfdist.launchers import requests, ssh
-from tfdist.launchers.ports import PortReservation
+from tfdist.launchers.processes import PortReservation
 from tfdist.launchers.shape import Shape
 from tfdist.launchers.ssh import Host
 
@@ -128,7 +128,9 @@ def launch(tmp_path, port):
 
 def job(**options):
     hosts = (Host("alpha", 2), Host("me@beta", 2, "10.0.0.2"))
-    return ssh.Job(**{"command": ("train.py", "two words"), "hosts": hosts, "directory": "/data/my project", **options})
+    return ssh.SshJob(
+        **{"command": ("train.py", "two words"), "hosts": hosts, "directory": "/data/my project", **options}
+    )
 
 
 def test_a_plan_as_text(monkeypatch):

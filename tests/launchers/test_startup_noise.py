@@ -11,8 +11,8 @@ import sys
 import pytest
 
 from tfdist import cli
-from tfdist.launchers import tf_log_level
-from tfdist.launchers.startup_noise import StartupNoise
+from tfdist.launchers import environment
+from tfdist.launchers.output import StartupNoise
 
 NOISE = """\
 WARNING: All log messages before absl::InitializeLog() is called are written to STDERR
@@ -86,14 +86,14 @@ def test_level_0_shows_everything_and_others_no_information(name: str):
 )
 def test_the_flag_then_the_user_then_warnings_set_the_level(chosen, env, is_filtered, level):
     expected = {} if level is None else {"TF_CPP_MIN_LOG_LEVEL": level}
-    assert tf_log_level.environment(chosen, env, is_filtered) == expected
+    assert environment.tf_log_level_environment(chosen, env, is_filtered) == expected
 
 
 @pytest.mark.parametrize("platform", ["local", "ssh", "slurm", "kubernetes", "tpu"])
 def test_wrong_tf_log_level_is_one_line_on_every_platform(platform: str, capsys: pytest.CaptureFixture[str]):
     assert cli.main(["launch", platform, "--tf_log_level=loud", "train.py"]) == 2
     line = capsys.readouterr().err
-    assert line.startswith("tfdist: flag --tf_log_level=loud: ") and line.count("\n") == 1
+    assert line.startswith("tfdist: --tf_log_level must be one of ") and line.count("\n") == 1
     assert f"(see tfdist launch {platform} --help)" in line
 
 

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from tfdist.launchers import manifests, requests, tpu
+from tfdist.launchers.output import LogSettings
 from tfdist.launchers.shape import Shape
-from tfdist.launchers.task_logs import LogSettings
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 ODD = ["two words", 'it\'s "$HOME" `x`', "new\nline", "", "é"]
@@ -88,7 +88,7 @@ def test_what_makes_no_sense(make, words):
 
 
 def job(**options):
-    return tpu.Job(**{"command": ("train.py", *ODD), "accelerator_type": "v4-8", "zone": "us-central2-b", **options})
+    return tpu.TpuJob(**{"command": ("train.py", *ODD), "accelerator_type": "v4-8", "zone": "us-central2-b", **options})
 
 
 def gke(accelerator, topology, **options):

@@ -5,12 +5,12 @@ import hypothesis
 import pytest
 import yaml
 
-from tfdist.launchers import yaml_text
+from tfdist.launchers import kubernetes
 
 
 def test_a_document():
     value = {"a": {"b c": [1, {"d": "x y", "e": []}, ["f"]], "g": {}}, "h": True, "on": "off"}
-    assert yaml_text.document(value) == (
+    assert kubernetes.yaml_document(value) == (
         'a:\n  b c:\n  - 1\n  - d: x y\n    e: []\n  - - f\n  g: {}\nh: true\n"on": "off"\n'
     )
 
@@ -39,25 +39,25 @@ def test_a_document():
     ],
 )
 def test_text_that_looks_like_something_else_is_quoted(text):
-    assert yaml_text.document({"a": text}) == f'a: "{text}"\n'
+    assert kubernetes.yaml_document({"a": text}) == f'a: "{text}"\n'
 
 
 def test_text_with_anything_in_it_is_one_line():
     text = '"\\\n\t\r\0\x7f\x85\u2028é😀'
-    written = yaml_text.document({"a": text})
+    written = kubernetes.yaml_document({"a": text})
     assert written.splitlines() == [written.removesuffix("\n")]
     assert yaml.safe_load(written) == {"a": text}
 
 
 def test_two_documents():
-    assert yaml_text.documents([{"a": 1}, {"b": 2}]) == "a: 1\n---\nb: 2\n"
+    assert kubernetes.yaml_documents([{"a": 1}, {"b": 2}]) == "a: 1\n---\nb: 2\n"
 
 
 def test_what_is_not_plain_data_is_refused():
     with pytest.raises(yaml.representer.RepresenterError, match="cannot represent an object"):
-        yaml_text.document({"a": object()})
+        kubernetes.yaml_document({"a": object()})
 
 
 @hypothesis.given(hypothesis.strategies.text())
 def test_any_text_is_read_as_the_same_text(text):
-    assert yaml.safe_load(yaml_text.document({"a": text})) == {"a": text}
+    assert yaml.safe_load(kubernetes.yaml_document({"a": text})) == {"a": text}

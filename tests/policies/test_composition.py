@@ -9,6 +9,7 @@ import pathlib
 import pytest
 
 import tfdist
+from tfdist import simulation
 from tfdist.policies import composition
 from tfdist.policies.asynchronous import Asynchronous
 from tfdist.policies.base import Policy
@@ -73,14 +74,31 @@ def test_errors_name_both_policies_and_what_to_use_instead() -> None:
         composition.check([tfdist.SoftSync(2), tfdist.SoftSync(1)], "ParameterServerStrategy")
 
 
-@pytest.mark.parametrize("policies", [tfdist.BackupWorkers(1), [1], "auto", [tfdist.BackupWorkers]])
+@pytest.mark.parametrize("policies", [tfdist.BackupWorkers(1), [1], "auto", [tfdist.BackupWorkers], 3, {"spares": 1}])
 def test_what_is_no_list_of_policies(policies: object) -> None:
     with pytest.raises(ValueError, match="policies must be a list of policies such as"):
         composition.check(policies, "MirroredStrategy")  # type: ignore[arg-type]
 
 
+def test_none_and_iterators_are_policies_as_lists_are() -> None:
+    policy = tfdist.BackupWorkers(1)
+    assert composition.check(None, "MirroredStrategy") == ()
+    assert composition.check(iter([policy]), "MirroredStrategy") == (policy,)
+
+
+@pytest.mark.devices
+def test_none_as_policies_is_accepted_by_all_that_take_policies() -> None:
+    assert repr(tfdist.MirroredStrategy(["CPU:0"], policies=None)) == repr(tfdist.MirroredStrategy(["CPU:0"]))
+    assert tfdist.MultiWorkerMirroredStrategy(policies=None).distribution.policies == ()
+    model = simulation.ModelProfile(dense_bytes="1MB", batch_size=1)
+    cluster = simulation.ClusterModel(workers=2, compute=simulation.constant(0.1))
+    assert simulation.simulate(cluster, model, policies=None, num_updates=2).policies == ()
+
+
 def test_codec_without_compression_names_the_policy() -> None:
-    with pytest.raises(ValueError, match=r"a list of policies such as tfdist\.Compression\(SignSGD\(\)\)\. Received"):
+    with pytest.raises(
+        ValueError, match=r"a list of policies such as \[tfdist\.Compression\(SignSGD\(\)\)\]\. Received"
+    ):
         composition.check([tfdist.compression.SignSGD()], "MultiWorkerMirroredStrategy")  # type: ignore[list-item]
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfdist.policies.order_statistics import expected_arrivals
+from tfdist.policies.backup_workers import expected_arrivals
 
 _NORMAL = statistics.NormalDist().inv_cdf
 _QUANTILES = {

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from tfdist.profiling import noise_scale
+from tfdist.profiling import measuring
 
 
 def norms(true: float, noise: float, batches: int, dimensions: int = 200, small: int = 8, parts: int = 4):
@@ -25,25 +25,25 @@ def norms(true: float, noise: float, batches: int, dimensions: int = 200, small:
 
 @pytest.mark.parametrize("noise", [10.0, 50.0, 200.0])
 def test_the_interval_covers_the_true_noise_scale(noise):
-    found = noise_scale.estimate(norms(1.0, noise, 32), 8, 32)
+    found = measuring.estimate_noise_scale(norms(1.0, noise, 32), 8, 32)
     assert found.low < noise < found.high
     assert found.value == pytest.approx(noise, rel=0.35)
 
 
 def test_more_batches_make_the_interval_narrower():
-    few, many = (noise_scale.estimate(norms(1.0, 100.0, count), 8, 32) for count in (4, 64))
+    few, many = (measuring.estimate_noise_scale(norms(1.0, 100.0, count), 8, 32) for count in (4, 64))
     assert many.high / many.low < few.high / few.low
 
 
 def test_gradients_without_noise_have_a_noise_scale_of_0():
-    found = noise_scale.estimate([(1.0, 1.0)] * 4, 8, 32)
+    found = measuring.estimate_noise_scale([(1.0, 1.0)] * 4, 8, 32)
     assert found.value == 0.0
 
 
 @pytest.mark.parametrize(("found", "small", "big"), [([], 8, 32), ([(2.0, 1.0)], 8, 32), ([(2.0, 1.0)] * 4, 8, 8)])
 def test_too_little_to_estimate_from_gives_none(found, small, big):
-    assert noise_scale.estimate(found, small, big) is None
+    assert measuring.estimate_noise_scale(found, small, big) is None
 
 
 def test_noise_alone_gives_none():
-    assert noise_scale.estimate([(4.0, 1.0)] * 4, 8, 32) is None
+    assert measuring.estimate_noise_scale([(4.0, 1.0)] * 4, 8, 32) is None

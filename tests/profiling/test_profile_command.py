@@ -7,8 +7,10 @@ import json
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
+import waiting
 
 from tfdist import cli
 from tfdist.advisor import profile
@@ -96,6 +98,55 @@ def test_scripts_are_profiled_or_say_why_not(tmp_path):
     assert served.strategy == "ParameterServerStrategy(policies=[BackupWorkers(spares=1)])"
 
 
+def test_steps_beside_busy_programs_are_left_out():
+    from tfdist.profiling import measuring
+
+    quiet = [measuring.Block([0.1] * 5, 0.5, others, 1.0) for others in (0.0, 0.1)]
+    busy = [measuring.Block([0.4] * 5, 0.6, others, 2.0) for others in (1.2, 1.6, 1.4)]
+    found = measuring.quietest([busy[0], quiet[0], *busy[1:], quiet[1]], cores=2)
+    assert found.secs == [0.1] * 10 and found.cpu_secs == pytest.approx(1.0)
+    assert (found.other_cores, found.runnable) == (pytest.approx(0.05), pytest.approx(1.0))
+    found = measuring.quietest(busy, cores=2)
+    assert len(found.secs) == 10 and found.other_cores == pytest.approx(1.3)
+
+
+def test_a_fit_that_raises_leaves_no_thread():
+    import tensorflow as tf
+
+    from tfdist.profiling import measuring
+
+    sampling = []
+
+    def fit(callbacks, **_):
+        for batch in range(measuring._WARM_UP):
+            callbacks[0].on_train_batch_end(batch)
+        sampling.extend(each for each in threading.enumerate() if each.name == "tfdist profile")
+        raise ValueError("too large a batch")
+
+    with pytest.raises(ValueError, match="too large"):
+        measuring._steps(fit, [tf.zeros((4, 1))], 4, 1.0)
+    assert sampling
+    waiting.wait_until(lambda: not any(each.is_alive() for each in sampling))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the counters are Linux' own")
+def test_a_process_sees_its_busy_threads_and_cores():
+    before, ended = cpus.busy_secs(), threading.Event()
+
+    def compute() -> None:
+        while not ended.is_set():
+            pass
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    try:
+        waiting.wait_until(lambda: cpus.runnable_threads() >= 1)
+        waiting.wait_until(lambda: cpus.busy_secs() > before)
+    finally:
+        ended.set()
+        thread.join()
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
@@ -104,7 +155,7 @@ def test_scripts_are_profiled_or_say_why_not(tmp_path):
         (["absent.py"], "there is no such script"),
         (["--secs=0", "train.py"], "secs"),
         (["--output=nowhere/profile.json", __file__], "there is no directory nowhere"),
-        (["--unknown", __file__], "Unknown command line flag 'unknown'"),
+        (["--unknown", __file__], "unknown flag --unknown"),
     ],
 )
 def test_an_invalid_command_line_is_one_line(arguments, line, capsys):

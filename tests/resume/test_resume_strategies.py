@@ -31,9 +31,27 @@ def _averaging(every_steps: int, **kwargs: Any) -> Callable[[], list[Any]]:
     return lambda: [tfdist.ParameterAveraging(every_steps, **kwargs)]
 
 
-def _train(policies: list[Any], callbacks: list[Any], jobs: str = "shuffled") -> tuple[list[np.ndarray], Any]:
+def _transforms() -> list[Any]:
+    """State of each replica and of updates, and noise that depends on the step."""
+    own, noise = tfdist.transforms.momentum_correction(0.5), tfdist.transforms.add_noise(0.01, where="replica")
+    return [own, noise, tfdist.transforms.skip_nonfinite(), _averaged()]
+
+
+def _averaged() -> tfdist.transforms.GradientTransform:
+    def update(gradients: Any, state: Any, info: Any) -> Any:
+        state = [0.9 * old + 0.1 * new for old, new in zip(state, gradients, strict=True)]
+        return state, state
+
+    return tfdist.transforms.GradientTransform(lambda variables: [tf.zeros(v.shape) for v in variables], update)
+
+
+def _train(given: list[Any], callbacks: list[Any], jobs: str = "shuffled") -> tuple[list[np.ndarray], Any]:
     keras.utils.set_random_seed(7)
-    strategy = tfdist.MirroredStrategy(DEVICES, policies=policies)
+    is_transform = [isinstance(each, tfdist.transforms.GradientTransform) for each in given]
+    policies, transforms = (
+        [each for each, is_one in zip(given, is_transform, strict=True) if is_one == wanted] for wanted in (False, True)
+    )
+    strategy = tfdist.MirroredStrategy(DEVICES, policies=policies, transforms=transforms)
     with strategy.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4, "relu"), keras.layers.Dense(1)])
         model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
@@ -49,7 +67,9 @@ def _train(policies: list[Any], callbacks: list[Any], jobs: str = "shuffled") ->
 @pytest.mark.parametrize(
     ("policies", "save_freq", "after", "data"),
     [
-        (list, 5, 18, "shuffled"),
+        # With transforms, it shows what a strategy without them does, too.
+        pytest.param(list, 5, 18, "shuffled", marks=pytest.mark.slow),
+        (_transforms, 5, 18, "shuffled"),
         # Arrays go on under one worker's strategy, too, in test_resume_one_worker.py.
         pytest.param(list, 5, 18, "arrays", marks=pytest.mark.slow),
         # What is saved is an average; so a checkpoint is not to come between two of them.
@@ -60,7 +80,17 @@ def _train(policies: list[Any], callbacks: list[Any], jobs: str = "shuffled") ->
         (lambda: [tfdist.Warmup(epochs=1)], 5, 8, "shuffled"),
         pytest.param(lambda: [tfdist.Warmup(epochs=2)], "epoch", 14, "shuffled", marks=pytest.mark.slow),
     ],
-    ids=["none", "arrays", "averaging", "outer", "in the phase", "after the phase", "epochs", "between epochs"],
+    ids=[
+        "none",
+        "transforms",
+        "arrays",
+        "averaging",
+        "outer",
+        "in the phase",
+        "after the phase",
+        "epochs",
+        "between epochs",
+    ],
 )
 def test_it_goes_on_as_if_nothing_had_happened(
     tmp_path: pathlib.Path, policies: Any, save_freq: Any, after: int, data: str

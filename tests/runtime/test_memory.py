@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pathlib
 
-from tfdist.runtime import memory
+from tfdist.runtime import usage
 
 GIB = 1 << 30
 
@@ -23,7 +23,7 @@ def machine(root: pathlib.Path, groups: str) -> None:
 
 
 def found(root: pathlib.Path) -> list[tuple[int, int]]:
-    return [(room.free_bytes, room.total_bytes) for room in memory.rooms(root)]
+    return [(room.free_bytes, room.total_bytes) for room in usage.rooms(root)]
 
 
 def test_limits_of_all_groups_above_count_in_version_two(tmp_path: pathlib.Path) -> None:
@@ -34,9 +34,9 @@ def test_limits_of_all_groups_above_count_in_version_two(tmp_path: pathlib.Path)
     used = {"memory.max": f"{4 * GIB}\n", "memory.current": f"{3 * GIB}\n", "memory.stat": files}
     put(tmp_path, {pod + name: text for name, text in used.items()})
     assert found(tmp_path) == [(8 * GIB, 16 * GIB), (2 * GIB, 4 * GIB)]
-    assert memory.rooms(tmp_path)[0].key == "b00t"
+    assert usage.rooms(tmp_path)[0].key == "b00t"
     # The key is the same for all processes of the group, and of no other machine.
-    assert memory.rooms(tmp_path)[1].key.startswith("b00t") and memory.rooms(tmp_path)[1].key.endswith("/pod")
+    assert usage.rooms(tmp_path)[1].key.startswith("b00t") and usage.rooms(tmp_path)[1].key.endswith("/pod")
 
 
 def test_a_container_finds_its_limit_at_the_mount_in_version_one(tmp_path: pathlib.Path) -> None:
@@ -48,4 +48,4 @@ def test_a_container_finds_its_limit_at_the_mount_in_version_one(tmp_path: pathl
 
 
 def test_a_system_without_proc_says_nothing(tmp_path: pathlib.Path) -> None:
-    assert memory.rooms(tmp_path) == []
+    assert usage.rooms(tmp_path) == []

@@ -7,10 +7,10 @@ import socket
 
 import pytest
 
-from tfdist.runtime import own_address
+from tfdist.strategies import _multi_worker_cluster
 
 
-class Machine(own_address.System):
+class Machine(_multi_worker_cluster.System):
     """Machine `a` of a cluster: its /etc/hosts, its interfaces, and where its packets leave."""
 
     def __init__(self, names: dict[str, list[str]], interfaces: set[str], source: str | None = "10.0.0.1") -> None:
@@ -32,7 +32,7 @@ PEER = {"b": ["10.0.0.2"]}
 
 def listening(machine: Machine, own: str, *others: str) -> tuple[str, list[str]]:
     said: list[str] = []
-    return own_address.reachable(own, [own, *others], said.append, machine), said
+    return _multi_worker_cluster.reachable(own, [own, *others], said.append, machine), said
 
 
 def test_an_own_name_that_means_the_loopback_interface_is_not_taken_at_its_word() -> None:
@@ -71,7 +71,7 @@ def test_no_way_to_anybody_is_an_error_that_says_what_to_do() -> None:
 
 
 def test_what_is_asked_of_this_very_machine() -> None:
-    system = own_address.System()
+    system = _multi_worker_cluster.System()
     assert system.resolve("127.0.0.1") == ["127.0.0.1"]
     assert system.resolve("no-such-host.invalid") == []
     assert system.has("127.0.0.1")

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfdist.runtime import quorum_messages as wire
-from tfdist.runtime.quorum_messages import Act, Frames, Kind, ProtocolError, Report, Verdict
+from tfdist.runtime import quorum_server as wire
+from tfdist.runtime.quorum_server import Act, Frames, Kind, ProtocolError, Report, Verdict
 
 SECRET = b"the secret of this job"
 UINT64 = st.integers(0, 2**64 - 1)

@@ -12,10 +12,9 @@ import pytest
 
 import tfdist
 from tfdist import _line_server
-from tfdist.runtime import quorum_messages as wire
+from tfdist.runtime import quorum_server as wire
 from tfdist.runtime.quorum_client import QuorumClient
-from tfdist.runtime.quorum_messages import Act, Frames, Report, Verdict
-from tfdist.runtime.quorum_server import QuorumServer
+from tfdist.runtime.quorum_server import Act, Frames, QuorumServer, Report, Verdict
 
 SECRET = b"the secret of this job"
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tfdist import Cluster, Task, _line_server
-from tfdist.launchers.ports import PortReservation
+from tfdist.launchers.processes import PortReservation
 from tfdist.runtime import rendezvous
 
 

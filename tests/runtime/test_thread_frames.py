@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tfdist.runtime import thread_frames
+from tfdist.runtime import stalls
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -25,7 +25,7 @@ def test_nothing_is_collected_while_threads_are_looked_at(monkeypatch: pytest.Mo
     was_enabled = gc.isenabled()
     try:
         (gc.enable if enabled else gc.disable)()
-        found = thread_frames.by_thread()
+        found = stalls.by_thread()
         assert gc.isenabled() == enabled
     finally:
         (gc.enable if was_enabled else gc.disable)()

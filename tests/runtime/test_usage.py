@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tfdist.runtime import socket_bytes
+from tfdist.runtime import usage
 from tfdist.runtime.usage import Sampler, Usage, memory_bytes
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the counters are Linux' own")
@@ -31,7 +31,7 @@ def _send(source: socket.socket, target: socket.socket, count: int) -> None:
 def test_bytes_of_open_and_of_closed_sockets_are_counted_once() -> None:
     first, second = _connected()
     _send(first, second, 5000)
-    counter, whole = socket_bytes.SocketBytes(), socket_bytes.SocketBytes(from_now=False)
+    counter, whole = usage.SocketBytes(), usage.SocketBytes(from_now=False)
     before = whole.sample()
     assert counter.sample() == (0, 0)
     _send(first, second, 1000)

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
-from tfdist.runtime.worker_states import HAS_ENDED, PARTED_SECS, State, parted, verdict
+from tfdist.runtime.worker_states import HAS_ENDED, OUTSIDE, PARTED, PARTED_SECS, STEP, State, parted, verdict
 
 ALL = ["worker:0", "worker:1", "worker:2"]
 
@@ -62,6 +64,23 @@ def test_slow_worker_is_no_deadlock(others: list[State]):
 @pytest.mark.parametrize("what", ["", "comparing the data sets"])
 def test_workers_in_the_same_call_are_no_deadlock(what: str):
     states = [blocked(index, "model.fit", what, 3, secs=600) for index in range(3)]
+    assert verdict(states[0], states[1:], ALL) is None
+
+
+def test_workers_in_different_parts_of_the_same_call_are_a_deadlock():
+    states = [dataclasses.replace(blocked(0, "model.fit"), part=part) for part in (STEP, OUTSIDE)]
+    states = [dataclasses.replace(state, task=task) for state, task in zip(states, ALL, strict=False)]
+    text = verdict(states[0], states[1:], ALL)
+    assert text and "worker:0 in model.fit (a step), and worker:1 in model.fit (outside of its steps)" in text
+    assert "give all workers the same number of steps" in text and "remove" not in text
+    # In a message of TensorFlow's, which quotes it.
+    told = PARTED.search(f'{{"Collective ops is aborted by: {text}\\nThe error could be"}}')
+    assert told and told.group() == text
+
+
+@pytest.mark.parametrize("parts", [(STEP, STEP), (STEP, ""), ("", OUTSIDE)])
+def test_workers_in_parts_that_may_be_the_same_are_no_deadlock(parts: tuple[str, str]):
+    states = [dataclasses.replace(blocked(i, "model.fit", secs=600), part=part) for i, part in enumerate(parts)]
     assert verdict(states[0], states[1:], ALL) is None
 
 

@@ -23,15 +23,15 @@ from waiting import wait_until
 
 from tfdist import Cluster, ClusterError, Task
 from tfdist.cluster import DATA_SERVICE_VARIABLE, JOB_SECRET_VARIABLE
-from tfdist.launchers.ports import PortReservation
+from tfdist.launchers.processes import PortReservation
 from tfdist.serving import data_worker
 from tfdist.serving.task import done_mark
 
 SECRET = "a-secret-of-this-test"
 DISPATCHER = """
 import sys
-from tfdist.compat import bare_servers
-bare_servers.skip_package_init()
+from tfdist.compat.tensorflow import servers
+servers.skip_package_init()
 from tensorflow.python.data.experimental.service import server_lib
 server = server_lib.DispatchServer(server_lib.DispatcherConfig(port=int(sys.argv[1])))
 print("up", flush=True)

@@ -15,7 +15,7 @@ import pytest
 
 import tfdist
 from tfdist import Cluster, Task
-from tfdist.compat import strategy_order
+from tfdist.compat.tensorflow import context
 
 # By then all are gone, on a busy machine too; in practice it takes a second or two.
 ENDED_WITHIN_SECS = 30.0
@@ -71,7 +71,7 @@ def test_tasks_that_do_not_come_up_are_named(
     monkeypatch: pytest.MonkeyPatch, workers: list[str], named: list[str]
 ) -> None:
     # What other tests of this process have left must not be what the constructor stops at.
-    monkeypatch.setattr(strategy_order, "_variables", list)
+    monkeypatch.setattr(context, "_variables", list)
     monkeypatch.setenv("TF_CONFIG", chief_of(*workers))
     with pytest.raises(TimeoutError) as raised:
         tfdist.ParameterServerStrategy(start_timeout_secs=0.2)
@@ -137,7 +137,7 @@ def assert_nobody_is_left(program: programs.Program) -> None:
 # For scripts: waits for what sends no signal; sleeps only between two looks.
 WAIT = """
 import time
-from tfdist.compat import closures
+from tfdist.compat.tensorflow import coordinator as closures
 
 def wait_until(condition, timeout_secs=60):
     deadline = time.monotonic() + timeout_secs

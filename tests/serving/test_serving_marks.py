@@ -86,7 +86,7 @@ def test_what_another_user_may_have_made_is_refused(
     monkeypatch.setattr(serving_task.allocator, "keep_freed_memory", lambda few_arenas: True)
     assert serving_task.serve(CLUSTER) == 1
     (line,) = said
-    assert line.startswith(f"tfdist: worker:0: {folder} is not a folder of this user")
+    assert line.startswith(f"worker:0: {folder} is not a folder of this user")
     assert JOB_SECRET_VARIABLE in line
     assert "\n" not in line
     assert folder.is_symlink() or folder.exists()

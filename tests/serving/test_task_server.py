@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process that only serves does without most of TensorFlow's Python, and with all that a server needs.
 
-If one of these fails after an update of TensorFlow, `tfdist/compat/bare_servers.py` is the file to change.
+If one of these fails after an update of TensorFlow, `tfdist/compat/tensorflow/servers.py` is the file to change.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import programs
 import pytest
 
 from tfdist import Cluster, Task
-from tfdist.serving import task_server
+from tfdist.serving import task
 
 START = """
 import sys
 from tfdist import Cluster, Task
-from tfdist.compat import bare_servers
-from tfdist.serving import task_server
-from tfdist.launchers.ports import PortReservation
-print("without", bare_servers.skip_package_init())
+from tfdist.compat.tensorflow import servers
+from tfdist.serving import task
+from tfdist.launchers.processes import PortReservation
+print("without", servers.skip_package_init())
 with PortReservation(1) as reserved:
-    task_server.start(Cluster({"worker": {0: f"127.0.0.1:{reserved.ports[0]}"}}, Task("worker", 0)))
+    task.start(Cluster({"worker": {0: f"127.0.0.1:{reserved.ports[0]}"}}, Task("worker", 0)))
 print("modules", sum(name.startswith("tensorflow") for name in sys.modules))
 """
 
@@ -49,14 +49,14 @@ def test_a_server_starts_without_most_of_tensorflow() -> None:
 CONFIG = """
 import os
 from tfdist import Cluster, Task
-from tfdist.compat import bare_servers
-from tfdist.serving import task_server
-bare_servers.skip_package_init()
+from tfdist.compat.tensorflow import servers
+from tfdist.serving import task
+servers.skip_package_init()
 cluster = Cluster({"worker": {0: "a:1", 1: "a:2"}}, Task("worker", 0))
 os.cpu_count, os.sched_getaffinity = lambda: 8, lambda pid: set(range(CPUS))
 from tensorflow.python.training import server_lib
 server_lib.Server = lambda *args, config, **kwargs: print(config.intra_op_parallelism_threads)
-task_server.start(cluster)
+task.start(cluster)
 """
 
 
@@ -87,14 +87,14 @@ def of(*hosts: str) -> Cluster:
     ],
 )
 def test_workers_of_one_host_share_its_cpus(cluster: Cluster, expected: int) -> None:
-    assert task_server.threads_per_operation(cluster, num_cpus=8) == expected
+    assert task.threads_per_operation(cluster, num_cpus=8) == expected
 
 
 @pytest.mark.processes
 def test_a_producer_of_the_data_service_does_without_the_front_door() -> None:
     (answer,) = run(
-        "from tfdist.compat import bare_servers\n"
-        "bare_servers.skip_package_init()\n"
+        "from tfdist.compat.tensorflow import servers\n"
+        "servers.skip_package_init()\n"
         "from tensorflow.python.data.experimental.service import server_lib\n"
         "dispatcher = server_lib.DispatchServer(server_lib.DispatcherConfig(port=0))\n"
         "address = dispatcher.target.partition('//')[2]\n"
@@ -108,8 +108,8 @@ def test_a_producer_of_the_data_service_does_without_the_front_door() -> None:
 @pytest.mark.processes
 def test_what_is_not_there_is_said_in_one_line() -> None:
     (answer,) = run(
-        "from tfdist.compat import bare_servers\n"
-        "bare_servers.skip_package_init()\n"
+        "from tfdist.compat.tensorflow import servers\n"
+        "servers.skip_package_init()\n"
         "import tensorflow as tf\n"
         "try: tf.constant(1)\n"
         "except AttributeError as error: print(error)"
@@ -120,7 +120,7 @@ def test_what_is_not_there_is_said_in_one_line() -> None:
 @pytest.mark.processes
 def test_plugins_need_the_whole_import(tmp_path: pathlib.Path) -> None:
     (tmp_path / "tensorflow-plugins").mkdir()
-    program = "from tfdist.compat import bare_servers\nprint(bare_servers.skip_package_init())"
+    program = "from tfdist.compat.tensorflow import servers\nprint(servers.skip_package_init())"
     assert run(program, PYTHONPATH=f"{programs.ROOT}:{tmp_path}") == ["False"]
     assert run(program, TF_PLUGGABLE_DEVICE_LIBRARY_PATH="/nowhere.so") == ["False"]
 
@@ -129,7 +129,7 @@ def test_plugins_need_the_whole_import(tmp_path: pathlib.Path) -> None:
 def test_a_process_that_has_imported_tensorflow_keeps_it() -> None:
     import tensorflow as tf
 
-    from tfdist.compat import bare_servers
+    from tfdist.compat.tensorflow import servers
 
-    assert not bare_servers.skip_package_init()
+    assert not servers.skip_package_init()
     assert sys.modules["tensorflow"] is tf

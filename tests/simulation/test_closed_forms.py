@@ -11,9 +11,9 @@ import pytest
 
 import tfdist
 from tfdist import simulation
-from tfdist.policies import order_statistics
+from tfdist.policies import backup_workers
 from tfdist.policies.asynchronous import Asynchronous
-from tfdist.simulation import closed_forms, collectives
+from tfdist.simulation import closed_forms, links
 from tfdist.simulation.delay_distributions import DelayDistribution
 
 _SECS = 0.1
@@ -38,7 +38,7 @@ def test_order_statistics_equal_the_published_table(distribution: DelayDistribut
 def test_order_statistics_of_samples_equal_those_of_the_policies():
     samples = [0.5, 0.7, 1.0, 1.1, 4.0]
     found = [closed_forms.expected_arrival(simulation.empirical(samples), k, 60) for k in range(1, 61)]
-    assert found == pytest.approx(order_statistics.expected_arrivals([samples] * 60), rel=1e-9)
+    assert found == pytest.approx(backup_workers.expected_arrivals([samples] * 60), rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -87,8 +87,8 @@ def test_best_spares_of_the_published_tail_are_four_of_100():
 
 def test_a_ring_and_a_parameter_server_cost_what_the_formulas_say():
     size, bandwidth = 102.4e6, 10e9 / 8
-    assert collectives.ring_all_reduce_secs(size, 8, bandwidth) == pytest.approx(0.143, abs=5e-4)
-    assert collectives.parameter_server_secs(size, 8, 1, bandwidth, bandwidth) == pytest.approx(1.31, abs=5e-3)
+    assert links.ring_all_reduce_secs(size, 8, bandwidth) == pytest.approx(0.143, abs=5e-4)
+    assert links.parameter_server_secs(size, 8, 1, bandwidth, bandwidth) == pytest.approx(1.31, abs=5e-3)
 
 
 def _simulated(strategy: str, workers: int, servers: int, policies: Callable[[], list], **network: object):
@@ -105,14 +105,14 @@ def _simulated(strategy: str, workers: int, servers: int, policies: Callable[[],
 @pytest.mark.parametrize(("workers", "servers"), [(1, 1), (8, 1), (8, 4), (3, 16)])
 def test_synchronous_parameter_servers_cost_the_closed_form(workers: int, servers: int):
     found = _simulated("ParameterServerStrategy", workers, servers, lambda: [tfdist.BackupWorkers(spares=0)])
-    secs = collectives.parameter_server_secs(102.4e6, workers, servers, 10e9 / 8, 10e9 / 8, 1e-3)
+    secs = links.parameter_server_secs(102.4e6, workers, servers, 10e9 / 8, 10e9 / 8, 1e-3)
     assert found.seconds / 50 == pytest.approx(_SECS + secs, rel=1e-9)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 8])
 def test_a_ring_all_reduce_in_the_simulator_costs_the_closed_form(workers: int):
     found = _simulated("MultiWorkerMirroredStrategy", workers, 0, list)
-    secs = collectives.ring_all_reduce_secs(102.4e6, workers, 10e9 / 8, 1e-3)
+    secs = links.ring_all_reduce_secs(102.4e6, workers, 10e9 / 8, 1e-3)
     # The last update ends when its gradients have arrived.
     assert found.seconds == pytest.approx(50 * _SECS + 49 * secs, rel=1e-9)
 

@@ -15,8 +15,10 @@ import tensorflow as tf
 from aggregated_cluster import BATCH, COUNT, IDS, NUM_WORKERS, STEPS, X, Y, compiled, layers
 
 import tfdist
-from tfdist.compat import closures
+from tfdist import transforms
+from tfdist.compat.tensorflow import coordinator
 from tfdist.runtime import delay_hook
+from tfdist.step import gradients
 
 Policies = Callable[..., tfdist.ParameterServerStrategy]
 
@@ -25,7 +27,7 @@ Policies = Callable[..., tfdist.ParameterServerStrategy]
 def leaves_nothing_behind(cluster: Any) -> Iterator[None]:
     """In the place of the general check, which would take a worker that was started again for one left behind."""
     yield
-    while closures.lost_workers(cluster.distribution.coordinator):
+    while coordinator.lost_workers(cluster.distribution.coordinator):
         time.sleep(0.1)
 
 
@@ -131,6 +133,27 @@ def test_no_gradient_is_older_than_the_bound(with_policies: Policies, slow: None
     assert report.updates == 60
     assert report.accepted["worker:3"]
     assert sum(report.held_secs.values()) > 0
+
+
+def test_transforms_know_staleness_and_weight(
+    with_policies: Policies, slow: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def noted(given: Any, state: Any, info: Any) -> Any:
+        count = tf.cast(info.contributors, tf.float32)
+        return given, state + tf.stack([tf.cast(info.staleness, tf.float32), info.weight, count])
+
+    strategy = with_policies(tfdist.SoftSync(2), tfdist.StalenessScaling(lambda staleness: 1 / (1 + staleness)))
+    memory = strategy.distribution.transforms.memory
+    own = transforms.GradientTransform(lambda variables: tf.zeros([3]), noted, where="arrival")
+    monkeypatch.setattr(strategy.distribution, "transforms", gradients.Transforms([own], memory))
+    model = counting(strategy)
+    model.fit(shuffled(), verbose=0)
+    _, (found, *_) = strategy.distribution.transforms.collect(model)
+    counted = strategy.report().staleness
+    assert sum(age * count for age, count in counted.items()) > 0
+    np.testing.assert_allclose(found[0], sum(age * count for age, count in counted.items()))
+    np.testing.assert_allclose(found[1], sum(count / (1 + age) for age, count in counted.items()), rtol=1e-5)
+    np.testing.assert_allclose(found[2], 2 * 2 * STEPS)
 
 
 def test_a_weight_of_nothing_changes_nothing(with_policies: Policies) -> None:

@@ -16,7 +16,7 @@ from aggregated_cluster import BATCH, NUM_WORKERS, Straggler, X, Y, compiled
 from training import Logs
 
 import tfdist
-from tfdist.compat import closures
+from tfdist.compat.tensorflow import coordinator
 from tfdist.engines.parameter_server import rounds
 from tfdist.runtime import delay_hook, round_runner
 
@@ -27,7 +27,7 @@ LAST = NUM_WORKERS - 1
 def leaves_nothing_behind(cluster: Any) -> Iterator[None]:
     """In the place of the general check, which would take a worker that was started again for one left behind."""
     yield
-    while closures.lost_workers(cluster.distribution.coordinator):
+    while coordinator.lost_workers(cluster.distribution.coordinator):
         time.sleep(0.1)
 
 

@@ -13,7 +13,7 @@ import tensorflow as tf
 from compressed_cluster import X, compiled, fit
 
 import tfdist
-from tfdist.compat import server_functions
+from tfdist.compat.tensorflow import servers
 from tfdist.compression import HalfPrecision, SignSGD, Threshold, TopK, frames, on_servers
 from tfdist.engines.parameter_server.transfer import encoding
 
@@ -213,7 +213,7 @@ def test_gradient_not_finite_keeps_states(with_policies: Callable[..., Any]) -> 
 
 def test_process_without_codecs_raises_an_error(cluster: Any) -> None:
     with tf.device("/job:chief/replica:0/task:0/device:CPU:0"), pytest.raises(tf.errors.InvalidArgumentError):
-        server_functions.call([tf.constant(on_servers.probe_request())], [tf.uint8])
+        servers.call_function([tf.constant(on_servers.probe_request())], [tf.uint8])
 
 
 def test_killed_worker_is_replaced_with_an_empty_state(with_policies: Callable[..., Any]) -> None:

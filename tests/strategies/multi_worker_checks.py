@@ -10,21 +10,17 @@ import contextlib
 import io
 import os
 import pathlib
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
+import slow_workers
 import tensorflow as tf
 from training import OPTIMIZERS, X, Y, assert_close, dense_model
 
 import tfdist
-from tfdist import update_log
-from tfdist.telemetry import report as telemetry_report
-from tfdist.tensorboard_plugin import lod, people
-from tfdist.watching import snapshot
 
 CALLBACKS = keras.callbacks
 NUMBERS = np.arange(21, dtype=np.float32)[:, None]
@@ -551,69 +547,7 @@ def test_a_worker_may_train_a_model_of_its_own(strategy: Any) -> None:
 
 # Who is slow.
 
-STEPS = 60
 
-
-def timed_report(strategy: Any, directory: pathlib.Path, is_slow: str = "") -> telemetry_report.Report:
-    """What the log of a `fit` says, as watch and page read it; worker 1 is slow in its input or in its step."""
-
-    def late(wanted: str) -> Callable[[np.ndarray], np.ndarray]:
-        def wait(value: np.ndarray) -> np.ndarray:
-            time.sleep(0.06 if index() == 1 and is_slow == wanted else 0.0)
-            return value
-
-        return wait
-
-    class Late(keras.layers.Layer):
-        def call(self, x):
-            waited = tf.numpy_function(late("step"), [x], tf.float32) if tf.is_tensor(x) else x
-            return tf.ensure_shape(waited, x.shape) if tf.is_tensor(x) else x
-
-    data = tf.data.Dataset.from_tensor_slices((X[:8], Y[:8])).repeat(STEPS).batch(8)
-    if is_slow == "input":
-        data = data.map(lambda x, y: (tf.ensure_shape(tf.numpy_function(late("input"), [x], tf.float32), (None, 3)), y))
-    model = compiled(strategy, lambda: keras.Sequential([keras.Input((3,)), Late(), keras.layers.Dense(1)]))
-    before = strategy.report().updates
-    model.fit(data, verbose=0, callbacks=[tfdist.callbacks.Telemetry(directory)])
-    assert strategy.report().updates == before + STEPS
-    if index():
-        return telemetry_report.Report(0, {}, {}, {}, 0.0, {})
-    timeline = update_log.read_logs(directory)
-    assert timeline.num_updates == STEPS
-    watched, found = snapshot.take(timeline, 3600.0), people.report_of(timeline)
-    assert watched.in_words == found.in_words
-    assert [row.name for row in watched.workers] == [
-        row["name"] for row in people.table(timeline, lod.Levels(timeline), found)
-    ]
-    return found
-
-
-@pytest.mark.parametrize("is_slow", ["input", "step"])
-def test_a_slow_worker_is_named_with_what_it_is_slow_in(strategy: Any, tmp_path: pathlib.Path, is_slow: str) -> None:
-    found = timed_report(strategy, tmp_path / "logs", is_slow)
-    if index() == 0:
-        assert found.slow is not None and found.slow.names == ("worker:1",)
-        assert found.in_words.endswith("input" if is_slow == "input" else "computing")
-        assert found.order[0] == "worker:1"
-        assert found.wait["worker:0"].p50 > 0.03 > found.wait["worker:1"].p50
-
-
-def test_a_slow_sum_is_the_network_and_no_worker_is_named(
-    strategy: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stock = strategy._sums.in_step
-
-    def delayed(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        def wait(value: np.ndarray) -> np.ndarray:
-            time.sleep(0.06 if index() == 1 else 0.0)
-            return value
-
-        with tf.control_dependencies([tf.numpy_function(wait, [tensors[0]], tensors[0].dtype), *tensors]):
-            return stock([tf.identity(each) for each in tensors])
-
-    monkeypatch.setattr(strategy._sums, "in_step", delayed)
-    found = timed_report(strategy, tmp_path / "logs")
-    if index() == 0:
-        assert found.slow is None
-        assert found.in_words.startswith("no worker stands out") and found.in_words.endswith("the all-reduce")
-        assert found.reduce_secs.p50 > 0.05
+@pytest.mark.parametrize("kind", slow_workers.KINDS)
+def test_a_slow_input_step_or_sum_is_told_apart(strategy: Any, tmp_path: pathlib.Path, kind: str) -> None:
+    slow_workers.check(strategy, tmp_path / "logs", index(), kind)

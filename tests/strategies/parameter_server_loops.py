@@ -28,7 +28,9 @@ from parameter_server_cluster import (
 )
 from training import build_metrics
 
-from tfdist.compat import closures
+from tfdist import transforms
+from tfdist.compat.tensorflow.coordinator import create_on_workers, current_worker, has_failed, schedule
+from tfdist.step import gradients
 
 # Callbacks and files.
 
@@ -56,6 +58,31 @@ def test_the_report_tells_how_stale_each_gradient_was(strategy: Any) -> None:
         assert sum(counted.values()) == report.updates
     assert min(report.staleness) == 0
     assert sum(report.dropped.values()) == 0
+
+
+def test_state_of_transforms_is_saved_and_restored(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ages = transforms.GradientTransform(
+        lambda variables: tf.constant(0, tf.int64),
+        lambda gradients, state, info: (gradients, state + info.staleness),
+        where="arrival",
+    )
+    given = transforms.check([transforms.momentum_correction(), transforms.skip_nonfinite(), ages])
+    own = gradients.Transforms(given, strategy.distribution.transforms.memory)
+    monkeypatch.setattr(strategy.distribution, "transforms", own)
+    model = dense(strategy)
+    fit(model, dataset())
+    described, arrays = own.collect(model)
+    *velocities, age, skipped = arrays[:6]
+    assert described["replicas"] == NUM_WORKERS
+    assert 0 <= age < STEPS * NUM_WORKERS
+    assert not skipped
+    assert all(np.any(each) for each in velocities)
+    fit(model, dataset())
+    own.distribute(model, described, arrays)
+    for saved, again in zip(arrays, own.collect(model)[1], strict=True):
+        np.testing.assert_array_equal(saved, again)
+    own.distribute(model, None, [])
+    assert not any(np.any(each) for each in own.collect(model)[1])
 
 
 def test_stopping_within_an_epoch(strategy: Any) -> None:
@@ -268,17 +295,17 @@ def test_closures_run_in_the_thread_of_their_worker(strategy: Any) -> None:
     coordinator, seen = strategy.distribution.coordinator, []
 
     def note(word: str, value: Any) -> None:
-        seen.append((word, closures.current_worker(), int(value)))
+        seen.append((word, current_worker(), int(value)))
 
-    values = closures.create_on_workers(coordinator, lambda: tf.constant(10 + closures.current_worker()))
+    values = create_on_workers(coordinator, lambda: tf.constant(10 + current_worker()))
     for _ in range(40):
-        closures.schedule(coordinator, note, "word", values)
+        schedule(coordinator, note, "word", values)
     coordinator.join()
     assert len(seen) == 40
     assert {(word, value - worker) for word, worker, value in seen} == {("word", 10)}
     assert {worker for _, worker, _ in seen} <= set(range(NUM_WORKERS))
-    assert closures.current_worker() is None
-    assert not closures.has_failed(coordinator)
+    assert current_worker() is None
+    assert not has_failed(coordinator)
 
 
 @pytest.mark.parametrize("is_new", [True, False])

@@ -17,7 +17,7 @@ import tensorflow as tf
 from training import OPTIMIZERS, assert_close
 
 import tfdist
-from tfdist.compat import placed_layers
+from tfdist.compat.keras import placement
 from tfdist.engines.parameter_server.worker_function import Program
 from tfdist.step import one_replica
 
@@ -51,9 +51,9 @@ def made(strategy: Any, **options: Any) -> keras.Model:
 
 def _place(layer: Any, part: int) -> None:
     """As `tfdist.placement` does while the layer is made."""
-    placed_layers.place(layer, part)
+    placement.place(layer, part)
     for weight in layer.weights:
-        placed_layers.give(weight, part)
+        placement.give(weight, part)
 
 
 def numbers(model: keras.Model, batch_size: int = 16, **options: Any) -> list[Any]:
@@ -171,7 +171,7 @@ def test_files_and_resumed_runs_continue(strategy: Any, tmp_path: pathlib.Path) 
     loaded.fit(IDS, Y, epochs=1, **fit)
     assert_close(whole.get_weights(), again.get_weights())
     assert_close(whole.get_weights(), loaded.get_weights())
-    assert {placed_layers.part_of(weight) for weight in loaded.weights} == {0, 1}
+    assert {placement.part_of(weight) for weight in loaded.weights} == {0, 1}
 
 
 def test_steps_on_the_chief_need_no_devices(strategy: Any) -> None:

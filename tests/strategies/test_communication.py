@@ -16,10 +16,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import process_cluster
 
 import tfdist
-from tfdist import update_log
 from tfdist.strategies import _communication
-from tfdist.telemetry import report as telemetry_report
-from tfdist.transport import mpi_library
+from tfdist.transport import mpi
 
 needs_mpi = pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="mpi4py is not installed")
 CASES = [
@@ -30,6 +28,7 @@ CASES = [
     "eagerly",
     "sum loss",
 ]
+TESTS = str(pathlib.Path(__file__).resolve().parents[1])
 CPUS = ["/job:worker/replica:0/task:0/device:CPU:0"]
 
 PREPARED = """
@@ -81,21 +80,10 @@ report("statistics", trained(strategy, dense, x, lambda: SGD(0.1), {}))
 own = strategy.distribute_datasets_from_function(lambda c: tf.data.Dataset.from_tensors(c.input_pipeline_id + 1.0))
 report("reduced", float(strategy.reduce("SUM", strategy.run(lambda value: value, (next(iter(own)),)), axis=None)))
 
-# A worker that is slow in its step.
-import time
-def wait(value):
-    time.sleep(0.04 if index == 1 else 0.0)
-    return value
-class Late(layers.Layer):
-    def call(self, x):
-        return tf.ensure_shape(tf.numpy_function(wait, [x], tf.float32), x.shape) if tf.is_tensor(x) else x
-with strategy.scope():
-    late = keras.Sequential([keras.Input((6,)), Late(), layers.Dense(1)])
-    late.compile("sgd", "mse")
-before = strategy.report().updates
-late.fit(np.tile(x[:6], (50, 1)), np.tile(y[:6], (50, 1)), batch_size=6, verbose=0,
-         callbacks=[tfdist.callbacks.Telemetry(shared / "logs")])
-report("updates", strategy.report().updates - before)
+sys.path.append(TESTS)
+import slow_workers
+for kind in slow_workers.KINDS:
+    slow_workers.check(strategy, shared / kind, index, kind)
 """
 
 
@@ -113,7 +101,7 @@ def assert_close(one: Any, other: Any) -> None:
 
 def check_numbers(kind: str, chosen: Sequence[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TFDIST_COMMUNICATION", kind)
-    script = PREPARED + f"CHOSEN = {chosen!r}\n" + EQUALITY
+    script = PREPARED + f"CHOSEN, TESTS = {chosen!r}, {TESTS!r}\n" + EQUALITY
     first, *others = process_cluster.run(script, tmp_path, num_workers=3, timeout_secs=280)
     names = [name for name in first if f"one device, {name}" in first]
     assert len(names) == len(chosen)
@@ -124,11 +112,6 @@ def check_numbers(kind: str, chosen: Sequence[str], tmp_path: pathlib.Path, monk
             name: first[name] for name in [*names, "statistics", "reduced"]
         }
     assert first["reduced"] == 6.0
-    assert first["updates"] == 50
-    timeline = update_log.read_logs(tmp_path / "logs")
-    found = telemetry_report.of_log(timeline.updates, timeline.contributions, timeline.workers)
-    assert found.slow is not None and found.slow.names == ("worker:1",)
-    assert found.in_words.endswith("of its time is computing")
 
 
 @pytest.mark.processes
@@ -228,9 +211,9 @@ def refusal_of_mpi(agreement: Any, devices: Sequence[str] = CPUS) -> str:
 
 @pytest.fixture
 def installed_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mpi_library, "is_installed", lambda: True)
-    monkeypatch.setattr(mpi_library, "size_of_job", lambda: None)
-    monkeypatch.setattr(mpi_library, "name", lambda: "MPICH 5.0.2")
+    monkeypatch.setattr(mpi, "is_installed", lambda: True)
+    monkeypatch.setattr(mpi, "size_of_job", lambda: None)
+    monkeypatch.setattr(mpi, "name", lambda: "MPICH 5.0.2")
 
 
 def test_gpus_are_left_to_nccl():
@@ -239,13 +222,13 @@ def test_gpus_are_left_to_nccl():
 
 
 def test_a_missing_mpi4py_is_said_with_what_installs_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(mpi_library, "is_installed", lambda: False)
+    monkeypatch.setattr(mpi, "is_installed", lambda: False)
     assert refusal_of_mpi(Alone()) == "on worker:0, it needs mpi4py and an MPI library: pip install 'tfdist[mpi]'"
 
 
 @pytest.mark.usefixtures("installed_mpi")
 def test_open_mpi_without_its_launcher_is_said(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(mpi_library, "name", lambda: "Open MPI 5.0.11")
+    monkeypatch.setattr(mpi, "name", lambda: "Open MPI 5.0.11")
     line = refusal_of_mpi(Alone())
     assert line.startswith("on worker:0, Open MPI 5.0.11 needs a launcher of its own; start the tasks with mpiexec or")
     assert line.endswith("Received: none has")
@@ -261,18 +244,18 @@ def test_different_libraries_are_named_by_task():
 def test_an_mpi_launcher_without_a_cluster_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     for name in ("TF_CONFIG", "TFDIST_COMMUNICATION"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(mpi_library, "size_of_job", lambda: 2)
+    monkeypatch.setattr(mpi, "size_of_job", lambda: 2)
     with pytest.raises(ValueError, match=r"^communication='mpi': an MPI launcher has started 2 processes, .*TF_CONFIG"):
         tfdist.MultiWorkerMirroredStrategy(communication="mpi")
     _communication.check_alone("auto")
     assert "started 2 processes. Without TF_CONFIG each trains alone; set TF_CONFIG" in capsys.readouterr().err
-    monkeypatch.setattr(mpi_library, "size_of_job", lambda: None)
+    monkeypatch.setattr(mpi, "size_of_job", lambda: None)
     _communication.check_alone("mpi")
     assert not capsys.readouterr().err
 
 
 def test_without_a_launcher_auto_is_tensorflow(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(mpi_library, "size_of_job", lambda: None)
+    monkeypatch.setattr(mpi, "size_of_job", lambda: None)
     assert "problem" in _communication._local_state("auto", CPUS, 2)
 
 
@@ -287,13 +270,13 @@ def test_a_wrong_word_in_the_environment_is_refused_with_the_variable(monkeypatc
 
 
 def test_a_launcher_of_another_job_is_not_this_one_s(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(mpi_library, "size_of_job", lambda: 3)
+    monkeypatch.setattr(mpi, "size_of_job", lambda: 3)
     assert "problem" in _communication._local_state("auto", CPUS, 2)
-    monkeypatch.setattr(mpi_library, "is_installed", lambda: True)
-    monkeypatch.setattr(mpi_library, "name", lambda: "Open MPI 5.0.11")
+    monkeypatch.setattr(mpi, "is_installed", lambda: True)
+    monkeypatch.setattr(mpi, "name", lambda: "Open MPI 5.0.11")
     (problem,) = _communication._local_state("mpi", CPUS, 2).values()
     assert problem.endswith("Received: it has started 3 processes for 2 workers")
-    monkeypatch.setattr(mpi_library, "name", lambda: "MPICH 5.0.2")
+    monkeypatch.setattr(mpi, "name", lambda: "MPICH 5.0.2")
     assert _communication._local_state("mpi", CPUS, 2) == {"library": "MPICH 5.0.2"}
 
 
@@ -302,8 +285,8 @@ def failing_mpi(installed_mpi: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def start(*arguments: Any) -> None:
         raise RuntimeError("the MPI job has another number of processes than the cluster")
 
-    monkeypatch.setattr(mpi_library, "size_of_job", lambda: 1)
-    monkeypatch.setattr(mpi_library, "start", start)
+    monkeypatch.setattr(mpi, "size_of_job", lambda: 1)
+    monkeypatch.setattr(mpi, "start", start)
 
 
 @pytest.mark.usefixtures("failing_mpi")

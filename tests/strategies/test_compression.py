@@ -61,14 +61,14 @@ report("sent", [strategy.report().message_bytes[f"worker:{index}"], weights.size
 
 # The kernel counts what is on the wire.
 TRAFFIC = """
-from tfdist.runtime import socket_bytes
+from tfdist.runtime import usage
 x = np.random.default_rng(0).normal(size=(64, 256)).astype("float32")
 with strategy.scope():
     model = keras.Sequential([keras.Input((256,)), layers.Dense(512), layers.Dense(1)])
     model.compile(SGD(1e-4), "mse")
 data = tf.data.Dataset.from_tensors((x[:16], x[:16, :1])).repeat()
 model.fit(data, steps_per_epoch=4, verbose=0)
-before, told = socket_bytes.by_this_process(), strategy.report().message_bytes[f"worker:{index}"]
+before, told = usage.by_this_process(), strategy.report().message_bytes[f"worker:{index}"]
 model.fit(data, steps_per_epoch=32, verbose=0, callbacks=[tfdist.callbacks.Telemetry("logs", update_freq=8)])
 told = strategy.report().message_bytes[f"worker:{index}"] - told
 # The chief writes it for the job, as a mean over the workers.
@@ -76,7 +76,7 @@ paths = pathlib.Path("logs").glob("*tfevents*") if index == 0 else []
 events = [event for path in paths for event in tf.compat.v1.train.summary_iterator(str(path))]
 values = [value for event in events for value in event.summary.value]
 report("shown", [each.simple_value for each in values if each.tag == "tfdist/network/counted_bytes_per_update"])
-report("per step", [(socket_bytes.by_this_process() - before) / 32, told / 32, model.count_params()])
+report("per step", [(usage.by_this_process() - before) / 32, told / 32, model.count_params()])
 """
 
 

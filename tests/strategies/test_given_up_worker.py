@@ -14,8 +14,7 @@ import pytest
 
 from tfdist.cluster import NOTICES_VARIABLE, Cluster, Task
 from tfdist.launchers.notices import GIVEN_UP
-from tfdist.launchers.ports import PortReservation
-from tfdist.launchers.processes import Supervisor
+from tfdist.launchers.processes import PortReservation, Supervisor
 
 CHIEF = """
 import pathlib

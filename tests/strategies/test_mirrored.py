@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import pathlib
 from typing import Any
 
 import keras
@@ -45,6 +46,26 @@ def test_the_unannounced_end_of_the_data_is_no_step(strategy, optimizer):
     unknown = trained(x=tf.data.Dataset.from_tensor_slices((X, Y)).filter(lambda x, y: True).batch(8))
     for one, other in zip(known, unknown, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_an_epoch_after_one_that_is_left_at_its_last_batch_has_all_data(strategy):
+    updates = []
+
+    class Limit(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.model.stop_training = batch == len(X) // 8 - 1
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.model.stop_training = False
+            updates.append(int(self.model.optimizer.iterations.numpy()))
+
+    with strategy.scope():
+        model = dense_model()
+        model.compile("sgd", "mse")
+    steps = len(X) // 8
+    x, y = X[: 8 * steps], Y[: 8 * steps]
+    model.fit(x, y, batch_size=8, epochs=3, shuffle=False, verbose=0, callbacks=[Limit()])
+    assert updates == [steps, 2 * steps, 3 * steps]
 
 
 def test_stateful_layer_keeps_a_state_for_each_example(strategy):
@@ -122,6 +143,19 @@ def test_optimizers_are_left_as_they_were(strategy):
 def test_data_without_batches_is_refused(strategy):
     with pytest.raises(ValueError, match=r"call \.batch\(global_batch_size\)"):
         strategy.experimental_distribute_dataset(tf.data.Dataset.range(4))
+
+
+def test_traceback_of_a_wrong_shape_has_the_users_frames(strategy):
+    with strategy.scope():
+        model = dense_model()
+        model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="incompatible with the layer") as raised:
+        model.fit(X[:, :2], Y, verbose=0)
+    package = pathlib.Path(tfdist.__file__).parent
+    frames = [pathlib.Path(entry.path) for entry in raised.traceback]
+    # The wrapper of `fit` stands before Keras' own, which shortens the rest.
+    assert [path.name for path in frames if path.is_relative_to(package)] == ["calls.py"]
+    assert frames[0] == pathlib.Path(__file__)
 
 
 def test_loss_that_leaves_examples_out_is_said_once(strategy, capfd):

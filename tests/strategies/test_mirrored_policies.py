@@ -318,3 +318,41 @@ def test_close_ends_the_threads_and_refuses_further_training(cpus: list[str]) ->
     with pytest.raises(RuntimeError, match="this strategy is closed"):
         model.fit(X, Y, verbose=0)
     assert len(model.get_weights()) == len(model.weights)
+
+
+@pytest.mark.parametrize(
+    ("devices", "words"),
+    [
+        (["GPU:0", "GPU:1"], "this process has no device GPU:0; it has CPU:0, CPU:1"),
+        (["CPU:0", "/cpu:97"], "this process has no device /cpu:97;"),
+        ("GPU:0", r"must be a list of names, such as \['GPU:0', 'GPU:1'\]".replace("'", '"')),
+        (2, "must be a list of names"),
+    ],
+)
+def test_devices_that_are_not_there_are_refused_at_once(devices, words):
+    """With one of them, the first step of the stock strategy never ends."""
+    with pytest.raises(ValueError, match=words):
+        tfdist.MirroredStrategy(devices)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "arguments", "words"),
+    [
+        (
+            tfdist.MirroredStrategy,
+            {"num_workers": 2},
+            r"to start tasks, use tfdist launch local --num_workers=2 SCRIPT",
+        ),
+        (tfdist.MultiWorkerMirroredStrategy, {"num_ps": 1}, r"takes no num_ps; to start tasks"),
+        (tfdist.MultiWorkerMirroredStrategy, {"policy": []}, r"takes no policy; did you mean policies=\.\.\.\?"),
+        (tfdist.ParameterServerStrategy, {"communication": "mpi"}, r"takes no communication; leave it away\."),
+    ],
+)
+def test_arguments_that_a_strategy_does_not_take_bring_a_remedy(strategy, arguments, words):
+    with pytest.raises(TypeError, match=words):
+        strategy(**arguments)
+
+
+def test_names_of_devices_may_be_written_in_any_way():
+    for names in (["cpu:0", "/CPU:1"], ["/job:localhost/replica:0/task:0/device:CPU:0"], ("CPU:1",)):
+        assert tfdist.MirroredStrategy(names).num_replicas_in_sync == len(names)

@@ -72,6 +72,9 @@ def report_error_of(name, call):
 class Evaluate(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         evaluate()
+class Stop(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        self.model.stop_training = True
 if index == 0:
     model.save(shared / "model.keras")
 fit(*[keras.callbacks.ModelCheckpoint(shared / "{epoch}.keras")] if index == 0 else [])
@@ -84,7 +87,11 @@ if index == 1:
 report_error_of("slow", evaluate)
 report_error_of("exchange", lambda: evaluate() if index == 0 else model.save(shared / "own.keras"))
 report_error_of("gather", lambda: evaluate() if index == 0 else fit())
-report_error_of("collective", lambda: fit(*[Evaluate()] if index == 0 else []))
+rate, model.optimizer.learning_rate = float(model.optimizer.learning_rate), 0.001 + index
+report_error_of("rate", fit)
+model.optimizer.learning_rate = rate
+# One in an exchange, and one in a sum, with a policy; else both in sums of the same call.
+report_error_of("collective", lambda: fit(*[Evaluate() if POLICY_ELSE else Stop()] if index == 0 else []))
 if index == 0:
     (shared / "ended-1").touch()
     report_error_of("ended", evaluate)
@@ -94,15 +101,22 @@ if index == 0:
 @pytest.mark.parametrize("policy", ["", "tfdist.BackupWorkers(spares=0)"])
 def test_no_wait_of_one_worker_alone_goes_on(tmp_path: pathlib.Path, policy: str):
     """The chief saves alone, with no wait; a call that needs the others ends with a line that says what they do."""
-    found = process_cluster.run(CALLS_OF_ONE_WORKER.replace("POLICY", policy), tmp_path, timeout_secs=150)
+    found = process_cluster.run(
+        CALLS_OF_ONE_WORKER.replace("POLICY_ELSE", repr(bool(policy))).replace("POLICY", policy),
+        tmp_path,
+        timeout_secs=150,
+    )
     for each in found:
         assert each["saved"] == 4 and each["files"] == ["1.keras", "2.keras", "model.keras"]
         assert each["slow"] is None
         in_evaluate = "worker:0 in model.evaluate (comparing the data sets)"
         assert f"{in_evaluate}, and worker:1 in model.save (saving " in each["exchange"]
         assert "worker:0 in model.evaluate, and worker:1 in model.fit" in each["gather"]
-        assert f"{in_evaluate}, and worker:1 in model.fit" in each["collective"]
-        assert all("must call model.evaluate: remove" in each[name] for name in ("exchange", "gather", "collective"))
+        assert "models differ" in each["rate"] and "learning_rate of 0.001 on worker:0, 1.001 on" in each["rate"]
+        stopped = "worker:0 in model.fit (outside of its steps), and worker:1 in model.fit (a step)"
+        assert (f"{in_evaluate}, and worker:1 in model.fit" if policy else stopped) in each["collective"]
+        names = ("exchange", "gather", *(["collective"] if policy else []))
+        assert all("must call model.evaluate: remove" in each[name] for name in names)
     assert "on worker:0 waits for worker:1, which has ended; every worker must call" in found[0]["ended"]
 
 

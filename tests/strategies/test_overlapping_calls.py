@@ -16,7 +16,7 @@ import pytest
 from overlapping import during_fit, in_thread
 
 import tfdist
-from tfdist.compat import instance_keys
+from tfdist.compat.tensorflow import replicas
 
 pytestmark = [pytest.mark.devices, pytest.mark.timeout(300)]
 
@@ -60,7 +60,7 @@ def _steps(model: keras.Model) -> int:
 
 def test_keys_of_two_threads_are_not_mixed():
     # TensorFlow draws a key for each device in turn; another thread may draw in between.
-    keys, drawn = instance_keys._KeysOfThreads(2), []
+    keys, drawn = replicas._KeysOfThreads(2), []
     for _ in range(3):
         drawn.append(keys.draw("first"))
         in_thread(lambda: drawn.extend([keys.draw("first"), keys.draw("second")]))

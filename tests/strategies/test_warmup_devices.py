@@ -201,6 +201,23 @@ def test_all_go_on_from_what_one_has_learned(cpus: Sequence[str], num_devices, p
     assert_copies_are_equal(model)
 
 
+@pytest.mark.parametrize("policies", [(), (tfdist.BackupWorkers(spares=0),)], ids=["synchronous", "backup workers"])
+def test_shuffle_has_the_order_of_one_device_in_and_after_the_phase(cpus: Sequence[str], policies):
+    """Each iterator of a shuffle draws an order, also those that Keras makes and never reads."""
+
+    def shuffled() -> tf.data.Dataset:
+        return tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(45, seed=5).batch(BATCH)
+
+    strategy = tfdist.MirroredStrategy(cpus[:2], policies=[tfdist.Warmup(epochs=2), *policies])
+    model = compiled(strategy, dense, lambda: OPTIMIZERS.SGD(0.1))
+    found = model.fit(shuffled(), epochs=4, verbose=0).history["loss"]
+
+    alone, data = compiled(tf.distribute.get_strategy(), dense, lambda: OPTIMIZERS.SGD(0.1)), shuffled()
+    halves = data.map(lambda x, y: (x[: tf.shape(x)[0] // 2], y[: tf.shape(y)[0] // 2]))
+    expected = [loss for part in (halves, data) for loss in alone.fit(part, epochs=2, verbose=0).history["loss"]]
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
 def test_replicas_may_be_given_their_parts_by_a_function(cpus: Sequence[str]):
     def own(context):
         return tf.data.Dataset.from_tensor_slices((X[:40], Y[:40])).batch(4)

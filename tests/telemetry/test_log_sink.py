@@ -9,11 +9,11 @@ import time
 
 import pytest
 
-from tfdist.policies.answers import Contribution, Outcome, Update
-from tfdist.telemetry.log_sink import LogSink, open_log
+from tfdist.policies.records import Contribution, Outcome, Update
+from tfdist.telemetry.session import LogSink, open_log
 from tfdist.tensorboard_plugin.jobs import Jobs
 from tfdist.update_log import EventKind, read_logs
-from tfdist.watching import runs, snapshot, trace
+from tfdist.watching import arguments, snapshot, trace
 
 WORKERS = ("worker:0", "worker:1")
 
@@ -62,7 +62,7 @@ def test_log_begins_with_training_and_names_workers_once(tmp_path: pathlib.Path)
     assert began <= timeline.origin_secs <= ended
     assert (events.event_time >= 0).all() and (events.event_time <= ended - began).all()
     first_update = pytest.approx(timeline.origin_secs, abs=ended - began)
-    assert runs.started(timeline) == first_update
+    assert arguments.started(timeline) == first_update
     assert snapshot.take(timeline).begin == first_update
     (job,), _ = Jobs(str(tmp_path)).all()
     summary = job.summary()

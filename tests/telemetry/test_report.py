@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from tfdist.policies import Contribution, Outcome, Update
 from tfdist.runtime.usage import Usage
 from tfdist.telemetry.histogram import Histogram
-from tfdist.telemetry.log_sink import LogSink
 from tfdist.telemetry.recorder import Recorder, Sums
 from tfdist.telemetry.report import Interval, Report, with_usage
-from tfdist.tensorboard_plugin import lod, people
+from tfdist.telemetry.session import LogSink
+from tfdist.tensorboard_plugin import level_of_detail, worker_table
 from tfdist.update_log import Header, LogWriter, read_logs
 from tfdist.watching import snapshot
 
@@ -302,7 +302,7 @@ def test_report_watch_and_page_say_the_same_to_the_digit(tmp_path: pathlib.Path)
         recorder.record(each)
     sink.close()
     report, timeline = recorder.report(), read_logs(tmp_path)
-    of_log = people.report_of(timeline)
+    of_log = worker_table.report_of(timeline)
     for field in (
         "accepted",
         "step_secs",
@@ -318,7 +318,7 @@ def test_report_watch_and_page_say_the_same_to_the_digit(tmp_path: pathlib.Path)
         assert repr(one) == repr(other) or _rounded(one) == _rounded(other), field
     assert report.in_words == of_log.in_words
     assert report.in_words.startswith("worker:1 is ") and report.in_words.endswith("50 % of its time is input")
-    page = people.table(timeline, lod.Levels(timeline), of_log)
+    page = worker_table.table(timeline, level_of_detail.Levels(timeline), of_log)
     watched = snapshot.take(timeline, window_secs=3600.0)
     assert watched.in_words == report.in_words
     assert [row["name"] for row in page] == [row.name for row in watched.workers] == report.order

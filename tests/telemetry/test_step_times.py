@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pathlib
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 import tfdist
 from tfdist.step.step_times import StepTimes
 from tfdist.telemetry.report import Report
-from tfdist.tensorboard_plugin import people
+from tfdist.tensorboard_plugin import worker_table
 from tfdist.update_log import read_logs
 from tfdist.watching import snapshot
 
@@ -118,13 +119,34 @@ def test_slow_replica_is_named_by_report_watch_and_page(
     assert report.in_words.endswith("of its time is computing")
     assert report.wait["worker:0"].p50 > 0.03 > report.wait["worker:1"].p50
     timeline = read_logs(tmp_path)
-    watched, page = snapshot.take(timeline, window_secs=3600.0), people.report_of(timeline)
+    watched, page = snapshot.take(timeline, window_secs=3600.0), worker_table.report_of(timeline)
     assert watched.in_words == page.in_words == report.in_words
     assert watched.workers[0].name == page.order[0] == "worker:1"
-    assert people.lanes(timeline, page) == [1, 0]
+    assert worker_table.lanes(timeline, page) == [1, 0]
 
 
 @pytest.mark.devices
+def test_two_threads_collect_each_step_once(cpus: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = tfdist.MirroredStrategy(cpus[:2])
+    counted = strategy.report().updates
+    inside: list[threading.Thread] = []
+
+    def take(times: StepTimes) -> tuple[int, list[Any]]:
+        if inside:
+            return 0, []
+        inside.append(threading.Thread(target=strategy.distribution.collect))
+        inside[0].start()
+        inside[0].join(0.2)
+        # The other thread waits until the steps are recorded.
+        assert inside[0].is_alive()
+        return 3, []
+
+    monkeypatch.setattr(StepTimes, "take", take)
+    strategy.distribution.collect()
+    inside[0].join(20)
+    assert not inside[0].is_alive() and strategy.report().updates == counted + 3
+
+
 def test_replicas_that_wait_for_one_input_are_alike(cpus: list[str]) -> None:
     report = trained(cpus, input_secs=0.05)
     assert report.slow is None

@@ -8,7 +8,7 @@ import collections
 import pytest
 import tensorflow as tf
 
-from tfdist.telemetry import points, summaries
+from tfdist.telemetry import summaries
 from tfdist.telemetry.histogram import Histogram
 
 
@@ -32,7 +32,7 @@ def test_the_layout_is_read_by_tensorboards_own_classes() -> None:
     metadata = pytest.importorskip("tensorboard.plugins.custom_scalar.metadata")
     from tensorboard.plugins.custom_scalar import layout_pb2
 
-    value = summaries.layout(points.LAYOUT)
+    value = summaries.layout(summaries.LAYOUT)
     assert value.tag == metadata.CONFIG_SUMMARY_TAG
     assert value.metadata.plugin_data.plugin_name == metadata.PLUGIN_NAME
     layout = layout_pb2.Layout.FromString(tf.make_ndarray(value.tensor).item())
@@ -40,7 +40,7 @@ def test_the_layout_is_read_by_tensorboards_own_classes() -> None:
         category.title: {chart.title: list(chart.multiline.tag) for chart in category.chart}
         for category in layout.category
     }
-    assert found == points.LAYOUT
+    assert found == summaries.LAYOUT
 
 
 def test_text_is_read_by_tensorboards_own_classes() -> None:

@@ -16,7 +16,7 @@ import cluster_log
 import numpy as np
 import pytest
 
-from tfdist.tensorboard_plugin import answers
+from tfdist.tensorboard_plugin import plugin
 from tfdist.update_log import Outcome, read_logs
 
 pytestmark = [
@@ -39,20 +39,20 @@ AXIS = 38
 _WRITE = """
 import json, sys, time
 from tfdist.runtime.usage import Usage
-from tfdist.telemetry import events, points, summaries
+from tfdist.telemetry import session, summaries
 directory, origin, found = sys.argv[1], float(sys.argv[2]), json.loads(sys.argv[3])
-writers = events.EventWriters(directory, warn=sys.exit)
+writers = session.EventWriters(directory, warn=sys.exit)
 for run, (sent, received) in found.items():
     now = Usage(0, 0, 0.0, 1, 0.0)
     for number, rates in enumerate(zip(sent, received)):
         last, (more_sent, more_received) = now, (int(60 * rate) for rate in rates)
         now = Usage(last.bytes_sent + more_sent, last.bytes_received + more_received, 0.0, 1, 0.0)
         moment = origin + 60 * (number + 1)
-        events.time.time = lambda moment=moment: moment
-        writers.add(run, 50 * number, lambda given=(last, now, 60.0): points.process(*given))
+        session.time.time = lambda moment=moment: moment
+        writers.add(run, 50 * number, lambda given=(last, now, 60.0): summaries.process(*given))
 for run in ("train", "validation"):
     for number in (1, 2):
-        events.time.time = lambda: origin + 60 * number
+        session.time.time = lambda: origin + 60 * number
         writers.add(run, 50 * number, lambda value=1 / number: [summaries.scalar("logs/loss", value)])
 writers.close()
 """
@@ -259,7 +259,7 @@ def test_zoom_to_single_gradients_and_click_on_a_lane_show_the_log(page, server,
     job = page.value("document.querySelector('#job').value")
     address = f"{server}/data/plugin/tfdist/window?job={job}&begin={low!r}&end={high!r}&buckets=10"
     with urllib.request.urlopen(address, timeout=60) as answer:
-        header, arrays = answers.unpacked(answer.read())
+        header, arrays = plugin.unpacked(answer.read())
     channel = header["channels"].index("accepted")
     assert arrays["cells"][channel, :, 3].sum() == (outcomes == Outcome.ACCEPTED).sum()
     # The pointer over a gradient: what it did, and for how long.

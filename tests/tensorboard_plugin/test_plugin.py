@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tensorboard.plugins import base_plugin
 from werkzeug import exceptions, routing, test, wrappers
 
-from tfdist.tensorboard_plugin import advice, answers, lod, people, plugin
+from tfdist.tensorboard_plugin import advice, level_of_detail, plugin, worker_table
 from tfdist.update_log import Outcome, Timeline, read_logs
 
 HOSTILE = ("<img src=x onerror=alert(1)>", "..%2f..%2fetc", "x" * 200, "Ünïcödé ☃ 訓練", "a'b\"c&d")
@@ -53,7 +53,7 @@ class Site:
         answer = self.client.get("/window", query_string=parameters)
         assert answer.status_code == 200, answer.text
         assert answer.content_type == "application/octet-stream"
-        return answers.unpacked(answer.data)
+        return plugin.unpacked(answer.data)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def timeline(run: pathlib.Path) -> Timeline:
 
 def sums(timeline: Timeline, begin: float, end: float) -> np.ndarray:
     """Adds up a window, gradient by gradient."""
-    found = np.zeros((len(lod.CHANNELS), len(timeline.workers)))
+    found = np.zeros((len(level_of_detail.CHANNELS), len(timeline.workers)))
     made = np.repeat(timeline.updates.time, timeline.updates.count)
     idle: dict[int, float] = {}
     for place in np.argsort(made + timeline.contributions.start):
@@ -116,16 +116,16 @@ def sums(timeline: Timeline, begin: float, end: float) -> np.ndarray:
 @given(st.floats(0, 0.98), st.floats(0.01, 0.1), st.integers(1, 50))
 def test_exact_window_equals_sum_over_gradients(timeline, low, length, buckets):
     span = timeline.span[1]
-    found = lod.Levels(timeline).window(low * span, (low + length) * span, buckets)
+    found = level_of_detail.Levels(timeline).window(low * span, (low + length) * span, buckets)
     assert found.is_exact
     expected = sums(timeline, low * span, (low + length) * span)
     np.testing.assert_allclose(found.cells.sum(axis=1), expected, rtol=1e-3, atol=2e-4)
 
 
 def test_interpolated_window_has_the_sums_of_the_exact_one(timeline, monkeypatch):
-    levels = lod.Levels(timeline)
+    levels = level_of_detail.Levels(timeline)
     exact = levels.window(*timeline.span, 30)
-    monkeypatch.setattr(lod, "MAX_ROWS", 10)
+    monkeypatch.setattr(level_of_detail, "MAX_ROWS", 10)
     rough = levels.window(*timeline.span, 30)
     assert (exact.is_exact, rough.is_exact) == (True, False)
     counts = slice(5, None)
@@ -145,9 +145,9 @@ def test_delays_are_those_of_the_last_gradient_of_each_update(timeline):
         order = np.argsort(rows.arrival)
         delay[rows.worker[order[-1]].item()] += (rows.arrival[order[-1]] - rows.arrival[order[-2]]).item()
         last[rows.worker[order[-1]].item()] += 1
-    rows = people.table(timeline, lod.Levels(timeline), people.report_of(timeline))
+    rows = worker_table.table(timeline, level_of_detail.Levels(timeline), worker_table.report_of(timeline))
     assert {row["worker"]: row["last"] for row in rows} == last
-    report = people.report_of(timeline)
+    report = worker_table.report_of(timeline)
     assert report.delay_secs == pytest.approx({f"worker:{worker}": secs for worker, secs in delay.items()}, rel=1e-4)
     # The first number of the table is that by which its rows are sorted, behind the slow ones.
     costs = [row["cost_secs"] for row in rows if not row["is_slow"]]

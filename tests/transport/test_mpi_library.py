@@ -9,7 +9,7 @@ import socket
 
 import pytest
 
-from tfdist.transport import mpi_library
+from tfdist.transport import mpi
 
 
 @pytest.mark.parametrize(
@@ -25,23 +25,23 @@ from tfdist.transport import mpi_library
     ],
 )
 def test_only_a_launcher_that_can_be_spoken_to_has_a_job(variables: dict[str, str], size: int | None):
-    assert mpi_library.size_of_job(variables) == size
+    assert mpi.size_of_job(variables) == size
 
 
 def test_a_descriptor_that_was_inherited_in_name_only_is_no_launcher(tmp_path: pathlib.Path):
     one, other = socket.socketpair()
     with one, other:
         variables = {"PMI_SIZE": "2", "PMI_FD": str(one.fileno())}
-        assert mpi_library.size_of_job(variables) == 2
-    assert mpi_library.size_of_job(variables) is None
+        assert mpi.size_of_job(variables) == 2
+    assert mpi.size_of_job(variables) is None
     with (tmp_path / "file").open("w") as file:
-        assert mpi_library.size_of_job({"PMI_SIZE": "2", "PMI_FD": str(file.fileno())}) is None
+        assert mpi.size_of_job({"PMI_SIZE": "2", "PMI_FD": str(file.fileno())}) is None
 
 
 def test_another_job_s_variables_are_not_heard_and_come_back(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PMIX_RANK", "7")
     monkeypatch.setenv("PMI_SIZE", "9")
-    with mpi_library._environment({"PMI_FD": "5", "PMI_SIZE": "2"}):
+    with mpi._environment({"PMI_FD": "5", "PMI_SIZE": "2"}):
         assert "PMIX_RANK" not in os.environ
         assert (os.environ["PMI_FD"], os.environ["PMI_SIZE"]) == ("5", "2")
     assert (os.environ["PMIX_RANK"], os.environ["PMI_SIZE"]) == ("7", "9")
@@ -49,6 +49,6 @@ def test_another_job_s_variables_are_not_heard_and_come_back(monkeypatch: pytest
 
 
 def test_a_process_without_an_mpi_library_says_so(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(mpi_library, "_maps", lambda: ["7f00-7f01 r-xp 00000000 00:00 0 /usr/lib/libc.so.6"])
+    monkeypatch.setattr(mpi, "_maps", lambda: ["7f00-7f01 r-xp 00000000 00:00 0 /usr/lib/libc.so.6"])
     with pytest.raises(RuntimeError, match=r"no library with MPI_Init_thread\. Found: none"):
-        mpi_library._library()
+        mpi._library()

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfdist.transport import mpi, mpi_library
+from tfdist.transport import mpi
 
 
 class Request:
@@ -192,8 +192,8 @@ def test_workers_that_come_to_different_sums_are_told(one: Any, other: Any):
 
 @pytest.mark.parametrize("name", ["MPICH 5.0.2", "Intel(R) MPI 2021.19", "MVAPICH 4.0"])
 def test_libraries_that_speak_pmi_1_need_no_launcher(name: str):
-    assert not mpi_library.needs_launcher(name)
+    assert not mpi.needs_launcher(name)
 
 
 def test_open_mpi_needs_its_launcher():
-    assert mpi_library.needs_launcher("Open MPI 5.0.11")
+    assert mpi.needs_launcher("Open MPI 5.0.11")

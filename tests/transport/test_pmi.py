@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfdist.transport import pmi
+from tfdist.transport import mpi
 
 
 class Exchange:
@@ -28,12 +28,12 @@ class Exchange:
         return dict(self._stored)
 
 
-def alone() -> pmi.Server:
-    return pmi.Server("job-1", 0, ["here"], dict)
+def alone() -> mpi.Server:
+    return mpi.Server("job-1", 0, ["here"], dict)
 
 
 def test_the_questions_of_the_start_are_answered_as_pmi_1_has_it():
-    server = pmi.Server("job-1", 1, ["here", "here"], dict)
+    server = mpi.Server("job-1", 1, ["here", "here"], dict)
     assert server.answer("cmd=init pmi_version=1 pmi_subversion=1\n") == (
         "cmd=response_to_init pmi_version=1 pmi_subversion=1 rc=0"
     )
@@ -60,7 +60,7 @@ def test_libraries_find_each_other_over_their_sockets():
     exchange, cards = Exchange(3), {}
 
     def library(rank: int) -> None:
-        server = pmi.Server("job-1", rank, ["here"] * 3, exchange)
+        server = mpi.Server("job-1", rank, ["here"] * 3, exchange)
         server.start()
         assert server.environment["PMI_RANK"] == str(rank) and server.environment["PMI_SIZE"] == "3"
         with socket.socket(fileno=os.dup(int(server.environment["PMI_FD"]))) as given, given.makefile("rw") as stream:
@@ -91,7 +91,7 @@ def _nodes(mapping: str) -> list[int]:
 
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=8))
 def test_workers_share_memory_where_their_places_are_the_same(places: list[str]):
-    numbers = _nodes(pmi.process_mapping(places) or "")
+    numbers = _nodes(mpi.process_mapping(places) or "")
     assert len(numbers) == len(places)
     for one, first in zip(places, numbers, strict=True):
         assert [place == one for place in places] == [number == first for number in numbers]
@@ -100,16 +100,16 @@ def test_workers_share_memory_where_their_places_are_the_same(places: list[str])
 @pytest.mark.parametrize(("machines", "workers"), [(1, 64), (500, 1), (300, 8), (1000, 2)])
 def test_the_places_of_many_machines_are_a_short_value(machines: int, workers: int):
     places = [f"machine {number // workers}" for number in range(machines * workers)]
-    assert pmi.process_mapping(places) == f"(vector,(0,{machines},{workers}))"
+    assert mpi.process_mapping(places) == f"(vector,(0,{machines},{workers}))"
 
 
 def test_places_that_need_too_long_a_value_are_not_told():
     places = [f"machine {number * 7919 % 400}" for number in range(400)]
-    assert pmi.process_mapping(places) == "(vector,(0,400,1))"
-    assert pmi.process_mapping([*places, *reversed(places)]) is None
-    server = pmi.Server("job", 0, [*places, *reversed(places)], dict)
+    assert mpi.process_mapping(places) == "(vector,(0,400,1))"
+    assert mpi.process_mapping([*places, *reversed(places)]) is None
+    server = mpi.Server("job", 0, [*places, *reversed(places)], dict)
     assert "key_not_found" in server.answer("cmd=get kvsname=job key=PMI_process_mapping")
 
 
 def test_processes_of_one_machine_have_one_place():
-    assert pmi.own_place() == pmi.own_place() != ""
+    assert mpi.own_place() == mpi.own_place() != ""

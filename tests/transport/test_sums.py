@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.transport.sums import WorkerSums
-from tfdist.transport.traffic import Traffic
+from tfdist.transport.sums import Traffic, WorkerSums
 
 pytestmark = pytest.mark.devices
 
@@ -30,7 +29,7 @@ class Doubling:
 
 @pytest.fixture
 def sums(monkeypatch: pytest.MonkeyPatch) -> tuple[WorkerSums, Doubling]:
-    monkeypatch.setattr("tfdist.compat.replicas.worker_device", lambda strategy: "/device:CPU:0")
+    monkeypatch.setattr("tfdist.compat.tensorflow.replicas.worker_device", lambda strategy: "/device:CPU:0")
     found, double = WorkerSums(None), Doubling()
     found.use(double, _gather, lambda what: contextlib.nullcontext(), lambda: None)
     return found, double
@@ -43,7 +42,7 @@ def _gather(message: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_messages_are_counted_at_their_lengths(sums: tuple[WorkerSums, Doubling], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("tfdist.compat.replicas.worker_count", lambda strategy: 2)
+    monkeypatch.setattr("tfdist.compat.tensorflow.replicas.worker_count", lambda strategy: 2)
     sums[0].traffic = Traffic(2)
     step = tf.function(lambda message: (sums[0].gather(message, in_step=True), sums[0].in_step([tf.ones([5])])))
     for call in (step, step.python_function):
@@ -72,7 +71,7 @@ def test_tensors_that_are_put_together_keep_a_known_size(monkeypatch: pytest.Mon
     """TensorFlow's collectives sum a tensor of unknown size with a key for each execution, around a ring."""
     shapes = []
     monkeypatch.setattr(
-        "tfdist.compat.worker_collectives.sum_in_step", lambda strategy, flat: shapes.append(flat.shape) or flat
+        "tfdist.compat.tensorflow.collectives.sum_in_step", lambda strategy, flat: shapes.append(flat.shape) or flat
     )
 
     @tf.function(input_signature=[tf.TensorSpec([None])])

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from tfdist.update_log import Contributions, EventKind, Events, Groups, Header, Outcome, Timeline, Updates, read_logs
 from tfdist.watching import screen, snapshot
-from tfdist.watching.lanes import Lanes
+from tfdist.watching.snapshot import Lanes
 
 ACCEPTED, DROPPED, LOST = Outcome.ACCEPTED, Outcome.DROPPED, Outcome.LOST
 

@@ -141,7 +141,7 @@ def test_a_name_with_gz_is_compressed(directory: pathlib.Path, tmp_path: pathlib
         (["-o", "."], 2, "-o names a directory"),
         (["-o", "no/where.json"], 2, "-o names a file in a directory that does not exist"),
         (["-o", "t.json", "--from_step=9", "--to_step=3"], 2, "--from_step is after --to_step"),
-        (["-o", "t.json", "--from_step=x"], 2, "flag --from_step=x"),
+        (["-o", "t.json", "--from_step=x"], 2, "--from_step must be an integer"),
         (
             ["-o", "t.json", "--from_step=999"],
             1,

@@ -46,8 +46,8 @@ def test_without_a_terminal_the_state_is_printed_once(tmp_path: pathlib.Path, ca
         (["file"], 2, "tfdist watch takes a log directory, and this is a file. Received: 'file'"),
         ([], 2, "tfdist watch takes one log directory; see tfdist watch --help. Received: no directory"),
         (["a", "b"], 2, "tfdist watch takes one log directory; see tfdist watch --help. Received: a b"),
-        (["--refresh_secs=0", "."], 2, "flag --refresh_secs=0: "),
-        (["--colour", "."], 2, "Unknown command line flag 'colour'"),
+        (["--refresh_secs=0", "."], 2, "--refresh_secs must be a number in the range [0.1, "),
+        (["--colour", "."], 2, "unknown flag --colour"),
     ],
 )
 def test_wrong_arguments_are_one_line(tmp_path, monkeypatch, capsys, arguments, code, words):

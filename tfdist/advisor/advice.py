@@ -11,15 +11,14 @@ from typing import Any, NamedTuple
 
 from tfdist.advisor import candidates, prediction
 from tfdist.advisor.candidates import PARAMETER_SERVER, Candidate
-from tfdist.advisor.network import Network
-from tfdist.advisor.prediction import Prediction
+from tfdist.advisor.prediction import Network, Prediction
 from tfdist.advisor.profile import NoiseScale, Profile
 
 # Less than this many times the speed of one device is not worth several machines.
 _LEAST_SPEEDUP = 1.2
 # A larger number of workers has to bring so much more for each of them: half of its share.
 _LEAST_SHARE = 0.5
-# What changes the trained model (staleness, averaging, lossy codecs) has to be so much faster than what does not.
+# A setting that changes the trained model (staleness, averaging, lossy codecs) has to be so much faster than others.
 _LEAST_GAIN = 2.0
 # By the model of statistical efficiency, more workers have to reach a loss so many times as fast.
 _LEAST_MORE = 1.1
@@ -139,9 +138,9 @@ def _to_a_loss(row: Row, profile: Profile, speed: Estimate, alone: Estimate) -> 
 def recommended(found: Sequence[Row]) -> Row:
     """Returns the row to recommend: `found[0]`, one device, unless several workers are clearly worth it.
 
-    Among the best candidate of each number of workers, the largest number whose additional workers still bring half of
-    their share; where examples are equal to those of one device (no staleness, no averaging, no lossy codec), unless
-    another candidate is much faster.
+    The best candidates of each number of workers are compared. The largest number is taken whose additional workers
+    still bring half of their share. Candidates that train as one device does (no staleness, averaging or lossy codec)
+    are preferred, unless another one is much faster.
     """
     single = found[0]
     speed = single.prediction.examples_per_sec
@@ -202,7 +201,8 @@ def in_words(found: Sequence[Row], chosen: Row, profile: Profile) -> list[str]:
         for each in (predicted.examples_per_sec, predicted.low, predicted.high)
     )
     servers = f" and {own.servers} parameter server{'s' * (own.servers > 1)}" if own.servers else ""
-    fast = f"{gain:.1f} times as fast as one device ({low:.1f} to {high:.1f})"
+    digits = 1 if gain < 10 else 0
+    fast = f"{gain:.{digits}f} times as fast as one device ({low:.{digits}f} to {high:.{digits}f})"
     lines = [
         f"use {own.workers} workers{servers}: {fast}",
         f"write {_code(own)}",
@@ -238,7 +238,8 @@ def _alone(found: Sequence[Row]) -> list[str]:
     else:
         lines = [f"do not distribute: {best.workers} workers make only {ratio:.2f} times as much as one device"]
     if best.candidate:
-        lines.append(f"the best that trains as one device does is {_code(best.candidate)}: {best.limit.words}")
+        lines.append(f"the best that trains alike is {_code(best.candidate)}")
+        lines.append(f"its limit: {best.limit.words}")
     other = max(found[1:], key=lambda row: row.prediction.examples_per_sec)
     gain = other.prediction.examples_per_sec / found[0].prediction.examples_per_sec
     if other.candidate and not _is_exact(other) and gain > _LEAST_SPEEDUP:
@@ -341,7 +342,8 @@ def _of_servers(profile: Profile, network: Network, candidate: Candidate, predic
     if predicted.efficiency < _MOSTLY:
         share = f"{1 - predicted.efficiency:.0%}"
         return Limit(f"transfers, {share}", f"sending and fetching variables takes {share} of the time{suffix}")
-    return Limit("transfers", f"none yet; {whose} full from {workers} workers on" if workers else "sending variables")
+    later = f"; {whose} full from {workers} workers on" if workers else ""
+    return Limit("transfers", f"workers wait for variables and gradients to be sent{later}")
 
 
 def _is_software(network: Network) -> bool:
@@ -367,10 +369,10 @@ def expected_slowest(samples: tuple[float, ...], candidate: Candidate) -> float:
 # B_crit is estimated by the gradient noise scale at the weights that were profiled. It grows during training, by an
 # order of magnitude or more, so an estimate at the start is cautious about large batches.
 #
-# Stale gradients: plain SGD at a step size a and curvature h, with gradients that are t updates old, is stable for a h
-# < 2 sin(pi / (2 (2 t + 1))) (Levin and May 1976, A note on difference-delay equations). So where stability limits the
-# step size, staleness t needs between 1 and 1 / sin(pi / (2 (2 t + 1))) times as many updates, which is about (2 t + 1)
-# 2 / pi; the middle is the geometric mean of the two.
+# Stale gradients: take plain SGD at a step size a and curvature h, with gradients that are t updates old. It is stable
+# for a h < 2 sin(pi / (2 (2 t + 1))) (Levin and May 1976, A note on difference-delay equations). So where stability
+# limits the step size, staleness t needs between 1 and 1 / sin(pi / (2 (2 t + 1))) times as many updates. The upper
+# bound is about (2 t + 1) 2 / pi; the middle is the geometric mean of both.
 
 
 # An interval of at least this ratio says nothing.

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
-from tfdist.policies import order_statistics
+from tfdist.policies import backup_workers
 from tfdist.policies.backup_workers import BackupWorkers
 from tfdist.policies.base import Policy
 from tfdist.policies.compression import Compression
@@ -127,7 +127,7 @@ def best_spares(workers: int, samples: Sequence[float]) -> int:
     ordered = sorted(samples)
     if len(ordered) > _MOST_SAMPLES:
         ordered = [ordered[(2 * index + 1) * len(ordered) // (2 * _MOST_SAMPLES)] for index in range(_MOST_SAMPLES)]
-    arrivals = order_statistics.expected_arrivals([ordered] * workers)
+    arrivals = backup_workers.expected_arrivals([ordered] * workers)
     rates = {spares: (workers - spares) / arrivals[workers - spares - 1] for spares in range(workers // 2 + 1)}
     best = max(rates, key=lambda spares: rates[spares])
     return best if rates[best] > 1.05 * rates[0] else 0

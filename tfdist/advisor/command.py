@@ -9,13 +9,14 @@ import pathlib
 import shutil
 import statistics
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
 from absl import flags
 
 from tfdist import _whole_files
-from tfdist.advisor import advice, network, prediction, profile
+from tfdist.advisor import advice, prediction, profile
 from tfdist.advisor.advice import Row
 from tfdist.advisor.candidates import MULTI_WORKER, PARAMETER_SERVER
 from tfdist.launchers import command_line
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
       0.
 
     Raises:
-      absl.flags.Error: a flag is unknown or its value can't be parsed.
+      FlagError: a flag is unknown or its value can't be parsed.
       LaunchError: the profile, or a value, is invalid.
     """
     values, rest = command_line.parse(define_flags, _flags_first(_underscored(arguments)))
@@ -127,7 +128,7 @@ def _flags_first(arguments: Sequence[str]) -> list[str]:
 
 def _advise(values: flags.FlagValues, path: str) -> int:
     measured = _profile(pathlib.Path(path))
-    links = network.from_flag(values.network, values.latency, measured.device == "GPU")
+    links = prediction.from_flag(values.network, values.latency, measured.device == "GPU")
     workers = [_workers(text) for text in values.workers]
     question = advice.Question(
         workers=workers,
@@ -143,14 +144,21 @@ def _advise(values: flags.FlagValues, path: str) -> int:
     sentence, *reasons = advice.in_words(found, chosen, measured)
     _write_head(measured, links, question)
     write_table(found if values.all else worth_showing(found, chosen), chosen, sys.stdout)
+    width = min(_WIDTH, shutil.get_terminal_size((_WIDTH, 24)).columns)
+    wrapper = textwrap.TextWrapper(width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     sys.stdout.write(
-        "\n" + "".join(f"{line}\n" for line in (f"recommendation: {sentence}", *(f"- {each}" for each in reasons)))
+        "\n" + "".join(f"{line}\n" for line in (f"recommendation: {sentence}", *_wrapped(wrapper, reasons)))
     )
     if values.json:
         _whole_files.write(values.json, _to_json(found, chosen, [sentence, *reasons], links))
     if values.plot:
         save_chart(pathlib.Path(values.plot), found, chosen, f"{measured.script or path} on {links.text}")
     return 0
+
+
+def _wrapped(wrapper: textwrap.TextWrapper, reasons: Sequence[str]) -> list[str]:
+    # Code stays in one piece, to be copied.
+    return [f"- {each}" if each.startswith("write ") else wrapper.fill(f"- {each}") for each in reasons]
 
 
 def _profile(path: pathlib.Path) -> profile.Profile:
@@ -171,7 +179,7 @@ def _finite(name: str, value: float) -> float:
     return value
 
 
-def _write_head(measured: profile.Profile, links: network.Network, question: advice.Question) -> None:
+def _write_head(measured: profile.Profile, links: prediction.Network, question: advice.Question) -> None:
     noise, tables = measured.noise_scale, len(measured.tables)
     lines = [
         f"profile: {measured.script or measured.model}, {measured.batch_size} examples a step on one {measured.device}"
@@ -188,6 +196,8 @@ def _write_head(measured: profile.Profile, links: network.Network, question: adv
     here = min(max(question.workers), question.workers_per_machine)
     if here > 1:
         lines.append(f"machine: {_cores(measured, here)}")
+    if measured.is_busy:
+        lines.append(f"warning: {measured.busy_in_words}")
     if noise and noise.is_known:
         lines.append(f"gradient noise scale: {noise.value:.3g} examples ({noise.low:.3g} to {noise.high:.3g})")
     sys.stdout.write("\n".join(lines) + "\n\n")
@@ -201,7 +211,7 @@ def _cores(measured: profile.Profile, workers: int) -> str:
     return text + (f"; {workers} workers on it take {slower:.1f} times as long" if slower > 1 else "")
 
 
-def _to_json(found: Sequence[advice.Row], chosen: advice.Row, words: Sequence[str], links: network.Network) -> str:
+def _to_json(found: Sequence[advice.Row], chosen: advice.Row, words: Sequence[str], links: prediction.Network) -> str:
     content: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
@@ -217,7 +227,7 @@ def _to_json(found: Sequence[advice.Row], chosen: advice.Row, words: Sequence[st
 # The table of `tfdist advise`.
 
 
-# Where nobody says how wide the output is.
+# Width of the output if neither terminal nor COLUMNS says it.
 _WIDTH = 100
 _SHOWN_FROM = 0.5
 # Columns that go first where the table is too wide.

@@ -16,6 +16,8 @@ from typing import Any
 
 FORMAT = "tfdist profile"
 VERSION = 1
+# Other programs make a machine busy from this share of its cores on.
+BUSY = 0.1
 _TEXTS = ("noise_reason", "script", "model", "strategy", "device", "fastest_worker")
 
 
@@ -74,13 +76,15 @@ class Profile:
       tables: embedding tables with sparse gradients.
       flops_per_example: of the forward and backward pass; None if unknown.
       noise_scale: None if unknown; `noise_reason` says why.
-      noise_reason: see `noise_scale`.
+      noise_reason: see `measuring`.
       script: name of the script.
       model: name of the model.
       strategy: strategy that the script builds, as text; "" for none.
       device: kind of the device.
       cores: cores that the process could use; 0 if unknown.
       cpu_secs: CPU time of a step of `fit`, over all cores; 0 if unknown.
+      other_cores: mean number of cores that other programs used meanwhile; 0 if unknown.
+      runnable: mean number of threads that ran or waited for a core meanwhile; 0 if unknown.
       fastest_secs: steps of the fastest worker, if `samples` are of several workers; empty if they are of one device.
       fastest_worker: name of that worker.
     """
@@ -102,6 +106,8 @@ class Profile:
     device: str = "CPU"
     cores: int = 0
     cpu_secs: float = 0.0
+    other_cores: float = 0.0
+    runnable: float = 0.0
     fastest_secs: tuple[float, ...] = ()
     fastest_worker: str = ""
 
@@ -117,9 +123,29 @@ class Profile:
         return self.fastest_secs or self.samples
 
     @property
+    def is_busy(self) -> bool:
+        """True if other programs were busy on the machine that was measured."""
+        return self.other_cores > BUSY * self.cores
+
+    @property
     def used_cores(self) -> float:
-        """Cores that a step keeps busy on average; 0 if unknown."""
-        return min(self.cores, self.cpu_secs / statistics.fmean(self.fit_secs)) if self.fit_secs else 0.0
+        """Cores that a step keeps busy on average; 0 if unknown.
+
+        On a busy machine those that it would use alone: less the time in which its threads waited for a core.
+        """
+        if not self.fit_secs or not self.cpu_secs:
+            return 0.0
+        secs = statistics.fmean(self.fit_secs)
+        if self.is_busy:
+            waited = max(0.0, self.runnable * secs - self.cpu_secs)
+            secs -= waited / max(1.0, self.runnable)
+        return min(self.cores, self.cpu_secs / secs)
+
+    @property
+    def busy_in_words(self) -> str:
+        """One line about a busy machine; "" for one that was not."""
+        used = f"other programs used {self.other_cores:.1f} of {self.cores} cores"
+        return f"{used}: the profile is of a busy machine" if self.is_busy else ""
 
     def to_json(self) -> str:
         """Returns the content of a profile's file."""
@@ -189,6 +215,8 @@ class _Reader:
             # Profiles of earlier versions lack the next ones.
             cores=self._count(given, "cores", 0) if "cores" in given else 0,
             cpu_secs=self._number(given, "cpu_secs") if "cpu_secs" in given else 0.0,
+            other_cores=self._number(given, "other_cores") if "other_cores" in given else 0.0,
+            runnable=self._number(given, "runnable") if "runnable" in given else 0.0,
             fastest_secs=self._secs(given, "fastest_secs") if given.get("fastest_secs") else (),
             **texts,
         )
@@ -240,8 +268,8 @@ def _is_number(value: Any, is_finite: bool = True) -> bool:
 
 # A profile from the update log of a run: the real arrivals of its gradients. docs/update_log.md has the format.
 #
-# A log has no bytes: what the gradients' arrivals took includes sending them in that run, so a prediction from a log is
-# one for links like those of the run.
+# A log has no bytes: the times until gradients arrived include sending them. So a prediction from a log holds for links
+# like those of that run.
 
 
 # Gradients at the beginning, of each worker, that trace and find caches cold.

@@ -3,7 +3,8 @@
 
 Keras tells a strategy neither which model is in which of its loops, nor with which callbacks. So the six public methods
 are wrapped, once in a process and for good; all models inherit them from one class, for which Keras exports no name.
-A call is open from before its first line until it has returned or raised. Calls nest: `fit` evaluates, and a callback
+A call is open from before its first line until it has returned or raised; a strategy may raise another exception than
+an operation has. Calls nest: `fit` evaluates, and a callback
 may call anything. The two objects by which `fit` counts its steps are made within it, and join its call when they are.
 
 A program says that a model is to have no strategy by `with tf.distribute.get_strategy().scope():`. TensorFlow lets that
@@ -17,13 +18,15 @@ import dataclasses
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
+import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer, TFEpochIterator
 
-from tfdist.compat import own_attributes, replacing, replicas
+from tfdist.compat import replacing
+from tfdist.compat.tensorflow import replicas
 
 NEEDS = (
     "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.distribute_strategy",
@@ -34,10 +37,10 @@ NEEDS = (
     "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.test_on_batch",
     "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.train_on_batch",
     "keras.src.backend.tensorflow.trainer:TFEpochIterator",
-    "keras.src.trainers.trainer:Trainer._get_metrics_result_or_logs(logs)",
 )
 
 _KINDS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
+_EXPLAINED = "_tfdist_explained"
 _made_in_default: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -88,23 +91,21 @@ class Call:
       thread: the thread that made it.
       callbacks: Keras' list of the callbacks, once it is made; before, what the user gave to `fit`, or None.
       epochs: Keras' iterator over the epochs, once it is made.
-      passing: the pass over a distributed data set that was begun last.
       under: the strategy whose loops it is one of, once that has looked for others beside it.
-      is_cut: true while the logs are made of an execution that the end of the data has cut.
       ends: called when the call has raised, with the exception.
+      arguments: those that the user gave, by name.
+      is_compared: true once the workers have compared it.
     """
 
     model: Any
     kind: str
+    arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    is_compared: bool = False
     thread: threading.Thread = dataclasses.field(default_factory=threading.current_thread)
     callbacks: Any = None
     epochs: Any = None
-    passing: Any = None
     under: Any = None
-    is_cut: bool = False
     ends: list[Callable[[BaseException], None]] = dataclasses.field(default_factory=list)
-    _first_step: int = 0
-    _logs: Any = None
 
     @property
     def trains(self) -> bool:
@@ -122,13 +123,6 @@ class Call:
         return f"model.{self.kind}"
 
     @property
-    def steps_per_execution(self) -> int:
-        """How many batches Keras' own train function takes at a time; 1 for a train function of the user's own."""
-        model = self.model
-        is_of_keras = getattr(model.train_function, "__module__", None) == TensorFlowTrainer.__module__
-        return int(model.steps_per_execution) if self.kind == "fit" and is_of_keras and not model.run_eagerly else 1
-
-    @property
     def strategy(self) -> Any:
         """The strategy that the model runs under: of the scope it was made in, else the current one.
 
@@ -137,44 +131,6 @@ class Call:
         strategy, default = self.model.distribute_strategy, replicas.default_strategy()
         is_chosen = strategy is not default or self.model in _made_in_default or _in_default.depth > 0
         return strategy if is_chosen else None
-
-    def end_cut_execution(self) -> None:
-        """Calls the callbacks for the end of an execution in which a step found no data, if steps before it were made.
-
-        Keras calls them only after an execution that raised nothing. On one device the last one is such, however few of
-        its `steps_per_execution` there were data for.
-        """
-        # The last of the handles is that of the step that found no data.
-        steps = self.model.steps_per_execution
-        if steps > 1 and getattr(self.passing, "given_in_execution", 0) > 1:
-            self.is_cut = True
-            logs = self.model._get_metrics_result_or_logs(self._logs)
-            self.is_cut = False
-            self.callbacks.on_train_batch_end(self._first_step + steps - 1, logs)
-
-    def _follow(self, callbacks: Any) -> None:
-        """Keeps Keras' list of this call's callbacks, and the step and the logs that `fit` gives to them last."""
-        self.callbacks = callbacks
-        if self.model.steps_per_execution == 1:
-            return
-        begin, end = callbacks.on_train_batch_begin, callbacks.on_train_batch_end
-
-        def on_train_batch_begin(batch: int, logs: Any = None) -> None:
-            self._first_step = batch
-            begin(batch, logs)
-
-        def on_train_batch_end(batch: int, logs: Any = None) -> None:
-            self._logs = logs
-            end(batch, logs)
-
-        own_attributes.put(callbacks, "on_train_batch_begin", on_train_batch_begin)
-        own_attributes.put(callbacks, "on_train_batch_end", on_train_batch_end)
-
-    def _leave(self) -> None:
-        """Ends what `_follow` began: the list may be the user's, who gives it to another `fit`."""
-        for name in ("on_train_batch_begin", "on_train_batch_end"):
-            if own_attributes.of(self.callbacks, name) is not None:
-                own_attributes.remove(self.callbacks, name)
 
 
 def current(thread: threading.Thread | None = None) -> Call | None:
@@ -273,15 +229,12 @@ def _making(original: Any) -> Any:
 
 def _opening(original: Any) -> Any:
     kind = original.__name__
-    takes_callbacks = list(inspect.signature(original).parameters).index("callbacks") if kind == "fit" else 0
+    _, *names = inspect.signature(original).parameters
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        call = Call(self, kind)
-        if takes_callbacks:
-            given = args[takes_callbacks - 1] if len(args) >= takes_callbacks else kwargs.get("callbacks")
-            call.callbacks = given
-            if isinstance(given, keras.callbacks.CallbackList):
-                call._follow(given)
+        call = Call(self, kind, {**dict(zip(names, args, strict=False)), **kwargs})
+        if kind == "fit":
+            call.callbacks = call.arguments.get("callbacks")
         _listeners.call(call)
         thread = threading.get_ident()
         calls = _open.setdefault(thread, [])
@@ -289,16 +242,29 @@ def _opening(original: Any) -> Any:
         try:
             return original(self, *args, **kwargs)
         except BaseException as error:
+            raised = _explained(self.distribute_strategy, error)
             for end in call.ends:
-                end(error)
+                end(raised)
+            if raised is not error:
+                raise raised from None
             raise
         finally:
             calls.remove(call)
-            call._leave()
             if not calls:
                 _open.pop(thread, None)
 
     return method
+
+
+def _explained(strategy: Any, error: BaseException) -> BaseException:
+    """The exception that the strategy raises in place of an operation's, or the same one."""
+    explain = getattr(strategy, "explained", None)
+    # That of a call within this one has been explained.
+    if explain is None or not isinstance(error, tf.errors.OpError) or hasattr(error, _EXPLAINED):
+        return error
+    raised = explain(error) or error
+    setattr(raised, _EXPLAINED, True)
+    return raised
 
 
 def _joining_epochs(original: Any) -> Any:
@@ -322,7 +288,7 @@ def _joining_callbacks(original: Any) -> Any:
         call = current()
         is_list = call is not None and isinstance(call.callbacks, keras.callbacks.CallbackList)
         if call is not None and not is_list and getattr(self, "model", None) is call.model:
-            call._follow(self)
+            call.callbacks = self
 
     return init
 

@@ -11,18 +11,15 @@ from __future__ import annotations
 import functools
 import pathlib
 import re
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.util import tf_stack
 
-from tfdist.compat import enclosing_graphs, own_attributes
-
-NEEDS = ("tensorflow.python.util.tf_stack:StackTraceFilter.get_filtered_filenames",)
+from tfdist.compat import own_attributes
+from tfdist.compat.tensorflow.graphs import enclosing
 
 _PACKAGE = str(pathlib.Path(__file__).resolve().parents[1])
 # Code that is not the user's: this library, installed packages, and Python itself.
@@ -44,8 +41,7 @@ def call(function: Callable[..., list[np.ndarray]], inputs: Sequence[tf.Tensor],
     Returns:
       Its results, tensors of unknown shape.
     """
-    with _NoFrames():
-        results = tf.py_function(_translating(function), inputs, dtypes, name="step_of_the_strategy")
+    results = tf.py_function(_translating(function), inputs, dtypes, name="step_of_the_strategy")
     return results if isinstance(results, list) else []
 
 
@@ -66,7 +62,7 @@ def call_on_arrays(
       Its results, tensors of unknown shape.
     """
     # The last one has no graph around it and lives for ever.
-    *graphs, _ = enclosing_graphs.enclosing()
+    *graphs, _ = enclosing()
     own_attributes.setdefault(graphs[-1], "_tfdist_functions", list).append(function)
     kept: Any = weakref.ref(function)
     return list(tf.numpy_function(lambda *arrays: kept()(*arrays), inputs, dtypes))
@@ -119,15 +115,3 @@ def _translated(error: tf.errors.OpError) -> Exception:
 
 def _is_own(file: str) -> bool:
     return not any(part in file for part in _FOREIGN)
-
-
-class _NoFrames(tf_stack.StackTraceFilter):
-    """Operations made within don't remember where: it is in Keras' loop, or in this library, and says nothing."""
-
-    def get_filtered_filenames(self) -> set[str]:
-        files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
-        frame = sys._getframe()
-        while frame is not None:
-            files.add(frame.f_code.co_filename)
-            frame = frame.f_back
-        return files

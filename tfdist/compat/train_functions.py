@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions that Keras calls for each execution of `fit` and `evaluate`, which it makes of a model's steps.
+"""The functions that Keras calls for each execution of its loops, which it makes of a model's steps.
 
 Keras makes them to call `strategy.run` within a `tf.function`. A strategy whose engine runs Python in each step gives a
 function of its own instead, so that no graph has to call Python, and exceptions are Python's own. There is no public
-way to give one, so `make_train_function` and `make_test_function` are replaced, once in a process. A model that
-overrides them, and doesn't call the inherited ones, keeps what it makes.
+way to give one, so `make_train_function`, `make_test_function` and `make_predict_function` are replaced, once in a
+process. A model that overrides them, and doesn't call the inherited ones, keeps what it makes.
 
 And the calls of a train function are observed until its trial steps are over; then Keras makes it anew. The function
 that Keras makes traces a step once. There is no public way to have a model trace its step again between
@@ -24,6 +24,7 @@ from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from tfdist.compat import own_attributes, replacing
 
 NEEDS = (
+    "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.make_predict_function",
     "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.make_test_function",
     "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.make_train_function",
 )
@@ -32,23 +33,23 @@ NEEDS = (
 def ask_strategies() -> None:
     """From now on Keras asks `function_of` of a model's strategy, if it has such a method, for its functions.
 
-    It is called with the model, the bound step, and the function that Keras has made of it; what it returns takes an
-    iterator, makes an execution, and returns the logs.
+    It is called with the model, "train", "test" or "predict", and the function that Keras has made. What it returns
+    makes an execution: of an iterator, whose logs it returns, or for "predict" of a list of batches.
     """
-    for step in ("train", "test"):
-        replacing.once(TensorFlowTrainer, f"make_{step}_function", _asking)
+    for kind in ("train", "test", "predict"):
+        replacing.once(TensorFlowTrainer, f"make_{kind}_function", _asking)
 
 
 def _asking(original: Callable[..., Any]) -> Callable[..., Any]:
-    step = original.__name__.removeprefix("make_").removesuffix("_function")
+    kind = original.__name__.removeprefix("make_").removesuffix("_function")
+    name = f"{kind}_function"
 
     def make(self: Any, force: bool = False) -> Any:
-        present = getattr(self, f"{step}_function")
+        is_new = force or getattr(self, name) is None
         made = original(self, force=force)
         function_of = getattr(self.distribute_strategy, "function_of", None)
-        if function_of is not None and (force or present is None):
-            function = function_of(self, getattr(self, f"{step}_step"), getattr(self, f"{step}_function"))
-            setattr(self, f"{step}_function", function)
+        if function_of is not None and is_new:
+            setattr(self, name, function_of(self, kind, getattr(self, name)))
         return made
 
     return make

@@ -53,12 +53,13 @@ def check() -> None:
 
 @functools.cache
 def all_needs() -> dict[str, tuple[str, ...]]:
-    """The `NEEDS` of each module of `tfdist.compat` that has any, by the module's name."""
+    """The `NEEDS` of each module of `tfdist.compat` that has any, by the module's name, such as "keras.calls"."""
     found: dict[str, tuple[str, ...]] = {}
-    for path in sorted(pathlib.Path(__file__).parent.glob("*.py")):
+    folder = pathlib.Path(__file__).parent
+    for path in sorted(folder.rglob("*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "NEEDS":
-                found[path.stem] = ast.literal_eval(node.value)
+                found[".".join(path.relative_to(folder).with_suffix("").parts)] = ast.literal_eval(node.value)
     return found
 
 

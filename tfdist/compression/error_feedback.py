@@ -20,7 +20,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import optimizer_patches, optimizer_variables, process_variable
+from tfdist.compat.keras.optimizers import (
+    check_can_meet,
+    indices_of,
+    loss_scale_of,
+    optimizers_of,
+    sum_over_replicas,
+    trained_by,
+)
+from tfdist.compat.tensorflow import variables
 from tfdist.runtime import messages
 
 GRADIENTS, DIFFERENCES = "gradients", "differences"
@@ -65,7 +73,7 @@ class ErrorFeedback:
     Args:
       codec: a `tfdist.compression.Codec`.
       transport: carries the state of one worker to all (`num_workers`, `index`, `broadcast`); see
-        `tfdist.transport.messages.Messages`.
+        `tfdist.transport.sums.Messages`.
 
     Attributes:
       codec: the same.
@@ -97,7 +105,7 @@ class ErrorFeedback:
         """
         if not gradients:
             return []
-        indices = _indices(optimizer, variables)
+        indices = indices_of(optimizer, variables)
         # One state, also where another loop gives them in another order.
         order = sorted(range(len(indices)), key=lambda position: indices[position])
         sums = self._sum(
@@ -109,7 +117,7 @@ class ErrorFeedback:
     def _sum(
         self, kind: str, optimizer: Any, indices: Sequence[int], gradients: Sequence[tf.Tensor], transport: Any
     ) -> list[tf.Tensor]:
-        scale = loss_scale(optimizer) if kind == GRADIENTS else None
+        scale = loss_scale_of(optimizer) if kind == GRADIENTS else None
         dtypes = [each.dtype for each in gradients]
         # Half precision has no room for gradients without the scale.
         unscaled = gradients if scale is None else [tf.cast(each, tf.float32) / scale for each in gradients]
@@ -139,7 +147,7 @@ class ErrorFeedback:
           A description (JSON data; None if the codec has no state, or nothing was sent yet), and the arrays of each
           worker after the other, on the first worker only.
         """
-        groups = self._groups_of(optimizer_patches.optimizers_of(model))
+        groups = self._groups_of(optimizers_of(model))
         own = [variable.numpy() for group in groups for variable in group.in_order()]
         if not own:
             return None, []
@@ -163,7 +171,7 @@ class ErrorFeedback:
           described: what `collect` has returned; None if the checkpoint has no state.
           arrays: likewise.
         """
-        optimizers = optimizer_patches.optimizers_of(model)
+        optimizers = optimizers_of(model)
         for group in self._groups_of(optimizers):
             self._begin_anew(group)
         if described is None:
@@ -204,7 +212,7 @@ class ErrorFeedback:
         number, indices = described["optimizer"], tuple(described["variables"])
         if number >= len(optimizers):
             return None
-        trained = optimizer_variables.trained_by(optimizers[number])
+        trained = trained_by(optimizers[number])
         specs = tuple(tf.TensorSpec(shape, dtype) for shape, dtype in described["gradients"])
         found = [tuple(trained[index].shape) if index < len(trained) else None for index in indices]
         if found != [tuple(spec.shape) for spec in specs]:
@@ -228,7 +236,7 @@ class ErrorFeedback:
         if key not in of_optimizer:
             with tf.init_scope():
                 initial = self.codec.init(specs)
-                made = {name: process_variable.of(value, name) for name, value in initial.items()}
+                made = {name: variables.variable_of_process(value, name) for name, value in initial.items()}
             of_optimizer[key] = made
         return of_optimizer[key]
 
@@ -247,9 +255,9 @@ def sum_all(
     In replica context, or in cross-replica context if all gradients are dense.
     """
     if tf.distribute.get_replica_context() is not None:
-        optimizer_patches.check_can_meet()
+        check_can_meet()
     dense = [index for index, gradient in enumerate(gradients) if isinstance(gradient, tf.Tensor)]
-    sums = optimizer_patches.sum_over_replicas([None if i in dense else g for i, g in enumerate(gradients)])
+    sums = sum_over_replicas([None if i in dense else g for i, g in enumerate(gradients)])
     for index in dense:
         # Not known by the gradients of some operations on rows.
         gradients[index].set_shape(variables[index].shape)
@@ -267,18 +275,4 @@ def say_begins_anew(saved: str, codec: Any) -> None:
       codec: begins with an empty state.
     """
     what = repr(codec) if repr(codec) != saved else "for other variables; it"
-    messages.say(f"tfdist: Compression: the checkpoint has the state of {saved}, {what} begins anew")
-
-
-def _indices(optimizer: Any, variables: Sequence[Any]) -> tuple[int, ...]:
-    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-    if not optimizer.built:
-        with tf.init_scope():
-            optimizer.build(variables)
-    return tuple(optimizer_variables.index_of(optimizer, variable) for variable in variables)
-
-
-def loss_scale(optimizer: Any) -> Any:
-    """Returns the present factor of an optimizer's loss; None if it has none."""
-    is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-    return tf.convert_to_tensor(optimizer.dynamic_scale) if is_scaled else None
+    messages.say(f"Compression: the checkpoint has the state of {saved}, {what} begins anew")

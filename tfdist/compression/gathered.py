@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat import python_operation
-from tfdist.compression import arrays, codec, frames
+from tfdist.compression import codec, frames
 
 # Comparisons by magnitude treat denormal numbers as zeros, as TensorFlow's threads do in their arithmetic.
 SMALLEST = float(np.finfo(np.float32).tiny)
@@ -45,7 +45,7 @@ class GatheredCodec(codec.Codec):
         self, tensors: Sequence[tf.Tensor], specs: Sequence[tf.TensorSpec], state: codec.State
     ) -> tuple[tf.Tensor, codec.State]:
         names = list(state)
-        layout, pool = frames.Layout.of(codec.sizes_of(specs)), arrays.Pool()
+        layout, pool = frames.Layout.of(codec.sizes_of(specs)), frames.Pool()
 
         def encode(*inputs: np.ndarray) -> list[np.ndarray]:
             gradients, values = inputs[: len(specs)], inputs[len(specs) :]
@@ -60,7 +60,7 @@ class GatheredCodec(codec.Codec):
         return message, {name: tf.reshape(value, state[name].shape) for name, value in zip(names, new, strict=True)}
 
     def _decode(self, received: tf.Tensor, specs: Sequence[tf.TensorSpec], senders: Sequence[str]) -> list[tf.Tensor]:
-        sizes, pool = codec.sizes_of(specs), arrays.Pool()
+        sizes, pool = codec.sizes_of(specs), frames.Pool()
 
         def decode(rows: np.ndarray) -> list[np.ndarray]:
             return self.sum_of(rows, sizes, senders, pool)
@@ -69,7 +69,7 @@ class GatheredCodec(codec.Codec):
         return [tf.cast(tf.reshape(total, spec.shape), spec.dtype) for total, spec in zip(flat, specs, strict=True)]
 
     def message_of(
-        self, gradients: Sequence[np.ndarray], state: Arrays, layout: frames.Layout, pool: arrays.Pool
+        self, gradients: Sequence[np.ndarray], state: Arrays, layout: frames.Layout, pool: frames.Pool
     ) -> tuple[np.ndarray, Arrays]:
         """Encodes arrays, as `encode` does tensors.
 
@@ -89,7 +89,7 @@ class GatheredCodec(codec.Codec):
         return frames.build(self.number, payload.flags, layout, payload.parts), new
 
     def sum_of(
-        self, rows: np.ndarray, sizes: Sequence[int], senders: Sequence[str], pool: arrays.Pool
+        self, rows: np.ndarray, sizes: Sequence[int], senders: Sequence[str], pool: frames.Pool
     ) -> list[np.ndarray]:
         """Decodes messages, as `decode` does.
 
@@ -125,7 +125,7 @@ class GatheredCodec(codec.Codec):
 
     @abc.abstractmethod
     def _encode_arrays(
-        self, gradients: Sequence[np.ndarray], state: Arrays, pool: arrays.Pool
+        self, gradients: Sequence[np.ndarray], state: Arrays, pool: frames.Pool
     ) -> tuple[Payload | None, Arrays]:
         """Encodes gradients; returns the payload, None if a value is not finite, and the new state.
 

@@ -163,7 +163,7 @@ def kernels() -> Kernels:
         return NativeKernels(path)
     except OSError as error:
         messages.say(
-            f"tfdist: compression runs in NumPy, up to twice as long as compiled: {error}. Install a C compiler "
+            f"compression runs in NumPy, up to twice as long as compiled: {error}. Install a C compiler "
             "(gcc or clang), and then tfdist again."
         )
         return fallback.NumpyKernels()

@@ -25,7 +25,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import compression
-from tfdist.compression import arrays, codec, frames, gathered
+from tfdist.compression import codec, frames, gathered
 
 # Bytes before a block, which are the number of bytes of all blocks.
 _LENGTH_BYTES = 8
@@ -253,7 +253,7 @@ class _Prepared:
     """A request, and what all of its calls share."""
 
     content: dict[str, Any]
-    pool: arrays.Pool = dataclasses.field(default_factory=arrays.Pool)
+    pool: frames.Pool = dataclasses.field(default_factory=frames.Pool)
 
     @functools.cached_property
     def codec(self) -> gathered.GatheredCodec:

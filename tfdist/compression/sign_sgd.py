@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compression import arrays, fallback, gathered, native
+from tfdist.compression import fallback, frames, gathered, native
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -31,7 +31,7 @@ class SignSGD(gathered.GatheredCodec):
         return gathered.per_tensor("residual", specs)
 
     def _encode_arrays(
-        self, gradients: Sequence[np.ndarray], state: gathered.Arrays, pool: arrays.Pool
+        self, gradients: Sequence[np.ndarray], state: gathered.Arrays, pool: frames.Pool
     ) -> tuple[gathered.Payload | None, gathered.Arrays]:
         new: gathered.Arrays = {}
         scales, signs = [], []

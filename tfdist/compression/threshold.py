@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compression import arrays, codec, fallback, gaps, gathered, native
+from tfdist.compression import codec, fallback, frames, gathered, native
 
 _HEAD = struct.Struct("<fQ")
 # Flags of a frame: 2 bits per value, or a word of 32 bits per entry, instead of coded gaps.
@@ -102,7 +102,7 @@ class Threshold(gathered.GatheredCodec):
         return {**gathered.per_tensor("residual", specs), **scalars}
 
     def _encode_arrays(
-        self, gradients: Sequence[np.ndarray], state: gathered.Arrays, pool: arrays.Pool
+        self, gradients: Sequence[np.ndarray], state: gathered.Arrays, pool: frames.Pool
     ) -> tuple[gathered.Payload | None, gathered.Arrays]:
         kept = [state[f"residual/{index}"] for index in range(len(gradients))]
         tau = np.float32(self.tau) if not isinstance(self.tau, str) else state["tau"][0]
@@ -135,7 +135,7 @@ class Threshold(gathered.GatheredCodec):
     def _coded(self, entries: np.ndarray, tau: np.float32) -> gathered.Payload:
         head = _HEAD.pack(tau, entries.size)
         if self.entropy_coding:
-            return gathered.Payload(0, [head, gaps.encode(entries, has_signs=True)])
+            return gathered.Payload(0, [head, frames.encode(entries, has_signs=True)])
         return gathered.Payload(_WORDS, [head, entries.astype("<u4").view(np.uint8)])
 
     def _add_payload(self, flags: int, payload: np.ndarray, sums: Sequence[np.ndarray]) -> None:
@@ -149,7 +149,7 @@ class Threshold(gathered.GatheredCodec):
             _add_bitmap(data, np.float32(tau), sums)
             return
         sizes = [total.size for total in sums]
-        entries = _from_words(data, count) if flags & _WORDS else gaps.decode(data, count, True, sum(sizes))
+        entries = _from_words(data, count) if flags & _WORDS else frames.decode(data, count, True, sum(sizes))
         if entries.size and int(entries[-1]) >> 1 >= sum(sizes):
             raise ValueError("an entry is beyond the last value")
         _scatter(sums, entries, tau)
@@ -191,7 +191,7 @@ def _add_all(
     gradients: Sequence[np.ndarray],
     bound: float,
     entries: np.ndarray,
-    pool: arrays.Pool,
+    pool: frames.Pool,
 ) -> tuple[list[np.ndarray], int] | None:
     """Adds gradients to residuals, in new arrays, and finds the entries; returns None if a sum is not finite."""
     kernels = native.kernels()

@@ -12,7 +12,7 @@ from typing import ClassVar
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compression import arrays, codec, gaps, gathered, native
+from tfdist.compression import codec, frames, gathered, native
 
 # Number of entries, bytes of the coded gaps, bytes per value.
 _HEAD = struct.Struct("<QQB")
@@ -75,7 +75,7 @@ class TopK(gathered.GatheredCodec):
         return {**gathered.per_tensor("residual", specs), **velocity, "step": tf.TensorSpec([], tf.int64)}
 
     def _encode_arrays(
-        self, gradients: Sequence[np.ndarray], state: gathered.Arrays, pool: arrays.Pool
+        self, gradients: Sequence[np.ndarray], state: gathered.Arrays, pool: frames.Pool
     ) -> tuple[gathered.Payload | None, gathered.Arrays]:
         density = self.density_of(int(state["step"][0]))
         new: gathered.Arrays = {}
@@ -91,14 +91,14 @@ class TopK(gathered.GatheredCodec):
             values.append(sent)
             first += gradient.size
         found, sent = np.concatenate(entries), np.concatenate(values)
-        coded = gaps.encode(found, has_signs=False)
+        coded = frames.encode(found, has_signs=False)
         head = _HEAD.pack(found.size, coded.size, sent.itemsize)
         new["step"] = state["step"] + 1
         data = sent.astype(sent.dtype.newbyteorder("<")).view(np.uint8)
         return gathered.Payload(0, [head, coded, data]), {name: new[name] for name in state}
 
     def _select(
-        self, old: Sequence[np.ndarray], gradient: np.ndarray, density: float, pool: arrays.Pool
+        self, old: Sequence[np.ndarray], gradient: np.ndarray, density: float, pool: frames.Pool
     ) -> tuple[np.ndarray, ...] | None:
         """Returns the positions and values to send of a tensor, and its new state; None if a value is not finite."""
         size = gradient.size
@@ -153,7 +153,7 @@ class TopK(gathered.GatheredCodec):
             raise ValueError(f"it has {payload.size} bytes for {count} values of {value_size} bytes")
         coded, data = np.split(payload[_HEAD.size :], [coded_size])
         sizes = [total.size for total in sums]
-        entries = gaps.decode(coded, count, False, sum(sizes))
+        entries = frames.decode(coded, count, False, sum(sizes))
         values = np.frombuffer(data.tobytes(), dtype).astype(np.float32)
         if not np.isfinite(values).all():
             raise ValueError("it has a value that is not finite")

@@ -9,6 +9,7 @@ import secrets
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 # Operations that call back into the Python of the process that made them, or use a variable of it.
@@ -28,10 +29,12 @@ _PROCESS_ATTRIBUTES = frozenset(
     {"_class", "config", "config_proto", "container", "metadata", "seed", "seed2", "shared_name", "token"}
 )
 _HANDLES = (tf.resource.as_datatype_enum, tf.variant.as_datatype_enum)
-# How the names of data sets begin: those that make batches of single elements, those without which the first element
-# is there sooner, and those that pass elements on as they are.
+# Prefixes of names of data sets. In order: those that make batches of single elements, those that delay the first
+# element, and those that pass elements on as they are.
 _BATCHING = ("BatchDataset", "PaddedBatchDataset", "ParallelBatchDataset")
 _NEEDLESS = ("Shuffle", "Cache", "Prefetch")
+# Numbers of each captured tensor that make part of a function's fingerprint.
+_CAPTURED = 4
 _PASSING = (*_NEEDLESS, "Repeat", "Take", "Skip", "Options", "AssertCardinality", "Shard")
 
 
@@ -126,19 +129,7 @@ class DatasetGraph:
         Seeds don't count, and neither do devices and the names of functions, tables, caches and random state.
         (`tf.data.Dataset.fingerprint` gives another number each time where functions are mapped.)
         """
-        functions = {function.signature.name: function for function in self._graph.library.function}
-        digests: dict[str, str] = {}
-
-        def of_function(name: str) -> str:
-            if name in functions and name not in digests:
-                digests[name] = ""  # if it calls itself
-                function = functions[name]
-                inputs = [each.name for each in function.signature.input_arg]
-                outputs = [function.ret[each.name] for each in function.signature.output_arg]
-                digests[name] = _digest(function.node_def, of_function, inputs, outputs)
-            return digests.get(name, name)
-
-        return _digest(self._graph.node, of_function)
+        return _fingerprint(self._graph)
 
     def _forget_resources(self) -> None:
         """Lets whoever rebuilds the data set make its random state and its caches anew.
@@ -163,9 +154,43 @@ class DatasetGraph:
             yield function.node_def
 
 
+def fingerprint_of(function: Any) -> str:
+    """Returns text that differs where the operations and constants of a concrete function differ; see `fingerprint`.
+
+    Names of files don't count, as their directories may differ. "" for a function that draws at random.
+    """
+    graph = function.graph.as_graph_def()
+    for node in [*graph.node, *(node for each in graph.library.function for node in each.node_def)]:
+        if "Random" in node.op:
+            return ""
+        if node.op == "Const" and node.attr["value"].tensor.dtype == tf.string.as_datatype_enum:
+            node.attr["value"].tensor.Clear()
+    captured = [
+        value for value in function.captured_inputs if hasattr(value, "numpy") and value.dtype.is_numpy_compatible
+    ]
+    numbers = [np.ravel(value.numpy())[:_CAPTURED].tolist() for value in captured if value.dtype != tf.string]
+    return _fingerprint(graph) + (f" {numbers}" if numbers else "")
+
+
 def rebuild(graph: tf.Tensor, element_spec: Any) -> tf.data.Dataset:
     """The data set that `DatasetGraph.serialize` wrote."""
     return tf.data.experimental.from_variant(tf.raw_ops.DatasetFromGraph(graph_def=graph), element_spec)
+
+
+def _fingerprint(graph: Any) -> str:
+    functions = {function.signature.name: function for function in graph.library.function}
+    digests: dict[str, str] = {}
+
+    def of_function(name: str) -> str:
+        if name in functions and name not in digests:
+            digests[name] = ""  # if it calls itself
+            function = functions[name]
+            inputs = [each.name for each in function.signature.input_arg]
+            outputs = [function.ret[each.name] for each in function.signature.output_arg]
+            digests[name] = _digest(function.node_def, of_function, inputs, outputs)
+        return digests.get(name, name)
+
+    return _digest(graph.node, of_function)
 
 
 def _digest(

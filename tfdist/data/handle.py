@@ -5,13 +5,14 @@
     next(iterator)  ->  BatchHandle    names the engine and the pass, and reads at most data
     strategy.run(step, (handle,))  ->  handle.engine.run(step, handle): takes the batch, and makes the step
 
-`run` is called once while Keras' `tf.function` is traced, or at each step with `run_eagerly=True`. What must happen at
-each step is therefore in the graph: an operation that calls Python, or plain operations.
+In `fit`, engines that run Python in each step make it in a plain function (`executions`), and no graph has a handle.
+Elsewhere `run` is called once while a `tf.function` is traced, or at each step with `run_eagerly=True`. What must
+happen at each step is therefore in the graph: an operation that calls Python, or plain operations.
 
 | engine | content of a handle | left in the graph by `run` |
 |---|---|---|
-| mirrored | number of the pass | an operation in which the threads of all devices contribute and update |
-| multi_worker | number of the pass | an operation that waits for this worker's contribution; all-reduce, update |
+| threads | number of the pass | an operation in which the threads of all devices contribute and update |
+| quorum | number of the pass | an operation that waits for this worker's contribution; all-reduce, update |
 | averaging | the batch itself, from tf.data | the step of each replica; an average if one is due |
 | warmup | elements of the data, or iterators over them | the step of one replica, of several, or of none |
 | parameter_server | numbers of pass and batch, an int64 | in own loops: an operation that makes the step |
@@ -23,7 +24,7 @@ engine, Keras owns the iterator, and the iterator owns its pass. The pass owns t
 The end of the data. An iterator ends where the number of batches is known, which all workers have compared. Where it
 is not known under a multi-worker policy, `run` raises `tf.errors.OutOfRangeError` on all workers for the same step,
 before any of its operations writes; Keras takes that for the end of the epoch. Of `steps_per_execution` steps those
-before it are made then (`compat.step_errors` has Keras call its callbacks for them).
+before it are made then, and are an execution (`executions`).
 """
 
 from __future__ import annotations
@@ -31,13 +32,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfdist.compat import calls, distributed_data, values_of_replicas
+from tfdist.compat import calls, python_operation
+from tfdist.compat.tensorflow import inputs, replicas
 from tfdist.data import splitting
 
 _PASS_NUMBER = tf.TensorSpec([], tf.int64)
@@ -83,6 +86,8 @@ class _Registry:
         self._kinds: dict[Hashable, HandleKind] = {}
         self._by_number: dict[int, HandleKind] = {}
         self._entries: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        # Of the kinds: two threads may fit two models.
+        self._lock = threading.Lock()
 
     def kind(
         self,
@@ -103,11 +108,12 @@ class _Registry:
         """
         engine_of, handle_type = weakref.ref(engine), handle_type or BatchHandle
         key = engine_of, repr(element_spec), form, repr(content_spec), handle_type
-        if key not in self._kinds:
-            self._forget_the_kinds_of_the_dead()
-            kind = HandleKind(next(self._numbers), engine_of, element_spec, form, content_spec, handle_type)
-            self._kinds[key] = self._by_number[kind.number] = kind
-        return self._kinds[key]
+        with self._lock:
+            if key not in self._kinds:
+                self._forget_the_kinds_of_the_dead()
+                kind = HandleKind(next(self._numbers), engine_of, element_spec, form, content_spec, handle_type)
+                self._kinds[key] = self._by_number[kind.number] = kind
+            return self._kinds[key]
 
     def kind_of(self, number: int) -> HandleKind:
         """The kind with this number."""
@@ -137,7 +143,7 @@ class _Registry:
 registry = _Registry()
 
 
-class BatchHandle(distributed_data.CompositeBatch, tf.distribute.DistributedValues):
+class BatchHandle(inputs.CompositeBatch, tf.distribute.DistributedValues):
     """Handle of a batch, for `strategy.run(step, (handle,))`.
 
     Args:
@@ -203,7 +209,7 @@ class BatchHandleSpec(tf.TypeSpec):
         return self.kind.handle_type(self.kind, components)
 
 
-class DistributedDataset(distributed_data.DistributedDatasetBase):
+class DistributedDataset(inputs.DistributedDatasetBase):
     """A data set that an engine reads for `fit`, and the stock strategy for all others.
 
     It has the class of the stock data set, because Keras goes by that when it decides what `fit` takes, and nothing
@@ -233,7 +239,7 @@ class DistributedDataset(distributed_data.DistributedDatasetBase):
     @property
     def part_spec(self) -> Any:
         """The structure of `tf.TypeSpec`s of the part of a batch that a replica computes with."""
-        return values_of_replicas.first_spec(self.element_spec)
+        return replicas.first_spec(self.element_spec)
 
     @property
     def cardinality(self) -> int:
@@ -244,18 +250,10 @@ class DistributedDataset(distributed_data.DistributedDatasetBase):
         """Returns the data set over which a `tf.function` iterates."""
         return self.whole
 
-    def raised_in_step(self, error: Exception) -> BaseException | None:
-        """Returns the exception that `fit` raises in place of a step's error, or None; see `Engine.raised_in_step`."""
-        is_of_data = isinstance(error, tf.errors.InvalidArgumentError)
-        return self._engine.raised_in_step(error) or (splitting.explain(error) if is_of_data else None)
-
     def __iter__(self) -> Any:
         if not tf.executing_eagerly():
             return iter(self.in_graph())
-        fit = calls.iterating_fit()
-        opened = self._engine.open(self, fit)
-        if fit is not None:
-            fit.passing = opened
+        opened = self._engine.open(self, calls.iterating_fit())
         return iter(self.whole) if opened is None else opened
 
 
@@ -314,7 +312,10 @@ class HandleIterator:
 
     Attributes:
       given_in_execution: how many handles were given since `iter(self)`.
+      steps_in_execution: how many steps `executions` asks for at a time; 0 in other loops.
     """
+
+    steps_in_execution = 0
 
     def __init__(self) -> None:
         self._is_ended = False
@@ -342,6 +343,63 @@ class HandleIterator:
         """The same as `next(self)`."""
         return next(self)
 
+    def end(self) -> None:
+        """Ends the pass: a step has found that the data have ended."""
+        self._is_ended = True
+
+    @property
+    def of_last_handle(self) -> Any:
+        """The pass that the last handle is of: this one, unless it goes on with the pass of another engine."""
+        return self
+
+
+def executions(
+    model: Any, stock: Callable[[Any], Any], prepare: Callable[[BatchHandle], Callable[[Any, BatchHandle], Any]]
+) -> Callable[[Any], Any]:
+    """Returns the function that makes an execution of `fit` or `evaluate` in plain Python: of a few steps, one by one.
+
+    Args:
+      model: the model.
+      stock: the function that Keras has made. It serves iterators that give no handles, and each handle for which
+        `prepare` returns `one_by_one(stock)`.
+      prepare: called with the first handle of each kind; returns what makes a step of a handle, and returns the logs.
+        Its arguments are the iterator and the handle.
+    """
+    prepared: dict[HandleKind, Callable[[Any, BatchHandle], Any]] = {}
+
+    @functools.wraps(stock)
+    def function(iterator: Any) -> Any:
+        if not isinstance(iterator, HandleIterator):
+            return stock(iterator)
+        logs, steps = None, model.steps_per_execution
+        iterator.given_in_execution = 0
+        # A step that runs eagerly takes its batch as one of a user's loop does.
+        iterator.steps_in_execution = 0 if model.run_eagerly else steps
+        try:
+            for _ in range(steps):
+                handle = next(iterator, None)
+                if handle is None:
+                    break
+                make = prepared.get(handle.kind)
+                if make is None:
+                    make = prepared[handle.kind] = prepare(handle)
+                logs = make(iterator, handle)
+        except tf.errors.OutOfRangeError:
+            # Of data of unknown length; the last execution is of as many steps as there were data for.
+            iterator.end()
+            if logs is None:
+                raise
+        except tf.errors.OpError as error:
+            raise python_operation.brief(error) from None
+        return logs
+
+    return function
+
+
+def one_by_one(stock: Callable[[Any], Any]) -> Callable[[Any, BatchHandle], Any]:
+    """Makes a step of each handle by the function that Keras has made; see `executions`."""
+    return lambda iterator, handle: stock([handle])
+
 
 def is_optional(leaf: Any) -> bool:
     """Returns True if a leaf of a batch is a `tf.experimental.Optional`, Keras' form of None, or its spec."""
@@ -354,7 +412,7 @@ def part_spec(distributed: Any) -> Any:
     A part of a batch that is always None is None here too.
     """
     is_own = isinstance(distributed, DistributedDataset)
-    spec = distributed.part_spec if is_own else values_of_replicas.first_spec(distributed.element_spec)
+    spec = distributed.part_spec if is_own else replicas.first_spec(distributed.element_spec)
     is_none = lambda leaf: is_optional(leaf) or getattr(leaf, "value_type", None) is type(None)  # noqa: E731
     return tf.nest.map_structure(lambda leaf: None if is_none(leaf) else leaf, spec)
 

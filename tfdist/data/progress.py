@@ -74,7 +74,7 @@ def remember(distributed: Any, source: Any, distribute: Callable[[Any], Any]) ->
 
 
 def restart_of(distributed: Any) -> Any:
-    """Something with the method `after` of `Restart`; None where nobody knows how to begin in the middle."""
+    """Something with the method `after` of `Restart`; None if a pass can't begin in the middle."""
     if hasattr(distributed, "after"):
         return distributed
     if isinstance(distributed, tf.data.Dataset):

@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.compat import values_of_replicas
+from tfdist.compat.tensorflow import replicas
 from tfdist.data import handle as handles
 from tfdist.data import splitting
 
@@ -24,7 +24,7 @@ def distributed(handle: handles.BatchHandle) -> Any:
     num_parts, is_whole = handle.kind.form
     if tf.executing_eagerly():
         parts = [handles.without_optionals(part) for part in handles.registry.find(handle.content).take().parts()]
-        return values_of_replicas.of(parts, always_wrap=False)
+        return replicas.values_of_replicas(parts, always_wrap=False)
     element_spec = handle.kind.element_spec
     spec = splitting.part_spec(element_spec, num_parts) if is_whole else element_spec
     specs = _tensors(spec) * num_parts
@@ -32,7 +32,7 @@ def distributed(handle: handles.BatchHandle) -> Any:
     for tensor, each in zip(tensors, specs, strict=True):
         tensor.set_shape(each.shape)
     supply = iter(tensors)
-    return values_of_replicas.of([_packed(spec, supply) for _ in range(num_parts)], always_wrap=False)
+    return replicas.values_of_replicas([_packed(spec, supply) for _ in range(num_parts)], always_wrap=False)
 
 
 def _read(number: tf.Tensor) -> list[tf.Tensor]:
@@ -253,14 +253,9 @@ class _OwnIterator(ReplicaIterator):
         own: Sequence[Iterator[Any]],
         count: int,
     ) -> None:
-        super().__init__(dataset, own[0])
-        self._left = itertools.repeat(True, count) if count >= 0 else itertools.repeat(True)
+        # Counts only: the replicas read.
+        super().__init__(dataset, itertools.repeat(True, count) if count >= 0 else itertools.repeat(True))
         self._own = own
-
-    def read_ahead(self) -> None:
-        """Counts only: the replicas read."""
-        if self._ahead is None:
-            self._ahead = next(self._left, StopIteration())
 
     def example(self) -> Any:
         """See `ReplicaIterator.example`. Zeros where they will do, because nobody is to wait for a slow pipeline."""

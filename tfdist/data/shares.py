@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfdist.compat import replicas, single_batches
+from tfdist.compat.tensorflow import inputs, replicas
 from tfdist.data import splitting
 
 Sum = Callable[[Sequence[tf.Tensor]], list[tf.Tensor]]
@@ -75,7 +75,7 @@ class Shares:
         total, holders, is_first = count, tf.constant(1, tf.int64), tf.constant(True)
         if replicas.has_other_workers(strategy):
             workers, index = replicas.worker_count(strategy), replicas.worker_index(strategy)
-            content = single_batches.content_or(strategy, batches[0], index)
+            content = inputs.content_or(strategy, batches[0], index)
             (sums,) = sum_over_workers([tf.stack([count, content, content * content])])
             # By Cauchy and Schwarz, only equal numbers have this sum of their squares.
             is_same = tf.equal(sums[2] * workers, sums[1] * sums[1])

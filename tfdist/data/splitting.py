@@ -5,7 +5,7 @@ Components of a batch may have different numbers of examples, such as 40 unlabel
 replicas divide each of them evenly.
 
 The batch that the user's data set yields is the global batch. Of its n examples, part p of P has the indices from
-n*p//P up to n*(p+1)//P: parts differ by one example at most, and every example is in exactly one part. Every replica
+n*p//P up to n*(p+1)//P. So parts differ by one example at most, and every example is in exactly one part. Every replica
 takes part in every step, even with an empty part. TensorFlow's own rebatching fills the first parts completely, so that
 a small last batch leaves whole workers without a step.
 """
@@ -174,7 +174,11 @@ def _rows_of(leaf: Any, start: Any, stop: Any, known: int | None) -> Any:
     if isinstance(leaf, tf.SparseTensor):
         begin = tf.concat([[start], tf.zeros([leaf.shape.rank - 1], tf.int64)], 0)
         extent = tf.concat([[stop - start], leaf.dense_shape[1:]], 0)
-        return tf.sparse.slice(leaf, begin, extent)
+        piece = tf.sparse.slice(leaf, begin, extent)
+        # A slice has no static shape, by which Keras builds layers. Data sets take it from the operations.
+        known = [tf.constant(size, tf.int64) if size else None for size in leaf.shape.as_list()]
+        sizes = [piece.dense_shape[axis] if not axis or size is None else size for axis, size in enumerate(known)]
+        return tf.SparseTensor(piece.indices, piece.values, tf.stack(sizes))
     piece = leaf[start:stop]
     return piece if isinstance(piece, tf.RaggedTensor) else _with_size(piece, known)
 
@@ -264,10 +268,38 @@ def _in_turn(pieces: list[Any]) -> tf.data.Dataset:
 
 def _with_cardinality(dealt: tf.data.Dataset, dataset: tf.data.Dataset, times: int) -> tf.data.Dataset:
     if times == 1 or not tf.executing_eagerly():
-        # In a graph nobody knows it, and nobody asks.
+        # It is not known in a graph, and not needed there.
         return dealt
     cardinality = int(dataset.cardinality())
     if cardinality == tf.data.UNKNOWN_CARDINALITY:
         return dealt
     known = cardinality if cardinality == tf.data.INFINITE_CARDINALITY else cardinality * times
     return dealt.apply(tf.data.experimental.assert_cardinality(known))
+
+
+def joined(*parts: Any) -> Any:
+    """Returns the examples of several batches as one batch: of tensors of any kind, or of a number for each batch."""
+    if isinstance(parts[0], tf.SparseTensor):
+        return tf.sparse.concat(0, parts)
+    return tf.concat(parts, 0) if parts[0].shape.rank != 0 else tf.stack(parts)
+
+
+# Data sets of one worker's part of each batch, with the number of examples in all parts together.
+
+
+def part_of(dataset: tf.data.Dataset, part: int, num_parts: int) -> tf.data.Dataset:
+    """Returns a data set of a worker's part of each batch, with the size of the whole batch."""
+    is_tuple = isinstance(dataset.element_spec, tuple)
+
+    def take(*element: Any) -> tuple[Any, tf.Tensor]:
+        batch = element if is_tuple else element[0]
+        return cut(batch, part, num_parts), tf.cast(rows(batch), tf.int64)
+
+    return in_order(dataset.map(tf.autograph.experimental.do_not_convert(take))).prefetch(1)
+
+
+def without_total(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns a data set like `part_of` for a worker's own data; the size of the whole batch is unknown."""
+    is_tuple = isinstance(dataset.element_spec, tuple)
+    pair = tf.autograph.experimental.do_not_convert(lambda *element: (element if is_tuple else element[0], ()))
+    return in_order(dataset.map(pair)).prefetch(1)

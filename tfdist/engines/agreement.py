@@ -36,7 +36,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.cluster import Task
-from tfdist.compat import calls, eager_context
+from tfdist.compat import calls
+from tfdist.compat.tensorflow import context
 from tfdist.runtime import stalls, usage, worker_states
 from tfdist.runtime.usage import Usage
 from tfdist.runtime.worker_states import State
@@ -70,6 +71,10 @@ _ERRORS_OF_COLLECTIVES = (
     *(tf.errors.AbortedError, tf.errors.UnavailableError, tf.errors.CancelledError, tf.errors.InternalError),
     tf.errors.UnknownError,
 )
+# What they say where another worker came with another collective, where its process is gone, and of which task that is.
+_MISMATCH = re.compile(r"Collective instance \d+ expected|Shape mismatch in the collective instance")
+_LOST = re.compile(r"[Cc]onnection re(?:set|fused)|[Ff]ailed to connect|Socket closed|Broken pipe")
+_REMOTE = re.compile(r"remote target /job:(\w+)/replica:\d+/task:(\d+)")
 # Number of an agreement's last exchanges that are published with its state.
 _LOGGED = 8
 _kept: list[Any] = []
@@ -79,7 +84,7 @@ _kept: list[Any] = []
 class _Wait:
     """A wait of this process for other workers: the user's call, its part, and the tasks that are waited for.
 
-    `failure` is why it can't end, once that is known.
+    `failure` is why it can't end, once that is known; `part` is as in `State`.
     """
 
     call: str
@@ -87,6 +92,7 @@ class _Wait:
     number: int
     awaited: Sequence[Task]
     since: float
+    part: str = ""
     failure: Exception | None = None
 
 
@@ -237,7 +243,7 @@ class Agreement:
     def publish(self, key: str, value: str) -> bool:
         """Stores text under a key for all workers; returns False if the key exists, or the service is gone."""
         try:
-            eager_context.set_key(f"tfdist/published/{key}", value)
+            context.set_key(f"tfdist/published/{key}", value)
         except tf.errors.OpError:
             return False
         return True
@@ -245,13 +251,13 @@ class Agreement:
     def post(self, key: str, value: str) -> None:
         """Stores text under a key in place of what is there; does nothing if the service is gone. Thread-safe."""
         with contextlib.suppress(tf.errors.OpError):
-            eager_context.delete_key(f"tfdist/posted/{key}")
-            eager_context.set_key(f"tfdist/posted/{key}", value)
+            context.delete_key(f"tfdist/posted/{key}")
+            context.set_key(f"tfdist/posted/{key}", value)
 
     def peek(self, key: str, timeout_ms: int = _PEEK_MS) -> str | None:
         """Returns the text that was posted under a key; None if there is none, or no service. Thread-safe."""
         try:
-            return eager_context.get_key(f"tfdist/posted/{key}", timeout_ms)
+            return context.get_key(f"tfdist/posted/{key}", timeout_ms)
         except tf.errors.OpError:
             return None
 
@@ -264,7 +270,7 @@ class Agreement:
         deadline = time.monotonic() + timeout_secs
         while (left := deadline - time.monotonic()) > 0:
             try:
-                return eager_context.get_key(f"tfdist/published/{key}", max(1, int(1000 * min(left, 1))))
+                return context.get_key(f"tfdist/published/{key}", max(1, int(1000 * min(left, 1))))
             except tf.errors.DeadlineExceededError:
                 continue
             except tf.errors.OpError as error:
@@ -283,18 +289,20 @@ class Agreement:
             self._calls.pop()
 
     @contextlib.contextmanager
-    def joint(self, what: str = "", number: int = 0, awaited: Sequence[Task] | None = None) -> Iterator[None]:
+    def joint(
+        self, what: str = "", number: int = 0, awaited: Sequence[Task] | None = None, part: str = ""
+    ) -> Iterator[None]:
         """Within the block this process waits for other workers, and calls `check` about once a second.
 
         Args:
           what: part of the user's call that is waited for; "" for a sum.
           number: of the exchange, if it has one.
           awaited: the tasks that are waited for; all others by default.
+          part: of a sum, see `State`.
         """
         # Of a sum, which may be in a thread of TensorFlow's, the call is found if it is wanted.
-        wait = _Wait(
-            self.call if what else "", what, number, self._others if awaited is None else awaited, time.monotonic()
-        )
+        call, awaited = self.call if what else "", self._others if awaited is None else awaited
+        wait = _Wait(call, what, number, awaited, time.monotonic(), part)
         self._waits.append(wait)
         try:
             yield
@@ -305,7 +313,9 @@ class Agreement:
         """Returns a function that waits for other workers, and `check_others` meanwhile, in a `joint` block."""
 
         def within(*args: Any) -> Any:
-            with self.joint():
+            # A step calls it in a thread of TensorFlow's.
+            is_in_main = threading.current_thread() is threading.main_thread()
+            with self.joint(part=worker_states.OUTSIDE if is_in_main else worker_states.STEP):
                 return function(*args)
 
         return within
@@ -325,13 +335,31 @@ class Agreement:
 
     def failure_behind(self, error: BaseException) -> Exception | None:
         """Returns the reason for which a sum of TensorFlow's over all workers raised `error`, if it is known."""
+        own = State(str(self.task), self._main_call())
+        if isinstance(error, tf.errors.OpError) and (told := worker_states.PARTED.search(str(error))):
+            # The worker that saw it first has aborted the collectives, and says so before it ends.
+            return RuntimeError(told.group())
+        if isinstance(error, tf.errors.OpError) and _MISMATCH.search(str(error)):
+            return RuntimeError(worker_states.mismatch(own))
         if not isinstance(error, _ERRORS_OF_COLLECTIVES):
             return None
         failure, self._failure = self._failure, None
         try:
-            return failure or self._watch.loss(State(str(self.task), self.call), self._others)
+            found = failure or self._watch.loss(own, self._others)
         except ConnectionError as loss:
             return loss
+        peer = "" if found else self._lost_peer(str(error))
+        return ConnectionError(worker_states.never(own, {peer: worker_states.LOST})) if peer else found
+
+    def _lost_peer(self, text: str) -> str:
+        """Returns the task whose connection is lost by an error of TensorFlow's, before its heartbeats are missed."""
+        if not _LOST.search(text):
+            return ""
+        if len(self._others) == 1:
+            return str(self._others[0])
+        named = [f"{job}:{index}" for job, index in _REMOTE.findall(text)]
+        known = {str(task) for task in self._others}
+        return next((task for task in reversed(named) if task in known), "")
 
     def explain(self, loss: ConnectionError) -> Exception:
         """Returns how the other workers have ended, in place of a lost connection to one; `loss` if it is not known.
@@ -350,7 +378,7 @@ class Agreement:
         """Ends the collectives of TensorFlow's that this worker is in."""
         self._failure = error
         with contextlib.suppress(tf.errors.OpError):
-            eager_context.abort_collectives(str(error))
+            context.abort_collectives(str(error))
 
     def current_wait(self) -> _Wait | None:
         """Returns the innermost wait; in any thread."""
@@ -370,12 +398,14 @@ class Agreement:
             secs = time.monotonic() - wait.since
             # Operations that call Python do it in a thread of their own.
             call = wait.call or self._main_call()
-            own = dataclasses.replace(own, call=call, what=wait.what, number=wait.number, blocked_secs=secs)
-            return own, wait.awaited
-        name = eager_context.collective_in(frame) if frame is not None else None
+            wanted = {"call": call, "what": wait.what, "number": wait.number, "part": wait.part}
+            return dataclasses.replace(own, **wanted, blocked_secs=secs), wait.awaited
+        name = context.collective_in(frame) if frame is not None else None
         if name is None:
             return own, ()
-        return dataclasses.replace(own, call=self._main_call() or _function_of(name)), self._others
+        # Keras' step is a function; other sums of a call, such as those of metrics, are operations.
+        part = worker_states.OUTSIDE if name.lower().startswith("collective") else worker_states.STEP
+        return dataclasses.replace(own, call=self._main_call() or _function_of(name), part=part), self._others
 
     def _main_call(self) -> str:
         """The user's call in which the main thread is; in any thread."""
@@ -406,7 +436,7 @@ class Agreement:
             return {}
         jobs = {job: sum(task.type == job for task in self.tasks) for job in dict.fromkeys(t.type for t in self.tasks)}
         try:
-            states = eager_context.errors_of_tasks(jobs)
+            states = context.errors_of_tasks(jobs)
         except tf.errors.OpError as error:
             raise self._service_lost(error) from None
         return {task: text for task, text in states.items() if task != str(self.task)}
@@ -419,7 +449,7 @@ class Agreement:
         """
         now = time.monotonic()
         try:
-            eager_context.get_key(_key(1, _SEEDING), _ASK_MS)
+            context.get_key(_key(1, _SEEDING), _ASK_MS)
         except tf.errors.DeadlineExceededError:
             if not self._has_answered:
                 return False
@@ -447,11 +477,11 @@ class Agreement:
         return self._count, _key(self._count, what)
 
     def _set(self, key: str, value: Any) -> None:
-        eager_context.set_key(key, json.dumps(value))
+        context.set_key(key, json.dumps(value))
 
     def _find(self, key: str) -> str | None:
         try:
-            return eager_context.get_key(key, _STATE_MS)
+            return context.get_key(key, _STATE_MS)
         except tf.errors.OpError:
             return None
 
@@ -466,7 +496,7 @@ class Agreement:
         with self.joint(what, number, awaited), self.reporter.waiting(what):
             while True:
                 try:
-                    found = eager_context.get_key(key, _ASK_MS)
+                    found = context.get_key(key, _ASK_MS)
                     self._has_answered = True
                     return found
                 except tf.errors.DeadlineExceededError:
@@ -522,7 +552,7 @@ class Agreement:
         if not is_late:
             return False
         try:
-            return not self._last_key or bool(eager_context.get_key(f"{self._last_key}/{task}", 1))
+            return not self._last_key or bool(context.get_key(f"{self._last_key}/{task}", 1))
         except tf.errors.OpError:
             return False
 
@@ -673,7 +703,7 @@ def tell_others_of_errors(agreement: Agreement) -> None:
             with contextlib.suppress(Exception):
                 agreement.end(message)
                 if not agreement.is_known(error):
-                    eager_context.report_error(message)
+                    context.report_error(message)
         previous(kind, error, trace)
         end_soon_after_exit()
 
@@ -705,8 +735,8 @@ def share_random_state(agreement: Agreement) -> int:
     """
     state = agreement.from_chief(_random_state, _SEEDING)
     if state["is_drawn"]:
-        eager_context.set_drawn_seed(state["tensorflow"])
-    elif eager_context.global_seed() != state["tensorflow"]:
+        context.set_drawn_seed(state["tensorflow"])
+    elif context.global_seed() != state["tensorflow"]:
         tf.random.set_seed(state["tensorflow"])
     if not agreement.is_chief:
         version, words, gauss = state["python"]
@@ -717,11 +747,11 @@ def share_random_state(agreement: Agreement) -> int:
 
 
 def _random_state() -> dict[str, Any]:
-    seed = eager_context.global_seed()
+    seed = context.global_seed()
     name, words, *rest = np.random.get_state()
     return {
         "tensorflow": secrets.randbelow(2**31) if seed is None else int(seed),
-        "is_drawn": seed is None or eager_context.is_drawn_seed(seed),
+        "is_drawn": seed is None or context.is_drawn_seed(seed),
         "python": random.getstate(),
         "numpy": [name, words.tolist(), *rest],
     }

@@ -28,8 +28,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat import optimizer_patches, own_attributes
+from tfdist.compat import own_attributes
 from tfdist.compat.calls import Call
+from tfdist.compat.keras import optimizers
 from tfdist.data import handle as handles
 from tfdist.data import splitting
 from tfdist.data.handle import BatchHandle, DistributedDataset
@@ -66,7 +67,7 @@ class AveragingEngine(Engine):
         sum_over_workers: Sum,
         num_workers: int,
         prepare: Callable[[keras.Model], None],
-        sum_differences: Callable[[], optimizer_patches.SumGradients | None] | None = None,
+        sum_differences: Callable[[], optimizers.SumGradients | None] | None = None,
     ) -> None:
         self._strategy = strategy
         self._policy = policy
@@ -185,7 +186,7 @@ class AveragingEngine(Engine):
 
     def _average_of(self, model: keras.Model) -> Average:
         average = getattr(model, _AVERAGE, None)
-        if average is None or not average.is_of(optimizer_patches.optimizers_of(model)):
+        if average is None or not average.is_of(optimizers.optimizers_of(model)):
             sums = self._sum_over_workers, self._num_workers, self._sum_differences
             average = Average(self._strategy, model, self._policy, *sums)
             self._counts.append(average.count)

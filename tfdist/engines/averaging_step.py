@@ -14,15 +14,21 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat import (
-    flat_layers,
-    fresh_threads,
-    optimizer_patches,
-    optimizer_variables,
-    plain_loops,
-    replica_writes,
-    replicas,
+from tfdist.compat.keras import models, scope
+from tfdist.compat.keras.optimizers import (
+    SumGradients,
+    averages_of,
+    ema_overwrite,
+    iterations_of,
+    learning_rate_of,
+    optimizers_of,
+    parts_of,
+    patched_attributes,
+    sums_of,
+    trained_by,
+    without_merge_call,
 )
+from tfdist.compat.tensorflow import graphs, replicas
 from tfdist.data import splitting
 from tfdist.data.shares import Part, Sum
 from tfdist.policies.parameter_averaging import ParameterAveraging
@@ -79,7 +85,7 @@ class Average:
         policy: ParameterAveraging,
         sum_over_workers: Sum,
         num_workers: int,
-        sum_differences: Callable[[], optimizer_patches.SumGradients | None] | None = None,
+        sum_differences: Callable[[], SumGradients | None] | None = None,
     ) -> None:
         self._strategy = strategy
         self._model = model
@@ -87,9 +93,9 @@ class Average:
         self._sum_over_workers = sum_over_workers
         self._num_workers = num_workers
         self._sum_differences = sum_differences
-        self._optimizers = optimizer_patches.optimizers_of(model)
+        self._optimizers = optimizers_of(model)
         self._state = sort_state(model, policy.optimizer_state)
-        self.count = fresh_threads.call(lambda: Count(_counter(), _counter(), _counter()))
+        self.count = graphs.call_outside(lambda: Count(_counter(), _counter(), _counter()))
         self._last_average = self._outer = None
         if policy.outer != "mean" or sum_differences:
             self._last_average = LastAverage(strategy, self._state.parameters)
@@ -212,7 +218,7 @@ class Average:
         return tf.constant(0)
 
     def _sum_by_differences(
-        self, sum_differences: optimizer_patches.SumGradients, own: Sequence[tf.Tensor], last: LastAverage
+        self, sum_differences: SumGradients, own: Sequence[tf.Tensor], last: LastAverage
     ) -> list[tf.Tensor]:
         """Returns the sums of the parameters over all replicas: of the last average, and of what became different.
 
@@ -229,7 +235,7 @@ class Average:
             begun = [tf.convert_to_tensor(each) for each in last.values]
             positions = {id(parameter): index for index, parameter in enumerate(self._state.parameters)}
             for optimizer in self._optimizers:
-                trained = optimizer_variables.trained_by(optimizer) if optimizer.built else ()
+                trained = trained_by(optimizer) if optimizer.built else ()
                 # A parameter of two optimizers is summed once.
                 chosen = [(positions.pop(id(each)), each) for each in trained if id(each) in positions]
                 differences = [own[index] - num_own * begun[index] for index, _ in chosen]
@@ -273,7 +279,7 @@ class Average:
         if [(variable.shape, variable.dtype) for variable in self._shown] == likes and len(self._last) == len(last):
             return
         shapes = [(tensor.shape, tensor.dtype) for tensor in last]
-        self._shown, self._last = fresh_threads.call(
+        self._shown, self._last = graphs.call_outside(
             lambda: [[_zeros(*like) for like in each] for each in (likes, shapes)]
         )
         self._synchronize = None
@@ -374,9 +380,9 @@ def _step(
         if losses.are_sums and may_be_empty and rows is not None:
             factor *= tf.cast(rows > 0, tf.float32)
         changed = losses.trackers(part.batch, part.total)
-        for optimizer in optimizer_patches.optimizers_of(model):
+        for optimizer in optimizers_of(model):
             changed += own_copy_patches(optimizer, factor)
-        with optimizer_patches.attributes(changed), _keeping(losses, part if may_be_empty else None, index):
+        with patched_attributes(changed), _keeping(losses, part if may_be_empty else None, index):
             return step(batch)
 
 
@@ -392,12 +398,12 @@ def share(part: Part, num_replicas: int) -> tf.Tensor | float:
 
 def own_copy_patches(optimizer: Any, factor: tf.Tensor | float) -> list[tuple[Any, str, Any]]:
     """Returns patches by which `optimizer.apply`, called on a replica, updates its copies of the variables alone."""
-    parts = optimizer_variables.parts_of(optimizer)
+    parts = parts_of(optimizer)
     return [
         (optimizer, "apply", _scaled(optimizer, factor)),
         # Keras does this by the strategy, past the replica's context.
-        *(optimizer_patches.ema_overwrite(part, _overwriting(part)) for part in parts),
-        *optimizer_patches.without_merge_call(optimizer),
+        *(ema_overwrite(part, _overwriting(part)) for part in parts),
+        *without_merge_call(optimizer),
     ]
 
 
@@ -417,7 +423,7 @@ def _scaled(optimizer: Any, factor: tf.Tensor | float) -> Callable[..., Any]:
 
 def _overwriting(optimizer: Any) -> Callable[[Sequence[Any]], None]:
     def overwrite(trainable_variables: Sequence[Any]) -> None:
-        for variable, average in zip(trainable_variables, optimizer_variables.averages_of(optimizer), strict=True):
+        for variable, average in zip(trainable_variables, averages_of(optimizer), strict=True):
             variable.assign(tf.convert_to_tensor(average))
 
     return overwrite
@@ -440,14 +446,14 @@ def written_alone(variables: Iterable[Any]) -> Iterator[None]:
         for variable in mirrored
         if hasattr(variable, "values") and variable.synchronization != tf.VariableSynchronization.ON_READ
     ]
-    with replica_writes.aggregated(changed, tf.VariableAggregation.NONE):
+    with replicas.aggregated_writes(changed, tf.VariableAggregation.NONE):
         yield
 
 
 def _variables(model: keras.Model) -> list[Any]:
     """Returns the variables that a train step may write."""
-    optimizers = [each for each in optimizer_patches.optimizers_of(model) if each.built]
-    trained = [variable for each in optimizers for variable in optimizer_variables.trained_by(each)]
+    optimizers = [each for each in optimizers_of(model) if each.built]
+    trained = [variable for each in optimizers for variable in trained_by(each)]
     return [*one_replica.variables_of(model), *trained]
 
 
@@ -458,7 +464,7 @@ def _keeping(losses: ReplicaLosses, part: Part | None, index: int) -> Iterator[N
         yield
         return
     counted = empty_parts.counted_by(losses.model, losses.trackers_of_sums(part.total is not None))
-    variables = [*flat_layers.statistics_of(losses.model), *counted]
+    variables = [*models.statistics_of(losses.model), *counted]
     kept = empty_parts.Kept(copies.copies_of(variable)[index] for variable in variables)
     yield
     kept.restore_unless(splitting.rows(part.batch))
@@ -500,23 +506,21 @@ def sort_state(model: keras.Model, optimizer_state: str) -> State:
       model: its optimizers were built.
       optimizer_state: what becomes of the optimizers' slots.
     """
-    optimizers = optimizer_patches.optimizers_of(model)
-    parts = [part for optimizer in optimizers for part in optimizer_variables.parts_of(optimizer)]
+    optimizers = optimizers_of(model)
+    parts = [part for optimizer in optimizers for part in parts_of(optimizer)]
     scaling = [part for part in parts if hasattr(part, "inner_optimizer")]
     inner = [part for part in parts if not hasattr(part, "inner_optimizer")]
-    parameters = _unique([v for each in inner if each.built for v in optimizer_variables.trained_by(each)])
-    others = flat_layers.statistics_of(model)
+    parameters = _unique([v for each in inner if each.built for v in trained_by(each)])
+    others = models.statistics_of(model)
     slots: list[Any] = []
     for each in scaling:
         own = _identities(each.inner_optimizer.variables)
         others += [variable for variable in each.variables if id(variable) not in own]
-        others += [optimizer_variables.iterations_of(part) for part in optimizer_variables.parts_of(each)[1:]]
+        others += [iterations_of(part) for part in parts_of(each)[1:]]
     for each in inner:
         kept = _kept(each)
         others += kept
-        special = _identities(
-            [*kept, optimizer_variables.iterations_of(each), optimizer_variables.learning_rate_of(each), *parameters]
-        )
+        special = _identities([*kept, iterations_of(each), learning_rate_of(each), *parameters])
         slots += [variable for variable in each.variables if id(variable) not in special]
     slots = [slot for slot in slots if tf.as_dtype(slot.dtype).is_floating]
     if optimizer_state == "average":
@@ -529,7 +533,7 @@ def sort_state(model: keras.Model, optimizer_state: str) -> State:
 
 def _kept(optimizer: Any) -> list[Any]:
     """Returns the variables of an optimizer that hold parameters or sums of gradients."""
-    return [*optimizer_variables.averages_of(optimizer), *optimizer_variables.sums_of(optimizer)]
+    return [*averages_of(optimizer), *sums_of(optimizer)]
 
 
 def _reset(optimizers: Sequence[Any], slots: Sequence[Any]) -> list[tuple[Any, float]]:
@@ -537,7 +541,7 @@ def _reset(optimizers: Sequence[Any], slots: Sequence[Any]) -> list[tuple[Any, f
     wanted = _identities(slots)
     pairs: list[tuple[Any, float]] = []
     for optimizer in optimizers:
-        values = fresh_threads.call(_initial, optimizer)
+        values = graphs.call_outside(_initial, optimizer)
         if len(values) != len(optimizer.variables):
             raise ValueError(
                 "ParameterAveraging(optimizer_state='reset'): what this optimizer begins with can't be found out; use "
@@ -550,12 +554,10 @@ def _reset(optimizers: Sequence[Any], slots: Sequence[Any]) -> list[tuple[Any, f
 def _initial(optimizer: Any) -> list[float]:
     """Returns the value of each variable of a new optimizer of this kind, the same for all of its elements."""
     new = type(optimizer).from_config(optimizer.get_config())
-    likes = [
-        tf.zeros([1] * len(variable.shape), variable.dtype) for variable in optimizer_variables.trained_by(optimizer)
-    ]
+    likes = [tf.zeros([1] * len(variable.shape), variable.dtype) for variable in trained_by(optimizer)]
     variables = [
         keras.Variable(like, dtype=like.dtype.name, name=variable.name)
-        for like, variable in zip(likes, optimizer_variables.trained_by(optimizer), strict=True)
+        for like, variable in zip(likes, trained_by(optimizer), strict=True)
     ]
     new.build(variables)
     return [float(tf.reshape(tf.convert_to_tensor(variable), [-1])[0]) for variable in new.variables]
@@ -590,7 +592,7 @@ class LastAverage:
     def __init__(self, strategy: Any, parameters: Sequence[Any]) -> None:
         self._parameters = parameters
         self.device = strategy.extended.worker_devices[0]
-        self.values = fresh_threads.call(self._made)
+        self.values = graphs.call_outside(self._made)
 
     def _made(self) -> list[Any]:
         with tf.device(self.device):
@@ -619,7 +621,7 @@ class Outer:
     def __init__(self, strategy: Any, make: Callable[[], Any], last: LastAverage) -> None:
         self._strategy = strategy
         self._last = last
-        self._optimizer = fresh_threads.call(self._made, make)
+        self._optimizer = graphs.call_outside(self._made, make)
 
     def _made(self, make: Callable[[], Any]) -> Any:
         with tf.device(self._last.device):
@@ -637,8 +639,8 @@ class Outer:
         last = self._last.values
         with tf.device(self._last.device), context(self._strategy, 0):
             differences = [each.value - mean for each, mean in zip(last, means, strict=True)]
-            changes = optimizer_patches.attributes(own_copy_patches(self._optimizer, 1.0))
+            changes = patched_attributes(own_copy_patches(self._optimizer, 1.0))
             # The variables are this process' own.
-            with plain_loops.checked(self._strategy), changes:
+            with scope.checked_apply(self._strategy), changes:
                 self._optimizer.apply(differences, last)
             return [tf.convert_to_tensor(each) for each in last]

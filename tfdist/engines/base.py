@@ -38,6 +38,20 @@ class Engine(SavedState, abc.ABC):
           What the step returns, for all replicas of all workers together.
         """
 
+    def prepared(self, step: Callable[..., Any], handle: Any) -> Callable[[Any, Any], Any] | None:
+        """Traces a model's train step for the handles of a kind, if this engine runs Python in each step.
+
+        Args:
+          step: a model's bound `train_step`.
+          handle: of the next batch.
+
+        Returns:
+          What makes a step of the next batch and returns the logs, outside of graphs: a function of the pass and the
+          handle. None if `run` is to be called in Keras' own function, whose graph makes the step.
+        """
+        del step, handle
+        return None
+
     def raised_in_step(self, error: Exception) -> BaseException | None:
         """Returns the Python exception of the last step, and forgets it, if TensorFlow raises another in its place.
 

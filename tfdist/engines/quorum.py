@@ -18,8 +18,9 @@ contribution is complete, and the quorum server drops the contribution. All work
 stay equal to the bit.
 
 Ownership: the quorum server owns the policy. Keras' step alone launches collectives and writes variables; the second
-thread computes while Keras' step waits for a round; a contribution that takes longer is dropped. The wait is in an
-operation that calls Python, so it occupies one of TensorFlow's inter-op threads; the strategy adds one thread for it.
+thread computes while Keras' step waits for a round; a contribution that takes longer is dropped. In a graph of the
+user's own the wait is in an operation that calls Python, so it occupies one of TensorFlow's inter-op threads; the
+strategy adds one thread for it.
 """
 
 from __future__ import annotations
@@ -35,19 +36,21 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat import optimizer_patches, replicas, step_errors
 from tfdist.compat.calls import Call
+from tfdist.compat.keras.optimizers import SumGradients, optimizers_of, patched_attributes, without_all_reduce
+from tfdist.compat.tensorflow import replicas
 from tfdist.data import handle as handles
 from tfdist.data import splitting
 from tfdist.data.handle import BatchHandle, CountedDataset, registry
 from tfdist.data.shares import Sum
 from tfdist.engines.agreement import Agreement
 from tfdist.engines.base import Engine
-from tfdist.policies.answers import Contribution, Outcome, Update
-from tfdist.runtime import delay_hook, stalls
+from tfdist.policies.records import Contribution, Outcome, Update
+from tfdist.runtime import delay_hook, stalls, worker_states
 from tfdist.runtime.quorum_client import QuorumClient
-from tfdist.runtime.quorum_messages import Verdict
+from tfdist.runtime.quorum_server import Verdict
 from tfdist.step import contribution, copies, global_losses, one_replica, write_order
+from tfdist.step import gradients as transforms
 from tfdist.step.split_train_step import SplitTrainStep
 from tfdist.step.step_calls import StepCalls
 from tfdist.transport import buckets
@@ -62,7 +65,7 @@ class _Round:
     """Update that Keras' step waits for, with this worker's contribution once it is computed."""
 
     traced: QuorumStep
-    of: Pass
+    of: PartIterator
     step: int
     is_taken: bool = False
     contribution: list[tf.Tensor] | None = None
@@ -117,7 +120,6 @@ class QuorumEngine(Engine):
 
     def start(self) -> None:
         """Starts the threads, which `close` ends."""
-        step_errors.install()
         self._thread.start()
         self._reporter.start()
 
@@ -149,11 +151,20 @@ class QuorumEngine(Engine):
 
     def rest(self, dataset: CountedDataset, iterators: Sequence[Any], left: int) -> PartIterator:
         """See `CountedDataset.rest`."""
-        return PartIterator(lambda: self._begin_pass(iterators[0], dataset.own.element_spec), left)
+        return PartIterator(self, self._passes, iterators[0], dataset.own.element_spec, left)
 
-    def _begin_pass(self, iterator: Any, element_spec: Any) -> Pass:
-        # All workers begin the same passes, in the same order.
-        return Pass(next(self._passes), iterator, registry.kind(self, element_spec))
+    def prepared(self, step: Callable[..., Any], handle: BatchHandle) -> Callable[[Any, BatchHandle], Any]:
+        """See `Engine.prepared`."""
+        traced = self.trace(step, handle)
+        # Rows of tables differ in number from batch to batch.
+        update = tf.function(traced.update, autograph=False, input_signature=[traced.specs])
+
+        def make(iterator: Any, handle: BatchHandle) -> Any:
+            # What a loop of the user's own left is not the reason for what is raised from here on.
+            self._raised = None
+            return update(self._round_of(traced, iterator.of_last_handle))
+
+        return make
 
     def run(self, step: Callable[..., Any], handle: BatchHandle) -> Any:
         """Makes an update from one batch of all workers; in cross-replica context, in a graph or eagerly.
@@ -179,16 +190,19 @@ class QuorumEngine(Engine):
 
     # In Keras' step.
 
-    def _make_round(self, traced: QuorumStep, of: Pass) -> list[tf.Tensor]:
+    def _make_round(self, traced: QuorumStep, of: PartIterator) -> list[tf.Tensor]:
         """Waits until the next update is decided; returns this worker's contribution to it, or zeros."""
         self._raised = None
         try:
             return self._round_of(traced, of)
+        except tf.errors.OutOfRangeError:
+            # The loop's end, which no error of a later call has to do with.
+            raise
         except BaseException as error:
             self._raised = error
             raise
 
-    def _round_of(self, traced: QuorumStep, of: Pass) -> list[tf.Tensor]:
+    def _round_of(self, traced: QuorumStep, of: PartIterator) -> list[tf.Tensor]:
         opened_at = self._clock()
         current = _Round(traced, of, self._step)
         with self._changed:
@@ -199,7 +213,7 @@ class QuorumEngine(Engine):
             # Otherwise the second thread reports at once that it has started, which implies this.
             self._client.want(of.number, current.step)
         try:
-            with self._reporter.waiting("an update"), self._agreement.joint():
+            with self._reporter.waiting("an update"), self._agreement.joint(part=worker_states.STEP):
                 verdict = self._client.wait(of.number, current.step, self._check)
         except ConnectionError as loss:
             raise self._agreement.explain(loss) from None
@@ -315,47 +329,39 @@ def _update(verdict: Verdict, own: tuple[Contribution, ...], now: float, opened_
 # contribution. Other loops (`evaluate`, `predict`, custom loops) use the stock iterator over batches.
 
 
-@dataclasses.dataclass(eq=False)
-class Pass:
-    """One pass of `fit` over the data.
-
-    Attributes:
-      number: the same on all workers.
-      iterator: iterator over this worker's parts, read by the second thread only.
-      kind: of the handles.
-    """
-
-    number: int
-    iterator: Any
-    kind: handles.HandleKind
-
-    def __post_init__(self) -> None:
-        self.handle = self.kind.handle(handles.registry.open(self))
-
-
 class PartIterator(handles.HandleIterator):
-    """Iterator over the handles of one pass.
+    """One pass of `fit` over this worker's parts.
 
-    It never ends if the number of batches is unknown or infinite; then `run` raises the end of the data.
+    It never ends if the number of batches is unknown or infinite; then a step raises the end of the data.
 
     Args:
-      begin: begins the pass, at the first handle: Keras makes iterators that it never reads.
+      engine: makes the steps.
+      numbers: of the passes; all workers draw the same one at the first handle. Keras makes iterators that it never
+        reads.
+      iterator: iterator over the parts, read by the second thread only.
+      element_spec: the structure of `tf.TypeSpec`s of an element.
       left: number of batches; below zero if it is unknown or infinite.
+
+    Attributes:
+      number: the number of the pass, once it has begun; 0 before.
+      iterator: see the argument.
     """
 
-    def __init__(self, begin: Callable[[], Pass], left: int) -> None:
+    def __init__(self, engine: Any, numbers: Iterator[int], iterator: Any, element_spec: Any, left: int) -> None:
         super().__init__()
-        self._begin = begin
+        self._numbers = numbers
         self._left = left
-        self._pass: Pass | None = None
+        self.number = 0
+        self.iterator = iterator
+        self._handle = registry.kind(engine, element_spec).handle(registry.open(self))
 
     def next_handle(self) -> handles.BatchHandle | None:
         """See `HandleIterator`."""
         if self._left == 0:
             return None
-        self._pass = self._pass or self._begin()
+        self.number = self.number or next(self._numbers)
         self._left -= self._left > 0
-        return self._pass.handle
+        return self._handle
 
 
 # Traced functions of a train step whose gradients are summed by an all-reduce of the workers that have arrived.
@@ -375,7 +381,7 @@ class Sums:
     """
 
     of_tensors: Sum
-    of_gradients: Callable[[], optimizer_patches.SumGradients | None] = lambda: None
+    of_gradients: Callable[[], SumGradients | None] = lambda: None
 
 
 class QuorumStep:
@@ -389,6 +395,7 @@ class QuorumStep:
 
     Attributes:
       nothing: the contribution of a late worker: flat tensors.
+      specs: of a flat contribution.
     """
 
     def __init__(
@@ -400,18 +407,19 @@ class QuorumStep:
         self._device = strategy.extended.worker_devices[0]
         count = strategy.num_replicas_in_sync
         self._user_step = step
-        self._step = SplitTrainStep(step, count, loss_divisor=1 if global_losses.has_own_loss(step) else count)
+        divisor = 1 if global_losses.has_own_loss(step) else count
+        self._step = SplitTrainStep(step, count, divisor, transforms=transforms.of(strategy))
         self._template: contribution.Contribution | None = None
         specs = [tf.data.IteratorSpec(element_spec)]
         self._contribute = self._step.settled(lambda: one_replica.trace(strategy, self._contribute_next, specs))
-        self._specs = [tf.TensorSpec(output.shape, output.dtype) for output in self._contribute.outputs[1:]]
+        self.specs = [tf.TensorSpec(output.shape, output.dtype) for output in self._contribute.outputs[1:]]
         with tf.init_scope():
-            self.nothing = [_nothing(spec) for spec in self._specs]
+            self.nothing = [_nothing(spec) for spec in self.specs]
 
     @property
     def dtypes(self) -> list[tf.DType]:
         """Dtypes of a flat contribution."""
-        return [spec.dtype for spec in self._specs]
+        return [spec.dtype for spec in self.specs]
 
     def contribute(self, iterator: Any) -> tuple[list[tf.Tensor], int]:
         """Computes a contribution from the next batch of an iterator; returns it flat, and its number of examples.
@@ -432,7 +440,7 @@ class QuorumStep:
         Returns:
           The result of Keras' step for all workers together.
         """
-        for tensor, spec in zip(flat, self._specs, strict=True):
+        for tensor, spec in zip(flat, self.specs, strict=True):
             if not tf.executing_eagerly():
                 tensor.set_shape(spec.shape)
         with write_order.writes_after_inputs({self._device: list(flat)}):
@@ -445,7 +453,7 @@ class QuorumStep:
         counts = [counter + tf.cast(count, counter.dtype) for counter, count in zip(counters, own.counts, strict=True)]
         own, sum_gradients = own._replace(counts=counts), self._sums.of_gradients()
         total = self._add_up_encoded(own, sum_gradients) if sum_gradients else self._add_up(own)
-        with self._as_replica(), optimizer_patches.attributes(self._without_reduction()):
+        with self._as_replica(), patched_attributes(self._without_reduction()):
             self._step.update(total, are_final=sum_gradients is not None)
             for counter, count in zip(counters, counts, strict=True):
                 counter.assign(count)
@@ -465,9 +473,7 @@ class QuorumStep:
             gradients[index] = self._add_up_rows(own.gradients[index], variables[index].shape)
         return sums._replace(gradients=gradients)
 
-    def _add_up_encoded(
-        self, own: contribution.Contribution, sum_gradients: optimizer_patches.SumGradients
-    ) -> contribution.Contribution:
+    def _add_up_encoded(self, own: contribution.Contribution, sum_gradients: SumGradients) -> contribution.Contribution:
         """Does the same in two rounds: a codec keeps parts of the gradients that the optimizer is given in the end.
 
         Where `apply` is in a conditional, gradients are summed as they are: what is sent while no worker applies would
@@ -501,8 +507,8 @@ class QuorumStep:
 
     def _without_reduction(self) -> list[tuple[Any, str, Any]]:
         """Returns patches by which the optimizers don't reduce gradients, which are summed already."""
-        optimizers = optimizer_patches.optimizers_of(self._step.model)
-        return [change for each in optimizers for change in optimizer_patches.without_all_reduce(each)]
+        optimizers = optimizers_of(self._step.model)
+        return [change for each in optimizers for change in without_all_reduce(each)]
 
     def _contribute_next(self, iterator: Any) -> list[tf.Tensor]:
         batch, total = iterator.get_next()

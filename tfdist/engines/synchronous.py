@@ -22,7 +22,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.compat import step_errors, values_of_replicas
+from tfdist.compat.tensorflow import inputs, replicas
 from tfdist.data import handle as handles
 from tfdist.data import splitting
 from tfdist.data.shares import Shares
@@ -54,7 +54,6 @@ class SynchronousEngine(Engine):
         self._num_replicas = num_replicas
         self._failure = failure
         self._begin_pass = begin_pass
-        step_errors.install()
 
     def raised_in_step(self, error: Exception) -> BaseException | None:
         """See `Engine.raised_in_step`: of a sum in Python, as by MPI."""
@@ -95,14 +94,14 @@ class SynchronousEngine(Engine):
 
     def batch(self, handle: handles.BatchHandle) -> Any:
         """This worker's part of the batch, as distributed values."""
-        return values_of_replicas.of([handles.without_optionals(handle.content[1][0])], always_wrap=False)
+        return replicas.values_of_replicas([handles.without_optionals(handle.content[1][0])], always_wrap=False)
 
 
 def _timed(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Returns a data set of (time at which `next` was called, element, time at which it returned)."""
     # The data sets of a zip are read in their order.
-    called = tf.data.Dataset.from_tensors(0).repeat().map(_not_converted(lambda _: tf.timestamp()))
-    return tf.data.Dataset.zip(called, dataset.prefetch(2)).map(_not_converted(lambda *each: (*each, tf.timestamp())))
+    called = inputs.mapped_inline(tf.data.Dataset.from_tensors(0).repeat(), lambda _: tf.timestamp())
+    return inputs.mapped_inline(tf.data.Dataset.zip(called, dataset.prefetch(2)), lambda *each: (*each, tf.timestamp()))
 
 
 def _not_in_advance(dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -110,6 +109,3 @@ def _not_in_advance(dataset: tf.data.Dataset) -> tf.data.Dataset:
     options = tf.data.Options()
     options.experimental_optimization.inject_prefetch = False
     return dataset.with_options(options)
-
-
-_not_converted = tf.autograph.experimental.do_not_convert

@@ -32,15 +32,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import (
-    concrete_calls,
-    following_devices,
-    optimizer_patches,
-    optimizer_variables,
-    replica_parts,
-    replica_writes,
-)
 from tfdist.compat.calls import Call
+from tfdist.compat.keras import optimizers, placement
+from tfdist.compat.tensorflow import graphs, replicas
 from tfdist.data import replica_batches, splitting
 from tfdist.data.handle import BatchHandle, registry
 from tfdist.data.replica_batches import OwnParts, ReplicaIterator, WholeBatch
@@ -48,7 +42,7 @@ from tfdist.engines.base import Engine
 from tfdist.policies.base import Aggregation, Update
 from tfdist.runtime import delay_hook, stalls
 from tfdist.runtime.round_runner import RoundRunner
-from tfdist.step import copies, global_losses, one_replica, replicated_step
+from tfdist.step import copies, global_losses, gradients, one_replica, replicated_step
 from tfdist.step.contribution import Contribution, add_up
 from tfdist.step.packing import Packing
 from tfdist.step.split_train_step import SplitTrainStep
@@ -137,6 +131,15 @@ class ThreadedEngine(Engine):
         """
         traced, flat = self._calls.run(step, handle)
         return traced.rebuild(flat)
+
+    def prepared(self, step: Callable[..., Any], handle: BatchHandle) -> Callable[[Any, BatchHandle], Any]:
+        """See `Engine.prepared`."""
+        traced = self.trace(step, handle)
+
+        def make(iterator: Any, handle: BatchHandle) -> Any:
+            return traced.rebuild(self._step(traced, iterator.of_last_handle))
+
+        return make
 
     def batch(self, handle: BatchHandle) -> Any:
         """Returns the batch of a handle, as distributed values."""
@@ -268,7 +271,9 @@ class ThreadedStep:
         self._is_whole = is_whole
         self._user_step = step
         divisor = 1 if global_losses.has_own_loss(step) else len(self._devices)
-        self._step = SplitTrainStep(step, len(self._devices), loss_divisor=divisor, can_take_maxima=True)
+        self._step = SplitTrainStep(
+            step, len(self._devices), divisor, can_take_maxima=True, transforms=gradients.of(strategy)
+        )
         self._template: Contribution | None = None
         # Devices of a flat contribution.
         self._homes: list[str] = []
@@ -277,7 +282,7 @@ class ThreadedStep:
             self._step.settled(lambda replica=replica: one_replica.trace(strategy, self._on_replica(replica), flat))
             for replica in range(len(self._devices))
         ]
-        self._contribute = [concrete_calls.bare(replica) for replica in replicas]
+        self._contribute = [graphs.bare_call(replica) for replica in replicas]
         self._specs = [tf.TensorSpec(t.shape, t.dtype) for t in replicas[0].outputs]
         self._packing = Packing()
         # By the number of contributions.
@@ -287,9 +292,7 @@ class ThreadedStep:
         """Traces the update from this number of contributions, unless it was; `dtypes` are known afterwards."""
         if num_contributions not in self._updates:
             specs = self._specs * num_contributions
-            self._updates[num_contributions] = concrete_calls.bare(
-                one_replica.trace(self._strategy, self._update, specs)
-            )
+            self._updates[num_contributions] = graphs.bare_call(one_replica.trace(self._strategy, self._update, specs))
 
     @property
     def dtypes(self) -> list[tf.DType]:
@@ -323,28 +326,28 @@ class ThreadedStep:
                 tf.distribute.ReplicaContext(self._strategy, replica),
                 global_losses.counted_as_one(self._strategy, self._user_step),
             ):
-                compute = following_devices.of_strategy(self._strategy, self._step.contribute)
+                compute = placement.followed_by_strategy(self._strategy, self._step.contribute)
                 contribution = self._template = compute(part, rows, whole)
             flat = tf.nest.flatten(contribution, expand_composites=True)
             self._homes = [self._home(tensor) for tensor in flat]
-            return [replica_parts.to_device(*each) for each in zip(flat, self._homes, strict=True)]
+            return [replicas.to_device(*each) for each in zip(flat, self._homes, strict=True)]
 
         return contribute
 
     def _home(self, tensor: tf.Tensor) -> str:
         """Returns the first replica's device for the part of the model that a tensor is of."""
-        parts = replica_parts.of(self._strategy)
+        parts = replicas.parts_of(self._strategy)
         return parts.groups[0][parts.part_of(tensor)] if parts else self._devices[0]
 
     def _update(self, *flat: tf.Tensor) -> list[tf.Tensor]:
         size = len(self._specs)
-        if replica_parts.of(self._strategy):
+        if replicas.parts_of(self._strategy):
             homes = itertools.cycle(self._homes)
-            flat = tuple(replica_parts.to_device(*each) for each in zip(flat, homes, strict=False))
+            flat = tuple(replicas.to_device(*each) for each in zip(flat, homes, strict=False))
         parts = [flat[start : start + size] for start in range(0, len(flat), size)]
         contributions = [tf.nest.pack_sequence_as(self._template, part, expand_composites=True) for part in parts]
         with one_replica.replica_on(self._strategy, self._devices[0]), _updating_all(self._step.model):
-            return following_devices.of_strategy(self._strategy, self._apply)(contributions)
+            return placement.followed_by_strategy(self._strategy, self._apply)(contributions)
 
     def _apply(self, contributions: Sequence[Contribution]) -> list[tf.Tensor]:
         total = add_up(contributions)
@@ -359,9 +362,9 @@ class ThreadedStep:
 def _updating_all(model: Any) -> Iterator[None]:
     """Context in which `optimizer.apply`, called on one replica with the sum over all, updates every copy."""
     changes: list[tuple[Any, str, Any]] = []
-    for optimizer in optimizer_patches.optimizers_of(model):
-        changes += optimizer_patches.without_merge_call(optimizer)
-    with optimizer_patches.attributes(changes), _written_everywhere(_variables_of(model)):
+    for optimizer in optimizers.optimizers_of(model):
+        changes += optimizers.without_merge_call(optimizer)
+    with optimizers.patched_attributes(changes), _written_everywhere(_variables_of(model)):
         yield
 
 
@@ -369,15 +372,15 @@ def _updating_all(model: Any) -> Iterator[None]:
 def _written_everywhere(variables: Iterable[Any]) -> Iterator[None]:
     """Context in which an assignment on one replica writes all copies, also of variables without aggregation."""
     changed = [variable for variable in variables if variable.aggregation == tf.VariableAggregation.NONE]
-    with replica_writes.aggregated(changed, tf.VariableAggregation.ONLY_FIRST_REPLICA):
+    with replicas.aggregated_writes(changed, tf.VariableAggregation.ONLY_FIRST_REPLICA):
         yield
 
 
 def _variables_of(model: Any) -> list[Any]:
     """Returns the mirrored variables that optimizers may write."""
     variables = list(model.trainable_variables)
-    for optimizer in optimizer_patches.optimizers_of(model):
-        for part in optimizer_variables.parts_of(optimizer):
-            variables += [*part.variables, *(optimizer_variables.trained_by(part) if part.built else [])]
+    for optimizer in optimizers.optimizers_of(model):
+        for part in optimizers.parts_of(optimizer):
+            variables += [*part.variables, *(optimizers.trained_by(part) if part.built else [])]
     mirrored = [getattr(variable, "value", variable) for variable in variables]
     return list({id(variable): variable for variable in mirrored if hasattr(variable, "values")}.values())

@@ -33,7 +33,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import calls, epoch_logs, values_of_replicas
+from tfdist.compat import calls
+from tfdist.compat.keras import fit
+from tfdist.compat.tensorflow import replicas
 from tfdist.data import handle as handles
 from tfdist.data import splitting
 from tfdist.data.shares import Sum
@@ -172,7 +174,7 @@ class WarmupEngine(Engine):
             # All processes must see from the shapes that replicas have different numbers of examples.
             pairs = zip(parts, self._replicas, strict=True)
             parts = [splitting.any_size(part) if number < count else splitting.empty(part) for part, number in pairs]
-        return self._strategy.run(step, (values_of_replicas.of(parts),))
+        return self._strategy.run(step, (replicas.values_of_replicas(parts),))
 
     def meet(self, is_ended: bool) -> bool:
         """Gives all replicas the state of the first one, unless they have it.
@@ -202,7 +204,7 @@ class WarmupEngine(Engine):
 
     def _watch_epoch(self, model: keras.Model) -> None:
         if not self._warmup.is_over:
-            epoch_logs.change_once(model, lambda logs, logs_of: self._end_epoch(model, logs, logs_of))
+            fit.change_logs_once(model, lambda logs, logs_of: self._end_epoch(model, logs, logs_of))
 
     def _end_epoch(self, model: keras.Model, logs: Any, logs_of: Callable[[Any], Any]) -> Any:
         """The logs of an epoch, the first thing that `fit` asks for at its end."""
@@ -245,10 +247,6 @@ class WarmupDataset(handles.CountedDataset):
         """Number of iterators that were opened over the data, those that `whole` counts included."""
         return self.opened + (self.whole.passes if isinstance(self.whole, handles.CountedDataset) else 0)
 
-    def raised_in_step(self, error: Exception) -> BaseException | None:
-        """See `DistributedDataset.raised_in_step`."""
-        return self.whole.raised_in_step(error) if isinstance(self.whole, handles.DistributedDataset) else None
-
 
 class Pass(handles.HandleIterator):
     """One pass of `fit` that begins in the phase.
@@ -262,14 +260,16 @@ class Pass(handles.HandleIterator):
       left: number of batches that are left; below zero if it is not known, or there is no end.
     """
 
-    left = 0
-
     def __init__(self, dataset: WarmupDataset, begin_update: Callable[[Pass], Any]) -> None:
         super().__init__()
         self.dataset = dataset
         self.element_spec = dataset.datasets[0].element_spec
         self._begin_update = begin_update
-        self._iterators: list[Any] = []
+        # Not at the first batch, and also where all batches are left to others: Keras makes iterators that it never
+        # reads, and each of a shuffle draws an order.
+        self._iterators: list[Any] = [iter(each) for each in dataset.datasets]
+        self.left = dataset.cardinality
+        dataset.opened += 1
         self._ahead: list[Any] = []
         self._num_skipped = 0
         self._kinds: dict[Any, handles.HandleKind] = {}
@@ -277,18 +277,17 @@ class Pass(handles.HandleIterator):
 
     def next_handle(self) -> handles.BatchHandle | None:
         """See `HandleIterator`."""
-        if not self._iterators:
-            # Not before the first handle is asked for: Keras makes iterators that it never uses. But also where all
-            # batches are left to others: a shuffle draws a new order for each iterator.
-            self._iterators = [iter(dataset) for dataset in self.dataset.datasets]
-            self.left = self.dataset.cardinality
-            self.dataset.opened += 1
         if self._rest is None:
             found = self._begin_update(self)
             if not isinstance(found, handles.HandleIterator):
                 return found
             self._rest = found
         return self._rest.next_handle()
+
+    @property
+    def of_last_handle(self) -> Any:
+        """See `HandleIterator`."""
+        return self if self._rest is None else self._rest
 
     def has_next(self) -> bool:
         """True if there is another batch, which is read ahead if their number is not known."""

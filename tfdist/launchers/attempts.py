@@ -18,12 +18,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
 from tfdist.launchers.notices import GIVEN_UP, Notices, not_joined
-from tfdist.launchers.output import Console
+from tfdist.launchers.output import Console, LogSettings, StartupNoise, TaskLogs, new_run_name
 from tfdist.launchers.processes import Process, Supervisor
 from tfdist.launchers.replacements import FailureRows, Replacements
 from tfdist.launchers.requests import CAUSE_SECS, HOPELESS_EXIT_CODES, TRY_AGAIN_EXIT_CODE, Request
-from tfdist.launchers.startup_noise import StartupNoise
-from tfdist.launchers.task_logs import LogSettings, TaskLogs, new_run_name
 
 _SHOWN_LINES = 8
 # A worker or ps that has lost the chief may fail before the launcher sees the end of the chief.
@@ -38,7 +36,7 @@ _CONNECT_SECS = 20.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class AttemptOutcome:
     """Result of an attempt.
 
     Attributes:
@@ -104,18 +102,18 @@ class Attempt:
         self._orphaned: list[str] = []
         self._notices = Notices()
 
-    def run(self) -> Outcome:
+    def run(self) -> AttemptOutcome:
         """Runs all tasks to their end."""
         with contextlib.closing(self._notices):
             return self._run()
 
-    def _run(self) -> Outcome:
+    def _run(self) -> AttemptOutcome:
         try:
             for name in self._tasks:
                 self._start(name)
         except OSError as error:
             self._say(f"a task could not be started: {error}")
-            return Outcome(1)
+            return AttemptOutcome(1)
         self._follow()
         if not self._undecided:
             self._let_others_end()
@@ -126,14 +124,14 @@ class Attempt:
             # Before what the others print because they miss this task; the same again is the last line.
             self._say(f"{self._failed.name} failed first ({self._how_with_host(self._failed)}); ending all tasks")
         if self._received:
-            return Outcome(self._end_interrupted(self._received[0]))
+            return AttemptOutcome(self._end_interrupted(self._received[0]))
         self._end([signal.SIGTERM])
         if not self._undecided or self._failed is None:
-            return Outcome(0)
+            return AttemptOutcome(0)
         where = [f"its output is below {self._logs.folder}"] if self._logs else []
         self._say(*self._failure_lines(self._failed), *where)
         given_up = frozenset(self._given_up)
-        return Outcome(self._code(self._failed), self._failed, given_up, self._goes_on, self._orphan_secs())
+        return AttemptOutcome(self._code(self._failed), self._failed, given_up, self._goes_on, self._orphan_secs())
 
     def _start(self, name: str) -> None:
         task, restart = self._tasks[name], self._latest[name].restart + 1 if name in self._latest else 0
@@ -278,7 +276,7 @@ class Attempt:
             )
         tracebacks = self._supervisor.tracebacks
         several = [f"the same {kind} in {self._named(names)}" for kind, names in tracebacks.raised_by_several()]
-        # What a task has raised is on the screen already.
+        # Exceptions of tasks are on the screen already.
         last = [] if tracebacks.has_raised(failed.name) and not failed.is_muted else _last_lines(failed)
         how = self._how_with_host(failed)
         return [*several, *last, f"{failed.name} failed first ({how}); {ended}{self._advice(failed)}"]
@@ -295,7 +293,7 @@ class Attempt:
         return f"its host {host} can't be reached: {reason}" if reason else self._how(failed)
 
     def _advice(self, failed: Process) -> str:
-        """Says how a job goes on that was killed, if nobody starts it again: a bug of the script would come again."""
+        """Says how a killed job goes on, if no launcher starts it again: a bug of the script would come again."""
         was_killed = (failed.returncode or 0) < 0 or self._host(failed.name) in self._unreachable
         if self._request.restarts.max_restarts or not was_killed:
             return ""
@@ -453,12 +451,12 @@ class _Submission:
             if not self._pause(backoff_secs):
                 return 128 + self._received[0]
 
-    def _gives_up(self, outcome: Outcome, flag: str, most: int) -> int:
+    def _gives_up(self, outcome: AttemptOutcome, flag: str, most: int) -> int:
         if most:  # With a limit of 0 the user expects no restart.
             self._say(f"not starting again: {flag}={most} is used up")
         return outcome.code
 
-    def _attempt(self, number: int) -> Outcome:
+    def _attempt(self, number: int) -> AttemptOutcome:
         logs = TaskLogs(self._folder, number, self._say) if self._folder else None
         console = self._console if self._logs.tee else _Quiet(self._console)
         on_lines = (lambda task, lines, error: logs.write(task.name, lines, error, task.restart)) if logs else None
@@ -504,7 +502,7 @@ class _RemainingWorkers:
         self._dropped: frozenset[str] = frozenset()
         self._rows = FailureRows(self._restarts.settled_secs)
 
-    def drop_failed(self, outcome: Outcome) -> bool:
+    def drop_failed(self, outcome: AttemptOutcome) -> bool:
         """Removes workers that failed too often from `request`; returns True if the next attempt starts at once."""
         given_up = self._given_up(outcome)
         if not given_up or not self._replan or len(self._left) - len(given_up) < self.min_workers:
@@ -518,7 +516,7 @@ class _RemainingWorkers:
     def _left(self) -> list[str]:
         return [name for name in self._all if name not in self._dropped]
 
-    def _given_up(self, outcome: Outcome) -> set[str]:
+    def _given_up(self, outcome: AttemptOutcome) -> set[str]:
         """Returns the workers that failed too often, by their names in the whole job."""
         names = dict(zip(self.request.computing, self._left, strict=True))
         failed = outcome.failed

@@ -3,10 +3,30 @@
 
 from __future__ import annotations
 
+import difflib
+import pathlib
+import re
 import sys
 from collections.abc import Callable, Sequence
 
 from absl import flags
+
+# Names of one flag in several commands, ours first, then those of torchrun, horovodrun, accelerate, mpirun and Slurm.
+_SYNONYMS = (
+    ("num_workers", "workers", "num_processes", "nproc_per_node", "num_proc", "nproc", "nprocs", "np", "n"),
+    ("num_workers", "workers", "ntasks", "num_tasks", "world_size", "nnodes", "nodes", "num_machines", "N"),
+    ("num_ps", "ps", "servers", "num_servers", "parameter_servers"),
+    ("hosts", "host", "H", "machines"),
+    ("hostfile", "machinefile"),
+    ("gpus_per_worker", "gpus", "num_gpus", "gpus_per_node", "gpus_per_task"),
+    ("env", "x", "genv"),
+    ("task_logs", "log_dir", "logdir", "redirects"),
+)
+_RENDEZVOUS = re.compile(r"rdzv_\w+|master_\w+|main_process_\w+|node_rank|machine_rank|standalone")
+
+
+class FlagError(flags.Error):
+    """A flag is unknown or its value can't be parsed. The message is one line."""
 
 
 def run(
@@ -28,10 +48,11 @@ def run(
 
     Raises:
       LaunchError: the job is invalid, or the platform's tool refuses it.
-      absl.flags.Error: a flag is unknown or its value can't be parsed.
+      FlagError: a flag is unknown or its value can't be parsed.
     """
     values, command = parse(define, arguments)
     if not values.help:
+        _note_flags_of_script(values, command)
         return launch(values, command)
     sys.stdout.write(usage + describe(values))
     return 0
@@ -56,7 +77,7 @@ def parse(define: Callable[[flags.FlagValues], None], arguments: Sequence[str]) 
       The flags, and the script (or "-m" and a module) with its arguments.
 
     Raises:
-      absl.flags.Error: an unknown flag, or a value that can't be parsed.
+      FlagError: an unknown flag, or a value that can't be parsed.
     """
     if "-m" in arguments:
         before = list(arguments[: arguments.index("-m")])
@@ -72,7 +93,104 @@ def _parse(define: Callable[[flags.FlagValues], None], arguments: Sequence[str])
     values.set_gnu_getopt(False)  # By default, absl also parses the arguments after the script's name.
     flags.DEFINE_boolean("help", False, "print this help", short_name="h", flag_values=values)
     define(values)
-    return values, values(["tfdist", *arguments])[1:]
+    return values, fill(values, arguments)
+
+
+def fill(values: flags.FlagValues, arguments: Sequence[str]) -> list[str]:
+    """Gives the flags their values, and returns the arguments that are no flags.
+
+    Raises:
+      FlagError: an unknown flag, or a value that can't be parsed.
+    """
+    try:
+        return values(["tfdist", *arguments])[1:]
+    except flags.UnrecognizedFlagError as error:
+        raise FlagError(_unknown(error.flagname, values, arguments)) from None
+    except flags.IllegalFlagValueError as error:
+        raise FlagError(_illegal(str(error), values)) from None
+    except flags.Error as error:
+        text = str(error).removeprefix("ERROR:: ").rstrip(".")
+        if missing := re.fullmatch(r"Missing value for flag -+(\w+)", text):
+            text = f"the flag --{missing[1]} has no value; write --{missing[1]}=VALUE"
+        raise FlagError(text) from None
+
+
+def _unknown(name: str, values: flags.FlagValues, arguments: Sequence[str]) -> str:
+    """Returns the message for an unknown flag, with the flag that was probably meant."""
+    written, value = _as_written(name, arguments)
+    if number := re.fullmatch(r"([A-Za-z])(\d+)", name):  # -n2
+        name, value = number.groups()
+    name = name.replace("-", "_")
+    if _RENDEZVOUS.fullmatch(name):
+        return f"unknown flag {written}; leave it away, because tasks learn from the launcher where they meet"
+    meant = name if name in values else _counterpart(name, values)
+    if not meant:
+        return f"unknown flag {written}"
+    if values[meant].flag_type() == "int" and not value.isdecimal():
+        value = ""
+    return f"unknown flag {written}; did you mean --{meant}{value and f'={value}'}?"
+
+
+def _as_written(name: str, arguments: Sequence[str]) -> tuple[str, str]:
+    """Returns a flag as the user wrote it, and its value: that behind "=", else the next argument."""
+    for index, argument in enumerate(arguments):
+        head, equals, value = argument.partition("=")
+        if head.startswith("-") and head.lstrip("-") == name:
+            following = arguments[index + 1 : index + 2]
+            return head, value if equals else "".join(each for each in following if not each.startswith("-"))
+    return f"--{name}", ""  # Of a flagfile.
+
+
+def _counterpart(name: str, values: flags.FlagValues) -> str:
+    for group in _SYNONYMS:
+        if name in group and (known := next((each for each in group if each in values), "")):
+            return known
+    names = [each for each in values if len(each) > 1]
+    return "".join(difflib.get_close_matches(name, names, 1, 0.75))
+
+
+def _illegal(text: str, values: flags.FlagValues) -> str:
+    """Returns absl's message about a value as argument, value and remedy."""
+    parts = re.fullmatch(r"flag --(\w+)=(.*?): (.*)", text, re.DOTALL)
+    if parts is None or parts[1] not in values:
+        return text
+    name, value, _ = parts.groups()
+    flag = values[name]
+    received = f"Received: --{name}={value}"
+    if isinstance(flag.parser, flags.EnumParser):
+        return f"--{name} must be one of {', '.join(flag.parser.enum_values)}. {received}"
+    if flag.boolean:
+        return f"--{name} takes no value; write --{name}, or --no{name}. {received}"
+    kind = re.sub("^(?=number)", "a ", re.sub("^(?=integer)", "an ", flag.parser.syntactic_help))
+    example = flag.default or max(1, getattr(flag.parser, "lower_bound", None) or 0)
+    return f"--{name} must be {kind}, such as --{name}={example}. {received}"
+
+
+def _note_flags_of_script(values: flags.FlagValues, command: Sequence[str]) -> None:
+    """Says which flags of the launcher stand behind the script, which then gets them, unless the script names them."""
+    script, arguments = command[:1], command[1:]
+    if script == ["-m"]:
+        script, arguments = arguments[:1], arguments[1:]
+    source = _source(script[0]) if script else ""
+    # Of a module there is no file at hand: it may have a flag of that name, so a note might be false.
+    for argument in arguments if source else []:
+        if argument == "--":
+            return
+        name = argument.lstrip("-").partition("=")[0].replace("-", "_")
+        if not argument.startswith("--") or name == "help" or name not in values:
+            continue
+        if not re.search(rf"""["']{name}["']|--{name.replace("_", "[-_]")}\b""", source):
+            sys.stderr.write(
+                f"tfdist: {argument} stands behind {script[0]}, so the script gets it; "
+                f"for the launcher, put it before {script[0]}\n"
+            )
+
+
+def _source(script: str) -> str:
+    try:
+        return pathlib.Path(script).read_text(encoding="utf-8", errors="replace")
+    except (OSError, ValueError):
+        return ""
 
 
 def describe(values: flags.FlagValues) -> str:

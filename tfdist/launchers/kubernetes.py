@@ -8,28 +8,22 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import secrets
+import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import yaml
 from absl import flags
 
-from tfdist.launchers import (
-    command_line,
-    communication,
-    kubernetes_submit,
-    manifests,
-    shape,
-    telemetry,
-    tf_log_level,
-    tools,
-    yaml_text,
-)
+from tfdist.launchers import command_line, environment, manifests, shape, tools
 from tfdist.launchers.manifests import Pods
-from tfdist.launchers.requests import LaunchError
+from tfdist.launchers.requests import LaunchError, ToolError
 from tfdist.launchers.shape import Shape
 
 _USAGE = """\
@@ -56,7 +50,7 @@ class KubernetesRequest:
     pods: Pods
 
     def __str__(self) -> str:
-        return yaml_text.documents(self.objects)
+        return yaml_documents(self.objects)
 
 
 def plan(pods: Pods, form: str = "job") -> KubernetesRequest:
@@ -69,7 +63,7 @@ def plan(pods: Pods, form: str = "job") -> KubernetesRequest:
     Raises:
       LaunchError: a value is out of range, or is an invalid name of an object or host.
     """
-    check(pods)
+    check_pods(pods)
     if form == "tfjob":
         return KubernetesRequest((manifests.network_policy(pods), manifests.tfjob(pods)), pods)
     if form == "jobset":
@@ -79,7 +73,7 @@ def plan(pods: Pods, form: str = "job") -> KubernetesRequest:
     return KubernetesRequest((manifests.service(pods), manifests.network_policy(pods), *jobs), pods)
 
 
-def check(pods: Pods) -> None:
+def check_pods(pods: Pods) -> None:
     """Checks the rules that Kubernetes' schemas don't check.
 
     Raises:
@@ -132,17 +126,17 @@ def submit(request: KubernetesRequest, start_timeout_secs: float = 20.0) -> int:
     """
     kubectl = tools.find("kubectl", "install it, or look at the manifests with --dry_run")
     pods = request.pods
-    text = yaml_text.documents([manifests.secret(pods, secrets.token_hex(32)), *request.objects])
+    text = yaml_documents([manifests.secret(pods, secrets.token_hex(32)), *request.objects])
     where = (f"--namespace={pods.namespace}",) if pods.namespace else ()
     chosen = (f"--selector=app.kubernetes.io/instance={pods.name}", *where)
     kinds = ("secret", *dict.fromkeys(str(each["kind"]).lower() for each in request.objects))
-    job = kubernetes_submit.Job(pods.name, text, kinds, chosen, len(pods.shape.tasks))
-    kubernetes_submit.create(kubectl, job)
+    job = KubernetesJob(pods.name, text, kinds, chosen, len(pods.shape.tasks))
+    create_objects(kubectl, job)
     logs = f"kubectl logs --follow --prefix --max-log-requests={len(pods.shape.tasks)} {' '.join(chosen)}"
     sys.stderr.write(
         f"tfdist: {logs}   shows what the tasks print\ntfdist: {job.removal}   ends the job and removes all of it\n"
     )
-    return kubernetes_submit.look(kubectl, job, start_timeout_secs) if start_timeout_secs else 0
+    return look_for_pods(kubectl, job, start_timeout_secs) if start_timeout_secs else 0
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -152,8 +146,8 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_string("gpu_resource", "nvidia.com/gpu", "what a GPU is called in the cluster", flag_values=values)
     flags.DEFINE_integer("gpus_per_worker", 0, "GPUs for each worker", flag_values=values)
     flags.DEFINE_integer("max_preemptions", 100, "preemptions that the job may have", flag_values=values)
-    communication.define_flag(values)
-    telemetry.define_flag(values)
+    environment.define_communication_flag(values)
+    environment.define_telemetry_flag(values)
     forms = "job: Indexed Jobs; jobset: a JobSet, which starts all again when one fails; tfjob: Kubeflow's TFJob"
     flags.DEFINE_enum("form", "job", ["job", "jobset", "tfjob"], forms, flag_values=values)
 
@@ -187,7 +181,7 @@ def define_pod_flags(values: flags.FlagValues) -> None:
     }
     for name, text in repeated.items():
         flags.DEFINE_multi_string(name, [], text, flag_values=values)
-    tf_log_level.define_flag(values)
+    environment.define_tf_log_level_flag(values)
     flags.DEFINE_boolean("dry_run", False, "print the manifests, create nothing", flag_values=values)
 
 
@@ -202,7 +196,8 @@ def pods_from_flags(values: flags.FlagValues, command: Sequence[str], job: Shape
     pods = Pods(
         shape=job,
         command=tuple(command),
-        env=tf_log_level.environment(values.tf_log_level, os.environ) | tools.parse_environment("env", values.env),
+        env=environment.tf_log_level_environment(values.tf_log_level, os.environ)
+        | tools.parse_environment("env", values.env),
         node_selector=_pairs("node_selector", values.node_selector),
         claims=_pairs("claim", values.claim),
         grace_secs=values.grace_period_secs,
@@ -231,7 +226,225 @@ def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
     gpus = {values.gpu_resource: values.gpus_per_worker} if values.gpus_per_worker else {}
     more = {"accelerators": gpus, "max_preemptions": values.max_preemptions}
     pods = pods_from_flags(values, command, Shape.from_flags(values), **more)
-    env = communication.environment(values.communication) | telemetry.environment(values.telemetry) | dict(pods.env)
+    env = (
+        environment.communication_environment(values.communication)
+        | environment.telemetry_environment(values.telemetry)
+        | dict(pods.env)
+    )
     pods = dataclasses.replace(pods, env=env)
     request = plan(pods, values.form)
     return command_line.submit_or_show(values, request, lambda: submit(request, values.start_timeout_secs))
+
+
+# Creates a job's objects through kubectl, all of them or none, and checks that their pods are created.
+
+
+_TIMEOUT_SECS = 120.0
+_POLL_SECS = 0.5
+# A controller that fails once, for example because a service account doesn't exist yet, retries within seconds.
+_SETTLED_SECS = 5.0
+_TAKEN = re.compile(r'([a-z0-9.-]+) "([^"]+)" already exists')
+_WARNING = "Warning:"
+_REFUSED = ("FailedCreate", "FailedCreatePod")
+
+
+@dataclasses.dataclass(frozen=True)
+class KubernetesJob:
+    """The objects of a job, and the flags that select them.
+
+    Args:
+      name: name of the job.
+      text: the manifests.
+      kinds: kinds of the objects, as kubectl writes them.
+      selector: the flags of kubectl that select the job's objects.
+      num_pods: number of the job's pods.
+    """
+
+    name: str
+    text: str
+    kinds: tuple[str, ...]
+    selector: tuple[str, ...]
+    num_pods: int
+
+    @property
+    def removal(self) -> str:
+        """The command that removes the job."""
+        return f"kubectl delete {','.join(self.kinds)} {' '.join(self.selector)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Answer:
+    code: int | None  # None: it took too long.
+    out: str
+    err: str
+
+
+def create_objects(kubectl: str, job: KubernetesJob) -> None:
+    """Creates all objects of a job, or none.
+
+    Raises:
+      ToolError: the cluster refuses an object, for example because its name is taken.
+    """
+    shown: set[str] = set()
+    rehearsal = _run([kubectl, "create", "--dry-run=server", "--output=name", "--filename=-"], job.text)
+    _show_warnings(rehearsal, shown)
+    # Some clusters have webhooks that refuse a dry run. Then a failed creation is rolled back.
+    if rehearsal.code != 0 and "dry run" not in rehearsal.err.lower():
+        raise ToolError(f"{_problem(rehearsal, job)}; nothing was created")
+    answer = _run([kubectl, "create", "--output=name", "--filename=-"], job.text)
+    _show_warnings(answer, shown)
+    created = [line.strip() for line in answer.out.splitlines() if "/" in line]
+    if answer.code == 0:
+        sys.stdout.write("".join(f"{name} created\n" for name in created))
+        return
+    if answer.code is None:
+        raise ToolError(f"{_problem(answer, job)}; some may have been created, remove them: {job.removal}")
+    left = _take_back(kubectl, job, created)
+    rest = f"remove what was created: {left}" if left else "nothing is left of what was created"
+    raise ToolError(f"{_problem(answer, job)}; {rest}")
+
+
+def look_for_pods(kubectl: str, job: KubernetesJob, timeout_secs: float) -> int:
+    """Waits until all pods are created; they need not run yet.
+
+    Returns:
+      1 if the cluster refuses to create pods; 0 if all are created, or no refusal is known.
+    """
+    start = time.monotonic()
+    refused_secs: float | None = None
+    while True:
+        waited_secs = time.monotonic() - start
+        found = _get(kubectl, ["pods,jobs", *job.selector])
+        if found is None:
+            _say(f"can't look whether pods are created; try kubectl get pods {' '.join(job.selector)}")
+            return 0
+        num_pods = sum(each["kind"] == "Pod" for each in found)
+        if num_pods >= job.num_pods:
+            return 0
+        if any(each["kind"] == "Job" and each["spec"].get("suspend") for each in found):
+            _say("the job is suspended; its pods are created once it is admitted")
+            return 0
+        reason = _refusal(kubectl, job, found)
+        if reason and refused_secs is None:
+            refused_secs = waited_secs
+        settled = refused_secs is not None and waited_secs - refused_secs >= min(_SETTLED_SECS, timeout_secs / 2)
+        if reason and (settled or waited_secs >= timeout_secs):
+            _say(f"{num_pods} of {job.num_pods} pods are created, for the cluster refuses the others: {reason}")
+            _say("the job goes on trying; change the quota or policy, or remove the job")
+            return 1
+        if waited_secs >= timeout_secs:
+            _say(f"{num_pods} of {job.num_pods} pods are created after {timeout_secs:g} s; see kubectl get events")
+            return 0
+        time.sleep(_POLL_SECS)
+
+
+def _refusal(kubectl: str, job: KubernetesJob, found: Sequence[Mapping[str, Any]]) -> str | None:
+    """Returns the newest reason for which a controller could not create a pod of this job, or None."""
+    where = [flag for flag in job.selector if flag.startswith("--namespace")]
+    events = _get(kubectl, ["events", "--field-selector=type=Warning", *where]) or []
+    # Filtered by uid, because events of an earlier job of the same name stay for an hour.
+    uids = {each["metadata"]["uid"] for each in found}
+    known = [kind for kind in job.kinds if kind in ("jobset", "tfjob")]
+    for kind in known:
+        uids |= {each["metadata"]["uid"] for each in _get(kubectl, [kind, *job.selector]) or []}
+    reasons = [
+        str(event.get("message", ""))
+        for event in events
+        if event.get("reason") in _REFUSED and event.get("involvedObject", {}).get("uid") in uids
+    ]
+    return " ".join(reasons[-1].split()) if reasons else None
+
+
+def _get(kubectl: str, arguments: Sequence[str]) -> list[dict[str, Any]] | None:
+    answer = _run([kubectl, "get", *arguments, "--output=json"])
+    if answer.code != 0:
+        return None
+    try:
+        return list(json.loads(answer.out)["items"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _problem(answer: _Answer, job: KubernetesJob) -> str:
+    """Returns the reason for which kubectl failed, on one line."""
+    taken = [f"{kind} {name}" for kind, name in _TAKEN.findall(answer.err)]
+    if taken:
+        return (
+            f"--name={job.name} is taken; use another, or remove the old job first ({job.removal}). "
+            f"There already: {', '.join(dict.fromkeys(taken))}"
+        )
+    if answer.code is None:
+        return f"kubectl did not answer within {_TIMEOUT_SECS:g} s; try kubectl get pods by hand"
+    said = "; ".join(line for line in answer.err.splitlines() if line.strip() and not line.startswith(_WARNING))
+    said = said or answer.out.strip()
+    return f"kubectl failed with exit code {answer.code}: {said[-500:] or 'it said nothing'}"
+
+
+def _take_back(kubectl: str, job: KubernetesJob, created: Sequence[str]) -> str:
+    """Deletes the created objects; returns "", or the command that deletes them if that failed."""
+    if not created:
+        return ""
+    where = [flag for flag in job.selector if flag.startswith("--namespace")]
+    command = ["delete", "--ignore-not-found", "--wait=false", *where, *created]
+    return "" if _run([kubectl, *command]).code == 0 else " ".join(["kubectl", *command])
+
+
+def _show_warnings(answer: _Answer, shown: set[str]) -> None:
+    """Writes each warning of the API server once."""
+    for line in answer.err.splitlines():
+        if line.startswith(_WARNING) and line not in shown:
+            shown.add(line)
+            _say(f"kubectl: {line}")
+
+
+def _run(command: Sequence[str], stdin: str = "") -> _Answer:
+    try:
+        done = subprocess.run(command, input=stdin.encode("utf-8"), capture_output=True, timeout=_TIMEOUT_SECS)
+    except subprocess.TimeoutExpired as late:
+        return _Answer(None, *(text.decode("utf-8", "replace") if text else "" for text in (late.stdout, late.stderr)))
+    return _Answer(done.returncode, *(text.decode("utf-8", "replace") for text in (done.stdout, done.stderr)))
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"tfdist: {line}\n")
+
+
+# Writes plain data as readable YAML, in which every YAML parser reads text as text.
+#
+# PyYAML itself writes text such as 1e3 without quotes, which the YAML library of Kubernetes reads as a number.
+
+
+# Text that every YAML parser reads as text. Other text, such as "on", "1e3" and "~", is quoted.
+_PLAIN = re.compile(r"[A-Za-z_./][A-Za-z0-9_./=-]*(?: [A-Za-z0-9_./=-]+)*", re.ASCII)
+_WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "nan", ".nan", ".inf"}
+
+
+def yaml_documents(objects: Iterable[Mapping[str, Any]]) -> str:
+    """Returns several YAML documents in one text."""
+    return "---\n".join(yaml_document(value) for value in objects)
+
+
+def yaml_document(value: Mapping[str, Any]) -> str:
+    """Returns one YAML document, ended by a newline.
+
+    Raises:
+      yaml.representer.RepresenterError: a value is no dict, list, text, number or boolean.
+    """
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=float("inf"))
+
+
+class _Dumper(yaml.SafeDumper):
+    """YAML writer that quotes ambiguous text, and writes no anchors."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """Writes a value that occurs twice two times instead of as an anchor, which is easier to read."""
+        del data
+        return True
+
+
+def _text(dumper: _Dumper, value: str) -> yaml.Node:
+    is_plain = _PLAIN.fullmatch(value) and value.lower() not in _WORDS and not re.fullmatch(r"[.0-9_-]+", value)
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=None if is_plain else '"')
+
+
+_Dumper.add_representer(str, _text)

@@ -2,7 +2,7 @@
 """Wrapper in a pod's container: determines the pod's task from JOB_COMPLETION_INDEX, and runs the script as this task.
 
 It stays the container's first process and forwards signals, because the kernel delivers no signal without a handler to
-the first process. The tasks of an all-reduce job end together; see `pod_leader`.
+the first process. The tasks of an all-reduce job end together; see `pod_group`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from absl import flags
 from tfdist.cluster import DATA_SERVICE_VARIABLE, JOB_SECRET_VARIABLE, ClusterError, Task
 from tfdist.launchers import command_line, shape, wrapping
 from tfdist.launchers.notices import Notices
-from tfdist.launchers.pod_leader import Leader
-from tfdist.launchers.pod_member import Member
-from tfdist.launchers.pod_rules import GIVEN_UP_EXIT_CODE, Counts, Rules
+from tfdist.launchers.pod_group import GIVEN_UP_EXIT_CODE, Counts, Leader, Member, Rules
 from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE, LaunchError
 from tfdist.launchers.shape import Shape
 

@@ -22,9 +22,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from absl import flags
 
 from tfdist.cluster import DATA_SERVICE_VARIABLE, JOB_SECRET_VARIABLE, Task
-from tfdist.launchers import command_line, communication, gpus, shape, telemetry, tf_log_level
+from tfdist.launchers import command_line, environment, shape
 from tfdist.launchers.attempts import submit
-from tfdist.launchers.ports import PortReservation
+from tfdist.launchers.output import LogSettings
+from tfdist.launchers.processes import PortReservation
 from tfdist.launchers.requests import (
     TRY_AGAIN_EXIT_CODE,
     LaunchError,
@@ -34,7 +35,6 @@ from tfdist.launchers.requests import (
     check_command,
 )
 from tfdist.launchers.shape import Shape
-from tfdist.launchers.task_logs import LogSettings
 
 _USAGE = """\
 usage: tfdist launch local [FLAGS] SCRIPT [ARGUMENTS]
@@ -52,7 +52,7 @@ flags (also from a file, with --flagfile=FILE):
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class LocalJob:
     """A job on this machine.
 
     Args:
@@ -100,7 +100,7 @@ class Job:
 
 
 def plan(
-    job: Job,
+    job: LocalJob,
     ports: Sequence[int],
     python: str = sys.executable,
     devices: Sequence[str] = (),
@@ -133,13 +133,13 @@ def plan(
     return left.request(tasks, job.grace_secs, job.restarts)
 
 
-def _visible_devices(job: Job, devices: Sequence[str]) -> dict[Task, dict[str, str]]:
+def _visible_devices(job: LocalJob, devices: Sequence[str]) -> dict[Task, dict[str, str]]:
     """Returns CUDA_VISIBLE_DEVICES of each task; {} if there is no GPU and none was requested."""
     if not devices and not job.gpus_per_worker:
         return {}
     computing = job.shape.computing
-    shares = dict(zip(computing, gpus.share(devices, len(computing), job.gpus_per_worker), strict=True))
-    return {task: {gpus.VISIBLE: ",".join(shares.get(task, ()))} for task in job.shape.tasks}
+    shares = dict(zip(computing, environment.share(devices, len(computing), job.gpus_per_worker), strict=True))
+    return {task: {environment.VISIBLE: ",".join(shares.get(task, ()))} for task in job.shape.tasks}
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -168,9 +168,9 @@ def define_run_flags(values: flags.FlagValues, grace_period_secs: float) -> None
     flags.DEFINE_integer("max_worker_restarts", 3, worker_help, flag_values=values)
     least_help = "least number of workers with which the job goes on when others are given up; all by default"
     flags.DEFINE_integer("min_workers", None, least_help, flag_values=values)
-    communication.define_flag(values)
-    telemetry.define_flag(values)
-    tf_log_level.define_flag(values)
+    environment.define_communication_flag(values)
+    environment.define_telemetry_flag(values)
+    environment.define_tf_log_level_flag(values)
     flags.DEFINE_string("task_logs", None, "directory for files with each task's output", flag_values=values)
     flags.DEFINE_string("run", "", "folder in --task_logs; the time by default", flag_values=values)
     flags.DEFINE_boolean("tee", True, "print the tasks' output, also where it is logged", flag_values=values)
@@ -208,9 +208,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
-    devices = [] if values.gpus_per_worker == 0 else gpus.present()
-    level = tf_log_level.environment(values.tf_log_level, os.environ, is_filtered=bool(devices))
-    job = Job(
+    devices = [] if values.gpus_per_worker == 0 else environment.present()
+    level = environment.tf_log_level_environment(values.tf_log_level, os.environ, is_filtered=bool(devices))
+    job = LocalJob(
         tuple(command),
         values.num_workers,
         values.num_ps,
@@ -219,7 +219,9 @@ def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
         values.evaluator,
         values.gpus_per_worker,
         restarts_from_flags(values),
-        communication.environment(values.communication) | telemetry.environment(values.telemetry) | level,
+        environment.communication_environment(values.communication)
+        | environment.telemetry_environment(values.telemetry)
+        | level,
     )
     check_command(job.command)
     logs = logs_from_flags(values)

@@ -13,8 +13,8 @@ from typing import Any
 
 from tfdist.cluster import JOB_SECRET_VARIABLE
 from tfdist.launchers import kubernetes_task
-from tfdist.launchers.pod_rules import GIVEN_UP_EXIT_CODE, HOPELESS_EXIT_CODES
-from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE
+from tfdist.launchers.pod_group import GIVEN_UP_EXIT_CODE
+from tfdist.launchers.requests import HOPELESS_EXIT_CODES, TRY_AGAIN_EXIT_CODE
 from tfdist.launchers.shape import Shape
 
 # Annotations in which controllers count replacements, by the variable that passes the count to the wrapper.
@@ -129,8 +129,8 @@ def indexed_job(pods: Pods, role: str) -> dict[str, Any]:
     """Returns the Job for the tasks of one kind, whose pods are replaced one by one."""
     host = f"{pods.name}-{{type}}-{{index}}.{pods.name}"
     job = plain_job(pods, role, pods.roles[role], _wrapped(pods, role, host, "job"), [GIVEN_UP_EXIT_CODE])
-    # With a limit for each index, Kubernetes shows pods how often they were replaced, and waits by index: 10 s after
-    # the first failure of four workers that end together, not 80 s.
+    # With a limit for each index, Kubernetes shows pods how often they were replaced. It also waits by index: after the
+    # first failure of four workers that end together 10 s, not 80 s.
     job["spec"]["backoffLimitPerIndex"] = pods.max_restarts
     _show_counts(job["spec"]["template"], _JOB_COUNTS)
     return job

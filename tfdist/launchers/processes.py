@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import json
 import os
 import pathlib
 import queue
@@ -28,12 +29,106 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from tfdist.launchers.output import Console, LineReader
-from tfdist.launchers.startup_noise import StartupNoise
+from tfdist.launchers.output import Console, LineReader, StartupNoise
+
+# Runs a module of tfdist in a Python process that imports from the same places as this one. No TensorFlow import.
+#
+# `python -m` puts the working directory first on `sys.path`: a file `token.py` there would replace the standard
+# library's module, even if the user's program never imports from there.
+
+
+# Command-line options that change imports or the behaviour of code; -I includes -E and -s.
+_FLAGS = (
+    ("isolated", "-I"),
+    ("ignore_environment", "-E"),
+    ("no_user_site", "-s"),
+    ("no_site", "-S"),
+    ("dont_write_bytecode", "-B"),
+    ("optimize", "-O"),
+    ("bytes_warning", "-b"),
+)
+# The path is passed as JSON, which can hold any file name. -P keeps the working directory off `sys.path` until then.
+_PROGRAM = (
+    "import json, runpy, sys; sys.path[:] = json.loads(sys.argv.pop(1)); runpy.run_module({!r}, None, '__main__')"
+)
+_ROOT = str(pathlib.Path(__file__).resolve().parents[2])
+
+
+def module_command(module: str, *arguments: str) -> list[str]:
+    """Returns the command that runs a module with the interpreter, the options and the `sys.path` of this process."""
+    return [sys.executable, *_options(), "-P", "-c", _PROGRAM.format(module), json.dumps(_path()), *arguments]
+
+
+def _options() -> list[str]:
+    options = [option for name, option in _FLAGS for _ in range(int(getattr(sys.flags, name)))]
+    options += [f"-W{option}" for option in sys.warnoptions]
+    # "-X name" is True, "-X name=value" is the value. Only CPython has `_xoptions`.
+    given = getattr(sys, "_xoptions", {})
+    return options + [f"-X{name}" if value is True else f"-X{name}={value}" for name, value in given.items()]
+
+
+def _path() -> Sequence[str]:
+    """Returns the program's `sys.path`, with tfdist's folder last if the program has found tfdist by other means."""
+    path = [os.path.abspath(entry) for entry in sys.path if isinstance(entry, str)]  # noqa: PTH100
+    return path if _ROOT in path else [*path, _ROOT]
+
+
+# Reservation of free TCP ports of this machine until the tasks listen at them. No TensorFlow import.
+
+
+class PortReservation:
+    """Free ports, reserved against other programs.
+
+    Each port is held by a socket that is bound but doesn't listen. On Linux a gRPC server of TensorFlow can still bind
+    such a port, since both sides set SO_REUSEADDR. The kernel assigns it to no program that asks for *any* port, to
+    listen or to connect. So the reservation can stay while the tasks start, and two launchers never use the same port.
+
+    Args:
+      count: number of ports.
+
+    Raises:
+      OSError: the machine has no free port left.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._sockets: list[socket.socket] = []
+        try:
+            for _ in range(count):
+                self._sockets.append(_bound_socket())
+            self.ports: tuple[int, ...] = tuple(held.getsockname()[1] for held in self._sockets)
+        except OSError:
+            self.release()
+            raise
+        if not sys.platform.startswith("linux"):
+            self.release()  # Other systems can't bind a bound port again, so the port is free until the task starts.
+
+    def release(self) -> None:
+        """Releases the ports; may be called again."""
+        while self._sockets:
+            self._sockets.pop().close()
+
+    def __enter__(self) -> PortReservation:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
+
+def _bound_socket() -> socket.socket:
+    held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # On all interfaces, as TensorFlow's server: a port in use on one of them can't be used.
+        held.bind(("", 0))
+    except OSError:
+        held.close()
+        raise
+    return held
+
 
 _GUARD = str(pathlib.Path(__file__).resolve().with_name("_guard.py"))
 _TAIL_LINES = 20
-# How long output is read after the guard has ended; it ends earlier, unless a descendant of the task has survived.
+# Time limit for reading output after the guard has ended. Only a surviving descendant of the task uses it up.
 _DRAIN_SECS = 2.0
 _KILL_WAIT_SECS = 6.0
 
@@ -381,7 +476,7 @@ _FIRST = "Traceback (most recent call last):"
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 # The name of an exception at the beginning of a line: KeyboardInterrupt, or package.module.Class: message.
 _EXCEPTION = re.compile(r"(?P<name>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)(?:: (?P<message>.*))?$")
-# What TensorFlow raises in the tasks that wait for a sum when another one fails.
+# Exceptions that TensorFlow raises in tasks that wait for a sum when another task fails.
 _ABORTED = re.compile(r"Collective ops is aborted by: (?P<reason>.*)|[Cc]ollective.*(?:abort|cancel)")
 # Numbers that differ between tasks of the same job: addresses, processes, times, devices, generated names.
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")

@@ -77,7 +77,7 @@ class Shape:
 
     @property
     def reporting(self) -> tuple[Task, ...]:
-        """The tasks whose output nobody else repeats: the chief, or else the first worker, and the evaluator."""
+        """The tasks whose output no other task repeats: the chief, or else the first worker, and the evaluator."""
         return tuple(task for task in self.tasks if task == self.members[0] or task.type == "evaluator")
 
     def without(self, dropped: Collection[str]) -> tuple[Shape, dict[Task, Task]]:

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 
 from absl import flags
 
-from tfdist.launchers import command_line, communication, shape, slurm_time, telemetry, tf_log_level, tools
+from tfdist.launchers import command_line, environment, shape, slurm_job, tools
 from tfdist.launchers.requests import LaunchError, check_command
 from tfdist.launchers.shape import Shape
 from tfdist.launchers.slurm_task import MOST_WITHOUT_PORT
@@ -45,7 +45,7 @@ _OPTIONS = ("partition", "account", "qos", "time", "mem", "constraint", "output"
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class SlurmJob:
     """A Slurm job.
 
     Args:
@@ -114,7 +114,7 @@ class Job:
             )
         shape.check_duration("grace_period_secs", self.grace_secs)
         self._check_texts()
-        slurm_time.check_limit(self.options.get("time", ""), self.extra, {}, self.pre_kill_secs)
+        slurm_job.check_limit(self.options.get("time", ""), self.extra, {}, self.pre_kill_secs)
         workers = min(self.tasks_per_node, len(self.shape.computing))
         if 0 < self.gpus_per_node < workers:
             raise LaunchError(
@@ -149,7 +149,7 @@ class SlurmRequest:
         return self.text
 
 
-def plan(job: Job) -> SlurmRequest:
+def plan(job: SlurmJob) -> SlurmRequest:
     """Returns the batch script that `submit` would pass to sbatch."""
     return SlurmRequest("\n".join(["#!/bin/bash", *_directives(job), "", _body(job)]))
 
@@ -163,7 +163,7 @@ class _Component:
     gpus_per_node: int
 
 
-def _components(job: Job) -> list[_Component]:
+def _components(job: SlurmJob) -> list[_Component]:
     """Returns the component of hosts with workers, then that of hosts without workers, on which GPUs would be idle."""
     ntasks, computing_nodes = len(job.shape.tasks), math.ceil(len(job.shape.computing) / job.tasks_per_node)
     if not job.gpus_per_node or computing_nodes == job.num_nodes:
@@ -175,12 +175,12 @@ def _components(job: Job) -> list[_Component]:
     ]
 
 
-def _directives(job: Job) -> list[str]:
+def _directives(job: SlurmJob) -> list[str]:
     blocks = [_block(job, component) for component in _components(job)]
     return [line for number, block in enumerate(blocks) for line in (["#SBATCH hetjob"] * bool(number) + block)]
 
 
-def _block(job: Job, component: _Component) -> list[str]:
+def _block(job: SlurmJob, component: _Component) -> list[str]:
     options = {
         "job-name": job.name,
         "nodes": str(component.nodes),
@@ -203,7 +203,7 @@ def _quoted(value: str) -> str:
     return value if _PLAIN.fullmatch(value) else f'"{value}"'
 
 
-def _body(job: Job) -> str:
+def _body(job: SlurmJob) -> str:
     python = [job.python, "-P", "-m"]
     shape_flags = job.shape.arguments()
     limits = [f"--{name}={getattr(job, name)}" for name in ("max_restarts", "max_preemptions", "pre_kill_secs")]
@@ -285,9 +285,9 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_float(
         "grace_period_secs", 30.0, "seconds for the other tasks after one has failed", flag_values=values
     )
-    communication.define_flag(values)
-    telemetry.define_flag(values)
-    tf_log_level.define_flag(values)
+    environment.define_communication_flag(values)
+    environment.define_telemetry_flag(values)
+    environment.define_tf_log_level_flag(values)
     quiet_help = "write the output of the chief (and evaluator) alone, and the last lines of a task that fails"
     flags.DEFINE_boolean("quiet_workers", False, quiet_help, flag_values=values)
     flags.DEFINE_multi_string("env", [], "NAME=VALUE for all tasks; may be repeated", flag_values=values)
@@ -295,7 +295,7 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_boolean("dry_run", False, "print the batch script, submit nothing", flag_values=values)
 
 
-def job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> Job:
+def job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> SlurmJob:
     """Returns the job that the command line describes.
 
     Raises:
@@ -303,7 +303,7 @@ def job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> Job:
     """
     same = ("name", "python", "tasks_per_node", "cpus_per_task", "gpus_per_node", "max_restarts", "pre_kill_secs")
     limits = ("max_preemptions", "port")
-    return Job(
+    return SlurmJob(
         tuple(command),
         Shape.from_flags(values),
         **{name: getattr(values, name) for name in (*same, *limits)},
@@ -317,8 +317,12 @@ def job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> Job:
 
 
 def _environment(values: flags.FlagValues) -> dict[str, str]:
-    level = tf_log_level.environment(values.tf_log_level, os.environ, is_filtered=bool(values.gpus_per_node))
-    chosen = communication.environment(values.communication) | telemetry.environment(values.telemetry)
+    level = environment.tf_log_level_environment(
+        values.tf_log_level, os.environ, is_filtered=bool(values.gpus_per_node)
+    )
+    chosen = environment.communication_environment(values.communication) | environment.telemetry_environment(
+        values.telemetry
+    )
     return chosen | level | tools.parse_environment("env", values.env)
 
 
@@ -329,7 +333,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
     job = job_from_flags(values, command)
-    slurm_time.check_limit(values.time, values.sbatch, os.environ, job.pre_kill_secs)
+    slurm_job.check_limit(values.time, values.sbatch, os.environ, job.pre_kill_secs)
     check_command(job.command)
     request = plan(job)
     return command_line.submit_or_show(values, request, lambda: submit(request))

@@ -34,7 +34,7 @@ _KILLED_EXIT_CODE = 137
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
+class SlurmVerdict:
     """Result of a step.
 
     Args:
@@ -94,27 +94,27 @@ class Exits:
         # srun kills the other tasks as soon as this process has ended (--kill-on-bad-exit).
         self._wait(self._all_ended, grace_secs)
 
-    def verdict(self, srun_code: int) -> Verdict:
+    def verdict(self, srun_code: int) -> SlurmVerdict:
         """Decides the result of the step, once srun has ended with this code."""
         self._refresh()
         codes = {task: self._code(task) for task in self._job.tasks}
         if srun_code == 0 or not self._directory:
-            return Verdict(srun_code)
+            return SlurmVerdict(srun_code)
         if self.job_has_succeeded():
-            return Verdict(0)  # A failure of a parameter server after the chief's success doesn't count.
+            return SlurmVerdict(0)  # A failure of a parameter server after the chief's success doesn't count.
         saved = any(codes[task] == str(TRY_AGAIN_EXIT_CODE) for task in self._job.deciding)
         resumable = self._read("resumes") is not None
         failed = [task for task in self._job.tasks if codes[task] != "0"]
         lost = tuple(str(task) for task in failed if codes[task] is None and self._term(task) is None)
         code, _, name = (self._read("first") or "").strip().partition(" ")
         if failed and all(self._term(task) == "1" for task in failed):
-            return Verdict(TRY_AGAIN_EXIT_CODE, None, True, saved, resumable)
+            return SlurmVerdict(TRY_AGAIN_EXIT_CODE, None, True, saved, resumable)
         if code.isdigit() and (int(code) != TRY_AGAIN_EXIT_CODE or not lost):
-            return Verdict(int(code), name, int(code) == TRY_AGAIN_EXIT_CODE, True, resumable)
+            return SlurmVerdict(int(code), name, int(code) == TRY_AGAIN_EXIT_CODE, True, resumable)
         if lost and len(lost) < len(self._job.tasks):
             killed = srun_code if srun_code not in (0, TRY_AGAIN_EXIT_CODE) else _KILLED_EXIT_CODE
-            return Verdict(killed, lost[0], lost=lost)
-        return Verdict(srun_code)
+            return SlurmVerdict(killed, lost[0], lost=lost)
+        return SlurmVerdict(srun_code)
 
     def _follows_job_wide_term(self, task: Task) -> bool:
         """Returns True if this task ended after a SIGTERM that all running tasks received."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import math
 import os
 import pathlib
 import re
@@ -25,11 +26,76 @@ from typing import Any
 from absl import flags
 
 from tfdist.cluster import JOB_SECRET_VARIABLE
-from tfdist.launchers import command_line, shape, slurm_time, tools
+from tfdist.launchers import command_line, shape, tools
 from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE, LaunchError
 from tfdist.launchers.shape import Shape
-from tfdist.launchers.slurm_exits import EXITS_VARIABLE, REACHES_ALL_VARIABLE, Exits, Verdict
+from tfdist.launchers.slurm_exits import EXITS_VARIABLE, REACHES_ALL_VARIABLE, Exits, SlurmVerdict
 from tfdist.launchers.wrapping import say
+
+# Parser of Slurm's time limits.
+
+
+_DAYS = re.compile(r"(\d+)-(\d+)(?::(\d+))?(?::(\d+))?", re.ASCII)
+_CLOCK = re.compile(r"(?:(\d+):)?(\d+):(\d+)", re.ASCII)
+_MINUTES = re.compile(r"\d+", re.ASCII)
+_OPTION = re.compile(r"(?:--time[= ]|-t ?)(.*)")
+# Environment variable of sbatch, which takes precedence over the #SBATCH lines of a batch script.
+LIMIT_VARIABLE = "SBATCH_TIMELIMIT"
+
+
+def secs_of_limit(text: str) -> int | None:
+    """Returns a time limit in seconds; None for no limit, and for text that Slurm refuses, too.
+
+    Args:
+      text: "minutes", "minutes:seconds", "hours:minutes:seconds", "days-hours", "days-hours:minutes" or
+        "days-hours:minutes:seconds". Slurm rounds up to whole minutes.
+    """
+    text = text.strip()
+    if _MINUTES.fullmatch(text):
+        secs = int(text) * 60
+    elif found := _DAYS.fullmatch(text):
+        days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+        secs = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    elif found := _CLOCK.fullmatch(text):
+        hours, minutes, seconds = (int(part or 0) for part in found.groups())
+        secs = (hours * 60 + minutes) * 60 + seconds
+    else:
+        return None
+    return math.ceil(secs / 60) * 60 or None
+
+
+def effective_limit(time: str, extra: Sequence[str], env: Mapping[str, str]) -> tuple[str, str]:
+    """Returns the time limit that sbatch uses, and the flag or variable that sets it.
+
+    Args:
+      time: value of --time.
+      extra: values of --sbatch, which are later in the batch script.
+      env: the environment of sbatch.
+    """
+    found = (time, f"--time={time}")
+    for option in extra:
+        if matched := _OPTION.fullmatch(option):
+            found = (matched[1], f"--sbatch={option}")
+    if env.get(LIMIT_VARIABLE):
+        found = (env[LIMIT_VARIABLE], f"{LIMIT_VARIABLE}={env[LIMIT_VARIABLE]}")
+    return found
+
+
+def check_limit(time: str, extra: Sequence[str], env: Mapping[str, str], pre_kill_secs: int) -> None:
+    """Checks that the time limit is longer than `pre_kill_secs`.
+
+    Raises:
+      LaunchError: each run would get SIGTERM as soon as it starts.
+    """
+    limit, text = effective_limit(time, extra, env)
+    secs = secs_of_limit(limit)
+    if pre_kill_secs and secs is not None and secs <= pre_kill_secs:
+        raise LaunchError(
+            f"--time is not longer than --pre_kill_secs, so each run would get SIGTERM as it begins; use a "
+            f"longer --time or a smaller --pre_kill_secs. Received: {text} ({secs} s) with "
+            f"--pre_kill_secs={pre_kill_secs}"
+        )
+
 
 _FAILURES = re.compile(r"\btfdist_failures=(\d{1,9})\b")
 # Slurm sends the signal before the time limit up to a minute too early.
@@ -52,7 +118,7 @@ class Limits:
     pre_kill_secs: int
 
 
-class Job:
+class BatchJob:
     """One run of a job.
 
     Args:
@@ -113,7 +179,7 @@ class Job:
             REACHES_ALL_VARIABLE: str(int(_signals_reach_all())),
         }
 
-    def _conclude(self, verdict: Verdict) -> int:
+    def _conclude(self, verdict: SlurmVerdict) -> int:
         if verdict.code == 0:
             return 0
         for task in verdict.lost:
@@ -136,7 +202,7 @@ class Job:
             return verdict.code
         return self._requeue(verdict.code, f"restart {self._failures + 1} of {self._limits.max_restarts}")
 
-    def _after_preemption(self, verdict: Verdict, fields: Mapping[str, str]) -> int:
+    def _after_preemption(self, verdict: SlurmVerdict, fields: Mapping[str, str]) -> int:
         if not (verdict.is_saved or verdict.is_resumable) and self._is_near_limit(fields):
             say(
                 "not queued again: the time limit is near and nothing was saved, so that it would begin anew; "
@@ -149,7 +215,7 @@ class Job:
 
     def _is_near_limit(self, fields: Mapping[str, str]) -> bool:
         # Not EndTime: a preemption moves it to the end of the grace period.
-        limit_secs = slurm_time.limit_secs(fields.get("TimeLimit", ""))
+        limit_secs = secs_of_limit(fields.get("TimeLimit", ""))
         try:
             started = datetime.datetime.fromisoformat(fields["StartTime"])
         except (KeyError, ValueError):
@@ -246,7 +312,7 @@ def main(arguments: Sequence[str]) -> int:
     attempt = 0
     with contextlib.suppress(ValueError):
         attempt = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-    return Job(number, attempt, tasks, Limits(**limits)).run(srun)
+    return BatchJob(number, attempt, tasks, Limits(**limits)).run(srun)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 
     srun ... python3 -P -m tfdist.launchers.slurm_task --num_workers=4 -- train.py --epochs=5
 
-Tasks are numbered over the hosts of the step in blocks, as `srun --distribution=block` does: first the workers, which
-have the GPUs, then the parameter servers, the chief and the evaluator.
+Tasks are numbered over the hosts of the step in blocks, as by `srun --distribution=block`: workers first, which have
+the GPUs, then parameter servers, chief and evaluator.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from absl import flags
 
 from tfdist.cluster import DATA_SERVICE_VARIABLE, ClusterError, Task
-from tfdist.launchers import command_line, gpus, shape, wrapping
+from tfdist.launchers import command_line, environment, shape, wrapping
 from tfdist.launchers.notices import Notices
 from tfdist.launchers.requests import LaunchError
 from tfdist.launchers.shape import Shape
@@ -234,21 +234,21 @@ def _ports(step: Step, port: int) -> list[int]:
 
 def _gpus(step: Step, tasks: Sequence[Task], job: Shape, env: Mapping[str, str]) -> dict[str, str]:
     """Returns CUDA_VISIBLE_DEVICES of this task: its share of the step's GPUs on this host; {} to leave it."""
-    if gpus.VISIBLE not in env:
+    if environment.VISIBLE not in env:
         return {}
     if tasks[step.number] not in job.computing:
-        return {gpus.VISIBLE: ""}
+        return {environment.VISIBLE: ""}
     host = step.hosts[step.number]
     here = [task for task, other in zip(tasks, step.hosts, strict=True) if other == host and task in job.computing]
-    devices = [name for name in env[gpus.VISIBLE].split(",") if name]
+    devices = [name for name in env[environment.VISIBLE].split(",") if name]
     # Slurm may have bound GPUs to each task already (--gpus-per-task, --gpu-bind); then each task sees only its own.
     on_host = env.get("SLURM_GPUS_ON_NODE", "")
     is_bound = "SLURM_GPUS_PER_TASK" in env or (on_host.isdecimal() and 0 < len(devices) < int(on_host))
     if len(here) == 1 or is_bound:
         return {}
     remedy = f"use --gpus_per_node={len(here)} or more, or fewer --tasks_per_node"
-    shares = gpus.share(devices, len(here), None, place=host, remedy=remedy)
-    return {gpus.VISIBLE: ",".join(shares[here.index(tasks[step.number])])}
+    shares = environment.share(devices, len(here), None, place=host, remedy=remedy)
+    return {environment.VISIBLE: ",".join(shares[here.index(tasks[step.number])])}
 
 
 def define_flags(values: flags.FlagValues) -> None:

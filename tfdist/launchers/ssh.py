@@ -26,8 +26,8 @@ from absl import flags
 import tfdist
 from tfdist import _addresses
 from tfdist.cluster import DATA_SERVICE_VARIABLE, Task
-from tfdist.launchers import command_line, communication, local, shape, ssh_client, telemetry, tf_log_level, tools
-from tfdist.launchers.gpus import VISIBLE
+from tfdist.launchers import command_line, environment, local, shape, ssh_client, tools
+from tfdist.launchers.environment import VISIBLE
 from tfdist.launchers.requests import SENT_PREFIX, LaunchError, Request, Restarts, TaskRequest
 from tfdist.launchers.shape import Shape
 from tfdist.launchers.ssh_task import ORPHAN_SECS
@@ -48,7 +48,7 @@ flags (also from a file, with --flagfile=FILE):
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class SshJob:
     """A job on remote machines.
 
     Args:
@@ -113,7 +113,7 @@ class Job:
         return self.port + sum(other == host for other, _ in self.places.values())
 
 
-def plan(job: Job, dropped: Collection[str] = ()) -> Request:
+def plan(job: SshJob, dropped: Collection[str] = ()) -> Request:
     """Returns the local process of each task that `submit` would start.
 
     Args:
@@ -145,7 +145,7 @@ def plan(job: Job, dropped: Collection[str] = ()) -> Request:
     return dataclasses.replace(request, orphan_secs=ORPHAN_SECS)
 
 
-def _visible_devices(job: Job) -> dict[Task, dict[str, str]]:
+def _visible_devices(job: SshJob) -> dict[Task, dict[str, str]]:
     if job.gpus_per_worker is None:
         return {}
     used: dict[Host, int] = {}
@@ -158,7 +158,7 @@ def _visible_devices(job: Job) -> dict[Task, dict[str, str]]:
     return found
 
 
-def preflight(job: Job, timeout_secs: float = 30.0) -> list[str]:
+def preflight(job: SshJob, timeout_secs: float = 30.0) -> list[str]:
     """Checks every host before any task starts; returns warnings.
 
     Raises:
@@ -199,7 +199,7 @@ def define_flags(values: flags.FlagValues) -> None:
     local.define_run_flags(values, grace_period_secs=10.0)
 
 
-def job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> Job:
+def job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> SshJob:
     """Returns the job that the command line describes.
 
     Raises:
@@ -209,7 +209,7 @@ def job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> Job:
         received = "both" if values.hosts else "neither"
         raise LaunchError(f"say where to run by one of --hosts=a,b and --hostfile=FILE. Received: {received}")
     hosts = hosts_from_flag(values.hosts) if values.hosts else read_hostfile(values.hostfile)
-    return Job(
+    return SshJob(
         tuple(command),
         tuple(hosts),
         Shape.from_flags(values),
@@ -225,8 +225,12 @@ def job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> Job:
 
 
 def _environment(values: flags.FlagValues) -> dict[str, str]:
-    level = tf_log_level.environment(values.tf_log_level, os.environ, is_filtered=bool(values.gpus_per_worker))
-    chosen = communication.environment(values.communication) | telemetry.environment(values.telemetry)
+    level = environment.tf_log_level_environment(
+        values.tf_log_level, os.environ, is_filtered=bool(values.gpus_per_worker)
+    )
+    chosen = environment.communication_environment(values.communication) | environment.telemetry_environment(
+        values.telemetry
+    )
     return chosen | level | tools.parse_environment("env", values.env)
 
 

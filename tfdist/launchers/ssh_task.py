@@ -24,7 +24,7 @@ from typing import Any
 
 import tfdist
 from tfdist.cluster import Cluster, ClusterError
-from tfdist.launchers import gpus
+from tfdist.launchers import environment
 from tfdist.launchers.notices import Notices, not_joined
 from tfdist.launchers.processes import Process, Supervisor
 from tfdist.launchers.requests import LaunchError
@@ -72,7 +72,7 @@ def probe(asked: Mapping[str, Any]) -> dict[str, Any]:
     directory = pathlib.Path(asked["directory"])
     missing = [str(path) for path in (directory, *(directory / name for name in asked["files"])) if not path.exists()]
     try:
-        num_gpus = len(gpus.present())
+        num_gpus = len(environment.present())
     except LaunchError:
         num_gpus = 0
     python = ".".join(map(str, sys.version_info[:2]))

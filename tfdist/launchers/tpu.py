@@ -19,13 +19,13 @@ from collections.abc import Mapping, Sequence
 
 from absl import flags
 
-from tfdist.launchers import command_line, kubernetes, manifests, shape, tf_log_level, tools
+from tfdist.launchers import command_line, environment, kubernetes, manifests, shape, tools
 from tfdist.launchers.attempts import submit as run_tasks
 from tfdist.launchers.kubernetes import KubernetesRequest
 from tfdist.launchers.manifests import Pods
+from tfdist.launchers.output import LogSettings
 from tfdist.launchers.requests import LaunchError, Request, Restarts, TaskRequest
 from tfdist.launchers.shape import Shape
-from tfdist.launchers.task_logs import LogSettings
 
 _USAGE = """\
 usage: tfdist launch tpu --accelerator_type=TYPE --zone=ZONE [FLAGS] SCRIPT [ARGUMENTS]
@@ -43,7 +43,7 @@ _CREATE_TIMEOUT_SECS = 3600.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class TpuJob:
     """A job on a TPU VM.
 
     Args:
@@ -116,7 +116,7 @@ class TpuRequest:
         return "".join(f"{shlex.join(command)}\n" for command in (*self.before, self.script, *self.after))
 
 
-def plan(job: Job) -> TpuRequest:
+def plan(job: TpuJob) -> TpuRequest:
     """Returns the gcloud commands that `submit` would run."""
     where = (f"--zone={job.zone}", *([f"--project={job.project}"] if job.project else []))
     before: list[tuple[str, ...]] = []
@@ -133,7 +133,7 @@ def plan(job: Job) -> TpuRequest:
     return TpuRequest(tuple(before), script, after, job.restarts)
 
 
-def _remote(job: Job) -> str:
+def _remote(job: TpuJob) -> str:
     """Returns the shell command for the first host."""
     env = {"PYTHONUNBUFFERED": "1", "TFDIST_LAUNCHER": "tpu", **job.env}
     # With several hosts the runtime of each host owns its chips, and TensorFlow finds them by the TPU's name.
@@ -195,7 +195,7 @@ def plan_gke(pods: Pods, accelerator: str, topology: str, chips_per_host: int = 
         node_selector={**pods.node_selector, **labels},
         env={**pods.env, "PYTHONUNBUFFERED": "1", "TFDIST_LAUNCHER": "tpu", "TPU_NAME": "local"},
     )
-    kubernetes.check(pods)
+    kubernetes.check_pods(pods)
     job = manifests.plain_job(pods, "worker", tpus.hosts, (pods.python, *pods.command))
     return KubernetesRequest((manifests.network_policy(pods), job), pods)
 
@@ -238,7 +238,7 @@ def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
     return command_line.submit_or_show(values, request, start)
 
 
-def _job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> Job:
+def _job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> TpuJob:
     shape.check_count("max_restarts", values.max_restarts)
     same = (
         "accelerator_type",
@@ -253,11 +253,12 @@ def _job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> Job:
         "setup",
         "python",
     )
-    return Job(
+    return TpuJob(
         tuple(command),
         **{name: getattr(values, name) for name in same},
         directory=values.working_dir or ".",
-        env=tf_log_level.environment(values.tf_log_level, os.environ) | tools.parse_environment("env", values.env),
+        env=environment.tf_log_level_environment(values.tf_log_level, os.environ)
+        | tools.parse_environment("env", values.env),
         restarts=Restarts(values.max_restarts),
     )
 

@@ -16,10 +16,9 @@ from typing import IO, Any
 
 from tfdist.cluster import Task
 from tfdist.launchers.notices import Notices, not_joined
-from tfdist.launchers.output import Console, LineReader
+from tfdist.launchers.output import Console, LineReader, StartupNoise
 from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE
 from tfdist.launchers.shape import Shape
-from tfdist.launchers.startup_noise import StartupNoise
 
 _FORWARDED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGCONT")
 _NOT_FOUND_EXIT_CODE = 127

@@ -38,11 +38,11 @@ is dropped, and the replica starts again:
 `tfdist.simulation` drives policies event by event, in simulated time.
 """
 
-from tfdist.policies.answers import Contribution, Outcome
 from tfdist.policies.backup_workers import BackupWorkers
 from tfdist.policies.base import Aggregation, Arrival, Change, Policy, Update
 from tfdist.policies.compression import Compression
 from tfdist.policies.parameter_averaging import ParameterAveraging
+from tfdist.policies.records import Contribution, Outcome
 from tfdist.policies.staleness import BoundedStaleness, DropStale, SoftSync, StalenessScaling
 from tfdist.policies.warmup import Warmup
 

@@ -7,8 +7,7 @@ import collections
 import heapq
 
 from tfdist.policies import base
-from tfdist.policies.answers import Outcome
-from tfdist.policies.computations import Delivered
+from tfdist.policies.records import Delivered, Outcome
 from tfdist.policies.staleness import BoundedStaleness, DropStale, SoftSync, StalenessScaling
 
 
@@ -18,12 +17,12 @@ class Asynchronous(base.Aggregation):
     A worker starts no gradient while S gradients wait: their update is made first, so that the worker reads newer
     variables.
 
-    With a bound s, a gradient of local step L must be applied at step L + s at the latest: its deadline. All gradients
-    in flight (computing or waiting) can meet their deadlines if and only if, for each d, no more than
-    (d - step + 1) * S of them have a deadline of at most d. That follows because each update takes the S oldest
-    gradients, and earliest deadline first is optimal. A worker may start, and an update may be made, only if the
-    condition still holds afterwards. This can't deadlock: once all gradients in flight have arrived, the S oldest may
-    always be applied.
+    With a bound s, a gradient of local step L must be applied at step L + s at the latest: its deadline. Gradients in
+    flight are those that are computed or wait. All can meet their deadlines if and only if, for each d, at most (d -
+    step + 1) * S of them have a deadline of at most d. That follows because each update takes the S oldest gradients,
+    and earliest deadline first is optimal. A worker may start, and an update may be made, only if the condition still
+    holds afterwards. This can't deadlock: once all gradients in flight have arrived, the S oldest may always be
+    applied.
 
     Args:
       soft_sync: sets S; 1 if None.

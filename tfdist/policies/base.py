@@ -2,7 +2,7 @@
 """Base classes of policies: `Policy`, and `Aggregation`, which decides which gradients form an update.
 
 A policy touches no tensor, no clock, no log and no thread. The engine passes each event and its time to a method of the
-policy, and the method returns a value (see `tfdist.policies.answers`). So one policy object drives the engines, the
+policy, and the method returns a value (see `tfdist.policies.records`). So one policy object drives the engines, the
 simulator and the tests.
 """
 
@@ -11,9 +11,17 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from tfdist.policies.answers import Arrival, Change, Contribution, Outcome, Update
-from tfdist.policies.computations import Computation, Delivered
-from tfdist.policies.held_secs import HeldSecs, NoHeldSecs
+from tfdist.policies.records import (
+    Arrival,
+    Change,
+    Computation,
+    Contribution,
+    Delivered,
+    HeldSecs,
+    NoHeldSecs,
+    Outcome,
+    Update,
+)
 
 
 class Policy:
@@ -324,15 +332,17 @@ class Aggregation(Policy):
         self._surplus.clear()
         self._stepped()
         changes, self._changes = self._changes, []
+        # Without a call for each: this is on the way of every step.
+        replicas, _, arrivals, _, staleness, weights, *_ = zip(*accepted, strict=True)
         update = Update(
             step=self._step,
-            contributors=tuple(each.replica for each in accepted),
+            contributors=replicas,
             dropped=tuple(dropped),
-            staleness=tuple(each.staleness for each in accepted),
+            staleness=staleness,
             wait_secs=max(0.0, self._due_at - self._opened_at),
-            spread_secs=max(each.arrival for each in accepted) - min(each.arrival for each in accepted),
+            spread_secs=max(arrivals) - min(arrivals),
             changes=tuple(changes),
-            weights=tuple(each.weight for each in accepted),
+            weights=weights,
             numbers=tuple(numbers),
             held_secs=self._held_secs.updated(time, self._total),
             contributions=(*ended, *accepted),

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tfdist.policies.asynchronous import Asynchronous
@@ -19,7 +19,7 @@ from tfdist.policies.staleness import BoundedStaleness, DropStale, SoftSync, Sta
 from tfdist.policies.warmup import Warmup
 
 _STALENESS = (SoftSync, StalenessScaling, DropStale, BoundedStaleness)
-# What a strategy asks; a policy of one's own derives from one of them.
+# Kinds of policies that strategies know; a policy of your own derives from one of them.
 _KINDS = (Aggregation, Warmup, ParameterAveraging, Compression, LazyRows, *_STALENESS)
 PARAMETER_SERVER = "ParameterServerStrategy"
 MULTI_WORKER = "MultiWorkerMirroredStrategy"
@@ -45,6 +45,13 @@ _WITHOUT_TABLES = (
 _ONE_OF_A_KIND = "there can be only one of a kind; leave one away"
 _IN_STEP = "the first one keeps all gradients of an update in step, so that none is ever stale; use one or the other"
 _ALONE = "with the first one the replicas send no gradients that an update could be made of; use one or the other"
+# Policies beside which gradients can't be transformed under a strategy, each with the reason.
+_WITHOUT_TRANSFORMS = {
+    Warmup: "while one replica trains alone, the others' state of the transforms would stand still; give the optimizer "
+    "a clipnorm, or leave one away",
+    ParameterAveraging: "its replicas send parameters, and no gradients; give the optimizer a clipnorm, or leave one "
+    "away",
+}
 # The policy that "the first one" means in each reason.
 _FIRST = {_IN_STEP: Aggregation, _ALONE: ParameterAveraging, _ONE_OF_A_KIND: Policy}
 
@@ -68,23 +75,32 @@ class Composition:
     is_lazy: bool = False
 
 
-def check(policies: Sequence[Any], strategy: str) -> None:
+def check(policies: Iterable[Any] | None, strategy: str, transforms: Sequence[Any] = ()) -> tuple[Policy, ...]:
     """Checks a list of policies before any work starts.
 
     Args:
-      policies: the user's argument.
+      policies: the user's argument; None for no policies.
       strategy: the strategy's name, such as "MirroredStrategy".
+      transforms: the gradient transforms beside them.
+
+    Returns:
+      The policies.
 
     Raises:
-      ValueError: an element is no policy, or is not compatible with the strategy or with another policy.
+      ValueError: an element is no policy, or is not compatible with the strategy, with another policy, or with gradient
+        transforms.
     """
-    if isinstance(policies, (Policy, str)) or not all(isinstance(policy, Policy) for policy in policies):
-        given = policies if isinstance(policies, list | tuple) else [policies]
+    given: tuple[Any, ...] = (policies,)
+    is_list = policies is None or (isinstance(policies, Iterable) and not isinstance(policies, str))
+    if is_list:
+        given = () if policies is None else tuple(policies)
+    if not is_list or not all(isinstance(policy, Policy) for policy in given):
         codecs = [each for each in given if hasattr(each, "exchange") and not isinstance(each, type)]
         example = f"Compression({codecs[0]!r})" if codecs else "BackupWorkers(spares=1)"
         raise ValueError(
-            f"policies must be a list of policies such as tfdist.{example}. Received: policies={policies!r}"
+            f"policies must be a list of policies such as [tfdist.{example}]. Received: policies={policies!r}"
         )
+    policies = given
     received = f"Received: policies={list(policies)!r}"
     for policy in policies:
         if not isinstance(policy, _KINDS):
@@ -104,6 +120,12 @@ def check(policies: Sequence[Any], strategy: str) -> None:
             if reason := clash(type(first), type(second), strategy):
                 first, second = sorted((first, second), key=lambda each: not isinstance(each, _FIRST[reason]))
                 raise ValueError(f"policies: {first!r} and {second!r} don't go together: {reason}. {received}")
+    for policy in policies if transforms else ():
+        if reason := transforms_refusal(type(policy), strategy):
+            raise ValueError(
+                f"policies: {policy!r} and transforms don't go together under {strategy}: {reason}. "
+                f"Received: transforms={list(transforms)!r}"
+            )
     is_averaged = any(isinstance(policy, ParameterAveraging) for policy in policies)
     for policy in policies:
         if is_averaged and isinstance(policy, Compression) and getattr(policy.codec, "momentum", 0):
@@ -111,6 +133,7 @@ def check(policies: Sequence[Any], strategy: str) -> None:
                 f"policies: {policy!r} has momentum, by which a difference of parameters would count several times; "
                 f"beside ParameterAveraging give the codec momentum=0. {received}"
             )
+    return policies
 
 
 def refusal(policy: type[Policy], strategy: str) -> str | None:
@@ -124,6 +147,13 @@ def refusal(policy: type[Policy], strategy: str) -> str | None:
     if issubclass(policy, LazyRows) and strategy != PARAMETER_SERVER:
         return _WITHOUT_TABLES
     return None
+
+
+def transforms_refusal(policy: type[Policy], strategy: str) -> str | None:
+    """Returns the reason why a strategy refuses gradient transforms beside a policy; None if it accepts them."""
+    if strategy == PARAMETER_SERVER:
+        return None
+    return next((reason for kind, reason in _WITHOUT_TRANSFORMS.items() if issubclass(policy, kind)), None)
 
 
 def clash(first: type[Policy], second: type[Policy], strategy: str) -> str | None:

@@ -3,20 +3,76 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 import pathlib
 import runpy
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 from absl import flags
 
+import tfdist
 from tfdist import _whole_files
 from tfdist.advisor.profile import Profile
 from tfdist.launchers import command_line
 from tfdist.launchers.requests import LaunchError
+from tfdist.policies import composition
+
+# Runs a script on one device: tfdist's strategies become a MirroredStrategy of one device within a block.
+
+
+_NAMES = ("MirroredStrategy", "MultiWorkerMirroredStrategy", "ParameterServerStrategy")
+_CLUSTER = "TF_CONFIG"
+_GPUS = "CUDA_VISIBLE_DEVICES"
+
+
+@contextlib.contextmanager
+def replacing_strategies(built: list[str]) -> Iterator[None]:
+    """Within the block `tfdist.ParameterServerStrategy(...)` and its like need no cluster.
+
+    Args:
+      built: gets the text of each strategy that the script builds.
+    """
+    mirrored = tfdist.MirroredStrategy
+    with mock.patch.dict(vars(tfdist), {name: _one_device(name, mirrored, built) for name in _NAMES}):
+        yield
+
+
+def _one_device(name: str, mirrored: Any, built: list[str]) -> type:
+    class OneDevice:
+        def __new__(cls, *args: Any, policies: Any = (), **kwargs: Any) -> Any:
+            built.append(f"{name}(policies={list(composition.check(policies, name))!r})")
+            return mirrored([_first_device()])
+
+    OneDevice.__name__ = OneDevice.__qualname__ = name
+    return OneDevice
+
+
+def _first_device() -> str:
+    import tensorflow as tf
+
+    return "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"
+
+
+@contextlib.contextmanager
+def environment() -> Iterator[None]:
+    """Within the block there is no cluster, and one GPU; call it before TensorFlow is imported."""
+    before = {name: os.environ.get(name) for name in (_CLUSTER, _GPUS)}
+    os.environ.pop(_CLUSTER, None)
+    os.environ[_GPUS] = (before[_GPUS] or "0").split(",")[0] if before[_GPUS] != "" else ""
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
 
 _USAGE = """\
 usage: tfdist profile [FLAGS] SCRIPT [ARGUMENTS]
@@ -43,7 +99,7 @@ def main(arguments: Sequence[str]) -> int:
       0 if a profile was written; 1 if the script failed or did not call `fit`; 130 after Ctrl-C.
 
     Raises:
-      absl.flags.Error: a flag is unknown or its value can't be parsed.
+      FlagError: a flag is unknown or its value can't be parsed.
       LaunchError: there is no script, or the profile can't be written.
     """
     return command_line.run(_USAGE, define_flags, arguments, _profile)
@@ -68,6 +124,8 @@ def _profile(values: flags.FlagValues, command: list[str]) -> int:
     profile = dataclasses.replace(measured[0], script=pathlib.Path(script).name)
     _whole_files.write(output, profile.to_json())
     _say(_summary(profile, output))
+    if profile.is_busy:
+        _say(f"{profile.busy_in_words}; measure again when they have ended")
     return 0
 
 
@@ -86,11 +144,9 @@ _INTERRUPT = "interrupted"
 
 def _run(command: list[str], is_module: bool, secs: float, measured: list[Profile]) -> str:
     """Runs the script; returns what went wrong in it, "" if nothing did."""
-    from tfdist.profiling import one_device
-
     script = command[1] if is_module else command[0]
-    with one_device.environment():
-        from tfdist.compat import profiled_fit
+    with environment():
+        from tfdist.compat.keras import fit
         from tfdist.profiling import measuring
 
         built: list[str] = []
@@ -100,7 +156,7 @@ def _run(command: list[str], is_module: bool, secs: float, measured: list[Profil
             measured.append(dataclasses.replace(profile, strategy=built[-1] if built else ""))
             raise _Measured
 
-        with one_device.replacing_strategies(built), profiled_fit.taken_over(instead):
+        with replacing_strategies(built), fit.take_over_fit(instead):
             before = sys.argv, list(sys.path)
             sys.argv = command[1:] if is_module else list(command)
             try:

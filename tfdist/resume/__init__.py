@@ -15,7 +15,7 @@
 
 Modules: `checkpoint` reads and writes the directory, without knowing models. `contents` collects and assigns a
 model's variables. `position` saves and restores the position of `fit` in its data, by way of
-`compat.epoch_iterators`. `preemption` handles the signal and the messages between workers about it. `callback` is the
+`compat.keras.fit`. `preemption` handles the signal and the messages between workers about it. `callback` is the
 public callback, which combines the others. Strategies provide the rest: the state of their policies, and data sets
 that begin in the middle (`tfdist.data.progress`).
 """

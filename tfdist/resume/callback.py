@@ -15,13 +15,21 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfdist.compat import calls, epoch_logs, saves
+from tfdist.compat import calls
+from tfdist.compat.keras import fit
 from tfdist.launchers import slurm_exits
 from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE
 from tfdist.policies.base import is_count
-from tfdist.resume import contents, preemption
-from tfdist.resume.checkpoint import Checkpoint, CheckpointDirectory, check_same
-from tfdist.resume.position import DataPosition, Place, is_fitting, put_last
+from tfdist.resume import checkpoint, preemption
+from tfdist.resume.checkpoint import (
+    Checkpoint,
+    CheckpointDirectory,
+    DataPosition,
+    Place,
+    check_same,
+    is_fitting,
+    put_last,
+)
 from tfdist.runtime import messages
 
 # Numbers the calls of `fit` in this program; all workers make these calls in the same order.
@@ -33,9 +41,9 @@ class Resume(keras.callbacks.Callback):
 
         model.fit(x, y, epochs=10, callbacks=[tfdist.callbacks.Resume("checkpoints", save_freq=100)])
 
-    The state includes all that the next step depends on: variables of the model, its optimizers and its metrics, the
-    state of the strategy's policies, and the position in the data. On one device, and on several devices
-    that train synchronously, an interrupted run has the same weights as an uninterrupted run, bit for bit. This
+    The state is all that the next step depends on: variables of model, optimizers and metrics, the state of policies
+    and transforms, and the position in the data. On one device, and on several devices that train synchronously, an
+    interrupted run has the same weights as an uninterrupted run, bit for bit. This
     requires the same order of the data in every run: shuffles have a seed, or `keras.utils.set_random_seed` was called.
 
     On SIGTERM the callback saves after the current step, and ends the program with exit code 75. Launchers of tfdist
@@ -126,7 +134,7 @@ class Resume(keras.callbacks.Callback):
             self._epoch, self._epoch_step = epoch, 0
         if self._metrics is None:
             return
-        contents.assign_metrics(self.model, self._metrics, self._agreement())
+        checkpoint.assign_metrics(self.model, self._metrics, self._agreement())
         self._metrics = None
         self._show_logs_of_metrics()
 
@@ -166,7 +174,7 @@ class Resume(keras.callbacks.Callback):
             os.kill(os.getpid(), self._signals.received)
 
     def _is_due(self) -> bool:
-        is_synchronized = lambda: contents.saved_state_of(self.model).is_synchronized  # noqa: E731
+        is_synchronized = lambda: checkpoint.saved_state_of(self.model).is_synchronized  # noqa: E731
         return self._others.is_due(self._step, self._signals.received is not None, is_synchronized)
 
     # Saving.
@@ -174,7 +182,7 @@ class Resume(keras.callbacks.Callback):
     def _save(self, is_end: bool = False) -> None:
         if self._step == self._saved_step and not is_end:
             return
-        strategy_state = contents.saved_state_of(self.model)
+        strategy_state = checkpoint.saved_state_of(self.model)
         # A call that all workers make, because they save after the same steps.
         strategy_state.synchronize()
         self._saved_step = self._step
@@ -182,27 +190,27 @@ class Resume(keras.callbacks.Callback):
         is_writer = agreement is None or agreement.is_chief
         of_workers, worker_arrays = strategy_state.collect_state(self.model)
         # Between epochs the metrics have no state.
-        metrics = contents.metrics_of(self.model) if self._epoch_step else []
+        metrics = checkpoint.metrics_of(self.model) if self._epoch_step else []
         with self.model.distribute_strategy.scope():
             # Each worker has a part of the counts, so all workers must read them together.
             is_ahead = strategy_state.is_chief_ahead
-            counts = [contents.count_of(metric, is_ahead) for metric in metrics if is_writer or not is_ahead]
+            counts = [checkpoint.count_of(metric, is_ahead) for metric in metrics if is_writer or not is_ahead]
             if not is_writer:
                 return
-            variables = contents.variables_of(self.model)
-            arrays = [*map(contents.to_save, variables), *counts, *worker_arrays]
+            variables = checkpoint.variables_of(self.model)
+            arrays = [*map(checkpoint.to_save, variables), *counts, *worker_arrays]
         state = {
             "place": dataclasses.asdict(self._expect_position().of(self._epoch, self._epoch_step)),
-            "variables": contents.described(variables),
-            "metrics": contents.described(metrics),
-            "optimizers": contents.built_of(self.model),
+            "variables": checkpoint.described(variables),
+            "metrics": checkpoint.described(metrics),
+            "optimizers": checkpoint.built_of(self.model),
             "policies": strategy_state.state(),
             "workers": of_workers,
             # Number of epochs of a `fit` that has ended, by itself or stopped early.
             "ended": self.params["epochs"] if is_end else None,
             "keras": keras.__version__,
         }
-        with saves.announced(self.model.distribute_strategy, self._path):
+        with fit.announced_save(self.model.distribute_strategy, self._path):
             self._checkpoints.save(Checkpoint(self._step, state, tuple(arrays)))
 
     def _leave(self) -> None:
@@ -212,7 +220,7 @@ class Resume(keras.callbacks.Callback):
         name = signal.Signals(self._signals.received).name if self._signals.received else "another worker's signal"
         self._announce(f"{name}: step {self._step} is saved in {self._path}; ending with code {TRY_AGAIN_EXIT_CODE}")
         self._close()
-        distribution = contents.distribution_of(self.model)
+        distribution = checkpoint.distribution_of(self.model)
         if distribution is not None and distribution.serving is not None:
             distribution.serving.is_abandoned = True
         if self._agreement() is not None:
@@ -242,13 +250,13 @@ class Resume(keras.callbacks.Callback):
         if found is None:
             return False
         state = found["state"]
-        contents.build(self.model, state["optimizers"], self._expect_position().element_spec)
-        variables, metrics = contents.variables_of(self.model), contents.metrics_of(self.model)
-        check_same(state["variables"], contents.described(variables), self._path)
+        checkpoint.build(self.model, state["optimizers"], self._expect_position().element_spec)
+        variables, metrics = checkpoint.variables_of(self.model), checkpoint.metrics_of(self.model)
+        check_same(state["variables"], checkpoint.described(variables), self._path)
         arrays = newest.arrays if newest else ()
-        contents.assign(self.model, variables, arrays[: len(variables)], agreement)
+        checkpoint.assign(self.model, variables, arrays[: len(variables)], agreement)
         num_others = len(variables) + len(state["metrics"])
-        saved_state = contents.saved_state_of(self.model)
+        saved_state = checkpoint.saved_state_of(self.model)
         for name in saved_state.distribute_state(self.model, state.get("workers"), arrays[num_others:]):
             self._announce(f"the checkpoint has state of {name}, which this strategy is without; it is left out")
         place = Place(**state["place"])
@@ -257,10 +265,10 @@ class Resume(keras.callbacks.Callback):
         if place.step:
             # Metrics that are created in the first step don't exist yet.
             self._metrics = list(arrays[len(variables) : num_others])
-            if [kind for _, *kind in state["metrics"]] != [kind for _, *kind in contents.described(metrics)]:
+            if [kind for _, *kind in state["metrics"]] != [kind for _, *kind in checkpoint.described(metrics)]:
                 self._metrics = None
                 self._announce("the metrics of this epoch count from here on: before its first step there are none")
-        contents.saved_state_of(self.model).restore(state["policies"], bool(place.step))
+        checkpoint.saved_state_of(self.model).restore(state["policies"], bool(place.step))
         self._expect_position().go_to(place)
         self._step, self._epoch, self._epoch_step = found["step"], place.epoch, place.step
         return True
@@ -271,19 +279,19 @@ class Resume(keras.callbacks.Callback):
         Keras takes the logs from the epoch's last step, which was made before the interruption.
         """
         model = self.model
-        logs_of = epoch_logs.of(model)
+        logs_of = fit.epoch_logs_of(model)
 
         def logs_of_epoch(logs: Any) -> Any:
             # Another callback may have wrapped the method since.
-            epoch_logs.remove(model, logs_of_epoch)
+            fit.remove_logs(model, logs_of_epoch)
             return logs_of(logs or model.get_metrics_result())
 
-        epoch_logs.put(model, logs_of_epoch)
+        fit.put_logs(model, logs_of_epoch)
 
     # Other workers.
 
     def _agreement(self) -> Any:
-        distribution = contents.distribution_of(self.model)
+        distribution = checkpoint.distribution_of(self.model)
         return distribution and distribution.agreement
 
     def _meet_others(self) -> preemption.Alone:
@@ -315,4 +323,4 @@ def _exit_now() -> None:
 
 
 def _say(line: str) -> None:
-    messages.say(f"tfdist: {line}")
+    messages.say(line)

@@ -10,20 +10,105 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
+import math
 import os
 import pathlib
 import re
 import shutil
 import zipfile
 import zlib
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import IO, Any
 
+import keras
 import numpy as np
+import tensorflow as tf
 
-from tfdist.resume import array_files
-from tfdist.resume.array_files import Rows
+from tfdist.compat import calls
+from tfdist.compat.keras import fit, models, optimizers
+from tfdist.compat.keras.optimizers import optimizers_of
+from tfdist.compat.tensorflow import variables
+from tfdist.data import progress
+from tfdist.policies.saved_state import SavedState
+from tfdist.runtime import messages, row_blocks
+from tfdist.step import copies, one_replica
+
+# Files of NumPy arrays (`.npz`), of which those of tables are written and read a block of rows at a time.
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """An array that is read by rows, because this process has no room for it.
+
+    Attributes:
+      shape: of the whole.
+      dtype: of the elements.
+      blocks: yields blocks of consecutive rows, all of which together are the array.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    blocks: Callable[[], Iterator[np.ndarray]]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """Reads all of it."""
+        del copy  # A copy each time.
+        whole, first = np.empty(self.shape, self.dtype), 0
+        for block in self.blocks():
+            whole[first : first + len(block)] = block
+            first += len(block)
+        return whole.astype(dtype or self.dtype, copy=False)
+
+
+def write(file: IO[bytes], arrays: Sequence[np.ndarray | Rows]) -> None:
+    """Writes what `np.savez` would write of the arrays by their numbers, which `np.load` reads."""
+    with zipfile.ZipFile(file, "w") as archive:
+        for index, array in enumerate(arrays):
+            with archive.open(f"{index}.npy", "w", force_zip64=True) as member:
+                if isinstance(array, Rows):
+                    descr = np.lib.format.dtype_to_descr(array.dtype)
+                    header = {"descr": descr, "fortran_order": False, "shape": tuple(array.shape)}
+                    np.lib.format.write_array_header_1_0(member, header)
+                    for block in array.blocks():
+                        member.write(np.ascontiguousarray(block).view(np.uint8).data)
+                else:
+                    np.lib.format.write_array(member, np.asanyarray(array), allow_pickle=False)
+
+
+def read(path: pathlib.Path, count: int, by_rows: Collection[int]) -> tuple[np.ndarray | Rows, ...]:
+    """Reads arrays 0 to count - 1; those with a number in `by_rows` are looked through, and read when needed.
+
+    Raises:
+      ValueError: or another error that damaged files raise.
+    """
+    with np.load(path, allow_pickle=False) as arrays:
+        return tuple(_rows(path, index) if index in by_rows else arrays[str(index)] for index in range(count))
+
+
+def _rows(path: pathlib.Path, index: int) -> Rows:
+    with zipfile.ZipFile(path) as archive, archive.open(f"{index}.npy") as member:
+        shape, dtype = _header(member)
+        # To the end, where the check sum is compared.
+        while member.read(1 << 20):
+            pass
+
+    def blocks() -> Iterator[np.ndarray]:
+        with zipfile.ZipFile(path) as archive, archive.open(f"{index}.npy") as member:
+            _header(member)
+            for first, last in row_blocks.ranges(shape, dtype.itemsize):
+                size = (last - first) * math.prod(shape[1:]) * dtype.itemsize
+                yield np.frombuffer(member.read(size), dtype).reshape(last - first, *shape[1:])
+
+    return Rows(shape, dtype, blocks)
+
+
+def _header(member: IO[bytes]) -> tuple[tuple[int, ...], np.dtype]:
+    np.lib.format.read_magic(member)
+    shape, _, dtype = np.lib.format.read_array_header_1_0(member)
+    return shape, dtype
+
 
 _NAME = re.compile(r"step-(\d{10,})")
 _WRITING = ".writing-"
@@ -77,7 +162,7 @@ class CheckpointDirectory:
         unfinished = self._path / f"{_WRITING}{name}"
         unfinished.mkdir()
         with (unfinished / _VARIABLES).open("wb") as file:
-            array_files.write(file, checkpoint.arrays)
+            write(file, checkpoint.arrays)
             _sync(file.fileno())
         with (unfinished / _STATE).open("w", encoding="utf-8") as file:
             by_rows = [index for index, array in enumerate(checkpoint.arrays) if isinstance(array, Rows)]
@@ -152,7 +237,7 @@ def _kind(kind: Sequence[Any]) -> str:
 def _read(folder: pathlib.Path) -> Checkpoint:
     found = json.loads((folder / _STATE).read_text(encoding="utf-8"))
     # Checkpoints of tfdist 0.1 don't have "by_rows".
-    arrays = array_files.read(folder / _VARIABLES, found["arrays"], found.get("by_rows", ()))
+    arrays = read(folder / _VARIABLES, found["arrays"], found.get("by_rows", ()))
     return Checkpoint(found["step"], found["state"], arrays)
 
 
@@ -168,3 +253,295 @@ def _sync_directory(path: pathlib.Path) -> None:
             _sync(descriptor)
         finally:
             os.close(descriptor)
+
+
+# Variables of a model that are in a checkpoint: their list, their values, and how these are assigned again.
+
+
+def built_of(model: keras.Model) -> list[list[int] | None]:
+    """Returns, for each optimizer, the indices of its variables in `model.trainable_variables`; None if not built."""
+    numbers = {id(variable): index for index, variable in enumerate(model.trainable_variables)}
+    return [
+        [numbers[id(variable)] for variable in optimizers.trained_by(optimizer) if id(variable) in numbers]
+        if optimizer.built
+        else None
+        for optimizer in optimizers_of(model)
+    ]
+
+
+def variables_of(model: keras.Model) -> list[Any]:
+    """Returns the variables of the model, its optimizers and policies, without metrics, in the same order each run."""
+    metrics = {id(variable) for variable in metrics_of(model)}
+    found = [*one_replica.variables_of(model), *saved_state_of(model).variables(model)]
+    return [variable for variable in found if id(variable) not in metrics]
+
+
+def metrics_of(model: keras.Model) -> list[Any]:
+    """Returns the variables of the model's metrics, each once."""
+    found = [*model.metrics_variables, *(variable for metric in model.metrics for variable in metric.variables)]
+    return list({id(variable): variable for variable in found}.values())
+
+
+def described(variables: Sequence[Any]) -> list[list[Any]]:
+    """Returns [path, shape, dtype] of each variable, as JSON data."""
+    return [[variable.path, list(variable.shape), str(variable.dtype)] for variable in variables]
+
+
+def to_array(variable: Any) -> np.ndarray:
+    """Returns the variable's value, with its shape and dtype."""
+    return np.asarray(tf.convert_to_tensor(variable.value))
+
+
+def to_save(variable: Any) -> np.ndarray | Rows:
+    """Returns the variable's value; that of a table in shards is read from its servers as it is written."""
+    table = _in_shards(variable)
+    if table is None:
+        return to_array(variable)
+    shape, dtype = tuple(table.shape), np.dtype(table.dtype.as_numpy_dtype)
+    return Rows(shape, dtype, lambda: (table.read_rows(*each) for each in row_blocks.ranges(shape, dtype.itemsize)))
+
+
+def assign(model: keras.Model, variables: Sequence[Any], arrays: Sequence[np.ndarray | Rows], agreement: Any) -> None:
+    """Assigns `arrays` to the variables, on all workers; the chief broadcasts its values."""
+    with model.distribute_strategy.scope():
+        if agreement is None or agreement.is_chief:
+            for variable, array in zip(variables, arrays, strict=True):
+                _assign(variable, array)
+        if agreement is not None:
+            model.distribute_strategy.distribution.broadcast(variables)
+
+
+def _assign(variable: Any, array: np.ndarray | Rows) -> None:
+    table = _in_shards(variable)
+    if table is not None and isinstance(array, Rows):
+        first = 0
+        for block in array.blocks():
+            table.write_rows(first, _as_kind(block, table.dtype.as_numpy_dtype))
+            first += len(block)
+    else:
+        whole = np.asarray(array)
+        variable.assign(_as_kind(whole, to_array(variable).dtype) if whole.dtype.kind == "V" else whole)
+
+
+def _as_kind(array: np.ndarray, kind: Any) -> np.ndarray:
+    # NumPy reads a dtype that it doesn't know, such as bfloat16, as raw bytes.
+    return array.view(kind) if array.dtype.kind == "V" else array
+
+
+def _in_shards(variable: Any) -> Any:
+    """Returns the TensorFlow variable if it is in shards, else None."""
+    found = variables.tf_variable(variable)
+    return found if hasattr(found, "read_rows") else None
+
+
+def count_of(metric: Any, is_ahead: bool) -> np.ndarray:
+    """Returns the value of a metric's variable over all replicas; of the first replica if `is_ahead` (warmup)."""
+    return np.asarray(tf.convert_to_tensor(copies.copies_of(metric)[0])) if is_ahead else to_array(metric)
+
+
+def assign_metrics(model: keras.Model, arrays: Sequence[np.ndarray], agreement: Any) -> None:
+    """Assigns restored values to the metrics. Replicas' counts are summed, so the first replica gets the whole sum."""
+    pairs = list(itertools.zip_longest(metrics_of(model), arrays))
+    is_first = agreement is None or agreement.is_chief
+    with model.distribute_strategy.scope():
+        for metric, array in pairs:
+            if copies.is_counter(metric):
+                for index, copy in enumerate(copies.copies_of(metric)):
+                    copy.assign(array if is_first and not index else tf.zeros_like(copy))
+    others = [(metric, array) for metric, array in pairs if not copies.is_counter(metric)]
+    assign(model, [metric for metric, _ in others], [array for _, array in others], agreement)
+
+
+def distribution_of(model: keras.Model) -> Any:
+    """Returns the `tfdist.strategies.distribution.Distribution` of the model's strategy; None if it is a stock one."""
+    return getattr(model.distribute_strategy, "distribution", None)
+
+
+def saved_state_of(model: keras.Model) -> SavedState:
+    """Returns the state that the model's strategy has to save; none if it is no strategy of tfdist."""
+    distribution = distribution_of(model)
+    return SavedState() if distribution is None else distribution.saved_state
+
+
+def build(model: keras.Model, optimizers: Sequence[Sequence[int] | None], element_spec: Any) -> None:
+    """Creates the variables for which a checkpoint has values, as the first step would.
+
+    Args:
+      model: the compiled model.
+      optimizers: result of `built_of` when the checkpoint was written.
+      element_spec: structure of `tf.TypeSpec`s of a batch.
+    """
+    with model.distribute_strategy.scope():
+        if not model.built:
+            _build_symbolically(model, element_spec)
+        for optimizer, indices in zip(optimizers_of(model), optimizers, strict=False):
+            if not optimizer.built and indices is not None:
+                optimizer.build([model.trainable_variables[index] for index in indices])
+        # For the metrics. Only with a built optimizer, because it would build the optimizer for all variables. A user's
+        # own train_step may need none of this, and the model may lack `call` or `compute_metrics`.
+        if model.optimizer.built:
+            with contextlib.suppress(Exception):
+                _build_symbolically(model, element_spec)
+
+
+def _build_symbolically(model: keras.Model, element_spec: Any) -> None:
+    # Keras represents None as an optional.
+    without = lambda spec: None if isinstance(spec, tf.OptionalSpec) else spec  # noqa: E731
+    models.build_by_keras(model, tf.nest.map_structure(without, element_spec))
+
+
+# Position of `fit` in its data: saved in a checkpoint, and restored.
+#
+# `fit` makes one iterator over the data for each epoch, and one more at the epoch's end that it discards. With
+# `steps_per_epoch` it continues one iterator over several epochs. A checkpoint has the number of iterators made, and
+# the number of batches taken from the last one. So deterministic data have the same order as in an uninterrupted run.
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A position between two steps of `fit`.
+
+    Attributes:
+      epoch: the epoch, counted from 0.
+      step: number of steps made in this epoch.
+      num_iterators: number of iterators made over the data.
+      batches: number of batches taken from the last iterator.
+      num_batches: number of batches in a pass over the data; None if unknown.
+    """
+
+    epoch: int
+    step: int
+    num_iterators: int
+    batches: int
+    num_batches: int | None
+
+
+class DataPosition:
+    """Tracks the position of one running `fit` in its data.
+
+    Args:
+      model: the model whose `fit` is running in this thread.
+
+    Raises:
+      RuntimeError: no `fit` of the model is running, or the loop of this version of Keras is not supported.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        self._model = model
+        self._epochs = _epoch_iterator(model)
+        # Number of iterators that `fit` has made, and number of those made before the interruption.
+        self._num_iterators = self._num_iterators_before = 0
+        # Data set of the next iterator, once, in place of the whole data set.
+        self._next: Any = None
+        self._first_epoch = fit.first_epoch_of(model)
+        self._epochs.replace_data(self._counting)
+
+    @property
+    def element_spec(self) -> Any:
+        """The structure of `tf.TypeSpec`s of a batch."""
+        return self._epochs.dataset.element_spec
+
+    def of(self, epoch: int, step: int) -> Place:
+        """Returns the position after so many steps of an epoch."""
+        epochs = self._epochs
+        # With steps_per_epoch `fit` continues the same iterator; else each epoch begins with a new one.
+        is_between = not step and not epochs.goes_on
+        batches, passes = 0 if is_between else epochs.batches_taken, self._num_passes()
+        if not is_between and not batches and not hasattr(epochs.dataset, "passes"):
+            # The iterator to continue exists, but no batch was taken from it: `fit` will make it again.
+            passes -= 1
+        return Place(epoch, step, passes, batches, epochs.num_batches)
+
+    def _num_passes(self) -> int:
+        # Some data sets make their iterator at the first batch, and count the passes themselves.
+        made = getattr(self._epochs.dataset, "passes", self._num_iterators)
+        return self._num_iterators_before + made
+
+    @property
+    def is_at_end_of_epoch(self) -> bool:
+        """True if the last step is known to be the last one of its epoch."""
+        return self._epochs.is_at_end_of_epoch
+
+    def go_to(self, place: Place) -> None:
+        """Makes `fit`, which is about to begin, begin at this position.
+
+        Raises:
+          ValueError: the data have another length than in the checkpoint.
+        """
+        self._check_length(place)
+        self._epochs.num_batches = place.num_batches
+        fit.begin_with_epoch(self._model, place.epoch)
+        is_between = not place.batches
+        before = place.num_iterators - (0 if is_between else 1) - self._num_passes()
+        rest = self._rest(max(0, before), place.batches)
+        self._num_iterators_before += place.num_iterators - self._num_passes()
+        if is_between:
+            return
+        # The iterator to continue is among these.
+        self._num_iterators -= 1
+        if place.step:
+            self._epochs.begin_within_epoch(place.step, place.batches, lambda: self._take_next_from(rest))
+        else:
+            # With steps_per_epoch: a new epoch continues an iterator.
+            self._take_next_from(rest)
+            self._epochs.continue_epochs(place.batches)
+
+    def began(self) -> None:
+        """Restores the model's initial epoch for a later `fit`, once this one has begun its first epoch."""
+        fit.begin_with_epoch(self._model, self._first_epoch)
+
+    def _check_length(self, place: Place) -> None:
+        known = self._epochs.num_batches_given
+        if known and place.num_batches and known != place.num_batches:
+            raise ValueError(
+                f"Resume(directory): the checkpoint is of a fit over {place.num_batches} batches per pass; give the "
+                f"same data and batch size, or another directory. Received: {known} batches"
+            )
+
+    def _rest(self, passes: int, batches: int) -> Any:
+        restart = progress.restart_of(self._epochs.dataset)
+        if restart is not None:
+            return restart.after(passes, batches)
+        if batches:
+            messages.say(
+                f"a {type(self._epochs.dataset).__name__} of the user's own can't be begun in the "
+                "middle; the rest of the epoch is made from its first batches"
+            )
+        return self._epochs.dataset
+
+    def _take_next_from(self, rest: Any) -> None:
+        self._next = rest
+
+    def _counting(self, data: Callable[[], Any]) -> Callable[[], Any]:
+        def data_of_next() -> Any:
+            self._num_iterators += 1
+            rest, self._next = self._next, None
+            return data() if rest is None else rest
+
+        return data_of_next
+
+
+def put_last(model: keras.Model, callback: keras.callbacks.Callback) -> None:
+    """Moves the callback to the end of the running `fit`'s callbacks, from the next call on."""
+    fit = calls.fit_of(model)
+    callbacks = None if fit is None else fit.callbacks
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        # A new list, because Keras is iterating over the present one.
+        callbacks.callbacks = [*(each for each in callbacks.callbacks if each is not callback), callback]
+
+
+def is_fitting(model: keras.Model, callback: keras.callbacks.Callback) -> bool:
+    """Returns True if this thread is in a `fit` of this model with this callback."""
+    fit = calls.fit_of(model)
+    callbacks = None if fit is None else fit.callbacks
+    return any(each is callback for each in keras.tree.flatten(getattr(callbacks, "callbacks", callbacks)))
+
+
+def _epoch_iterator(model: keras.Model) -> fit.EpochIterator:
+    found = fit.EpochIterator.of(model)
+    if found is not None:
+        return found
+    raise RuntimeError(
+        f"Resume needs a running fit of the model whose loop it knows; its loop has changed with Keras "
+        f"{keras.__version__}, or on_train_begin was called by something else. Received: {model.name!r}"
+    )

@@ -3,7 +3,7 @@
 
 A host that loses power or its network closes no connection. A call that waits for its answer has nothing left to send,
 so TCP never notices. TensorFlow's gRPC sends no keepalive, so the chief would wait forever. gRPC's own pings are no
-remedy, because a gRPC server refuses a client that pings while a long step runs.
+remedy: a gRPC server refuses a client that pings while a long step runs.
 
 Instead, the kernel probes each connection to another task (tcp(7): SO_KEEPALIVE, TCP_USER_TIMEOUT), even while
 TensorFlow holds Python's lock. The peer's kernel answers, also for a process that is slow or stopped (SIGSTOP). So a
@@ -85,7 +85,7 @@ class Keepalive:
 
     def _run(self) -> None:
         while not self._ended.is_set():
-            # Where no descriptor is left, the next look may find one.
+            # If no descriptor is left, the next look may find one.
             with contextlib.suppress(OSError):
                 self.check()
             self._ended.wait(_LOOK_EVERY_SECS)

@@ -26,8 +26,8 @@ def described(servers: Mapping[int, str], is_suspected: bool = False) -> str | N
 
     Args:
       servers: the address of each, "host:port", by index.
-      is_suspected: True if a connection to one has ended; all that answer are then asked once more, after a second,
-        because a process that ends closes its connections and its port one after the other.
+      is_suspected: True if a connection to one has ended. Servers that answer are then tried once more, after a second:
+        a process that ends closes its connections and its port one after the other.
     """
     if not servers:
         return None
@@ -55,7 +55,7 @@ def _described(servers: Mapping[int, str]) -> str | None:
 
 
 def _is_lost(address: str) -> bool:
-    """Returns True if nobody accepts connections; False if it can't be said, as where a name is not resolved."""
+    """Returns True if no process accepts connections; False if it can't be said, as where a name is not resolved."""
     try:
         socket.create_connection(_addresses.split(address), timeout=_ANSWER_SECS).close()
     except (ConnectionRefusedError, TimeoutError):

@@ -10,9 +10,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from tfdist.runtime import quorum_messages as wire
 from tfdist.runtime import quorum_server
-from tfdist.runtime.quorum_messages import Act, Doing, Kind, ProtocolError, Report, Verdict
+from tfdist.runtime import quorum_server as wire
+from tfdist.runtime.quorum_server import Act, Doing, Kind, ProtocolError, Report, Verdict
 
 _CONNECT_SECS = 30.0
 _RETRY_SECS = 0.1

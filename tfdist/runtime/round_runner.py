@@ -49,7 +49,7 @@ class RoundRunner:
         names: Sequence[str],
         stall_timeout_secs: float,
         clock: Callable[[], float] = time.monotonic,
-        say: Callable[[str], object] = lambda text: messages.say(f"tfdist: {text}"),
+        say: Callable[[str], object] = messages.say,
     ) -> None:
         self._policy = policy
         self._names = list(names)
@@ -283,7 +283,7 @@ class RoundRunner:
             self._forget(replica)
 
     def _is_complete(self) -> bool:
-        return self._policy.update_due and all(replica in self._delivered for replica in self._policy.contributors)
+        return self._policy.update_due and self._delivered.keys() >= set(self._policy.contributors)
 
     def _forget(self, replica: int) -> None:
         self._accepted_at.pop(replica, None)

@@ -4,16 +4,46 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import pathlib
 import signal
+import sys
 import threading
 import time
 import types
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
-from tfdist.runtime import messages, thread_frames
+from tfdist.runtime import messages
+
+# The frames of all threads.
+#
+# CPython 3.11 collects garbage when `sys._current_frames` makes its dictionary, while it holds the lock on the list of
+# threads. A collected object may wait for Python's lock, as TensorFlow's do when they are freed. The thread that holds
+# this lock may be starting a thread, and wait for the list. Neither ever goes on. So nothing is collected meanwhile.
+
+
+_lock = threading.Lock()
+
+
+def by_thread() -> dict[int, FrameType]:
+    """Returns the innermost frame of each thread, by the thread's identity."""
+    with _lock:
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames()
+        finally:
+            if was_enabled:
+                gc.enable()
+
+
+def of(thread: threading.Thread) -> FrameType | None:
+    """Returns the innermost frame of a thread; None if it does not run."""
+    return by_thread().get(thread.ident or 0)
+
 
 _JOIN_SECS = 2.0
 
@@ -134,7 +164,7 @@ class BlockedCall:
         return None if self._last is None else self._last[0]
 
     def _blocked_frame(self) -> types.FrameType | None:
-        frames = thread_frames.by_thread()
+        frames = by_thread()
         frame = frames.get(self._thread_id or 0)
         if frame is None or any(part in frame.f_code.co_filename for part in self._RUNTIME):
             return frame
@@ -230,7 +260,7 @@ class InterruptEscape:
     def _watch(self, read: int) -> None:
         while signals := os.read(read, 64):
             if signal.SIGINT in signals and not self._delivered.wait(self._grace_secs):
-                messages.say(f"tfdist: interrupted while waiting for {self._describe()}")
+                messages.say(f"interrupted while waiting for {self._describe()}")
                 os._exit(130)
             self._delivered.clear()
         os.close(read)

@@ -6,13 +6,178 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import pathlib
 import resource
+import socket
+import struct
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
-from tfdist.runtime import memory, socket_bytes
+# Memory that processes of this machine may still take: of the machine, and within limits of control groups.
+
+
+_ROOT = pathlib.Path("/")
+# Limits above this are none: cgroup v1 has the largest multiple of a page for "max".
+_NO_LIMIT = 1 << 60
+
+
+class Room(NamedTuple):
+    """Memory that several processes may share.
+
+    Attributes:
+      key: the same for all processes that share it.
+      free_bytes: what they may still take, all together.
+      total_bytes: with what is taken.
+      name: in words.
+    """
+
+    key: str
+    free_bytes: int
+    total_bytes: int
+    name: str
+
+
+def rooms(root: pathlib.Path = _ROOT) -> list[Room]:
+    """Returns the memory of this machine, and that of each control group with a limit that this process is in.
+
+    Args:
+      root: directory with `proc` and `sys`.
+    """
+    try:
+        boot = (root / "proc/sys/kernel/random/boot_id").read_text().strip()
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        kilobytes = {line.split(":")[0]: int(line.split()[1]) for line in lines if len(line.split()) > 1}
+        machine = Room(boot, 1024 * kilobytes["MemAvailable"], 1024 * kilobytes["MemTotal"], "the machine")
+    except (OSError, ValueError, KeyError):
+        return []
+    return [machine, *_groups(root, boot)]
+
+
+def _groups(root: pathlib.Path, boot: str) -> Iterator[Room]:
+    try:
+        entries = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
+    except OSError:
+        return
+    for _, controllers, path in entries:
+        if not controllers:
+            mount, limit, used, prefix = root / "sys/fs/cgroup", "memory.max", "memory.current", ""
+        elif "memory" in controllers.split(","):
+            mount = root / "sys/fs/cgroup/memory"
+            limit, used, prefix = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
+        else:
+            continue
+        # Within a container the path may be that of the host; the container's own group is at the mount, then.
+        group = mount / path.lstrip("/")
+        for folder in dict.fromkeys([group, *group.parents]):
+            if not folder.is_relative_to(mount):
+                break
+            room = _group(folder, limit, used, prefix, boot)
+            if room is not None:
+                yield room
+
+
+def _group(folder: pathlib.Path, limit: str, used: str, prefix: str, boot: str) -> Room | None:
+    try:
+        most = int((folder / limit).read_text())
+        taken = int((folder / used).read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        # Containers of one machine have groups of the same name, which are different directories.
+        key = f"{boot}:{folder.stat().st_ino}:{folder}"
+    except (OSError, ValueError):  # There is no such group, or its limit is "max".
+        return None
+    if most >= _NO_LIMIT:
+        return None
+    # Pages of files are given up for others.
+    files = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("inactive", "active"))
+    free = max(0, most - taken + files)
+    return Room(key, free, most, f"the control group {folder}")
+
+
+# Bytes that this process has sent and received over TCP, as the kernel counts them for each socket. Linux only.
+#
+# A socket's counters vanish with the socket. So a `SocketBytes` remembers the last counters of each socket, and loses
+# only what a connection carried between its last sample and its end.
+
+
+_DIRECTORY = "/proc/self/fd"
+# Offsets in Linux' struct tcp_info: tcpi_bytes_acked and tcpi_bytes_received (4.1), tcpi_bytes_sent (4.19).
+_ACKED, _RECEIVED, _SENT, _SIZE = 120, 128, 200, 208
+
+
+class Bytes(NamedTuple):
+    """Payload of TCP: headers of TCP and IP are left out, retransmitted bytes are not."""
+
+    sent: int
+    received: int
+
+
+class SocketBytes:
+    """Adds up the bytes of all TCP sockets of this process. Any thread may call it.
+
+    Args:
+      from_now: False to count what the open sockets have carried before, too.
+    """
+
+    def __init__(self, from_now: bool = True) -> None:
+        self._lock = threading.Lock()
+        # By inode.
+        self._last: dict[str, Bytes] = {}
+        self._before = Bytes(0, 0)
+        self._closed = Bytes(0, 0)
+        if from_now:
+            self._before = self.sample()
+
+    def sample(self) -> Bytes:
+        """Returns the bytes so far, those of closed sockets as of their last sample included."""
+        with self._lock:
+            now = by_socket()
+            for inode, last in self._last.items():
+                current = now.get(inode)
+                # An inode may be used again, by a socket that begins at 0.
+                if current is None or current.sent < last.sent or current.received < last.received:
+                    self._closed = _plus(self._closed, last)
+            self._last = now
+            total = self._closed
+            for each in now.values():
+                total = _plus(total, each)
+            return Bytes(total.sent - self._before.sent, total.received - self._before.received)
+
+
+def by_this_process() -> int:
+    """Returns the bytes that the open TCP connections of this process have sent so far."""
+    return sum(each.sent for each in by_socket().values())
+
+
+def by_socket() -> dict[str, Bytes]:
+    """Returns the bytes of each open TCP socket of this process by its inode; {} where there is no /proc."""
+    found: dict[str, Bytes] = {}
+    try:
+        names = os.listdir(_DIRECTORY)  # noqa: PTH208 - called every few seconds, for hundreds of files
+    except OSError:
+        return found
+    for name in names:
+        try:
+            link = os.readlink(f"{_DIRECTORY}/{name}")  # noqa: PTH115
+            if not link.startswith("socket:") or link in found:
+                continue
+            # The family is not asked for: the option is, and other kinds of sockets don't have it.
+            with socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=os.dup(int(name))) as connection:
+                information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SIZE)
+        except OSError:
+            # Closed meanwhile, or of another kind.
+            continue
+        if len(information) >= _RECEIVED + 8:
+            sent = struct.unpack_from("Q", information, _SENT if len(information) >= _SIZE else _ACKED)[0]
+            found[link] = Bytes(sent, struct.unpack_from("Q", information, _RECEIVED)[0])
+    return found
+
+
+def _plus(first: Bytes, second: Bytes) -> Bytes:
+    return Bytes(first.sent + second.sent, first.received + second.received)
+
 
 # Request by which a server process is asked for its counters.
 USAGE_REQUEST = b'{"method": "usage"}'
@@ -34,7 +199,7 @@ class Usage:
       memory_bytes: resident memory; where there is no /proc, its highest value so far.
       started_at: Unix time at which the sampling began. A task that was started again has another one.
       restarts: number of times that a launcher has started the job, or this task, again.
-      rooms: memory that the process may still take, as `memory.rooms` returns it.
+      rooms: memory that the process may still take, as `rooms` returns it.
     """
 
     bytes_sent: int
@@ -43,7 +208,7 @@ class Usage:
     memory_bytes: int
     started_at: float
     restarts: int = 0
-    rooms: Sequence[memory.Room] = ()
+    rooms: Sequence[Room] = ()
 
     def after(self, former: Usage) -> Usage:
         """Returns these counters, of a task that was started again, and those of its former process together."""
@@ -63,7 +228,7 @@ class Usage:
     def from_json(text: str | bytes) -> Usage:
         """Parses the result of `to_json`."""
         *counters, rooms = json.loads(text)
-        return Usage(*counters, rooms=tuple(memory.Room(*each) for each in rooms))
+        return Usage(*counters, rooms=tuple(Room(*each) for each in rooms))
 
 
 class Sampler:
@@ -74,7 +239,7 @@ class Sampler:
     """
 
     def __init__(self, from_now: bool = True) -> None:
-        self._bytes = socket_bytes.SocketBytes(from_now)
+        self._bytes = SocketBytes(from_now)
         self._started_at = time.time()
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -83,7 +248,7 @@ class Sampler:
         """Returns the counters now."""
         sent, received = self._bytes.sample()
         counters = sent, received, time.process_time(), memory_bytes(), self._started_at, _restarts()
-        return Usage(*counters, rooms=tuple(memory.rooms()))
+        return Usage(*counters, rooms=tuple(rooms()))
 
     def start(self, every_secs: float = EVERY_SECS) -> Sampler:
         """Starts a thread that samples, so that sockets that are closed meanwhile are counted; may be called again."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
+import re
 from collections.abc import Mapping, Sequence
 
 # All workers must wait for so long, each in another call, before this counts as a deadlock.
@@ -17,6 +18,17 @@ PARTED_SECS = 5.0
 HAS_ENDED = "has ended"
 # A call that is known by no name.
 A_SUM = "a sum over all workers"
+_APART = "all workers wait, each in another call"
+# The message of `parted`, in that of another error.
+PARTED = re.compile(rf"{_APART}: [^\n\"\\]+")
+_SAME = "the same number of steps, and the same callbacks that stop training"
+# How a worker was lost whose connection is gone.
+LOST = (
+    "the connection to it is lost: its process was killed, or its machine has failed; look at its output and its "
+    "memory, and go on from a checkpoint with tfdist.callbacks.Resume"
+)
+# Parts of a call of Keras.
+STEP, OUTSIDE = "a step", "outside of its steps"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +43,7 @@ class State:
       blocked_secs: for how long it has waited for other workers without progress; 0 if it does not wait.
       log: its last numbered exchanges.
       ended: how its program has ended; "" if it has not.
+      part: of a collective, `STEP` or `OUTSIDE`: whether it is in a step of that call; "" if it is not known.
     """
 
     task: str
@@ -40,6 +53,7 @@ class State:
     blocked_secs: float = 0.0
     log: Mapping[int, str] = dataclasses.field(default_factory=dict)
     ended: str = ""
+    part: str = ""
 
     @property
     def place(self) -> tuple[int, str]:
@@ -50,6 +64,11 @@ class State:
     def doing(self) -> str:
         """Its call, for messages."""
         return f"{self.call} ({self.what})" if self.call and self.what else self.call or self.what
+
+    @property
+    def doing_in_part(self) -> str:
+        """Its call with the part of it, for messages."""
+        return f"{self.call} ({self.part})" if self.call and self.part and not self.what else self.doing
 
     def to_json(self) -> str:
         """Returns the state as text, without the task's name."""
@@ -74,9 +93,22 @@ def verdict(own: State, others: Sequence[State], awaited: Sequence[str]) -> str 
     if ended:
         return _of_ended(own, ended)
     states = [own, *others]
-    if any(state.blocked_secs < PARTED_SECS for state in states) or len({state.place for state in states}) == 1:
+    if any(state.blocked_secs < PARTED_SECS for state in states) or _are_together(states):
         return None
     return _of_parted(states)
+
+
+def _are_together(states: Sequence[State]) -> bool:
+    parts = {state.part for state in states}
+    return len({state.place for state in states}) == 1 and (len(parts) == 1 or "" in parts or bool(states[0].what))
+
+
+def mismatch(own: State) -> str:
+    """Returns the message for a collective for which another worker came with another one."""
+    return (
+        f"{own.doing or A_SUM} on {own.task}: the workers came to different collectives at the same time; every worker "
+        "must make the same models, variables and calls, in the same order: remove the `if` around what only some do"
+    )
 
 
 def never(own: State, reasons: Mapping[str, str]) -> str:
@@ -97,7 +129,9 @@ def _of_ended(own: State, ended: Sequence[State]) -> str:
 
 
 def _of_parted(states: Sequence[State]) -> str:
-    """Message for workers that wait in different calls: by their first exchange that differs, if one does."""
+    """Message for workers that wait in different calls, or parts of one: by their first exchange that differs."""
+    if len({state.place for state in states}) == 1:
+        return parted({state.task: state.doing_in_part for state in states})
     common = set.intersection(*(set(state.log) for state in states))
     differing = [number for number in sorted(common) if len({state.log[number] for state in states}) > 1]
     if differing:
@@ -113,9 +147,11 @@ def parted(calls: Mapping[str, str]) -> str:
     shown = ", and ".join(f"{' and '.join(tasks)} in {call}" for call, tasks in groups.items())
     # Most often one worker alone makes a call, and seldom it is fit.
     fewest = min(groups, key=lambda call: (len(groups[call]), call.startswith("model.fit")))
-    return f"all workers wait, each in another call: {shown}; {_remedy(fewest.partition(' (')[0])}"
+    is_same = len({call.partition(" (")[0] for call in groups}) == 1
+    remedy = f"give all workers {_SAME}" if is_same else _remedy(fewest.partition(" (")[0])
+    return f"{_APART}: {shown}; {remedy}"
 
 
 def _remedy(call: str) -> str:
     needed = "take part" if call == A_SUM else f"have {call}" if call.startswith("the callback") else f"call {call}"
-    return f"every worker must {needed}: remove the `if` around it, and give all workers the same number of steps"
+    return f"every worker must {needed}: remove the `if` around it, and give all workers {_SAME}"

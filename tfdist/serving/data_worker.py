@@ -17,8 +17,8 @@ import threading
 from collections.abc import Iterator
 
 from tfdist.cluster import Cluster, data_service_address
-from tfdist.compat import bare_servers
-from tfdist.launchers import interpreter
+from tfdist.compat.tensorflow import servers
+from tfdist.launchers import processes
 from tfdist.launchers.processes import Process, Supervisor
 from tfdist.runtime import allocator, messages, rendezvous
 
@@ -59,7 +59,7 @@ class _RestartingWorker:
     def __init__(self, task: str, dispatcher: str, host: str) -> None:
         self._task = task
         self._dispatcher = dispatcher
-        self._command = interpreter.module_command("tfdist.serving.data_worker", dispatcher, host)
+        self._command = processes.module_command("tfdist.serving.data_worker", dispatcher, host)
         self._supervisor = Supervisor()
         self._lock = threading.Lock()
         self._stopped = threading.Event()
@@ -74,7 +74,7 @@ class _RestartingWorker:
                 child = self._start()
             except OSError as error:
                 failures += 1
-                messages.say(f"tfdist: the data worker of {self._task} can't be started: {error}")
+                messages.say(f"the data worker of {self._task} can't be started: {error}")
                 continue
             if child is None:
                 return
@@ -82,7 +82,7 @@ class _RestartingWorker:
             failures = failures + 1 if child.ran_secs < _STABLE_SECS else 1
             if not self._stopped.is_set():
                 tail = " | ".join(child.tail[-3:])
-                messages.say(f"tfdist: the data worker of {self._task} ended with code {code}. {tail}".rstrip())
+                messages.say(f"the data worker of {self._task} ended with code {code}. {tail}".rstrip())
 
     def stop(self) -> None:
         """Ends the data worker, and starts no other."""
@@ -106,8 +106,8 @@ def _pause_secs(failures: int) -> float:
 def main(dispatcher: str, host: str) -> None:
     """Runs a data worker in this process until a signal ends it."""
     allocator.keep_freed_memory(few_arenas=True)
-    bare_servers.skip_package_init()
-    bare_servers.run_data_worker(dispatcher, host)
+    servers.skip_package_init()
+    servers.run_data_worker(dispatcher, host)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import contextlib
 import os
 import sys
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -22,18 +23,88 @@ from tfdist.cluster import (
     Task,
     data_service_address,
 )
-from tfdist.data.data_service import DataService
-from tfdist.launchers import interpreter
+from tfdist.launchers import processes
 from tfdist.launchers.notices import GIVEN_UP, Reader
-from tfdist.launchers.ports import PortReservation
-from tfdist.launchers.processes import Process, Supervisor
+from tfdist.launchers.processes import PortReservation, Process, Supervisor
 from tfdist.launchers.replacements import Replacements
 from tfdist.launchers.requests import Restarts
 from tfdist.runtime import keepalive, messages, rendezvous
-from tfdist.serving import logical_cpus
-from tfdist.serving.task import done_mark, serve
+from tfdist.serving.task import VARIABLE, done_mark, serve
 
-__all__ = ["Attachment", "EmbeddedCluster", "attach", "check_sizes", "cluster_of", "serve"]
+# Starts the servers of the tf.data service that prepare batches for `data_sharding="dynamic"`.
+#
+# A client of the service retries a dead producer without end, because it might be restarted; and what a dead
+# producer had taken on is lost with it. So finite data are prepared here, in the chief's process. A pass then loses at
+# most the batches that a lost worker had fetched, and it always ends. Endless data have no end to wait
+# for, and those that remain go on producing: the workers prepare them together, where they know of a dispatcher.
+
+
+# gRPC takes it instead of `no_proxy`; read when a connection is made.
+_NO_PROXY = "no_grpc_proxy"
+
+
+class DataService:
+    """The chief's part: dispatchers, and a producer of its own; each is started when it is first needed.
+
+    Args:
+      host: The name under which the workers reach this process.
+      shared: "host:port" of the dispatcher that the workers look for, if they do.
+    """
+
+    def __init__(self, host: str, shared: str | None):
+        self._host = host
+        self._shared = shared
+        self._dispatcher: tf.data.experimental.service.DispatchServer | None = None
+        # The servers run for the lifetime of these objects.
+        self._own: tuple[str, list[Any]] | None = None
+
+    def prepare(self) -> None:
+        """Starts the dispatcher that the workers look for."""
+        if self._shared is not None and self._dispatcher is None:
+            service = tf.data.experimental.service
+            port = int(self._shared.rpartition(":")[2])
+            self._dispatcher = service.DispatchServer(service.DispatcherConfig(port=port))
+
+    def close(self) -> None:
+        """Ends the servers; may be called again."""
+        self._dispatcher = self._own = None
+
+    def address(self, endless: bool) -> str:
+        """The dispatcher for data that are `endless` or not, "grpc://host:port"."""
+        if endless and self._shared is not None:
+            self.prepare()
+            return f"grpc://{self._shared}"
+        if self._own is None:
+            self._own = self._start_own()
+        return self._own[0]
+
+    def _start_own(self) -> tuple[str, list[Any]]:
+        service = tf.data.experimental.service
+        dispatcher = service.DispatchServer(service.DispatcherConfig(port=0))
+        port = dispatcher.target.rpartition(":")[2]
+        # `WorkerServer` holds Python's lock until the dispatcher has registered it, without a time limit. So it gets
+        # the one address that this process certainly reaches: its own name may be known to the other tasks only.
+        near = f"127.0.0.1:{port}"
+        config = service.WorkerConfig(dispatcher_address=near, worker_address=f"{self._host}:%port%", port=0)
+        with _no_proxy_to("127.0.0.1"):
+            return f"grpc://{self._host}:{port}", [dispatcher, service.WorkerServer(config)]
+
+
+@contextlib.contextmanager
+def _no_proxy_to(host: str) -> Iterator[None]:
+    """Exempts a host from `http_proxy` within this block, so that gRPC connects to it directly."""
+    before = os.environ.get(_NO_PROXY)
+    os.environ[_NO_PROXY] = ",".join(filter(None, [before or os.environ.get("no_proxy"), host]))
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_NO_PROXY]
+        else:
+            os.environ[_NO_PROXY] = before
+
+
+__all__ = ["Attachment", "DataService", "EmbeddedCluster", "attach", "check_sizes", "cluster_of", "serve"]
 
 # A server process starts within a few seconds.
 _RESTARTS = Restarts(settled_secs=10.0)
@@ -175,7 +246,7 @@ def _follow_notices(reader: Reader, watched: keepalive.Keepalive, ended: threadi
         for line in reader.new_lines():
             if line.startswith(GIVEN_UP):
                 task = line.removeprefix(GIVEN_UP)
-                messages.say(f"tfdist: the launcher has given up {task}; going on without it")
+                messages.say(f"the launcher has given up {task}; going on without it")
                 watched.end(task)
 
 
@@ -264,10 +335,10 @@ class EmbeddedCluster:
         env.pop(DATA_SERVICE_VARIABLE, None)
         if self.data_service is not None:
             env[DATA_SERVICE_VARIABLE] = self.data_service
-        env[logical_cpus.VARIABLE] = str(self._num_cpus if task.type == "worker" else 1)
+        env[VARIABLE] = str(self._num_cpus if task.type == "worker" else 1)
         if task.type == "ps":
             env["CUDA_VISIBLE_DEVICES"] = ""
-        return self._supervisor.start(str(task), interpreter.module_command("tfdist.serving.task"), env)
+        return self._supervisor.start(str(task), processes.module_command("tfdist.serving.task"), env)
 
     def _watch(self) -> None:
         replacements = Replacements(_RESTARTS)
@@ -282,7 +353,7 @@ class EmbeddedCluster:
                     self._processes[name] = self._start(_task(name))
                 except OSError as error:
                     replacements.failed(name, 0.0, least_secs=_RESTARTS.backoff_secs)
-                    messages.say(f"tfdist: {name} of the embedded cluster could not be started: {error}")
+                    messages.say(f"{name} of the embedded cluster could not be started: {error}")
             if ended:
                 ended.wait()
                 line = f"tfdist: {ended.name} ended with code {ended.returncode}{next_start}. {_tail(ended)}"

@@ -26,11 +26,111 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
-from tfdist.cluster import JOB_SECRET_VARIABLE, Cluster, Task
-from tfdist.compat import bare_servers
+from tfdist import _addresses
+from tfdist.cluster import JOB_SECRET_VARIABLE, Cluster, ClusterError, Task
+from tfdist.compat.tensorflow import servers
 from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE
-from tfdist.runtime import allocator, keepalive, messages, rendezvous
-from tfdist.serving import data_worker, logical_cpus, task_server
+from tfdist.runtime import allocator, cpus, keepalive, messages, rendezvous
+from tfdist.runtime.usage import USAGE_REQUEST, Sampler
+from tfdist.serving import data_worker
+
+# Number of logical CPUs of a worker's server, as whoever starts `python -m tfdist.serving.task` hands it over.
+
+
+# The environment variable with the number.
+VARIABLE = "TFDIST_LOGICAL_CPUS"
+
+
+def wanted() -> int:
+    """Returns the value of `VARIABLE`, or 1 if it is not set.
+
+    Raises:
+      ClusterError: the value is no integer of at least 1.
+    """
+    text = os.environ.get(VARIABLE, "1")
+    if not (text.isascii() and text.isdigit() and len(text) < 4 and int(text) > 0):
+        raise ClusterError(
+            f"{VARIABLE} must be an integer from 1 to 999: the number of logical CPUs of a worker's "
+            f"server; unset it for one. Received: {text!r}"
+        )
+    return int(text)
+
+
+# Starts the server of a task, with a number of threads for its operations.
+
+
+# TensorFlow's own variable for the number of threads of an operation.
+_THREADS_VARIABLE = "TF_NUM_INTRAOP_THREADS"
+
+
+def start(cluster: Cluster, num_cpus: int = 1) -> Any:
+    """Starts the server of this process' task; it lives as long as it is held, and then some.
+
+    Args:
+      cluster: the cluster, with this process' task.
+      num_cpus: number of logical CPUs of the server.
+    """
+    task = cluster.task
+    # Its thread ends with the process, which does nothing else.
+    functions = _Functions(str(task), Sampler(from_now=False).start())
+    return servers.start_server(cluster.jobs, task.type, task.index, _threads(cluster), functions, num_cpus)
+
+
+class _Functions:
+    """Answers requests for counters and codecs; imports codecs with the first one, because most clusters need none.
+
+    Args:
+      task: name of this process, such as "worker:0".
+      sampler: counters of this process.
+    """
+
+    def __init__(self, task: str, sampler: Sampler) -> None:
+        self._task = task
+        self._sampler = sampler
+        self._lock = threading.Lock()
+        self._server: Any = None
+
+    def __call__(self, *arguments: Any) -> Any:
+        """See `on_servers.Server`."""
+        if arguments and _is_usage_request(arguments[0]):
+            import numpy as np
+
+            return [np.frombuffer(self._sampler.sample().to_json().encode(), np.uint8).copy()]
+        with self._lock:
+            if self._server is None:
+                from tfdist.compression import on_servers
+
+                self._server = on_servers.Server(self._task)
+        return self._server(*arguments)
+
+
+def _is_usage_request(given: Any) -> bool:
+    # A scalar string comes as bytes, or in an array.
+    return getattr(given, "size", 1) == 1 and (given.item() if hasattr(given, "item") else given) == USAGE_REQUEST
+
+
+def threads_per_operation(cluster: Cluster, num_cpus: int) -> int:
+    """Returns the number of threads per operation of this process' task: workers of one host share its CPUs.
+
+    TensorFlow's default is one thread per CPU in each process, with which workers of one host wait for each other's
+    threads. Shares are rounded up. Tasks of other jobs don't count, because they are idle most of the time.
+
+    Args:
+      cluster: the cluster, with this process' task.
+      num_cpus: number of CPUs of this host.
+    """
+    host, _ = _addresses.key(cluster.address())
+    workers = [each for each in cluster.jobs.get("worker", {}).values() if _addresses.key(each)[0] == host]
+    return -(-num_cpus // max(1, len(workers)))
+
+
+def _threads(cluster: Cluster) -> int:
+    """Returns the number of threads of an operation; 0 leaves the choice to TensorFlow."""
+    count = os.cpu_count() or 1
+    # A process that is bound to some of the CPUs has its share already.
+    is_bound = cpus.usable() < count
+    return 0 if is_bound or os.environ.get(_THREADS_VARIABLE) else threads_per_operation(cluster, count)
+
 
 _POLL_SECS = 0.5
 _CHIEF_LOST_SECS = 10.0
@@ -63,7 +163,7 @@ def _serve(cluster: Cluster, start_timeout_secs: float, num_cpus: int) -> int:
         try:
             prepare(mark.parent)
         except OSError as error:
-            messages.say(f"tfdist: {cluster.task}: {error}")
+            messages.say(f"{cluster.task}: {error}")
             return 1
     server = None
     try:
@@ -103,9 +203,9 @@ def _start_server(cluster: Cluster, num_cpus: int) -> Any:
     """Starts the server of this process' task; writes a line and returns None if its port is in use."""
     try:
         with rendezvous.naming_port(cluster):
-            return task_server.start(cluster, num_cpus)
+            return start(cluster, num_cpus)
     except OSError as error:
-        messages.say(f"tfdist: {error.strerror}")
+        messages.say(f"{error.strerror}")
         return None
 
 
@@ -147,14 +247,13 @@ def _await_chief(
             return TRY_AGAIN_EXIT_CODE
         elif seen and now - last_seen > _CHIEF_LOST_SECS:
             messages.say(
-                f"tfdist: {cluster.task}: the chief at {chief} has been gone for {_CHIEF_LOST_SECS:.0f} s; "
+                f"{cluster.task}: the chief at {chief} has been gone for {_CHIEF_LOST_SECS:.0f} s; "
                 f"ending with code {TRY_AGAIN_EXIT_CODE}"
             )
             return TRY_AGAIN_EXIT_CODE
         elif not seen and now - waiting_since > start_timeout_secs:
             messages.say(
-                f"tfdist: {cluster.task}: the chief at {chief} did not come up within "
-                f"start_timeout_secs={start_timeout_secs:g}"
+                f"{cluster.task}: the chief at {chief} did not come up within start_timeout_secs={start_timeout_secs:g}"
             )
             return 1
         if is_asked_to_end.is_set():
@@ -213,8 +312,8 @@ def _described(path: pathlib.Path) -> str:
 
 def main() -> int:
     """Serves the task in TF_CONFIG, in a process that does nothing else."""
-    bare_servers.skip_package_init()
-    return serve(Cluster.from_tf_config(), num_cpus=logical_cpus.wanted())
+    servers.skip_package_init()
+    return serve(Cluster.from_tf_config(), num_cpus=wanted())
 
 
 if __name__ == "__main__":

@@ -32,9 +32,8 @@ from tfdist.simulation.delay_distributions import (
     shifted_exponential,
     stalls,
 )
-from tfdist.simulation.gradient_records import GradientRecord, GradientRecords
 from tfdist.simulation.models import ClusterModel, CodecModel, Failure, ModelProfile, NetworkModel, SparseTable
-from tfdist.simulation.result import LinkUse, Result, Simulation
+from tfdist.simulation.result import GradientRecord, GradientRecords, LinkUse, Result, Simulation
 from tfdist.simulation.simulator import simulate, simulate_policy
 
 __all__ = [

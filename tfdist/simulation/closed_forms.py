@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exact expectations for independent replicas: arrivals of the k-th of n, time per update, best number of spares.
 
-The simulator agrees with them where they apply; `tfdist.simulation.collectives` has the costs of communication.
+The simulator agrees with them where they apply; `tfdist.simulation.links` has the costs of communication.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def expected_arrival(distribution: DelayDistribution, k: int, n: int) -> float:
 def best_spares(distribution: DelayDistribution, total_num_replicas: int, max_spares: int | None = None) -> int:
     """Returns the number of spares b that maximises N / E[X(N:n)], N = n - b: the most gradients per second.
 
-    This takes the number of updates that training needs to be proportional to 1 / N, as Chen et al. 2016 do (arXiv
-    1604.00981, section 3.2), and each update to be a fresh draw.
+    Two assumptions: training needs a number of updates proportional to 1 / N, as in Chen et al. 2016 (arXiv 1604.00981,
+    section 3.2), and each update is a fresh draw.
 
     Args:
       distribution: of each replica's time.

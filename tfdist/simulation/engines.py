@@ -18,7 +18,7 @@ from tfdist.policies import composition
 from tfdist.policies.asynchronous import Asynchronous
 from tfdist.policies.backup_workers import BackupWorkers
 from tfdist.policies.base import Aggregation
-from tfdist.simulation import collectives
+from tfdist.simulation import links
 from tfdist.simulation.event_loop import Costs
 from tfdist.simulation.links import FifoLink, Link
 from tfdist.simulation.models import ClusterModel, CodecModel, ModelProfile
@@ -167,7 +167,7 @@ class EngineModel:
         rows = self._model.sparse_gradient_bytes * self.devices_per_replica
         found = self._dense(size, participants, bandwidth, latency)
         if rows:
-            secs = collectives.ring_all_gather_secs(rows, participants, bandwidth, latency)
+            secs = links.ring_all_gather_secs(rows, participants, bandwidth, latency)
             found += Exchange(secs, (participants - 1) * rows)
         return found
 
@@ -176,10 +176,10 @@ class EngineModel:
             return Exchange(0.0, 0.0)
         size *= self._codec.ratio if self._codec else 1.0
         if self._codec and not self._codec.commutes_with_sum:
-            secs = collectives.ring_all_gather_secs(size, participants, bandwidth, latency)
+            secs = links.ring_all_gather_secs(size, participants, bandwidth, latency)
             decoding = participants * self._model.dense_bytes / self._codec.decode_bandwidth
             return Exchange(secs + decoding, (participants - 1) * size)
-        secs = collectives.ring_all_reduce_secs(size, participants, bandwidth, latency)
+        secs = links.ring_all_reduce_secs(size, participants, bandwidth, latency)
         return Exchange(secs, 2 * (participants - 1) / participants * size)
 
     def exposed_secs(self, participants: int) -> float:
@@ -205,14 +205,14 @@ class EngineModel:
     def _join_secs(self, participants: int) -> float:
         bandwidth, latency = self._collective_link()
         size = self._model.dense_bytes + self._model.optimizer_bytes
-        return collectives.broadcast_secs(size, participants, bandwidth, latency)
+        return links.broadcast_secs(size, participants, bandwidth, latency)
 
     # Within a replica.
 
     def _within_secs(self) -> float:
         """Time in which the devices of one worker sum their gradients."""
         network = self._network
-        return collectives.ring_all_reduce_secs(
+        return links.ring_all_reduce_secs(
             self._model.dense_bytes, self.devices_per_replica, network.within_bandwidth, network.within_latency_secs
         )
 
@@ -225,7 +225,7 @@ class EngineModel:
         return secs
 
 
-def check(strategy: str, cluster: ClusterModel) -> None:
+def check_simulable(strategy: str, cluster: ClusterModel) -> None:
     """Checks that a strategy can run on a cluster.
 
     Raises:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 
 from tfdist.policies import base
 from tfdist.policies.warmup import Warmup
-from tfdist.simulation import gradient_records
+from tfdist.simulation import result
 from tfdist.simulation.links import Link
 
 _ARRIVED, _COMPUTED, _APPLIED, _FAILED, _RETURNED = range(5)
@@ -108,7 +108,7 @@ class EventLoop:
         self.opened = array.array("d")
         self.taking_part = array.array("i")
         self.losses: list[tuple[float, int, bool]] = []
-        self.gradients = gradient_records.GradientRecords()
+        self.gradients = result.GradientRecords()
         self.held_secs = [0.0] * total
         self.busy_secs = 0.0
         self._policy = policy
@@ -239,7 +239,7 @@ class EventLoop:
             self._waiting[arrival.number] = gradient
             heapq.heappush(self._idle, (gradient, replica))
         else:
-            records.outcome[gradient] = gradient_records.DROPPED
+            records.outcome[gradient] = result.DROPPED
             records.staleness[gradient] = arrival.staleness
             self._arrival_drops += 1
             heapq.heappush(self._idle, (gradient, replica))
@@ -302,15 +302,15 @@ class EventLoop:
         records, waiting = self.gradients, self._waiting
         for number, staleness in zip(update.numbers, update.staleness, strict=True):
             gradient = waiting.pop(number)
-            records.outcome[gradient] = gradient_records.ACCEPTED
+            records.outcome[gradient] = result.ACCEPTED
             records.staleness[gradient] = staleness
             records.update[gradient] = update.step
         if self._is_synchronous:
             # A gradient that was accepted and isn't in the update was withdrawn with its replica.
-            self._end_waiting(list(waiting), gradient_records.LOST)
+            self._end_waiting(list(waiting), result.LOST)
         elif len(update.dropped) > self._arrival_drops:
             kept = set(self._policy.waiting)  # type: ignore[attr-defined]
-            self._end_waiting([number for number in waiting if number not in kept], gradient_records.DROPPED)
+            self._end_waiting([number for number in waiting if number not in kept], result.DROPPED)
         self._arrival_drops = 0
 
     def _end_waiting(self, numbers: list[int], outcome: int) -> None:
@@ -350,7 +350,7 @@ class EventLoop:
         self._policy.lost(replica, time)
         gradient = self._under_way[replica]
         if gradient >= 0:
-            self.gradients.outcome[gradient] = gradient_records.LOST
+            self.gradients.outcome[gradient] = result.LOST
             self.gradients.arrived[gradient] = time
             self._under_way[replica] = -1
             # Its step is given to another worker.

@@ -2,7 +2,7 @@
 """Models of a cluster, its network, and the trained model: the input of the simulator. All are checked when built.
 
 Bandwidths, sizes and times are numbers in bytes per second, bytes and seconds, or text such as "10Gbit", "100MB" and
-"50us" (see `tfdist.simulation.units`); the objects keep numbers.
+"50us" (see `tfdist.simulation.models`); the objects keep numbers.
 """
 
 from __future__ import annotations
@@ -13,8 +13,65 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from tfdist.simulation import units
 from tfdist.simulation.delay_distributions import DelayDistribution
+
+# Bandwidths, sizes and times as people write them: "10Gbit", "100MB", "50us".
+
+
+_TEXT = re.compile(r"\s*(\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*([A-Za-z/]*)\s*")
+_DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+_PREFIXES = {**_DECIMAL, **_BINARY}
+_BYTES = {f"{prefix}B": factor for prefix, factor in _PREFIXES.items()}
+_BITS = {f"{prefix}bit": factor / 8 for prefix, factor in _PREFIXES.items()}
+_RATES = {
+    **{f"{unit}{end}": factor for unit, factor in (*_BITS.items(), *_BYTES.items()) for end in ("", "/s")},
+    **{f"{prefix}b{end}": factor / 8 for prefix, factor in _DECIMAL.items() for end in ("/s", "ps")},
+}
+_SECS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def bytes_per_sec(value: object, name: str = "bandwidth") -> float:
+    """Returns a bandwidth in bytes per second: a number as it is, "10Gbit" and "10Gb/s" as bits, "1GB/s" as bytes.
+
+    Raises:
+      ValueError: the value is not greater than 0, or its unit is unknown.
+    """
+    return _number(value, name, _RATES, "10Gbit or 1GB/s", least=None)
+
+
+def num_bytes(value: object, name: str = "size") -> float:
+    """Returns a size in bytes: a number as it is, "100MB" as 1e8, "1GiB" as 2**30.
+
+    Raises:
+      ValueError: the value is negative, or its unit is unknown.
+    """
+    return _number(value, name, _BYTES, "100MB", least=0.0)
+
+
+def secs(value: object, name: str = "time") -> float:
+    """Returns a time in seconds: a number as it is, "50us" and "10ms" by their units.
+
+    Raises:
+      ValueError: the value is negative, or its unit is unknown.
+    """
+    return _number(value, name, _SECS, "50us or 0.1s", least=0.0)
+
+
+def _number(value: object, name: str, units: dict[str, float], example: str, least: float | None) -> float:
+    number, unit = value, ""
+    if isinstance(value, str):
+        match = _TEXT.fullmatch(value)
+        if match is None or (match[2] and match[2] not in units):
+            raise ValueError(f"{name} has no known unit; write it like {example}. Received: {value!r}")
+        number, unit = float(match[1]), match[2]
+    if not isinstance(number, int | float) or isinstance(number, bool) or math.isnan(number):
+        raise ValueError(f"{name} must be a number, or text like {example}. Received: {value!r}")
+    result = float(number) * (units[unit] if unit else 1.0)
+    if result < 0 or (least is None and result == 0):
+        raise ValueError(f"{name} must be {'greater than 0' if least is None else '0 or more'}. Received: {value!r}")
+    return result
+
 
 EVERY_WORKER = "*"
 _INDEX_BYTES = 8
@@ -50,9 +107,9 @@ class NetworkModel:
     def __post_init__(self) -> None:
         for name in ("bandwidth", "within_bandwidth", "server_bandwidth", "shared_bandwidth"):
             if getattr(self, name) is not None:
-                _set(self, name, units.bytes_per_sec(getattr(self, name), f"NetworkModel({name}=...)"))
+                _set(self, name, bytes_per_sec(getattr(self, name), f"NetworkModel({name}=...)"))
         for name in ("latency_secs", "within_latency_secs"):
-            _set(self, name, units.secs(getattr(self, name), f"NetworkModel({name}=...)"))
+            _set(self, name, secs(getattr(self, name), f"NetworkModel({name}=...)"))
         if self.queueing not in (None, "fair", "fifo"):
             raise ValueError(f'NetworkModel(queueing=...) must be "fair" or "fifo". Received: {self.queueing!r}')
 
@@ -72,10 +129,10 @@ class Failure:
     back_after_secs: Any = None
 
     def __post_init__(self) -> None:
-        _set(self, "secs", units.secs(self.secs, "Failure(secs=...)"))
+        _set(self, "secs", secs(self.secs, "Failure(secs=...)"))
         _check_count("Failure", "worker", self.worker, at_least=0)
         if self.back_after_secs is not None:
-            _set(self, "back_after_secs", units.secs(self.back_after_secs, "Failure(back_after_secs=...)"))
+            _set(self, "back_after_secs", secs(self.back_after_secs, "Failure(back_after_secs=...)"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,11 +190,11 @@ class ClusterModel:
                     f"Received: {failure!r}"
                 )
         if self.mean_secs_between_failures is not None:
-            between = units.secs(self.mean_secs_between_failures, "ClusterModel(mean_secs_between_failures=...)")
+            between = secs(self.mean_secs_between_failures, "ClusterModel(mean_secs_between_failures=...)")
             if between == 0:
                 raise ValueError("ClusterModel(mean_secs_between_failures=...) must be greater than 0. Received: 0")
             _set(self, "mean_secs_between_failures", between)
-        _set(self, "mean_secs_down", units.secs(self.mean_secs_down, "ClusterModel(mean_secs_down=...)"))
+        _set(self, "mean_secs_down", secs(self.mean_secs_down, "ClusterModel(mean_secs_down=...)"))
         if not isinstance(self.network, NetworkModel):
             raise ValueError(f"ClusterModel(network=...) must be a NetworkModel. Received: {self.network!r}")
 
@@ -193,7 +250,7 @@ class SparseTable:
             raise ValueError(
                 f"SparseTable(rows_touched=...) must be a number of at least 0. Received: {self.rows_touched!r}"
             )
-        _set(self, "row_bytes", units.num_bytes(self.row_bytes, "SparseTable(row_bytes=...)"))
+        _set(self, "row_bytes", num_bytes(self.row_bytes, "SparseTable(row_bytes=...)"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,8 +279,8 @@ class ModelProfile:
 
     def __post_init__(self) -> None:
         for name in ("dense_bytes", "optimizer_bytes"):
-            _set(self, name, units.num_bytes(getattr(self, name), f"ModelProfile({name}=...)"))
-        _set(self, "update_secs", units.secs(self.update_secs, "ModelProfile(update_secs=...)"))
+            _set(self, name, num_bytes(getattr(self, name), f"ModelProfile({name}=...)"))
+        _set(self, "update_secs", secs(self.update_secs, "ModelProfile(update_secs=...)"))
         _check_count("ModelProfile", "batch_size", self.batch_size, at_least=1)
         if not all(isinstance(table, SparseTable) for table in self.sparse_tables):
             raise ValueError(f"ModelProfile(sparse_tables=...) must be SparseTables. Received: {self.sparse_tables!r}")
@@ -238,10 +295,10 @@ class ModelProfile:
             table = {}
             for size, each in self.step_secs.items():
                 _check_count("ModelProfile", "step_secs", size, at_least=1)
-                table[size] = units.secs(each, f"ModelProfile(step_secs={{{size!r}: ...}})")
+                table[size] = secs(each, f"ModelProfile(step_secs={{{size!r}: ...}})")
             _set(self, "step_secs", dict(sorted(table.items())))
         elif self.step_secs is not None:
-            _set(self, "step_secs", units.secs(self.step_secs, "ModelProfile(step_secs=...)"))
+            _set(self, "step_secs", secs(self.step_secs, "ModelProfile(step_secs=...)"))
 
     @property
     def mean_step_secs(self) -> float | None:
@@ -285,7 +342,7 @@ class CodecModel:
             if not _is_number(getattr(self, name)) or not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"CodecModel({name}=...) must be a number above 0. Received: {getattr(self, name)!r}")
         for name in ("encode_bandwidth", "decode_bandwidth"):
-            _set(self, name, units.bytes_per_sec(getattr(self, name), f"CodecModel({name}=...)"))
+            _set(self, name, bytes_per_sec(getattr(self, name), f"CodecModel({name}=...)"))
 
 
 def worker_index(name: object, workers: int, argument: str) -> int | None:

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from tfdist.policies import base, composition
 from tfdist.policies.base import Policy
 from tfdist.policies.warmup import Warmup
-from tfdist.simulation import engines, gradient_records
+from tfdist.simulation import engines, result
 from tfdist.simulation.delay_distributions import DelayDistribution
 from tfdist.simulation.engines import EngineModel
 from tfdist.simulation.event_loop import Costs, EventLoop, Losses
@@ -26,7 +26,7 @@ def simulate(
     model: ModelProfile | None = None,
     *,
     strategy: str = engines.PARAMETER_SERVER,
-    policies: Sequence[Policy] = (),
+    policies: Iterable[Policy] | None = (),
     codec: CodecModel | None = None,
     num_updates: int = 100,
     steps_per_epoch: int = 0,
@@ -51,9 +51,9 @@ def simulate(
       policies: as for the strategy; new objects, which belong to no strategy yet.
       codec: cost of the codec; required with `tfdist.Compression`.
       num_updates: number of updates to simulate; with `ParameterAveraging` an update is one average.
-      steps_per_epoch: updates of an epoch; required with `Warmup(epochs=...)`. Asynchronous training without a policy
-        for gradients ends each epoch when its last gradient is applied, and then all workers begin the next one
-        together; without it the epoch has no end.
+      steps_per_epoch: updates of an epoch; required with `Warmup(epochs=...)`. Without a policy for gradients,
+        asynchronous training ends each epoch when its last gradient is applied. Then all workers begin the next epoch
+        together. Without this argument the epoch has no end.
       seed: seed of computing times and failures.
 
     Raises:
@@ -62,7 +62,7 @@ def simulate(
     """
     model = ModelProfile() if model is None else model
     _check(cluster, model, strategy, num_updates, steps_per_epoch)
-    composition.check(policies, strategy)
+    policies = composition.check(policies, strategy)
     given = tuple(map(repr, policies))
     replicas = cluster.devices_per_worker if strategy == engines.MIRRORED else cluster.workers
     composed = composition.compose(policies, strategy, replicas)
@@ -216,7 +216,7 @@ def _losses(cluster: ClusterModel, seed: int) -> Losses:
 def _check(cluster: ClusterModel, model: ModelProfile, strategy: str, num_updates: int, steps_per_epoch: int) -> None:
     if not isinstance(cluster, ClusterModel) or not isinstance(model, ModelProfile):
         raise ValueError(f"simulate takes a ClusterModel and a ModelProfile. Received: {cluster!r}, {model!r}")
-    engines.check(strategy, cluster)
+    engines.check_simulable(strategy, cluster)
     for name, value, least in (("num_updates", num_updates, 1), ("steps_per_epoch", steps_per_epoch, 0)):
         if not base.is_count(value, at_least=least):
             raise ValueError(f"simulate({name}=...) must be an integer of at least {least}. Received: {name}={value!r}")
@@ -271,7 +271,7 @@ def _result(
     )
 
 
-def _busy_secs(records: gradient_records.GradientRecords, until: float) -> tuple[float, float]:
+def _busy_secs(records: result.GradientRecords, until: float) -> tuple[float, float]:
     """Returns the seconds of all replicas together in which they computed, and in which they fetched or sent."""
     computing = transfer = 0.0
     for started, received, computed, arrived in zip(

@@ -9,8 +9,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.compat import loops, optimizer_variables
-from tfdist.compat.local_variable import LocalVariable
+from tfdist.compat.keras import optimizers
+from tfdist.compat.tensorflow import graphs
+from tfdist.compat.tensorflow.variables import LocalVariable
 from tfdist.step.recording import Recording
 
 
@@ -41,9 +42,7 @@ def capture(optimizer: Any, calls: list[Applied], scope: Recording) -> Callable[
 
     def apply(grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
         grads = list(grads)
-        variables = list(
-            optimizer_variables.trained_by(optimizer) if trainable_variables is None else trainable_variables
-        )
+        variables = list(optimizers.trained_by(optimizer) if trainable_variables is None else trainable_variables)
         if not optimizer.built:
             raise ValueError(
                 f"policies: the optimizer {optimizer.name!r} must have its variables before a step is traced; call "
@@ -64,7 +63,7 @@ def capture(optimizer: Any, calls: list[Applied], scope: Recording) -> Callable[
 
 def _keep(applied: Applied, gradients: Sequence[tuple[Any, Any]], scope: Recording) -> None:
     """Carries the gradients of an `apply` out of its conditional or function."""
-    if loops.in_loop():
+    if graphs.in_loop():
         raise ValueError(
             "policies: a train_step must not call optimizer.apply inside of a loop, because an update is made once per "
             "step; sum the gradients in the loop and call it afterwards. Received: optimizer "

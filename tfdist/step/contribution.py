@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfdist.compat import replica_parts
+from tfdist.compat.tensorflow import replicas
 
 
 class Contribution(NamedTuple):
@@ -110,7 +110,7 @@ def weigh(contribution: Contribution, weight: tf.Tensor, place: Sequence[Any]) -
 
 
 def _add_on(device: Any, parts: Sequence[Any]) -> Any:
-    with replica_parts.on(device):
+    with replicas.on_device(device):
         if not isinstance(parts[0], tf.IndexedSlices):
             return tf.add_n(parts)
         values = tf.concat([part.values for part in parts], 0)

@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat import autograph_rules, replicas
+from tfdist.compat.tensorflow import graphs, replicas
 from tfdist.data import splitting
 from tfdist.step import copies
 
@@ -172,7 +172,7 @@ def without_terms(step: Callable[..., Any], rows: Sequence[tf.Tensor]) -> Callab
     """
     if isinstance(step, tf.types.experimental.PolymorphicFunction):
         return step
-    step = autograph_rules.converted(step)
+    step = graphs.converted(step)
 
     def call(*args: Any) -> Any:
         context = tf.distribute.get_replica_context()

@@ -11,7 +11,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.compat import calls, distributed_data, flat_layers, own_attributes
+from tfdist.compat import calls, own_attributes
+from tfdist.compat.keras import models
+from tfdist.compat.tensorflow import inputs
 from tfdist.runtime import messages
 
 _TOLD = "_tfdist_told_of_states"
@@ -32,10 +34,10 @@ def check(strategy: tf.distribute.Strategy, dataset: Any, num_parts: int, keeps_
     call = calls.current()
     if call is None or not isinstance(dataset, tf.data.Dataset):
         return
-    fixed = {layer.name: size for layer in flat_layers.layers_of(call.model) if (size := _size(layer)) is not None}
+    fixed = {layer.name: size for layer in models.layers_of(call.model) if (size := _size(layer)) is not None}
     if not fixed:
         return
-    batch_size = distributed_data.batch_size(dataset)
+    batch_size = inputs.batch_size(dataset)
     for name, size in fixed.items():
         if batch_size is not None and batch_size != size * num_parts:
             part = f"{batch_size / num_parts:g}"
@@ -49,7 +51,7 @@ def check(strategy: tf.distribute.Strategy, dataset: Any, num_parts: int, keeps_
     if not keeps_states and (call.trains or num_parts == 1) and not own_attributes.of(call.model, _TOLD):
         own_attributes.put(call.model, _TOLD, True)
         messages.say(
-            f"tfdist: {type(strategy).__name__}: replicas share the states of stateful RNNs here, as means, so the "
+            f"{type(strategy).__name__}: replicas share the states of stateful RNNs here, as means, so the "
             "numbers differ from one device; MirroredStrategy and MultiWorkerMirroredStrategy without a policy keep a "
             f"state for each example. Received: layer {next(iter(fixed))!r}, model {call.model.name!r}"
         )

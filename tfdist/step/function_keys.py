@@ -108,7 +108,7 @@ class Traced:
         if code not in self._told:
             self._told.add(code)
             messages.say(
-                "tfdist: strategy.run is given a new function of the same code each time, and traces each, which takes "
+                "strategy.run is given a new function of the same code each time, and traces each, which takes "
                 f"long; define it once, outside of the loop. Received: {code.co_name}, {code.co_filename}, line "
                 f"{code.co_firstlineno}"
             )

@@ -19,7 +19,8 @@ from typing import Any
 
 import keras
 
-from tfdist.compat import compiled_losses, flat_layers, own_attributes, trainers
+from tfdist.compat import own_attributes
+from tfdist.compat.keras import models
 from tfdist.step import model_losses, used_objects
 
 # Attribute of strategies: True while `num_replicas_in_sync` is 1 on a replica.
@@ -36,16 +37,16 @@ def has_own_loss(step: Callable[..., Any]) -> bool:
       step: a bound `train_step` or `test_step`, or Keras' wrapper around it.
     """
     model: Any = getattr(step, "__self__", None)
-    if not trainers.is_trainer(model) or any(model_losses.is_sum(loss) for loss in compiled_losses.losses(model)):
+    if not models.is_trainer(model) or any(model_losses.is_sum(loss) for loss in models.compiled_losses(model)):
         return False
-    if not compiled_losses.losses(model) or any(_adds_losses(type(layer)) for layer in flat_layers.layers_of(model)):
+    if not models.compiled_losses(model) or any(_adds_losses(type(layer)) for layer in models.layers_of(model)):
         # Keras divides losses of `add_loss` once, and a Keras loss that a layer computes for `add_loss` a second time.
         return True
     names = (*_STEPS, "compute_loss")
     if any(getattr(type(model), name) is not getattr(keras.Model, name) for name in names):
         return True
     # An instance may have a step of its own.
-    losses = compiled_losses.losses(model)
+    losses = models.compiled_losses(model)
     return any(name in vars(model) for name in names) or any(_is_of_users_code(loss) for loss in losses)
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.compat import fresh_threads, placed_layers
+from tfdist.compat.keras import placement
+from tfdist.compat.tensorflow import graphs
 
 # Arguments of a variable creator that `tf.Variable` accepts.
 _ARGUMENTS = (
@@ -59,7 +60,7 @@ def _redirected(
     scope: Callable[[], contextlib.AbstractContextManager], colocate: Callable[[], contextlib.AbstractContextManager]
 ) -> contextlib.AbstractContextManager:
     def create(_: Any, **arguments: Any) -> Any:
-        return fresh_threads.call(_make, scope, colocate, arguments, placed_layers.current())
+        return graphs.call_outside(_make, scope, colocate, arguments, placement.current())
 
     return tf.variable_creator_scope(create)
 
@@ -70,5 +71,5 @@ def _make(
     arguments: dict[str, Any],
     part: int | None,
 ) -> Any:
-    with scope(), placed_layers.creating(part), colocate():
+    with scope(), placement.creating(part), colocate():
         return tf.Variable(**{name: value for name, value in arguments.items() if name in _ARGUMENTS})

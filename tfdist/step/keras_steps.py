@@ -12,8 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import tensorflow as tf
 
-from tfdist.compat import own_attributes, trainers, xla
+from tfdist.compat import own_attributes
+from tfdist.compat.keras import models
+from tfdist.compat.tensorflow import graphs
 
 
 def classify(fn: Callable[..., Any]) -> str:
@@ -27,7 +30,18 @@ def classify(fn: Callable[..., Any]) -> str:
 def model_of(fn: Callable[..., Any]) -> keras.Model | None:
     """Returns the model that `fn` is a method of, or None."""
     owner = getattr(getattr(fn, "__wrapped__", fn), "__self__", None)
-    return owner if trainers.is_trainer(owner) else None
+    return owner if models.is_trainer(owner) else None
+
+
+def make_predict_function(model: keras.Model) -> Callable[[Any], Any]:
+    """Returns the function of a batch that `predict` runs on a replica; `classify` knows it by its name, as Keras'."""
+
+    def predict(data: Any) -> Any:
+        # Keras has empty Optionals for None.
+        given = tf.nest.map_structure(lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, data)
+        return model.predict_step(given)
+
+    return predict
 
 
 def runs_eagerly(fn: Callable[..., Any]) -> bool:
@@ -65,7 +79,7 @@ def check(fn: Callable[..., Any], asynchronous: bool) -> None:
     """
     model: Any = getattr(fn, "__self__", None)
     kind = classify(fn)
-    if (kind in ("train", "test") and model.jit_compile) or xla.is_compiled(fn):
+    if (kind in ("train", "test") and model.jit_compile) or graphs.is_compiled_by_xla(fn):
         raise ValueError(
             "jit_compile=True cannot hold under ParameterServerStrategy: the variables are on other machines, where "
             "XLA can't reach them. "

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.compat import keras_variables
+from tfdist.compat.tensorflow import variables
 
 _NO_READS = frozenset({"VariableShape", "VarIsInitializedOp"})
 
@@ -58,6 +58,6 @@ def _read(graph: Any, count: int, variables: Sequence[Any]) -> list[Any]:
 
 def _handles(variable: Any) -> list[Any]:
     """Returns the handles of a Keras variable's copies."""
-    value = keras_variables.tf_variable(variable)
+    value = variables.tf_variable(variable)
     copies = getattr(value, "values", None) or [value]
     return [copy.handle for copy in copies if hasattr(copy, "handle")]

@@ -35,7 +35,7 @@ class MetricResults:
         return [v for metric in self._metrics if id(metric) in told for v in metric.variables]
 
     def changes(self) -> list[tuple[Any, str, Any]]:
-        """Returns patches that remember the results, for `optimizer_patches.attributes`."""
+        """Returns patches that remember the results, for `optimizers.patched_attributes`."""
         return [(metric, "result", self._remembering(metric)) for metric in self._metrics]
 
     def formula(self, leaf: Any) -> Formula | None:

@@ -15,7 +15,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat import additional_losses, compiled_losses, replicas
+from tfdist.compat.keras import models
+from tfdist.compat.tensorflow import replicas
 from tfdist.data.shares import Shares
 from tfdist.step import contribution
 from tfdist.step.model_losses import is_sum
@@ -52,28 +53,33 @@ class LossWeights:
         weigh = _if_even if sum_losses(self.model) else _weighed
         return functools.partial(weigh, self.shares)
 
+    @property
+    def unit(self) -> int:
+        """The factor from a replica's gradient to that of a device which has the replica's examples alone."""
+        return 1 if self.has_own_loss or self._are_all_sums() else self.num_replicas
+
     def of_losses(self) -> list[tuple[Any, str, Any]]:
-        """Returns patches for `optimizer_patches.attributes` that weight losses and their metrics as on one device."""
+        """Returns patches for `optimizers.patched_attributes` that weight losses and their metrics as on one device."""
         weighing: dict[int, tuple[Any, Callable[..., Any]]] = {}
         if self.has_own_loss:
             of_scalars = [metric for metric in self.model.metrics if type(metric) in OF_SCALARS]
             weighing |= {id(metric): (metric, weighing_scalars(metric, self._share)) for metric in of_scalars}
-        if self.shares is None or not compiled_losses.losses(self.model):
+        if self.shares is None or not models.compiled_losses(self.model):
             return [(metric, "update_state", update) for metric, update in weighing.values()]
-        tracker = compiled_losses.tracker_of(self.model)
+        tracker = models.tracker_of(self.model)
         weighing.setdefault(id(tracker), (tracker, _without_nan(tracker)))
         rows = self.shares.rows
         weighing |= {id(metric): (metric, _weighing(metric, rows, *how)) for metric, *how in self._of_keras_losses()}
         changes = [(metric, "update_state", update) for metric, update in weighing.values()]
         if self._are_all_sums():
             # Keras divides penalties by the number of replicas, and they are means over the replica's examples.
-            changes.append(additional_losses.multiplied(self.model, lambda: self._share() * self.num_replicas))
+            changes.append(models.multiplied_losses(self.model, lambda: self._share() * self.num_replicas))
         return changes
 
     def trackers_of_sums(self) -> list[Any]:
         """Returns the metrics of losses that are sums: a replica without examples adds a sum of 0 to their means."""
-        losses, single = compiled_losses.losses(self.model), compiled_losses.trackers_of_single(self.model)
-        trackers = [compiled_losses.tracker_of(self.model)] if self._are_all_sums() else []
+        losses, single = models.compiled_losses(self.model), models.trackers_of_single(self.model)
+        trackers = [models.tracker_of(self.model)] if self._are_all_sums() else []
         return trackers + [metric for metric, loss in zip(single, losses, strict=False) if is_sum(loss)]
 
     def _of_keras_losses(self) -> list[tuple[Any, Callable[[], Any], Any]]:
@@ -83,22 +89,22 @@ class LossWeights:
         single outputs.
         """
         shares, sums = self.shares, sum_losses(self.model)
-        is_sum = [loss in sums for loss in compiled_losses.losses(self.model)]
+        is_sum = [loss in sums for loss in models.compiled_losses(self.model)]
         # Keras multiplies a sum by the number of replicas, so the mean over those that count is the sum over all.
         holders = shares.num_replicas if shares.holders is None else tf.cast(shares.holders, tf.float64)
         factor = None if shares.holders is None else holders / shares.num_replicas
         # A replica whose copy of the batch does not count has no part in the mean; one without examples has.
         counts = lambda: tf.cast(shares.holds[replicas.current()], tf.float64) if shares.holds else 1.0  # noqa: E731
         total = tf.cast(shares.total, tf.float64)
-        tracker = (compiled_losses.tracker_of(self.model), lambda: total * counts() / holders, factor)
+        tracker = (models.tracker_of(self.model), lambda: total * counts() / holders, factor)
         trackers: list[Any] = [tracker] if self._are_all_sums() else []
         # One for each loss, or none for a single one.
-        for metric, summed in zip(compiled_losses.trackers_of_single(self.model), is_sum, strict=False):
+        for metric, summed in zip(models.trackers_of_single(self.model), is_sum, strict=False):
             trackers.append((metric, lambda: counts() / holders, factor) if summed else (metric, self._share, None))
         return trackers
 
     def _are_all_sums(self) -> bool:
-        count = len(compiled_losses.losses(self.model))
+        count = len(models.compiled_losses(self.model))
         return count > 0 and count == len(sum_losses(self.model))
 
     def _share(self) -> Any:
@@ -107,12 +113,12 @@ class LossWeights:
 
 def has_both_kinds(model: keras.Model) -> bool:
     """Returns True if some losses of the model are sums over the examples, and others are means."""
-    return 0 < len(sum_losses(model)) < len(compiled_losses.losses(model))
+    return 0 < len(sum_losses(model)) < len(models.compiled_losses(model))
 
 
 def sum_losses(model: keras.Model) -> list[Any]:
     """Returns the losses of the model that are sums over the examples."""
-    return [loss for loss in compiled_losses.losses(model) if is_sum(loss)]
+    return [loss for loss in models.compiled_losses(model) if is_sum(loss)]
 
 
 def _weighed(shares: Shares, gradients: Sequence[Any]) -> list[Any]:
@@ -130,7 +136,7 @@ def _of_examples(shares: Shares, gradients: Sequence[Any]) -> list[Any]:
 
 def _chosen(condition: tf.Tensor, gradients: Sequence[Any], otherwise: Any) -> list[Any]:
     """Returns the gradients themselves if the condition holds, else multiplied by `otherwise`."""
-    # The rows of sparse gradients stay outside of the conditional, for `common_rows`.
+    # The rows of sparse gradients stay outside of the conditional, for `optimizers`.
     present = [getattr(gradient, "values", gradient) for gradient in gradients if gradient is not None]
     chosen = tf.cond(
         condition, lambda: _same(present), lambda: [contribution.times(each, otherwise) for each in present]

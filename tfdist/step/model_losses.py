@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.compat import compiled_losses
+from tfdist.compat.keras import models
 from tfdist.runtime import messages
 
 # Losses that a line was written for; the step may be traced several times.
@@ -30,7 +30,7 @@ def noticed(model: Any, num_replicas: int) -> list[tuple[Any, str, Any]]:
       model: the model.
       num_replicas: replicas that share a batch.
     """
-    means = [loss for loss in compiled_losses.losses(model) if hasattr(loss, "call") and not is_sum(loss)]
+    means = [loss for loss in models.compiled_losses(model) if hasattr(loss, "call") and not is_sum(loss)]
     return [(loss, "call", _noticing(loss)) for loss in means if num_replicas > 1 and loss not in _noticed]
 
 
@@ -42,7 +42,7 @@ def _noticing(loss: Any) -> Callable[..., Any]:
         if loss not in _noticed and _has_fewer(found, y_true, y_pred):
             _noticed.add(loss)
             messages.say(
-                f"tfdist: the loss {getattr(loss, 'name', None) or type(loss).__name__!r} leaves examples out, or has "
+                f"the loss {getattr(loss, 'name', None) or type(loss).__name__!r} leaves examples out, or has "
                 "fewer numbers than examples: it is the mean of the replicas' means, and not that of one device; "
                 "return 0 for those examples, or use sample_weight"
             )

@@ -16,7 +16,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat import fresh_threads, keras_variables, optimizer_patches, optimizer_variables, replicas
+from tfdist.compat.keras.optimizers import (
+    optimizers_of,
+    parts_of,
+    patched_attributes,
+    patches_of_strategy,
+    without_all_reduce,
+)
+from tfdist.compat.tensorflow import graphs, replicas, variables
 from tfdist.step import contribution, copies
 
 
@@ -29,16 +36,14 @@ def alone(model: keras.Model, device: str) -> Iterator[None]:
       device: where its first copies are.
     """
     default = replicas.default_strategy()
-    changes = [
-        keras_variables.with_tf_variable(variable, copies.copies_of(variable)[0]) for variable in variables_of(model)
-    ]
-    changes += [optimizer_patches.of_strategy(optimizer, default) for optimizer in _optimizers(model)]
+    changes = [variables.with_tf_variable(variable, copies.copies_of(variable)[0]) for variable in variables_of(model)]
+    changes += [patches_of_strategy(optimizer, default) for optimizer in _optimizers(model)]
     # The sum over one replica, for which TensorFlow would keep the graph for ever; see
-    # `optimizer_patches.sum_over_replicas`.
-    for optimizer in optimizer_patches.optimizers_of(model):
-        changes += optimizer_patches.without_all_reduce(optimizer)
+    # `optimizers.sum_over_replicas`.
+    for optimizer in optimizers_of(model):
+        changes += without_all_reduce(optimizer)
     with (
-        optimizer_patches.attributes(changes),
+        patched_attributes(changes),
         tf.device(device),
         tf.distribute.ReplicaContext(default, 0),
     ):
@@ -54,7 +59,7 @@ def trace(strategy: tf.distribute.Strategy, function: Callable[..., Any], specs:
             return traced.get_concrete_function(*specs)
 
     # The caller may be tracing a function of its own.
-    return fresh_threads.call(in_scope)
+    return graphs.call_outside(in_scope)
 
 
 @contextlib.contextmanager
@@ -169,6 +174,6 @@ def zeros_of(function: Callable[[Any], Any], spec: Any) -> Any:
 
 
 def _optimizers(model: keras.Model) -> list[Any]:
-    optimizers = optimizer_patches.optimizers_of(model)
-    parts = [part for optimizer in optimizers for part in optimizer_variables.parts_of(optimizer)]
+    optimizers = optimizers_of(model)
+    parts = [part for optimizer in optimizers for part in parts_of(optimizer)]
     return list({id(part): part for part in parts}.values())

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfdist.compat import keras_variables, optimizer_variables, symbolic_build
-from tfdist.compat.local_variable import LocalVariable
+from tfdist.compat.keras import models, optimizers
+from tfdist.compat.tensorflow import variables
+from tfdist.compat.tensorflow.variables import LocalVariable
 from tfdist.runtime import messages
 from tfdist.step import late_reads
 
@@ -95,7 +96,7 @@ class Write(NamedTuple):
     position: int
 
 
-class Recording(symbolic_build.Reading):
+class Recording(models.Reading):
     """Scope that holds writes back, and records them.
 
     Args:
@@ -116,7 +117,7 @@ class Recording(symbolic_build.Reading):
         self._held: list[tuple[Any, Any, int]] = []
         self._reads = late_reads.LateReads()
         for variable in findings.stand_ins.values():
-            value = tf.convert_to_tensor(self.state_mapping.pop(id(variable), keras_variables.tf_variable(variable)))
+            value = tf.convert_to_tensor(self.state_mapping.pop(id(variable), variables.tf_variable(variable)))
             self.state_mapping[id(variable)] = LocalVariable(value, trainable=bool(variable.trainable))
 
     def add_update(self, update: tuple[Any, Any]) -> None:
@@ -152,8 +153,8 @@ class Recording(symbolic_build.Reading):
         self.num_applied += 1
         self._updated.update({id(variable): variable for variable in variables})
         self._reads.applied(variables)
-        parts = optimizer_variables.parts_of(optimizer)
-        rates = {id(optimizer_variables.learning_rate_of(part)) for part in parts}
+        parts = optimizers.parts_of(optimizer)
+        rates = {id(optimizers.learning_rate_of(part)) for part in parts}
         for variable in (*variables, *(variable for part in parts for variable in part.variables)):
             if id(variable) not in rates:
                 self.state_mapping.pop(id(variable), None)

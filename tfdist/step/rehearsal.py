@@ -3,7 +3,7 @@
 
 On one device a step may create variables in its first trace: slots of an optimizer, weights of a layer that was not
 called before, a seed generator. On several replicas, or on workers, it can't. So such a step is traced once for its
-variables alone, by one replica, into a graph that is discarded (`compat.scratch_trace`).
+variables alone, by one replica, into a graph that is discarded (`compat.keras.models`).
 """
 
 from __future__ import annotations
@@ -17,18 +17,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import (
-    autograph_rules,
-    global_seeds,
-    keras_variables,
-    moved_variables,
-    optimizer_patches,
-    optimizer_variables,
-    own_attributes,
-    plain_loops,
-    scratch_trace,
-    symbolic_build,
-)
+from tfdist.compat import own_attributes
+from tfdist.compat.keras import models, scope
+from tfdist.compat.keras.optimizers import optimizers_of, parts_of, patched_attributes, undone_on_error
+from tfdist.compat.tensorflow import graphs
+from tfdist.compat.tensorflow.variables import tf_variable
 from tfdist.step import keras_steps, one_replica, used_objects
 
 # Each pass creates variables that the previous one could not reach, such as slots of newly created weights.
@@ -50,12 +43,12 @@ def before_keras(strategy: tf.distribute.Strategy, model: keras.Model, step: str
 
     def build(by_keras: Callable[..., None], batch: Any) -> None:
         refused: Exception | None = None
-        is_callable = symbolic_build.is_callable(model)
-        is_called = is_callable and symbolic_build.is_called(model)
+        is_callable = models.is_callable(model)
+        is_called = is_callable and models.is_called(model)
         if is_callable:
             try:
-                undone = optimizer_variables.undone_on_error(optimizer_patches.optimizers_of(model))
-                with undone, symbolic_build.name_scopes_closed():
+                undone = undone_on_error(optimizers_of(model))
+                with undone, models.name_scopes_closed():
                     by_keras(data_batch=batch)
             except Exception as error:
                 refused = error
@@ -69,7 +62,7 @@ def before_keras(strategy: tf.distribute.Strategy, model: keras.Model, step: str
         if failed is not None and is_of_its_own and isinstance(failed, ValueError | tf.errors.InvalidArgumentError):
             _warn_about_parts(strategy, model, step, failed)
 
-    symbolic_build.instead(model, build)
+    models.build_instead(model, build)
 
 
 def _warn_about_parts(strategy: tf.distribute.Strategy, model: keras.Model, step: str, error: Exception) -> None:
@@ -106,7 +99,7 @@ def before(
     named = named or {}
     found = used_objects.used_by(function, *arguments, *named.values())
     unbuilt = [each for each in found if not used_objects.is_built(each)]
-    needs_seeds = "random" in used_objects.names_used_by(function) and not global_seeds.are_made()
+    needs_seeds = "random" in used_objects.names_used_by(function) and not scope.is_global_seed_made()
     if not (unbuilt or needs_seeds or any(used_objects.is_of_a_user(each) for each in found)):
         return None
     # A step that creates nothing is not rehearsed again.
@@ -141,12 +134,12 @@ def rehearse(
     """
     optimizers = [each for each in found if isinstance(each, keras.optimizers.Optimizer)]
     # An optimizer builds its parts.
-    inner = {id(part) for each in optimizers for part in optimizer_variables.parts_of(each)[1:]}
+    inner = {id(part) for each in optimizers for part in parts_of(each)[1:]}
     optimizers = [each for each in optimizers if id(each) not in inner]
     # The traced function takes positional arguments only.
     specs = tuple(tf.nest.map_structure(_spec, argument) for argument in (*arguments, *named.values()))
     if keras_steps.classify(function) == "other":
-        function = autograph_rules.converted(function, by_default=True)
+        function = graphs.converted(function, by_default=True)
     else:
         # As Keras traces it: a Python loop over a data set would have no end in a graph, and no error.
         function = tf.autograph.experimental.do_not_convert(function)
@@ -156,10 +149,10 @@ def rehearse(
         def on_replica(*given: Any) -> None:
             changes = [(each, "apply", _noting(each, applied)) for each in optimizers]  # noqa: B023
             replica = one_replica.replica_on(strategy, strategy.extended.worker_devices[0])
-            with strategy.scope(), replica, optimizer_patches.attributes(changes):
+            with strategy.scope(), replica, patched_attributes(changes):
                 function(*given[: len(arguments)], **dict(zip(named, given[len(arguments) :], strict=True)))
 
-        made, error = scratch_trace.trace(strategy.scope, on_replica, specs)
+        made, error = models.trace_scratch(strategy.scope, on_replica, specs)
         built = [_build(strategy, *each) for each in applied]
         # Gradients of weights that did not exist yet were None, on which a step may branch.
         if not (made or (error is not None and any(built))):
@@ -178,12 +171,12 @@ def _noting(optimizer: Any, applied: list[tuple[Any, list[Any]]]) -> Callable[..
 
 def _build(strategy: tf.distribute.Strategy, optimizer: Any, variables: list[Any]) -> bool:
     """Builds the optimizer for the variables that it updates; returns False if nothing was built."""
-    is_early = any(keras_variables.tf_variable(variable) is None for variable in variables)
+    is_early = any(tf_variable(variable) is None for variable in variables)
     # The step itself raises the error about a variable that was made outside of the scope.
-    if optimizer.built or is_early or not all(moved_variables.belongs_to(strategy, each) for each in variables):
+    if optimizer.built or is_early or not all(scope.belongs_to(strategy, each) for each in variables):
         return False
-    plain_loops.take_over(strategy, optimizer)
-    with tf.init_scope(), strategy.scope(), optimizer_variables.undone_on_error([optimizer]):
+    scope.take_over(strategy, optimizer)
+    with tf.init_scope(), strategy.scope(), undone_on_error([optimizer]):
         optimizer.build(variables)
     return True
 

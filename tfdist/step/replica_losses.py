@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat import additional_losses, compiled_losses
+from tfdist.compat.keras import models
 from tfdist.data import splitting
 from tfdist.step import loss_weights
 from tfdist.step.model_losses import is_sum
@@ -40,7 +40,7 @@ class ReplicaLosses:
     are_sums: bool = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        kinds = {is_sum(loss) for loss in compiled_losses.losses(self.model)}
+        kinds = {is_sum(loss) for loss in models.compiled_losses(self.model)}
         if len(kinds) > 1:
             raise ValueError(
                 "compile(loss=...): under policies all losses must have one kind of reduction, a sum or a mean, so "
@@ -59,7 +59,7 @@ class ReplicaLosses:
           batch_rows: number of examples in all parts together, if known.
         """
         rows = splitting.rows(batch)
-        if rows is None or not compiled_losses.losses(self.model):
+        if rows is None or not models.compiled_losses(self.model):
             return []
         total = None
         # Without the size of the batch each part counts alike, unless it is empty.
@@ -69,9 +69,9 @@ class ReplicaLosses:
             single = 1 / self.num_replicas if self.are_sums else rows / tf.maximum(batch_rows, 1)
         # The mean over replicas of the scaled sums is the total. Keras has multiplied by `divisor` already.
         scale = self.num_replicas / self.divisor if self.are_sums else 1.0
-        weights = [(compiled_losses.tracker_of(self.model), total)]
+        weights = [(models.tracker_of(self.model), total)]
         # One for each loss, or none for a single one.
-        weights += [(metric, single) for metric in compiled_losses.trackers_of_single(self.model)]
+        weights += [(metric, single) for metric in models.trackers_of_single(self.model)]
         return [(metric, "update_state", _weighing(metric, scale, weight, rows)) for metric, weight in weights]
 
     def scalars(self, batch: Any, batch_rows: tf.Tensor | None) -> list[tuple[Any, str, Any]]:
@@ -102,8 +102,8 @@ class ReplicaLosses:
         if not self.are_sums:
             return []
         # Without the number, the whole loss is weighted by the replica's examples.
-        whole = [compiled_losses.tracker_of(self.model)] if is_total_known else []
-        return whole + compiled_losses.trackers_of_single(self.model)
+        whole = [models.tracker_of(self.model)] if is_total_known else []
+        return whole + models.trackers_of_single(self.model)
 
     def penalties(self, batch: Any, batch_rows: tf.Tensor | None) -> list[tuple[Any, str, Any]]:
         """Returns patches that weight penalties by the replica's examples if losses are sums, as on one device.
@@ -118,7 +118,7 @@ class ReplicaLosses:
         is_known = rows is not None and batch_rows is not None
         share = rows / tf.maximum(batch_rows, 1) if is_known else 1 / self.num_replicas
         # Keras has divided them by `divisor`.
-        return [additional_losses.multiplied(self.model, lambda: share * self.divisor)]
+        return [models.multiplied_losses(self.model, lambda: share * self.divisor)]
 
 
 def _weighing(metric: Any, scale: float, weight: Any, rows: tf.Tensor) -> Callable[..., Any]:

@@ -10,21 +10,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat import (
-    calls,
-    flat_layers,
-    moved_variables,
-    optimizer_patches,
-    optimizer_variables,
-    placed_layers,
-    replica_parts,
-)
+from tfdist.compat import calls
+from tfdist.compat.keras import models, optimizers, placement, scope
+from tfdist.compat.tensorflow import replicas
 from tfdist.step import keras_steps
 
 
 def check(strategy: Any, model: keras.Model) -> None:
     """Raises ValueError if replicas span devices, and a layer with weights has no place or XLA compiles the step."""
-    parts = replica_parts.of(strategy)
+    parts = replicas.parts_of(strategy)
     if parts is None:
         return
     count = f"devices_per_replica={parts.count}"
@@ -33,7 +27,7 @@ def check(strategy: Any, model: keras.Model) -> None:
             "compile(jit_compile=True): XLA can't compile a step of replicas that span several devices; leave it at "
             f"'auto' or False. Received: jit_compile=True, {count}"
         )
-    missing = [weight.path for weight in model.weights if placed_layers.part_of(weight) is None]
+    missing = [weight.path for weight in model.weights if placement.part_of(weight) is None]
     if missing:
         raise ValueError(
             f"{type(strategy).__name__}({count}): layers have no place; make them within "
@@ -132,16 +126,16 @@ def move(strategy: Any, model: keras.Model, layers: Sequence[keras.Layer], part_
     """
     part_of_weight: dict[int, int] = {}
     for layer, part in zip(layers, part_of_each, strict=True):
-        for each in flat_layers.layers_of(layer):
-            placed_layers.place(each, part)
+        for each in models.layers_of(layer):
+            placement.place(each, part)
         for weight in layer.weights:
             part_of_weight.setdefault(id(weight), part)
     for weight in model.weights:
-        moved_variables.move_to_part(strategy, weight, part_of_weight.get(id(weight), 0))
-    for optimizer in optimizer_patches.optimizers_of(model):
-        for part in optimizer_variables.parts_of(optimizer):
+        scope.move_to_part(strategy, weight, part_of_weight.get(id(weight), 0))
+    for optimizer in optimizers.optimizers_of(model):
+        for part in optimizers.parts_of(optimizer):
             if part.built:
-                for weight, slot in optimizer_variables.slots_of(part):
-                    moved_variables.move_to_part(strategy, slot, part_of_weight.get(id(weight), 0))
-                optimizer_variables.find_again(part)
+                for weight, slot in optimizers.slots_of(part):
+                    scope.move_to_part(strategy, slot, part_of_weight.get(id(weight), 0))
+                optimizers.find_again(part)
     model.train_function = model.test_function = model.predict_function = None

@@ -25,22 +25,17 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat import (
-    flat_layers,
-    moved_variables,
-    optimizer_patches,
-    optimizer_variables,
-    own_attributes,
-    replicas,
-    trainers,
-    values_of_replicas,
-)
+from tfdist.compat import own_attributes
+from tfdist.compat.keras import models, optimizers
+from tfdist.compat.keras.scope import check_made_in_scope
+from tfdist.compat.tensorflow import replicas
 from tfdist.data import splitting
 from tfdist.data.shares import Shares, Sum
 from tfdist.step import (
     copies,
     empty_parts,
     global_losses,
+    gradients,
     loss_weights,
     model_losses,
     replica_placement,
@@ -62,7 +57,7 @@ REDUCED = "_tfdist_reduced"
 def model_of(function: Any) -> keras.Model | None:
     """Returns the model of a Keras step; None for any other function."""
     model = getattr(function, "__self__", None)
-    is_step = trainers.is_trainer(model) and getattr(function, "__name__", "") in (TRAIN, TEST)
+    is_step = models.is_trainer(model) and getattr(function, "__name__", "") in (TRAIN, TEST)
     return model if is_step else None
 
 
@@ -78,7 +73,7 @@ def run_step(
     data: Any,
     sum_over_workers: Sum,
     shares_of: Callable[[list[Any]], Shares | None] | None = None,
-    sum_gradients: optimizer_patches.SumGradients | None = None,
+    sum_gradients: optimizers.SumGradients | None = None,
     times: step_times.Step | None = None,
 ) -> Any:
     """Runs a Keras step on all replicas.
@@ -105,34 +100,77 @@ def run_step(
         counts_once = not loss_weights.has_both_kinds(model)
         given = strategy, data, batches, sum_over_workers, counts_once
         shares = shares_of(batches) if shares_of else Shares.of(*given)
-        if times:
-            times.start_computing([batches, *([shares.total] if shares else [])])
+        if times and shares and not shares_of and replicas.has_other_workers(strategy):
+            times.start_computing(shares.total)
         with _TRACING, global_losses.counted_as_one(strategy, step) as has_own_loss:
             weights = loss_weights.LossWeights(model, shares, strategy.num_replicas_in_sync, has_own_loss)
+            weigh, finish = _before_sum(strategy, weights, batches), _after_sum(strategy, weights, batches)
             postponed = None
             if training and _updates_last(strategy, step):
                 # Sparse gradients are summed there.
-                weigh = times.handing_in(weights.transform) if times else weights.transform
-                postponed = optimizer_patches.Postponed(model.optimizer, weigh)
+                handed_in = times.handing_in(weigh) if times else weigh
+                postponed = optimizers.Postponed(model.optimizer, handed_in, finish)
             sum_up = times.summing(sum_gradients) if times else sum_gradients
-            patches = _patches(model, weights, postponed, sum_up) if training else contextlib.nullcontext()
+            patches = _patches(model, postponed, weigh, sum_up, finish) if training else contextlib.nullcontext()
             told = logs_of_metrics.MetricResults([metric for metric in model.metrics if copies.counts(metric)])
             written = _WrittenWeights(model)
             noticed = model_losses.noticed(model, strategy.num_replicas_in_sync)
             with (
                 patches,
-                optimizer_patches.attributes([*weights.of_losses(), *told.changes(), *written.changes(), *noticed]),
+                optimizers.patched_attributes([*weights.of_losses(), *told.changes(), *written.changes(), *noticed]),
                 _filled(strategy, step, data, parts, weights) as given,
             ):
                 logs = run(*given)
-        kept = [*flat_layers.statistics_of(model), *written.found] if training else []
+        kept = [*models.statistics_of(model), *written.found] if training else []
         return _Results(strategy, shares, sum_over_workers, told, sum_gradients, times).merge(logs, kept, postponed)
 
 
-def _patches(model: keras.Model, weights: Any, postponed: Any, sum_gradients: Any) -> contextlib.AbstractContextManager:
+def _patches(model: keras.Model, postponed: Any, *given: Any) -> contextlib.AbstractContextManager:
     if postponed:
-        return optimizer_patches.attributes([postponed.change])
-    return optimizer_patches.patched(optimizer_patches.optimizers_of(model), weights.transform, sum_gradients)
+        return optimizers.patched_attributes([postponed.change])
+    return optimizers.patched(optimizers.optimizers_of(model), *given)
+
+
+def _before_sum(strategy: Any, weights: loss_weights.LossWeights, batches: Sequence[Any]) -> Any:
+    """Returns what a replica does with its gradients before they are summed; None if they are summed as they are."""
+    transforms, weigh, shares = gradients.of(strategy), weights.transform, weights.shares
+    if not transforms.has(*gradients.ON_REPLICA):
+        return weigh and (lambda given, *_: weigh(given))
+
+    def on_replica(given: Sequence[Any], optimizer: Any, variables: Sequence[Any]) -> Sequence[Any]:
+        replica = replicas.current()
+        rows = splitting.rows(batches[replica])
+        given = transforms.on_replica(
+            optimizer,
+            given,
+            variables,
+            weights.unit,
+            is_only=False,
+            counts=None if shares is None else shares.rows[replica] > 0,
+            contributors=weights.num_replicas,
+            examples=rows if shares is None else shares.rows[replica],
+        )
+        return weigh(given) if weigh else given
+
+    return on_replica
+
+
+def _after_sum(strategy: Any, weights: loss_weights.LossWeights, batches: Sequence[Any]) -> Any:
+    """Returns what is done with the sums of gradients before the update; None for nothing."""
+    transforms, shares, count = gradients.of(strategy), weights.shares, weights.num_replicas
+    if not transforms.has(gradients.UPDATE):
+        return None
+
+    def examples() -> Any:
+        rows = splitting.rows(batches[0])
+        return shares.total if shares else rows if rows is None else rows * count
+
+    def at_update(sums: Sequence[Any], optimizer: Any, variables: Sequence[Any]) -> Sequence[Any]:
+        is_only = tf.distribute.in_cross_replica_context()
+        about = {"contributors": count, "examples": examples}
+        return transforms.at_update(optimizer, sums, variables, is_only=is_only, **about)
+
+    return at_update
 
 
 def _updates_last(strategy: Any, step: Any) -> bool:
@@ -195,7 +233,7 @@ def _is_divided(data: Any, num_parts: int) -> bool:
 def _distributed(like: Any, parts: Sequence[Any]) -> Any:
     """Returns a structure like `like`, of distributed values with these parts."""
     flat = [list(values) for values in zip(*(tf.nest.flatten(part) for part in parts), strict=True)]
-    leaves = [values_of_replicas.of(values) if len(values) > 1 else values[0] for values in flat]
+    leaves = [replicas.values_of_replicas(values) if len(values) > 1 else values[0] for values in flat]
     return tf.nest.pack_sequence_as(like, leaves)
 
 
@@ -225,10 +263,10 @@ def prepare(strategy: Any, model: keras.Model) -> None:
     optimizer, is_of_keras = model.optimizer, type(model).train_step is keras.Model.train_step
     is_built = optimizer is None or optimizer.built or not model.trainable_variables
     if not is_built or (is_of_keras and strategy.num_replicas_in_sync > 1):
-        moved_variables.check_scope(strategy, model.trainable_variables)
+        check_made_in_scope(strategy, model.trainable_variables)
     if is_built:
         return
-    with tf.init_scope(), strategy.scope(), optimizer_variables.undone_on_error([optimizer]):
+    with tf.init_scope(), strategy.scope(), optimizers.undone_on_error([optimizer]):
         optimizer.build(model.trainable_variables)
 
 
@@ -258,7 +296,7 @@ class _WrittenWeights:
         return list(self._found.values())
 
     def changes(self) -> list[tuple[Any, str, Any]]:
-        """Returns patches that record assignments, for `optimizer_patches.attributes`; optimizers bypass them."""
+        """Returns patches that record assignments, for `optimizers.patched_attributes`; optimizers bypass them."""
         return [(weight, "assign", self._noting(weight)) for weight in self._weights]
 
     def _noting(self, weight: Any) -> Callable[[Any], Any]:
@@ -279,7 +317,7 @@ class _Results:
     shares: Shares | None
     sum_over_workers: Sum
     told: logs_of_metrics.MetricResults
-    sum_gradients: optimizer_patches.SumGradients | None
+    sum_gradients: optimizers.SumGradients | None
     times: step_times.Step | None = None
 
     def merge(self, logs: Any, statistics: Sequence[Any], postponed: Any = None) -> Any:
@@ -288,7 +326,7 @@ class _Results:
         Args:
           logs: of each replica.
           statistics: Keras variables to be averaged.
-          postponed: an `optimizer_patches.Postponed`, or None.
+          postponed: an `optimizers.Postponed`, or None.
 
         Returns:
           The logs of the global batch.

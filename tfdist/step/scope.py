@@ -16,15 +16,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat import (
-    calls,
-    compiled_losses,
-    creation_lines,
-    moved_variables,
-    plain_loops,
-    replicas,
-)
-from tfdist.compat.optimizer_patches import optimizers_of
+from tfdist.compat import calls
+from tfdist.compat.keras import models, scope
+from tfdist.compat.keras.optimizers import optimizers_of
+from tfdist.compat.tensorflow import replicas
 from tfdist.step import copies
 
 _warned: weakref.WeakSet[keras.Model] = weakref.WeakSet()
@@ -70,11 +65,11 @@ def take_over(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
       ValueError: an optimizer was built outside of the scope.
     """
     for optimizer in optimizers_of(model):
-        plain_loops.take_over(strategy, optimizer)
-        moved_variables.check_scope(strategy, optimizer.variables)
+        scope.take_over(strategy, optimizer)
+        scope.check_made_in_scope(strategy, optimizer.variables)
     for variable in [*_of_metrics(model), *_of_losses(model)]:
-        if not moved_variables.belongs_to(strategy, variable):
-            moved_variables.move(strategy, variable)
+        if not scope.belongs_to(strategy, variable):
+            scope.move_variable(strategy, variable)
             _keep_in_first_copy(strategy, variable)
 
 
@@ -82,18 +77,17 @@ def without_scope(call: calls.Call, alone: str) -> str:
     """Returns the message about a call that trains a model of no strategy."""
     return (
         f"model.{call.kind} outside of strategy.scope(): {alone}; put the lines that make the model, and "
-        "model.compile, under `with strategy.scope():`. To train it so on purpose, make it under "
-        "`with tf.distribute.get_strategy().scope():`"
+        "model.compile, under `with strategy.scope():`"
     )
 
 
 def _received(model: keras.Model) -> str:
-    line = creation_lines.of_layer(model)
+    line = scope.line_of_layer(model)
     return f"Received: model {model.name!r}, made outside of the scope{f' at {line}' if line else ''}"
 
 
 def _of_metrics(model: keras.Model) -> Iterator[Any]:
-    for metric in [*model.metrics, *compiled_losses.given_metrics(model)]:
+    for metric in [*model.metrics, *models.given_metrics(model)]:
         yield from metric.variables
 
 

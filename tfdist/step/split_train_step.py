@@ -30,7 +30,8 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfdist.compat import common_rows, compiled_losses, keras_variables, optimizer_patches
+from tfdist.compat.keras import models, optimizers
+from tfdist.compat.tensorflow import variables
 from tfdist.data import handle as handles
 from tfdist.data import splitting
 from tfdist.runtime import messages
@@ -38,9 +39,11 @@ from tfdist.step import empty_parts, global_losses, model_losses, one_replica, r
 from tfdist.step import logs as logs_of_metrics
 from tfdist.step.captured_gradients import Applied, apply_if, capture
 from tfdist.step.contribution import Contribution, RowsByShard, add_up, times, weigh
+from tfdist.step.gradients import Transforms
 from tfdist.step.recording import Findings, Recording, TraceAgain
 from tfdist.step.replica_losses import ReplicaLosses
 from tfdist.step.states import State
+from tfdist.transforms import ARRIVAL
 
 __all__ = ["Contribution", "SplitTrainStep", "add_up", "weigh"]
 
@@ -80,6 +83,8 @@ class SplitTrainStep:
       is_relative: True if a contribution has the difference of each state, and not its new value: for replicas that
         begin with different values.
       can_take_maxima: True if contributions are summed by `add_up`, and not by an all-reduce.
+      transforms: those of the strategy; none by default.
+      arrives_at_update: True if `arrived` is called for each contribution to an update.
     """
 
     def __init__(
@@ -89,17 +94,23 @@ class SplitTrainStep:
         loss_divisor: int = 1,
         is_relative: bool = False,
         can_take_maxima: bool = False,
+        transforms: Transforms | None = None,
+        arrives_at_update: bool = False,
     ) -> None:
         self._step = step
         self.model: keras.Model = getattr(step, "__self__")  # noqa: B009, Keras' wrapper has it too
         self._total_num_replicas = total_num_replicas
         self._is_relative = is_relative
         self._can_take_maxima = can_take_maxima or total_num_replicas == 1
+        self._transforms = transforms or Transforms(())
+        self._arrives_at_update = arrives_at_update
         self._findings = Findings()
         self._layout = _Layout()
         self._losses = ReplicaLosses(self.model, total_num_replicas, loss_divisor)
         # True if all replicas are known to have equally many examples.
         self._is_even = False
+        # Examples of a contribution, where that is so.
+        self._rows: int | None = None
         self._said: set[str] = set()
 
     @property
@@ -120,7 +131,7 @@ class SplitTrainStep:
         """
         of_optimizer = getattr(self.model.optimizer, "variables", ())
         for variable in (*self.model.variables, *self.model.metrics_variables, *of_optimizer):
-            if keras_variables.tf_variable(variable) is written:
+            if variables.tf_variable(variable) is written:
                 self._findings.ask_for_stand_in(variable)
                 raise ValueError(
                     "policies: after optimizer.apply a train_step must not write variables past Keras, because the "
@@ -144,7 +155,7 @@ class SplitTrainStep:
         is_filled = self._may_be_empty(batch)
         starts, begun_with = self._starts()
         scope = Recording(starts, self._findings)
-        changed = [(o, "apply", capture(o, layout.applied, scope)) for o in optimizer_patches.optimizers_of(self.model)]
+        changed = [(o, "apply", capture(o, layout.applied, scope)) for o in optimizers.optimizers_of(self.model)]
         changed += self._losses.trackers(batch, batch_rows) + self._losses.penalties(batch, batch_rows)
         if global_losses.has_own_loss(self._step):
             changed += self._losses.scalars(batch, batch_rows)
@@ -154,8 +165,8 @@ class SplitTrainStep:
             name = f"{type(self.model).__name__}.train_step"
             changed += one_replica.without_others(name, self._total_num_replicas, self._say_once)
             changed += model_losses.noticed(self.model, self._total_num_replicas)
-        with optimizer_patches.attributes(changed), scope:
-            compiled_losses.forget_added(self.model)
+        with optimizers.patched_attributes(changed), scope:
+            models.forget_added(self.model)
             # Keras represents None as an empty Optional.
             batch_given = empty_parts.filled(batch, [] if whole is None else [whole]) if is_filled else batch
             # As Keras traces it.
@@ -169,8 +180,21 @@ class SplitTrainStep:
         factor = weight
         if self._losses.are_sums:
             factor = 1.0 if is_counted is None else tf.cast(is_counted, tf.float32)
-        gradients = [gradient for call in layout.applied for gradient in call.gradients()]
-        layout.has_common_rows = [common_rows.are_common(gradient) for gradient in gradients]
+        gradients = [
+            gradient
+            for call in layout.applied
+            for gradient in self._transforms.on_replica(
+                call.optimizer,
+                call.gradients(),
+                call.trained(),
+                1 if self._losses.are_sums else self._losses.divisor,
+                with_arrival=not self._arrives_at_update,
+                counts=is_counted,
+                contributors=self._total_num_replicas,
+                examples=rows,
+            )
+        ]
+        layout.has_common_rows = [optimizers.are_common_rows(gradient) for gradient in gradients]
         return Contribution(
             [times(gradient, factor) for gradient in gradients],
             counts,
@@ -286,6 +310,7 @@ class SplitTrainStep:
     def _weight(self, batch: Any) -> tf.Tensor | float:
         rows = splitting.rows(batch)
         self._is_even = rows is None or bool(splitting.static_size(batch))
+        self._rows = splitting.static_size(batch) or None
         return 1.0 if self._is_even else tf.cast(rows, tf.float32)
 
     def _shipped(
@@ -323,6 +348,36 @@ class SplitTrainStep:
         return shipped
 
     # The second half.
+
+    def arrived(
+        self, contribution: Contribution, weight: Any, staleness: Any, contributors: int, is_scaled: bool
+    ) -> list[Any]:
+        """Returns the gradients of a contribution, transformed at their arrival; see `Transforms.run`.
+
+        Args:
+          contribution: with a gradient for each of `targets`.
+          weight: that the policy gives it, by which it is not multiplied yet.
+          staleness: of its gradients.
+          contributors: number of contributions to the update.
+          is_scaled: False if the scale of losses was removed.
+        """
+        gradients, found = iter(contribution.gradients), list[Any]()
+        is_mean = self._losses.are_sums or self._is_even
+        for call in self._layout.applied:
+            of = call.trained()
+            found += self._transforms.run(
+                (ARRIVAL,),
+                call.optimizer,
+                [next(gradients) for _ in of],
+                of,
+                1 if is_mean else tf.math.reciprocal_no_nan(contribution.weight),
+                is_scaled=is_scaled,
+                weight=weight,
+                staleness=staleness,
+                contributors=contributors,
+                examples=self._rows if is_mean else contribution.weight,
+            )
+        return found
 
     def targets(self) -> list[tuple[Any, Any]]:
         """Returns optimizer and variable of each gradient, in the order of `Contribution.gradients`."""
@@ -363,11 +418,25 @@ class SplitTrainStep:
             for variable, has_gradient in zip(each.variables, each.present, strict=True):
                 with place(variable):
                     scaled.append(times(next(gradients), factor) if has_gradient else None)
+            scaled = self._transforms.at_update(
+                each.optimizer,
+                scaled,
+                each.variables,
+                counts=None if applied is None else applied > 0,
+                contributors=total.replicas,
+                examples=functools.partial(self._examples, total),
+            )
             if applied is None:
                 each.optimizer.apply(scaled, each.variables)
             else:
                 apply_if(applied > 0, each.optimizer, scaled, each.variables)
         assign_states(len(self._layout.applied))
+
+    def _examples(self, total: Contribution) -> Any:
+        """Returns the number of examples of an update; None if it is not known."""
+        if not self._is_even:
+            return total.weight
+        return None if self._rows is None else self._rows * total.replicas
 
     def _with_rows_added_up(self, total: Contribution) -> list[Any]:
         """Returns the gradients, with the rows that all replicas look up alike added up."""
@@ -375,7 +444,9 @@ class SplitTrainStep:
             return total.gradients
         count = tf.maximum(tf.cast(total.replicas, tf.int32), 1)
         return [
-            common_rows.added_up(gradient, count) if is_common and not isinstance(gradient, RowsByShard) else gradient
+            optimizers.added_up_rows(gradient, count)
+            if is_common and not isinstance(gradient, RowsByShard)
+            else gradient
             for gradient, is_common in zip(total.gradients, self._layout.has_common_rows, strict=True)
         ]
 

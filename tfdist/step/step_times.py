@@ -26,8 +26,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import optimizer_patches, process_variable, replicas
-from tfdist.policies.answers import Contribution, Outcome, Update
+from tfdist.compat.keras import optimizers
+from tfdist.compat.tensorflow import replicas, variables
+from tfdist.policies.records import Contribution, Outcome, Update
 
 # Of all steps that nobody has read yet; the oldest are left out.
 _RING_BYTES = 2**22
@@ -61,10 +62,10 @@ class StepTimes:
         if self._variables is None:
             with tf.init_scope(), tf.device(self._device):
                 self._variables = (
-                    process_variable.of_clock(tf.zeros([], tf.int64), "steps"),
-                    process_variable.of_clock(tf.zeros([self.capacity, self._width], tf.float64), "step_times"),
-                    process_variable.of_clock(tf.zeros([], tf.float64), "end_of_sum"),
-                    process_variable.of_clock(tf.zeros([2], tf.float64), "read"),
+                    variables.clock_variable(tf.zeros([], tf.int64), "steps"),
+                    variables.clock_variable(tf.zeros([self.capacity, self._width], tf.float64), "step_times"),
+                    variables.clock_variable(tf.zeros([], tf.float64), "end_of_sum"),
+                    variables.clock_variable(tf.zeros([2], tf.float64), "read"),
                 )
         return self._variables
 
@@ -110,7 +111,8 @@ class StepTimes:
         if not new:
             return 0, []
         kept = min(new, self.capacity)
-        rows = self._variables[1].numpy()[np.arange(count - kept, count) % self.capacity]
+        # These rows alone: the others are megabytes.
+        rows = tf.gather(self._variables[1], np.arange(count - kept, count) % self.capacity).numpy()
         first, self._read = count - kept, count
         return new - kept, self._updates(first, rows)
 
@@ -176,20 +178,20 @@ class Step:
         self._sums: list[tf.Tensor] = []
         self._parts: tf.Tensor | None = None
 
-    def start_computing(self, tensors: Sequence[Any]) -> None:
-        """Takes the time at which all of these are there: the batch, and what the workers have summed before the step.
+    def start_computing(self, summed: tf.Tensor) -> None:
+        """Takes the time at which the workers have summed a tensor that the step needs; without it, `next` has ended.
 
         What is between the end of `next` and this time is communication.
         """
-        with self._times.on_cpu(), tf.control_dependencies(tensors_of(tensors)):
+        with self._times.on_cpu(), tf.control_dependencies([summed]):
             self._begun = tf.timestamp()
 
-    def summing(self, sum_gradients: optimizer_patches.SumGradients | None) -> optimizer_patches.SumGradients:
+    def summing(self, sum_gradients: optimizers.SumGradients | None) -> optimizers.SumGradients:
         """Returns what sums gradients by `sum_gradients`, in replica context, and takes the times around it."""
 
         def summed(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
             self.hand_in(gradients, replicas.current())
-            sum_up = sum_gradients or optimizer_patches.sum_given
+            sum_up = sum_gradients or optimizers.sum_given
             totals = sum_up(optimizer, gradients, variables)
             if self._is_here():
                 self._sums += tensors_of(totals)[-1:]
@@ -197,11 +199,13 @@ class Step:
 
         return summed
 
-    def handing_in(self, transform: optimizer_patches.Transform | None) -> optimizer_patches.Transform:
+    def handing_in(self, transform: optimizers.Transform | None) -> optimizers.Transform:
         """Returns what transforms gradients, in replica context, and takes the time at which all of them are there."""
 
-        def transformed(gradients: optimizer_patches.Gradients) -> optimizer_patches.Gradients:
-            given = list(transform(gradients) if transform else gradients)
+        def transformed(
+            gradients: optimizers.Gradients, optimizer: Any, variables: Sequence[Any]
+        ) -> optimizers.Gradients:
+            given = list(transform(gradients, optimizer, variables) if transform else gradients)
             self.hand_in(given, replicas.current())
             return given
 

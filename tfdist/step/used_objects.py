@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat import compiled_losses, flat_layers, symbolic_build
+from tfdist.compat.keras import models
 
 _KERAS = (keras.Layer, keras.optimizers.Optimizer, keras.metrics.Metric)
 # Libraries whose objects hold none of a user's.
@@ -56,7 +56,7 @@ def inner(function: Any) -> Any:
 def is_built(found: Any) -> bool:
     """Returns True if a layer with its sublayers, or an optimizer, is built."""
     if isinstance(found, keras.Layer):
-        return all(layer.built or not symbolic_build.is_callable(layer) for layer in flat_layers.layers_of(found))
+        return all(layer.built or not models.is_callable(layer) for layer in models.layers_of(found))
     return not isinstance(found, keras.optimizers.Optimizer) or found.built
 
 
@@ -71,7 +71,7 @@ def may_make_more(model: keras.Model, step: str) -> bool:
         return True
     # Keras builds it by a call with training=False.
     return step == "train_step" and any(
-        symbolic_build.takes_training(layer) and not is_of_keras(type(layer)) for layer in flat_layers.layers_of(model)
+        models.takes_training(layer) and not is_of_keras(type(layer)) for layer in models.layers_of(model)
     )
 
 
@@ -82,7 +82,7 @@ def is_overridden(model: keras.Model, name: str) -> bool:
 
 def is_of_a_user(found: Any) -> bool:
     """Returns True if a layer or a sublayer is of a class outside of Keras."""
-    layers = flat_layers.layers_of(found) if isinstance(found, keras.Layer) else ()
+    layers = models.layers_of(found) if isinstance(found, keras.Layer) else ()
     return not all(is_of_keras(type(layer)) for layer in layers)
 
 
@@ -103,7 +103,7 @@ def has_keras_metrics_only(model: keras.Model) -> bool:
     A metric, or a step, of the user's may read the model's weights, or what it has counted so far.
     """
     return not any(is_overridden(model, name) for name in ("train_step", "compute_metrics")) and all(
-        is_all_of_keras(metric, compiled_losses.function_of(metric)) for metric in model.metrics
+        is_all_of_keras(metric, models.function_of(metric)) for metric in model.metrics
     )
 
 

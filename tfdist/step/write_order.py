@@ -15,7 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.compat import graph_edits
+from tfdist.compat.tensorflow import graphs
 
 _READS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VarIsInitializedOp", "VariableShape"})
 # TensorFlow starts operations inside of these functions before all inputs of the call are there.
@@ -45,7 +45,7 @@ def writes_after_inputs(data: Mapping[str, Any]) -> Iterator[None]:
         needs = {*operation.control_inputs, *(tensor.op for tensor in operation.inputs)}
         is_behind = not behind.isdisjoint(needs)
         if _writes(operation) and (not is_behind or operation.type in _OF_FUNCTIONS):
-            graph_edits.wait_for(operation, ready.get(operation.device, first))
+            graphs.wait_for_operation(operation, ready.get(operation.device, first))
             is_behind = True
         if is_behind:
             behind.add(operation)

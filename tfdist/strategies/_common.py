@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,27 +11,19 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import (
-    additional_losses,
-    autograph_rules,
-    calls,
-    colocation,
-    creation_lines,
-    decorated_methods,
-    deferred_restores,
-    exports,
-    global_seeds,
-    input_times,
-    instance_keys,
-    late_builds,
-    plain_loops,
-    seed_generators,
-    single_batches,
-    step_errors,
-    symbolic_build,
-    variable_numbers,
+from tfdist.compat import calls, train_functions
+from tfdist.compat.keras import fit, models, saving
+from tfdist.compat.keras.optimizers import SumGradients
+from tfdist.compat.keras.scope import (
+    adopt_seed_generators,
+    allow_loops_without_run,
+    build_in_scope,
+    carrying_global_seed,
+    mark_common,
+    remember_lines,
 )
-from tfdist.compat.optimizer_patches import SumGradients
+from tfdist.compat.tensorflow import graphs, inputs, replicas, variables
+from tfdist.data import handle as handles
 from tfdist.data.handle import BatchHandle, part_spec
 from tfdist.engines.averaging import AveragingEngine
 from tfdist.engines.warmup import WarmupEngine
@@ -44,20 +37,20 @@ from tfdist.strategies.distribution import Closing
 class KerasSteps(tf.distribute.Strategy, Closing):
     """Mixed into a `tf.distribute.Strategy`: takes over the steps that Keras hands to `run`, and what it reduces."""
 
-    # Where replicas train alone.
+    # The engine of `ParameterAveraging`: replicas train alone.
     _averaging: AveragingEngine | None = None
     _warming: WarmupEngine | None = None
     _warmup: Warmup | None = None
-    # What decides about each update after the phase.
+    # The policy that decides about each update after the phase.
     _aggregation: Aggregation | None = None
     # Takes the times of train steps; None with a policy that decides about updates.
     _times: StepTimes | None = None
-    # How many gradients the last update was made of, where the decision is made elsewhere.
+    # Number of gradients in the last update, if another process decides.
     _num_contributed = 0
-    # Whether the loops of all models share something of the strategy's, so that one thread at a time may be in one.
+    # True if the loops of all models share an object of the strategy, so that one thread at a time may be in a loop.
     _is_exclusive = False
 
-    # How a model that was made outside of the scope would be trained, where that is refused.
+    # Text on how a model that was made outside of the scope would be trained; for the refusal.
     _trained_alone = ""
 
     # Set by `step/global_losses` while it traces a step with a loss of its own.
@@ -71,7 +64,7 @@ class KerasSteps(tf.distribute.Strategy, Closing):
           data: the distributed data set of the call, of which nothing is read, or a batch.
           step: name of the method that the call hands to `run`.
         """
-        # Where a data set is distributed already, this is how Keras begins.
+        # Keras begins like this if a data set is distributed already.
         calls.refuse_overlap(self, self._is_exclusive)
         build(self, model, data, step)
 
@@ -113,7 +106,7 @@ class KerasSteps(tf.distribute.Strategy, Closing):
         def stock(*given: Any) -> Any:
             return self._run_stock(fn, given or args, kwargs, options)
 
-        fn = decorated_methods.undecorated(fn)
+        fn = models.undecorated(fn)
         if any(isinstance(leaf, BatchHandle) for leaf in tf.nest.flatten((args, kwargs))):
             is_batch = len(args) == 1 and isinstance(args[0], BatchHandle) and not kwargs
             if is_batch and replicated_step.is_train_step(fn):
@@ -140,6 +133,22 @@ class KerasSteps(tf.distribute.Strategy, Closing):
             times=times,
         )
 
+    def function_of(self, model: keras.Model, kind: str, stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Returns what makes an execution; see `train_functions.ask_strategies`.
+
+        Engines that run Python in each step of `fit` are called by a function in plain Python. All other steps are in
+        the graph of the function that Keras has made.
+        """
+        step = models.undecorated(model.train_step)
+        if kind != "train" or not replicated_step.is_train_step(step):
+            return stock
+
+        def prepare(handle: BatchHandle) -> Callable[[Any, BatchHandle], Any]:
+            self.distribution.check_open()
+            return handle.engine.prepared(step, handle) or handles.one_by_one(stock)
+
+        return handles.executions(model, stock, prepare)
+
     @property
     def _is_timed(self) -> bool:
         """True if this step's times are taken; the engine of a warmup phase counts its updates itself."""
@@ -147,28 +156,32 @@ class KerasSteps(tf.distribute.Strategy, Closing):
 
     @property
     def note_read(self) -> Callable[[Callable[[], Any]], Any] | None:
-        """Reads a batch and notes the times, or None: see `compat.input_times`."""
+        """Reads a batch and notes the times, or None: see `compat.tensorflow.inputs`."""
         return self._times.note_read if self._times else None
 
     def _take_times(self, num_rows: int, own_row: int | None, device: str) -> None:
         """Begins to take the times of train steps; see `StepTimes`."""
         times, recorder = StepTimes(num_rows, own_row, device), self.distribution.recorder
         self._times, recorder.is_complete = times, True
-        input_times.install()
+        inputs.note_input_times()
+
+        # A monitor of the user's may ask for a report beside the callback of a fit.
+        lock = threading.Lock()
 
         def collect() -> None:
-            untimed, updates = times.take()
-            recorder.add_untimed(untimed)
-            for update in updates:
-                recorder.record(update)
+            with lock:
+                untimed, updates = times.take()
+                recorder.add_untimed(untimed)
+                for update in updates:
+                    recorder.record(update)
 
         self.distribution.collect, self.distribution.gradients_per_batch = collect, lambda: num_rows
 
     def _run_stock(self, fn: Any, args: Any, kwargs: Any = None, options: Any = None, model: Any = None) -> Any:
         """Runs a function by the stock method; `model` is that of a step."""
-        on_replica = global_seeds.carried(self, fn)
+        on_replica = carrying_global_seed(self, fn)
         if model is not None and len(self.extended.worker_devices) > 1:
-            on_replica = additional_losses.kept_by_replica(model, on_replica)
+            on_replica = models.losses_kept_by_replica(model, on_replica)
         return super().run(on_replica, args=args, kwargs=kwargs, options=options)
 
     def _run_function(self, stock: Callable[..., Any], fn: Any, args: Any, kwargs: Any) -> Any:
@@ -185,11 +198,11 @@ class KerasSteps(tf.distribute.Strategy, Closing):
     def _build_for(self, fn: Any, data: Any) -> None:
         """Makes the variables of a Keras step that `fit` does not build: in a loop of the user's own."""
         model = replicated_step.model_of(fn)
-        if used_objects.is_built(model) and not symbolic_build.has_unbuilt_metrics(model):
+        if used_objects.is_built(model) and not models.has_unbuilt_metrics(model):
             return
         batch = self._of_first_replica(data)
         rehearsal.before(self, fn, [batch])
-        if symbolic_build.has_unbuilt_metrics(model) and symbolic_build.is_dense(batch):
+        if models.has_unbuilt_metrics(model) and models.is_dense(batch):
             with tf.init_scope():
                 self._built(model, batch)
 
@@ -203,16 +216,16 @@ class KerasSteps(tf.distribute.Strategy, Closing):
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
         """Reduces over replicas, as `tf.distribute.Strategy.reduce` does, and also structures of values."""
         reduced = tf.nest.map_structure(lambda leaf: self._reduce_one(reduce_op, leaf, axis), value)
-        return plain_loops.mark_common(reduced)
+        return mark_common(reduced)
 
     def gather(self, value: Any, axis: int) -> Any:
         """See the stock `gather`."""
-        return plain_loops.mark_common(super().gather(value, axis))
+        return mark_common(super().gather(value, axis))
 
     def _built(self, model: keras.Model, batch: Any) -> Any:
         """Builds a model where Keras' own way fails; returns the batch."""
         with self.scope():
-            symbolic_build.build(model, batch)
+            models.build_model(model, batch)
         return batch
 
     def _reduce_one(self, reduce_op: Any, value: Any, axis: Any) -> Any:
@@ -254,27 +267,28 @@ def build(strategy: tf.distribute.Strategy, model: keras.Model, data: Any, step:
     batch = (part_spec(data) if spec is None else spec) if is_distributed else data
     with strategy.scope():
         if is_distributed:
-            symbolic_build.build(model, batch)
+            models.build_model(model, batch)
         rehearsal.before_keras(strategy, model, step)
-        symbolic_build.by_keras(model, batch)
+        models.build_by_keras(model, batch)
 
 
 def mend_keras(strategy: tf.distribute.Strategy) -> None:
     """Mends what Keras and TensorFlow do differently for variables, batches and collectives of several replicas."""
-    step_errors.shorten_tracebacks()
-    autograph_rules.leave_library()
-    exports.clear_tasks()
-    creation_lines.remember()
+    fit.shorten_tracebacks()
+    graphs.leave_library()
+    saving.clear_tasks()
+    remember_lines()
     calls.before_each(strategy._before_call)
-    symbolic_build.install()
-    instance_keys.install(strategy)
-    late_builds.allow(strategy, in_scope.redirected)
-    deferred_restores.wait_for_variables()
-    single_batches.count_once(strategy)
-    colocation.replace(strategy, lambda stock: in_scope.colocating(strategy, strategy.scope, stock))
-    plain_loops.allow(strategy, strategy._sum_over_workers)
-    seed_generators.adopt(strategy)
-    variable_numbers.define()
+    train_functions.ask_strategies()
+    models.leave_building_to_strategy()
+    replicas.give_keys(strategy)
+    build_in_scope(strategy, in_scope.redirected)
+    saving.wait_for_variables()
+    inputs.count_single_batches(strategy)
+    variables.replace_colocation(strategy, lambda stock: in_scope.colocating(strategy, strategy.scope, stock))
+    allow_loops_without_run(strategy, strategy._sum_over_workers)
+    adopt_seed_generators(strategy)
+    variables.define_numbers()
 
 
 def check_timeouts(**secs: float) -> None:

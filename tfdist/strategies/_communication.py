@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfdist.engines.agreement import Agreement
-from tfdist.launchers.communication import AUTO, KINDS, MPI, TENSORFLOW, VARIABLE
+from tfdist.launchers.environment import AUTO, COMMUNICATION_VARIABLE, KINDS, MPI, TENSORFLOW
 from tfdist.runtime import messages
-from tfdist.transport import mpi, mpi_library, pmi
+from tfdist.transport import mpi
 
 _WHAT = "starting MPI"
 
@@ -31,7 +31,7 @@ def check_alone(communication: str) -> None:
 
     Each of them would train a model of its own. Unless MPI is asked for they may be meant to, and a line says it.
     """
-    size = mpi_library.size_of_job() or 1
+    size = mpi.size_of_job() or 1
     if size == 1:
         return
     remedy = "set TF_CONFIG for each process, or start them with `tfdist launch --communication=mpi`"
@@ -40,7 +40,7 @@ def check_alone(communication: str) -> None:
             f"communication='mpi': an MPI launcher has started {size} processes, and there is no cluster in TF_CONFIG, "
             f"so each would train alone; {remedy}"
         )
-    messages.say(f"tfdist: an MPI launcher has started {size} processes. Without TF_CONFIG each trains alone; {remedy}")
+    messages.say(f"an MPI launcher has started {size} processes. Without TF_CONFIG each trains alone; {remedy}")
 
 
 def connect(
@@ -62,7 +62,7 @@ def connect(
       RuntimeError: MPI could not be started.
     """
     asked = _asked(communication)
-    own = {"asked": asked, "place": pmi.own_place(), **_local_state(asked, devices, len(agreement.tasks))}
+    own = {"asked": asked, "place": mpi.own_place(), **_local_state(asked, devices, len(agreement.tasks))}
     found = agreement.gather(own, _WHAT)
     if len({each["asked"] for each in found.values()}) > 1:
         shown = ", ".join(f"{task}: {each['asked']!r}" for task, each in found.items())
@@ -79,7 +79,7 @@ def connect(
     exchange = None if are_launched else _exchange(agreement, job, start_timeout_secs)
     started, error = None, ""
     try:
-        started = mpi_library.start(index, places, exchange, job, agreement.check_others, start_timeout_secs)
+        started = mpi.start(index, places, exchange, job, agreement.check_others, start_timeout_secs)
     except (RuntimeError, OSError) as failure:
         error = str(failure)
     failed = {task: text for task, text in agreement.gather(error, _WHAT).items() if text}
@@ -91,20 +91,22 @@ def connect(
     if asked == MPI:
         raise RuntimeError(f"communication='mpi': {shown}")
     if agreement.is_chief:
-        messages.say(f"tfdist: the workers use TensorFlow's collectives and not MPI: {shown}")
+        messages.say(f"the workers use TensorFlow's collectives and not MPI: {shown}")
     return None
 
 
 def _asked(communication: str) -> str:
     if communication != AUTO:
         return communication
-    asked = os.environ.get(VARIABLE) or AUTO
+    asked = os.environ.get(COMMUNICATION_VARIABLE) or AUTO
     if asked not in KINDS:
-        raise ValueError(f"{VARIABLE} must be one of {', '.join(map(repr, KINDS))}, or unset. Received: {asked!r}")
+        raise ValueError(
+            f"{COMMUNICATION_VARIABLE} must be one of {', '.join(map(repr, KINDS))}, or unset. Received: {asked!r}"
+        )
     return asked
 
 
-def _exchange(agreement: Agreement, job: str, timeout_secs: float) -> pmi.Exchange:
+def _exchange(agreement: Agreement, job: str, timeout_secs: float) -> mpi.Exchange:
     """Returns the exchange of a job's start, whose keys are its own: it may end early on one worker."""
     numbers = itertools.count()
 
@@ -130,16 +132,16 @@ def _local_state(asked: str, devices: Sequence[str], num_workers: int) -> dict[s
         return {}
     if any("CPU" not in device for device in devices):
         return {"problem": f"it sums on CPUs only; use 'auto', by which GPUs have NCCL. Received: device {devices[0]}"}
-    size = mpi_library.size_of_job()
+    size = mpi.size_of_job()
     if asked == AUTO and size != num_workers:
         return {"problem": "no launcher has set it up"}
-    if not mpi_library.is_installed():
+    if not mpi.is_installed():
         return {"problem": "it needs mpi4py and an MPI library: pip install 'tfdist[mpi]'"}
     try:
-        name = mpi_library.name()
+        name = mpi.name()
     except (ImportError, RuntimeError, OSError) as error:
         return {"problem": f"mpi4py finds no MPI library ({error}): pip install mpich, or set MPI4PY_LIBMPI"}
-    if mpi_library.needs_launcher(name) and size != num_workers:
+    if mpi.needs_launcher(name) and size != num_workers:
         started = "none has" if size is None else f"it has started {size} processes for {num_workers} workers"
         return {
             "problem": f"{name} needs a launcher of its own; start the tasks with mpiexec or srun --mpi=pmix, one for "

@@ -16,17 +16,16 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import flat_layers, optimizer_patches, optimizer_variables, train_functions
-from tfdist.compat.optimizer_patches import SumGradients
+from tfdist.compat import train_functions
+from tfdist.compat.keras import models
+from tfdist.compat.keras.optimizers import SumGradients, optimizers_of, trained_by
 from tfdist.compression import choice
+from tfdist.compression.choice import Trial
 from tfdist.compression.error_feedback import DIFFERENCES, ErrorFeedback
-from tfdist.compression.trial import Trial
 from tfdist.engines.agreement import Agreement
 from tfdist.policies.compression import AUTO, Compression
 from tfdist.runtime import messages
-from tfdist.transport.messages import Messages
-from tfdist.transport.sums import WorkerSums
-from tfdist.transport.traffic import Traffic
+from tfdist.transport.sums import Messages, Traffic, WorkerSums
 
 
 class CompressedSums:
@@ -140,14 +139,14 @@ class CompressedSums:
 
     def _say(self, what: str) -> None:
         if self._agreement.is_chief:
-            messages.say(f'tfdist: Compression("auto"): {what}')
+            messages.say(f'Compression("auto"): {what}')
 
 
 def _shapes_of(model: keras.Model) -> list[tuple[int, ...]]:
     """Returns the shapes of a model's dense gradients."""
-    optimizers = [each for each in optimizer_patches.optimizers_of(model) if each.built]
-    trained = {id(each): each for optimizer in optimizers for each in optimizer_variables.trained_by(optimizer)}
-    for layer in flat_layers.layers_of(model):
+    optimizers = [each for each in optimizers_of(model) if each.built]
+    trained = {id(each): each for optimizer in optimizers for each in trained_by(optimizer)}
+    for layer in models.layers_of(model):
         # Of a table, the rows of a batch are sent as they are.
         if isinstance(layer, keras.layers.Embedding):
             for table in layer.trainable_variables:

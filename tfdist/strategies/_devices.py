@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfdist.compat import following_devices, part_collectives, placed_layers, replica_parts
+from tfdist.compat.keras import placement
+from tfdist.compat.tensorflow import collectives, replicas
 from tfdist.policies.compression import Compression
 
 
@@ -32,12 +33,39 @@ def check(devices_per_replica: Any, policies: Sequence[Any], strategy: str) -> N
             )
 
 
+def check_names(devices: Any) -> None:
+    """Checks the names of the devices of a MirroredStrategy: with one that is not there, the first step never ends.
+
+    Raises:
+      ValueError: it is no list of names, or this process has no such device.
+    """
+    if devices is None:
+        return
+    if isinstance(devices, str) or not isinstance(devices, Iterable) or not all(isinstance(n, str) for n in devices):
+        raise ValueError(
+            'MirroredStrategy(devices=...): must be a list of names, such as ["GPU:0", "GPU:1"]. '
+            f"Received: devices={devices!r}"
+        )
+    specs = [tf.DeviceSpec.from_string(each.name) for each in tf.config.list_logical_devices()]
+    found = {(spec.device_type, spec.device_index) for spec in specs}
+    for name in devices:
+        spec = tf.DeviceSpec.from_string(name)
+        is_here = spec.job in (None, "localhost") and spec.device_index is not None
+        if is_here and (spec.device_type, spec.device_index) not in found:
+            known = ", ".join(f"{kind}:{index}" for kind, index in sorted(found))
+            raise ValueError(
+                f"MirroredStrategy(devices=...): this process has no device {name}; it has {known}. To try several "
+                "devices without GPUs, divide the CPU by tf.config.set_logical_device_configuration before. "
+                f"Received: devices={devices!r}"
+            )
+
+
 def of_machine(devices: Sequence[str] | None) -> list[str]:
     """Returns the full names of devices of this process: all GPUs by default, or all CPUs where there are none."""
     if not devices:
         found = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
         devices = [each.name for each in found]
-    return replica_parts.full_names(devices)
+    return replicas.full_names(devices)
 
 
 def check_worker(devices_per_replica: int) -> None:
@@ -52,10 +80,10 @@ def of_worker(strategy: tf.distribute.Strategy, devices_per_replica: int) -> Ite
     if devices_per_replica == 1:
         yield
         return
-    with part_collectives.first_devices(devices_per_replica, _count("CPU")):
+    with collectives.first_devices(devices_per_replica, _count("CPU")):
         yield
     firsts = strategy.extended.worker_devices
-    span(strategy, [replica_parts.siblings(first, devices_per_replica) for first in firsts])
+    span(strategy, [replicas.siblings(first, devices_per_replica) for first in firsts])
 
 
 def served_cpus(devices_per_replica: int) -> int:
@@ -88,8 +116,8 @@ def span_workers(strategy: tf.distribute.Strategy, devices_per_replica: int, num
     specs = [tf.DeviceSpec.from_string(device.name) for device in tf.config.list_logical_devices(kind)]
     tasks = [spec.task for spec in specs if spec.job == "worker"]
     _check_servers(devices_per_replica, kind, [tasks.count(worker) for worker in range(num_workers)])
-    replica_parts.span(strategy, replica_parts.of_any_worker(kind, devices_per_replica))
-    placed_layers.allow()
+    replicas.span_devices(strategy, replicas.of_any_worker(kind, devices_per_replica))
+    placement.allow_placed_layers()
 
 
 def _check_servers(devices_per_replica: int, kind: str, counts: Sequence[int]) -> None:
@@ -139,8 +167,8 @@ def span(strategy: tf.distribute.Strategy, groups: Sequence[Sequence[str]]) -> N
       strategy: computes on the first device of each group.
       groups: for each replica of this process, the full names of its devices.
     """
-    parts = replica_parts.Parts(tuple(tuple(group) for group in groups))
-    replica_parts.span(strategy, parts)
-    placed_layers.allow()
-    part_collectives.use(strategy, parts)
-    following_devices.follow(strategy, parts)
+    parts = replicas.Parts(tuple(tuple(group) for group in groups))
+    replicas.span_devices(strategy, parts)
+    placement.allow_placed_layers()
+    collectives.use_parts(strategy, parts)
+    placement.follow_devices(strategy, parts)

@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import atexit
+import ipaddress
 import os
 import secrets
+import socket
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -13,12 +16,85 @@ import tensorflow as tf
 from tfdist import _addresses
 from tfdist import cluster as clusters
 from tfdist.cluster import JOB_SECRET_VARIABLE, Cluster
-from tfdist.compat import eager_context
+from tfdist.compat.tensorflow import context
 from tfdist.engines.agreement import Agreement
 from tfdist.policies.base import Aggregation
-from tfdist.runtime import cpus, messages, own_address, rendezvous
+from tfdist.runtime import cpus, messages, rendezvous
 from tfdist.runtime.quorum_client import QuorumClient
 from tfdist.runtime.quorum_server import QuorumServer
+
+# Finds the address of this machine at which the other machines of a cluster reach it. No TensorFlow import.
+#
+# On many systems a machine's own name resolves to a loopback address (127.0.1.1 in /etc/hosts on Debian and Ubuntu). A
+# server that listens there can't be reached from other machines.
+
+
+class System:
+    """Queries to the operating system about addresses. Tests pass a fake."""
+
+    def resolve(self, host: str) -> list[str]:
+        """Returns the IP addresses of a name or an address, the preferred one first; [] for an unknown name."""
+        try:
+            found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        except socket.gaierror:
+            return []
+        return [str(address[0]) for *_, address in found]
+
+    def has(self, address: str) -> bool:
+        """Returns True if an interface of this machine has this IP address."""
+        try:
+            socket.create_server((address, 0), family=_family(address)).close()
+        except OSError:
+            return False
+        return True
+
+    def source(self, address: str) -> str | None:
+        """Returns this machine's source IP address for packets to `address`, or None without a route."""
+        try:
+            with socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
+                # Only looks up the route; nothing is sent.
+                probe.connect((address, 9))
+                return str(probe.getsockname()[0])
+        except OSError:
+            return None
+
+
+def reachable(own: str, others: Sequence[str], say: Callable[[str], object], system: System | None = None) -> str:
+    """Returns the IP address at which this machine listens for the other tasks.
+
+    Args:
+      own: this machine's name or address in the cluster.
+      others: names or addresses of the other tasks' machines.
+      say: writes a line to the log if the result is no address of `own`.
+      system: queries to the operating system.
+
+    Raises:
+      OSError: this machine has no address that the others can reach.
+    """
+    system = system or System()
+    given = system.resolve(own)
+    remote = [address for host in others if host != own for address in system.resolve(host)[:1]]
+    remote = [address for address in remote if not ipaddress.ip_address(address).is_loopback]
+    for address in given:
+        if system.has(address) and not (remote and ipaddress.ip_address(address).is_loopback):
+            return address
+    for address in remote:
+        source = system.source(address)
+        if source is not None and not ipaddress.ip_address(source).is_loopback:
+            say(
+                f"{own} is {', '.join(given) or 'unknown'} on this machine, where other machines can't reach it; "
+                f"listening at {source}, from where {address} is reached"
+            )
+            return source
+    raise OSError(
+        f"no interface of this machine has an address at which the other workers reach it; give it in TF_CONFIG a "
+        f"name or an address of its own. Received: {own} ({', '.join(given) or 'unknown'})"
+    )
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
 
 # A worker that sends no heartbeat for this long is taken for dead, and the others get an error.
 _HEARTBEAT_TIMEOUT_SECS = 10
@@ -65,17 +141,17 @@ def meet(cluster: clusters.Cluster, start_timeout_secs: float, has_policy: bool)
 
 def _check_before_context() -> None:
     """Raises in one line the error that the stock strategy raises only after all workers have started."""
-    if eager_context.has_begun():
+    if context.has_begun():
         raise RuntimeError(
             "MultiWorkerMirroredStrategy must be built before TensorFlow is used; move it up, before the first tensor, "
-            "data set or model. In a notebook, or after another one: restart the kernel"
+            "data set or model. In a notebook, or where another strategy was built before, restart the program first"
         )
 
 
 def _configure_coordination(cluster: clusters.Cluster, start_timeout_secs: float) -> None:
     """Makes TensorFlow's context join the coordination service of a cluster."""
     counts = {job: len([task for task in cluster.training_tasks if task.type == job]) for job in ("chief", "worker")}
-    eager_context.configure_coordination(
+    context.configure_coordination(
         leader=f"/job:{cluster.training_tasks[0].type}/replica:0/task:0",
         jobs={job: count for job, count in counts.items() if count},
         start_timeout_secs=start_timeout_secs,
@@ -113,7 +189,7 @@ def connect_quorum(
         nonlocal server
         secret = own or secrets.token_hex(32)
         hosts = [_addresses.split(cluster.address(task))[0] for task in tasks]
-        host = own_address.reachable(hosts[0], hosts, lambda line: messages.say(f"tfdist: {line}"))
+        host = reachable(hosts[0], hosts, messages.say)
         server = QuorumServer(policy, names, secret.encode(), host)
         server.start()
         atexit.register(server.close)

@@ -58,7 +58,7 @@ def check(policies: Sequence[Any], data_sharding: str, start_timeout_secs: float
         raise ValueError(
             'data_sharding="dynamic" gives whole batches to whoever asks first, and under '
             f'{in_step[0]!r} a batch is shared by all workers; use "shard". Received: data_sharding="dynamic", '
-            f"policies={policies!r}"
+            f"policies={list(policies)!r}"
         )
     for policy in policies:
         if isinstance(policy, Compression):

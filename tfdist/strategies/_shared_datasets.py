@@ -6,16 +6,18 @@ from __future__ import annotations
 import contextlib
 import enum
 import hashlib
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import dataset_inputs
-from tfdist.data.dataset_graph import DatasetGraph
+from tfdist.compat.tensorflow import inputs
+from tfdist.data.dataset_graph import DatasetGraph, fingerprint_of
 from tfdist.data.handle import DistributedDataset
 from tfdist.engines.agreement import Agreement
+from tfdist.strategies import _shared_calls
 
 _POLICY = tf.data.experimental.AutoShardPolicy
 # So many rows of an array tell it from another one's share.
@@ -23,6 +25,12 @@ _ROWS = 16
 _UNORDERED = (
     "each worker has other examples, so predictions would not be in the order of the input; give all workers the same "
     "data set, without shard and without the option"
+)
+
+_OTHER_FUNCTIONS = (
+    "dataset: the functions of map or filter differ between the workers. Of each batch of its own data each worker "
+    "uses its part, so of examples that only one worker has, some are never used: give all workers the same data set, "
+    "or shard it yourself with AutoShardPolicy.OFF"
 )
 
 
@@ -39,13 +47,14 @@ class Division(enum.Enum):
     TENSORFLOW = enum.auto()
 
 
-def compare(dataset: tf.data.Dataset, agreement: Agreement | None, is_for_predict: bool) -> Division:
+def compare(dataset: tf.data.Dataset, agreement: Agreement | None, is_for_predict: bool, is_apart: bool) -> Division:
     """Compares the workers' data sets, and returns how the workers divide them; by the auto-shard policy.
 
     Args:
       dataset: this worker's.
       agreement: with the other workers; None for a worker alone, which reads everything.
       is_for_predict: predictions must be in the order of the input.
+      is_apart: see `_shared_calls.gather`.
 
     Raises:
       ValueError: the workers' data sets don't go together, it can't be known which examples each worker has, or
@@ -61,14 +70,17 @@ def compare(dataset: tf.data.Dataset, agreement: Agreement | None, is_for_predic
         )
     content = _content(dataset) if policy == _POLICY.OFF else _Content()
     traits = [f"AutoShardPolicy.{policy.name}", *_sources(dataset), f"{int(dataset.cardinality())} batches"]
-    found = agreement.gather([traits, *content], "comparing the data sets")
-    contents = {task: _Content(*others) for task, (_, *others) in found.items()}
+    functions = [] if policy == _POLICY.OFF else _functions(dataset)
+    found = _shared_calls.gather(agreement, [traits, functions, *content], "comparing the data sets", is_apart)
+    contents = {task: _Content(*others) for task, (_, _, *others) in found.items()}
     _check_same({task: traits[:1] for task, (traits, *_) in found.items()})
     if policy == _POLICY.OFF and _are_own(contents):
         if is_for_predict:
             raise ValueError(f"predict: {_UNORDERED}. Received: AutoShardPolicy.OFF, and data sets that differ")
         return Division.OWN
     _check_same({task: traits for task, (traits, *_) in found.items()})
+    if len({str(prints) for _, prints, *_ in found.values()}) > 1 and policy != _POLICY.HINT:
+        warnings.warn(_OTHER_FUNCTIONS, RuntimeWarning, stacklevel=2)
     if policy == _POLICY.HINT and is_for_predict:
         raise ValueError(f"predict: {_UNORDERED}. Received: AutoShardPolicy.HINT")
     # Files have no order, so predictions need all of them on each worker.
@@ -186,11 +198,17 @@ def check_shared(dataset: Any, options: Any) -> None:
     )
 
 
+def _functions(dataset: tf.data.Dataset) -> list[str]:
+    """Returns fingerprints of the functions of a data set and of its sources."""
+    own = [fingerprint_of(function) for function in inputs.functions_of_dataset(dataset)]
+    return [*own, *(text for source in inputs.inputs_of(dataset) for text in _functions(source))]
+
+
 def _sources(dataset: tf.data.Dataset) -> list[str]:
     """Returns the element specs and checksums of a data set and of its sources."""
-    values = dataset_inputs.values_of(dataset)
+    values = inputs.values_of_dataset(dataset)
     own = [str(dataset.element_spec), *([f"examples of checksum {_checksum(values)}"] if values else [])]
-    return [*own, *(text for source in dataset_inputs.of(dataset) for text in _sources(source))]
+    return [*own, *(text for source in inputs.inputs_of(dataset) for text in _sources(source))]
 
 
 def _checksum(values: Sequence[tf.Tensor]) -> str:

@@ -4,20 +4,26 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import inspect
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tfdist.compat import added_callbacks
+import tensorflow as tf
+
+from tfdist.compat.keras import fit
+from tfdist.data import splitting
 from tfdist.engines.agreement import Agreement
 from tfdist.engines.base import Engine
-from tfdist.launchers import telemetry
+from tfdist.launchers import environment
 from tfdist.policies.base import Policy
 from tfdist.policies.saved_state import SavedState, WorkerState
 from tfdist.policies.warmup import Warmup
 from tfdist.runtime.usage import Sampler, Usage
 from tfdist.serving.embedded import Attachment
+from tfdist.step.gradients import Transforms
 from tfdist.telemetry.callback import Telemetry
 from tfdist.telemetry.recorder import Recorder
 from tfdist.telemetry.report import Report, with_usage
@@ -45,6 +51,7 @@ class Distribution:
       spares: returns the number of replicas that the current update doesn't wait for; None without `BackupWorkers`.
       is_warming: returns True during a warmup phase.
       policies: the user's policies.
+      transforms: the gradient transforms of the strategy.
       job: identifier of the job, the same on all workers.
       gradients_per_batch: number of gradients that are computed from one batch; 0 where the engine counts examples.
       replicas: indices of the replicas of this process; None for all.
@@ -70,6 +77,7 @@ class Distribution:
     spares: Callable[[], int | None] = lambda: None
     is_warming: Callable[[], bool] = lambda: False
     policies: Sequence[Policy] = ()
+    transforms: Transforms = dataclasses.field(default_factory=lambda: Transforms(()))
     job: str = dataclasses.field(default_factory=lambda: secrets.token_hex(8))
     gradients_per_batch: Callable[[], int] = lambda: 0
     replicas: Sequence[int] | None = None
@@ -103,7 +111,16 @@ class Distribution:
         warmup = next((policy for policy in policies if isinstance(policy, Warmup)), None)
         if warmup is not None:
             self.is_warming = lambda: not warmup.is_over
-        self.saved_state = SavedState(policies, self.engines, of_workers)
+        own = {"transforms": self.transforms} if self.transforms.list else {}
+        self.saved_state = SavedState(policies, self.engines, {**(of_workers or {}), **own})
+
+    def explained(self, error: Exception) -> BaseException | None:
+        """Returns what Keras' calls raise in place of TensorFlow's error, or None."""
+        for engine in self.engines:
+            if (raised := engine.raised_in_step(error)) is not None:
+                return raised
+        of_data = splitting.explain(error) if isinstance(error, tf.errors.InvalidArgumentError) else None
+        return of_data or (self.agreement.failure_behind(error) if self.agreement else None)
 
     def complete(self, report: Report) -> Report:
         """Returns a report with the phase, the spares, and the counters of the tasks' processes."""
@@ -145,9 +162,25 @@ class Distribution:
 
 
 class Closing:
-    """Mixed into all strategies: `close`, and a `repr` that shows workers and policies."""
+    """Mixed into all strategies: `close`, a `repr` that shows workers and policies, and a check of arguments' names."""
 
     distribution: Distribution
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Refuses arguments that the strategy does not take, with the remedy.
+
+        Raises:
+          TypeError: there is no argument of this name.
+        """
+        taken = inspect.signature(cls.__init__).parameters
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in taken.values())
+        for name in () if takes_any else kwargs.keys() - taken.keys():
+            near = "".join(difflib.get_close_matches(name, taken, 1))
+            remedy = f"did you mean {near}=...?" if near else "leave it away"
+            if name in ("num_workers", "num_ps"):
+                remedy = f"to start tasks, use tfdist launch local --{name}={kwargs[name]} SCRIPT"
+            raise TypeError(f"{cls.__name__} takes no {name}; {remedy}. Received: {name}={kwargs[name]!r}")
+        return super().__new__(cls)
 
     def close(self) -> None:
         """Ends what this strategy has started: threads, connections, and an embedded cluster's processes.
@@ -159,6 +192,11 @@ class Closing:
         """
         self.distribution.close()
 
+    def explained(self, error: Exception) -> BaseException | None:
+        """See `Distribution.explained`; Keras' calls ask for it."""
+        distribution = getattr(self, "distribution", None)
+        return None if distribution is None else distribution.explained(error)
+
     def __repr__(self) -> str:
         """Returns the name of the class, the workers or devices, and the policies."""
         distribution = getattr(self, "distribution", None)
@@ -166,12 +204,13 @@ class Closing:
             return super().__repr__()
         shown = [f"{name}={value}" for name, value in distribution.shown.items()]
         state = ["closed"] if distribution.is_closed else []
+        shown += [f"transforms={list(distribution.transforms.list)}"] if distribution.transforms.list else []
         return f"<tfdist.{' '.join([type(self).__name__, *shown, f'policies={list(distribution.policies)}', *state])}>"
 
 
 def _add_telemetry() -> None:
     """Adds `Telemetry` to each `fit`, if a launcher was started with --telemetry."""
-    directory = os.environ.get(telemetry.VARIABLE)
+    directory = os.environ.get(environment.TELEMETRY_VARIABLE)
     if not directory:
         return
 
@@ -180,4 +219,4 @@ def _add_telemetry() -> None:
         has_one = any(isinstance(each, Telemetry) for each in callbacks)
         return [Telemetry(directory)] if is_ours and not has_one else []
 
-    added_callbacks.add_to_fit(added)
+    fit.add_to_fit(added)

@@ -4,22 +4,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfdist.compat import (
-    array_data,
-    calls,
-    device_pipelines,
-    distributed_data,
-    first_batch,
-    replica_parts,
-    step_errors,
-    strategy_order,
-    unread_iterators,
-)
+from tfdist import transforms as gradient_transforms
+from tfdist.compat import calls
+from tfdist.compat.tensorflow import context, inputs, replicas
 from tfdist.data import progress, splitting
 from tfdist.data.handle import BatchHandle
 from tfdist.data.replica_batches import ReplicaDataset, ReplicaDatasetFromFunction
@@ -31,6 +23,7 @@ from tfdist.policies import composition
 from tfdist.policies.base import Aggregation
 from tfdist.runtime import allocator, cpus
 from tfdist.step import fixed_sizes
+from tfdist.step.gradients import ProcessMemory, Transforms
 from tfdist.strategies import _common, _devices
 from tfdist.strategies.distribution import Distribution
 from tfdist.telemetry.recorder import Recorder
@@ -59,6 +52,8 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
         (`tfdist.placement`, `tfdist.split`); successive ones of `devices`. By default those are all GPUs, or all
         logical CPUs where there are none.
       policies: which gradients make an update, such as `[tfdist.BackupWorkers(spares=1)]`; those of all by default.
+      transforms: what gradients become on their way to the update, such as
+        `[tfdist.transforms.clip_by_global_norm(1.0)]`.
       stall_timeout_secs: how long an update may wait, with a policy, while no device brings a gradient.
 
     Raises:
@@ -73,11 +68,14 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
         cross_device_ops: Any = None,
         *,
         devices_per_replica: int = 1,
-        policies: Sequence[Any] = (),
+        policies: Iterable[Any] | None = (),
+        transforms: Iterable[Any] | None = (),
         stall_timeout_secs: float = 600.0,
     ) -> None:
-        composition.check(policies, "MirroredStrategy")
+        transforms = gradient_transforms.check(transforms)
+        policies = composition.check(policies, "MirroredStrategy", transforms)
         _devices.check(devices_per_replica, policies, "MirroredStrategy")
+        _devices.check_names(devices)
         _common.check_timeouts(stall_timeout_secs=stall_timeout_secs)
         if any(isinstance(policy, Aggregation) for policy in policies):
             _check_threads()
@@ -85,7 +83,7 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
         self._collective_key_base = next(_KEY_BASES)
         groups = _grouped(devices, cross_device_ops, devices_per_replica) if devices_per_replica > 1 else []
         allocator.keep_if_launched(few_arenas=False)
-        device_pipelines.leave_untuned()
+        inputs.leave_untuned()
         super().__init__([group[0] for group in groups] or devices, cross_device_ops)
         if groups:
             _devices.span(self, groups)
@@ -95,6 +93,7 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
         _common.mend_keras(self)
         names = [f"worker:{replica}" for replica in range(self.num_replicas_in_sync)]
         self.distribution = Distribution(Recorder(names, is_complete=policy is not None))
+        self.distribution.transforms = Transforms(transforms, ProcessMemory(self))
         self.distribution.shown = {"devices": [each.rpartition("device:")[2] for each in self.extended.worker_devices]}
         record = self.distribution.recorder.record
         self._engine = ThreadedEngine(self, policy, names, record, stall_timeout_secs) if policy else None
@@ -117,7 +116,7 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Runs `fn` on every replica. With a policy, the `train_step` that `fit` hands in makes an update."""
         if self.num_replicas_in_sync > 1:
-            strategy_order.mirrored_trains()
+            context.mirrored_trains()
         return super().run(fn, args, kwargs, options)
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
@@ -129,8 +128,8 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
         calls.refuse_overlap(self, self._is_exclusive)
         epoch_iterator = calls.epochs_being_made()
         fixed_sizes.check(self, dataset, self.num_replicas_in_sync, self._aggregation is None)
-        dataset = array_data.untuned(dataset, epoch_iterator)
-        distributed = unread_iterators.left_out(self._distributed(dataset, options), epoch_iterator)
+        dataset = inputs.untuned(dataset, epoch_iterator)
+        distributed = inputs.unread_left_out(self._distributed(dataset, options), epoch_iterator)
         return distributed if options is not None else progress.remember(distributed, dataset, self._distributed)
 
     def _distributed(self, dataset: Any, options: Any = None) -> Any:
@@ -147,7 +146,7 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
     def _divided(self, dataset: Any, options: Any) -> Any:
         replicas = self.num_replicas_in_sync
         if replicas > 1:
-            strategy_order.mirrored_trains()
+            context.mirrored_trains()
         if isinstance(dataset, ReplicaDataset):
             return dataset
         if self._averaging is not None and averaging_data.is_plain(dataset, options):
@@ -158,7 +157,6 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
         replicas = self.num_replicas_in_sync
         is_plain = options is None and isinstance(dataset, tf.data.Dataset)
         if self._engine is not None and is_plain and tf.executing_eagerly():
-            step_errors.install()
             return self._engine.distribute(dataset)
         if not is_plain or replicas == 1:
             return super().experimental_distribute_dataset(dataset, options)
@@ -168,9 +166,8 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
             return super().experimental_distribute_dataset(dataset, options)
         dealt = splitting.deal(dataset, range(replicas), replicas).prefetch(replicas)
         distributed = super().distribute_datasets_from_function(lambda context: dealt)
-        distributed_data.assume_full_batches(distributed)
-        step_errors.install()
-        return first_batch.explained(distributed, splitting.explain)
+        inputs.assume_full_batches(distributed)
+        return inputs.explained_first_batch(distributed, splitting.explain)
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset], options: Any = None
@@ -229,7 +226,7 @@ def _grouped(devices: Any, cross_device_ops: Any, devices_per_replica: int) -> S
         )
     found = _devices.of_machine(devices)
     _devices.check_count(devices_per_replica, found, "MirroredStrategy")
-    return replica_parts.grouped(found, devices_per_replica)
+    return replicas.grouped(found, devices_per_replica)
 
 
 def _check_threads() -> None:

@@ -5,33 +5,20 @@ from __future__ import annotations
 
 import atexit
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfdist import cluster as clusters
-from tfdist.compat import (
-    array_data,
-    awaited_files,
-    calls,
-    checkpoint_files,
-    chief_writes,
-    device_pipelines,
-    direct_iterators,
-    distributed_data,
-    eager_context,
-    first_batch,
-    initial_values,
-    plain_loops,
-    replicas,
-    step_errors,
-    unread_iterators,
-)
-from tfdist.compat.optimizer_patches import SumGradients
-from tfdist.data import parts as part_datasets
+from tfdist import transforms as gradient_transforms
+from tfdist.compat import calls
+from tfdist.compat.keras import saving, scope
+from tfdist.compat.keras.optimizers import SumGradients
+from tfdist.compat.tensorflow import collectives, context, inputs, replicas
 from tfdist.data import progress, splitting
+from tfdist.data import splitting as part_datasets
 from tfdist.engines import agreement as agreements
 from tfdist.engines import quorum as quorum
 from tfdist.engines.agreement import SharedUsage
@@ -44,12 +31,13 @@ from tfdist.policies.base import Aggregation, Update
 from tfdist.runtime import allocator, stalls
 from tfdist.runtime.quorum_server import QuorumServer
 from tfdist.step import copies, fixed_sizes, replicated_step
-from tfdist.strategies import _common, _communication, _devices, _multi_worker_cluster, _shared_datasets
+from tfdist.step.gradients import ProcessMemory, Transforms
+from tfdist.strategies import _common, _communication, _devices, _multi_worker_cluster, _shared_calls, _shared_datasets
 from tfdist.strategies._compressed_sums import CompressedSums
 from tfdist.strategies.distribution import Distribution
 from tfdist.telemetry.recorder import Recorder
 from tfdist.telemetry.report import Report
-from tfdist.transport.sums import WorkerSums
+from tfdist.transport.sums import Messages, WorkerSums
 
 
 class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerMirroredStrategy):
@@ -71,6 +59,8 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         layers (`tfdist.placement`, `tfdist.split`). A worker has all of its GPUs, or all of its logical CPUs where it
         has none; as many on each.
       policies: policies that decide which gradients count, such as `[tfdist.BackupWorkers(spares=1)]`. Empty: all do.
+      transforms: what gradients become on their way to the update, such as
+        `[tfdist.transforms.clip_by_global_norm(1.0)]`.
       start_timeout_secs: longest wait for the start of all workers.
       stall_timeout_secs: longest wait of an update, with a policy, without progress of the workers that it waits for.
         A worker whose process has ended is an error at once.
@@ -101,11 +91,13 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         *,
         communication: str = "auto",
         devices_per_replica: int = 1,
-        policies: Sequence[Any] = (),
+        policies: Iterable[Any] | None = (),
+        transforms: Iterable[Any] | None = (),
         start_timeout_secs: float = 300.0,
         stall_timeout_secs: float = 600.0,
     ) -> None:
-        composition.check(policies, "MultiWorkerMirroredStrategy")
+        transforms = gradient_transforms.check(transforms)
+        policies = composition.check(policies, "MultiWorkerMirroredStrategy", transforms)
         _devices.check(devices_per_replica, policies, "MultiWorkerMirroredStrategy")
         _communication.check(communication)
         _common.check_timeouts(start_timeout_secs=start_timeout_secs, stall_timeout_secs=stall_timeout_secs)
@@ -116,7 +108,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         else:
             clusters.note_joined()
         allocator.keep_if_launched(few_arenas=True)
-        device_pipelines.leave_untuned()
+        inputs.leave_untuned()
         is_training = cluster is None or cluster.task in cluster.training_tasks
         num_workers = 1 if cluster is None else len(cluster.training_tasks)
         policies = policies if is_training else ()
@@ -125,6 +117,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         self._gathers: dict[Any, Any] = {}
         self._sums = WorkerSums(self)
         self.distribution = Distribution(Recorder([f"worker:{index}" for index in range(num_workers)]))
+        self.distribution.transforms = Transforms(transforms, ProcessMemory(self))
         self.distribution.task = str(cluster.task) if cluster else "worker:0"
         self.distribution.shown = {"task": self.distribution.task, "workers": num_workers}
         if cluster is not None:
@@ -144,7 +137,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         _multi_worker_cluster.meet(cluster, start_timeout_secs, has_policy=composed.aggregation is not None)
         with stalls.interrupt_ends_process(), _devices.of_worker(self, devices_per_replica):
             super().__init__(cluster_resolver, communication_options)
-        initial_values.take_all_dtypes(self)
+        collectives.broadcast_all_dtypes(self)
         _common.mend_keras(self)
         for policy in (composed.aggregation, composed.warmup, composed.compression):
             self._check_devices(policy)
@@ -190,11 +183,10 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         self.distribution.agreement, self.distribution.broadcast = agreement, self._broadcast_from_chief
         agreement.start(has_gpus=any("GPU" in device for device in self.extended.worker_devices))
         agreements.share_random_state(agreement)
-        chief_writes.install()
-        step_errors.install()
-        checkpoint_files.install(str(cluster.task))
+        saving.write_by_chief()
+        saving.share_checkpoints(str(cluster.task))
         if not agreement.is_chief:
-            awaited_files.install(str(cluster.task), str(agreement.tasks[0]))
+            saving.wait_for_files(str(cluster.task), str(agreement.tasks[0]))
         agreements.tell_others_of_errors(agreement)
         escape = stalls.InterruptEscape(agreement.waited_for, on_interrupt=agreements.end_soon_after_exit)
         escape.install()
@@ -220,6 +212,11 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         if found is not None:
             sums = agreement.jointly(found.sum), agreement.jointly(found.gather)
             self._sums.use(*sums, agreement.reporter.waiting, lambda: found.failure)
+        if self.distribution.transforms.list:
+            tasks = [str(task) for task in agreement.tasks]
+            exchange = Messages(self._sums, tasks, agreement.tasks.index(agreement.task))
+            memory = ProcessMemory(self, exchange)
+            self.distribution.transforms = Transforms(self.distribution.transforms.list, memory)
         if compression:
             self._compressed = CompressedSums(compression, self._sums, agreement)
             self.distribution.bytes_sent = self._compressed.bytes_sent
@@ -276,7 +273,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         if key not in self._gathers:
             stock, spec = super().gather, tf.TensorSpec([None] * value.shape.rank, value.dtype)
             self._gathers[key] = tf.function(lambda given: stock(given, axis), input_signature=[spec], autograph=False)
-        return plain_loops.mark_common(self._gathers[key](value))
+        return scope.mark_common(self._gathers[key](value))
 
     def report(self) -> Report:
         """Returns the counts since the strategy was built, equal on all workers."""
@@ -294,11 +291,11 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         calls.refuse_overlap(self, self._is_exclusive)
         epoch_iterator = calls.epochs_being_made()
         fixed_sizes.check(self, dataset, self.num_replicas_in_sync, self._aggregation is None)
-        dataset = array_data.untuned(dataset, epoch_iterator)
+        dataset = inputs.untuned(dataset, epoch_iterator)
         if self._quorum or self._synchronous:
             # With an unknown size the end shows within a step, which ends an execution of several steps in the middle.
-            dataset = array_data.sized(dataset, epoch_iterator)
-        return unread_iterators.left_out(self._divided(dataset, options, epoch_iterator), epoch_iterator)
+            dataset = inputs.sized(dataset, epoch_iterator)
+        return inputs.unread_left_out(self._divided(dataset, options, epoch_iterator), epoch_iterator)
 
     def _divided(self, dataset: Any, options: Any, epoch_iterator: Any) -> Any:
         count = self.num_replicas_in_sync
@@ -311,12 +308,12 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         splitting.check_batched(dataset.element_spec, count)
         call = calls.current()
         is_for_predict = call is not None and call.kind == "predict"
-        division = _shared_datasets.compare(dataset, self.distribution.agreement, is_for_predict)
+        division = _shared_datasets.compare(dataset, self.distribution.agreement, is_for_predict, self._is_apart)
         if division is _shared_datasets.Division.OWN:
             # Each worker's batches are as large as a global one. So each is the examples of a worker for several steps.
             dealt = splitting.deal(dataset, range(count), count).prefetch(count)
             own = self.distribute_datasets_from_function(lambda context: dealt, options)
-            array_data.count_batches_of(epoch_iterator, own)
+            inputs.count_batches_of(epoch_iterator, own)
             return own
         if division is _shared_datasets.Division.TENSORFLOW:
             if has_policy:
@@ -328,6 +325,21 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         if options is not None:
             return self._dealt(dataset, is_known, options)
         return progress.remember(self._dealt(dataset, is_known), dataset, lambda rest: self._dealt(rest, is_known))
+
+    def build_model(self, model: keras.Model, data: Any, step: str) -> None:
+        """See `KerasSteps.build_model`."""
+        calls.refuse_overlap(self, self._is_exclusive)
+        call, agreement = calls.current(), self.distribution.agreement
+        # Of data that were distributed before the call, nothing has been compared in it.
+        is_distributed = isinstance(data, tf.distribute.DistributedDataset)
+        if agreement is not None and is_distributed and call is not None and not call.is_compared:
+            _shared_calls.gather(agreement, None, "comparing the calls", self._is_apart)
+        super().build_model(model, data, step)
+
+    @property
+    def _is_apart(self) -> bool:
+        """True if the workers' copies of a model may differ now."""
+        return self._averaging is not None or self.distribution.saved_state.is_chief_ahead
 
     def _left_to_tensorflow(self, dataset: Any, options: Any) -> Any:
         if options is not None or replicas.worker_count(self) > 1:
@@ -342,7 +354,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         if not is_in_cluster or not splitting.is_shuffled_by_keras(dataset):
             return dataset
         # Seeds are set after the strategy is built; the chief's is the one that counts.
-        seed = eager_context.global_seed()
+        seed = context.global_seed()
         if self.distribution.agreement is not None:
             seed = self.distribution.agreement.from_chief(lambda: seed, "agreeing on the order of batches")
         return dataset if seed is None else splitting.reorder_batches(dataset, seed)
@@ -351,16 +363,15 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         parts, count = self._parts(), self.num_replicas_in_sync
         dealt = splitting.deal(dataset, parts, count).prefetch(len(parts))
         distributed = self._read_directly(super().distribute_datasets_from_function(lambda context: dealt, options))
-        step_errors.install()
-        distributed = first_batch.explained(distributed, splitting.explain)
+        distributed = inputs.explained_first_batch(distributed, splitting.explain)
         if is_known:  # All workers reach the end in the same step.
-            distributed_data.assume_full_batches(distributed)
+            inputs.assume_full_batches(distributed)
         if options is not None or not (self._quorum or self._averaging or self._warming or self._synchronous):
             return distributed
         own = part_datasets.part_of(dataset, parts[0], count)
         whole = self._quorum.distribute(own, lambda: distributed) if self._quorum else distributed
         whole = self._averaging.distribute(dataset, lambda: distributed) if self._averaging else whole
-        # Where the length is not known, the workers ask each other for the end.
+        # If the length is not known, the workers agree on the end in each step.
         if self._synchronous and is_known and tf.executing_eagerly():
             whole = self._synchronous.distribute(own, dataset.element_spec, lambda: distributed)
         return self._warming.distribute(whole, [own]) if self._warming else whole
@@ -376,7 +387,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
             # Each step takes an element for each replica of the worker.
             steps = count if count < 0 else -(-count // len(self.extended.worker_devices))
             steps = _shared_datasets.longest(steps, self.distribution.agreement, has_policy)
-            distributed_data.set_length(distributed, steps)
+            inputs.set_length(distributed, steps)
         if not has_policy or not tf.executing_eagerly():
             return distributed
         workers, count = replicas.worker_count(self), self.num_replicas_in_sync
@@ -387,7 +398,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         return self._warming.distribute(whole, [own], is_same_length=False) if self._warming else whole
 
     def _read_directly(self, distributed: Any) -> Any:
-        return direct_iterators.read_directly(distributed, self.extended.worker_devices)
+        return inputs.read_directly(distributed, self.extended.worker_devices)
 
     def _parts(self) -> range:
         # The order in which Keras' predict puts the replicas of several workers together.

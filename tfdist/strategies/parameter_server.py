@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
@@ -20,32 +20,15 @@ import tensorflow as tf
 
 from tfdist import cluster as clusters
 from tfdist import sharded_tables
+from tfdist import transforms as gradient_transforms
 from tfdist.cluster import note_joined
-from tfdist.compat import (
-    array_data,
-    autograph_rules,
-    calls,
-    closures,
-    cluster_joining,
-    colocation,
-    creation_lines,
-    deferred_restores,
-    exports,
-    late_builds,
-    plain_loops,
-    python_operation,
-    row_lookups,
-    scheduled_functions,
-    shard_files,
-    shard_initializers,
-    shard_strategy,
-    sliced_restores,
-    step_errors,
-    strategy_order,
-    symbolic_build,
-    train_functions,
-)
-from tfdist.data.handle import HandleKind
+from tfdist.compat import calls, python_operation, train_functions
+from tfdist.compat.keras import fit, models, saving, sharding
+from tfdist.compat.keras.scope import allow_loops_without_run, build_in_scope, remember_lines
+from tfdist.compat.tensorflow import context, coordinator, graphs, inputs, variables
+from tfdist.compat.tensorflow.coordinator import lost_workers, stop_coordinator
+from tfdist.data import splitting
+from tfdist.data.handle import executions, one_by_one
 from tfdist.engines.parameter_server import (
     partitioned_variable,
     scope_checks,
@@ -58,17 +41,18 @@ from tfdist.engines.parameter_server.coordinated_variable import coordinate
 from tfdist.engines.parameter_server.partitioned_variable import PartitionedVariable, has_shards, partition
 from tfdist.engines.parameter_server.rounds import RoundEngine
 from tfdist.engines.parameter_server.scope_checks import MemoryCheck
-from tfdist.engines.parameter_server.server_calls import TaskUsages
+from tfdist.engines.parameter_server.server_calls import ServerMemory, TaskUsages
 from tfdist.engines.parameter_server.streams import StreamEngine
 from tfdist.engines.parameter_server.transfer import plan as transfer_plan
 from tfdist.engines.parameter_server.transfer.encoding import Encoding
 from tfdist.engines.parameter_server.worker_batch import WorkerBatch
 from tfdist.engines.parameter_server.worker_dataset import WorkerDataset
-from tfdist.engines.parameter_server.worker_pass import WorkerIterator
+from tfdist.engines.parameter_server.worker_pass import WorkerIterator, find_iterator
 from tfdist.policies import composition
 from tfdist.runtime import rendezvous, stalls
 from tfdist.serving import embedded
 from tfdist.step import fixed_sizes, in_scope, keras_steps, replica_placement, scope
+from tfdist.step.gradients import Transforms
 from tfdist.strategies import _common, _devices, _parameter_server_arguments
 from tfdist.strategies.distribution import Closing, Distribution
 from tfdist.telemetry.recorder import Recorder
@@ -87,6 +71,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         `num_workers` worker and `num_ps` ps processes are started on this machine, and end with this program.
       variable_partitioner: As for the stock strategy: how to split variables over the parameter servers.
       policies: Policies that decide which gradients count, and how they are sent. Empty: asynchronous training.
+      transforms: What gradients become on their way to the update, such as
+        `[tfdist.transforms.clip_by_global_norm(1.0)]`.
       data_sharding: Each worker's share of the data that `fit` trains on. `"shard"`: worker i of n takes the batches
         i, i + n, ...; `"replicate"`: all of it; `"dynamic"`: whichever batch is next when it asks, through tf.data
         service.
@@ -115,7 +101,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
         variable_partitioner: Callable[..., Any] | None = None,
         *,
-        policies: Sequence[Any] = (),
+        policies: Iterable[Any] | None = (),
+        transforms: Iterable[Any] | None = (),
         data_sharding: str = "shard",
         num_workers: int | None = None,
         num_ps: int | None = None,
@@ -124,7 +111,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         transfer: str = "auto",
         devices_per_replica: int = 1,
     ):
-        composition.check(policies, "ParameterServerStrategy")
+        transforms = gradient_transforms.check(transforms)
+        policies = composition.check(policies, "ParameterServerStrategy", transforms)
         _devices.check(devices_per_replica, policies, "ParameterServerStrategy")
         _parameter_server_arguments.check(policies, data_sharding, start_timeout_secs, stall_timeout_secs)
         transfer_plan.check_mode(transfer)
@@ -146,8 +134,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
             "ParameterServerStrategy",
             _parameter_server_arguments.num_tasks_of(cluster, "worker", num_workers),
         )
-        creation_lines.remember()
-        strategy_order.join_cluster()
+        remember_lines()
+        context.join_cluster()
         is_dynamic = data_sharding == "dynamic"
         self._serving = serving = embedded.attach(
             cluster, num_workers, num_ps, start_timeout_secs, is_dynamic, _devices.served_cpus(devices_per_replica)
@@ -166,16 +154,18 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         self._transfer_mode = transfer
         # Of the train steps of Keras' loop.
         self._sending = self._transfer
-        step_errors.shorten_tracebacks()
+        fit.shorten_tracebacks()
         self._engine = self._coordinated(data_sharding, stall_timeout_secs)
         # Makes the train steps of Keras' loop.
         self._training: AsynchronousEngine | RoundEngine = self._engine
         self.distribution.coordinator = self._engine.coordinator
+        memory = ServerMemory(self, self._engine.coordinator, self._num_workers, stall_timeout_secs)
+        self.distribution.transforms = Transforms(transforms, memory)
         self._take(policies, composed, stall_timeout_secs)
         self._measure()
         escape = stalls.InterruptEscape(self._engine.waited_for)
         escape.install()
-        strategy_order.joined_cluster()
+        context.joined_cluster()
         self.distribution.on_close = [self._leave, escape.uninstall]
         clusters.join(serving.cluster.with_task(clusters.Task("chief", 0)))
         self.distribution.shown = {"task": "chief:0", "workers": self._num_workers, "ps": self._num_ps}
@@ -183,17 +173,17 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
     def _change_stock(self) -> None:
         """Replaces what the stock strategy does otherwise, before the first variable is made."""
         # `run` and `reduce` of this class choose the worker themselves; the stock check would only warn.
-        scheduled_functions.allow_without_coordinator(self)
-        colocation.replace(self, lambda stock: in_scope.colocating(self, self._scope, stock))
+        coordinator.allow_without_coordinator(self)
+        variables.replace_colocation(self, lambda stock: in_scope.colocating(self, self._scope, stock))
         scope_checks.check_colocation(self)
-        plain_loops.allow(self)
-        late_builds.allow(self, in_scope.redirected)
-        deferred_restores.wait_for_variables()
-        autograph_rules.leave_library()
-        exports.clear_tasks()
+        allow_loops_without_run(self)
+        build_in_scope(self, in_scope.redirected)
+        saving.wait_for_variables()
+        graphs.leave_library()
+        saving.clear_tasks()
         calls.before_each(self._before_call)
         train_functions.ask_strategies()
-        symbolic_build.install()
+        models.leave_building_to_strategy()
 
     def _coordinated(self, data_sharding: str, stall_timeout_secs: float) -> AsynchronousEngine:
         """Builds the engine that runs all functions on the workers."""
@@ -202,7 +192,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
             self._serving.num_workers,
             self._serving.data_service_address,
             stall_timeout_secs=stall_timeout_secs,
-            on_update=lambda update: self.distribution.recorder.record(update),
+            on_update=self.distribution.recorder.record,
             transfer=self._transfer,
             data_sharding=data_sharding,
         )
@@ -240,31 +230,31 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         """Fetches the counters of all processes whenever the report needs them."""
         coordinator = self._engine.coordinator
         tasks = [f"worker:{index}" for index in range(self._num_workers)] + [f"ps:{i}" for i in range(self._num_ps)]
-        usages, own = TaskUsages(tasks, lambda: closures.lost_workers(coordinator)), self.distribution.own_usage
+        usages, own = TaskUsages(tasks, lambda: lost_workers(coordinator)), self.distribution.own_usage
         self._new_usage = lambda: usages.fetch(only_new=True)
         self.distribution.usage = lambda: {**usages.fetch(), self.distribution.task: own()}
         self.distribution.served_tasks, self.distribution.sizes = tasks, {"num_ps": self._num_ps}
 
     def _take_shards(self, variable_partitioner: Any, is_lazy: bool) -> None:
         """Looks up rows of variables in shards, and updates shards and rows, on their servers."""
-        shard_initializers.install()
+        sharding.note_initializers()
         self._has_partitioner = variable_partitioner is not None
         self._memory = MemoryCheck(variable_partitioner, self._num_ps, lambda: self._new_usage())
         if variable_partitioner is not None:
-            row_lookups.install(has_shards)
-            shard_files.install(has_shards)
-            exports.restore_shards(has_shards)
-            sliced_restores.install()
+            sharding.look_up_in_shards(has_shards)
+            sharding.save_in_shards(has_shards)
+            saving.export_shards(has_shards)
+            sharding.restore_in_slices()
         if variable_partitioner is not None or is_lazy:
-            shard_strategy.replace_update(
+            sharding.replace_update(
                 self, lambda *given: partitioned_variable.update_by_shards(given[0], is_lazy, given[1])
             )
 
     def _connect_to_cluster(self, coordinator_name: str) -> None:
         del coordinator_name
-        cluster_spec = self._serving.renamed_resolver(cluster_joining.CHIEF_JOB).cluster_spec()
+        cluster_spec = self._serving.renamed_resolver(coordinator.CHIEF_JOB).cluster_spec()
         self._num_workers, self._num_ps = cluster_spec.num_tasks("worker"), cluster_spec.num_tasks("ps")
-        cluster_joining.join(cluster_spec)
+        coordinator.connect(cluster_spec)
 
     def _leave(self) -> None:
         """Ends the coordinator and the servers, and takes this process out of their cluster."""
@@ -272,14 +262,14 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         last = self.distribution.usage()
         self.distribution.usage = lambda: last
         self._serving.finish()
-        closures.stop(self._engine.coordinator)
-        strategy_order.leave_cluster(can_join_again=self._serving.embedded is not None)
+        stop_coordinator(self._engine.coordinator)
+        context.leave_cluster(can_join_again=self._serving.embedded is not None)
         # TensorFlow would wait without end for a task that is stopped, and writes an error for one that has ended.
         if is_answered:
-            cluster_joining.leave()
+            coordinator.disconnect()
         self._serving.close()
         if not is_answered and self._serving.embedded is not None:
-            cluster_joining.leave()
+            coordinator.disconnect()
         clusters.join(None)
 
     @contextlib.contextmanager
@@ -316,10 +306,10 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         reference = kwargs.get("colocate_with")
         if isinstance(reference, PartitionedVariable):
             # An optimizer's slot: its shape is that of the variable, so it falls into the same shards.
-            beside = shard_strategy.beside(self, kwargs.pop("colocate_with").variables[0])
-        initial = shard_initializers.present()
+            beside = sharding.beside_shards(self, kwargs.pop("colocate_with").variables[0])
+        initial = sharding.present_initializer()
         if initial is not None:
-            first = shard_strategy.server_of(self, reference)
+            first = sharding.server_of(self, reference)
             self._memory.check(initial.path, initial.shape, tf.as_dtype(initial.dtype), first, reference is not None)
             if self._has_partitioner and kwargs.get("shape") is None:
                 kwargs |= {"initial_value": initial, "shape": initial.shape}
@@ -341,11 +331,11 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         if not tf.executing_eagerly():
             return super().experimental_distribute_dataset(dataset, options)
         # The stock coordinator leaves it set when a function that it is given fails to trace.
-        scheduled_functions.reset(self)
+        coordinator.forget_scheduled(self)
         caller, call = calls.epochs_being_made(), calls.current()
         trains = call is not None and call.trains
         fixed_sizes.check(self, dataset, self._training.num_parts if trains else 1, self._num_workers == 1)
-        dataset = array_data.untuned(array_data.sized(dataset, caller), caller)
+        dataset = inputs.untuned(inputs.sized(dataset, caller), caller)
         described = self._training.distribute(dataset)
         if calls.iterating_fit() is not None:
             described.check_first_batch()
@@ -373,7 +363,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         function is waited for, and its own result returned. In a function given to `ClusterCoordinator.schedule` it
         is the stock method.
         """
-        if tf.distribute.in_cross_replica_context() and scheduled_functions.is_traced(self):
+        if tf.distribute.in_cross_replica_context() and coordinator.is_scheduled_traced(self):
             return super().run(fn, args, kwargs, options)
         args, kwargs = worker_function.in_tensors(args, kwargs or {})
         self._check_step(fn)
@@ -391,38 +381,43 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
             keras_steps.check(fn, asynchronous=self._training is self._engine)
         replica_placement.check_step(self, fn)
 
-    def function_of(self, model: keras.Model, step: Callable[..., Any], stock: Callable[[Any], Any]) -> Any:
-        """Returns the plain Python function that makes an execution of `fit` or `evaluate`.
+    def function_of(self, model: keras.Model, kind: str, stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Returns what makes an execution in plain Python; see `train_functions.ask_strategies`.
 
-        Args:
-          model: the model.
-          step: its bound `train_step` or `test_step`.
-          stock: the function that Keras has made of it. It serves `run_eagerly=True`, and batches that are given to
-            `train_on_batch` or `test_on_batch`.
+        What Keras has made serves `run_eagerly=True`, and batches that are given to `train_on_batch` and the like.
         """
-        if model.run_eagerly:
-            return stock
-        trains, prepared = keras_steps.classify(step) == "train", dict[HandleKind, Callable[[WorkerIterator], Any]]()
+        if kind == "predict":
+            return stock if model.run_eagerly or model.jit_compile else self._predicting(model, stock)
+        step = model.train_step if kind == "train" else model.test_step
+
+        def prepare(handle: WorkerBatch) -> Callable[[WorkerIterator, WorkerBatch], Any]:
+            if model.run_eagerly:
+                return one_by_one(stock)
+            self._check_step(step)
+            return (handle.engine if kind == "train" else self._engine).prepared(step, handle)
+
+        return executions(model, stock, prepare)
+
+    def _predicting(self, model: keras.Model, stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Returns what makes an execution of `predict`, whose batches Keras takes itself."""
+        step, prepared = keras_steps.make_predict_function(model), dict[Any, Callable[..., Any]]()
 
         @functools.wraps(stock)
-        def function(iterator: Any) -> Any:
-            if not isinstance(iterator, WorkerIterator):
-                return stock(iterator)
-            logs = None
+        def function(batches: Sequence[Any]) -> Any:
+            if not isinstance(batches[0], WorkerBatch):
+                return stock(batches)
+            make = prepared.get(batches[0].kind)
+            if make is None:
+                self._check_step(step)
+                make = prepared[batches[0].kind] = self._engine.prepared(step, batches[0])
+            iterator = find_iterator(int(batches[0].content))
             try:
-                for _, handle in zip(range(model.steps_per_execution), iterator, strict=False):
-                    if handle.kind not in prepared:
-                        self._check_step(step)
-                        engine = handle.engine if trains else self._engine
-                        prepared[handle.kind] = engine.prepared(step, handle)
-                    logs = prepared[handle.kind](iterator)
+                outputs = [make(iterator, batch) for batch in batches]
             except tf.errors.OutOfRangeError:
-                # Of data of unknown length; the last execution is of as many steps as there were data for.
-                if logs is None:
-                    raise
+                raise
             except tf.errors.OpError as error:
                 raise python_operation.brief(error) from None
-            return logs
+            return outputs[0] if len(outputs) == 1 else tf.nest.map_structure(splitting.joined, *outputs)
 
         return function
 
@@ -440,7 +435,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:
         """Reduces over `axis`; there is nothing to reduce over replicas, because one of them makes each step."""
-        if scheduled_functions.is_traced(self):
+        if coordinator.is_scheduled_traced(self):
             return super().reduce(reduce_op, value, axis)
         value = worker_batch.looked_at(value)
         if axis is None:

@@ -15,9 +15,10 @@ from typing import Any
 
 import keras
 
-from tfdist.compat import calls, epoch_iterators
-from tfdist.policies.answers import Contribution, Outcome
-from tfdist.telemetry import points, summaries
+from tfdist.compat import calls
+from tfdist.compat.keras.fit import EpochIterator
+from tfdist.policies.records import Contribution, Outcome
+from tfdist.telemetry import summaries
 from tfdist.telemetry.recorder import Recorder, Sums
 from tfdist.telemetry.session import Session
 from tfdist.update_log import EventKind
@@ -68,7 +69,7 @@ class Telemetry(keras.callbacks.Callback):
         self._clock = time.monotonic
         self._session: Session | None = None
         self._recorder = Recorder([])
-        self._last: points.Moment | None = None
+        self._last: summaries.Moment | None = None
         self._batches = self._batches_before = 0
         self._iterations_before = self._updates_before = 0
         self._execution_began = 0.0
@@ -200,12 +201,12 @@ class Telemetry(keras.callbacks.Callback):
     def _distribution(self) -> Any:
         return self.model.distribute_strategy.distribution
 
-    def _now(self) -> points.Moment:
+    def _now(self) -> summaries.Moment:
         self._collect()
         counted = self._session.counted_bytes() if self._session is not None else ()
-        return points.Moment(self._clock() - self._evaluated_secs, self._batches, self._recorder.sums(), counted)
+        return summaries.Moment(self._clock() - self._evaluated_secs, self._batches, self._recorder.sums(), counted)
 
-    def _write(self, session: Session, last: points.Moment) -> None:
+    def _write(self, session: Session, last: summaries.Moment) -> None:
         now = self._last = self._now()
         sums, secs, batches = now.sums.since(last.sums), now.secs - last.secs, now.batches - last.batches
         updates, examples = sums.updates / self._accumulated, float(sums.examples)
@@ -246,7 +247,7 @@ def _recorder(strategy: Any) -> Recorder:
 
 def _batch_size(model: keras.Model) -> int:
     """Returns the number of examples in each global batch but the last one; 0 if it isn't known."""
-    fit = epoch_iterators.EpochIterator.of(model)
+    fit = EpochIterator.of(model)
     size = fit.batch_size if fit is not None else None
     return int(size) if isinstance(size, int) else 0
 

@@ -8,7 +8,7 @@ import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 
-from tfdist.policies.answers import Contribution, Outcome, Update
+from tfdist.policies.records import Contribution, Outcome, Update
 from tfdist.telemetry import report
 from tfdist.telemetry.histogram import Histogram
 from tfdist.telemetry.report import Report, Times
@@ -75,7 +75,7 @@ class Recorder:
       names: names of the replicas in reports.
       is_complete: True if all updates are recorded. With averages alone they are not: each batch of
         Keras' loop is an update then.
-      sink: receives each update, under the recorder's lock; None if nobody wants them.
+      sink: receives each update, under the recorder's lock; None to drop them.
       loss_sink: receives losses and returns of replicas.
       has_steps: True if steps were added that no policy has decided about.
     """

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from tfdist.policies.answers import Contribution, Outcome
+from tfdist.policies.records import Contribution, Outcome
 from tfdist.telemetry.histogram import Histogram
 from tfdist.update_log import Contributions, Updates
 
@@ -295,8 +295,8 @@ class Report:
       spares: number of replicas that the current update does not wait for; None without `BackupWorkers`.
       cpu_secs: CPU time of the process of each task, where it is known.
       memory_bytes: resident memory of the process of each task, where it is known.
-      message_bytes: bytes of the messages that each worker has sent by `ParameterAveraging` or `Compression`, counted
-        where tfdist sends them: without headers and all else that the process sends. 0 under other policies.
+      message_bytes: bytes of the messages that each worker has sent by `ParameterAveraging` or `Compression`. Headers,
+        and all else that the process sends, are not counted. 0 under other policies.
       input_secs: the part of `step_secs` in which a worker waited for its batch, by worker; of synchronous training
         without a policy.
       compute_secs: the other part, likewise.
@@ -305,8 +305,8 @@ class Report:
       own_secs: interval of the median of what a worker takes itself: its rest and its step.
       late_secs: likewise of the time from the first gradient of a step to its own, without a policy.
       delay_secs: time by which updates were later because of a worker: from the last but one gradient to its own.
-      cost_secs: worker-seconds that each worker cost the cluster: the time in which all others of an update waited for
-        its gradient alone, and that of its gradients that were dropped or lost.
+      cost_secs: worker-seconds that each worker cost the cluster. They are the time in which all others of an update
+        waited for its gradient alone, and the time of its gradients that were dropped or lost.
     """
 
     updates: int

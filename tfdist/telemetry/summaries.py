@@ -7,6 +7,7 @@ The last two are protos of the package tensorboard, which need not be installed 
 from __future__ import annotations
 
 import collections
+import dataclasses
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +15,9 @@ from typing import Any
 import tensorflow as tf
 from google.protobuf import struct_pb2
 
+from tfdist.runtime.usage import Usage
 from tfdist.telemetry.histogram import Histogram
+from tfdist.telemetry.recorder import Sums, Times
 
 _PREFIX = "tfdist/"
 # Status of a session in the hparams plugin.
@@ -134,3 +137,144 @@ def _double_field(field: int, value: float) -> bytes:
 
 def _bytes_field(field: int, data: bytes) -> bytes:
     return _varint(field << 3 | 2) + _varint(len(data)) + data
+
+
+# Scalars and histograms of one point of the Telemetry callback. docs/telemetry.md lists them.
+
+
+# Charts of the Custom Scalars tab: tags, which are the same in all runs.
+LAYOUT = {
+    "tfdist: speed": {
+        "loss": ["tfdist/logs/loss"],
+        "updates per second": ["tfdist/speed/updates_per_sec"],
+        "examples per second": ["tfdist/speed/examples_per_sec"],
+    },
+    "tfdist: time": {
+        "a gradient: median, 95th percentile, slowest worker": ["tfdist/time/step_secs.*"],
+        "parts of a step, medians": [
+            f"tfdist/time/{part}_secs" for part in ("input", "compute", "rest", "wait", "held")
+        ],
+        "all-reduce, mean": ["tfdist/time/reduce_secs"],
+    },
+    "tfdist: policy": {
+        "wait of an update": ["tfdist/wait/.*"],
+        "mean staleness": ["tfdist/staleness/mean"],
+        "gradients in an update": ["tfdist/policy/replicas_to_aggregate", "tfdist/policy/spares"],
+        "gradients per update": ["tfdist/gradients/.*"],
+    },
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """Counts between two batches of a training.
+
+    Attributes:
+      secs: time, without that of evaluations.
+      batches: batches of Keras' loop.
+      sums: of the recorder.
+      counted: bytes that each worker has sent, where tfdist counts them.
+    """
+
+    secs: float
+    batches: int
+    sums: Sums
+    counted: Sequence[int] = ()
+
+
+def job(
+    secs: float,
+    updates: float,
+    examples: float,
+    sums: Sums | None,
+    times: Mapping[int, Times],
+    settings: Mapping[str, float],
+    counted: Sequence[float],
+    has_policy: bool,
+) -> list[Any]:
+    """Returns the values of the job for an interval.
+
+    Args:
+      secs: length of the interval.
+      updates: number of updates.
+      examples: number of examples in their gradients; 0 if it isn't known.
+      sums: of the recorder; None if no policy decides about gradients.
+      times: of the gradients of each worker that is known here.
+      settings: settings of the policy.
+      counted: bytes that each worker has sent for each update, where tfdist counts them.
+      has_policy: False where each update has a gradient of each worker: counts of gradients say nothing then.
+    """
+    rates = {"updates": updates, "examples": examples}
+    values = [
+        scalar(f"speed/{name}_per_sec", count / secs)
+        for name, count in rates.items()
+        if secs > 0 and (count or name == "updates")
+    ]
+    values += [scalar(f"policy/{name}", value) for name, value in settings.items()]
+    if counted:
+        values.append(scalar("network/counted_bytes_per_update", sum(counted) / len(counted)))
+    is_decided = sums is not None and sums.updates > 0
+    if sums is not None and is_decided:
+        values += [
+            scalar("wait/per_update_secs", sums.wait_secs / sums.updates),
+            scalar("wait/first_to_last_secs", sums.spread_secs / sums.updates),
+        ]
+        if has_policy:
+            kinds = {"accepted": sums.accepted, "dropped": sums.dropped, "lost": sums.lost}
+            values += [scalar(f"gradients/{kind}", sum(by) / sums.updates) for kind, by in kinds.items()]
+            values.append(scalar("staleness/mean", sums.staleness / max(1, sum(sums.accepted))))
+        if sums.reduce_secs:
+            values.append(scalar("time/reduce_secs", sums.reduce_secs / sums.updates))
+    return values + _times(times, is_decided, has_policy)
+
+
+def _times(times: Mapping[int, Times], is_decided: bool, has_policy: bool) -> list[Any]:
+    """Returns the times of all workers' gradients together."""
+    whole = Times()
+    for each in times.values():
+        whole.merge(each)
+    if not whole.step.count:
+        return []
+    slowest = max(each.step.percentile(50) for each in times.values() if each.step.count)
+    values = [
+        scalar("time/step_secs", whole.step.percentile(50)),
+        scalar("time/step_secs_p95", whole.step.percentile(95)),
+        scalar("time/step_secs_slowest", slowest),
+        histogram("time/steps", whole.step),
+    ]
+    if whole.input.count:
+        kinds = {"input": whole.input, "compute": whole.compute, "rest": whole.rest}
+        values += [scalar(f"time/{kind}_secs", found.percentile(50)) for kind, found in kinds.items()]
+    if is_decided and whole.wait.count:
+        values.append(scalar("time/wait_secs", whole.wait.percentile(50)))
+    if is_decided and has_policy:
+        values.append(scalar("time/held_secs", whole.held.mean))
+        if whole.staleness:
+            values.append(counts("staleness/gradients", whole.staleness))
+    return values
+
+
+def process(last: Usage | None, now: Usage, secs: float) -> list[Any]:
+    """Returns the values of a task's process; rates are those of the `secs` since `last`."""
+    values = [
+        scalar("network/sent_bytes", now.bytes_sent),
+        scalar("network/received_bytes", now.bytes_received),
+        scalar("process/memory_bytes", now.memory_bytes),
+        scalar("process/restarts", now.restarts),
+    ]
+    if last is None or secs <= 0:
+        return values
+    return [
+        *values,
+        scalar("network/sent_bytes_per_sec", (now.bytes_sent - last.bytes_sent) / secs),
+        scalar("network/received_bytes_per_sec", (now.bytes_received - last.bytes_received) / secs),
+        scalar("process/cpus", max(0.0, now.cpu_secs - last.cpu_secs) / secs),
+    ]
+
+
+def run_of(task: str, num_workers: int) -> str | None:
+    """Returns the directory of a task such as "worker:3"; None for the chief, whose values are those of the job."""
+    job, _, index = task.partition(":")
+    if job == "worker":
+        return f"workers/worker_{int(index):0{max(2, len(str(num_workers - 1)))}d}"
+    return f"ps/ps_{index}" if job == "ps" else None

@@ -2,8 +2,8 @@
 """Estimates which number of spares, and of workers, would pay: measured times, replayed under the policies.
 
 Each replicate of a block bootstrap draws blocks of consecutive gradients of each worker, so that slow phases stay
-together, and simulates the current cluster and each alternative with the same times. The ratios of these pairs give
-the interval.
+together. It simulates the current cluster and each alternative with the same times. The ratios of these pairs give the
+interval.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from tfdist import simulation
 from tfdist.policies import BackupWorkers
-from tfdist.tensorboard_plugin import people
+from tfdist.tensorboard_plugin import worker_table
 from tfdist.update_log import Timeline
 from tfdist.update_log.records import Outcome
 
@@ -29,7 +29,7 @@ _BLOCK = 20
 _REPLICATES = 24
 # Simulated gradients in all; each takes a few microseconds.
 _GRADIENTS = 300_000
-# What changes the gradients per second by less is no change.
+# A smaller change of the gradients per second counts as none.
 _CHANGE = 0.02
 
 
@@ -80,7 +80,7 @@ def advise(timeline: Timeline, seed: int = 0) -> dict[str, Any]:
         reason = f"not enough gradients of {', '.join(short[:3])}" if short else "there is one worker only"
         return {"state": "none", "reason": reason}
     # Of workers that are equally fast, none is named: where intervals overlap there is no advice by name.
-    slow = people.report_of(timeline).slow
+    slow = worker_table.report_of(timeline).slow
     cases = _cases(timeline.workers, spares, slow.names[0] if slow else None)
     found = _bootstrap(times, _overhead(timeline), cases, np.random.default_rng(seed))
     return {
@@ -158,7 +158,7 @@ def _spares(timeline: Timeline) -> int | None:
 def _times(timeline: Timeline) -> list[np.ndarray]:
     """Returns the seconds of the newest gradients of each worker, in order."""
     rows = timeline.contributions
-    # Where the all-reduce is measured, a worker begins at its end, with its update and its callbacks.
+    # If the all-reduce is measured, a worker begins at its end, with update and callbacks.
     is_timed, opened = (
         np.repeat(each, timeline.updates.count) for each in (timeline.updates.reduce > 0, timeline.updates.opened)
     )

@@ -3,20 +3,146 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import pathlib
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import werkzeug
 from tensorboard.backend import http_util
 from tensorboard.compat import tf
 from tensorboard.plugins import base_plugin
 from werkzeug import wrappers
 
-from tfdist.tensorboard_plugin import answers
-from tfdist.tensorboard_plugin.jobs import Job, Jobs
-from tfdist.update_log import Files, LocalFiles
+from tfdist.tensorboard_plugin import level_of_detail, worker_table
+from tfdist.tensorboard_plugin.jobs import Jobs, RecordedJob
+from tfdist.update_log import Files, LocalFiles, Skipped
+
+# Answers of the data routes, as JSON values or as one binary block of arrays with a JSON header.
+
+
+# A window with fewer gradients is sent gradient by gradient.
+MAX_DETAIL = 5_000
+_MAX_BUCKETS = 2_000
+_MAX_CELLS = 600_000
+_MAX_SHOWN = 200
+_MAX_EVENTS = 1_000
+
+
+class BadRequestError(ValueError):
+    """A parameter that is missing or makes no sense; the message is sent to the page."""
+
+
+def jobs(all_jobs: Sequence[RecordedJob], skipped: Sequence[Skipped], logdir: str) -> dict[str, Any]:
+    """Returns all jobs, the newest first, and the files that were skipped."""
+    return {
+        "logdir": logdir,
+        "jobs": [job.summary() for job in all_jobs],
+        "skipped": [{"path": each.path, "reason": each.reason} for each in skipped[:_MAX_SHOWN]],
+        "num_skipped": len(skipped),
+    }
+
+
+def workers(job: RecordedJob) -> dict[str, Any]:
+    """Returns the table of workers, their lanes, the newest events, and how often each staleness was seen."""
+    events = job.timeline.events[-_MAX_EVENTS:]
+    rows = job.timeline.contributions
+    staleness = np.bincount(rows.staleness[rows.outcome == 0])
+    return {
+        "rows": job.table,
+        "lanes": worker_table.lanes(job.timeline, job.report),
+        "in_words": job.report.in_words,
+        # Sums of each channel over the whole training: what is zero needs no legend.
+        "sums": dict(zip(level_of_detail.CHANNELS, job.levels.sums.sum(axis=1).tolist(), strict=True)),
+        "detail_updates": job.report.updates,
+        "events": [
+            {"time": float(moment), "worker": int(worker), "kind": int(kind), "text": str(text), "secs": float(secs)}
+            for moment, worker, kind, text, secs in zip(*events.arrays().values(), strict=True)
+        ],
+        "num_events": len(job.timeline.events),
+        "staleness": {str(value): int(staleness[value]) for value in np.flatnonzero(staleness)[:_MAX_SHOWN]},
+    }
+
+
+def window(job: RecordedJob, begin: float, end: float, buckets: int) -> bytes:
+    """Returns a window: single gradients if they are few, else sums of buckets.
+
+    Raises:
+      BadRequestError: the window is empty.
+    """
+    if not (np.isfinite(begin) and np.isfinite(end) and end > begin):
+        raise BadRequestError(f"begin must be before end. Received: begin={begin}, end={end}")
+    buckets = max(1, min(buckets, _MAX_BUCKETS, _MAX_CELLS // len(job.timeline.workers)))
+    found = job.levels.window(begin, end, buckets)
+    header = {
+        "begin": found.begin,
+        "secs": found.secs,
+        "buckets": buckets,
+        "workers": len(job.timeline.workers),
+        "exact": found.is_exact,
+        "channels": list(level_of_detail.CHANNELS),
+        "update_channels": list(level_of_detail.UPDATE_CHANNELS),
+        "detail": job.levels.is_detailed(begin, end, MAX_DETAIL),
+    }
+    arrays = {"cells": found.cells, "totals": found.totals}
+    if header["detail"]:
+        arrays |= _gradients(job, begin, end)
+    return packed(header, arrays)
+
+
+def _gradients(job: RecordedJob, begin: float, end: float) -> dict[str, np.ndarray]:
+    """Returns the single gradients of a window, with times in seconds after its begin."""
+    first, last = job.levels.rows(begin, end)
+    updates, offsets = job.timeline.updates[first:last], job.timeline.updates.offsets
+    rows = job.timeline.contributions[offsets[first] : offsets[last]]
+    made = np.repeat(updates.time - begin, updates.count)
+    # By their start: the page takes the gradients of a worker to follow each other.
+    order = np.argsort(made + rows.start, kind="stable")
+    rows, made, step = rows[order], made[order], np.repeat(updates.step, updates.count)[order]
+    return {
+        "worker": rows.worker.astype(np.int32),
+        "start": (made + rows.start).astype(np.float32),
+        "arrival": (made + rows.arrival).astype(np.float32),
+        "update": made.astype(np.float32),
+        "step": step.astype(np.int32),
+        "outcome": rows.outcome.astype(np.int32),
+        "staleness": rows.staleness.astype(np.int32),
+        "held": rows.held,
+        "input": rows.input,
+        "reduce": np.repeat(updates.reduce, updates.count)[order],
+        "weight": rows.weight,
+        "update_time": (updates.time - begin).astype(np.float32),
+        "update_step": updates.step.astype(np.int32),
+    }
+
+
+def packed(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> bytes:
+    """Packs arrays of four-byte numbers behind a JSON header.
+
+    The block is: length of the header (uint32, little endian), the header, spaces up to a multiple of four, then the
+    arrays one after the other. The header's "arrays" lists name, "f" or "i", and shape of each.
+    """
+    layout = [{"name": name, "kind": array.dtype.kind, "shape": array.shape} for name, array in arrays.items()]
+    text = json.dumps({**header, "arrays": layout}, allow_nan=False).encode()
+    text += b" " * (-len(text) % 4)
+    parts = [np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes() for array in arrays.values()]
+    return b"".join([struct.pack("<I", len(text)), text, *parts])
+
+
+def unpacked(block: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Returns the inverse of `packed`."""
+    (length,) = struct.unpack_from("<I", block)
+    header = json.loads(block[4 : 4 + length])
+    place, arrays = 4 + length, {}
+    for each in header["arrays"]:
+        size = int(np.prod(each["shape"], dtype=np.int64))
+        arrays[each["name"]] = np.frombuffer(block, f"<{each['kind']}4", size, place).reshape(each["shape"])
+        place += 4 * size
+    return header, arrays
+
 
 _STATIC = pathlib.Path(__file__).parent / "static"
 _TYPES = {".js": "text/javascript", ".css": "text/css"}
@@ -47,7 +173,7 @@ class TfdistPlugin(base_plugin.TBPlugin):
         return {
             **files,
             "/jobs": self._route(self._list),
-            "/workers": self._route(lambda request: answers.workers(self._job(request))),
+            "/workers": self._route(lambda request: workers(self._job(request))),
             "/window": self._route(self._window),
             "/scalars": self._route(lambda request: self._known().scalars(self._job(request))),
             "/advice": self._route(lambda request: self._job(request).advisor.answer()),
@@ -60,7 +186,7 @@ class TfdistPlugin(base_plugin.TBPlugin):
         def respond(request: wrappers.Request) -> werkzeug.Response:
             try:
                 content = answer(request)
-            except answers.BadRequestError as error:
+            except BadRequestError as error:
                 return http_util.Respond(request, {"error": str(error)}, "application/json", 400)
             except OSError as error:
                 return http_util.Respond(request, {"error": f"can't read the logs: {error}"}, "application/json", 503)
@@ -74,29 +200,29 @@ class TfdistPlugin(base_plugin.TBPlugin):
 
     def _known(self) -> Jobs:
         if self._jobs is None:
-            raise answers.BadRequestError(_NO_LOGDIR)
+            raise BadRequestError(_NO_LOGDIR)
         return self._jobs
 
-    def _job(self, request: wrappers.Request) -> Job:
+    def _job(self, request: wrappers.Request) -> RecordedJob:
         job = self._known().get(request.args.get("job", ""))
         if job is None:
-            raise answers.BadRequestError("there is no such job; the log directory may have changed: reload the page")
+            raise BadRequestError("there is no such job; the log directory may have changed: reload the page")
         return job
 
     def _list(self, request: wrappers.Request) -> dict[str, Any]:
-        return answers.jobs(*self._known().all(), self._logdir)
+        return jobs(*self._known().all(), self._logdir)
 
     def _window(self, request: wrappers.Request) -> bytes:
         job = self._job(request)
         begin, end = (_number(request, name, float) for name in ("begin", "end"))
-        return answers.window(job, begin, end, _number(request, "buckets", int))
+        return window(job, begin, end, _number(request, "buckets", int))
 
 
 def _number(request: wrappers.Request, name: str, kind: Callable[[str], Any]) -> Any:
     try:
         return kind(request.args[name])
     except (KeyError, ValueError, OverflowError):
-        raise answers.BadRequestError(f"{name} must be a number. Received: {name}={request.args.get(name)!r}") from None
+        raise BadRequestError(f"{name} must be a number. Received: {name}={request.args.get(name)!r}") from None
 
 
 def _file(path: pathlib.Path) -> Callable[..., Any]:

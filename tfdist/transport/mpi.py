@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums and messages of arrays over the workers by MPI, through mpi4py (`mpi_library` starts it).
+"""Sums and messages of arrays over the workers by MPI, through mpi4py (`mpi` starts it).
 
 How an array is summed. Up to `_SMALL_BYTES` the library's own all-reduce is used. A larger one is cut into a block for
 each worker, and goes twice around a ring of workers (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for
@@ -8,19 +8,31 @@ are sent in segments, so that one is added while the next one is under way, and 
 workers have the same sums, bit by bit, because each block is added up in one place.
 
 Nothing here waits within the library. A wait asks for progress again and again, at first at once and then with pauses,
-so that a worker that waits leaves its core to those that compute; and it looks whether the others live.
+so that its core is free for workers that compute. It also checks that the others live.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import ctypes
+import importlib.util
 import itertools
 import os
+import pathlib
+import re
+import socket
+import stat
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
+from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE
+from tfdist.runtime import cpus, messages
 
 _SMALL_BYTES = 2**16
 _SEGMENT_BYTES = 2**19
@@ -60,7 +72,7 @@ class Mpi:
         self._count = 0
         self._mark = np.zeros(1, np.int64)
         self.failure: Exception | None = None
-        # What a failed sum has left in the library, which may still write there.
+        # Buffers of failed sums: the library may still write there.
         self._abandoned: list[Any] = []
 
     def sum(self, array: np.ndarray, in_place: bool = False) -> np.ndarray:
@@ -148,7 +160,7 @@ class Mpi:
         spans = [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
         for step in range(size - 1):
             sent, added = spans[(rank - step) % size], spans[(rank - step - 1) % size]
-            # What was added up in the step before goes on; in the first one, what this worker has.
+            # Sends the block that was added up in the step before; in the first step, the worker's own.
             self._add_block((total if step else array)[sent], array[added], total[added])
         for step in range(size - 1):
             self._pass_on(total[spans[(rank + 1 - step) % size]], total[spans[(rank - step) % size]])
@@ -220,3 +232,335 @@ class Mpi:
             except ConnectionError as loss:
                 raise loss from error
             time.sleep(min(_CHECK_SECS, _BLAME_SECS / 10))
+
+
+# The MPI library of this process: which one it is, how it is started, and how it ends.
+#
+#     size_of_job()   how many processes an MPI launcher has started with this one (mpiexec, srun --mpi), if one has
+#     start(...)      initializes the library: by that launcher, or by `pmi`, which needs none
+#
+# The library's own calls may wait for ever, and mpi4py's start and end keep Python's lock meanwhile. So these two are
+# called past mpi4py, and a thread looks after the other workers and ends the process where they have failed.
+
+
+# Libraries that can be started without a launcher, by the beginning of their names for themselves.
+_WITHOUT_LAUNCHER = ("MPICH", "Intel(R) MPI", "MVAPICH")
+# Variables by which a launcher speaks to the library; another job's must not be heard.
+_OF_LAUNCHERS = ("PMI_", "PMIX_", "OMPI_", "PRTE_")
+_THREAD_SERIALIZED, _THREAD_MULTIPLE = 2, 3
+_START_CHECK_SECS = 1.0
+_STALL_SECS = 30.0
+# For so long a process that has ended waits for the others, whose last messages may still be on their way.
+_LEAVE_SECS, _FINISH_SECS = 10.0, 60.0
+
+
+def is_installed() -> bool:
+    """Returns True if mpi4py can be imported."""
+    return importlib.util.find_spec("mpi4py") is not None
+
+
+def size_of_job(environment: Mapping[str, str] = os.environ) -> int | None:
+    """Returns the number of processes in the MPI job that a launcher has made this process a part of; None for none.
+
+    A variable alone says nothing: a shell within `srun` or `mpiexec` hands it down to all that it starts. MPICH's
+    launchers also give an address, or an open socket.
+    """
+    size = environment.get("PMI_SIZE", "")
+    if size.isdecimal() and ("PMI_PORT" in environment or _is_socket(environment.get("PMI_FD", ""))):
+        return int(size)
+    if "PMIX_RANK" in environment or "OMPI_COMM_WORLD_RANK" in environment:
+        sizes = [environment.get(name, "") for name in ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")]
+        return next((int(size) for size in sizes if size.isdecimal()), None)
+    return None
+
+
+def _is_socket(number: str) -> bool:
+    try:
+        return stat.S_ISSOCK(os.fstat(int(number)).st_mode)
+    except (ValueError, OSError):
+        return False
+
+
+def name() -> str:
+    """Returns the MPI library's name and version, in one line; loads it, and starts nothing.
+
+    Raises:
+      ImportError: there is no mpi4py, or no library for it.
+      RuntimeError: mpi4py finds no MPI library.
+    """
+    version = " ".join(_mpi4py().Get_library_version().split())
+    found = re.match(r"(MPICH|Open MPI|Intel\(R\) MPI|MVAPICH\S*)\D*([\d.]+\d)?", version)
+    return " ".join(part for part in found.groups() if part) if found else version[:40]
+
+
+def needs_launcher(name: str) -> bool:
+    """Returns True if a library of this name (see `name`) can't be started without an MPI launcher."""
+    return not name.startswith(_WITHOUT_LAUNCHER)
+
+
+def start(
+    index: int,
+    places: Sequence[str],
+    exchange: Exchange | None,
+    job: str,
+    check: Callable[[], None],
+    timeout_secs: float,
+) -> Mpi:
+    """Initializes the library; all workers call it.
+
+    Args:
+      index: number of this worker.
+      places: see `Server`; one for each worker.
+      exchange: see `Server`; None if the launcher of an MPI job has started all workers.
+      job: see `Server`.
+      check: called about once a second while the others are waited for; raises ConnectionError if they have failed.
+      timeout_secs: for so long they are waited for.
+
+    Raises:
+      RuntimeError: the library can't be initialized, or its job has another number of processes.
+    """
+    module, server = _mpi4py(), None
+    with _ending_if_alone(check, timeout_secs):
+        if not module.Is_initialized():
+            if exchange is not None:
+                server = Server(job, index, places, exchange)
+                server.start()
+            with _environment(server.environment) if server else contextlib.nullcontext():
+                code = _initialize()
+            if code:
+                raise RuntimeError(f"MPI can't be initialized: {(server and server.error) or f'error {code}'}")
+            # By default the library ends the process, also where a worker is lost.
+            for communicator in (module.COMM_WORLD, module.COMM_SELF):
+                communicator.Set_errhandler(module.ERRORS_RETURN)
+        world = module.COMM_WORLD
+        if len(places) != world.size:
+            raise RuntimeError(
+                f"the MPI job has another number of processes than the cluster; start one for each worker. Received: "
+                f"{world.size} processes, {len(places)} workers"
+            )
+        # Its processes may have other numbers than the workers.
+        communicator, farewell = world.Split(0, index), world.Split(0, index)
+    if server is not None:
+        _remove_names_of_shared_memory()
+    sums = Mpi(module, communicator, check, is_polite=places.count(places[index]) > cpus.usable())
+    # A launcher takes a process that ends without MPI_Finalize for a failure.
+    atexit.register(_leave, sums, module, farewell, check, server is None)
+    return sums
+
+
+def _leave(sums: Mpi, module: Any, communicator: Any, check: Callable[[], None], finishes: bool) -> None:
+    """Waits at the end of a process until the others are at theirs, unless something has failed."""
+    if sums.failure is not None or getattr(sys, "last_value", None) is not None:
+        return
+    if finishes:
+        thread = threading.Thread(target=_library().MPI_Finalize, name="tfdist-mpi-end", daemon=True)
+        thread.start()
+        is_over, limit = lambda: not thread.is_alive(), _FINISH_SECS
+    else:
+        request = communicator.Ibarrier()
+        is_over, limit = (lambda: module.Request.Test(request)), _LEAVE_SECS
+    began = checked = time.monotonic()
+    with contextlib.suppress(ConnectionError, module.Exception):
+        while not is_over() and (now := time.monotonic()) - began < limit:
+            time.sleep(0.001)
+            if now - checked > _START_CHECK_SECS:
+                checked = now
+                check()
+
+
+def _remove_names_of_shared_memory() -> None:
+    """Removes the files of the library's shared memory, which all have opened; a killed process would leave them."""
+    for path in {line.split()[-1] for line in _maps() if re.search(r" /dev/shm/mpi", line)}:
+        pathlib.Path(path).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _ending_if_alone(check: Callable[[], None], timeout_secs: float) -> Iterator[None]:
+    """Ends this process if others fail within the block, or don't come: nothing else ends a call into the library."""
+    is_over = threading.Event()
+
+    def watch() -> None:
+        began = said = time.monotonic()
+        while not is_over.wait(_START_CHECK_SECS):
+            now = time.monotonic()
+            try:
+                check()
+                if now - began > timeout_secs:
+                    raise ConnectionError(f"not all workers have come within {timeout_secs:g} s")
+            except ConnectionError as error:
+                messages.say(f"MPI can't be initialized: {error}")
+                os._exit(TRY_AGAIN_EXIT_CODE)
+            if now - said > _STALL_SECS:
+                said = now
+                messages.say(f"the start of MPI has not completed after {now - began:.0f} s")
+
+    threading.Thread(target=watch, name="tfdist-mpi-start", daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
+
+
+@contextlib.contextmanager
+def _environment(added: Mapping[str, str]) -> Iterator[None]:
+    """Within the block, these variables take the place of those of any MPI launcher."""
+    before = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith(_OF_LAUNCHERS)}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+        os.environ.update(before)
+
+
+def _mpi4py() -> Any:
+    import mpi4py
+
+    # To finish waits for all others, also for those that have failed.
+    mpi4py.rc.initialize = mpi4py.rc.finalize = False
+    from mpi4py import MPI
+
+    return MPI
+
+
+def _initialize() -> int:
+    """Calls MPI_Init_thread; mpi4py's own call would keep Python's lock."""
+    provided = ctypes.c_int()
+    code = _library().MPI_Init_thread(None, None, ctypes.c_int(_THREAD_MULTIPLE), ctypes.byref(provided))
+    if not code and provided.value < _THREAD_SERIALIZED:
+        raise RuntimeError("the MPI library serves one thread only; use one that was built with threads")
+    return code
+
+
+def _library() -> ctypes.CDLL:
+    """Returns the MPI library that mpi4py has loaded."""
+    paths = sorted({line.split()[-1] for line in _maps() if re.search(r"/libmpi[^/]*\.so", line)})
+    for path in paths:
+        library = ctypes.CDLL(path)
+        if hasattr(library, "MPI_Init_thread"):
+            return library
+    raise RuntimeError(f"mpi4py has loaded no library with MPI_Init_thread. Found: {', '.join(paths) or 'none'}")
+
+
+def _maps() -> list[str]:
+    return pathlib.Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+
+
+# A process manager for MPI that each worker brings along: no MPI launcher is needed.
+#
+# The processes of an MPI job find each other through a process manager. Each speaks with it over a socket: it stores
+# its own address under a key, waits until all have (a barrier), and asks for the others' addresses. Usually `mpiexec`
+# starts the processes and is that manager. Here each worker has one, a thread of its own process, and what they have
+# stored is sent by the cluster's coordination service, which tfdist has already:
+#
+#     MPI library  --socket-->  Server (this process)  --exchange-->  Servers of the other workers
+#
+# So tasks stay those of whoever started them (any launcher, or none), nobody listens on the network for it, and no
+# worker can be taken for another.
+#
+# The protocol is PMI-1, lines of `key=value`: "PMI: A Scalable Parallel Process-Management Interface" (Balaji et al.
+# 2010), and `src/pmi/src/pmi_v1.c` of MPICH. MPICH and its derivatives (Intel MPI, MVAPICH) speak it; Open MPI does
+# not.
+
+
+# Given what this worker has stored since the last barrier, returns what all have.
+Exchange = Callable[[Mapping[str, str]], Mapping[str, str]]
+
+# MPICH's own limits.
+_MOST_CHARACTERS = 1024
+_LIMITS = f"kvsname_max=256 keylen_max=64 vallen_max={_MOST_CHARACTERS}"
+_MAPPING = "PMI_process_mapping"
+
+
+class Server:
+    """Answers the MPI library of this process.
+
+    Args:
+      job: a name that no other job on these machines has: the library names its shared memory by it.
+      rank: number of this worker.
+      places: for each worker, text that is the same for those who can share memory.
+      exchange: called in the server's thread at each barrier, the same number of times on all workers.
+    """
+
+    def __init__(self, job: str, rank: int, places: Sequence[str], exchange: Exchange) -> None:
+        self._job, self._rank, self._size = job, rank, len(places)
+        self._exchange = exchange
+        mapping = process_mapping(places)
+        self._stored: dict[str, str] = {} if mapping is None else {_MAPPING: mapping}
+        self._new: dict[str, str] = {}
+        self._own, self._given = socket.socketpair()
+        self._thread = threading.Thread(target=self._serve, name="tfdist-pmi", daemon=True)
+        self.error: BaseException | None = None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment variables by which an MPI library of this process finds the server."""
+        return {"PMI_FD": str(self._given.fileno()), "PMI_RANK": str(self._rank), "PMI_SIZE": str(self._size)}
+
+    def start(self) -> None:
+        """Starts to answer, in a thread of its own, until the library says that it has finished."""
+        self._thread.start()
+
+    def _serve(self) -> None:
+        with self._own, self._own.makefile("rw", encoding="ascii", newline="\n") as stream:
+            try:
+                for line in stream:
+                    stream.write(self.answer(line) + "\n")
+                    stream.flush()
+            except BaseException as error:
+                # Seen by the library as the end of the connection, which it reports as a failure.
+                self.error = error
+
+    def answer(self, line: str) -> str:
+        """Returns the answer to a line of the library; waits for the other workers where the line is a barrier."""
+        given = dict(part.split("=", 1) for part in line.split() if "=" in part)
+        command = given.get("cmd", "")
+        if command == "put":
+            self._new[given["key"]] = given["value"]
+            return "cmd=put_result rc=0 msg=success"
+        if command == "get":
+            value = self._stored.get(given["key"])
+            found = f"rc=0 msg=success value={value}"
+            return f"cmd=get_result {'rc=-1 msg=key_not_found' if value is None else found}"
+        if command == "barrier_in":
+            new, self._new = self._new, {}
+            self._stored |= self._exchange(new)
+            return "cmd=barrier_out rc=0"
+        plain = {
+            "init": "cmd=response_to_init pmi_version=1 pmi_subversion=1 rc=0",
+            "get_maxes": f"cmd=maxes {_LIMITS} rc=0",
+            "get_appnum": "cmd=appnum appnum=0 rc=0",
+            "get_my_kvsname": f"cmd=my_kvsname kvsname={self._job} rc=0",
+            "get_universe_size": f"cmd=universe_size size={self._size} rc=0",
+            "finalize": "cmd=finalize_ack rc=0",
+        }
+        if command not in plain:
+            raise ValueError(f"the MPI library asks for something that PMI-1 does not have. Received: {line.strip()!r}")
+        return plain[command]
+
+
+def process_mapping(places: Sequence[str]) -> str | None:
+    """Returns which workers share memory, in PMI-1's form: runs of (first place, number of places, workers on each).
+
+    None if it would be longer than a value may be; the library then takes each worker for a machine of its own.
+    """
+    numbers = {place: number for number, place in enumerate(dict.fromkeys(places))}
+    runs: list[list[int]] = []
+    for number, group in itertools.groupby(numbers[place] for place in places):
+        count = len(list(group))
+        if runs and number == runs[-1][0] + runs[-1][1] and count == runs[-1][2]:
+            runs[-1][1] += 1
+        else:
+            runs.append([number, 1, count])
+    text = f"(vector,{','.join(f'({first},{nodes},{count})' for first, nodes, count in runs)})"
+    return text if len(text) < _MOST_CHARACTERS else None
+
+
+def own_place() -> str:
+    """Returns text that two processes have in common if they can share memory: one machine, one container."""
+    boot = pathlib.Path("/proc/sys/kernel/random/boot_id")
+    machine = boot.read_text(encoding="ascii").strip() if boot.exists() else socket.gethostname()
+    spaces = [str(pathlib.Path(f"/proc/self/ns/{kind}").readlink()) for kind in ("ipc", "pid", "mnt")]
+    shared = pathlib.Path("/dev/shm")
+    return " ".join([machine, *spaces, str(shared.stat().st_dev if shared.exists() else "")])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Sequence
@@ -12,9 +13,85 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import part_collectives, replica_parts, replicas, worker_collectives
+from tfdist.compat.tensorflow import collectives, replicas, variables
 from tfdist.transport import buckets
-from tfdist.transport.traffic import Traffic
+
+# Counts the bytes that the workers send each other.
+
+
+class Traffic:
+    """Bytes that each worker has sent, counted where it sends. Headers of gRPC and TCP are left out.
+
+    Args:
+      num_workers: number of workers.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        self._num_workers = num_workers
+        self._sent: Any = None
+
+    def add_sum(self, size: Any) -> None:
+        """Adds a sum over all workers, of so many bytes, that goes around a ring; in a graph or eagerly."""
+        # Patarasuk and Yuan, 2009: each worker sends 2 (n - 1) / n of them.
+        self._add(2 * (self._num_workers - 1) * tf.cast(size, tf.int64) // self._num_workers)
+
+    def add_messages(self, sizes: Any) -> None:
+        """Adds messages that all workers have sent to all others.
+
+        Args:
+          sizes: int64, the bytes of each worker's message, or of all.
+        """
+        self._add((self._num_workers - 1) * tf.cast(sizes, tf.int64))
+
+    def by_worker(self) -> list[int]:
+        """Returns the bytes that each worker has sent so far."""
+        return [0] * self._num_workers if self._sent is None else [int(each) for each in self._sent.numpy()]
+
+    def _add(self, sent: tf.Tensor) -> None:
+        with tf.init_scope(), tf.device("CPU:0"):
+            if self._sent is None:
+                self._sent = variables.variable_of_process(tf.zeros([self._num_workers], tf.int64), "bytes_sent")
+        self._sent.assign_add(tf.broadcast_to(sent, [self._num_workers]), read_value=False)
+
+
+# Sends a codec's messages between the workers of a `MultiWorkerMirroredStrategy`.
+
+
+@dataclasses.dataclass(frozen=True)
+class Messages:
+    """The `tfdist.compression.codec.Transport` of several workers with one device each.
+
+    Attributes:
+      sums: sums and gathers.
+      senders: names of the workers, for errors.
+      index: the index of this worker.
+      is_in_step: whether all workers trace alike what calls it, as in a step of `fit`; see `WorkerSums.in_step`.
+    """
+
+    sums: WorkerSums
+    senders: Sequence[str]
+    index: int
+    is_in_step: bool = False
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers."""
+        return len(self.senders)
+
+    def sum(self, flat: tf.Tensor) -> tf.Tensor:
+        """Returns the sum of a 1-D tensor over the workers."""
+        (total,) = self.sums.in_step([flat]) if self.is_in_step else self.sums([flat])
+        return total
+
+    def gather(self, message: tf.Tensor) -> tf.Tensor:
+        """Returns the messages (uint8) of all workers, padded to the longest: [workers, longest]."""
+        return self.sums.gather(message, self.is_in_step)
+
+    def broadcast(self, arrays: Sequence[np.ndarray], source: int) -> list[np.ndarray]:
+        """Returns the arrays of one worker, outside of steps; all workers have some of the same shapes and dtypes."""
+        given = [array if self.index == source else np.zeros_like(array) for array in arrays]
+        return [each.numpy() for each in self.sums([tf.constant(array) for array in given])]
+
 
 # Sums an array over the workers, in place if the second argument is True; returns the sum.
 SumArray = Callable[[np.ndarray, bool], np.ndarray]
@@ -31,7 +108,7 @@ class WorkerSums:
       strategy: the strategy.
 
     Attributes:
-      traffic: counts what is sent; None if nobody asks.
+      traffic: counts what is sent; None for no counts.
     """
 
     def __init__(self, strategy: Any) -> None:
@@ -81,12 +158,12 @@ class WorkerSums:
         self, tensors: Sequence[tf.Tensor], sum_up: Callable[[Sequence[tf.Tensor]], list[tf.Tensor]]
     ) -> list[tf.Tensor]:
         """Sums the tensors of each part on the device that has the part, if replicas span devices."""
-        parts = replica_parts.of(self._strategy)
+        parts = replicas.parts_of(self._strategy)
         # Eager tensors of one variable may be on different devices on the workers, who all must sum alike.
         if parts is None or tf.executing_eagerly():
             return sum_up(tensors)
         sums: list[Any] = list(tensors)
-        for chosen in part_collectives.by_part(parts, tensors):
+        for chosen in collectives.by_part(parts, tensors):
             with tf.device(parts.groups[0][parts.part_of(tensors[chosen[0]])]):
                 totals = sum_up([tensors[index] for index in chosen])
             for index, total in zip(chosen, totals, strict=True):
@@ -104,9 +181,9 @@ class WorkerSums:
           uint8 [workers, longest], each message padded with zeros.
         """
         if self._gather_bytes is None:
-            gathered = worker_collectives.gather(self._strategy, message, in_step)
+            gathered = collectives.gather(self._strategy, message, in_step)
             if self.traffic:
-                self.traffic.add_messages(worker_collectives.gathered_bytes(tf.shape(gathered)[1]))
+                self.traffic.add_messages(collectives.gathered_bytes(tf.shape(gathered)[1]))
             return gathered
         with tf.device(replicas.worker_device(self._strategy)):
             if tf.executing_eagerly():
@@ -130,14 +207,14 @@ class WorkerSums:
         sum_array = self._sum_array if flat.dtype in _DTYPES else None
         if self.traffic:
             size = tf.size(flat, tf.int64) * flat.dtype.size
-            if sum_array is None and in_step and worker_collectives.is_gathered(self._strategy, flat):
+            if sum_array is None and in_step and collectives.is_gathered(self._strategy, flat):
                 self.traffic.add_messages(size)
             else:
                 self.traffic.add_sum(size)
         if sum_array is None:
-            by_collectives = worker_collectives.sum_in_step if in_step else worker_collectives.sum_of
+            by_collectives = collectives.sum_in_step if in_step else collectives.sum_of
             return by_collectives(self._strategy, flat)
-        # Tensors that were put together for the sum in a step are nobody else's.
+        # No other code holds tensors that were made for the sum in a step.
         in_place = in_step and not tf.executing_eagerly() and flat.op.type == "ConcatV2"
         return self._by_function(sum_array, flat, in_place)
 

@@ -6,9 +6,9 @@ and `summary` adds up consecutive updates. docs/update_log.md describes the file
 """
 
 from tfdist.update_log.columns import Contributions, Events, Groups, Updates
-from tfdist.update_log.files import Files, LocalFiles
 from tfdist.update_log.reader import LogReader, Reading, Skipped, read_logs
 from tfdist.update_log.records import ContributionRecord, EventKind, Header, Outcome, UpdateRecord
+from tfdist.update_log.segments import Files, LocalFiles
 from tfdist.update_log.timeline import Timeline, run_directory
 from tfdist.update_log.writer import LogWriter
 

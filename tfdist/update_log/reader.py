@@ -12,8 +12,8 @@ import re
 from collections.abc import Iterator
 
 from tfdist.update_log import segments
-from tfdist.update_log.files import Files, LocalFiles
 from tfdist.update_log.records import Header
+from tfdist.update_log.segments import Files, LocalFiles
 from tfdist.update_log.timeline import Log, Timeline, merged
 
 _DIRECTORY = re.compile(r"updates(_\d+)?")

@@ -15,8 +15,8 @@ import numpy as np
 
 from tfdist.update_log import segments
 from tfdist.update_log.columns import Contributions, Events, Updates
-from tfdist.update_log.files import Files, LocalFiles
 from tfdist.update_log.records import EventKind, Header, UpdateRecord
+from tfdist.update_log.segments import Files, LocalFiles
 
 _LOGGER = logging.getLogger("tfdist")
 _MAX_PENDING = 2_000_000

@@ -17,8 +17,8 @@ from tfdist import _whole_files
 from tfdist.launchers.requests import LaunchError
 from tfdist.update_log import Contributions, EventKind, LogReader, Outcome, Timeline, Updates
 from tfdist.watching import arguments as command_arguments
-from tfdist.watching import runs
-from tfdist.watching.lanes import Lanes
+from tfdist.watching.arguments import chosen, name_of
+from tfdist.watching.snapshot import Lanes
 
 _COMMAND = "tfdist trace"
 _USAGE = """\
@@ -53,9 +53,9 @@ def main(arguments: Sequence[str]) -> int:
     reading = LogReader(directory).read()
     for each in reading.skipped:
         _say(f"skipped {each.path}: {each.reason}")
-    jobs = runs.chosen(reading.timelines, directory, values.run)
+    jobs = chosen(reading.timelines, directory, values.run)
     if not jobs:
-        names = dict.fromkeys(runs.name_of(each, directory) for each in reading.timelines)
+        names = dict.fromkeys(name_of(each, directory) for each in reading.timelines)
         what = f" of the run {values.run!r}" if values.run is not None else ""
         _say(f"there is no update log{what} below {directory!r}; there are: {', '.join(names) or 'none'}")
         return 1
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
     if values.from_step is None and values.to_step is None:
         spans = _limited(jobs, spans)
     _say_steps(jobs, spans)
-    size = write(values.output, jobs, spans, runs.name_of(jobs[-1], directory))
+    size = write(values.output, jobs, spans, name_of(jobs[-1], directory))
     _say(f"wrote {values.output} ({size / 1e6:.1f} MB); open it at https://ui.perfetto.dev or in chrome://tracing")
     return 0
 
@@ -192,8 +192,8 @@ def _say(text: str) -> None:
 # Converts a timeline into events of the Trace Event Format, which Perfetto and chrome://tracing load.
 #
 # Format: "Trace Event Format" of the Chromium authors, object form; times are microseconds. A job is a process. Its
-# lane (thread) 0 has an instant event for each update; each worker has a lane with slices (complete events) for the
-# time in which it was held back, computed and waited, and instant events for gradients that were dropped or lost.
+# lane (thread) 0 has an instant event for each update. Each worker has a lane with slices (complete events): held back,
+# computing, waiting. Gradients that were dropped or lost are instant events there.
 
 
 _MAX_POINTS = 2000

@@ -17,8 +17,8 @@ from absl import flags
 from tfdist.launchers.requests import LaunchError, ToolError
 from tfdist.telemetry.scalar_files import SENT, ScalarFiles, task_of
 from tfdist.update_log import LocalFiles, LogReader, Reading, run_directory
+from tfdist.watching import arguments, snapshot
 from tfdist.watching import arguments as command_arguments
-from tfdist.watching import runs, snapshot
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -33,7 +33,7 @@ Where the output is no terminal, it prints the state once, as with --once.
 
 flags:
 """
-# How soon a changed size of the terminal is seen.
+# Interval of looks at the size of the terminal.
 _RESIZE_SECS = 0.25
 
 
@@ -113,9 +113,9 @@ class _Watched:
         self._reading = self._reader.read()
         if not self._reading.is_new:
             return
-        jobs = runs.chosen(self._reading.timelines, self.directory, self._run)
+        jobs = arguments.chosen(self._reading.timelines, self.directory, self._run)
         if jobs:
-            self._name = runs.name_of(jobs[-1], self.directory)
+            self._name = arguments.name_of(jobs[-1], self.directory)
             self._snapshot = snapshot.take(jobs[-1], self._window_secs)
             path = str(pathlib.Path(self.directory, run_directory(jobs[-1])))
             if path != self._path:
@@ -129,7 +129,7 @@ class _Watched:
     @property
     def names(self) -> list[str]:
         """Names of all runs, each once."""
-        return list(dict.fromkeys(runs.name_of(each, self.directory) for each in self._reading.timelines))
+        return list(dict.fromkeys(arguments.name_of(each, self.directory) for each in self._reading.timelines))
 
     @property
     def missing(self) -> str:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pytest
+import tensorflow as tf
 
 from tfdist.cluster import Task
 from tfdist.engines.agreement import Agreement
@@ -48,3 +49,26 @@ def test_log_that_a_thread_has_taken_does_not_change(agreement: Agreement):
         agreement._next_key("later")
     assert dict(taken.log) == {1: "first"}
     assert list(agreement.state()[0].log) == [*range(14, 22)]
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (tf.errors.InternalError(None, None, "Collective instance 124 expected type 0 and"), "different collectives"),
+        (tf.errors.InvalidArgumentError(None, None, "Shape mismatch in the collective instance 9."), "same models"),
+        (tf.errors.UnavailableError(None, None, "recvmsg:Connection reset by peer"), "worker:0 (the connection to it"),
+    ],
+)
+def test_error_of_a_collective_is_told_in_one_line(
+    agreement: Agreement, monkeypatch: pytest.MonkeyPatch, error: tf.errors.OpError, words: str
+):
+    monkeypatch.setattr(agreement._watch, "loss", lambda own, awaited: None)
+    found = agreement.failure_behind(error)
+    assert found is not None and words in str(found) and "\n" not in str(found)
+
+
+def test_lost_connection_is_to_the_task_that_the_error_names():
+    tasks = [Task("worker", index) for index in range(3)]
+    text = "Connection reset by peer\nAdditional information from remote target /job:worker/replica:0/task:2 while"
+    assert Agreement(tasks[0], tasks)._lost_peer(text) == "worker:2"
+    assert Agreement(tasks[0], tasks)._lost_peer("Connection refused") == ""

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A `ClusterCoordinator` made of threads, for driving the real engine without a cluster, in milliseconds.
 
-It keeps the promises that `tfdist.compat.closures` writes down, and no others: a free worker takes the closure that
-was queued first, nobody chooses which worker that is, and a closure that meets a lost task runs again elsewhere.
+It keeps the promises that `tfdist.compat.tensorflow.coordinator` writes down, and no others: a free worker takes the
+closure that was queued first, nobody chooses which worker that is, and a closure that meets a lost task runs again
+elsewhere.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import sys
 import threading
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -18,7 +21,7 @@ from unittest import mock
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import closures
+from tfdist.compat.tensorflow import coordinator
 from tfdist.engines.parameter_server import asynchronous as coordinated
 from tfdist.engines.parameter_server import step_queue, worker_batch
 
@@ -68,6 +71,8 @@ class FakeCluster:
 
     def current_worker(self) -> int | None:
         return getattr(_here, "worker", None)
+
+    this_worker = current_worker
 
     def lost_workers(self, coordinator: Any) -> set[int]:
         return set(self.found_dead)
@@ -161,6 +166,7 @@ class FakeProgram:
 
     accumulation = None
     num_several = 1
+    knows_silence = False
 
     dtypes = (tf.float32,)
 
@@ -297,14 +303,16 @@ def running_engine(
         "after_each",
         "create_on_workers",
         "current_worker",
+        "this_worker",
         "lost_workers",
         "has_failed",
         "raise_failure",
     )
     with contextlib.ExitStack() as stack:
-        for name in names:
-            stack.enter_context(mock.patch.object(closures, name, getattr(cluster, name)))
-        stack.enter_context(mock.patch.object(closures, "clear_error", lambda: None))
+        fakes = {name: getattr(cluster, name) for name in names} | {"clear_error": lambda: None}
+        for name, fake in fakes.items():
+            for module in with_name(coordinator, name):
+                stack.enter_context(mock.patch.object(module, name, fake))
         stack.enter_context(mock.patch.object(tf.distribute.coordinator, "ClusterCoordinator", lambda strategy: None))
         stack.enter_context(mock.patch.object(step_queue, "_POLL_SECS", poll_secs))
         engine = coordinated.AsynchronousEngine(None, num_workers, lambda endless: "", clock, **options)
@@ -314,6 +322,12 @@ def running_engine(
         finally:
             engine.close()  # lets parked threads go, also where the test has failed
             cluster.stop()
+
+
+def with_name(home: types.ModuleType, name: str) -> list[types.ModuleType]:
+    """Modules of tfdist in which a name stands for what it is in `home`."""
+    found = [module for key, module in sys.modules.items() if key.split(".")[0] == "tfdist"]
+    return [module for module in found if vars(module).get(name) is getattr(home, name)]
 
 
 @contextlib.contextmanager

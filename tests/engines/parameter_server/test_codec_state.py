@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.compat import closures, optimizer_patches
+from tfdist.compat.tensorflow import coordinator
 from tfdist.compression import TopK, on_servers
 from tfdist.engines.parameter_server import server_calls
 from tfdist.engines.parameter_server.server_calls import CodecStates
@@ -39,8 +39,8 @@ class Cluster:
         self.largest = 0
         monkeypatch.setattr(server_calls, "call_server", self._call)
         monkeypatch.setattr(server_calls, "within", self._within)
-        monkeypatch.setattr(closures, "lost_workers", lambda coordinator: set())
-        monkeypatch.setattr(optimizer_patches, "optimizers_of", lambda model: [object()])
+        monkeypatch.setattr(coordinator, "lost_workers", lambda coordinator: set())
+        monkeypatch.setattr(server_calls, "optimizers_of", lambda model: [object()])
         encoding: Any = types.SimpleNamespace(codec=TopK(0.1), prefix_of=lambda optimizer: "run/")
         self.states = CodecStates(encoding, None, 2, timeout_secs=3.0, block_bytes=BLOCK_BYTES)
 

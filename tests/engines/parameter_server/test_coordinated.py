@@ -199,9 +199,9 @@ def test_asking_beyond_the_end_says_so_each_time() -> None:
 def test_a_call_beyond_the_end_says_so() -> None:
     with running_engine(2) as (engine, cluster):
         passed = Pass(engine, cluster, [1, 0], "nothing")
-        assert int(engine.call(passed.program, [], passed.iterator)[0]) == 1
+        assert int(engine.call(passed.program, [], passed.iterator.decide(by_chief=False))[0]) == 1
         with pytest.raises(tf.errors.OutOfRangeError):
-            engine.call(passed.program, [], passed.iterator)
+            engine.call(passed.program, [], passed.iterator.decide(by_chief=False))
 
 
 def test_steps_of_two_passes_by_turns_do_not_wait_for_each_other() -> None:

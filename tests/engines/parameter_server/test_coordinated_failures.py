@@ -14,7 +14,7 @@ from fake_cluster import Batch, FakeProgram, running_engine
 from fake_passes import Gate, Pass, all_of
 from waiting import wait_until
 
-from tfdist.compat import closures
+from tfdist.compat.tensorflow import coordinator
 from tfdist.engines.parameter_server import step_queue
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("as_in_keras_loops")]
@@ -111,7 +111,7 @@ def test_a_step_that_outlives_the_error_of_another_counts_for_nothing(monkeypatc
 def test_a_step_of_a_lost_worker_is_made_by_another() -> None:
     with running_engine(2) as (engine, cluster):
         cluster.lose(0)
-        program = FakeProgram(cluster, closures.current_worker)
+        program = FakeProgram(cluster, coordinator.current_worker)
         assert {int(engine.call(program, [], None)[0]) for _ in range(10)} == {1}
         cluster.bring_back(0)
 
@@ -195,8 +195,8 @@ def test_a_worker_that_is_back_has_its_share_before_it_takes_the_first_step_of_i
             cluster.bring_back(0)
             wait_until(lambda: "lost" not in engine.waited_for())
             gate.open()
-            wait_until(lambda: passed.iterator.exhausted == {1})
-            assert not passed.iterator.ended
+            wait_until(lambda: passed.iterator.feed.exhausted == {1})
+            assert not passed.iterator.feed.ended
         loop.join(timeout=30)
         engine.barrier(writes=False)
         assert sorted(passed.batches) == all_of([4, 3])
@@ -252,7 +252,7 @@ def test_a_worker_lost_after_another_is_at_its_end_keeps_nobody_waiting() -> Non
         loop = threading.Thread(target=passed.run)
         loop.start()
         gate.wait_for(1)
-        wait_until(lambda: passed.iterator.exhausted == {1})
+        wait_until(lambda: passed.iterator.feed.exhausted == {1})
         gate.open()
         loop.join(timeout=10)
         stuck = loop.is_alive()

@@ -28,7 +28,7 @@ def run_pass(
     updates: list[Update] = []
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        fit = types.SimpleNamespace(kind="fit", steps_per_execution=per_execution)
+        fit = types.SimpleNamespace(kind="fit")
         patch.setattr(worker_pass.calls, "current", lambda: fit)
         engine, cluster = stack.enter_context(running_engine(len(shares), on_update=updates.append))
         batches: list[Batch] = []
@@ -40,13 +40,13 @@ def run_pass(
 
         program = FakeProgram(cluster, step)
         iterator = WorkerIterator(engine, FakeDataset(cluster, shares), by_execution=True)
-        handles = 0
+        iterator.steps_in_execution, handles = per_execution, 0
         with contextlib.suppress(tf.errors.OutOfRangeError):
             while True:
                 for _ in zip(range(per_execution), iterator, strict=False):
                     handles += 1
                     is_last = iterator.is_last
-                    logs = engine.step(program, [], iterator, is_last, is_update=True, batch=iterator.batch(0))
+                    logs = engine.step(program, [], iterator.feed, is_last, is_update=True, count=iterator.count)
         assert int(logs[0]) == len(batches)
         assert handles == -(-sum(shares) // per_execution)
         engine.barrier()

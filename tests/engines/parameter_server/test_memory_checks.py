@@ -7,8 +7,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist.engines.parameter_server.scope_checks import MemoryCheck
-from tfdist.runtime.memory import Room
-from tfdist.runtime.usage import Usage
+from tfdist.runtime.usage import Room, Usage
 from tfdist.sharded_tables import ShardedTables
 
 pytestmark = pytest.mark.devices

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.distribute import sharded_variable
 
-from tfdist.compat import row_lookups
+from tfdist.compat.keras import sharding
 from tfdist.engines.parameter_server import partitioned_variable
 from tfdist.engines.parameter_server.partitioned_variable import RowPieces, has_shards, partition
 from tfdist.step.contribution import Contribution, add_up, times
@@ -156,7 +156,7 @@ def test_an_id_out_of_range_is_named_with_its_table(wrong: list[int]) -> None:
 def test_a_keras_variable_looks_up_its_rows() -> None:
     table, one = made()
     variable = keras.Variable(VALUE.astype("float32"))
-    row_lookups.install(has_shards)
+    sharding.look_up_in_shards(has_shards)
     assert not hasattr(variable, "sparse_read")
     variable._value = table
     take = tf.function(keras.ops.take, autograph=False)

@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 from fake_cluster import FakeCluster, as_worker, running_engine
 
-from tfdist.compat import closures
+from tfdist.compat.tensorflow import coordinator
 from tfdist.data.handle import BatchHandle, DistributedDataset
 from tfdist.engines.parameter_server.asynchronous import AsynchronousEngine
 from tfdist.engines.parameter_server.worker_batch import WorkerBatch
@@ -78,13 +78,13 @@ def test_shards_of_shuffled_data_are_the_whole_in_every_pass(engine: Asynchronou
 def test_a_worker_that_is_back_goes_on_in_the_order_of_the_others(
     engine: AsynchronousEngine, monkeypatch: pytest.MonkeyPatch, make: Callable[[Any], Any]
 ) -> None:
-    create, created, taken = closures.create_on_workers, [], collections.Counter()
+    create, created, taken = coordinator.create_on_workers, [], collections.Counter()
 
     def recorded(coordinator: Any, function: Callable[..., Any], *args: Any) -> Any:
         created.append(function)
         return create(coordinator, function, *args)
 
-    monkeypatch.setattr(closures, "create_on_workers", recorded)
+    monkeypatch.setattr(coordinator, "create_on_workers", recorded)
     dataset = WorkerDataset(engine, make(tf.data.Dataset.range(30)), "shard")
     for _ in range(3):
         shares = dataset.iterate_on_workers(lambda worker: taken[worker]).values
@@ -209,7 +209,7 @@ def test_a_batch_that_is_looked_at_first_is_read_by_the_chief(engine: Asynchrono
     iterator = iter(WorkerDataset(engine, numbers(4), "shard"))
     seen = [np.asarray(batch).tolist() for batch in iterator]
     assert seen == [[0], [1], [2], [3]]
-    assert iterator.feed(by_chief=False) == "chief"
+    assert iterator.decide(by_chief=False).by_chief
 
 
 def test_a_handle_keeps_its_pass(engine: AsynchronousEngine) -> None:
@@ -248,14 +248,14 @@ def test_iterating_inside_of_a_function_begins_a_pass_each_time(engine: Asynchro
 
 
 @pytest.mark.parametrize(
-    ("make", "by_chief", "feed"),
-    [(numbers, False, "worker"), (numbers, True, "chief"), (from_python, False, "chief"), (from_python, True, "chief")],
+    ("make", "by_chief", "reads"),
+    [(numbers, False, False), (numbers, True, True), (from_python, False, True), (from_python, True, True)],
     ids=["training", "evaluation", "training from Python", "evaluation from Python"],
 )
-def test_who_feeds(engine: AsynchronousEngine, make: Callable[[], Any], by_chief: bool, feed: str) -> None:
+def test_who_feeds(engine: AsynchronousEngine, make: Callable[[], Any], by_chief: bool, reads: bool) -> None:
     iterator = iter(WorkerDataset(engine, make(), "shard"))
-    assert iterator.feed(by_chief) == feed
-    assert iterator.feed(not by_chief) == feed, "it is decided once"
+    assert iterator.decide(by_chief).by_chief is reads
+    assert iterator.decide(not by_chief).by_chief is reads, "it is decided once"
 
 
 def taken(iterator: WorkerIterator, at_most: int) -> int:
@@ -277,13 +277,13 @@ def test_the_chief_never_gives_more_handles_than_it_has_batches(
 ) -> None:
     """Keras takes `at_once` handles, and then runs as many steps."""
     iterator = iter(WorkerDataset(engine, make(count), "shard"))
-    iterator.feed(by_chief=True)
+    feed: Any = iterator.decide(by_chief=True)
     read, last = [], []
     while True:
         given = taken(iterator, at_once)
         for _ in range(given):
-            read += [int(value) for value in iterator.next_local_batch()[0]]
-            iterator.redeem()
+            read += [int(value) for value in feed.next_batch()[0]]
+            feed.redeem()
             last.append(iterator.is_last)
         if given < at_once:
             break

@@ -17,7 +17,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.compat import accumulated_update, closures, optimizer_variables, placed_layers, replica_parts
+from tfdist.compat.keras import optimizers, placement
+from tfdist.compat.tensorflow import replicas
+from tfdist.compat.tensorflow.coordinator import create_on_workers
 
 
 class Sums:
@@ -32,7 +34,7 @@ class Sums:
     def __init__(self, shapes: Sequence[tf.TensorShape], dtypes: Sequence[Any], devices: Sequence[str]):
         self._variables = []
         for shape, dtype, device in zip(shapes, dtypes, devices, strict=True):
-            with replica_parts.on(device):
+            with replicas.on_device(device):
                 self._variables.append(tf.Variable(tf.zeros(shape, dtype), trainable=False))
         # How many gradients were added since the last update.
         self.count = 0
@@ -53,14 +55,14 @@ class Accumulation:
 
     def __init__(self, coordinator: tf.distribute.coordinator.ClusterCoordinator, optimizer: Any):
         self._optimizer = optimizer
-        self._variables = optimizer_variables.trained_by(optimizer)
+        self._variables = optimizers.trained_by(optimizer)
         self.num_steps = int(optimizer.gradient_accumulation_steps)
         shapes = [tf.TensorShape(variable.shape) for variable in self._variables]
         dtypes = [tf.as_dtype(variable.dtype) for variable in self._variables]
         with coordinator.strategy.scope():
-            devices = [placed_layers.reader_of(variable, "") for variable in self._variables]
+            devices = [placement.reader_of(variable, "") for variable in self._variables]
         self._devices = devices
-        self.on_workers = closures.create_on_workers(coordinator, lambda: Sums(shapes, dtypes, devices))
+        self.on_workers = create_on_workers(coordinator, lambda: Sums(shapes, dtypes, devices))
 
     @property
     def specs(self) -> list[tf.TensorSpec]:
@@ -83,19 +85,19 @@ class Accumulation:
             calls.append(True)
             variables = list(self._variables if trainable_variables is None else trainable_variables)
             pairs = [(grad, variable) for grad, variable in zip(grads, variables, strict=True) if grad is not None]
-            indices = [optimizer_variables.index_of(optimizer, variable) for _, variable in pairs]
+            indices = [optimizers.index_of(optimizer, variable) for _, variable in pairs]
             means = []
             for index, (grad, _) in zip(indices, pairs, strict=True):
-                with replica_parts.on(self._devices[index]):
+                with replicas.on_device(self._devices[index]):
                     gradient = tf.convert_to_tensor(grad)
                     if updates:
                         means.append(self._mean(handles[index], gradient))
                     else:
                         tf.raw_ops.AssignAddVariableOp(resource=handles[index], value=gradient)
             if updates:
-                accumulated_update.apply_accumulated(optimizer, apply, means, [variable for _, variable in pairs])
+                optimizers.apply_accumulated(optimizer, apply, means, [variable for _, variable in pairs])
 
-        with accumulated_update.replaced_apply(optimizer, instead):
+        with optimizers.replaced_apply(optimizer, instead):
             yield
 
     def _mean(self, place: tf.Tensor, gradient: tf.Tensor) -> tf.Tensor:

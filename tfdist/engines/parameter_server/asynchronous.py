@@ -34,8 +34,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import closures, cluster_joining, python_operation, step_errors
+from tfdist.compat import python_operation
 from tfdist.compat.calls import Call
+from tfdist.compat.tensorflow import coordinator
 from tfdist.data import splitting
 from tfdist.engines.base import Engine
 from tfdist.engines.parameter_server import worker_batch, worker_function
@@ -44,7 +45,7 @@ from tfdist.engines.parameter_server.transfer import plan
 from tfdist.engines.parameter_server.worker_batch import WorkerBatch
 from tfdist.engines.parameter_server.worker_dataset import WorkerDataset, WorkerDatasetFromFunction
 from tfdist.engines.parameter_server.worker_function import Program, Programs
-from tfdist.engines.parameter_server.worker_pass import Batch, WorkerIterator
+from tfdist.engines.parameter_server.worker_pass import Batch, ChiefFeed, Feed, WorkerFeed, WorkerIterator
 from tfdist.policies.base import Update
 from tfdist.runtime import lost_servers, stalls
 from tfdist.step import keras_steps, one_replica
@@ -98,15 +99,24 @@ class AsynchronousEngine(Engine):
         # Each worker computes one step while the next one waits in the queue; more would only make the logs older.
         self.window = 2 * num_workers + 1
         # Called before a step is queued; another engine that occupies the workers' threads returns them then.
-        self.before_queueing: Callable[[], None] = lambda: None
+        self.before_queueing: Callable[[], None] | None = None
         # Addresses of the parameter servers by index; they are asked when a step has failed.
         self.servers: Mapping[int, str] = {}
         self._queue = StepQueue(self.coordinator, num_workers, clock, stall_timeout_secs, on_update)
         self._reporter = stalls.StallReporter(self.waited_for, progress=self._queue.progress, clock=clock)
         self._reporter.start()
-        step_errors.install()
 
     # What the strategy and its data sets call.
+
+    def share_workers(self, leave: Callable[[], None]) -> None:
+        """Shares the workers' threads with another engine, which makes all train steps of Keras' loops.
+
+        Args:
+          leave: returns the threads; called before a step is queued, and before the program uses the coordinator.
+        """
+        self.before_queueing = leave
+        self.programs.accumulates = False
+        coordinator.before_use(self.coordinator, leave)
 
     def follow_losses(self, on_loss: Callable[[int, bool], object]) -> None:
         """Calls `on_loss(worker, is_lost)` when a worker is lost, and when it is back."""
@@ -133,20 +143,30 @@ class AsynchronousEngine(Engine):
         """Makes an update from the batch of a handle, on one worker; see `run_function`."""
         return self.run_function(step, (handle,), {})
 
-    def prepared(self, step: Callable[..., Any], handle: WorkerBatch) -> Callable[[WorkerIterator], Any]:
-        """Traces a train or test step of Keras; returns what makes it of the next batch, and returns the newest logs.
-
-        Args:
-          step: a model's bound `train_step` or `test_step`.
-          handle: of the next batch; the step is traced for handles of its kind.
-        """
+    def prepared(self, step: Callable[..., Any], handle: WorkerBatch) -> Callable[[WorkerIterator, WorkerBatch], Any]:
+        """See `Engine.prepared`, also for a step that evaluates or predicts: the logs are the newest ones."""
         kind, program_for = keras_steps.classify(step), self._programs_of(step, (handle,), {})
+        if kind == "predict":
+            predicting = program_for(False, False)
+            return lambda iterator, handle: predicting.rebuild(self._predict(predicting, iterator.feed))
+        trains = kind == "train"
         # Before anything of the data is read: most passes that train are fed by the workers.
-        program_for(kind == "train", False)
+        program_for(trains, False)
+        # The newest logs are the same for many steps.
+        flat: Any = None
+        logs: Any = None
 
-        def make(iterator: WorkerIterator) -> Any:
-            program = program_for(worker_function.takes_batches_itself(kind, iterator), False)
-            return program.rebuild(self._dispatch(kind, program, [], iterator.next_batch()))
+        def make(iterator: WorkerIterator, handle: WorkerBatch) -> Any:
+            nonlocal flat, logs
+            feed = iterator.feed
+            program, tensors = program_for(feed.in_step, False), ()
+            if feed.by_chief:
+                tensors = feed.next_batch()
+                feed.redeem()
+            newest = self.step(program, tensors, feed, iterator.is_last, trains, iterator.count)
+            if newest is not flat:
+                flat, logs = newest, program.rebuild(newest)
+            return {**logs} if isinstance(logs, dict) else logs
 
         return make
 
@@ -162,15 +182,15 @@ class AsynchronousEngine(Engine):
         """Runs a function untraced, with a batch brought to the chief: prints and breakpoints in it see values."""
         self.barrier(writes=True)
         args, kwargs = worker_batch.as_values(args, kwargs)
-        with self._strategy.scope(), one_replica.replica_on(self._strategy, cluster_joining.CHIEF_DEVICE):
+        with self._strategy.scope(), one_replica.replica_on(self._strategy, coordinator.CHIEF_DEVICE):
             return fn(*args, **kwargs)
 
     def _run_eagerly(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         kind, handles = keras_steps.classify(fn), worker_batch.handles_in((args, kwargs))
         numbers = [int(handle.content) for handle in handles]
         batch = worker_function.unused(numbers)
-        iterator, in_parts = batch and batch.iterator, batch is None and bool(handles)
-        program = self.programs.find(kind, fn, args, kwargs, iterator, in_parts)
+        in_parts, feed = batch is None and bool(handles), batch and worker_function.feed_for(kind, batch.iterator)
+        program = self.programs.find(kind, fn, args, kwargs, feed, in_parts)
         parts = worker_function.parts_on_chief(numbers, handles) if in_parts else []
         return program.rebuild(self._dispatch(kind, program, parts + program.flatten_arguments(args, kwargs), batch))
 
@@ -185,7 +205,7 @@ class AsynchronousEngine(Engine):
             if batch is None and handles:
                 parts = worker_function.parts_on_chief(numbers, handles)
                 return self._dispatch(kind, program_for(False, True), parts + tensors, None)
-            worker_fed = batch is not None and worker_function.takes_batches_itself(kind, batch.iterator)
+            worker_fed = batch is not None and worker_function.feed_for(kind, batch.iterator).in_step
             return self._dispatch(kind, program_for(worker_fed, False), tensors, batch)
 
         inputs = [handle.content for handle in handles] + program.flatten_arguments(args, kwargs)
@@ -209,42 +229,42 @@ class AsynchronousEngine(Engine):
         """
         if batch is None:
             return self.call(program, tensors, None)
-        iterator = batch.iterator
-        if kind == "predict":
-            return self._predict(program, iterator)
-        if iterator.feed(False) == "chief":
-            batch.on_chief = iterator.next_local_batch()
+        feed = batch.iterator.decide(by_chief=False)
+        if isinstance(feed, ChiefFeed):
+            batch.on_chief = feed.next_batch()
             tensors = batch.on_chief + tensors
-            iterator.redeem()
+            feed.redeem()
         if kind in ("train", "test") or not program.dtypes:
-            is_last, is_update = iterator.is_last, kind == "train"
-            return self.step(program, tensors, iterator, last=is_last, is_update=is_update, batch=batch)
-        return self.call(program, tensors, iterator, batch)
+            return self.step(program, tensors, feed, batch.iterator.is_last, kind == "train", batch=batch)
+        return self.call(program, tensors, feed, batch)
 
-    def _predict(self, program: Program, iterator: WorkerIterator) -> list[np.ndarray]:
+    def _predict(self, program: Program, feed: ChiefFeed) -> list[np.ndarray]:
         """Returns the predictions for the next batch, while steps for later batches are in flight."""
-        ahead = iterator.started
+        ahead = feed.started
         with contextlib.suppress(tf.errors.OutOfRangeError):
             while len(ahead) < self.window:
-                ahead.append(self.start(program, iterator.next_local_batch(), iterator))
+                ahead.append(self.start(program, feed.next_batch(), feed))
         if not ahead:
             raise tf.errors.OutOfRangeError(None, None, "End of sequence")
-        iterator.redeem()
+        feed.redeem()
         return self.wait_for(ahead.popleft())
 
     # Steps of the main thread.
 
     def make_room(self) -> None:
         """Waits until another step may be queued. Raises the error of an earlier step."""
-        self._queue.wait_until(lambda: self._queue.num_pending < self.window)
+        queue = self._queue
+        if queue.has_news or len(queue.pending) >= self.window:
+            queue.wait_until(lambda: len(queue.pending) < self.window)
 
     def step(
         self,
         program: Program,
         tensors: Sequence[tf.Tensor],
-        iterator: WorkerIterator | None,
+        feed: Feed | None,
         last: bool,
         is_update: bool = False,
+        count: int = 1,
         batch: Batch | None = None,
     ) -> list[np.ndarray]:
         """Queues a step whose result is a running total, such as Keras' logs.
@@ -252,10 +272,11 @@ class AsynchronousEngine(Engine):
         Args:
           program: The traced step.
           tensors: Its arguments besides the batch.
-          iterator: The pass over the data.
+          feed: Of the pass over the data.
           last: True for the last step of the pass.
           is_update: True if the step trains.
-          batch: The batch, if a later step may use it again; or the handle's batches, of a step each.
+          count: How many batches it takes, for a step each.
+          batch: The batch, if a later step may use it again.
 
         Returns:
           The flat result of the newest finished step. This step's own result if `last`, or if no step was finished
@@ -264,54 +285,59 @@ class AsynchronousEngine(Engine):
         Raises:
           tf.errors.OutOfRangeError: No worker has data left.
         """
+        queue = self._queue
         if last:
             # Its result must include all earlier steps, which may finish in another order than they began.
-            self._queue.wait_until(self._queue.is_empty)
-        count = 1 if batch is None else batch.count
-        step = Step(program, tensors, iterator, is_update=is_update, batch=batch, count=count)
-        if iterator is not None and not iterator.counted:
+            queue.wait_until(queue.is_empty)
+        step = Step(program, tensors, feed, is_update=is_update, batch=batch, count=count)
+        if isinstance(feed, WorkerFeed) and not feed.is_counted:
             step.took_batch = concurrent.futures.Future()
-        step.wants_logs = self._queue.ask_for_logs(always=last)
         if count > 1:
             program.prepare_several()
-        if not step.wants_logs:
+        if self.before_queueing is not None:
+            self.before_queueing()
+        wants_logs = queue.put(step, last)
+        if not wants_logs and not program.knows_silence:
             program.prepare_silent()
-        self._put(step)
         if step.took_batch is not None:
-            self._queue.wait_until(lambda: step.took_batch.done())
+            queue.wait_until(step.took_batch.done)
             if not step.took_batch.result():
                 raise tf.errors.OutOfRangeError(None, None, "End of sequence")
-        self._queue.wait_until(lambda: self._queue.is_empty() or (not last and self._queue.logs is not None))
-        if self._queue.logs is None:
+        logs = queue.logs
+        if last or queue.has_news or logs is None:
+            queue.wait_until(lambda: not queue.pending or (not last and queue.logs is not None))
+            logs = queue.logs
+        if logs is None:
             raise tf.errors.OutOfRangeError(None, None, "End of sequence")
-        return self._queue.logs
+        return logs
 
     def call(
         self,
         program: Program,
         tensors: Sequence[tf.Tensor],
-        iterator: WorkerIterator | None,
+        feed: Feed | None,
         batch: Batch | None = None,
     ) -> list[np.ndarray]:
         """Queues a step and waits for its own result."""
-        return self.wait_for(self.start(program, tensors, iterator, batch))
+        return self.wait_for(self.start(program, tensors, feed, batch))
 
-    def read_batch(self, iterator: WorkerIterator, handle: WorkerBatch) -> list[np.ndarray]:
+    def read_batch(self, feed: WorkerFeed, handle: WorkerBatch) -> list[np.ndarray]:
         """Fetches the next batch of a worker's share, flat."""
         strategy = self.coordinator.strategy
-        return self.call(Program(strategy, _itself, (handle,), {}, iterator.shares_known), [], iterator)
+        return self.call(Program(strategy, _itself, (handle,), {}, feed.in_step), [], feed)
 
     def start(
         self,
         program: Program,
         tensors: Sequence[tf.Tensor],
-        iterator: WorkerIterator | None,
+        feed: Feed | None,
         batch: Batch | None = None,
     ) -> concurrent.futures.Future:
         """Queues a step; returns a future of its result, which is None if no data were left."""
         result: concurrent.futures.Future = concurrent.futures.Future()
-        count = 1 if batch is None else batch.count
-        self._put(Step(program, tensors, iterator, result=result, batch=batch, count=count))
+        if self.before_queueing is not None:
+            self.before_queueing()
+        self._queue.put(Step(program, tensors, feed, result=result, batch=batch))
         return result
 
     def wait_for(self, result: concurrent.futures.Future) -> list[np.ndarray]:
@@ -324,9 +350,9 @@ class AsynchronousEngine(Engine):
 
     def barrier(self, writes: bool = False) -> None:
         """See `Engine.barrier`: waits for all queued steps."""
-        if closures.current_worker() is not None:
+        if coordinator.current_worker() is not None:
             return
-        if self._queue.needs_waiting:
+        if self._queue.pending or self._queue.has_news:
             self._queue.wait_until(self._queue.is_empty)
         if writes:
             self._queue.logs = None
@@ -350,10 +376,6 @@ class AsynchronousEngine(Engine):
         """Cancels the steps in flight, and ends the engine's own thread; may be called again."""
         self._reporter.stop()
         self._queue.forget_steps()
-
-    def _put(self, step: Step) -> None:
-        self.before_queueing()
-        self._queue.put(step)
 
 
 def _itself(batch: Any) -> Any:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfdist.compat import dataset_functions, process_variable, replicas, server_variables
+from tfdist.compat.tensorflow import graphs, replicas, variables
 from tfdist.engines.parameter_server.transfer.bundles import is_small
 
 _SCATTERS = tuple(
@@ -30,7 +30,7 @@ _SCATTERS = tuple(
 )
 
 
-class CoordinatedVariable(server_variables.ServerVariable):
+class CoordinatedVariable(variables.ServerVariable):
     """A variable on a parameter server: ordered on the chief, atomic on the workers.
 
     Args:
@@ -58,7 +58,7 @@ class CoordinatedVariable(server_variables.ServerVariable):
             self._barrier(writes=False)
             part = self._part() if is_whole else None
             return part.read(self.stored) if part else read(*args, **kwargs)
-        if dataset_functions.is_traced():
+        if graphs.in_dataset_function():
             return getattr(self._copy_for_data(), read.__name__)(*args, **kwargs)
         part = self._part() if is_whole else None
         value = part.read(self.stored) if part else self._as_read_ahead() if is_whole else None
@@ -108,7 +108,7 @@ class CoordinatedVariable(server_variables.ServerVariable):
             with tf.init_scope(), tf.device("/device:CPU:0"):
                 value = self.read_value()
                 name = self.name.split(":")[0].split("/")[-1]
-                self._for_data = process_variable.of(tf.identity(value), name)
+                self._for_data = variables.variable_of_process(tf.identity(value), name)
         return self._for_data
 
     def _as_read_ahead(self) -> tf.Tensor | None:
@@ -120,9 +120,9 @@ class CoordinatedVariable(server_variables.ServerVariable):
             return None
         if self._num_writes(value.graph):
             return None
-        with server_variables.without_recording():
+        with variables.without_recording():
             copy = tf.identity(value)
-        server_variables.record_read(self.stored, copy)
+        variables.record_read(self.stored, copy)
         return copy
 
     def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
@@ -143,7 +143,7 @@ class CoordinatedVariable(server_variables.ServerVariable):
         self, value: Any, use_locking: bool | None = None, name: str | None = None, read_value: bool = True
     ) -> Any:
         """See `tf.Variable.assign`; adding to the variable itself becomes atomic."""
-        is_apart = tf.executing_eagerly() or dataset_functions.is_traced()
+        is_apart = tf.executing_eagerly() or graphs.in_dataset_function()
         delta = None if is_apart else self._match_addition(value)
         if delta is None:
             return self._write(super().assign, value, use_locking=use_locking, name=name, read_value=read_value)
@@ -184,7 +184,7 @@ class CoordinatedVariable(server_variables.ServerVariable):
     def _write(self, write: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if tf.executing_eagerly():
             self._barrier(writes=True)
-        elif dataset_functions.is_traced():
+        elif graphs.in_dataset_function():
             return getattr(self._copy_for_data(), write.__name__)(*args, **kwargs)
         else:
             postponed = getattr(_watchers, "postponed", None)
@@ -207,7 +207,7 @@ class CoordinatedVariable(server_variables.ServerVariable):
         """Counts the operations of `graph` that write the variable, calls of functions included."""
         with graph.as_default():
             handles = [tf.convert_to_tensor(handle) for handle in self._handles()]
-        return sum(server_variables.is_written_by(handle, each) for handle in handles for each in handle.consumers())
+        return sum(variables.is_written_by(handle, each) for handle in handles for each in handle.consumers())
 
     def _handles(self) -> list[Any]:
         return [self.stored.handle]
@@ -346,7 +346,7 @@ def _behind(tensor: tf.Tensor, types: tuple[str, ...]) -> tf.Tensor:
 
 def coordinate(variable: Any, barrier: Callable[..., None]) -> Any:
     """Wraps a stock variable in a `CoordinatedVariable`, if it is a single variable."""
-    if server_variables.is_single(variable):
+    if variables.is_single(variable):
         return CoordinatedVariable(variable.get(), barrier)
     return variable
 

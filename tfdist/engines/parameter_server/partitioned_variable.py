@@ -28,7 +28,18 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import loops, own_attributes, server_variables, sliced_restores
+from tfdist.compat import own_attributes
+from tfdist.compat.keras import sharding
+from tfdist.compat.tensorflow import graphs
+from tfdist.compat.tensorflow.variables import (
+    ShardedVariable,
+    describe_variable,
+    exported_variable,
+    is_traced_for_export,
+    watch_handle,
+    watch_variable,
+    without_recording,
+)
 from tfdist.engines.parameter_server.coordinated_variable import CoordinatedVariable, Part, part_being_updated, updating
 from tfdist.runtime import row_blocks
 from tfdist.step.contribution import RowsByShard
@@ -45,15 +56,15 @@ class PartitionedVariable(CoordinatedVariable):
       path: name of the variable in messages, with that of its layer.
     """
 
-    def __init__(self, shards: server_variables.ShardedVariable, barrier: Callable[..., None], path: str = ""):
-        self._exported = server_variables.exported(shards)
+    def __init__(self, shards: ShardedVariable, barrier: Callable[..., None], path: str = ""):
+        self._exported = exported_variable(shards)
         super().__init__(_Whole(shards, path or shards.name), barrier)
         self.stored.watched = weakref.ref(self)
 
     @property
     def _v(self) -> Any:
         """The shards; in a function that is traced for a SavedModel, one variable of the same shape without a value."""
-        return self._exported if server_variables.is_traced_for_export() else self._whole
+        return self._exported if is_traced_for_export() else self._whole
 
     @_v.setter
     def _v(self, whole: _Whole) -> None:
@@ -62,7 +73,7 @@ class PartitionedVariable(CoordinatedVariable):
     @property
     def handle(self) -> tf.Tensor:
         """Tensor that gradients are taken with respect to: the step's first read, or the anchor of its lookups."""
-        if server_variables.is_traced_for_export():
+        if is_traced_for_export():
             return self._exported.handle
         return self.stored.eager_anchor if tf.executing_eagerly() else self.stored.handle_of_step()
 
@@ -123,7 +134,7 @@ class PartitionedVariable(CoordinatedVariable):
         """Returns None: the fused gradient descent is for single variables; each shard is assigned its rows."""
 
     def _handles(self) -> list[Any]:
-        return [self.handle] if server_variables.is_traced_for_export() else [shard.handle for shard in self.variables]
+        return [self.handle] if is_traced_for_export() else [shard.handle for shard in self.variables]
 
     def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
         raise NotImplementedError  # Makes checkpoints use the two methods below.
@@ -140,7 +151,7 @@ class PartitionedVariable(CoordinatedVariable):
 
     def _write_object_proto(self, proto: Any, options: Any) -> None:
         """Makes a SavedModel name one variable of the shape of the whole."""
-        server_variables.describe(self._exported, self.variables[0].name.partition("/part_")[0], proto, options)
+        describe_variable(self._exported, self.variables[0].name.partition("/part_")[0], proto, options)
 
     def _serialize_to_tensors(self) -> dict[str, Any]:
         """Returns blocks of the shards by their place in the whole; each is saved and restored by its server."""
@@ -157,13 +168,13 @@ class PartitionedVariable(CoordinatedVariable):
         """Assigns the whole, unless its blocks have been written as they were read."""
         self._barrier(writes=True)
         values = restored_tensors[VARIABLE_VALUE]
-        if isinstance(values, dict) or sliced_restores.is_written(values):
+        if isinstance(values, dict) or sharding.is_written(values):
             return self
         return self.assign(values)
 
 
-def _block(shard: Any, first: int, last: int) -> sliced_restores.RowsOfShard:
-    return sliced_restores.RowsOfShard(
+def _block(shard: Any, first: int, last: int) -> sharding.RowsOfShard:
+    return sharding.RowsOfShard(
         lambda: shared_rows(shard, first, last),
         lambda rows: write_rows(shard, first, last, rows),
         shard.dtype,
@@ -189,7 +200,7 @@ class _Step:
 class _Whole:
     """`ShardedVariable` with the missing parts of a variable's interface."""
 
-    def __init__(self, shards: server_variables.ShardedVariable, path: str):
+    def __init__(self, shards: ShardedVariable, path: str):
         self._shards = shards
         self.path = path
         self.sizes: tuple[int, ...] = tuple(shard.shape.as_list()[0] or 0 for shard in shards.variables)
@@ -227,7 +238,7 @@ class _Whole:
         step = self._step()
         first = self._first_read(step, value)
         for handle in (step.anchor, first):
-            server_variables.watch(handle, self.trainable)
+            watch_handle(handle, self.trainable)
         if value.graph is not first.graph:
             # The gradient of a loop can't add up for the anchor, which has no shape: both handles follow outside of it.
             with first.graph.as_default(), tf.control_dependencies(None):
@@ -245,7 +256,7 @@ class _Whole:
     def _watch_eagerly(self) -> None:
         variable = self.watched()
         if variable is not None and self.trainable:
-            server_variables.watch_variable(variable)
+            watch_variable(variable)
 
     def handle_of_step(self) -> tf.Tensor:
         """Returns the tensor that gradients of this graph, or of an enclosing one, are taken with respect to."""
@@ -306,14 +317,14 @@ class _Whole:
         if tf.executing_eagerly():
             self._watch_eagerly()
             return look_up_rows([self.eager_anchor], self.variables, indices, self.path)
-        if loops.in_branch_or_loop():
+        if graphs.in_branch_or_loop():
             # A branch that isn't taken has a gradient of the handle's shape, and the anchor has none.
             return tf.gather(self.value(), indices, name=name)
         step = self._step()
         step.is_looked_up |= step.first is None
         handles = [step.anchor] if step.first is None else [step.anchor, step.first]
         for handle in handles:
-            server_variables.watch(handle, self.trainable)
+            watch_handle(handle, self.trainable)
         return look_up_rows(handles, self.variables, indices, self.path)
 
     def gather_nd(self, indices: tf.Tensor, name: str | None = None) -> tf.Tensor:
@@ -366,7 +377,7 @@ class _Whole:
         return self
 
     def _concatenated(self) -> tf.Tensor:
-        with server_variables.without_recording():
+        with without_recording():
             return tf.concat([shard.read_value() for shard in self.variables], axis=0)
 
 
@@ -391,7 +402,7 @@ def has_shards(variable: Any) -> bool:
 
 def partition(variable: Any, barrier: Callable[..., None], path: str = "") -> Any:
     """Wraps a stock variable in a `PartitionedVariable`, if it is sharded."""
-    if isinstance(variable, server_variables.ShardedVariable):
+    if isinstance(variable, ShardedVariable):
         return PartitionedVariable(variable, barrier, path)
     return variable
 
@@ -679,7 +690,8 @@ class RowPieces:
             if len(shards) == 1:
                 entries.append(gradient)
                 continue
-            pieces = split_rows(merge_rows(gradient), _sizes_of_shards(shards))
+            is_split = isinstance(gradient, RowsByShard)
+            pieces = gradient.pieces if is_split else split_rows(merge_rows(gradient), _sizes_of_shards(shards))
             # Without the shape, which would be one more tensor to send.
             entries += [tf.IndexedSlices(piece.values, piece.indices) for piece in pieces]
         return entries

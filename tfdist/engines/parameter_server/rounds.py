@@ -36,9 +36,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import closures, following_devices, python_operation, replica_parts
+from tfdist.compat import python_operation
 from tfdist.compat.calls import Call
-from tfdist.compat.cluster_joining import SERVER_DEVICE
+from tfdist.compat.keras import placement
+from tfdist.compat.tensorflow import coordinator, replicas
+from tfdist.compat.tensorflow.coordinator import SERVER_DEVICE
 from tfdist.data import epochs, splitting
 from tfdist.engines.base import Engine
 from tfdist.engines.parameter_server import coordinated_variable, scope_checks
@@ -49,15 +51,17 @@ from tfdist.engines.parameter_server.transfer.bundles import Bundles
 from tfdist.engines.parameter_server.transfer.plan import TransferPlan
 from tfdist.engines.parameter_server.worker_batch import WorkerBatch
 from tfdist.engines.parameter_server.worker_dataset import WorkerDataset, WorkerDatasetFromFunction
-from tfdist.engines.parameter_server.worker_pass import WorkerIterator, find_iterator
+from tfdist.engines.parameter_server.worker_pass import ChiefFeed, WorkerFeed, WorkerIterator, find_iterator
 from tfdist.policies.base import Aggregation, Update
 from tfdist.policies.warmup import Warmup
 from tfdist.runtime import delay_hook, stalls
 from tfdist.runtime.round_runner import RoundRunner
+from tfdist.step import gradients as gradient_transforms
 from tfdist.step import one_replica, rehearsal, replica_placement
 from tfdist.step.contribution import Contribution, add_up, weigh
 from tfdist.step.packing import Packing
 from tfdist.step.split_train_step import SplitTrainStep
+from tfdist.transforms import ARRIVAL
 
 
 @dataclasses.dataclass(eq=False)
@@ -114,9 +118,7 @@ class RoundEngine(Engine):
         self._attempts = [itertools.count() for _ in names]
         self._reporter = stalls.StallReporter(self._runner.waited_for)
         self._reporter.start()
-        engine.before_queueing = self._leave
-        engine.programs.accumulates = False
-        closures.before_use(engine.coordinator, self._leave)
+        engine.share_workers(self._leave)
 
     def raised_in_step(self, error: Exception) -> BaseException | None:
         """See `Engine.raised_in_step`."""
@@ -170,10 +172,14 @@ class RoundEngine(Engine):
 
         return traced.rebuild(python_operation.call(update, [handle.content], traced.dtypes))
 
-    def prepared(self, step: Callable[..., Any], handle: WorkerBatch) -> Callable[[WorkerIterator], Any]:
-        """See `AsynchronousEngine.prepared`, for train steps: what makes an update, and returns the logs after it."""
+    def prepared(self, step: Callable[..., Any], handle: WorkerBatch) -> Callable[[WorkerIterator, WorkerBatch], Any]:
+        """See `Engine.prepared`."""
         traced = self._traced(step, handle)
-        return lambda iterator: traced.rebuild(self.step(traced, iterator))
+
+        def make(iterator: WorkerIterator, handle: WorkerBatch) -> Any:
+            return traced.rebuild(self.step(traced, iterator))
+
+        return make
 
     def _traced(self, step: Callable[..., Any], handle: WorkerBatch) -> RoundStep:
         steps, key = self._engine.programs.kept_for(step), (step, "step", handle.kind)
@@ -199,12 +205,12 @@ class RoundEngine(Engine):
           TimeoutError: too many workers were lost for `stall_timeout_secs`.
         """
         with self._reporter.waiting("an update"):
-            is_chief_fed = iterator.feed(False) == "chief"
-            parts = self._next_parts(iterator) if is_chief_fed else None
-            if is_chief_fed:
+            feed, parts = iterator.decide(by_chief=False), None
+            if isinstance(feed, ChiefFeed):
+                parts = self._next_parts(feed, iterator.element_spec)
                 step.prepare_for_batches()
-                iterator.redeem()
-            iterator.begin_update()
+                feed.redeem()
+            feed.begin_update()
             with self._phase(step):
                 self._reside(step, iterator, parts)
                 with self._runner.wanted():
@@ -245,20 +251,20 @@ class RoundEngine(Engine):
         return self._runner.collect(check)
 
     def _check(self) -> None:
-        if closures.has_failed(self._engine.coordinator):
+        if coordinator.has_failed(self._engine.coordinator):
             # The coordinator waits for all closures to end before it raises.
             self._leave()
-            closures.raise_failure(self._engine.coordinator)
-        for worker in closures.lost_workers(self._engine.coordinator):
+            coordinator.raise_failure(self._engine.coordinator)
+        for worker in coordinator.lost_workers(self._engine.coordinator):
             # It may have died in an evaluation, for example, which the runner doesn't see.
-            self._lose(worker, lambda worker=worker: worker in closures.lost_workers(self._engine.coordinator))
+            self._lose(worker, lambda worker=worker: worker in coordinator.lost_workers(self._engine.coordinator))
 
     def _lose(self, worker: int, is_so: Callable[[], bool] = lambda: True) -> None:
         self._runner.lose(worker, is_so)
 
-    def _next_parts(self, iterator: WorkerIterator) -> list[list[tf.Tensor]]:
-        batch = iterator.next_local_batch()
-        return [part_of(batch, iterator.element_spec, worker, self._count) for worker in range(self._count)]
+    def _next_parts(self, feed: ChiefFeed, element_spec: Any) -> list[list[tf.Tensor]]:
+        batch = feed.next_batch()
+        return [part_of(batch, element_spec, worker, self._count) for worker in range(self._count)]
 
     def _reside(self, step: RoundStep, iterator: WorkerIterator, parts: list[list[tf.Tensor]] | None) -> None:
         """Schedules the closures that contribute to these updates, unless they run already."""
@@ -270,11 +276,12 @@ class RoundEngine(Engine):
         residence = self._residence = _Residence(step, iterator, parts)
         on_workers = self._on_workers(iterator, parts)
         for _ in range(self._count):
-            closures.schedule(self._engine.coordinator, self._serve, residence, on_workers)
+            coordinator.schedule(self._engine.coordinator, self._serve, residence, on_workers)
 
     def _on_workers(self, iterator: WorkerIterator, parts: list[list[tf.Tensor]] | None) -> Any:
         """Returns the workers' iterators; None if the chief reads the data."""
-        return iterator.on_workers() if parts is None else None
+        feed = iterator.feed
+        return feed.begin() if isinstance(feed, WorkerFeed) and parts is None else None
 
     def _leave(self) -> None:
         self._residence = None
@@ -282,18 +289,19 @@ class RoundEngine(Engine):
 
     def _serve(self, residence: _Residence, iterator_on_worker: Any) -> None:
         """Contributes until another function is scheduled; runs in the thread of the closure's worker."""
-        worker = closures.this_worker()
+        worker = coordinator.this_worker()
         for local_step in self._started(worker, residence):
             try:
                 self._contribute(residence, worker, local_step, iterator_on_worker)
             except Exception as error:
-                if closures.is_task_failure(error):
+                if coordinator.is_task_failure(error):
                     self._lose(worker)
                     raise
                 # Errors of the user's step are raised to the user, with their type and message.
-                closures.clear_error()
+                coordinator.clear_error()
                 is_end = isinstance(error, tf.errors.OutOfRangeError)
-                residence.iterator.ended |= is_end
+                if is_end and residence.iterator.feed is not None:
+                    residence.iterator.feed.ended = True
                 self._runner.fail(worker, local_step, error, is_end)
 
     def _started(self, worker: int, residence: _Residence) -> Iterator[int]:
@@ -337,7 +345,7 @@ class RoundStep:
       total_num_replicas: number of parts of a batch.
       replicas_to_aggregate: expected number of contributions of an update. An update from another number is traced on
         first use, which waits for every worker that is up, even if it is stopped.
-      is_weighted: True if the gradients of each contribution have a weight.
+      is_weighted: True if the gradients of each contribution have a weight and a staleness.
       is_relative: see `SplitTrainStep`.
     """
 
@@ -357,7 +365,15 @@ class RoundStep:
         # Of the gradients that are sent; None to send them as they are.
         self._encoding = transfer.encoding
         self._spec = element_spec
-        self._step = SplitTrainStep(step, total_num_replicas, is_relative=is_relative, can_take_maxima=True)
+        self._transforms = gradient_transforms.of(strategy)
+        self._step = SplitTrainStep(
+            step,
+            total_num_replicas,
+            is_relative=is_relative,
+            can_take_maxima=True,
+            transforms=self._transforms,
+            arrives_at_update=True,
+        )
         self._is_weighted = is_weighted
         self._template: Contribution | None = None
         self._bundles: Bundles | encoding.EncodedBundles | None = None
@@ -410,28 +426,32 @@ class RoundStep:
         if self._encoding is None:
             return self._push(*contribution)
         *pushed, sent = self._push(*contribution)
-        self._encoding.count(closures.this_worker(), int(sent.numpy()))
+        self._encoding.count(coordinator.this_worker(), int(sent.numpy()))
         return pushed
 
     def update(
-        self, contributions: Sequence[Sequence[tf.Tensor]], weights: Sequence[float] | None = None
+        self,
+        contributions: Sequence[Sequence[tf.Tensor]],
+        weights: Sequence[float] | None = None,
+        staleness: Sequence[int] | None = None,
     ) -> list[np.ndarray]:
         """Makes an update from contributions that were pushed, and returns the flat logs after it.
 
         Args:
           contributions: results of `push`.
           weights: factors of each contribution's gradients, if `is_weighted`.
+          staleness: of each contribution, likewise.
         """
         update = self._update_from(len(contributions))
         tensors = [tensor for each in contributions for tensor in each]
         with tf.device(self._home):
             if self._is_weighted:
-                tensors.append(tf.constant(weights, tf.float32, [len(contributions)]))
+                tensors.append(tf.constant([weights, staleness], tf.float32, [2, len(contributions)]))
             return self._packing.unpack(update(*tensors))
 
     def _update_from(self, count: int) -> Callable[..., Any]:
         if count not in self._updates:
-            weights = [tf.TensorSpec([count], tf.float32)] if self._is_weighted else []
+            weights = [tf.TensorSpec([2, count], tf.float32)] if self._is_weighted else []
             self._updates[count] = self._trace(self._update, self._specs * count + weights)
         return self._updates[count]
 
@@ -451,7 +471,7 @@ class RoundStep:
         with self._as_replica(worker), self._transfer.contributing(self.model, worker):
             rows = splitting.rows(batch)
             with coordinated_variable.watched(self._step.written_past_keras):
-                contribution = following_devices.of_strategy(self._strategy, self._step.contribute)(batch)
+                contribution = placement.followed_by_strategy(self._strategy, self._step.contribute)(batch)
         contribution = self._transfer.placed(contribution, rows)
         if self._encoding is not None:
             with self._as_replica(worker):
@@ -470,7 +490,7 @@ class RoundStep:
         flat = tf.nest.flatten(contribution, expand_composites=True)
         destinations = self._destinations(contribution)
         if self._encoding is None:
-            self._bundles = self._transfer.bundles(flat, destinations, replica_parts.homes_of(self._strategy, flat))
+            self._bundles = self._transfer.bundles(flat, destinations, replicas.homes_of(self._strategy, flat))
             return
         groups = self._encoding.groups(contribution.gradients, self._rows.targets, self._rows.devices)
         self._bundles = encoding.EncodedBundles(self._encoding, groups, flat, destinations, self._transfer.bundles)
@@ -492,8 +512,13 @@ class RoundStep:
         size = len(self._specs)
         count = (len(flat) - self._is_weighted) // size
         contributions = [self._pack(flat[start : start + size]) for start in range(0, count * size, size)]
+        weights, staleness = [1.0] * count, [0] * count
         if self._is_weighted:
-            weights = tf.unstack(flat[-1], count)
+            weights, staleness = tf.unstack(flat[-1][0], count), tf.unstack(flat[-1][1], count)
+        if self._transforms.has(ARRIVAL):
+            facts = zip(contributions, weights, staleness, strict=True)
+            contributions = [self._arrived(*each, count) for each in facts]
+        if self._is_weighted:
             contributions = [weigh(*each, self._rows.devices) for each in zip(contributions, weights, strict=True)]
         with self._as_replica(self._home):
             total = add_up(contributions, self._rows.devices)
@@ -505,6 +530,12 @@ class RoundStep:
             for variable, count in zip(self._step.counters, total.counts, strict=True):
                 variable.value.assign_add(tf.cast(count, variable.dtype))
             return self._packing.pack(self._step.logs(total))
+
+    def _arrived(self, contribution: Contribution, weight: Any, staleness: Any, count: int) -> Contribution:
+        with self._as_replica(self._home):
+            joined = contribution._replace(gradients=self._rows.joined(contribution.gradients))
+            found = self._step.arrived(joined, weight, staleness, count, is_scaled=self._encoding is None)
+            return contribution._replace(gradients=self._rows.split(found))
 
     def _as_replica(self, device: str) -> Any:
         return one_replica.replica_on(self._strategy, device)

@@ -11,9 +11,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.compat import colocation, keras_variables, moved_variables
-from tfdist.runtime.memory import Room
-from tfdist.runtime.usage import Usage
+from tfdist.compat.keras.scope import check_made_in_scope
+from tfdist.compat.tensorflow import variables
+from tfdist.runtime.usage import Room, Usage
 from tfdist.step import scope
 from tfdist.step.keras_steps import classify
 
@@ -28,7 +28,7 @@ def check_scope(strategy: tf.distribute.Strategy, fn: Callable[..., Any]) -> Non
         return
     model: Any = getattr(fn, "__self__", None)
     scope.take_over(strategy, model)
-    moved_variables.check_scope(strategy, (*model.variables, *model.metrics_variables))
+    check_made_in_scope(strategy, (*model.variables, *model.metrics_variables))
 
 
 def check_shards(fn: Callable[..., Any], has_shards: Callable[[Any], bool]) -> None:
@@ -40,7 +40,7 @@ def check_shards(fn: Callable[..., Any], has_shards: Callable[[Any], bool]) -> N
     if classify(fn) != "train":
         return
     for variable in getattr(fn, "__self__", None).trainable_variables:  # type: ignore[union-attr]
-        if has_shards(keras_variables.tf_variable(variable)):
+        if has_shards(variables.tf_variable(variable)):
             raise ValueError(
                 "run_eagerly=True can't train variables in shards, such as variable_partitioner has made of "
                 f"{variable.path!r}. Compile with run_eagerly=False, or build the strategy without it. "
@@ -69,7 +69,7 @@ def check_graph(fn: Callable[..., Any], traced: Any) -> None:
 
 def check_colocation(strategy: Any) -> None:
     """Makes optimizers of the strategy refuse to make slots for a variable that was made outside of the scope."""
-    colocation.replace(strategy, lambda stock: _checking(strategy, stock))
+    variables.replace_colocation(strategy, lambda stock: _checking(strategy, stock))
 
 
 def _checking(strategy: Any, colocate: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -77,7 +77,7 @@ def _checking(strategy: Any, colocate: Callable[[Any], Any]) -> Callable[[Any], 
         # A partitioned one has parts of the strategy's.
         is_whole = isinstance(variable, tf.Variable) and not hasattr(variable, "variables")
         if is_whole:
-            moved_variables.check_scope(strategy, [variable])
+            check_made_in_scope(strategy, [variable])
         return colocate(variable)
 
     return colocate_vars_with

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls from the chief to the function of one server process (`compat/server_functions`).
+"""Calls from the chief to the function of one server process (`compat/tensorflow/servers`).
 
 A server that stands still holds up the calling thread alone: request and answer are copied by operations, which wait
 without Python's lock, and not by NumPy, which keeps it.
@@ -10,18 +10,23 @@ from __future__ import annotations
 import concurrent.futures
 import threading
 import time
+import uuid
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import closures, optimizer_patches, server_functions
-from tfdist.compat.cluster_joining import CHIEF_DEVICE
+from tfdist.compat.keras.optimizers import optimizers_of
+from tfdist.compat.tensorflow import coordinator, graphs, servers
+from tfdist.compat.tensorflow.coordinator import CHIEF_DEVICE
 from tfdist.compression import error_feedback, on_servers
 from tfdist.engines.parameter_server.transfer.encoding import Encoding
 from tfdist.runtime.row_blocks import BLOCK_BYTES
 from tfdist.runtime.usage import USAGE_REQUEST, Usage
+from tfdist.step.gradients import Kept, Memory
+from tfdist.transforms import REPLICA
 
 
 def call_server(task: str, request: bytes, *arguments: tf.Tensor) -> np.ndarray:
@@ -40,7 +45,7 @@ def call_server(task: str, request: bytes, *arguments: tf.Tensor) -> np.ndarray:
         with tf.device(CHIEF_DEVICE):
             inputs = [tf.constant(request), *arguments]
         with tf.device(f"/job:{job}/replica:0/task:{index}/device:CPU:0"):
-            (answer,) = server_functions.call(inputs, [tf.uint8])
+            (answer,) = servers.call_function(inputs, [tf.uint8])
         with tf.device(CHIEF_DEVICE):
             answer = tf.identity(answer)
     return answer.numpy()
@@ -60,7 +65,7 @@ def within(timeout_secs: float, task: str, function: Callable[[], Any]) -> Any:
         try:
             future.set_result(function())
         except BaseException as error:
-            closures.clear_error()
+            coordinator.clear_error()
             future.set_exception(error)
 
     threading.Thread(target=run, name=f"tfdist call to {task}", daemon=True).start()
@@ -96,7 +101,7 @@ def check_codecs(num_workers: int, num_ps: int, timeout_secs: float) -> None:
             within(timeout_secs, task, lambda: call_server(task, on_servers.probe_request()))
         except (tf.errors.OpError, RuntimeError) as error:
             # A worker that is being restarted is not checked.
-            return None if closures.is_task_failure(error) else task
+            return None if coordinator.is_task_failure(error) else task
         return None
 
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
@@ -134,7 +139,7 @@ class CodecStates:
 
     def collect(self, model: Any) -> tuple[Any, list[Any]]:
         """See `WorkerState.collect`: for each worker and optimizer one array, uint8; empty for a lost worker."""
-        optimizers = optimizer_patches.optimizers_of(model)
+        optimizers = optimizers_of(model)
         requests = [on_servers.collect_request(self._encoding.prefix_of(optimizer)) for optimizer in optimizers]
 
         def states_of(worker: int) -> list[np.ndarray]:
@@ -149,7 +154,7 @@ class CodecStates:
         """See `WorkerState.distribute`. The state of workers that are not there any more is dropped."""
         if described is None:
             return
-        optimizers = optimizer_patches.optimizers_of(model)
+        optimizers = optimizers_of(model)
         count = len(optimizers)
         if described != {"codec": repr(self._encoding.codec), "optimizers": count}:
             error_feedback.say_begins_anew(described["codec"], self._encoding.codec)
@@ -185,21 +190,173 @@ class CodecStates:
     def _on_each(self, workers: Sequence[int], function: Callable[[int], Any]) -> dict[int, Any]:
         """Calls `function` for each worker that is not lost; returns the results of those not lost meanwhile."""
         results = {}
-        lost = closures.lost_workers(self._coordinator)
+        lost = coordinator.lost_workers(self._coordinator)
         for worker in workers:
             if worker in lost:
                 continue
             try:
                 results[worker] = function(worker)
             except Exception as error:
-                if not closures.is_task_failure(error):
+                if not coordinator.is_task_failure(error):
                     raise
         return results
 
 
+# State of gradient transforms: on a replica in the memory of its worker, for updates on the parameter servers.
+#
+# A worker's state is a resource with a name, which the traced step finds on whichever worker runs it, and makes on a
+# worker that is new.
+
+
+class ServerMemory(Memory):
+    """State of the transforms of a `ParameterServerStrategy`. What a worker has is lost with its process.
+
+    Args:
+      strategy: the strategy.
+      coordinator: the `ClusterCoordinator` of the workers.
+      num_workers: number of workers.
+      timeout_secs: longest wait for a worker that is not lost; then TimeoutError is raised.
+    """
+
+    def __init__(self, strategy: Any, coordinator: Any, num_workers: int, timeout_secs: float) -> None:
+        self._strategy, self._coordinator = weakref.proxy(strategy), coordinator
+        self._num_workers, self._timeout_secs = num_workers, timeout_secs
+        # Of this strategy: a server process may outlive it.
+        self._prefix = uuid.uuid4().hex
+        # By graph: operations on one handle keep their order.
+        self._handles: weakref.WeakKeyDictionary[Any, dict[str, tf.Tensor]] = weakref.WeakKeyDictionary()
+
+    def replica(self) -> tf.Tensor:
+        """See `Memory`: a number that each worker draws once."""
+        spec = tf.TensorSpec([], tf.int64)
+        draw = lambda: [tf.random.uniform([], maxval=1 << 62, dtype=tf.int64)]  # noqa: E731
+        (number,) = self._read_on_worker(["replica"], [spec], draw)
+        self._write_on_worker(["replica"], [spec], [number])
+        return number
+
+    def read(self, state: Kept) -> list[tf.Tensor]:
+        """See `Memory`."""
+        if state.transform.where == REPLICA:
+            return self._read_on_worker(self._names(state), state.specs, state.initial)
+        return [variable.read_value() for variable in self._on_servers(state)]
+
+    def write(self, state: Kept, values: Sequence[tf.Tensor], is_only: bool) -> None:
+        """See `Memory`."""
+        del is_only
+        if state.transform.where == REPLICA:
+            self._write_on_worker(self._names(state), state.specs, values)
+            return
+        for variable, value in zip(self._on_servers(state), values, strict=True):
+            variable.assign(value, read_value=False)
+
+    def collect(self, states: Sequence[Kept]) -> list[list[np.ndarray]]:
+        """See `Memory`: a worker that is lost has the state of the beginning."""
+        on_servers = {id(each): self._values_on_servers(each) for each in states if each.transform.where != REPLICA}
+
+        def of(worker: int) -> list[np.ndarray]:
+            found: list[np.ndarray] = []
+            for state in states:
+                found += on_servers[id(state)] if id(state) in on_servers else self._values_on(worker, state)
+            return found
+
+        return [of(worker) for worker in range(self._num_workers)]
+
+    def distribute(self, states: Sequence[Kept], values: Callable[[int], Sequence[Sequence[np.ndarray]]]) -> None:
+        """See `Memory`: a worker that is lost begins anew."""
+        for worker, arrays in enumerate(values(self._num_workers)):
+            left = iter(arrays)
+            for state in states:
+                own = [next(left) for _ in state.specs]
+                if state.transform.where == REPLICA:
+                    self._on_worker(
+                        worker,
+                        lambda own=own, state=state: self._write_on_worker(
+                            self._names(state), state.specs, [tf.constant(array) for array in own]
+                        ),
+                    )
+                elif not worker:
+                    for variable, array in zip(self._on_servers(state), own, strict=True):
+                        variable.assign(array)
+
+    def _values_on_servers(self, state: Kept) -> list[np.ndarray]:
+        return [variable.numpy() for variable in self._on_servers(state)]
+
+    def _values_on(self, worker: int, state: Kept) -> list[np.ndarray]:
+        def read() -> list[np.ndarray]:
+            found = self._read_on_worker(self._names(state), state.specs, state.initial)
+            with tf.device(CHIEF_DEVICE):
+                return [tf.identity(each).numpy() for each in found]
+
+        found = self._on_worker(worker, read)
+        return found if found is not None else [each.numpy() for each in graphs.call_outside(state.initial)]
+
+    def _on_worker(self, worker: int, function: Callable[[], Any]) -> Any:
+        """Returns what a function returns, whose operations run on a worker; None if the worker is lost."""
+        if worker in coordinator.lost_workers(self._coordinator):
+            return None
+        device = tf.DeviceSpec.from_string(self._strategy.extended.worker_devices[0])
+        kind = f"device:{device.device_type or 'CPU'}:{device.device_index or 0}"
+
+        def call() -> Any:
+            with tf.device(f"/job:worker/replica:0/task:{worker}/{kind}"):
+                return function()
+
+        try:
+            return within(self._timeout_secs, f"worker:{worker}", call)
+        except Exception as error:
+            if not coordinator.is_task_failure(error):
+                raise
+            return None
+
+    def _names(self, state: Kept) -> list[str]:
+        name = state.held.setdefault("name", uuid.uuid4().hex)
+        return [f"{name}/{index}" for index in range(len(state.specs))]
+
+    def _on_servers(self, state: Kept) -> list[Any]:
+        def make() -> list[Any]:
+            with self._strategy.scope():
+                return [tf.Variable(value, trainable=False, name="transform") for value in state.initial()]
+
+        if "variables" not in state.held:
+            state.held["variables"] = graphs.call_outside(make)
+        return state.held["variables"]
+
+    def _handle(self, name: str, spec: tf.TensorSpec) -> tf.Tensor:
+        def make() -> tf.Tensor:
+            shared_name = f"tfdist/{self._prefix}/{name}"
+            return tf.raw_ops.VarHandleOp(dtype=spec.dtype, shape=spec.shape, shared_name=shared_name)
+
+        if tf.executing_eagerly():
+            return make()
+        of_graph = self._handles.setdefault(tf.compat.v1.get_default_graph(), {})
+        return of_graph[name] if name in of_graph else of_graph.setdefault(name, make())
+
+    def _read_on_worker(
+        self, names: Sequence[str], specs: Sequence[tf.TensorSpec], initial: Callable[[], list[tf.Tensor]]
+    ) -> list[tf.Tensor]:
+        handles = [self._handle(*each) for each in zip(names, specs, strict=True)]
+
+        def read() -> list[tf.Tensor]:
+            return [
+                tf.ensure_shape(tf.raw_ops.ReadVariableOp(resource=handle, dtype=spec.dtype), spec.shape)
+                for handle, spec in zip(handles, specs, strict=True)
+            ]
+
+        is_there = tf.raw_ops.VarIsInitializedOp(resource=handles[0])
+        found = tf.cond(is_there, read, initial)
+        # A list of one is returned as its element.
+        return list(found) if isinstance(found, list | tuple) else [found]
+
+    def _write_on_worker(
+        self, names: Sequence[str], specs: Sequence[tf.TensorSpec], values: Sequence[tf.Tensor]
+    ) -> None:
+        for name, spec, value in zip(names, specs, values, strict=True):
+            tf.raw_ops.AssignVariableOp(resource=self._handle(name, spec), value=value)
+
+
 # Counters of the worker and ps processes, such as the bytes that they have sent, fetched by the chief.
 #
-# Each process samples itself (`serving/task_server`). The chief has its server return the newest sample: one small
+# Each process samples itself (`serving/task`). The chief has its server return the newest sample: one small
 # operation on that server's CPU, in a thread of its own, which a server that stands still holds up alone.
 
 
@@ -252,7 +409,7 @@ class TaskUsages:
             usage = Usage.from_json(call_server(task, USAGE_REQUEST).tobytes())
         except Exception as error:  # Whatever a server answers, the report goes without its counters.
             is_foreign = isinstance(error, TypeError | tf.errors.InvalidArgumentError)
-            closures.clear_error()
+            coordinator.clear_error()
         with self._lock:
             self._asked.discard(task)
             if is_foreign:

@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import closures
+from tfdist.compat.tensorflow import coordinator as closures
 from tfdist.engines.parameter_server.accumulation import Sums
 from tfdist.engines.parameter_server.worker_function import Program
-from tfdist.engines.parameter_server.worker_pass import Batch, WorkerIterator
+from tfdist.engines.parameter_server.worker_pass import Batch, Feed, WorkerFeed
 from tfdist.policies import Contribution, Outcome, Update
 
 # Interval at which a wait checks for lost tasks. It delays the detection of errors, not the results.
@@ -45,6 +45,13 @@ class StepQueue:
       clock: seconds, monotonic.
       stall_timeout_secs: see `AsynchronousEngine`.
       on_update: see `AsynchronousEngine`.
+
+    Attributes:
+      pending: the steps in flight.
+      logs: the flat result of the newest finished step; None if none was since the chief last wrote a variable.
+      has_news: True if there is something for the main thread to do: an error or a warning of earlier steps, or a step
+        that another worker has to make.
+      on_loss: called when a worker is lost, with True, and when it is back, with False.
     """
 
     def __init__(
@@ -57,20 +64,19 @@ class StepQueue:
     ):
         self._coordinator = coordinator
         self._num_workers = num_workers
-        # The flat result of the newest finished step; None if none was finished since the chief last wrote a variable.
         self.logs: list[np.ndarray] | None = None
         self._clock = clock
         self._on_update = on_update
         self._updates = 0
         self._updated_at = clock()
-        # Called when a worker is lost, with True, and when it is back, with False.
         self.on_loss: Callable[[int, bool], object] = lambda worker, is_lost: None
         # Gradients lost since the last update.
         self._ended: list[Contribution] = []
         self.stall_timeout_secs = stall_timeout_secs
         self._progressed_at = clock()
         self._changed = threading.Condition()
-        self._pending: set[Step] = set()
+        self.pending: set[Step] = set()
+        self.has_news = False
         self._handed_back: collections.deque[Step] = collections.deque()
         self._error: BaseException | None = None
         self._logs_due_at = 0.0
@@ -78,31 +84,12 @@ class StepQueue:
         self._finished = 0
         self._running: set[int] = set()
         self._lost: set[int] = set()
-        self._cut_short: WorkerIterator | None = None
+        self._cut_short: WorkerFeed | None = None
         closures.after_each(coordinator, self._find_alive)
-
-    @property
-    def num_pending(self) -> int:
-        """Number of steps in flight."""
-        return len(self._pending)
 
     def is_empty(self) -> bool:
         """True if no step is in flight."""
-        return not self._pending
-
-    @property
-    def needs_waiting(self) -> bool:
-        """True if a step is in flight, or an error or a warning of earlier steps was not raised yet."""
-        return bool(self._pending) or self._error is not None or self._cut_short is not None
-
-    def ask_for_logs(self, always: bool) -> bool:
-        """Returns True if the next step must fetch its result as logs, and notes that it will."""
-        with self._changed:
-            wants_logs = (
-                always or self.logs is None or (not self._logs_on_their_way and self._clock() >= self._logs_due_at)
-            )
-            self._logs_on_their_way |= wants_logs
-        return wants_logs
+        return not self.pending
 
     def waited_for(self) -> str:
         """Returns the names of the tasks that the steps in flight wait for."""
@@ -113,7 +100,7 @@ class StepQueue:
 
     def progress(self) -> tuple[str, int] | None:
         """Returns the current activity and a number that changes with progress, for the stall reporter."""
-        return ("a step", self._finished) if self._pending else None
+        return ("a step", self._finished) if self.pending else None
 
     # Waiting.
 
@@ -123,9 +110,14 @@ class StepQueue:
             with self._changed:
                 self._changed.wait_for(lambda: self._error is not None or self._handed_back or condition(), _POLL_SECS)
                 step = self._handed_back.popleft() if self._handed_back else None
-                if step is None and condition() and self._error is None:
-                    break
+                if step is None and self._error is None:
+                    self.has_news = self._cut_short is not None
+                    if condition():
+                        break
             if step is not None:
+                with self._changed:
+                    step.queued = True
+                    self._changed.notify_all()
                 self._schedule(step)
             elif self._error is not None:
                 self._raise_error()
@@ -137,9 +129,12 @@ class StepQueue:
 
     def _warn_of_lost_batches(self) -> None:
         """Warns, after a pass, of batches that were not used because a worker was lost."""
-        if self._cut_short is None or self._pending:
+        if self._cut_short is None or self.pending:
             return
-        loss, self._cut_short = self._cut_short.loss(self._gone()), None
+        with self._changed:
+            feed, self._cut_short = self._cut_short, None
+            self.has_news = self._error is not None or bool(self._handed_back)
+        loss = feed.loss(self._gone())
         if loss:
             # The caller is in Keras or in this library, so no stack level shows a line of the user's code.
             warnings.warn(loss, RuntimeWarning, stacklevel=1)
@@ -147,7 +142,7 @@ class StepQueue:
     def _raise_error(self) -> None:
         """Waits for the other steps to end, and raises the error once."""
         with self._changed:
-            self._changed.wait_for(lambda: len(self._pending) == len(self._handed_back), timeout=_ERROR_GRACE_SECS)
+            self._changed.wait_for(lambda: len(self.pending) == len(self._handed_back), timeout=_ERROR_GRACE_SECS)
             error, self._error = self._error, None
         self.forget_steps()
         if error is not None:
@@ -173,33 +168,50 @@ class StepQueue:
     def forget_steps(self) -> None:
         """Cancels the steps in flight; the caller raises the reason. Their late results are ignored."""
         with self._changed:
-            self._pending.clear()
+            self.pending.clear()
             self._handed_back.clear()
             self.logs = None
             self._logs_on_their_way = False
             self._cut_short = None
+            self.has_news = False
             self._running.clear()
             self._changed.notify_all()
 
     # Queuing and running.
 
-    def put(self, step: Step) -> None:
-        """Queues a step; only the main thread may call it."""
+    def put(self, step: Step, needs_logs: bool | None = None) -> bool:
+        """Queues a step; only the main thread may call it.
+
+        Args:
+          step: the step.
+          needs_logs: True if the step must fetch its result as logs, False if it need not, though it does so now and
+            then; None if its result is no logs.
+
+        Returns:
+          True if it fetches its result.
+        """
+        now = self._clock()
         with self._changed:
-            if not self._pending:
-                self._progressed_at = self._updated_at = self._clock()
-            self._pending.add(step)
+            if not self.pending:
+                self._progressed_at = self._updated_at = now
+            if needs_logs is not None:
+                is_due = not self._logs_on_their_way and now >= self._logs_due_at
+                step.wants_logs = needs_logs or self.logs is None or is_due
+                self._logs_on_their_way |= step.wants_logs
+            self.pending.add(step)
+            step.queued = True
+            self._changed.notify_all()
         self._schedule(step)
+        return step.wants_logs
 
     def _schedule(self, step: Step) -> None:
         """Schedules a closure. Main thread only: the coordinator waits for closures, and raises their errors, there."""
-        step.worker_fed = step.iterator is not None and step.iterator.feed(False) == "worker"
+        feed, accumulation = step.feed, step.program.accumulation
         try:
-            on_workers = step.iterator.on_workers() if step.worker_fed else None
-            with self._changed:
-                step.queued = True
-                self._changed.notify_all()
-            sums = step.program.accumulation.on_workers if step.program.accumulation else None
+            on_workers = None
+            if isinstance(feed, WorkerFeed):
+                on_workers = feed.on_workers or feed.begin()
+            sums = accumulation.on_workers if accumulation else None
             closures.schedule(self._coordinator, self._execute, step, on_workers, sums)
         except BaseException:
             self.forget_steps()
@@ -207,20 +219,21 @@ class StepQueue:
 
     def _execute(self, step: Step, iterator_on_worker: Any, sums: Sums | None) -> None:
         """Runs a step; in the thread of the worker that took it."""
-        worker = closures.this_worker()
+        worker, feed = closures.this_worker(), step.feed
         with self._changed:
-            if step not in self._pending:
+            if step not in self.pending:
                 return
             step.queued = False
             step.local_step = self._updates
             step.started_at = self._clock()
-        if iterator_on_worker is not None and not step.iterator.has_batch(worker):
+            count = feed.available(worker, step.count) if isinstance(feed, WorkerFeed) else step.count
+            if count > 0:
+                self._running.add(worker)
+        if count <= 0:
             self._hand_back(step, worker)
             return
-        with self._changed:
-            self._running.add(worker)
         try:
-            self._run(step, worker, iterator_on_worker, sums)
+            self._run(step, worker, count, iterator_on_worker, sums)
         except Exception as error:
             if closures.is_task_failure(error):
                 self._lose(step, worker)
@@ -235,12 +248,12 @@ class StepQueue:
             if worker not in self._lost:
                 self._lost.add(worker)
                 self.on_loss(worker, True)
-            if step.is_update and step in self._pending:
+            if step.is_update and step in self.pending:
                 staleness = self._updates - step.local_step
                 lost = Contribution(worker, step.started_at, self._clock(), Outcome.LOST, staleness, 0.0, 0.0)
                 self._ended.append(lost)
-            if step.worker_fed:
-                step.iterator.lost.add(worker)
+            if isinstance(step.feed, WorkerFeed):
+                step.feed.lost.add(worker)
             self._running.discard(worker)
             step.queued = True
             self._changed.notify_all()
@@ -260,33 +273,33 @@ class StepQueue:
                 self.on_loss(worker, False)
             except Exception as error:
                 # This thread would end, and with it the worker.
-                self._error = self._error or error
+                self._error, self.has_news = self._error or error, True
             self._changed.notify_all()
 
-    def _run(self, step: Step, worker: int, iterator_on_worker: Any, sums: Sums | None) -> None:
-        batch = self._batch(step, iterator_on_worker)
-        if batch is None:
-            self._hand_back(step, worker)
-            return
-        count = step.count if iterator_on_worker is None else step.iterator.available(worker, step.count)
+    def _run(self, step: Step, worker: int, count: int, iterator_on_worker: Any, sums: Sums | None) -> None:
+        feed, inputs, batch = step.feed, step.tensors, None
+        if isinstance(feed, WorkerFeed):
+            if feed.in_step:
+                inputs = [iterator_on_worker, *inputs]
+            elif (batch := self._batch(step, iterator_on_worker)) is None:
+                self._hand_back(step, worker)
+                return
+            else:
+                inputs = [*batch, *inputs]
         is_rest = count == step.count
         wants_values = is_rest and (step.wants_logs or step.result is not None)
-        made = make_steps(step.program, count, wants_values, [*batch, *step.tensors], sums)
-        if step.batch is not None and iterator_on_worker is not None:
-            step.batch.on_worker = made.batch if step.iterator.shares_known else batch
-        if iterator_on_worker is not None:
-            step.iterator.took_batch(worker, count)
+        made = make_steps(step.program, count, wants_values, inputs, sums)
+        if isinstance(feed, WorkerFeed):
+            if step.batch is not None:
+                step.batch.on_worker = made.batch if batch is None else batch
+            feed.taken[worker] += count
         if is_rest:
             self._finish(step, worker, made)
         else:
             self._hand_on(step, worker, made, count)
 
     def _batch(self, step: Step, iterator_on_worker: Any) -> list[Any] | None:
-        """Returns the program's first arguments: [], the iterator or the batch; None if the worker has no data left."""
-        if iterator_on_worker is None:
-            return []
-        if step.iterator.shares_known:
-            return [iterator_on_worker]
+        """Takes the next batch of the worker; None if it has no data left."""
         batch = iterator_on_worker.get_next_as_optional()
         if not bool(batch.has_value()):
             return None
@@ -301,38 +314,36 @@ class StepQueue:
         values = None if made is None else made.values
         with self._changed:
             self._finished += 1
-            self._progressed_at = self._clock()
-            if step in self._pending:
-                self._pending.remove(step)
+            now = self._progressed_at = self._clock()
+            if step in self.pending:
+                self.pending.remove(step)
                 self._running.discard(worker)
-                self._take_outcome(step, values, error)
-                if made is not None:
-                    self._count_updates(step, worker, made)
-            resolve(step.took_batch, error is None)
-            resolve(step.result, values)
+                if error is not None:
+                    self._error, self.has_news = self._error or error, True
+                if step.wants_logs:
+                    self._logs_on_their_way = False
+                    self.logs = values
+                    self._logs_due_at = now + LOG_INTERVAL_SECS
+                if made is not None and step.is_update:
+                    self._count_updates(step, worker, made, now)
+            if step.took_batch is not None:
+                resolve(step.took_batch, error is None)
+            if step.result is not None:
+                resolve(step.result, values)
             self._changed.notify_all()
-
-    def _take_outcome(self, step: Step, values: list[np.ndarray] | None, error: BaseException | None) -> None:
-        if error is not None and self._error is None:
-            self._error = error
-        if step.wants_logs:
-            self._logs_on_their_way = False
-            self.logs = values
-            self._logs_due_at = self._clock() + LOG_INTERVAL_SECS
 
     def _hand_on(self, step: Step, worker: int, made: MadeSteps, count: int) -> None:
         """Leaves the rest of an execution to another worker: this one is at the end of its share."""
         with self._changed:
             self._finished += 1
-            if step in self._pending:
+            if step in self.pending:
                 step.count -= count
-                self._count_updates(step, worker, made)
+                if step.is_update:
+                    self._count_updates(step, worker, made, self._clock())
         self._hand_back(step, worker)
 
-    def _count_updates(self, step: Step, worker: int, made: MadeSteps) -> None:
-        if not step.is_update:
-            return
-        now, num_updates = self._clock(), len(made.staleness)
+    def _count_updates(self, step: Step, worker: int, made: MadeSteps, now: float) -> None:
+        num_updates = len(made.staleness)
         # Of several steps in one execution, the times of the first start and of the last end are known.
         secs = (now - step.started_at) / num_updates
         for index, known in enumerate(made.staleness):
@@ -352,32 +363,34 @@ class StepQueue:
 
     def _hand_back(self, step: Step, worker: int) -> None:
         """Reschedules a step of a worker without data for another worker; ends it if no worker has data."""
-        iterator = step.iterator
+        feed: Any = step.feed
         with self._changed:
             self._running.discard(worker)
             self._progressed_at = self._clock()
-            iterator.exhausted.add(worker)
+            feed.exhausted.add(worker)
             if self._no_worker_has_data(step):
-                if not iterator.ended:
+                if not feed.ended:
                     # Once per pass, although several steps may find the end.
-                    self._cut_short = iterator
-                iterator.ended = True
+                    self._cut_short, self.has_news = feed, True
+                feed.ended = True
                 self._drop(step)
                 return
-            if step in self._pending:
+            if step in self.pending:
                 self._handed_back.append(step)
+                self.has_news = True
                 self._changed.notify_all()
         self._park(worker)
 
     def _no_worker_has_data(self, step: Step) -> bool:
-        return step.worker_fed and len(step.iterator.exhausted | self._gone()) == self._num_workers
+        feed = step.feed
+        return isinstance(feed, WorkerFeed) and len(feed.exhausted | self._gone()) == self._num_workers
 
     def _gone(self) -> set[int]:
         """Returns the workers that are lost now, those that the coordinator lost between two steps included."""
         return self._lost | closures.lost_workers(self._coordinator)
 
     def _drop(self, step: Step) -> None:
-        self._pending.discard(step)
+        self.pending.discard(step)
         if step.wants_logs:
             self._logs_on_their_way = False
         resolve(step.took_batch, False)
@@ -387,12 +400,12 @@ class StepQueue:
     def _park(self, worker: int) -> None:
         """Blocks this worker's thread until there is a step for it, or no step at all."""
         with self._changed:
-            while self._pending and not self._has_work(worker) and not closures.has_failed(self._coordinator):
+            while self.pending and not self._has_work(worker) and not closures.has_failed(self._coordinator):
                 self._changed.wait(_POLL_SECS)
 
     def _has_work(self, worker: int) -> bool:
         """Returns True if a step waits that the worker can make, or must drop because no worker can make it."""
-        return any(step.suits(worker) or (step.queued and self._no_worker_has_data(step)) for step in self._pending)
+        return any(step.suits(worker) or (step.queued and self._no_worker_has_data(step)) for step in self.pending)
 
 
 # Element of the queue of `AsynchronousEngine`: a step, or the steps of an execution (`steps_per_execution`).
@@ -409,11 +422,10 @@ class Step:
 
     program: Program
     tensors: Sequence[tf.Tensor]
-    iterator: WorkerIterator | None = None
+    feed: Feed | None = None
     wants_logs: bool = False
     took_batch: concurrent.futures.Future | None = None
     result: concurrent.futures.Future | None = None
-    worker_fed: bool = False
     queued: bool = False
     # True for an update; and the number of updates and the time when it was last started.
     is_update: bool = False
@@ -425,7 +437,7 @@ class Step:
 
     def suits(self, worker: int) -> bool:
         """Returns True if `worker` can run the step now. Only that worker's thread calls this."""
-        return self.queued and (not self.worker_fed or self.iterator.has_batch(worker))
+        return self.queued and (not isinstance(self.feed, WorkerFeed) or self.feed.available(worker, 1) > 0)
 
 
 def resolve(future: concurrent.futures.Future | None, value: Any) -> None:

@@ -28,14 +28,16 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import closures, cluster_joining
-from tfdist.engines.parameter_server import rounds
+from tfdist.compat.tensorflow import coordinator
+from tfdist.engines.parameter_server import rounds, worker_pass
 from tfdist.engines.parameter_server.rounds import RoundStep, part_of
 from tfdist.engines.parameter_server.worker_dataset import WorkerDataset, WorkerDatasetFromFunction
 from tfdist.engines.parameter_server.worker_pass import WorkerIterator
 from tfdist.policies.base import Update
 from tfdist.runtime import delay_hook, messages
 from tfdist.runtime.stream_runner import StreamRunner
+from tfdist.step import gradients
+from tfdist.transforms import ARRIVAL
 
 
 class StreamEngine(rounds.RoundEngine):
@@ -72,7 +74,7 @@ class StreamEngine(rounds.RoundEngine):
             element_spec,
             self.replicas_to_aggregate,
             self.replicas_to_aggregate,
-            is_weighted=self._policy.is_weighted,
+            is_weighted=self._policy.is_weighted or gradients.of(self._strategy).has(ARRIVAL),
             is_relative=True,
         )
 
@@ -102,7 +104,7 @@ class StreamEngine(rounds.RoundEngine):
         if collected is None:
             return None
         contributions, update = collected
-        logs = step.update(contributions, update.weights)
+        logs = step.update(contributions, update.weights, update.staleness)
         self._runner.applied()
         self._updates += 1
         return update, logs
@@ -124,34 +126,35 @@ class StreamEngine(rounds.RoundEngine):
             step.prepare_for_batches()
 
     def _feed_of(self, iterator: WorkerIterator) -> Feed:
-        if iterator.feed(False) == "chief":
-            return Parts(lambda: self._read(iterator))
-        if iterator.is_shared_out:
-            return Shares(self._count, iterator.open_shares(), iterator.forget_shares)
-        return Streams(iterator.took_batch)
+        feed, dataset = iterator.decide(by_chief=False), iterator.dataset
+        if isinstance(feed, worker_pass.ChiefFeed):
+            return Parts(lambda: self._read(feed, iterator.element_spec))
+        if dataset.is_shared_out:
+            return Shares(self._count, dataset.open_shares(), dataset.forget_shares)
+        return Streams(lambda worker: feed.taken.update([worker]))
 
     def _on_workers(self, iterator: WorkerIterator, parts: Any) -> Any:
-        return iterator.on_workers() if isinstance(self._feed, Streams) else None
+        return super()._on_workers(iterator, parts) if isinstance(self._feed, Streams) else None
 
-    def _read(self, iterator: WorkerIterator) -> list[Any]:
+    def _read(self, feed: worker_pass.ChiefFeed, element_spec: Any) -> list[Any]:
         count = self.replicas_to_aggregate
         # In the thread of one worker, but any worker may be given a part.
-        with tf.device(cluster_joining.CHIEF_DEVICE):
-            batch = iterator.read_ahead()
-            return [part_of(batch, iterator.element_spec, part, count) for part in range(count)]
+        with tf.device(coordinator.CHIEF_DEVICE):
+            batch = feed.read_ahead()
+            return [part_of(batch, element_spec, part, count) for part in range(count)]
 
     def _redeem(self, iterator: WorkerIterator) -> None:
-        if self._feed.from_chief:
-            iterator.redeem_ahead()
+        if isinstance(iterator.feed, worker_pass.ChiefFeed):
+            iterator.feed.redeem_ahead()
 
     def _without_update(self, iterator: WorkerIterator) -> list[np.ndarray]:
         """Ends a pass without gradients: raises the end of the data, or makes an empty step if Keras expects one."""
-        if not iterator.counted or self._logs is None:
-            iterator.ended = True
+        if iterator.dataset.cardinality == tf.data.UNKNOWN_CARDINALITY or self._logs is None:
+            iterator.end()
             raise tf.errors.OutOfRangeError(None, None, "End of sequence")
         if self._begun_at is not None:
             messages.say(
-                f"tfdist: this pass over the data made {self._updates - self._begun_at} updates, fewer than it has "
+                f"this pass over the data made {self._updates - self._begun_at} updates, fewer than it has "
                 "batches: gradients were dropped, or workers were lost with what they had read"
             )
             self._begun_at = None
@@ -169,20 +172,20 @@ class StreamEngine(rounds.RoundEngine):
     # In a worker's thread.
 
     def _serve(self, residence: Any, iterator_on_worker: Any) -> None:
-        worker, feed = closures.this_worker(), self._feed
+        worker, feed = coordinator.this_worker(), self._feed
         feed.arrive(worker, iterator_on_worker)
         for local_step in self._started(worker, residence):
             try:
                 self._contribute_from(feed, residence.step, worker, local_step)
             except tf.errors.OutOfRangeError:
-                closures.clear_error()
+                coordinator.clear_error()
                 self._runner.give_up(worker)
                 feed.ended(worker)
             except Exception as error:
-                if closures.is_task_failure(error):
+                if coordinator.is_task_failure(error):
                     self._lose(worker)
                     raise
-                closures.clear_error()
+                coordinator.clear_error()
                 self._runner.fail(worker, local_step, error, self._residence is not residence)
 
     def _contribute_from(self, feed: Feed, step: RoundStep, worker: int, local_step: int) -> None:

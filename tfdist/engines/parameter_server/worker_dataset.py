@@ -13,8 +13,9 @@ from typing import Any, Protocol
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import batch_signature, closures, python_operation
-from tfdist.compat.autograph_loops import LoopIterable, LoopIterator
+from tfdist.compat import python_operation
+from tfdist.compat.tensorflow import coordinator, inputs
+from tfdist.compat.tensorflow.graphs import LoopIterable, LoopIterator
 from tfdist.data import progress, splitting
 from tfdist.data.dataset_graph import DatasetGraph, rebuild
 from tfdist.data.handle import DistributedDataset, registry
@@ -74,7 +75,7 @@ class WorkerDataset(DistributedDataset):
     @property
     def element_spec(self) -> Any:
         """The structure of `tf.TypeSpec`s of a batch; as the signature of a `tf.function`, that of a handle."""
-        return batch_signature.of(self.batch_spec, self.kind.spec)
+        return inputs.signature_of(self.batch_spec, self.kind.spec)
 
     @property
     def batch_spec(self) -> Any:
@@ -184,7 +185,7 @@ class WorkerDataset(DistributedDataset):
         return self._sharding == "shard"
 
     def open_shares(self) -> Callable[[int, int], Iterator[Any]]:
-        """Starts a pass over the shares, any of which any worker may read (see `WorkerIterator.open_shares`)."""
+        """Starts a pass over the shares, any of which any worker may read (see `streams.Shares`)."""
         self.passes += 1
         number = self.passes
         if self._share_builder is None:
@@ -193,7 +194,7 @@ class WorkerDataset(DistributedDataset):
         build = self._share_builder
 
         def open_share(share: int, position: int) -> Iterator[Any]:
-            key = closures.this_worker(), share
+            key = coordinator.this_worker(), share
             dataset, begun = self._opened.pop(key, (None, 0))
             if dataset is None or position:
                 # Built again to continue a pass: each new iterator of a data set draws another order.
@@ -218,7 +219,7 @@ class WorkerDataset(DistributedDataset):
           position: Returns the number of batches that a worker skips; a restarted worker continues its share.
         """
         self.passes += 1
-        create = functools.partial(closures.create_on_workers, self._engine.coordinator)
+        create = functools.partial(coordinator.create_on_workers, self._engine.coordinator)
         if self._sharding == "dynamic":
             build = self._join_service()
             return create(lambda: iter(build()))
@@ -227,7 +228,7 @@ class WorkerDataset(DistributedDataset):
         number = self.passes
 
         def iterate(dataset: tf.data.Dataset) -> Iterator[Any]:
-            worker = closures.this_worker()
+            worker = coordinator.this_worker()
             self._catch_up(dataset, worker, number)
             count = position(worker)
             return iter(dataset.skip(count) if count else dataset)
@@ -235,7 +236,7 @@ class WorkerDataset(DistributedDataset):
         return create(iterate, self._shipped)
 
     def _build_share(self, share: Callable[[int], tf.data.Dataset]) -> tf.data.Dataset:
-        worker = closures.this_worker()
+        worker = coordinator.this_worker()
         self._begun[worker] = 0
         dataset = share(worker)
         if self._sharding in ("shard", "deal") and self._cardinality >= 0 and self._graph().caches:

@@ -12,16 +12,26 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import autograph_rules, closures, cluster_joining, following_devices, fresh_threads
-from tfdist.compat.cluster_joining import SERVER_DEVICE
+from tfdist.compat.keras import optimizers, placement
+from tfdist.compat.tensorflow import coordinator, graphs
+from tfdist.compat.tensorflow.coordinator import SERVER_DEVICE
 from tfdist.data import splitting
 from tfdist.engines.parameter_server import coordinated_variable, scope_checks, worker_batch
 from tfdist.engines.parameter_server.accumulation import Accumulation
 from tfdist.engines.parameter_server.transfer import plan
 from tfdist.engines.parameter_server.transfer.plan import TransferPlan
 from tfdist.engines.parameter_server.worker_batch import WorkerBatch, flat_specs, handles_in
-from tfdist.engines.parameter_server.worker_pass import Batch, WorkerIterator, find_batch
-from tfdist.step import function_keys, keras_steps, one_replica, rehearsal, replica_placement, used_objects
+from tfdist.engines.parameter_server.worker_pass import Batch, Feed, WorkerIterator, find_batch
+from tfdist.step import (
+    function_keys,
+    gradients,
+    keras_steps,
+    one_replica,
+    rehearsal,
+    replica_placement,
+    step_times,
+    used_objects,
+)
 from tfdist.step.packing import Packing
 
 # About the operations of a perceptron of ten layers with Adam.
@@ -53,6 +63,8 @@ class Program:
     _updates = True
     # How many steps `run_several` makes.
     num_several = 1
+    # True once `prepare_silent` was called.
+    knows_silence = False
     # The same step, which accumulates its gradients instead of updating.
     adding: Program | None = None
 
@@ -123,6 +135,7 @@ class Program:
         Reading the metrics for an unused result takes a good part of a small step. In a large step the share is small,
         and a second trace takes long.
         """
+        self.knows_silence = True
         is_small = len(self.graph.get_operations()) <= _SMALL_STEP_OPERATIONS
         if self._silent is None and self._counter is None and not self._keeps_batch and is_small:
             self._silent = self._trace(self._for_effects)
@@ -148,7 +161,7 @@ class Program:
         """Makes `num_several` steps, each with the next batch of the iterator; returns the staleness of each update."""
         if self._several is None:
             raise RuntimeError("run_several() needs prepare_several(), for a step that is small and has a counter")
-        worker = closures.this_worker()
+        worker = coordinator.this_worker()
         if worker not in self._counts:
             with tf.device(SERVER_DEVICE):
                 self._counts[worker] = tf.Variable(tf.zeros([self.num_several + 1], tf.int64), trainable=False)
@@ -272,21 +285,37 @@ class Program:
         worker, kind = self._strategy.extended.worker_devices[0], keras_steps.classify(self._fn)
         sending = {"train": self._transfer.training, "test": self._transfer.reading}.get(kind)
         model = keras_steps.model_of(self._fn)
+        transforms = gradients.of(self._strategy) if kind == "train" else None
         with (
             one_replica.replica_on(self._strategy, worker),
             sending(model, worker) if sending else contextlib.nullcontext(),
+            transforms.alone(model, functools.partial(_facts, batch)) if transforms else contextlib.nullcontext(),
         ):
             rows = splitting.rows(batch)
             fn = self._fn if kind == "other" else tf.autograph.experimental.do_not_convert(self._fn)
-            result = following_devices.of_strategy(self._strategy, fn)(*args, **kwargs)
+            result = placement.followed_by_strategy(self._strategy, fn)(*args, **kwargs)
         return self._transfer.placed(result, rows)
+
+
+def _facts(batch: Any, optimizer: Any, grads: Sequence[Any]) -> dict[str, Any]:
+    """Returns what is known of gradients that a worker is about to update with; see `transforms.Info`."""
+    counter = optimizers.iterations_of(getattr(optimizer, "inner_optimizer", optimizer)).value
+
+    def staleness() -> tf.Tensor:
+        # Without an input it is read when the step begins.
+        with tf.control_dependencies(None):
+            begun = counter.stored.read_value()
+        with tf.control_dependencies(step_times.tensors_of(list(grads))):
+            return counter.stored.read_value() - begun
+
+    return {"staleness": staleness, "examples": functools.partial(splitting.rows, batch)}
 
 
 def _converted(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Converts a user's function by AutoGraph, so that Python's control flow on tensors works as it does eagerly."""
     if keras_steps.classify(fn) != "other":
         return fn
-    return autograph_rules.converted(fn, by_default=True)
+    return graphs.converted(fn, by_default=True)
 
 
 def _is_tensor(leaf: Any) -> bool:
@@ -333,7 +362,7 @@ class Programs:
         fn: Callable[..., Any],
         args: tuple,
         kwargs: dict[str, Any],
-        iterator: WorkerIterator | None,
+        feed: Feed | None,
         in_parts: bool,
     ) -> Program:
         """Returns the program for a call outside of graphs; traces it if it is new.
@@ -343,10 +372,10 @@ class Programs:
           fn: the function.
           args: its positional arguments.
           kwargs: its keyword arguments.
-          iterator: the pass that the batch is read from; None if the batch is among the arguments.
+          feed: of the pass that the batch is read from; None if the batch is among the arguments.
           in_parts: see `Program`.
         """
-        worker_fed = iterator is not None and takes_batches_itself(kind, iterator)
+        worker_fed = feed is not None and feed.in_step
         specs = tf.nest.map_structure(spec_of, (args, kwargs))
         programs, makes_several = self.kept_for(fn), keras_steps.steps_per_execution(fn) > 1
         key = function_keys.key_of(fn), worker_fed, in_parts, repr(specs), makes_several
@@ -376,12 +405,12 @@ class Programs:
         """Returns the number of updates of all workers, on a parameter server; made when it is first needed."""
 
         def make() -> tf.Variable:
-            with tf.device(cluster_joining.SERVER_DEVICE):
+            with tf.device(coordinator.SERVER_DEVICE):
                 return tf.Variable(0, dtype=tf.int64, trainable=False, name="updates")
 
         if self._counter is None:
             # Not one of the model's variables: the caller may be in the strategy's scope, or in a graph.
-            self._counter = fresh_threads.call(make)
+            self._counter = graphs.call_outside(make)
         return self._counter
 
 
@@ -421,9 +450,9 @@ def parts_on_chief(numbers: Sequence[int], handles: Sequence[WorkerBatch]) -> li
     return parts
 
 
-def takes_batches_itself(kind: str, iterator: WorkerIterator) -> bool:
-    """Returns True if the traced step reads its batch from an iterator on the worker; else the batch is an argument.
+def feed_for(kind: str, iterator: WorkerIterator) -> Feed:
+    """Returns the feed of a pass, of which a user's loop makes a step; decides about it if this is the first one.
 
     If a policy makes the workers read parts of batches, the chief sends whole batches to all other steps.
     """
-    return iterator.feed(by_chief=kind in ("test", "predict") or iterator.is_cut) == "worker" and iterator.shares_known
+    return iterator.decide(by_chief=kind in ("test", "predict") or iterator.dataset.is_cut)

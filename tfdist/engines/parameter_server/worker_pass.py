@@ -1,16 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Passes over data that the workers read, and their handles in the chief's loop.
 
-Ownership: the chief owns a `WorkerDataset` (a description, shipped to each worker once) and, per pass over it, a
-`WorkerIterator`. The batches themselves are on the workers; `next(iterator)` returns a `WorkerBatch`, a handle of "the
-next batch of this iterator, on the worker that runs the step" (`worker_batch`).
+Who owns what:
 
-There are two ways to feed a step:
+    WorkerDataset     a description of the data, shipped to each worker once
+    WorkerIterator    the place of the chief's loop in one pass over them; it gives handles, never data
+    feed of the pass  who reads the batches, and how far the readers are; decided once, before the first batch is read
+    Batch             what is known of one batch that a user's loop holds
 
-* `worker`: each worker has an iterator over its own share, and takes its next batch from it. For training.
-* `chief`: the chief reads the data once, in order, and sends each batch along with the step. For `evaluate` and
+`next(iterator)` returns a `WorkerBatch`, a handle of "the next batch of this iterator, on the worker that runs the
+step" (`worker_batch`). There are two feeds:
+
+* `WorkerFeed`: each worker has an iterator over its own share, and takes its next batch from it. For training.
+* `ChiefFeed`: the chief reads the data once, in order, and sends each batch along with the step. For `evaluate` and
   `predict`, which must see every example exactly once and in order, and for data that only exists in the chief's
   Python (generators).
+
+In Keras' loops the kind of the loop decides at the first handle. In others, and where steps run eagerly, the first use
+of a batch decides: a step on a worker, or a look at its value on the chief.
 """
 
 from __future__ import annotations
@@ -18,14 +25,14 @@ from __future__ import annotations
 import collections
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Protocol, cast
 
 import tensorflow as tf
 
 from tfdist.compat import calls
-from tfdist.compat.autograph_loops import LoopIterator
-from tfdist.compat.cluster_joining import CHIEF_DEVICE
+from tfdist.compat.tensorflow.coordinator import CHIEF_DEVICE
+from tfdist.compat.tensorflow.graphs import LoopIterator
 from tfdist.data import splitting
 from tfdist.data.handle import HandleIterator, registry
 from tfdist.engines.parameter_server import worker_batch, worker_dataset
@@ -47,9 +54,159 @@ class Steps(Protocol):
         """Waits for all steps queued so far."""
         ...
 
-    def read_batch(self, iterator: WorkerIterator, handle: WorkerBatch) -> Sequence[Any]:
+    def read_batch(self, feed: WorkerFeed, handle: WorkerBatch) -> Sequence[Any]:
         """Fetches the next batch of a worker's share, flat."""
         ...
+
+
+class WorkerFeed:
+    """Each worker reads its share of a pass; how far they are.
+
+    A worker's thread alone changes what concerns this worker, and the main thread begins the pass.
+
+    Args:
+      dataset: the data.
+
+    Attributes:
+      in_step: True if a step reads its batch itself, from the iterator on its worker: if each worker's number of
+        batches is known before they are read. Else the batch is an argument of the step.
+      is_counted: True if the number of batches of the pass is known or infinite.
+      taken: the number of batches that each worker is done with.
+      exhausted: workers at the end of their shares.
+      lost: workers that were lost while they had a share in this pass.
+      ended: True once no worker has a batch left.
+      on_workers: the iterators on the workers, once `begin` has made them.
+    """
+
+    by_chief = False
+
+    def __init__(self, dataset: WorkerDataset) -> None:
+        self._dataset = dataset
+        self.is_counted = dataset.cardinality != tf.data.UNKNOWN_CARDINALITY
+        self.in_step = self.is_counted and dataset.share(0) is not None
+        # Number of batches by worker.
+        self._shares: dict[int, Any] = {}
+        self.taken: collections.Counter[int] = collections.Counter()
+        self.exhausted: set[int] = set()
+        self.lost: set[int] = set()
+        self.ended = False
+        self.on_workers: tf.distribute.coordinator.PerWorkerValue | None = None
+        self._updates = 0
+        self._number = 0
+
+    def begin(self) -> tf.distribute.coordinator.PerWorkerValue:
+        """Makes the iterators on the workers, unless they are there; returns them."""
+        if self.on_workers is None:
+            self.on_workers = self._dataset.iterate_on_workers(self._position)
+            self._number = self._dataset.passes
+        return self.on_workers
+
+    def available(self, worker: int, wanted: int) -> int:
+        """Returns how many of so many batches `worker` may have left. Only that worker's thread calls this."""
+        if worker in self.exhausted:
+            return 0
+        if not self.in_step:
+            return wanted
+        share = self._shares.get(worker)
+        if share is None:
+            share = self._shares[worker] = self._dataset.share(worker)
+        left = share - self.taken[worker]
+        return wanted if left > wanted else left
+
+    def begin_update(self) -> None:
+        """Counts an update that all workers contribute to, each with its part of one batch."""
+        self._updates += 1
+
+    def _position(self, worker: int) -> int:
+        """Returns the number of batches that a restarted worker skips."""
+        return self._updates - 1 if self._updates else self.taken[worker]
+
+    def loss(self, gone: set[int]) -> str | None:
+        """Describes the unused batches of lost workers, after the pass; None if there are none.
+
+        Args:
+          gone: The workers that are still lost.
+        """
+        # A restarted worker reads the rest of its share. If batches belong to no worker, those that it had fetched are
+        # lost.
+        is_dealt_out, total = self._dataset.is_dealt_out, self._dataset.cardinality
+        workers = self.lost if is_dealt_out else gone - self.exhausted
+        return describe_lost_batches(self._number, total, self.taken.total(), workers, is_dealt_out)
+
+
+class ChiefFeed:
+    """The chief reads a pass, in order; a batch is read before the handle for it is given.
+
+    So the end is known before a step begins: a step that fails at the end would discard the results of the other steps
+    of its execution (`steps_per_execution`).
+
+    Args:
+      source: iterates over the data.
+      cut_into: number of parts into which each batch is cut.
+
+    Attributes:
+      ended: True once the end of the data was read.
+      started: steps begun ahead of the handles for them (`predict`), or None for each batch that was read so.
+    """
+
+    by_chief, in_step = True, False
+
+    def __init__(self, source: Iterator[Any], cut_into: int = 1) -> None:
+        self._source = source
+        self._cut_into = cut_into
+        self.ended = False
+        self.started: collections.deque[Any] = collections.deque()
+        self._waiting: collections.deque[list[tf.Tensor]] = collections.deque()
+        self._redeemed = 0
+        self._reading = threading.RLock()
+
+    def has_next(self, given: int) -> bool:
+        """Returns True if there is a batch for another handle than these."""
+        with self._reading:
+            while len(self._waiting) + len(self.started) <= given - self._redeemed:
+                try:
+                    self._waiting.append(self._read())
+                except tf.errors.OutOfRangeError:
+                    return False
+            return True
+
+    def next_batch(self) -> list[tf.Tensor]:
+        """Returns the next batch, flat. Raises `tf.errors.OutOfRangeError` at the end."""
+        return self._waiting.popleft() if self._waiting else self._read()
+
+    def redeem(self) -> None:
+        """Counts a handle whose batch was taken."""
+        self._redeemed += 1
+
+    def read_ahead(self) -> list[tf.Tensor]:
+        """Returns the next batch, flat, possibly before its handle exists; any thread may call it."""
+        with self._reading:
+            batch = self.next_batch()
+            self.started.append(None)
+            return batch
+
+    def redeem_ahead(self) -> None:
+        """Counts a handle whose batch `read_ahead` has read."""
+        with self._reading:
+            if self.started:
+                self.started.popleft()
+            self.redeem()
+
+    def begin_update(self) -> None:
+        """See `WorkerFeed`; here each update has a batch."""
+
+    def _read(self) -> list[tf.Tensor]:
+        try:
+            batch = next(self._source)
+        except StopIteration:
+            self.ended = True
+            raise tf.errors.OutOfRangeError(None, None, "End of sequence") from None
+        if self._cut_into > 1:
+            splitting.check_examples(batch, self._cut_into)
+        return tf.nest.flatten(batch, expand_composites=True)
+
+
+Feed = WorkerFeed | ChiefFeed
 
 
 class Batch:
@@ -58,13 +215,11 @@ class Batch:
     Args:
       iterator: the pass.
       number: number of the batch, from 1 on; 0 for the next batch.
-      count: how many batches it stands for, those that follow included.
     """
 
-    def __init__(self, iterator: WorkerIterator, number: int = 0, count: int = 1):
+    def __init__(self, iterator: WorkerIterator, number: int = 0):
         self.iterator = iterator
         self.number = number
-        self.count = count
         # True if a step has read the batch, or was given the chief's value.
         self.is_used = False
         # Flat, on the worker that has read it.
@@ -102,34 +257,25 @@ class WorkerIterator(HandleIterator, LoopIterator):
       engine: the engine that makes the steps.
       dataset: the data.
       by_execution: True if one handle may stand for all batches of an execution of Keras (`steps_per_execution`).
+
+    Attributes:
+      feed: who reads the batches; None until it is decided.
+      count: how many batches the last handle stands for, in Keras' loops.
     """
 
     def __init__(self, engine: Steps, dataset: WorkerDataset, by_execution: bool = False):
         super().__init__()
-        self._by_execution = by_execution
-        # How many batches the handle "the next batch" stands for.
-        self._batches_in_handle = 1
         self._engine = engine
-        self._dataset = dataset
+        self.dataset = dataset
+        self._by_execution = by_execution
+        call = calls.current()
+        # Name of Keras' method; "" in a user's loop.
+        self._loop = "" if call is None else call.kind
         self._cardinality = dataset.cardinality
         self._handles_given = 0
-        self._redeemed = 0
-        self._feed: str | None = None
-        self._local: Iterator[Any] | None = None
-        self._cut_into = 1
-        self._reading = threading.RLock()
-        self._waiting: collections.deque[Any] = collections.deque()
-        # Steps begun ahead of the handles for them (`predict`).
-        self.started: collections.deque[Any] = collections.deque()
-        self._on_workers: tf.distribute.coordinator.PerWorkerValue | None = None
-        self._lock = threading.Lock()
-        self._taken: collections.Counter[int] = collections.Counter()
-        self._updates = 0
-        self.exhausted: set[int] = set()
-        # Workers that were lost while they had a share in this pass.
-        self.lost: set[int] = set()
-        self.ended = False
-        self._number = 0
+        self.count = 1
+        self.feed: Feed | None = None
+        self._deciding = threading.Lock()
         self.id = registry.add(self)
         # The states of batches whose handles a user's loop has, by number.
         self._batches: weakref.WeakValueDictionary[int, Batch] = weakref.WeakValueDictionary()
@@ -140,40 +286,55 @@ class WorkerIterator(HandleIterator, LoopIterator):
     @property
     def element_spec(self) -> Any:
         """The structure of `tf.TypeSpec`s of a batch."""
-        return self._dataset.batch_spec
+        return self.dataset.batch_spec
 
-    @property
-    def counted(self) -> bool:
-        """True if the number of batches is known or infinite, so that handles don't wait for the data."""
-        return self._cardinality != tf.data.UNKNOWN_CARDINALITY
+    def decide(self, by_chief: bool) -> Feed:
+        """Returns the feed; decides about it if that was not done.
+
+        Args:
+          by_chief: whether the chief is to read the data, which it does anyway if they live in its Python.
+        """
+        if self.feed is None:
+            # A graph may use a batch in two operations at a time.
+            with self._deciding:
+                if self.feed is None:
+                    self.feed = self._decided(by_chief)
+        return self.feed
+
+    def _decided(self, by_chief: bool) -> Feed:
+        dataset = self.dataset
+        if not (by_chief or dataset.lives_in_python):
+            return WorkerFeed(dataset)
+        # What each worker's part of it would be; `fit` raises before its first step.
+        is_cut = self._loop == "fit" and dataset.lives_in_python
+        return ChiefFeed(dataset.local_iterator(), dataset.num_parts if is_cut else 1)
 
     @property
     def is_last(self) -> bool:
         """True if the last handle was the last one of the pass."""
-        if self._handles_given == self._cardinality:
+        feed = self.feed
+        if self._handles_given == self._cardinality or (feed is not None and feed.ended):
             return True
         # If the chief feeds, it can check for another batch.
-        return self.ended or (not self.counted and self._local is not None and not self._has_next())
-
-    def __next__(self) -> WorkerBatch:
-        if not tf.executing_eagerly():
-            return self._in_graph().get_next()
-        return super().__next__()
+        is_open = feed is not None and feed.by_chief and self._cardinality == tf.data.UNKNOWN_CARDINALITY
+        return is_open and not cast(ChiefFeed, feed).has_next(self._handles_given)
 
     def next_handle(self) -> WorkerBatch | None:
         """See `HandleIterator`."""
-        call = calls.current()
-        if call is not None:
-            if not self.counted and call.kind == "predict":
-                # Keras takes the batches of `steps_per_execution` steps before it makes the first of them.
-                self.feed(by_chief=True)
-            # Of an execution there is one handle, however many of its batches are left.
-            if self._batches_in_handle > 1 and self.given_in_execution:
-                raise StopIteration
-            self._batches_in_handle = self._give(self._wanted_batches())
-            return self._next_one if self._batches_in_handle else None
-        batch = self._give_batch()
-        return None if batch is None else worker_batch.handle(batch.handle, self._dataset.kind, batch)
+        if not tf.executing_eagerly():
+            return self._in_graph().get_next()
+        if not self._loop:
+            batch = self._give_batch()
+            return None if batch is None else worker_batch.handle(batch.handle, self.dataset.kind, batch)
+        # Of an execution there is one handle, however many of its batches are left.
+        if self.count > 1 and self.given_in_execution:
+            raise StopIteration
+        feed = self.feed
+        if feed is None and (self.steps_in_execution or self._loop == "predict"):
+            feed = self.decide(by_chief=self._loop != "fit")
+        several = self._by_execution and feed is not None and feed.in_step
+        self.count = self._give(self.steps_in_execution or 1 if several else 1)
+        return self._next_one if self.count else None
 
     def get_next_as_optional(self) -> worker_dataset.Optional:
         """Returns a handle of the next batch, or the end of the data."""
@@ -194,47 +355,36 @@ class WorkerIterator(HandleIterator, LoopIterator):
 
     def __tf_tracing_type__(self, context: Any) -> worker_dataset.HandleType:
         """Passes the iterator to a `tf.function` by its number (`worker_dataset`)."""
-        return worker_dataset.HandleType(worker_dataset.GraphIterator, self._dataset.kind.number)
+        return worker_dataset.HandleType(worker_dataset.GraphIterator, self.dataset.kind.number)
 
     def _in_graph(self) -> worker_dataset.GraphIterator:
-        return worker_dataset.GraphIterator(tf.constant(self.id, tf.int64), self._dataset.kind.number)
+        return worker_dataset.GraphIterator(tf.constant(self.id, tf.int64), self.dataset.kind.number)
 
     def _give_batch(self) -> Batch | None:
-        if not self.counted:
+        if self._cardinality == tf.data.UNKNOWN_CARDINALITY:
             # A user's loop ends at the end of the data, which only a reader detects.
-            self.feed(by_chief=True)
-        if not self._give():
+            self.decide(by_chief=True)
+        if not self._give(1):
             return None
         batch = self._batches[self._handles_given] = Batch(self, self._handles_given)
         return batch
 
-    def _wanted_batches(self) -> int:
-        """Returns how many batches the next handle may stand for: several only if workers read them in the step."""
-        if not self._by_execution:
-            return 1
-        call = calls.current()
-        wanted = 1 if call is None else call.steps_per_execution
-        return wanted if wanted > 1 and self.feed(by_chief=False) == "worker" and self.shares_known else 1
-
-    def _give(self, wanted: int = 1) -> int:
+    def _give(self, wanted: int) -> int:
         """Counts the batches of one more handle, at most `wanted`; returns 0 at the end of the data."""
         self._engine.make_room()
-        if not self._handles_given:
-            self._begin_fit()
-        if self._handles_given == self._cardinality or not self._has_next():
+        given, feed = self._handles_given, self.feed
+        if given == self._cardinality:
             return 0
-        count = wanted if self._cardinality < 0 else min(wanted, self._cardinality - self._handles_given)
+        if feed is not None and (feed.ended if not feed.by_chief else not cast(ChiefFeed, feed).has_next(given)):
+            return 0
+        count = wanted if wanted == 1 or self._cardinality < 0 else min(wanted, self._cardinality - given)
         self._handles_given += count
         return count
-
-    def next_batch(self) -> Batch:
-        """Returns the state of what the handle "the next batch" stands for."""
-        return Batch(self, count=self._batches_in_handle)
 
     def batch(self, number: int) -> Batch:
         """Returns the state of a batch by its number; of the next batch for 0."""
         if not number:
-            return self.next_batch()
+            return Batch(self)
         batch = self._batches.get(number)
         if batch is None:
             raise RuntimeError(
@@ -243,151 +393,17 @@ class WorkerIterator(HandleIterator, LoopIterator):
             )
         return batch
 
-    def _begin_fit(self) -> None:
-        """Reads the first batch before the first step of `fit`, if it must be cut and the chief reads it."""
-        if calls.iterating_fit() is not None and self._dataset.num_parts > 1 and self._dataset.lives_in_python:
-            self._cut_into = self._dataset.num_parts
-            self.feed(by_chief=True)
-
     def read_for_chief(self) -> list[Any]:
         """Returns the next batch, flat, for use on the chief."""
-        if self.feed(by_chief=True) == "worker":
-            return list(self._engine.read_batch(self, self._next_one))
-        self.redeem()
-        return self.next_local_batch()
+        feed = self.decide(by_chief=True)
+        if isinstance(feed, WorkerFeed):
+            return list(self._engine.read_batch(feed, self._next_one))
+        feed.redeem()
+        return feed.next_batch()
 
     def wait_for_steps(self) -> None:
         """Waits for all steps in flight."""
         self._engine.barrier(writes=False)
-
-    @property
-    def shares_known(self) -> bool:
-        """True if each worker's number of batches is known before they are read."""
-        return self.counted and self._dataset.share(0) is not None
-
-    def has_batch(self, worker: int) -> bool:
-        """Returns True if `worker` may have a batch left. Only that worker's thread calls this."""
-        return worker not in self.exhausted and self.available(worker, 1) > 0
-
-    def available(self, worker: int, wanted: int) -> int:
-        """Returns how many of so many batches `worker` has left. Only that worker's thread calls this."""
-        share = self._dataset.share(worker)
-        return wanted if share is None else min(wanted, share - self._taken[worker])
-
-    def took_batch(self, worker: int, count: int = 1) -> None:
-        """Counts batches that `worker` is done with."""
-        self._taken[worker] += count
-
-    def begin_update(self) -> None:
-        """Counts an update that all workers contribute to, each with its part of one batch."""
-        self._updates += 1
-
-    def _position(self, worker: int) -> int:
-        """Returns the number of batches that a restarted worker skips."""
-        return self._updates - 1 if self._updates else self._taken[worker]
-
-    def loss(self, gone: set[int]) -> str | None:
-        """Describes the unused batches of lost workers, after the pass; None if there are none.
-
-        Args:
-          gone: The workers that are still lost.
-        """
-        # A restarted worker reads the rest of its share. If batches belong to no worker, those that it had fetched are
-        # lost.
-        is_dealt_out = self._dataset.is_dealt_out
-        workers = self.lost if is_dealt_out else gone - self.exhausted
-        return describe_lost_batches(self._number, self._cardinality, self._taken.total(), workers, is_dealt_out)
-
-    def feed(self, by_chief: bool) -> str:
-        """Decides, at the first step, if the chief or the workers feed this pass."""
-        with self._lock:
-            if self._feed is None:
-                self._feed = "chief" if by_chief or self._dataset.lives_in_python else "worker"
-                if self._feed == "chief":
-                    self._local = self._dataset.local_iterator()
-            return self._feed
-
-    def on_workers(self) -> tf.distribute.coordinator.PerWorkerValue:
-        """Returns the iterators on the workers, made at the first step."""
-        with self._lock:
-            if self._on_workers is None:
-                self._on_workers = self._dataset.iterate_on_workers(self._position)
-                self._number = self._dataset.passes
-            return self._on_workers
-
-    def redeem(self) -> None:
-        """Counts a handle whose batch the chief has fed."""
-        self._redeemed += 1
-
-    def next_local_batch(self) -> list[tf.Tensor]:
-        """Returns the chief's next batch, flat. Raises `tf.errors.OutOfRangeError` at the end."""
-        return self._waiting.popleft() if self._waiting else self._read()
-
-    def read_ahead(self) -> list[tf.Tensor]:
-        """Returns the chief's next batch, flat, possibly before its handle exists; any thread may call it."""
-        with self._reading:
-            batch = self.next_local_batch()
-            self.started.append(None)
-            return batch
-
-    def redeem_ahead(self) -> None:
-        """Counts a handle whose batch `read_ahead` has read."""
-        with self._reading:
-            if self.started:
-                self.started.popleft()
-            self.redeem()
-
-    @property
-    def is_cut(self) -> bool:
-        """True if workers read parts of batches."""
-        return self._dataset.is_cut
-
-    @property
-    def is_shared_out(self) -> bool:
-        """True if the data were cut into shares beforehand."""
-        return self._dataset.is_shared_out
-
-    def open_shares(self) -> Callable[[int, int], Any]:
-        """Begins a pass over the shares; returns a function (share, number of parts to skip) -> iterator.
-
-        The function makes the iterator on the worker of the calling thread.
-        """
-        return self._dataset.open_shares()
-
-    def forget_shares(self, worker: int) -> None:
-        """Notes that `worker` was lost, with its iterators."""
-        self._dataset.forget_shares(worker)
-
-    def _has_next(self) -> bool:
-        """Returns True if there is a batch for another handle. If the chief feeds, it reads this batch ahead.
-
-        So the end is known before a step begins: a step that fails at the end would discard the results of the other
-        steps of its execution (`steps_per_execution`).
-        """
-        with self._reading:
-            return self._looks_ahead()
-
-    def _looks_ahead(self) -> bool:
-        if self._local is None:
-            return not self.ended
-        while len(self._waiting) + len(self.started) <= self._handles_given - self._redeemed:
-            try:
-                self._waiting.append(self._read())
-            except tf.errors.OutOfRangeError:
-                return False
-        return True
-
-    def _read(self) -> list[tf.Tensor]:
-        if self._local is None:
-            raise RuntimeError("next_local_batch() on data that the workers read.")
-        try:
-            batch = next(self._local)
-        except StopIteration:
-            self.ended = True
-            raise tf.errors.OutOfRangeError(None, None, "End of sequence") from None
-        if self._cut_into > 1:
-            splitting.check_examples(batch, self._cut_into)
-        return tf.nest.flatten(batch, expand_composites=True)
 
 
 def find_iterator(handle: int) -> WorkerIterator:

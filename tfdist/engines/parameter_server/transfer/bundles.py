@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.compat import replica_parts
+from tfdist.compat.tensorflow import replicas
 
 # Copying a tensor of this size costs about as much as sending one more; elements.
 _SMALL = 1 << 15
@@ -52,7 +52,7 @@ class Bundles:
         """The bundles of these tensors; each goes to the device in `devices` of the same index."""
         packed = []
         for group, origin in zip(self._groups, self._origins, strict=True):
-            with replica_parts.on(origin):
+            with replicas.on_device(origin):
                 flat = [tf.reshape(tensors[index], [-1]) for index in group if len(group) > 1]
                 packed.append(tf.concat(flat, 0) if flat else tensors[group[0]])
         return packed

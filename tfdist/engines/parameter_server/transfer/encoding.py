@@ -23,10 +23,10 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 
-from tfdist.compat import server_functions
+from tfdist.compat.keras.optimizers import loss_scale_of
+from tfdist.compat.tensorflow import servers
 from tfdist.compression import HalfPrecision, codec, gathered, on_servers
 from tfdist.engines.parameter_server.transfer.bundles import Bundles
 
@@ -204,24 +204,24 @@ class EncodedBundles:
         if not isinstance(self._codec, gathered.GatheredCodec):
             with tf.device(_ON_WORKER):
                 halves = tf.reshape(tf.bitcast(self._codec.encode(gradients, {})[0], tf.uint8), [-1])
-                return server_functions.call([tf.constant(on_servers.frame_request(group.specs)), halves], _MESSAGE)
+                return servers.call_function([tf.constant(on_servers.frame_request(group.specs)), halves], _MESSAGE)
         request = on_servers.encode_request(self._codec, group.specs, group.key, self._ended)
         with tf.device(_ON_WORKER):
             flat = [tf.reshape(tf.cast(gradient, tf.float32), [-1]) for gradient in gradients]
-            return server_functions.call([tf.constant(request), *flat], _MESSAGE)
+            return servers.call_function([tf.constant(request), *flat], _MESSAGE)
 
     def _decode(self, group: Group, message: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         if not isinstance(self._codec, gathered.GatheredCodec):
             with tf.device(on_cpu(group.device)):
                 request = on_servers.content_request(group.specs)
-                (content,) = server_functions.call([tf.constant(request), *message], [tf.uint8])
+                (content,) = servers.call_function([tf.constant(request), *message], [tf.uint8])
             with tf.device(group.device):
                 halves = tf.bitcast(tf.reshape(content, [-1, 2]), tf.as_dtype(self._codec.dtype))
                 return self._codec.decode(halves, group.specs)
         request = on_servers.decode_request(self._codec, group.specs)
         with tf.device(on_cpu(group.device)):
             inputs = [tf.constant(request), *message]
-            flat = server_functions.call(inputs, [tf.float32] * len(group.specs))
+            flat = servers.call_function(inputs, [tf.float32] * len(group.specs))
             return [
                 tf.cast(tf.reshape(values, spec.shape), spec.dtype)
                 for values, spec in zip(flat, group.specs, strict=True)
@@ -268,9 +268,5 @@ def on_cpu(device: str) -> str:
 
 def _scales(targets: Sequence[tuple[Any, Any]]) -> list[tf.Tensor | None]:
     optimizers = {id(optimizer): optimizer for optimizer, _ in targets}
-    scales = {
-        key: tf.convert_to_tensor(optimizer.dynamic_scale)
-        for key, optimizer in optimizers.items()
-        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-    }
-    return [scales.get(id(optimizer)) for optimizer, _ in targets]
+    scales = {key: loss_scale_of(optimizer) for key, optimizer in optimizers.items()}
+    return [scales[id(optimizer)] for optimizer, _ in targets]

@@ -28,7 +28,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.compat.cluster_joining import CHIEF_DEVICE, SERVER_DEVICE
+from tfdist.compat.tensorflow.coordinator import CHIEF_DEVICE, SERVER_DEVICE
 from tfdist.engines.parameter_server.transfer import encoding as encodings
 from tfdist.engines.parameter_server.transfer import rewrites
 from tfdist.engines.parameter_server.transfer.bundles import Bundles

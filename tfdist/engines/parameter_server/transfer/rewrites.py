@@ -27,15 +27,9 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfdist.compat import (
-    flat_layers,
-    graph_edits,
-    keras_variables,
-    optimizer_patches,
-    optimizer_variables,
-    placed_layers,
-    replica_parts,
-)
+from tfdist.compat.keras import models, placement
+from tfdist.compat.keras.optimizers import UPDATE, optimizers_of, parts_of, patched_attributes
+from tfdist.compat.tensorflow import graphs, replicas, variables
 from tfdist.engines.parameter_server.coordinated_variable import CoordinatedVariable
 from tfdist.engines.parameter_server.transfer.bundles import Bundles, is_small
 
@@ -178,8 +172,8 @@ class Product:
 
     def move(self, device: str) -> None:
         """Places the product on a device, and has it read the kernel itself, not a copy on another device."""
-        graph_edits.give(self.operation, 1, self.kernel)
-        graph_edits.place(self.operation, device)
+        graphs.give_input(self.operation, 1, self.kernel)
+        graphs.place_operation(self.operation, device)
 
     def made_where(self, are_few: tf.Tensor, kernel_or_nothing: tf.Tensor, device: str) -> tf.Tensor:
         """Places the product on the device of the kernel if its rows are few, else on this one.
@@ -195,7 +189,7 @@ class Product:
         here, users, matrix = self.operation.device, self.old.consumers(), self.matrix
         with tf.device(here):
             sent = matrix[: tf.shape(matrix)[0] * tf.cast(are_few, tf.int32)]
-        graph_edits.give(self.operation, 0, sent)
+        graphs.give_input(self.operation, 0, sent)
         self.move(device)
         transpose = self.operation.get_attr("transpose_b")
         with tf.device(here):
@@ -206,7 +200,7 @@ class Product:
         for user in users:
             for index, given in enumerate(user.inputs):
                 if given is self.old:
-                    graph_edits.give(user, index, new)
+                    graphs.give_input(user, index, new)
         return new
 
 
@@ -331,7 +325,7 @@ def at_the_table(graph: Any) -> None:
         read = chain[-1].inputs[0].op
         if read.type == "ReadVariableOp" and read.inputs[0].name in devices:
             for each in chain:
-                graph_edits.place(each, devices[read.inputs[0].name])
+                graphs.place_operation(each, devices[read.inputs[0].name])
 
 
 # Small variables travel together between parameter servers and a worker, while a Keras step is traced.
@@ -358,11 +352,11 @@ def travel_together(model: keras.Model, worker: str, most_rows: Callable[[int, i
       worker: the device that the step is traced for.
       most_rows: see `factors_of`.
     """
-    optimizers = optimizer_patches.optimizers_of(model)
-    found = [part for optimizer in optimizers for part in optimizer_variables.parts_of(optimizer)]
-    optimizers = {id(each): each for each in found if hasattr(each, optimizer_patches.UPDATE)}.values()
-    updates = [(each, optimizer_patches.UPDATE, _update(each, worker, most_rows)) for each in optimizers]
-    with read_together(model, worker), optimizer_patches.attributes(updates):
+    optimizers = optimizers_of(model)
+    found = [part for optimizer in optimizers for part in parts_of(optimizer)]
+    optimizers = {id(each): each for each in found if hasattr(each, UPDATE)}.values()
+    updates = [(each, UPDATE, _update(each, worker, most_rows)) for each in optimizers]
+    with read_together(model, worker), patched_attributes(updates):
         yield
 
 
@@ -394,9 +388,7 @@ def read_rounded(model: keras.Model, worker: str, dtype: tf.DType) -> Iterator[N
       worker: the device that the step is traced for.
       dtype: `tf.float16` or `tf.bfloat16`.
     """
-    tables = {
-        id(layer.embeddings) for layer in flat_layers.layers_of(model) if isinstance(layer, keras.layers.Embedding)
-    }
+    tables = {id(layer.embeddings) for layer in models.layers_of(model) if isinstance(layer, keras.layers.Embedding)}
     weights = [weight for weight in model.trainable_weights if id(weight) not in tables]
     rounded = [_own(weight) for weight in weights]
     groups: dict[Any, list[CoordinatedVariable]] = collections.defaultdict(list)
@@ -429,13 +421,13 @@ def _small_weights(model: keras.Model, worker: str) -> dict[tuple[str, tf.DType,
     for weight in model.weights:
         variable = _own(weight)
         if variable is not None and is_small(variable, _MOST_ELEMENTS_READ):
-            groups[variable.device, variable.dtype, placed_layers.reader_of(weight, worker)].append(variable)
+            groups[variable.device, variable.dtype, placement.reader_of(weight, worker)].append(variable)
     return {key: group for key, group in groups.items() if len(group) > 1}
 
 
 def _own(weight: Any) -> CoordinatedVariable | None:
     """Returns the floating-point variable of a weight that is on one parameter server, or None."""
-    variable = keras_variables.tf_variable(weight)
+    variable = variables.tf_variable(weight)
     # Not a subclass: a partitioned variable is on several parameter servers.
     is_own = type(variable) is CoordinatedVariable and variable.dtype.is_floating
     return variable if is_own else None
@@ -454,7 +446,7 @@ def _read(
 
 
 def _update(optimizer: Any, worker: str, most_rows: Callable[[int, int], int]) -> Callable[..., None]:
-    original = getattr(optimizer, optimizer_patches.UPDATE)
+    original = getattr(optimizer, UPDATE)
 
     def update(distribution: Any, grads_and_vars: Sequence[tuple[Any, Any]], learning_rate: Any) -> None:
         pairs = list(grads_and_vars)
@@ -478,7 +470,7 @@ def _sent(
     """The gradients as they are on these devices, or on the worker, where each of them is sent by itself."""
     factors = [factors_of(gradient, most_rows) for gradient in gradients]
     # A worker may span several devices.
-    homes = [home or worker for home in replica_parts.homes_of(tf.distribute.get_strategy(), gradients)]
+    homes = [home or worker for home in replicas.homes_of(tf.distribute.get_strategy(), gradients)]
     parts = []
     for each, gradient, home in zip(factors, gradients, homes, strict=True):
         with tf.device(home):

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workers compare their calls, callbacks, models and weights before they begin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from tfdist.compat import calls
+from tfdist.strategies import _shared_calls
+
+EARLY = keras.callbacks.EarlyStopping()
+
+
+class Fake:
+    """Agreement of two workers; the traits of the second one are those of another call."""
+
+    def __init__(self, other: calls.Call) -> None:
+        self._other = other
+
+    def gather(self, value: Any, what: str) -> dict[str, Any]:
+        own, data = value
+        other = self._other
+        traits = own and [
+            _shared_calls._traits(other),
+            _shared_calls._callbacks(other),
+            _shared_calls._values(other.model),
+        ]
+        return {"worker:0": [own, data], "worker:1": [traits, data]}
+
+
+def made(weights: float = 0.5, rate: float = 0.1, **options: Any) -> keras.Model:
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    model.compile(keras.optimizers.SGD(rate), "mse", **options)
+    model.set_weights([np.full(weight.shape, weights) for weight in model.get_weights()])
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def fit(model: keras.Model | None = None, callbacks: Any = None, **arguments: Any) -> calls.Call:
+    return calls.Call(model or made(), "fit", arguments, callbacks=callbacks)
+
+
+def compare(one: calls.Call, other: calls.Call, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setattr(calls, "current", lambda: one)
+    return _shared_calls.gather(Fake(other), 7, "comparing")
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        pytest.param(lambda: fit(epochs=3), "epochs 2 on worker:0, epochs 3 on worker:1", id="argument"),
+        pytest.param(
+            lambda: fit(epochs=2, validation_data=(1, 2)), "validation_data none on worker:0", id="validation"
+        ),
+        pytest.param(
+            lambda: fit(made(metrics=["mae"]), epochs=2), "metrics none on worker:0, metrics mae", id="metrics"
+        ),
+        pytest.param(lambda: fit(epochs=2, callbacks=[EARLY]), "EarlyStopping on worker:1", id="callback"),
+        pytest.param(lambda: fit(made(weights=0.25), epochs=2), "kernel of 2 on worker:0, 1 on worker:1", id="weights"),
+        pytest.param(lambda: fit(made(rate=0.2), epochs=2), "learning_rate of 0.1 on worker:0, 0.2", id="rate"),
+    ],
+)
+def test_call_that_differs_between_workers_is_refused(
+    other: Callable[[], calls.Call], words: str, monkeypatch: pytest.MonkeyPatch
+):
+    with pytest.raises(ValueError, match=r"^model\.fit: .*every worker.* Received: ") as raised:
+        compare(fit(epochs=2), other(), monkeypatch)
+    assert words in str(raised.value)
+
+
+def test_call_that_is_the_same_is_compared_once(monkeypatch: pytest.MonkeyPatch):
+    # What the chief alone may have, and weights that rounding has moved.
+    one, other = fit(callbacks=[keras.callbacks.CSVLogger("x")], epochs=2, verbose=1), fit(made(0.5001), epochs=2)
+    assert compare(one, other, monkeypatch) == {"worker:0": 7, "worker:1": 7}
+    other.arguments["epochs"] = 3
+    assert one.is_compared and compare(one, other, monkeypatch)
+
+
+def test_value_of_a_variable_is_of_few_numbers():
+    table = keras.Variable(np.arange(2_000_000.0).reshape(-1, 2), dtype="float32")
+    assert _shared_calls._value(table.value) == pytest.approx([np.linspace(0, 1_999_999, 4).sum()] * 2, rel=1e-3)
+    assert _shared_calls._value(keras.Variable(np.zeros((0, 3))).value) == [0, 0]
+
+
+@pytest.mark.parametrize("is_cancelling", [False, True])
+def test_rounding_is_no_difference_and_other_weights_are(is_cancelling: bool):
+    rng = np.random.default_rng(0)
+
+    def differ(*weights: np.ndarray) -> bool:
+        pairs = [_shared_calls._value(keras.Variable(each, dtype="float32").value) for each in weights]
+        return _shared_calls._difference(pairs) is not None
+
+    for _ in range(200):
+        weights = rng.normal(size=4) * 10.0 ** rng.integers(-6, 6)
+        other = rng.normal(size=4) * np.abs(weights).max()
+        if is_cancelling:
+            weights[-1] = -weights[:-1].sum()
+            other = weights * 1.05
+        assert not differ(weights, weights * (1 + rng.uniform(-1e-5, 1e-5, 4)))
+        assert differ(weights, other)
+
+
+def test_numbers_that_are_not_finite_differ_from_finite_ones_only():
+    nan, inf = float("nan"), float("inf")
+    assert _shared_calls._difference([[nan, nan], [nan, inf]]) is None
+    assert _shared_calls._difference([[1.0, 1.0], [nan, inf]])
+    assert _shared_calls._difference([[0.0, 0.0], [0.0, 0.0]]) is None

@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A running `fit`: its epochs and their logs, callbacks that a launcher adds, its errors, and what it saves."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import pathlib
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+from keras.src.trainers import epoch_iterator
+from keras.src.utils import traceback_utils
+
+from tfdist.compat import calls, own_attributes, replacing
+
+NEEDS = (
+    "keras.src.backend.tensorflow.trainer:TFEpochIterator._current_iterator",
+    "keras.src.backend.tensorflow.trainer:TFEpochIterator._distributed_dataset",
+    "keras.src.backend.tensorflow.trainer:TFEpochIterator._enumerate_iterator",
+    "keras.src.backend.tensorflow.trainer:TFEpochIterator._get_iterator",
+    "keras.src.backend.tensorflow.trainer:TFEpochIterator._interrupted_warning",
+    "keras.src.backend.tensorflow.trainer:TFEpochIterator._num_batches",
+    "keras.src.backend.tensorflow.trainer:TFEpochIterator._steps_seen",
+    "keras.src.backend.tensorflow.trainer:TFEpochIterator.data_adapter",
+    "keras.src.backend.tensorflow.trainer:TFEpochIterator.steps_per_epoch",
+    "keras.src.backend.tensorflow.trainer:TFEpochIterator.steps_per_execution",
+    "keras:Model._initial_epoch",
+    "keras.src.trainers.trainer:Trainer._get_metrics_result_or_logs(logs)",
+    "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.fit",
+    "keras.src.utils.traceback_utils:_EXCLUDED_PATHS",
+    "keras.src.trainers.epoch_iterator:EpochIterator.data_adapter",
+)
+
+
+class EpochIterator:
+    """The epoch iterator of one `fit`.
+
+    Args:
+      iterator: Keras' own.
+    """
+
+    def __init__(self, iterator: Any) -> None:
+        self._iterator = iterator
+
+    @classmethod
+    def of(cls, model: keras.Model) -> EpochIterator | None:
+        """Returns the epoch iterator of an open `fit` of this model in this thread; None if there is none."""
+        fit = calls.fit_of(model)
+        return None if fit is None or fit.epochs is None else cls(fit.epochs)
+
+    @property
+    def dataset(self) -> Any:
+        """The distributed data set that it iterates over."""
+        return self._iterator._distributed_dataset
+
+    @property
+    def num_batches_given(self) -> int | None:
+        """Number of batches in a pass, if the data given to `fit` have a known length."""
+        return self._iterator.data_adapter.num_batches
+
+    @property
+    def batch_size(self) -> int | None:
+        """Number of examples in a batch, if all but the last one have the same."""
+        return getattr(self._iterator.data_adapter, "batch_size", None)
+
+    @property
+    def num_batches(self) -> int | None:
+        """The same, or what was found out at the end of a pass."""
+        return self._iterator._num_batches
+
+    @num_batches.setter
+    def num_batches(self, count: int | None) -> None:
+        self._iterator._num_batches = count
+
+    @property
+    def batches_taken(self) -> int:
+        """Number of batches taken from the newest iterator over the data."""
+        return self._iterator._steps_seen
+
+    @property
+    def goes_on(self) -> bool:
+        """True if the next epoch continues with the same iterator over the data, as with `steps_per_epoch`."""
+        return self._iterator.steps_per_epoch is not None and self._iterator._current_iterator is not None
+
+    @property
+    def is_at_end_of_epoch(self) -> bool:
+        """True if the last step is known to be the end of its epoch."""
+        length, taken = self._length, self._iterator._steps_seen
+        return bool(length) and taken >= length and taken % length == 0
+
+    @property
+    def _length(self) -> int | None:
+        return self._iterator.steps_per_epoch or self._iterator._num_batches
+
+    def replace_data(self, wrap: Callable[[Callable[[], Any]], Callable[[], Any]]) -> None:
+        """Replaces the function that gives the data of each new iterator by what `wrap` makes of it."""
+        own_attributes.put(self._iterator, "_get_iterator", wrap(self._iterator._get_iterator))
+
+    def continue_epochs(self, batches: int) -> None:
+        """Makes the next epoch continue a new iterator over the data, of which `batches` are counted as taken."""
+        self._iterator._current_iterator = iter(self._iterator._get_iterator())
+        self._iterator._steps_seen = batches
+
+    def begin_within_epoch(self, step: int, batches: int, begin: Callable[[], None]) -> None:
+        """Makes the next epoch begin after so many of its steps.
+
+        Args:
+          step: the steps that were made.
+          batches: the batches that were taken for them, and before with `steps_per_epoch`.
+          begin: called when the epoch begins, before its data are asked for.
+        """
+
+        def rest_of_epoch() -> Iterator[tuple[int, int, Any]]:
+            own_attributes.remove(self._iterator, "_enumerate_iterator")
+            begin()
+            yield from self._rest_of_epoch(step, batches)
+
+        own_attributes.put(self._iterator, "_enumerate_iterator", rest_of_epoch)
+
+    def _rest_of_epoch(self, step: int, batches: int) -> Iterator[tuple[int, int, Any]]:
+        """Replaces Keras' `_enumerate_iterator` for one epoch, beginning at a step."""
+        epochs = self._iterator
+        epochs.data_adapter.on_epoch_begin()
+        iterator = iter(epochs._get_iterator())
+        length = self._length
+        epochs._steps_seen = batches
+        if length:
+            epochs._current_iterator = iterator
+        while not length or step < length:
+            if length and epochs._num_batches and epochs._steps_seen >= epochs._num_batches:
+                if epochs.steps_per_epoch:
+                    epochs._interrupted_warning()
+                break
+            epochs._steps_seen += epochs.steps_per_execution
+            yield step, step + epochs.steps_per_execution - 1, iterator
+            step += epochs.steps_per_execution
+        if epochs._num_batches and epochs._steps_seen >= epochs._num_batches:
+            epochs._current_iterator = iter(epochs._get_iterator())
+            epochs._steps_seen = 0
+        epochs.data_adapter.on_epoch_end()
+
+
+def first_epoch_of(model: keras.Model) -> int | None:
+    """The epoch that the next `fit` of a model begins with, if it was set; a callback may set it for a running one."""
+    return getattr(model, "_initial_epoch", None)
+
+
+def begin_with_epoch(model: keras.Model, epoch: int | None) -> None:
+    """Sets that epoch."""
+    model._initial_epoch = epoch
+
+
+# Replaces how a running `fit` makes the logs of an epoch, when the epoch ends and before callbacks and validation.
+#
+# There is no public way: `on_epoch_end` comes after validation, when `fit` has read the metrics. What is put on a model
+# stays until it is removed.
+
+
+_NAME = "_get_metrics_result_or_logs"
+
+Logs = Callable[[Any], Any]
+
+
+def epoch_logs_of(model: keras.Model) -> Logs:
+    """The function that makes a model's logs of an epoch from those of its last step."""
+    return getattr(model, _NAME)
+
+
+def change_logs_once(model: keras.Model, change: Callable[[Any, Logs], Any]) -> None:
+    """Replaces the function of the logs until `fit` ends its next epoch.
+
+    Args:
+      model: the model.
+      change: returns the logs of the epoch; called with those of the last step, and the function that was replaced.
+    """
+    beneath = epoch_logs_of(model)
+
+    def logs_of_epoch(logs: Any) -> Any:
+        call = calls.current()
+        if call is None or call.kind != "fit":
+            return beneath(logs)
+        remove_logs(model, logs_of_epoch)
+        return change(logs, beneath)
+
+    put_logs(model, logs_of_epoch)
+
+
+def put_logs(model: keras.Model, function: Logs) -> None:
+    """Replaces the function that makes this model's logs of an epoch."""
+    own_attributes.put(model, _NAME, function)
+
+
+def remove_logs(model: keras.Model, function: Logs | None = None) -> None:
+    """Restores the function of the model's class, unless another one than `function` was put last."""
+    found = own_attributes.of(model, _NAME)
+    if found is not None and (function is None or found is function):
+        own_attributes.remove(model, _NAME)
+
+
+# Adds callbacks to each `fit`, of any model: those that a launcher asks for.
+#
+# There is no public way to the fits of a program. `fit` is replaced once in a process; the user's callbacks come first.
+
+
+# Given a model and the callbacks of a `fit`, returns those to add.
+Added = Callable[[Any, Sequence[Any]], Sequence[Any]]
+_added: list[Added] = []
+
+
+def add_to_fit(added: Added) -> None:
+    """From now on each `fit` of this process has these callbacks, too; a second call replaces the first."""
+    _added[:] = [added]
+    replacing.once(TensorFlowTrainer, "fit", _with_callbacks)
+
+
+def _with_callbacks(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    def fit(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        given = bound.arguments.get("callbacks")
+        # A `CallbackList` of the user's own is complete.
+        if not isinstance(given, keras.callbacks.CallbackList):
+            own = given if isinstance(given, list | tuple) else [given] if given else []
+            bound.arguments["callbacks"] = [*own, *_added[0](bound.arguments["self"], own)]
+        return original(*bound.args, **bound.kwargs)
+
+    return fit
+
+
+# Keeps tfdist's frames out of the tracebacks that Keras shortens.
+#
+# So an error of a layer shows the user's line and the layer's, as on one device;
+# `keras.config.disable_traceback_filtering()` shows all frames. Keras takes no further paths to leave out, so its tuple
+# of paths gets one more.
+
+
+_OWN_PATH = str(pathlib.Path(__file__).resolve().parents[2]) + os.sep
+
+
+def shorten_tracebacks() -> None:
+    """From now on the tracebacks that Keras shortens have no frames of tfdist."""
+    if _OWN_PATH not in traceback_utils._EXCLUDED_PATHS:
+        traceback_utils._EXCLUDED_PATHS += (_OWN_PATH,)
+
+
+# Announces saved checkpoints to listeners: `model.save`, `model.save_weights`, and those of `callbacks.Resume`.
+#
+# Keras' ModelCheckpoint and BackupAndRestore call these methods, and tell nobody. So they are wrapped, once in a
+# process.
+
+
+# Given the strategy of the model, the path, the monotonic time of the begin, and the seconds that the save took.
+Listener = Callable[[Any, str, float, float], None]
+_listeners = calls.Listeners()
+
+
+def listen_to_saves(listener: Listener) -> None:
+    """Calls a bound method after each save of this process, as long as its owner lives."""
+    for name in ("save", "save_weights"):
+        replacing.once(keras.Model, name, _announcing)
+    _listeners.add(listener)
+
+
+@contextlib.contextmanager
+def announced_save(strategy: Any, path: str) -> Iterator[None]:
+    """Announces the save that is made within the block, unless the block raises."""
+    began = time.monotonic()
+    yield
+    _listeners.call(strategy, path, began, time.monotonic() - began)
+
+
+def _announcing(original: Callable[..., Any]) -> Callable[..., Any]:
+    def save(self: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+        is_path = isinstance(filepath, str | os.PathLike)
+        with announced_save(self.distribute_strategy, os.fspath(filepath)) if is_path else contextlib.nullcontext():
+            return original(self, filepath, *args, **kwargs)
+
+    return save
+
+
+# Takes over the first call of `fit` of an unmodified script, and reads the batches that it would train on.
+#
+# Keras has no hook for all models of a process, so `keras.Model.fit` is replaced within a block, and put back after it.
+# The class that turns what `fit` takes (arrays, data sets, generators) into batches is not public; asking it gives the
+# profiler the batches of this very call, whatever they come from.
+
+
+_DATA = ("x", "y", "sample_weight", "batch_size", "steps_per_epoch", "shuffle", "class_weight")
+
+
+@contextlib.contextmanager
+def take_over_fit(instead: Callable[..., Any]) -> Iterator[None]:
+    """Within the block calls `instead(model, fit, arguments)` for the first call of `fit` in this process.
+
+    `fit(**arguments)` is the bound original; calls within the first, and after it, reach the original.
+    """
+    original, was_called = keras.Model.fit, False
+
+    def fit(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal was_called
+        if was_called:
+            return original(self, *args, **kwargs)
+        arguments = dict(inspect.signature(original).bind(self, *args, **kwargs).arguments)
+        was_called = True
+        del arguments["self"]
+        return instead(self, lambda **given: original(self, **given), arguments)
+
+    keras.Model.fit = fit
+    try:
+        yield
+    finally:
+        # The class inherits `fit`.
+        del keras.Model.fit
+
+
+def batches_of_fit(arguments: dict[str, Any]) -> tf.data.Dataset:
+    """Returns the batches that `fit` with these arguments reads in an epoch, (x, y, sample_weight) or a part of it."""
+    given = {name: arguments[name] for name in _DATA if arguments.get(name) is not None}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # fit has given them already
+        return epoch_iterator.EpochIterator(**given).data_adapter.get_tf_dataset()

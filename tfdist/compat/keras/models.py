@@ -1,0 +1,421 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models of Keras: their layers, how they are built, what they were compiled with, and their losses."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src import backend
+from keras.src.backend.common import global_state, variables
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+from keras.src.trainers.data_adapters import data_adapter_utils
+
+from tfdist.compat import calls, own_attributes, replacing
+from tfdist.compat.tensorflow import graphs
+
+NEEDS = (
+    "keras.src.backend.common.global_state:get_global_attribute",
+    "keras.src.backend.tensorflow.trainer:TensorFlowTrainer._distribute_strategy",
+    "keras.src.backend.tensorflow.trainer:TensorFlowTrainer._maybe_symbolic_build(self, iterator)",
+    "keras.src.backend.tensorflow.trainer:TFEpochIterator._distributed_dataset",
+    "keras.src.backend:compute_output_spec",
+    "keras.src.backend:standardize_dtype",
+    "keras.src.layers.layer:Layer._call_has_training_arg",
+    "keras.src.trainers.data_adapters.data_adapter_utils:unpack_x_y_sample_weight",
+    "keras.src.trainers.trainer:Trainer._compile_loss",
+    "keras.src.trainers.trainer:Trainer._compile_metrics",
+    "keras.src.trainers.trainer:Trainer._compute_loss",
+    "keras.src.trainers.trainer:Trainer._symbolic_build(data_batch)",
+    "keras.src.backend.common.variables:initialize_all_variables",
+    "keras.src.layers.layer:Layer._flatten_layers",
+    "keras.src.layers.layer:Layer._non_trainable_variables",
+    "keras.src.metrics.reduction_metrics:MeanMetricWrapper._fn",
+    "keras.src.trainers.compile_utils:CompileLoss._flat_losses",
+    "keras.src.trainers.compile_utils:CompileLoss.metrics",
+    "keras.src.trainers.compile_utils:CompileMetrics._user_metrics",
+    "keras.src.trainers.compile_utils:CompileMetrics._user_weighted_metrics",
+    "keras.src.trainers.trainer:Trainer._loss_tracker",
+    "keras.src.layers.layer:Layer._clear_losses",
+    "keras.src.backend.tensorflow.trainer:TensorFlowTrainer._aggregate_additional_loss(loss)",
+    "keras.src.layers.layer:Layer._loss_ids",
+    "keras.src.layers.layer:Layer._losses",
+)
+
+
+_RAGGED = tf.RaggedTensor | tf.RaggedTensorSpec
+_SPARSE = tf.SparseTensor | tf.SparseTensorSpec
+_NAME_SCOPES = "name_scope_stack"
+# Models that `build_model` has called, and that Keras is about to build.
+_called: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def leave_building_to_strategy() -> None:
+    """From now on Keras leaves the building of a model to `build_model` of its strategy, if that has such a method.
+
+    It is called with the model, the distributed data set of the call or a batch, and the name of the step.
+    """
+    replacing.once(TensorFlowTrainer, "_maybe_symbolic_build", _left_to_strategy)
+
+
+def _left_to_strategy(original: Callable[..., None]) -> Callable[..., None]:
+    def build_before_call(self: Any, iterator: Any = None, data_batch: Any = None) -> None:
+        build_model = getattr(self._distribute_strategy, "build_model", None)
+        if build_model is None:
+            original(self, iterator=iterator, data_batch=data_batch)
+            return
+        call = calls.current()
+        step = "test_step" if call is not None and call.kind in ("evaluate", "test_on_batch") else "train_step"
+        build_model(self, data_batch if iterator is None else iterator._distributed_dataset, step)
+
+    return build_before_call
+
+
+@tf.autograph.experimental.do_not_convert
+def build_model(model: keras.Model, batch: Any) -> None:
+    """Builds the unbuilt parts of a model, if the batch has ragged or sparse parts or metrics are unbuilt.
+
+    Args:
+      model: the model.
+      batch: a batch, or its specs.
+    """
+    loss, has_metrics, has_dense = model._compile_loss, has_unbuilt_metrics(model), is_dense(batch)
+    if has_dense and not has_metrics:
+        return
+    x, y, weight = data_adapter_utils.unpack_x_y_sample_weight(batch)
+    if has_dense:
+        try:
+            with name_scopes_closed():
+                predicted = backend.compute_output_spec(model, tf.nest.map_structure(_symbolic, x), training=False)
+        except Exception:
+            return  # Keras tries the same, and explains the error.
+    else:
+        # Keras' own tracing knows sparse tensors, but no ragged ones.
+        call = tf.function(lambda x: model(x, training=False), autograph=False)
+        with keras.StatelessScope():
+            predicted = call.get_concrete_function(x).structured_outputs
+    x, y, weight, predicted = (tf.nest.map_structure(_symbolic, each) for each in (x, y, weight, predicted))
+    if has_metrics:
+        compute = _without_writes(model.compute_metrics)
+        backend.compute_output_spec(compute, x, y, predicted, sample_weight=weight)
+    if loss is not None and not loss.built:
+        backend.compute_output_spec(model._compute_loss, x, y, predicted, sample_weight=weight, training=False)
+    _called.add(model)
+
+
+@contextlib.contextmanager
+def name_scopes_closed() -> Iterator[None]:
+    """Closes name scopes that are still open at the end of the block, after an error that is not raised.
+
+    Keras leaves one open whose name is refused by a graph of TensorFlow's: "__net", of a model of a class `_Net`. All
+    layers that are made later would have it in their paths.
+    """
+    count = len(global_state.get_global_attribute(_NAME_SCOPES) or [])
+    try:
+        yield
+    finally:
+        del (global_state.get_global_attribute(_NAME_SCOPES) or [])[count:]
+
+
+def has_unbuilt_metrics(model: keras.Model) -> bool:
+    """Returns True if metrics that were given to `compile` have no variables yet."""
+    metrics = model._compile_metrics
+    return metrics is not None and not metrics.built
+
+
+def is_dense(batch: Any) -> bool:
+    """Returns True if a batch, or what its specs describe, has no ragged and no sparse tensor."""
+    return not any(isinstance(leaf, _RAGGED | _SPARSE) for leaf in tf.nest.flatten(batch))
+
+
+def build_by_keras(model: keras.Model, batch: Any) -> None:
+    """Builds the unbuilt parts of a model as Keras does, from a batch or its specs."""
+    tf.autograph.experimental.do_not_convert(model._symbolic_build)(data_batch=batch)
+
+
+def build_instead(model: keras.Model, build_instead: Callable[[Callable[..., Any], Any], None]) -> None:
+    """Makes Keras call `build_instead` the next time that it builds this model from a batch.
+
+    Args:
+      model: a model that Keras is about to build.
+      build_instead: called with the method that Keras would call, and a batch: arrays, tensors or `KerasTensor`s.
+    """
+    original = model._symbolic_build
+
+    def build_once(iterator: Any = None, data_batch: Any = None) -> None:
+        del iterator
+        own_attributes.remove(model, "_symbolic_build")
+        # A step of one device is not converted either.
+        build_instead(tf.autograph.experimental.do_not_convert(original), data_batch)
+
+    own_attributes.put(model, "_symbolic_build", build_once)
+
+
+def is_called(model: keras.Model) -> bool:
+    """Returns True if Keras calls the model in order to build it, or if `build_model` has just called it."""
+    if model in _called:
+        _called.discard(model)
+        return True
+    parts = [*layers_of(model), model._compile_metrics, model._compile_loss]
+    return not all(part.built for part in parts if part is not None)
+
+
+def takes_training(layer: keras.Layer) -> bool:
+    """Returns True if the layer's `call` has the argument `training`."""
+    return layer._call_has_training_arg
+
+
+def is_callable(layer: keras.Layer) -> bool:
+    """Returns True if a layer, or model, overrides `call`."""
+    return type(layer).call not in (keras.Layer.call, keras.Model.call)
+
+
+class Reading(keras.StatelessScope):
+    """A scope in which a variable that was not written has its value: Keras' regularizers take no None for it."""
+
+    def get_current_value(self, variable: Any) -> Any:
+        """See `keras.StatelessScope`."""
+        value = super().get_current_value(variable)
+        return variable._value if value is None else value
+
+
+class Unwritten(Reading):
+    """A scope in which variables keep their values."""
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        """See `keras.StatelessScope`."""
+
+
+def _without_writes(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with Unwritten():
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _symbolic(leaf: Any) -> Any:
+    if isinstance(leaf, keras.KerasTensor) or not hasattr(leaf, "shape"):
+        return leaf
+    dtype = backend.standardize_dtype(leaf.dtype)
+    return keras.KerasTensor(leaf.shape, dtype, sparse=isinstance(leaf, _SPARSE))
+
+
+# Traces a step into a graph that is thrown away, for the variables that it makes.
+#
+# There is no public way: TensorFlow's public graphs of functions belong to a `tf.function`, which keeps the variables
+# made in it for itself, and Keras makes the variables that it deferred in a `keras.StatelessScope` outside of any
+# scope.
+
+
+_DEFERRED = "uninitialized_variables"
+
+
+def trace_scratch(
+    make: Callable[[], contextlib.AbstractContextManager], function: Callable[..., Any], specs: Any
+) -> Any:
+    """Calls `function` with placeholders in a graph of its own, and makes the variables that it asks for.
+
+    Args:
+      make: gives the context in which variables are made.
+      function: called with one argument for each of `specs`; nothing of what it does is run.
+      specs: a tuple of structures of `tf.TypeSpec`s, tensors of the calling graph, and anything else.
+
+    Returns:
+      (variables made, error): how many, and the exception that `function` raised, or None.
+    """
+    made = 0
+
+    def lifted(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        nonlocal made
+        made += 1
+        with tf.init_scope(), make():
+            return next_creator(**kwargs)
+
+    error, count = None, _num_deferred()
+    try:
+        with (
+            name_scopes_closed(),
+            tf.__internal__.FuncGraph("tfdist_scratch").as_default(),
+            tf.variable_creator_scope(lifted),
+            Unwritten(collect_losses=True, initialize_variables=False),
+        ):
+            function(*tf.nest.map_structure(_placeholder, specs))
+    except Exception as raised:
+        error = raised
+    made += _num_deferred() - count
+    with tf.init_scope(), make():
+        variables.initialize_all_variables()
+    return made, error
+
+
+def _num_deferred() -> int:
+    return len(global_state.get_global_attribute(_DEFERRED) or [])
+
+
+def _placeholder(spec: Any) -> Any:
+    if not isinstance(spec, tf.TypeSpec):
+        return spec
+    parts = [
+        tf.compat.v1.placeholder(part.dtype, part.shape) if isinstance(part, tf.TensorSpec) else part
+        for part in tf.nest.flatten(spec, expand_composites=True)
+    ]
+    return tf.nest.pack_sequence_as(spec, parts, expand_composites=True)
+
+
+# The layers that a layer or a model consists of, and the variables that are each layer's own.
+#
+# There is no public way: `model.layers` has the outermost ones, and `layer.non_trainable_variables` those of metrics
+# and seed generators, too.
+
+
+def layers_of(layer: keras.Layer) -> Iterator[keras.Layer]:
+    """The layer itself and all layers that are parts of it."""
+    yield from layer._flatten_layers()
+
+
+def statistics_of(model: keras.Model) -> list[Any]:
+    """Float variables, of several copies, that layers update themselves, such as BatchNormalization's statistics."""
+    variables = [v for layer in layers_of(model) for v in layer._non_trainable_variables]
+    unique = {id(v): v for v in variables if tf.as_dtype(v.dtype).is_floating and hasattr(v.value, "values")}
+    return list(unique.values())
+
+
+# The losses and functions that a Keras model was compiled with, metrics of losses, and losses that layers have left.
+#
+# There is no public way: `model.loss` is what `compile` was given, in one of a dozen forms, and Keras resolves it into
+# an object that it keeps to itself; so it does with the metrics of the losses, and with a metric's function.
+
+
+def compiled_losses(model: keras.Model) -> list[Any]:
+    """The losses given to `compile`, one for each output that has one."""
+    compiled = getattr(model, "_compile_loss", None)
+    return [loss.loss for loss in getattr(compiled, "_flat_losses", None) or [] if loss.loss is not None]
+
+
+def tracker_of(model: keras.Model) -> Any:
+    """The metric of the whole loss."""
+    return model._loss_tracker
+
+
+def trackers_of_single(model: keras.Model) -> list[Any]:
+    """The metrics of the single losses, in their order; none where there is only one."""
+    return [] if model._compile_loss is None else list(model._compile_loss.metrics)
+
+
+def given_metrics(model: keras.Model) -> list[Any]:
+    """The metric objects given to `compile`, also before Keras has built them into the model."""
+    return [metric for metric in _given_metrics(model) if isinstance(metric, keras.metrics.Metric)]
+
+
+def names_of_given_metrics(model: keras.Model) -> list[str]:
+    """The names of the metrics, or of their classes, given to `compile`."""
+    given = [metric for metric in _given_metrics(model) if metric is not None]
+    return [each if isinstance(each, str) else getattr(each, "__name__", type(each).__name__) for each in given]
+
+
+def _given_metrics(model: keras.Model) -> list[Any]:
+    compiled = model._compile_metrics
+    given = () if compiled is None else (compiled._user_metrics, compiled._user_weighted_metrics)
+    return tf.nest.flatten(given)
+
+
+def function_of(metric: Any) -> Any:
+    """The function that a metric is the mean of; None if it wraps none."""
+    return getattr(metric, "_fn", None)
+
+
+def forget_added(model: keras.Model) -> None:
+    """Forgets what layers have added to the loss: Keras knows it by ids, which later tensors may have."""
+    model._clear_losses()
+
+
+# The losses of a Keras model besides those given to `compile`: penalties of weights and activities, and `add_loss`.
+#
+# Keras adds them up in `Trainer._aggregate_additional_loss`, once for each, and divides them by the number of replicas.
+# The public `Model.losses` gives them undivided, and what is changed there does not reach the gradient.
+#
+# A layer keeps them in a list of its own, which the threads of several replicas share: where replicas meet in
+# `merge_call`, such as in `optimizer.apply` or a synchronized BatchNormalization, a replica would read the losses of
+# the one that came last.
+
+
+def multiplied_losses(model: Any, factor: Callable[[], Any]) -> tuple[Any, str, Any]:
+    """An attribute that has each of these losses multiplied, as (object, name, value).
+
+    Args:
+      model: a Keras model.
+      factor: called in replica context for each loss; where it is 0, a loss that is NaN becomes 0.
+    """
+    aggregate = model._aggregate_additional_loss
+
+    def aggregate_multiplied(loss: Any) -> tf.Tensor:
+        total = aggregate(loss)
+        return tf.math.multiply_no_nan(total, tf.cast(factor(), total.dtype))
+
+    return model, "_aggregate_additional_loss", aggregate_multiplied
+
+
+def losses_kept_by_replica(model: Any, step: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a step whose replica, after each `merge_call`, finds the losses that it had before.
+
+    Args:
+      model: a Keras model.
+      step: a function of it, to be run by the thread of each replica.
+    """
+    if isinstance(step, tf.types.experimental.PolymorphicFunction):
+        return step
+    step = graphs.converted(step)
+
+    @tf.autograph.experimental.do_not_convert
+    def on_replica(*args: Any, **kwargs: Any) -> Any:
+        context = tf.distribute.get_replica_context()
+        merge_call = context.merge_call
+
+        def keeping(*given: Any, **named: Any) -> Any:
+            kept = [(layer, list(layer._losses), set(layer._loss_ids)) for layer in layers_of(model)]
+            result = merge_call(*given, **named)
+            for layer, losses, ids in kept:
+                layer._losses[:] = losses
+                layer._loss_ids.clear()
+                layer._loss_ids.update(ids)
+            return result
+
+        own_attributes.put(context, "merge_call", keeping)
+        return step(*args, **kwargs)
+
+    return on_replica
+
+
+# Keras' Trainer, the part of a model that has `fit`.
+#
+# A layer that is mixed with it trains like a `keras.Model` and is none. Keras exports no name for the class; it is one
+# of the bases of `keras.Model`.
+
+
+_BASES = tuple(base for base in keras.Model.__mro__ if {"fit", "compile"} <= vars(base).keys())
+
+
+def is_trainer(value: Any) -> bool:
+    """Returns True if `value` has Keras' `fit`: a `keras.Model`, or a layer that inherits from Keras' Trainer."""
+    return isinstance(value, (keras.Model, *_BASES))
+
+
+# Finds the method of a model that is decorated with `tf.function`.
+#
+# There is no public way: the instance is an attribute of a stand-in that TensorFlow binds the method to.
+
+
+def undecorated(function: Any) -> Any:
+    """The bound method itself if `function` is one that is decorated with `tf.function`; else `function`."""
+    if not isinstance(function, tf.types.experimental.PolymorphicFunction):
+        return function
+    method: Any = inspect.unwrap(function.python_function)
+    target = getattr(getattr(method, "__self__", None), "target", None)
+    return function if target is None else types.MethodType(method.__func__, target)

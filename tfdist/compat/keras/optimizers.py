@@ -1,0 +1,689 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizer patches: changes of Keras' path from a replica's gradients to the update, while the step is traced.
+
+Keras 3 reduces gradients inside `optimizer.apply`, after clipping, inside the conditional of gradient accumulation and
+after the finiteness check of loss scaling. On several replicas each of these is wrong or impossible. The patches
+move the reduction in front of these, so that the update is the one of a single device. They are attributes of optimizer
+*instances*, and only while the step is traced: no Keras class is changed here. (`scope` changes the classes, for
+loops without `strategy.run`.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.compat import own_attributes, replacing
+from tfdist.compat.keras import placement
+from tfdist.compat.tensorflow import graphs, replicas
+
+NEEDS = (
+    "keras.src.backend.tensorflow.optimizer:TFOptimizer._all_reduce_sum_gradients",
+    "keras.src.backend.tensorflow.optimizer:TFOptimizer._distributed_tf_update_step",
+    "keras.src.optimizers.base_optimizer:BaseOptimizer._apply_weight_decay",
+    "keras.src.optimizers.base_optimizer:BaseOptimizer._backend_apply_gradients",
+    "keras.src.optimizers.base_optimizer:BaseOptimizer._backend_increment_gradient_accumulators",
+    "keras.src.optimizers.base_optimizer:BaseOptimizer._backend_reset_gradient_accumulators",
+    "keras.src.optimizers.base_optimizer:BaseOptimizer._backend_update_step",
+    "keras.src.optimizers.base_optimizer:BaseOptimizer._clip_gradients",
+    "keras.src.optimizers.base_optimizer:BaseOptimizer._overwrite_model_variables_with_average_value",
+    "keras.src.optimizers.base_optimizer:BaseOptimizer._update_model_variables_moving_average",
+    "keras:optimizers.LossScaleOptimizer._common_apply",
+    "keras:optimizers.LossScaleOptimizer._tf_apply",
+    "tensorflow.python.distribute.mirrored_strategy:MirroredExtended._use_merge_call",
+    "keras.src.optimizers.base_optimizer:BaseOptimizer._accumulated_gradients",
+    "keras.src.optimizers.base_optimizer:BaseOptimizer._get_variable_index",
+    "keras.src.optimizers.base_optimizer:BaseOptimizer._iterations",
+    "keras.src.optimizers.base_optimizer:BaseOptimizer._learning_rate",
+    "keras.src.optimizers.base_optimizer:BaseOptimizer._model_variables_moving_average",
+    "keras.src.optimizers.base_optimizer:BaseOptimizer._trainable_variables",
+    "keras.src.optimizers.base_optimizer:BaseOptimizer._trainable_variables_indices",
+    "keras.src.optimizers.base_optimizer:BaseOptimizer._var_key",
+    "keras.src.backend.tensorflow.optimizer:TFOptimizer._backend_update_step",
+    "keras.src.optimizers.base_optimizer:BaseOptimizer.gradient_accumulation_steps",
+)
+
+
+Gradients = Sequence[Any]
+# What becomes of gradients, from (gradients, optimizer, variables); None stays None.
+Transform = Callable[[Gradients, Any, Sequence[Any]], Gradients]
+# Sums, in replica context, the gradients that an optimizer is to apply: (optimizer, gradients, variables). None stays
+# None.
+SumGradients = Callable[[Any, Gradients, Sequence[Any]], list[Any]]
+_SumUp = Callable[[Gradients, Sequence[Any]], list[Any]]
+
+# Method that Keras calls with the clipped and summed gradients:
+# update(distribution, [(gradient, variable)], learning rate).
+UPDATE = "_distributed_tf_update_step"
+# Method in which Keras sums the gradients of all replicas.
+_SUM = "_all_reduce_sum_gradients"
+
+
+@contextlib.contextmanager
+def patched(
+    optimizers: Iterable[Any],
+    weigh: Transform | None = None,
+    sum_gradients: SumGradients | None = None,
+    finish: Transform | None = None,
+) -> Iterator[None]:
+    """Within this block, `apply` of these optimizers updates as one device would, from the sum over all replicas.
+
+    Args:
+      optimizers: Keras optimizers; each is restored at the end.
+      weigh: called in replica context with this replica's gradients before they are summed.
+      sum_gradients: sums them; `sum_over_replicas` by default.
+      finish: called with the sums, before anything else of the update.
+    """
+    with contextlib.ExitStack() as stack:
+        for optimizer in optimizers:
+            sum_up = functools.partial(sum_gradients, optimizer) if sum_gradients else _sum_up
+            stack.enter_context(_patched(optimizer, weigh, _finished(optimizer, sum_up, finish)))
+        yield
+
+
+def _finished(optimizer: Any, sum_up: _SumUp, finish: Transform | None) -> _SumUp:
+    if finish is None:
+        return sum_up
+    return lambda gradients, variables: list(finish(sum_up(gradients, variables), optimizer, variables))
+
+
+class Postponed:
+    """One call of `optimizer.apply` in a step, and the update that is made after the step from the sums.
+
+    Args:
+      optimizer: a Keras optimizer, which is built.
+      weigh: see `patched`.
+      finish: likewise.
+
+    Attributes:
+      optimizer: the optimizer.
+      gradients: what `apply` was given, weighed; a sparse one is summed over the replicas already. None where there is
+        no gradient.
+    """
+
+    def __init__(self, optimizer: Any, weigh: Transform | None, finish: Transform | None = None) -> None:
+        self.optimizer = optimizer
+        self._weigh = weigh
+        self._finish = finish
+        self._variables: Sequence[Any] | None = None
+        self.gradients: list[Any] = []
+
+    @property
+    def variables(self) -> Sequence[Any]:
+        """The variable of each gradient."""
+        return self._variables or trained_by(self.optimizer)
+
+    @property
+    def change(self) -> tuple[Any, str, Any]:
+        """The change, for `patched_attributes`, by which `apply` keeps the gradients."""
+        return self.optimizer, "apply", self._keep
+
+    def _keep(self, grads: Gradients, trainable_variables: Sequence[Any] | None = None) -> None:
+        if self.gradients:
+            raise RuntimeError(f"train_step: it calls apply of {self.optimizer.name!r} twice, which Keras' does not")
+        grads, self._variables = list(grads), trainable_variables
+        for gradient, variable in zip(grads, trainable_variables or (), strict=False):
+            if isinstance(gradient, tf.Tensor):
+                gradient.set_shape(variable.shape)  # Not known by the gradients of some operations on rows.
+        weighed = list(self._weigh(grads, self.optimizer, self.variables)) if self._weigh else grads
+        grads = placement.beside(weighed, self.variables)
+        is_sparse = [isinstance(gradient, tf.IndexedSlices) for gradient in grads]
+        sums = sum_over_replicas([g if sparse else None for g, sparse in zip(grads, is_sparse, strict=True)])
+        self.gradients = [
+            total if sparse else gradient for gradient, total, sparse in zip(grads, sums, is_sparse, strict=True)
+        ]
+
+    def update(self, strategy: tf.distribute.Strategy, sums: Gradients) -> None:
+        """Makes the update on all replicas of this process, in cross-replica context, from the sums of `gradients`."""
+        sums = self._finish(sums, self.optimizer, self.variables) if self._finish else sums
+        with patched_attributes(_of_update(self.optimizer, list)):
+            apply = _without_result(lambda: self.optimizer.apply(sums, self._variables))
+            strategy.extended.call_for_each_replica(apply)
+
+
+def optimizers_of(model: keras.Model) -> list[Any]:
+    """The optimizer given to `compile`, and those that a subclass keeps in attributes of its own, as GANs do."""
+    found = [getattr(model, "optimizer", None), *vars(model).values()]
+    unique = {id(value): value for value in found if isinstance(value, keras.optimizers.Optimizer)}
+    for optimizer in list(unique.values()):
+        for part in parts_of(optimizer)[1:]:
+            unique.pop(id(part), None)
+    return list(unique.values())
+
+
+def sum_over_replicas(gradients: Gradients) -> list[Any]:
+    """The sums over all replicas, in replica context; None stays None."""
+    sums: list[Any] = [None] * len(gradients)
+    # TensorFlow packs the tensors of one reduction into one tensor, of one dtype.
+    for dtype in dict.fromkeys(gradient.dtype for gradient in gradients if gradient is not None):
+        chosen = [index for index, each in enumerate(gradients) if each is not None and each.dtype == dtype]
+        varying = [index for index in chosen if _varies(gradients[index])]
+        fixed = [index for index in chosen if index not in varying]
+        for indices, reduce in ((fixed, _all_reduce), (varying, _sum_varying)):
+            totals = reduce([gradients[index] for index in indices]) if indices else []
+            for index, total in zip(indices, totals, strict=True):
+                is_common = are_common_rows(gradients[index])
+                sums[index] = added_up_rows(total, _num_replicas()) if is_common else total
+    return sums
+
+
+def _num_replicas() -> int:
+    return replicas.count(tf.distribute.get_strategy())
+
+
+def sum_given(optimizer: Any, gradients: Gradients, variables: Sequence[Any]) -> list[Any]:
+    """Sums gradients over all replicas as they are: a `SumGradients`."""
+    del optimizer
+    return _sum_up(gradients, variables)
+
+
+def _sum_up(gradients: Gradients, variables: Sequence[Any]) -> list[Any]:
+    return sum_over_replicas(placement.beside(gradients, variables))
+
+
+def _sum_varying(values: Gradients) -> Sequence[Any]:
+    context = tf.distribute.get_replica_context()
+    if replicas.has_other_workers(context.strategy):
+        with replicas.counted_keys(context.strategy):
+            return _all_reduce(values)
+    check_can_meet()
+    return context.merge_call(_concatenate, args=tuple(values))
+
+
+def _all_reduce(values: Gradients) -> Sequence[Any]:
+    context = tf.distribute.get_replica_context()
+    check_can_meet()
+    if not context.strategy.extended._use_merge_call():
+        # Past `empty_parts.without_terms`: gradients are weighted.
+        return type(context).all_reduce(context, tf.distribute.ReduceOp.SUM, values)
+    # ReplicaContext.all_reduce does this too, but gives the sum a gradient of its own. TensorFlow never
+    # frees this registration, nor the graph and the strategy that it references. No code needs that gradient.
+    return context.merge_call(_reduce_together, args=tuple(values))
+
+
+def check_can_meet() -> None:
+    """Raises RuntimeError in replica context where replicas can't wait for each other, with the remedy."""
+    graph = getattr(threading.current_thread(), "graph", None)
+    if graph is not None and graph is not tf.compat.v1.get_default_graph():
+        raise RuntimeError(
+            "train_step: optimizer.apply can't add up the replicas' gradients inside of a conditional, a loop or a "
+            "tf.function within the step; call it in the step itself, with gradients that are multiplied by the "
+            f"condition. Received: a call inside of one, {tf.distribute.get_strategy().num_replicas_in_sync} replicas"
+        )
+
+
+def _reduce_together(strategy: tf.distribute.Strategy, *values: Any) -> Sequence[Any]:
+    # One device: a tensor can't be a destination.
+    pairs = [(value, value.device if isinstance(value, tf.Tensor) else value) for value in values]
+    return strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, pairs)
+
+
+def _concatenate(strategy: tf.distribute.Strategy, *values: Any) -> Sequence[Any]:
+    """The sums of sparse gradients, without a collective."""
+    del strategy
+    reduction = tf.distribute.ReductionToOneDevice()
+    return [reduction.reduce(tf.distribute.ReduceOp.SUM, value, value) for value in values]
+
+
+def _varies(gradient: Any) -> bool:
+    """Returns True if the shape of a sparse gradient may differ in each iteration of a loop.
+
+    TensorFlow's collectives fail then, unless each iteration has its own instance keys.
+    """
+    is_sparse = isinstance(gradient, tf.IndexedSlices)
+    return is_sparse and not gradient.indices.shape.is_fully_defined() and graphs.in_loop()
+
+
+@contextlib.contextmanager
+def _patched(optimizer: Any, weigh: Transform | None, sum_up: _SumUp) -> Iterator[None]:
+    is_whole = len(parts_of(optimizer)) == 1
+    first_sum = not is_whole or clips(optimizer) or _branches(optimizer)
+    changes: list[tuple[Any, str, Any]] = []
+    if weigh or first_sum:
+        changes.append((optimizer, "apply", _apply(optimizer, weigh, sum_up if first_sum else None)))
+    with patched_attributes([*changes, *_of_update(optimizer, list if first_sum else _summing_pairs(sum_up))]):
+        yield
+
+
+def _of_update(optimizer: Any, sum_pairs: Callable[..., Any]) -> list[tuple[Any, str, Any]]:
+    """Returns the changes by which an optimizer and its parts sum by `sum_pairs`, and branch where they can."""
+    parts = parts_of(optimizer)
+    branching = [(part, "_backend_apply_gradients", _branching_apply(part)) for part in parts if _branches(part)]
+    return [*((part, _SUM, sum_pairs) for part in parts), *branching]
+
+
+@contextlib.contextmanager
+def patched_attributes(changes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Within this block these objects have these attributes, of (object, name, value), of their own."""
+    before: list[tuple[Any, str, bool, Any]] = []
+    try:
+        for target, name, value in changes:
+            before.append((target, name, name in vars(target), own_attributes.of(target, name)))
+            own_attributes.put(target, name, value)
+        yield
+    finally:
+        for target, name, was_there, value in reversed(before):
+            if was_there:
+                own_attributes.put(target, name, value)
+            else:
+                own_attributes.remove(target, name)
+
+
+def without_all_reduce(optimizer: Any) -> list[tuple[Any, str, Any]]:
+    """Changes, for `patched_attributes`, by which an optimizer takes gradients as they are, summed or of one
+    replica.
+    """
+    return [(part, _SUM, list) for part in parts_of(optimizer)]
+
+
+def patches_of_strategy(optimizer: Any, strategy: tf.distribute.Strategy) -> tuple[Any, str, Any]:
+    """A change, for `patched_attributes`, by which an optimizer is one of this strategy."""
+    return optimizer, "_distribution_strategy", strategy
+
+
+def ema_overwrite(optimizer: Any, overwrite: Callable[[Sequence[Any]], None]) -> tuple[Any, str, Any]:
+    """A change, for `patched_attributes`, by which averages of `use_ema` overwrite variables by
+    `overwrite(variables)`.
+    """
+    return optimizer, "_overwrite_model_variables_with_average_value", overwrite
+
+
+def without_merge_call(optimizer: Any) -> list[tuple[Any, str, Any]]:
+    """Changes, for `patched_attributes`, by which `apply` of one replica does without the others: nothing is summed."""
+    # The other way of loss scaling has all replicas apply together, in threads that can't meet in a conditional.
+    scaling = [each for each in parts_of(optimizer) if hasattr(each, "inner_optimizer")]
+    return [*without_all_reduce(optimizer), *((each, "_tf_apply", each._common_apply) for each in scaling)]
+
+
+def clips(optimizer: Any) -> bool:
+    """Returns True if the optimizer clips gradients; Keras would clip on each replica, before the sum."""
+    return any((optimizer.clipnorm, optimizer.global_clipnorm, optimizer.clipvalue))
+
+
+def _branches(optimizer: Any) -> bool:
+    """Returns True if the update is conditional; a conditional in replica context can't contain a merge call."""
+    return bool(optimizer.gradient_accumulation_steps or (optimizer.use_ema and optimizer.ema_overwrite_frequency))
+
+
+def _apply(optimizer: Any, weigh: Transform | None, sum_up: _SumUp | None) -> Callable[..., None]:
+    original = optimizer.apply
+
+    def apply(grads: Gradients, trainable_variables: Any = None) -> None:
+        if tf.distribute.in_cross_replica_context():
+            return original(grads, trainable_variables)
+        variables = trainable_variables or trained_by(optimizer)
+        grads = list(weigh(list(grads), optimizer, variables) if weigh else grads)
+        if sum_up:
+            grads = sum_up(grads, variables)
+        return original(grads, trainable_variables)
+
+    return apply
+
+
+def _summing_pairs(sum_up: _SumUp) -> Callable[..., list[tuple[Any, Any]]]:
+    """Keras' `_all_reduce_sum_gradients`."""
+
+    def sum_pairs(gradients_and_variables: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+        pairs = list(gradients_and_variables)
+        if tf.distribute.in_cross_replica_context():
+            return pairs
+        variables = [variable for _, variable in pairs]
+        return list(zip(sum_up([gradient for gradient, _ in pairs], variables), variables, strict=True))
+
+    return sum_pairs
+
+
+def _branching_apply(optimizer: Any) -> Callable[..., None]:
+    """Keras' `_backend_apply_gradients` with its conditionals in cross-replica context, where they may be."""
+
+    def backend_apply_gradients(grads: Gradients, trainable_variables: Sequence[Any]) -> None:
+        def everywhere(function: Callable[..., Any], *args: Any) -> Callable[[], tf.Tensor]:
+            def branch() -> tf.Tensor:
+                tf.distribute.get_strategy().extended.call_for_each_replica(_without_result(function), args=args)
+                return tf.constant(True)
+
+            return branch
+
+        def merged(strategy: tf.distribute.Strategy, grads: Gradients) -> None:
+            del strategy
+            _update_or_accumulate(optimizer, grads, trainable_variables, everywhere)
+            _average(optimizer, everywhere)
+
+        tf.distribute.get_replica_context().merge_call(merged, args=(list(grads),))
+
+    return backend_apply_gradients
+
+
+def _update_or_accumulate(optimizer: Any, grads: Gradients, variables: Sequence[Any], everywhere: Callable) -> None:
+    steps = optimizer.gradient_accumulation_steps
+    if not steps:
+        everywhere(_update, optimizer, grads, variables)()
+        return
+    # The accumulators of these variables: some may have been left out for want of a gradient.
+    totals = sums_of(optimizer)
+    sums = [totals[index_of(optimizer, variable)] for variable in variables]
+
+    def update_from_sums(grads: Gradients) -> None:
+        _update(optimizer, [(grad + total) / steps for grad, total in zip(grads, sums, strict=True)], variables)
+        optimizer._backend_reset_gradient_accumulators()
+
+    def accumulate(grads: Gradients) -> None:
+        optimizer._backend_increment_gradient_accumulators(grads, sums)
+
+    due = tf.equal((_value(iterations_of(optimizer)) + 1) % steps, 0)
+    tf.cond(due, everywhere(update_from_sums, grads), everywhere(accumulate, grads))
+
+
+def _update(optimizer: Any, grads: Gradients, variables: Sequence[Any]) -> None:
+    grads = optimizer._clip_gradients(grads)
+    optimizer._apply_weight_decay(variables)
+    optimizer._backend_update_step(grads, variables, optimizer.learning_rate)
+
+
+def _average(optimizer: Any, everywhere: Callable) -> None:
+    if not optimizer.use_ema:
+        return
+    variables = trained_by(optimizer)
+    everywhere(optimizer._update_model_variables_moving_average, variables)()
+    if optimizer.ema_overwrite_frequency:
+        due = tf.equal((tf.convert_to_tensor(optimizer.iterations) + 1) % optimizer.ema_overwrite_frequency, 0)
+        overwrite = everywhere(optimizer._overwrite_model_variables_with_average_value, variables)
+        tf.cond(due, overwrite, lambda: tf.constant(True))
+
+
+def _value(variable: Any) -> tf.Tensor:
+    return tf.convert_to_tensor(variable)
+
+
+def _without_result(function: Callable[..., Any]) -> Callable[..., None]:
+    def call(*args: Any) -> None:
+        function(*args)
+
+    return tf.autograph.experimental.do_not_convert(call)
+
+
+# The variables of a Keras optimizer by the part that they play in it.
+#
+# There is no public way: `optimizer.variables` has them all in one list. The public names `learning_rate` and
+# `iterations` give values rather than variables in some cases, and the variables that are trained have none at all.
+
+
+_LISTS = ("_variables", "_trainable_variables")
+
+
+def parts_of(optimizer: Any) -> list[Any]:
+    """The optimizer, and those in its attributes, as of loss scaling and of optimizers that divide variables."""
+    found, waiting = dict[int, Any](), [optimizer]
+    while waiting:
+        each = waiting.pop(0)
+        if isinstance(each, keras.optimizers.Optimizer):
+            if id(each) not in found:
+                found[id(each)] = each
+                waiting.extend(value for name, value in vars(each).items() if name not in _LISTS)
+        elif isinstance(each, dict):
+            waiting.extend(each.values())
+        elif isinstance(each, list | tuple):
+            waiting.extend(each)
+    return list(found.values())
+
+
+@contextlib.contextmanager
+def undone_on_error(optimizers: Iterable[Any]) -> Iterator[None]:
+    """Within this block, a build of these optimizers that raises leaves them as they were.
+
+    Keras' optimizers say that they are built, and append to their lists, before they make their slots.
+    """
+    parts = [part for optimizer in optimizers for part in parts_of(optimizer)]
+    before = [(part, {name: _copied(value) for name, value in vars(part).items()}) for part in parts]
+    try:
+        yield
+    except BaseException:
+        for part, attributes in before:
+            for name in vars(part).keys() - attributes.keys():
+                object.__delattr__(part, name)
+            for name, (value, content) in attributes.items():
+                object.__setattr__(part, name, value)
+                if content is not None:
+                    _refill(value, content)
+        raise
+
+
+def _copied(value: Any) -> tuple[Any, Any]:
+    """The value, and what is in it if that may change."""
+    is_dict = isinstance(value, dict)
+    return value, dict(value) if is_dict else list(value) if isinstance(value, list) else None
+
+
+def _refill(value: Any, content: Any) -> None:
+    if len(value) != len(content):
+        value.clear()
+        (value.update if isinstance(value, dict) else value.extend)(content)
+
+
+def trained_by(optimizer: Any) -> Sequence[Any]:
+    """The variables that a built optimizer updates, in its order; those of the one inside for loss scaling."""
+    return getattr(optimizer, "inner_optimizer", optimizer)._trainable_variables
+
+
+def index_of(optimizer: Any, variable: Any) -> int:
+    """The index of a variable in that order."""
+    return optimizer._get_variable_index(variable)
+
+
+def indices_of(optimizer: Any, variables: Sequence[Any]) -> tuple[int, ...]:
+    """The indices of variables in that order; an optimizer that is not built yet is built for them."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if not inner.built:
+        with tf.init_scope():
+            inner.build(variables)
+    return tuple(index_of(inner, variable) for variable in variables)
+
+
+def loss_scale_of(optimizer: Any) -> tf.Tensor | None:
+    """The present factor of an optimizer's loss; None if it has none."""
+    is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    return tf.convert_to_tensor(optimizer.dynamic_scale) if is_scaled else None
+
+
+def learning_rate_of(optimizer: Any) -> Any:
+    """The variable, or the schedule, that an optimizer takes its learning rate from; None for loss scaling."""
+    return getattr(optimizer, "_learning_rate", None)
+
+
+def iterations_of(optimizer: Any) -> Any:
+    """The variable that counts an optimizer's updates."""
+    return optimizer._iterations
+
+
+def averages_of(optimizer: Any) -> Sequence[Any]:
+    """The moving averages of the variables that it updates, in their order; none without `use_ema`."""
+    return getattr(optimizer, "_model_variables_moving_average", None) or ()
+
+
+def sums_of(optimizer: Any) -> Sequence[Any]:
+    """The gradients that it accumulates, in the same order; none without `gradient_accumulation_steps`."""
+    return getattr(optimizer, "_accumulated_gradients", None) or ()
+
+
+def slots_of(optimizer: Any) -> Iterator[tuple[Any, Any]]:
+    """Yields each variable that a built optimizer updates with each of the slots that it keeps for the variable."""
+    trained = optimizer._trainable_variables
+    others = {id(variable) for variable in [*trained, optimizer._iterations, learning_rate_of(optimizer)]}
+    for name, kept in vars(optimizer).items():
+        # Optimizers keep a list of slots of each kind, in the order of the variables.
+        is_list = isinstance(kept, Sequence) and not isinstance(kept, str) and len(kept) == len(trained)
+        if is_list and name not in _LISTS:
+            pairs = zip(trained, kept, strict=True)
+            yield from ((v, slot) for v, slot in pairs if isinstance(slot, keras.Variable) and id(slot) not in others)
+
+
+def find_again(optimizer: Any) -> None:
+    """Rebuilds the index of the variables that an optimizer updates, after their TensorFlow variables were replaced."""
+    trained = optimizer._trainable_variables
+    optimizer._trainable_variables_indices = {optimizer._var_key(variable): i for i, variable in enumerate(trained)}
+
+
+# Makes a Keras optimizer update with gradients that the caller has accumulated.
+#
+# There is no public way: an optimizer that is made with `gradient_accumulation_steps` adds gradients up in variables of
+# its own, and decides by a count of its own when it updates. Everything that is changed is restored.
+
+
+_STEPS = "gradient_accumulation_steps"
+
+
+@contextlib.contextmanager
+def replaced_apply(optimizer: Any, apply: Callable[..., None]) -> Iterator[None]:
+    """Within this block, the optimizer's `apply` is this one."""
+    with patched_attributes([(optimizer, "apply", apply)]):
+        yield
+
+
+def apply_accumulated(
+    optimizer: Any, apply: Callable[..., None], gradients: Sequence[Any], variables: Sequence[Any]
+) -> None:
+    """Updates with gradients that are the means of as many steps as the optimizer accumulates.
+
+    Args:
+      optimizer: a Keras optimizer with `gradient_accumulation_steps`.
+      apply: its own `apply`.
+      gradients: the means.
+      variables: theirs.
+    """
+    count = int(getattr(optimizer, _STEPS))
+    # An update counts for as many gradients as it is made of, as on one device.
+    optimizer._iterations.assign_add(count - 1)
+    whole, update = optimizer._backend_apply_gradients, optimizer._backend_update_step
+
+    def whole_without(*args: Any) -> Any:
+        # First read: decides if the optimizer accumulates.
+        object.__setattr__(optimizer, _STEPS, None)
+        return whole(*args)
+
+    def update_with(*args: Any) -> Any:
+        # Later reads, for the iterations: number of steps.
+        object.__setattr__(optimizer, _STEPS, count)
+        return update(*args)
+
+    changes = [
+        (optimizer, _STEPS, count),
+        (optimizer, "_backend_apply_gradients", whole_without),
+        (optimizer, "_backend_update_step", update_with),
+    ]
+    with patched_attributes(changes):
+        apply(gradients, variables)
+
+
+# Adds up the rows of a sparse gradient that all replicas look up alike, such as positions of a sequence.
+#
+# Keras' optimizers square and clip each row of a `tf.IndexedSlices` before they add up rows of equal number. One device
+# has a row for each lookup, and so has the sum over replicas where a lookup depends on the examples: their rows are put
+# one after the other. But one device looks up positions, or ids that the step has made unique, once for all examples,
+# and every replica does it again: these rows must be added up.
+#
+# The operations of the graph tell lookups apart. Outside of a graph nothing does, and rows stay as they are.
+
+
+_UNIQUE = frozenset({"Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2"})
+_READS = frozenset({"ReadVariableOp", "ResourceGather"})
+_SHAPES = frozenset({"Shape", "ShapeN", "Size", "Rank"})
+
+
+def are_common_rows(gradient: Any) -> bool:
+    """Returns True if a sparse gradient, of a traced step, has rows that don't depend on a replica's examples."""
+    if not isinstance(gradient, tf.IndexedSlices) or not tf.is_symbolic_tensor(gradient.indices):
+        return False
+    known = tf.get_static_value(gradient.indices)
+    if known is not None and len(np.unique(known)) < len(known):
+        # A row for each of a known number of examples.
+        return False
+    return _is_common(gradient.indices, {})
+
+
+def added_up_rows(gradient: tf.IndexedSlices, count: int | tf.Tensor) -> tf.IndexedSlices:
+    """Adds up rows that several replicas have in common.
+
+    Args:
+      gradient: the rows of all replicas, one after the other.
+      count: number of replicas; an int32 scalar, at least 1.
+    """
+    values, indices = gradient.values, gradient.indices
+    size = tf.size(indices) // count
+
+    def by_place() -> tuple[tf.Tensor, tf.Tensor]:
+        shape = tf.concat([[count, size], tf.shape(values)[1:]], 0)
+        return tf.reduce_sum(tf.reshape(values, shape), 0), indices[:size]
+
+    def by_number() -> tuple[tf.Tensor, tf.Tensor]:
+        found = tf.unique(indices)
+        return tf.math.unsorted_segment_sum(values, found.idx, tf.size(found.y)), found.y
+
+    is_same = tf.equal(size * count, tf.size(indices))
+    repeated = tf.tile(indices[:size], [count])[: tf.size(indices)]
+    is_same = tf.cond(is_same, lambda: tf.reduce_all(tf.equal(indices, repeated)), lambda: tf.constant(False))
+    added, rows = tf.cond(is_same, by_place, by_number)
+    added.set_shape([None, *values.shape[1:]])
+    return tf.IndexedSlices(added, rows, gradient.dense_shape)
+
+
+def _is_common(tensor: Any, known: dict[Any, bool]) -> bool:
+    """Returns True if a tensor depends neither on data of the examples nor on their number."""
+    if not tf.is_symbolic_tensor(tensor):
+        return True
+    if tensor.ref() not in known:
+        known[tensor.ref()] = False
+        known[tensor.ref()] = _has_common_value(tensor, known)
+    return known[tensor.ref()]
+
+
+def _has_common_value(tensor: tf.Tensor, known: dict[Any, bool]) -> bool:
+    operation = tensor.op
+    if operation.type in _UNIQUE and tensor is operation.outputs[0]:
+        return True
+    if operation.type in _READS or operation.type == "Const":
+        return True
+    if operation.type == "Placeholder":
+        outer = next((outer for outer, inner in getattr(tensor.graph, "captures", ()) if inner is tensor), None)
+        return outer is not None and _is_common(outer, known)
+    if operation.type == "StridedSlice" and operation.inputs[0].op.type in _SHAPES:
+        return _is_other_axis(operation)
+    if operation.type in _SHAPES or operation.op_def.is_stateful or not operation.inputs:
+        return False
+    return all(_is_common(each, known) for each in operation.inputs)
+
+
+def _is_other_axis(operation: tf.Operation) -> bool:
+    """Returns True if a part of a shape is taken that doesn't have the first axis, which is that of the examples."""
+    shape, *where = operation.inputs
+    begin, rank = tf.get_static_value(where[0]), tf.TensorShape(shape.shape).num_elements()
+    if begin is None or operation.get_attr("begin_mask"):
+        return False
+    return bool(begin[0] > 0 or (begin[0] < 0 and (rank is None or begin[0] + rank > 0)))
+
+
+# Lets Keras' optimizers update variables in the scope of a strategy, outside of `strategy.run`.
+#
+# Keras does so by `tf.__internal__.distribute.interim.maybe_merge_call`, which looks for a replica's context where
+# there is none and fails with an AttributeError. All replicas are given the same update there, so nothing has to be
+# merged.
+
+
+def allow_cross_replica_updates() -> None:
+    """Makes `optimizer.apply` in cross-replica context update each replica's copy; see `scope` for its checks."""
+    replacing.once(tf.__internal__.distribute.interim, "maybe_merge_call", _merging)
+
+
+def _merging(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def maybe_merge_call(fn: Callable[..., Any], strategy: Any, *args: Any, **kwargs: Any) -> Any:
+        if not tf.distribute.in_cross_replica_context():
+            return plain(fn, strategy, *args, **kwargs)
+        return fn(strategy, *args, **kwargs)
+
+    return maybe_merge_call

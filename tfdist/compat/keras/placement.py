@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers on the devices of a replica that spans several: their variables, gradients, and what follows them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from tensorflow.python import pywrap_tfe
+from tensorflow.python.eager import backprop
+
+from tfdist.compat import own_attributes, replacing
+from tfdist.compat.tensorflow import replicas, variables
+
+NEEDS = (
+    "keras.src.layers.layer:Layer._open_name_scope",
+    "keras:Variable._initialize",
+    "tensorflow.python.pywrap_tfe:TFE_Py_RegisterGradientFunction",
+    "tensorflow.python.eager.backprop:_gradient_function(op_name, attr_tuple, num_inputs, inputs, outputs, out_grads)",
+    "tensorflow.python.distribute.distribute_lib:StrategyExtendedV1.call_for_each_replica",
+)
+
+
+_PART = "_tfdist_part"
+# Of a Keras variable, whose TensorFlow variable is made later while Keras builds a model symbolically.
+_WANTED = "_tfdist_wanted_part"
+_MASK = "_keras_mask"
+_part_of: weakref.WeakKeyDictionary[keras.Layer, int] = weakref.WeakKeyDictionary()
+
+
+class _Thread(threading.local):
+    """Parts that are entered in a thread.
+
+    Attributes:
+      making: of `placed`, where layers get the part.
+      creating: of `creating`, where variables get it.
+    """
+
+    making: int | None = None
+    creating: int | None = None
+
+
+_thread = _Thread()
+
+
+def allow_placed_layers() -> None:
+    """Makes layers that are created in `placed` from now on keep their part."""
+    place_gradients()
+    replacing.once(keras.Layer, "__new__", _remembering)
+    replacing.once(keras.Layer, "__call__", _calling)
+    replacing.once(keras.Layer, "_open_name_scope", _opening)
+    replacing.once(keras.Variable, "__init__", _noting)
+    replacing.once(keras.Variable, "_initialize", _initializing)
+
+
+@contextlib.contextmanager
+def placed(part: int) -> Iterator[None]:
+    """Within this block, layers and variables that are made belong to a part."""
+    before, _thread.making = _thread.making, part
+    try:
+        with creating(part):
+            yield
+    finally:
+        _thread.making = before
+
+
+@contextlib.contextmanager
+def creating(part: int | None) -> Iterator[None]:
+    """Within this block, variables of a strategy whose replicas span devices are made for a part, on its devices."""
+    if part is None:
+        yield
+        return
+
+    def create(next_creator: Any, **arguments: Any) -> Any:
+        parts = replicas.parts_of(tf.distribute.get_strategy())
+        # Slots of optimizers are made beside their variable.
+        if parts is None or arguments.get("colocate_with") is not None:
+            return next_creator(**arguments)
+        if parts.hold_variables:
+            arguments["colocate_with"] = replicas.OnDevices(parts.devices_of(part))
+        variable = next_creator(**arguments)
+        own_attributes.put(variable, _PART, part)
+        return variable
+
+    before, _thread.creating = _thread.creating, part
+    try:
+        with tf.variable_creator_scope(create):
+            yield
+    finally:
+        _thread.creating = before
+
+
+def current() -> int | None:
+    """Returns the part that variables of this thread are made for, to be entered in another thread."""
+    return _thread.creating
+
+
+def place(layer: keras.Layer, part: int) -> None:
+    """Gives a layer its part."""
+    _part_of[layer] = part
+
+
+def part_of(variable: Any) -> int | None:
+    """Returns the part of a Keras variable; None if it was made without a place."""
+    return own_attributes.of(variables.tf_variable(variable), _PART)
+
+
+def give(variable: Any, part: int) -> None:
+    """Reads a Keras variable of a parameter server to the device of a part; traced functions stay."""
+    own_attributes.put(variables.tf_variable(variable), _PART, part)
+
+
+def reader_of(variable: Any, worker: str) -> str:
+    """Returns the device of a worker that reads a Keras variable of a parameter server.
+
+    Args:
+      variable: the variable.
+      worker: the first device of the worker.
+    """
+    parts, part = replicas.parts_of(tf.distribute.get_strategy()), part_of(variable)
+    return worker if parts is None or part is None else parts.groups[0][part]
+
+
+def device_of(parts: replicas.Parts, variable: Any) -> str:
+    """Returns the device of this replica's copy of a variable, on a replica or outside of all."""
+    value = variables.tf_variable(variable)
+    copies = getattr(value, "values", [value])
+    return copies[_replica() if len(copies) == len(parts.groups) else 0].device
+
+
+def beside(gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    """Returns the gradients of a replica that spans devices on the devices of their variables; None stays None."""
+    parts = replicas.parts_of(tf.distribute.get_strategy())
+    if parts is None:
+        return list(gradients)
+    return [
+        gradient if gradient is None else replicas.to_device(gradient, device_of(parts, variable))
+        for gradient, variable in zip(gradients, variables, strict=True)
+    ]
+
+
+def _replica() -> int:
+    return replicas.current() if tf.distribute.get_replica_context() is not None else 0
+
+
+def _remembering(original: Any) -> Any:
+    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        layer = original(cls, *args, **kwargs)
+        # Models of layers run these where the layers are.
+        if _thread.making is not None and not isinstance(layer, keras.Sequential):
+            _part_of[layer] = _thread.making
+        return layer
+
+    return new
+
+
+def _noting(original: Any) -> Any:
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        if _thread.creating is not None:
+            own_attributes.put(self, _WANTED, _thread.creating)
+        original(self, *args, **kwargs)
+
+    return init
+
+
+def _initializing(original: Any) -> Any:
+    def initialize(self: Any, value: Any) -> None:
+        with creating(own_attributes.of(self, _WANTED) if _thread.creating is None else None):
+            original(self, value)
+
+    return initialize
+
+
+def _device(part: int) -> str | None:
+    """Returns the device to compute a part on; None outside of replicas in a graph, such as one that is exported."""
+    strategy = tf.distribute.get_strategy()
+    parts = replicas.parts_of(strategy)
+    if parts is None or part >= parts.count:
+        return None
+    is_on_replica = not tf.distribute.in_cross_replica_context()
+    if tf.executing_eagerly():
+        # Eagerly, the chief of parameter servers computes.
+        return parts.groups[_replica()][part] if parts.hold_variables else None
+    return parts.groups[_replica()][part] if is_on_replica else None
+
+
+def _opening(original: Any) -> Any:
+    def open_name_scope(self: Any) -> Any:
+        part = _part_of.get(self)
+        return original(self) if part is None else _placed_scope(part, original(self))
+
+    return open_name_scope
+
+
+@contextlib.contextmanager
+def _placed_scope(part: int, scope: Any) -> Iterator[Any]:
+    with creating(part), replicas.on_device(_device(part)), scope as entered:
+        yield entered
+
+
+def _calling(original: Any) -> Any:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        part = _part_of.get(self)
+        device = None if part is None else _device(part)
+        if device is None:
+            return original(self, *args, **kwargs)
+        # The gradient of an operation is computed on the device of its inputs.
+        args, kwargs = tf.nest.map_structure(lambda leaf: _moved(leaf, device), (args, kwargs))
+        return original(self, *args, **kwargs)
+
+    return call
+
+
+def _moved(leaf: Any, device: str) -> Any:
+    if not isinstance(leaf, tf.Tensor) or leaf.dtype == tf.resource:
+        return leaf
+    moved, mask = replicas.to_device(leaf, device), own_attributes.of(leaf, _MASK)
+    if moved is not leaf and mask is not None:
+        own_attributes.put(moved, _MASK, mask)
+    return moved
+
+
+# Computes the gradient of an operation on the device of the operation, where a replica spans several devices.
+#
+# `tf.GradientTape` computes all gradients on the device that is current where `gradient` is called, which would fetch
+# the weights of all parts to it. There is no public way: TensorFlow has one function that looks up the gradient of an
+# operation, and calls the last one that was registered. The replacement is permanent; it changes nothing for operations
+# that no strategy with replicas of several devices computes.
+
+
+_is_installed = False
+
+
+def place_gradients() -> None:
+    """Replaces the function, once in a process."""
+    global _is_installed
+    if _is_installed:
+        return
+    original: Any = backprop._gradient_function
+
+    def gradient(
+        op_name: str, attributes: Any, num_inputs: int, inputs: Any, outputs: Any, out_grads: Any, *rest: Any
+    ) -> Any:
+        device = _device_of_gradient([*(outputs or ()), *(inputs or ()), *(out_grads or ())])
+        if device is None:
+            return original(op_name, attributes, num_inputs, inputs, outputs, out_grads, *rest)
+        with tf.device(device):
+            return original(op_name, attributes, num_inputs, inputs, outputs, out_grads, *rest)
+
+    pywrap_tfe.TFE_Py_RegisterGradientFunction(gradient)
+    _is_installed = True
+
+
+def _device_of_gradient(tensors: Iterable[Any]) -> str | None:
+    """Returns the device of the first tensor that says so: TensorFlow keeps those that the gradient needs."""
+    parts = replicas.parts_of(tf.distribute.get_strategy())
+    for tensor in tensors if parts else ():
+        if isinstance(tensor, tf.Tensor) and tensor.dtype != tf.resource and tensor.device:
+            return tensor.device if parts.part_on(tensor.device) is not None else None
+    return None
+
+
+# Computes what no layer does, such as losses and clipping, on the device of the data, where a replica spans devices.
+#
+# Without it the first device of a replica would have all of it, with the gradients of all parts. `tf.device` takes no
+# function in TensorFlow 2, and a strategy has no public seam around what its replicas trace.
+
+
+def follow_devices(strategy: Any, parts: replicas.Parts) -> None:
+    """Places operations that the strategy's replicas trace without a device beside their largest input."""
+    extended = strategy.extended
+    stock = extended.call_for_each_replica
+
+    def call_for_each_replica(fn: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # TensorFlow knows a `tf.function` by its type.
+        is_traced_apart = isinstance(fn, tf.types.experimental.PolymorphicFunction)
+        return stock(fn if is_traced_apart else following_devices(parts, fn), args, kwargs)
+
+    extended.call_for_each_replica = call_for_each_replica
+
+
+def followed_by_strategy(strategy: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function, whose operations in a graph follow their largest input if the replicas span devices."""
+    parts = replicas.parts_of(strategy)
+    return following_devices(parts, function) if parts else function
+
+
+def following_devices(parts: replicas.Parts, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function, whose operations in a graph follow their largest input."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if tf.executing_eagerly():
+            return function(*args, **kwargs)
+        graph: Any = tf.compat.v1.get_default_graph()
+        with graph.device(functools.partial(_followed_device, parts)):
+            return function(*args, **kwargs)
+
+    return tf.autograph.experimental.do_not_convert(call)
+
+
+def _followed_device(parts: replicas.Parts, operation: Any) -> str:
+    """Returns the device for an operation that is being made; an empty one leaves it where the replica computes."""
+    if operation.device or any(each.dtype == tf.resource for each in operation.inputs):
+        return operation.device
+    homes = [(_home(each), _size(each)) for each in operation.inputs]
+    known = [(device, size) for device, size in homes if parts.part_on(device) is not None]
+    return max(known, key=lambda pair: pair[1])[0] if known else ""
+
+
+def _home(tensor: tf.Tensor) -> str:
+    """Returns the device of a tensor; of a variable's value that is read outside of layers, that of the variable."""
+    operation = tensor.op
+    while operation.type == "Identity" and not tensor.device:
+        tensor = operation.inputs[0]
+        operation = tensor.op
+    if operation.type == "ReadVariableOp" and not tensor.device:
+        tensor = _captured(operation.inputs[0])
+    return tensor.device or ""
+
+
+def _captured(handle: tf.Tensor) -> tf.Tensor:
+    captures = getattr(handle.graph, "captures", ())
+    return next((outer for outer, inner in captures if inner is handle), handle)
+
+
+def _size(tensor: tf.Tensor) -> int:
+    # An unknown axis is that of the examples: a batch has several.
+    sizes = tensor.shape.as_list() if tensor.shape.rank is not None else [None]
+    return functools.reduce(lambda total, size: total * (8 if size is None else size), sizes, 1)

@@ -1,0 +1,749 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files and progress are written by the chief alone, while every worker runs the same script and the same callbacks.
+
+Keras 3 has no notion of a chief: all workers would write the same files at once. Reading a model's variables may need
+all workers, so all of them go through the same saving; the others do it in a directory of their own that is removed.
+When a save returns, on any worker, the chief's file is complete. The chief waits for nobody, so it may also save alone,
+where reading the variables needs no other worker. A worker that saves under another path than the chief, as in a
+temporary directory of its own, keeps its file there. With `verbose="auto"`, Keras' default, only the chief shows a
+progress bar: all workers have the same logs.
+
+There is no public way: callbacks and models write by functions that none of them takes as an argument. So the functions
+and methods in `_WRAPPED` are replaced, for good, for models of a `MultiWorkerMirroredStrategy` on several workers; any
+other model is saved by stock Keras. `check_writers` compares the installed Keras with the functions that are wrapped.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import contextvars
+import fcntl
+import functools
+import inspect
+import os
+import pathlib
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.backend.common import global_state
+from keras.src.legacy.saving import legacy_h5_format
+from keras.src.saving import saving_api, saving_lib
+from keras.src.utils import file_utils
+from tensorflow.python.checkpoint import checkpoint
+from tensorflow.python.checkpoint import restore as checkpoint_restore
+from tensorflow.python.saved_model import loader_impl, save
+
+from tfdist.compat import own_attributes, replacing
+from tfdist.compat.tensorflow import variables
+from tfdist.runtime import messages
+
+NEEDS = (
+    "keras.src.legacy.saving.legacy_h5_format:save_model_to_hdf5(model, filepath)",
+    "keras.src.saving.saving_lib:save_model(model, filepath)",
+    "keras.src.saving.saving_lib:save_weights_only(model, filepath)",
+    "keras:Model._initial_epoch",
+    "keras.src.utils.file_utils:copy",
+    "keras.src.utils.file_utils:exists",
+    "keras.src.utils.file_utils:is_remote_path",
+    "keras.src.utils.file_utils:join",
+    "keras.src.utils.file_utils:makedirs",
+    "keras:callbacks.BackupAndRestore._save_model",
+    "keras:callbacks.BackupAndRestore._weights_path",
+    "keras:callbacks.ModelCheckpoint._get_file_path(epoch, batch, logs)",
+    "keras:callbacks.ModelCheckpoint._save_model(epoch, batch, logs)",
+    "keras.src.backend.common.global_state:set_global_attribute",
+    "keras.src.saving.saving_lib:get_attr_skipset",
+    "keras.src.saving.saving_api:load_model(filepath)",
+    "keras:Model.load_weights(filepath)",
+    "tensorflow.python.saved_model.loader_impl:parse_saved_model_with_debug_info(export_dir)",
+    "keras:Variable._export_to_saved_model_graph(object_map)",
+    "tensorflow.python.saved_model.save:_build_meta_graph(meta_graph_def)",
+    "tensorflow.python.checkpoint.checkpoint:TrackableSaver.restore(save_path)",
+    "tensorflow.python.checkpoint.checkpoint:TrackableSaver.save(file_prefix)",
+    "keras:Variable._deferred_initialize",
+    "tensorflow.python.checkpoint.restore:CheckpointPosition._restore_descendants",
+    "tensorflow.python.checkpoint.restore:CheckpointPosition._single_restore(self)",
+    "tensorflow.python.checkpoint.restore:CheckpointPosition.trackable",
+)
+
+
+# The user's calls that end in a wrapped function.
+_CALLS = {
+    "save_model": "model.save",
+    "save_weights_only": "model.save_weights",
+    "save_model_to_hdf5": "model.save",
+    "export": "model.export",
+}
+
+_BACKUP_PATHS = (
+    "backup_dir",
+    "_weights_path",
+    "_training_metadata_path",
+    "_prev_weights_path",
+    "_prev_training_metadata_path",
+)
+
+
+class SavingAgreement(Protocol):
+    """Broadcast of results from the chief to the workers that train a model."""
+
+    @property
+    def is_chief(self) -> bool:
+        """True on the chief."""
+        ...
+
+    def from_chief(self, value: Callable[[], Any], what: str, detail: str = "") -> Any:
+        """Calls `value` on the chief only, and returns its result (JSON data) on every worker."""
+        ...
+
+    def from_chief_at(self, place: str, name: str, value: Callable[[], Any], what: str) -> Any:
+        """Like `from_chief`, in a call that the chief may also make alone."""
+        ...
+
+    def meet(self, call: str, what: str) -> None:
+        """Waits until all workers are in a call of the user's that only some may have."""
+        ...
+
+    def calling(self, call: str) -> contextlib.AbstractContextManager[None]:
+        """Within the block this worker is in a call of the user's, such as "model.save"."""
+        ...
+
+
+def write_by_chief() -> None:
+    """Wraps what Keras writes files with, once per process.
+
+    Raises:
+      RuntimeError: this version of Keras is not the one that this module knows.
+    """
+    problems = check_writers()
+    if problems:
+        raise RuntimeError(
+            "MultiWorkerMirroredStrategy does not know how this version of Keras writes files; use another version. "
+            f"Received: keras {keras.__version__}: {'; '.join(problems)}"
+        )
+    for owner, name, wrap, _ in _WRAPPED:
+        replacing.once(owner, name, wrap)
+
+
+def check_writers() -> list[str]:
+    """Returns the differences between the installed Keras and the methods wrapped here; empty if there are none."""
+    problems = []
+    for owner, name, _, parameters in _WRAPPED:
+        found = getattr(owner, name, None)
+        if found is None:
+            problems.append(f"{owner.__name__}.{name} is gone")
+        elif tuple(inspect.signature(found).parameters)[: len(parameters)] != parameters:
+            problems.append(f"{owner.__name__}.{name} takes {tuple(inspect.signature(found).parameters)}")
+    backup = keras.callbacks.BackupAndRestore("unused")
+    problems += [f"BackupAndRestore.{name} is gone" for name in _BACKUP_PATHS if not hasattr(backup, name)]
+    return problems
+
+
+def _agreement(model: Any) -> SavingAgreement | None:
+    """Returns the agreement of the workers that train this model; None if a single process trains it."""
+    distribution = getattr(getattr(model, "distribute_strategy", None), "distribution", None)
+    return distribution and distribution.agreement
+
+
+@functools.cache
+def _scratch() -> str:
+    """Makes a directory for files of this worker that are discarded; removed at the end of the process."""
+    path = tempfile.mkdtemp(prefix="tfdist-")
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return path
+
+
+def _in_scratch(path: Any) -> str:
+    return str(pathlib.Path(tempfile.mkdtemp(dir=_scratch())) / pathlib.Path(os.fspath(path)).name)
+
+
+# Saving: save_model(model, filepath, ...) and its like.
+
+
+def _wrap_save(original: Callable[..., Any]) -> Callable[..., Any]:
+    call = _CALLS[original.__name__]
+
+    def save(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+        agreement = _agreement(model)
+        if agreement is None or not isinstance(filepath, str | os.PathLike):
+            return original(model, filepath, *args, **kwargs)
+        with agreement.calling(call):
+            return _save_together(agreement, model, filepath, lambda path: original(model, path, *args, **kwargs))
+
+    return save
+
+
+def _save_together(agreement: SavingAgreement, model: Any, filepath: Any, save: Callable[[str], Any]) -> None:
+    path = os.fspath(filepath)
+    # Workers that save under names of their own number them, or have them in directories of their own.
+    place, name = _place(model), re.sub(r"[0-9]+", "#", pathlib.PurePath(path).name)
+
+    def write() -> list[str]:
+        with _staging(path) as staging:
+            save(str(staging / pathlib.Path(path).name))
+            _publish(staging, path)
+        return _names(path)
+
+    what = f"saving {path}"
+    if not agreement.is_chief:
+        # Of a callback, whose path leads to the scratch directory.
+        what = f"saving {_intended.get() or path}"
+        staged = _in_scratch(path)
+        save(staged)
+        of_chief = agreement.from_chief_at(place, name, write, what)
+        _keep_own(pathlib.Path(staged).parent, path, of_chief)
+    else:
+        agreement.from_chief_at(place, name, write, what)
+
+
+def _place(model: Any) -> str:
+    """A name for the place of a save in the program that is the same on all workers: the model's step."""
+    optimizer = getattr(model, "optimizer", None)
+    # While the chief trains alone, its optimizer is ahead.
+    is_ahead = model.distribute_strategy.distribution.saved_state.is_chief_ahead
+    step = 0 if optimizer is None or is_ahead else int(keras.ops.convert_to_numpy(optimizer.iterations))
+    return str(step)
+
+
+@contextlib.contextmanager
+def _staging(path: str) -> Iterator[pathlib.Path]:
+    try:
+        # Beside the destination, so that the file can be put in its place in one go.
+        made = tempfile.mkdtemp(prefix=".tfdist-", dir=pathlib.Path(path).parent)
+    except OSError:
+        made = tempfile.mkdtemp(prefix="tfdist-")
+    try:
+        yield pathlib.Path(made)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _publish(staging: pathlib.Path, path: str) -> None:
+    for entry in sorted(staging.iterdir()):
+        target = file_utils.join(path.rpartition("/")[0] or ".", entry.name)
+        if file_utils.is_remote_path(path):
+            _copy(entry, target)
+        elif entry.is_dir() and pathlib.Path(target).exists():
+            shutil.copytree(entry, target, dirs_exist_ok=True)
+        else:
+            shutil.move(entry, target)
+
+
+def _copy(entry: pathlib.Path, target: str) -> None:
+    """Copies a file or a directory to a remote path."""
+    if not entry.is_dir():
+        file_utils.copy(str(entry), target)
+        return
+    file_utils.makedirs(target)
+    # Subdirectories come first: with the file of its graph, a SavedModel is complete.
+    for each in sorted(entry.iterdir(), key=lambda each: not each.is_dir()):
+        _copy(each, file_utils.join(target, each.name))
+
+
+# Paths that differ between workers.
+
+# The path that the user gave to a callback, while the callback saves in the scratch directory.
+_intended: contextvars.ContextVar[str | None] = contextvars.ContextVar("intended", default=None)
+_said_apart: list[str] = []
+
+
+def _names(path: str) -> list[str]:
+    """Returns a path as it is written and with its links resolved; machines may have different links."""
+    if file_utils.is_remote_path(path):
+        return [path, path]
+    return [str(pathlib.Path(path).absolute()), str(pathlib.Path(path).resolve())]
+
+
+def _keep_own(staging: pathlib.Path, path: str, of_chief: list[str]) -> None:
+    """Moves what this worker has saved to its own path, if that is another one than the chief's; removes it else."""
+    intended = _intended.get()
+    path = intended or path
+    try:
+        if _is_apart(path, of_chief):
+            _say_apart(path, of_chief[0])
+            if intended and not file_utils.is_remote_path(path):
+                # As the callback has done in the scratch directory.
+                pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
+            _publish(staging, path)
+    except OSError as error:
+        # The chief's file is there.
+        messages.say(f"this worker could not save {path}: {error}; {of_chief[0]} is complete")
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _is_apart(path: str, of_chief: list[str]) -> bool:
+    if path.startswith(_scratch()) or any(one == other for one, other in zip(_names(path), of_chief, strict=True)):
+        return False
+    # Neither a device nor a pipe.
+    target = pathlib.Path(path)
+    return not target.exists() or target.is_file() or target.is_dir()
+
+
+def _say_apart(path: str, of_chief: str) -> None:
+    """Says once in a process that the paths of the workers differ."""
+    if _said_apart:
+        return
+    _said_apart.append(path)
+    messages.say(
+        f"the workers save under different paths, so each writes a file of its own: here {path}, on the chief "
+        f"{of_chief}. Save under one path to have the chief alone write"
+    )
+
+
+# Callbacks: on the others, their paths lead to the scratch directory.
+
+
+def _wrap_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+    def save_model(callback: Any, *args: Any, **kwargs: Any) -> Any:
+        agreement = _agreement(callback.model)
+        calling = agreement.calling("the callback ModelCheckpoint") if agreement else contextlib.nullcontext()
+        intended = _intended.set(callback._get_file_path(*args, **kwargs))
+        try:
+            with calling, _redirected(callback, "filepath"):
+                return original(callback, *args, **kwargs)
+        finally:
+            _intended.reset(intended)
+
+    return save_model
+
+
+def _wrap_backup(original: Callable[..., Any]) -> Callable[..., Any]:
+    def save_model(callback: Any, *args: Any, **kwargs: Any) -> Any:
+        with _redirected(callback, *_BACKUP_PATHS):
+            return original(callback, *args, **kwargs)
+
+    return save_model
+
+
+def _wrap_backup_end(original: Callable[..., Any]) -> Callable[..., Any]:
+    def on_train_end(callback: Any, logs: Any = None) -> Any:
+        agreement = _agreement(callback.model)
+        if agreement is None:
+            return original(callback, logs)
+        return agreement.from_chief(lambda: original(callback, logs), "removing a backup", callback.backup_dir)
+
+    return on_train_end
+
+
+def _wrap_backup_begin(original: Callable[..., Any]) -> Callable[..., Any]:
+    def on_train_begin(callback: Any, logs: Any = None) -> Any:
+        model, agreement = callback.model, _agreement(callback.model)
+        if agreement is None:
+            return original(callback, logs)
+        what = "restoring a backup", callback.backup_dir
+        # The chief alone would notice no other before the end of training.
+        agreement.meet("the callback BackupAndRestore", what[0])
+        has_backup = agreement.from_chief(lambda: file_utils.exists(callback._weights_path), *what)
+        if has_backup and model.optimizer is not None and not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+        find_saved_attributes()
+        # Only the chief reads, so that all workers continue from the same state, whichever files each of them sees.
+        epoch = agreement.from_chief(lambda: (original(callback, logs), model._initial_epoch)[1], *what)
+        model._initial_epoch = epoch
+        if has_backup:
+            model.distribute_strategy.distribution.broadcast(_state(model))
+        return None
+
+    return on_train_begin
+
+
+def _state(model: keras.Model) -> list[Any]:
+    """The model's and the optimizer's variables, without what metrics count."""
+    counters = {id(variable) for metric in model.metrics for variable in metric.variables}
+    variables = [*model.variables, *(model.optimizer.variables if model.optimizer else [])]
+    return list({id(v): v for v in variables if id(v) not in counters}.values())
+
+
+def _wrap_tensorboard(original: Callable[..., Any]) -> Callable[..., Any]:
+    def set_model(callback: Any, model: Any) -> Any:
+        _redirect(callback, model, "log_dir")
+        return original(callback, model)
+
+    return set_model
+
+
+def _wrap_csv(original: Callable[..., Any]) -> Callable[..., Any]:
+    def on_train_begin(callback: Any, logs: Any = None) -> Any:
+        _redirect(callback, callback.model, "filename")
+        return original(callback, logs)
+
+    return on_train_begin
+
+
+# The terminal: logs are the same on all workers.
+
+
+def _wrap_progress(original: Callable[..., Any]) -> Callable[..., Any]:
+    def set_params(callback: Any, params: Any) -> Any:
+        agreement = _agreement(callback.model)
+        is_silent = agreement is not None and not agreement.is_chief and params["verbose"] == "auto"
+        return original(callback, {**params, "verbose": 0} if is_silent else params)
+
+    return set_params
+
+
+@contextlib.contextmanager
+def _redirected(callback: Any, *names: str) -> Iterator[None]:
+    before = {name: getattr(callback, name) for name in names}
+    _redirect(callback, callback.model, *names)
+    try:
+        yield
+    finally:
+        for name, path in before.items():
+            setattr(callback, name, path)
+
+
+def _redirect(callback: Any, model: Any, *names: str) -> None:
+    agreement = _agreement(model)
+    if agreement is None or agreement.is_chief:
+        return
+    for name in names:
+        path = getattr(callback, name)
+        if not str(path).startswith(_scratch()):
+            setattr(callback, name, _in_scratch(path))
+
+
+# (owner, name, wrapper, first parameters) of each wrapped function.
+_WRAPPED: tuple[tuple[Any, str, Callable[..., Any], tuple[str, ...]], ...] = (
+    (saving_lib, "save_model", _wrap_save, ("model", "filepath")),
+    (saving_lib, "save_weights_only", _wrap_save, ("model", "filepath")),
+    (legacy_h5_format, "save_model_to_hdf5", _wrap_save, ("model", "filepath")),
+    (keras.Model, "export", _wrap_save, ("self", "filepath")),
+    (keras.callbacks.ModelCheckpoint, "_save_model", _wrap_checkpoint, ("self", "epoch", "batch", "logs")),
+    (keras.callbacks.BackupAndRestore, "_save_model", _wrap_backup, ("self",)),
+    (keras.callbacks.BackupAndRestore, "on_train_begin", _wrap_backup_begin, ("self", "logs")),
+    (keras.callbacks.BackupAndRestore, "on_train_end", _wrap_backup_end, ("self", "logs")),
+    (keras.callbacks.TensorBoard, "set_model", _wrap_tensorboard, ("self", "model")),
+    (keras.callbacks.ProgbarLogger, "set_params", _wrap_progress, ("self", "params")),
+    (keras.callbacks.CSVLogger, "on_train_begin", _wrap_csv, ("self", "logs")),
+)
+
+
+# Makes Keras find out, on all workers together, which attributes it leaves out when it saves and loads.
+#
+# Keras makes an optimizer, among others, for that whenever it loads a file: it keeps the table under another name than
+# the one that it looks for. Where the chief alone loads, in the strategy's scope, the other workers don't take part in
+# making the optimizer's variables, and the chief waits for ever. The table has no public name.
+
+
+_KINDS = ("Layer", "Functional", "Sequential", "Metric", "Optimizer", "Loss", "Cross", "Feature")
+
+
+def find_saved_attributes() -> None:
+    """Fills Keras' table; all workers call this at the same place."""
+    for kind in _KINDS:
+        with contextlib.suppress(ValueError):  # a kind that this version of Keras does not have
+            global_state.set_global_attribute(f"saving_attr_skiplist_{kind}", saving_lib.get_attr_skipset(kind))
+
+
+# Makes workers wait for a file that they load before the chief has saved it, and say why it never appears.
+#
+# A chief that saves alone (`if rank == 0: model.save(path)`) is still at it when the others load the file. Where no
+# file appears, the path is most likely one of a disk that the chief's machine does not share.
+#
+# There is no public way: a script calls the functions that load by their public names, and Keras has several for one
+# function. They are replaced for good. TensorFlow's and Keras' layers of SavedModels share a private function.
+
+
+# Longest wait for a file.
+WAIT_SECS = 10.0
+
+
+def wait_for_files(task: str, chief: str) -> None:
+    """Makes this process wait for the files that it loads.
+
+    Args:
+      task: name of this worker, such as "worker:1".
+      chief: name of the worker that writes the files.
+    """
+
+    def waiting(is_there: Callable[[str], bool], index: int = 0) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Returns a wrapper of functions that take the path as their argument number `index`, or as `filepath`."""
+
+        def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+            def load(*args: Any, **kwargs: Any) -> Any:
+                path = kwargs.get("filepath", args[index] if len(args) > index else None)
+                return _loaded(lambda: original(*args, **kwargs), path, is_there, task, chief)
+
+            return load
+
+        return wrap
+
+    for module in (saving_api, keras.saving, keras.models):
+        replacing.once(module, "load_model", waiting(os.path.exists))
+    replacing.once(keras.Model, "load_weights", waiting(os.path.exists, 1))
+    replacing.once(loader_impl, "parse_saved_model_with_debug_info", waiting(tf.saved_model.contains_saved_model))
+
+
+def _loaded(load: Callable[[], Any], path: Any, is_there: Callable[[str], bool], task: str, chief: str) -> Any:
+    is_local = isinstance(path, str | os.PathLike) and "://" not in os.fspath(path)
+    if not is_local or _appears(os.fspath(path), is_there, task):
+        return load()
+    try:
+        return load()
+    except (OSError, ValueError) as error:
+        where = pathlib.Path(path).absolute()
+        raise type(error)(
+            f"{error}. {task} has waited {WAIT_SECS:g} s for this file. A file that all workers save under one path is "
+            f"written by {chief} alone: use a directory that all workers share. Received: {where}"
+        ) from None
+
+
+def _appears(path: str, is_there: Callable[[str], bool], task: str) -> bool:
+    """Waits for a file, and returns False if there is none after `WAIT_SECS`."""
+    if is_there(path):
+        return True
+    messages.say(f"{task} waits up to {WAIT_SECS:g} s for {path}, which is not there yet")
+    deadline = time.monotonic() + WAIT_SECS
+    while time.monotonic() < deadline:
+        time.sleep(0.05)
+        if is_there(path):
+            return True
+    return False
+
+
+# Writes SavedModels that load in any process: no task of a cluster in their devices, one variable for each of Keras.
+#
+# TensorFlow writes the device of a lookup table, and the task of each variable, into the functions that save and
+# restore them. Another task, or another cluster, can't load such a SavedModel. There is no public way: the graph is
+# made by a private function that `tf.saved_model.save` and `model.export` share. `clear_tasks` changes it for good.
+#
+# Keras (3.15) maps each of its variables to a second one of the exported graph, with the value of the first, and tracks
+# the `tf.Variable`s that the endpoints read besides. It does not find those in shards, so a session, as that of
+# TensorFlow Serving, would restore the second alone, and look rows up in one without a value. There is no public way:
+# the map is an argument of a private method. `export_shards` changes it for good, for variables in shards only.
+
+
+_TASK = re.compile(r"/(job|replica|task):[^/]*")
+
+
+def clear_tasks() -> None:
+    """Writes SavedModels without names of tasks; devices of a task, such as "/device:GPU:0", are kept."""
+    replacing.once(save, "_build_meta_graph", _clearing)
+
+
+def _clearing(original: Callable[..., Any]) -> Callable[..., Any]:
+    def build(*args: Any, **kwargs: Any) -> Any:
+        built = original(*args, **kwargs)
+        clear_tasks_of(built[0])
+        return built
+
+    return build
+
+
+def clear_tasks_of(meta_graph: Any) -> None:
+    """Removes job, replica and task from all devices in a MetaGraphDef."""
+    graph = meta_graph.graph_def
+    for nodes in (graph.node, *(function.node_def for function in graph.library.function)):
+        for node in nodes:
+            node.device = _TASK.sub("", node.device)
+            # Calls of functions hold the configuration of the process: its device filters, and the collectives' leader.
+            if "config_proto" in node.attr:
+                node.attr["config_proto"].s = _without_cluster(node.attr["config_proto"].s)
+    for saved in meta_graph.object_graph_def.nodes:
+        # Writing an attribute of a part of a protocol buffer that is not set would set it.
+        for kind in ("resource", "variable"):
+            if saved.HasField(kind):
+                part = getattr(saved, kind)
+                part.device = _TASK.sub("", part.device)
+
+
+def _without_cluster(serialized: bytes) -> bytes:
+    config = tf.compat.v1.ConfigProto.FromString(serialized)
+    for name in ("device_filters", "cluster_def"):
+        config.ClearField(name)
+    for name in ("collective_group_leader", "coordination_config"):
+        config.experimental.ClearField(name)
+    return config.SerializeToString(deterministic=True)
+
+
+def export_shards(has_shards: Callable[[Any], bool]) -> None:
+    """Changes how Keras variables are exported; `has_shards` returns True for TensorFlow variables in shards."""
+
+    def wrap(original: Any) -> Any:
+        def export(variable: Any, object_map: Any, tensor_map: Any, options: Any, **kwargs: Any) -> Any:
+            stored = variables.tf_variable(variable)
+            if not has_shards(stored):
+                return original(variable, object_map, tensor_map, options, **kwargs)
+            resources = stored._export_to_saved_model_graph(object_map, tensor_map, options, **kwargs)
+            object_map[variable] = object_map[stored]
+            return resources
+
+        return export
+
+    replacing.once(keras.Variable, "_export_to_saved_model_graph", wrap)
+
+
+# Lets several workers write one `tf.train.Checkpoint` to one directory at once.
+#
+# TensorFlow's workers write parts of the same names there, of which one removes the other's. All ways to save a
+# checkpoint meet in a private class; there is no public one that `tf.train.CheckpointManager` goes through.
+#
+# A checkpoint is two files, an index and the values that it has the checksums of; no file system replaces two at once.
+# Each worker writes them under names of its own and puts them in their places while it holds a lock of the directory.
+# Restoring takes the lock too, so that nobody reads the index of one worker with the values of another. Workers that
+# have the same values leave the first one's files where they are: what a worker has saved does not change under readers
+# that know of no lock. Their files differ even so, by the names of layers if the workers made different models before.
+
+
+# Another worker holds the lock while it renames two files or reads a checkpoint. A restore that waits for the other
+# workers would never let them save, so nobody waits longer than this.
+LOCK_SECS = 30.0
+
+# Its entry in a checkpoint, which has names of layers in it.
+_OBJECT_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
+
+
+def share_checkpoints(task: str) -> None:
+    """Makes this process write each checkpoint under another name, and rename it once it is whole.
+
+    Args:
+      task: name of this worker, such as "worker:1".
+    """
+    replacing.once(checkpoint.TrackableSaver, "save", lambda original: _staging_checkpoint(original, task))
+    replacing.once(checkpoint.TrackableSaver, "restore", _undisturbed)
+
+
+def _staging_checkpoint(original: Callable[..., Any], task: str) -> Callable[..., Any]:
+    def save(self: Any, file_prefix: Any, *args: Any, **kwargs: Any) -> Any:
+        if not tf.executing_eagerly() or not isinstance(file_prefix, str | os.PathLike):
+            return original(self, file_prefix, *args, **kwargs)
+        prefix = os.fspath(file_prefix)
+        staged = f"{prefix}.of-{task.replace(':', '-')}"
+        written = _text(original(self, staged, *args, **kwargs))
+        # A number may have been added.
+        target = prefix + written[len(staged) :]
+        with locked(target, fcntl.LOCK_EX):
+            publish_checkpoint(written, target)
+        return tf.constant(target)
+
+    return save
+
+
+def _undisturbed(original: Callable[..., Any]) -> Callable[..., Any]:
+    def restore(self: Any, save_path: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(save_path, str | os.PathLike):
+            return original(self, save_path, *args, **kwargs)
+        with locked(os.fspath(save_path), fcntl.LOCK_SH):
+            return original(self, save_path, *args, **kwargs)
+
+    return restore
+
+
+def publish_checkpoint(written: str, target: str) -> None:
+    """Moves a complete checkpoint to its destination; discards it if the one there has the same values."""
+    paths = tf.io.gfile.glob(f"{written}.*")
+    if _have_same_values(written, target):
+        for path in paths:
+            tf.io.gfile.remove(path)
+        return
+    # The index comes last: with it the checkpoint is complete.
+    for path in sorted(paths, key=lambda path: path.endswith(".index")):
+        tf.io.gfile.rename(path, target + path[len(written) :], overwrite=True)
+
+
+def _have_same_values(written: str, target: str) -> bool:
+    try:
+        one, other = tf.train.load_checkpoint(written), tf.train.load_checkpoint(target)
+        shapes = one.get_variable_to_shape_map()
+        if shapes != other.get_variable_to_shape_map():
+            return False
+        names = shapes.keys() - {_OBJECT_GRAPH}
+        return all(_is_same(one.get_tensor(name), other.get_tensor(name)) for name in names)
+    except (tf.errors.OpError, ValueError, RuntimeError):
+        # There is no checkpoint yet, or an incomplete one.
+        return False
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    # Bytes: NaN is the same as NaN. An array of Python objects has the addresses of its strings as bytes.
+    is_plain = isinstance(one, np.ndarray | np.generic) and one.dtype.kind != "O"
+    return one.tobytes() == other.tobytes() if is_plain else np.array_equal(one, other)
+
+
+@contextlib.contextmanager
+def locked(prefix: str, kind: int) -> Iterator[None]:
+    """Holds the lock of the directory with this checkpoint, where its file system has such locks."""
+    try:
+        directory = os.open(prefix.rpartition("/")[0] or ".", os.O_RDONLY)
+    except OSError:
+        # Not on a mounted file system, as gs://.
+        yield
+        return
+    try:
+        _lock(directory, kind)
+        yield
+    finally:
+        # Closing lets go of it.
+        os.close(directory)
+
+
+def _lock(directory: int, kind: int) -> None:
+    deadline = time.monotonic() + LOCK_SECS
+    while True:
+        try:
+            return fcntl.flock(directory, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(0.01)
+        except OSError:
+            # Some network file systems have no locks of directories.
+            return None
+
+
+def _text(path: Any) -> str:
+    return path.numpy().decode() if isinstance(path, tf.Tensor) else os.fspath(path)
+
+
+# Restores a checkpoint into variables that Keras has declared, and creates later.
+#
+# `tf.train.Checkpoint(model=model).restore(path)` before the model is built restores each variable as soon as a layer
+# tracks it. On one device the variable exists by then. Under a strategy Keras declares variables in a
+# `keras.StatelessScope`, which creates them when it ends: TensorFlow raises while it restores a variable without a
+# value, and the checkpoint's value is lost. So the restore waits until the variable has been created. There is no
+# public seam at either moment.
+
+
+# An attribute of Keras variables: the positions in checkpoints that are yet to be restored into it, in their order.
+_WAITING = "_tfdist_waiting_restores"
+
+
+def wait_for_variables() -> None:
+    """Makes restores wait for the variables that Keras has declared. The replaced methods stay replaced."""
+    replacing.once(checkpoint_restore.CheckpointPosition, "_single_restore", _restoring)
+    replacing.once(keras.Variable, "_deferred_initialize", _creating)
+
+
+def _restoring(original: Any) -> Any:
+    def single_restore(self: Any) -> Any:
+        variable = self.trackable
+        if not isinstance(variable, keras.Variable) or variables.tf_variable(variable) is not None:
+            return original(self)
+        own_attributes.setdefault(variable, _WAITING, list).append(self)
+        # Restore operations, tensors, Python state and registered savers.
+        return (), {}, (), {}
+
+    return single_restore
+
+
+def _creating(original: Any) -> Any:
+    def deferred_initialize(self: Any) -> None:
+        original(self)
+        waiting = own_attributes.of(self, _WAITING)
+        if waiting:
+            own_attributes.remove(self, _WAITING)
+            with tf.init_scope():
+                for position in waiting:
+                    position._restore_descendants()
+
+    return deferred_initialize

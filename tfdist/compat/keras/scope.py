@@ -1,0 +1,589 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a program does inside and outside of a strategy's scope: variables, layers, seeds and loops without `run`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import sysconfig
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.common import global_state
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+from tensorflow.python.distribute import values
+from tensorflow.python.eager import backprop
+from tensorflow.python.ops import resource_variable_ops
+
+from tfdist.compat import own_attributes, replacing
+from tfdist.compat.keras import optimizers, placement
+from tfdist.compat.tensorflow import graphs, replicas, variables
+
+NEEDS = (
+    "keras:Variable._initialize",
+    "tensorflow.python.ops.resource_variable_ops:ResourceVariable.__init__",
+    "keras.src.layers.layer:Layer._open_name_scope",
+    "keras.src.backend.common.global_state:get_global_attribute",
+    "keras.src.backend.common.global_state:set_global_attribute",
+    "keras.src.random.seed_generator:global_seed_generator",
+    "keras.src.backend.tensorflow.optimizer:TFOptimizer._distribution_strategy",
+    "keras.src.optimizers.base_optimizer:BaseOptimizer._variables",
+    "keras.src.optimizers.base_optimizer:BaseOptimizer.apply",
+    "keras:optimizers.LossScaleOptimizer._common_apply",
+    "keras:optimizers.LossScaleOptimizer._tf_apply",
+    "tensorflow.python.distribute.values:DistributedVariable._get_on_device_or_primary",
+    "tensorflow.python.distribute.values:Mirrored",
+    "tensorflow.python.distribute.values:PerReplica",
+    "tensorflow.python.eager.backprop:_handle_or_self",
+)
+
+
+# Former variables are kept: functions that were traced with one read it as long as they live.
+_FORMER = "_tfdist_former_values"
+_MOVING = threading.Lock()
+
+
+def belongs_to(strategy: Any, variable: Any) -> bool:
+    """Returns True if a variable, of Keras or TensorFlow, was made in the strategy's scope, or is yet to be made."""
+    value = variables.tf_variable(variable)
+    # A variable in shards has no strategy of its own, unlike its shards. An attribute of its class, because one that a
+    # metric's variable lacks would be looked for on the sum over all workers: a collective.
+    return value is None or hasattr(type(value), "variables") or variables.strategy_of(value) is strategy
+
+
+def check_made_in_scope(strategy: Any, variables: Iterable[Any]) -> None:
+    """Raises ValueError, with the line of the program, if one of these variables was made outside of the scope."""
+    for variable in variables:
+        if not belongs_to(strategy, variable):
+            line = line_of(variable)
+            name = getattr(variable, "path", None) or variable.name
+            raise ValueError(
+                "The model, its optimizer and its metrics must be made in the scope of "
+                f"{type(strategy).__name__}. Put the lines that make them, and model.compile, under `with "
+                f"strategy.scope():`. Received: variable {name!r}, made outside of it{f' at {line}' if line else ''}"
+            )
+
+
+@tf.autograph.experimental.do_not_convert
+def move_variable(strategy: Any, variable: Any) -> None:
+    """Gives a Keras variable a TensorFlow variable of the strategy, with the value that it has; from anywhere.
+
+    Args:
+      strategy: on several workers, all of them call this alike.
+      variable: one of the strategy stays as it is.
+    """
+    with _MOVING:
+        value = variables.tf_variable(variable)
+        if belongs_to(strategy, variable):
+            return
+        # In a graph, and on a replica, variables can't be made.
+        graphs.call_outside(_make_moved, strategy, variable, value)
+
+
+def _make_moved(strategy: Any, variable: Any, value: Any) -> None:
+    with strategy.scope():
+        variable._initialize(value.numpy())
+    own_attributes.setdefault(variable, _FORMER, list).append(value)
+
+
+@tf.autograph.experimental.do_not_convert
+def move_to_part(strategy: Any, variable: Any, part: int) -> None:
+    """Moves a Keras variable to the devices of a part of replicas that span devices, with the value that it has.
+
+    A variable of a parameter server stays there, and is read to the devices of the part.
+
+    Functions that were traced with the variable are not to be called any more.
+
+    Args:
+      strategy: on several workers, all of them call this alike.
+      variable: of this part already, it stays as it is.
+      part: the part.
+    """
+    if placement.part_of(variable) == part:
+        return
+    parts = replicas.parts_of(strategy)
+    if parts is not None and not parts.hold_variables:
+        placement.give(variable, part)
+        return
+    value = variables.tf_variable(variable)
+    with strategy.scope(), placement.creating(part):
+        variable._initialize(value.numpy())
+
+
+# Remembers at which line of the user's program a variable or a layer was made, for messages that ask to move the line.
+#
+# TensorFlow keeps a stack for operations of a graph only, and Keras keeps none. What was made before the first strategy
+# has no line.
+
+
+_ATTRIBUTE = "_tfdist_creation_line"
+_of_layers: weakref.WeakKeyDictionary[keras.Layer, str] = weakref.WeakKeyDictionary()
+# Directories of files that are not the user's: the standard library, and what is installed.
+_LIBRARIES = tuple(
+    f"{path}{os.sep}"
+    for path in (
+        *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+        *(pathlib.Path(module.__file__ or "").parent for module in (tf, keras)),
+        pathlib.Path(__file__).parents[2],
+    )
+)
+# Python's own loaders, and the code that AutoGraph writes.
+_GENERATED = ("<frozen", "__autograph_generated_file")
+
+
+def remember_lines() -> None:
+    """Makes variables and layers remember the line of the program that creates them, from now on."""
+    replacing.once(resource_variable_ops.ResourceVariable, "__init__", _remembering_line)
+    replacing.once(keras.Layer, "__new__", _remembering_layer)
+
+
+def line_of(variable: Any) -> str:
+    """Returns the line of the program that made a variable, such as "train.py:12", or "".
+
+    Args:
+      variable: of TensorFlow or of Keras.
+    """
+    return getattr(variables.tf_variable(variable), _ATTRIBUTE, "")
+
+
+def line_of_layer(layer: keras.Layer) -> str:
+    """Returns the line of the program that made a layer, or a model, such as "train.py:12", or ""."""
+    return _of_layers.get(layer, "")
+
+
+def _remembering_line(make: Any) -> Any:
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        setattr(self, _ATTRIBUTE, _line())
+
+    return init
+
+
+def _remembering_layer(make: Any) -> Any:
+    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        layer = make(cls, *args, **kwargs)
+        _of_layers[layer] = _line()
+        return layer
+
+    return new
+
+
+def _line() -> str:
+    # Mostly it is near; to look at each place of the program costs time.
+    for limit in (12, 36, None):
+        places = traceback.StackSummary.extract(traceback.walk_stack(None), limit=limit, lookup_lines=False)
+        for place in places:
+            name = pathlib.PurePath(place.filename).name
+            if not place.filename.startswith(_LIBRARIES) and not name.startswith(_GENERATED):
+                return f"{name}:{place.lineno}"
+        if limit is None or len(places) < limit:
+            break
+    return ""
+
+
+# Builds a layer in the scope in which it was made, wherever it is called for the first time.
+#
+# A layer that is made in the scope of a strategy is often built later, by its first call: in a loop of the user's own,
+# which need not be in the scope, or while a `tf.function` is traced. Keras makes the weights in the context of the
+# caller, so that they are none of the strategy's. Keras knows the strategy of optimizers and models and not that of
+# layers, and has no public seam at the moment of building.
+
+
+_redirecting: weakref.WeakKeyDictionary[tf.distribute.Strategy, Any] = weakref.WeakKeyDictionary()
+_made_in: weakref.WeakKeyDictionary[keras.Layer, Any] = weakref.WeakKeyDictionary()
+
+
+def build_in_scope(
+    strategy: tf.distribute.Strategy,
+    redirect: Callable[[tf.distribute.Strategy], contextlib.AbstractContextManager],
+) -> None:
+    """Makes layers that are created in this strategy's scope from now on build their variables in it.
+
+    Args:
+      strategy: the strategy.
+      redirect: gives a context in which variables are made in the scope of the strategy that it is given.
+    """
+    _redirecting[strategy] = redirect
+    replacing.once(keras.Layer, "__new__", _remembering_scope)
+    replacing.once(keras.Layer, "_open_name_scope", _opening)
+
+
+def _remembering_scope(original: Any) -> Any:
+    # Keras looks at the signature of `__init__`, not at that of this.
+    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        layer, strategy = original(cls, *args, **kwargs), tf.distribute.get_strategy()
+        if strategy in _redirecting:
+            _made_in[layer] = weakref.ref(strategy)
+        return layer
+
+    return new
+
+
+def _opening(original: Any) -> Any:
+    def open_name_scope(self: Any) -> Any:
+        strategy = None if self.built else _made_in.get(self, lambda: None)()
+        if strategy is None or tf.distribute.get_strategy() is strategy:
+            return original(self)
+        return _both(_redirecting[strategy](strategy), original(self))
+
+    return open_name_scope
+
+
+@contextlib.contextmanager
+def _both(one: contextlib.AbstractContextManager, other: contextlib.AbstractContextManager) -> Iterator[Any]:
+    with one, other as entered:
+        yield entered
+
+
+# Gives replicas the seed generator of the thread that runs them, for `keras.random` without a seed.
+#
+# Keras keeps that generator in the state of a thread, and TensorFlow traces each replica in a thread of its own, where
+# Keras would make another one: a variable that is made while a step is traced, which is an error. Keras has no public
+# name for the generator.
+
+
+# The name under which Keras keeps it.
+_NAME = "global_seed_generator"
+# An attribute of a strategy: (a generator made outside of its scope, a copy of it in the scope).
+_COPY = "_tfdist_global_seeds"
+
+
+def is_global_seed_made() -> bool:
+    """Returns True if Keras has made the generator in this thread."""
+    return global_state.get_global_attribute(_NAME) is not None
+
+
+def carrying_global_seed(strategy: tf.distribute.Strategy, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function, which finds the generator of the thread that calls this in any other thread."""
+    generator = global_state.get_global_attribute(_NAME)
+    # A worker may have drawn alone, and making a variable takes all workers. And TensorFlow knows a `tf.function` by
+    # its type.
+    is_traced_apart = isinstance(function, tf.types.experimental.PolymorphicFunction)
+    if generator is None or replicas.has_other_workers(strategy) or is_traced_apart:
+        return function
+    generator, function = _generator_of_strategy(strategy, generator), graphs.converted(function)
+
+    def on_replica(*args: Any, **kwargs: Any) -> Any:
+        _adopt(generator)
+        return function(*args, **kwargs)
+
+    return on_replica
+
+
+@tf.autograph.experimental.do_not_convert
+def _adopt(generator: keras.random.SeedGenerator) -> None:
+    if global_state.get_global_attribute(_NAME) is None:
+        global_state.set_global_attribute(_NAME, generator)
+
+
+def _generator_of_strategy(strategy: Any, generator: Any) -> Any:
+    """The generator itself, or a copy of it in the scope if it was made outside: replicas would share its variable."""
+    state = variables.tf_variable(generator.state)
+    if strategy.num_replicas_in_sync == 1 or variables.strategy_of(state) is strategy:
+        return generator
+    original, copy = vars(strategy).get(_COPY, (None, None))
+    if original is not generator:
+        with tf.init_scope(), strategy.scope():
+            copy = keras.random.SeedGenerator(generator.get_config()["seed"])
+        vars(strategy)[_COPY] = generator, copy
+    return copy
+
+
+# Moves a seed generator that was made outside of a strategy's scope into it, when a replica draws from it first.
+#
+# A `keras.random.SeedGenerator`, and a layer that has one, such as `Dropout`, is often made before the scope is
+# entered. Its state is then one variable, which all replicas advance: each step draws other numbers than on one device,
+# and says nothing. In the scope each replica has a copy of its own. Keras has no hook where a generator is used.
+
+
+# An attribute of the strategies that ask for it.
+_MARK_OF_SEED = "_tfdist_adopts_seed_generators"
+
+
+def adopt_seed_generators(strategy: tf.distribute.Strategy) -> None:
+    """Replaces the variables of seed generators that replicas draw from by variables of the strategy."""
+    vars(strategy)[_MARK_OF_SEED] = True
+    replacing.once(keras.random.SeedGenerator, "next", _drawing)
+
+
+def _drawing(original: Any) -> Any:
+    def next(self: Any, ordered: bool = True) -> Any:  # noqa: A001, as Keras calls it
+        context = tf.distribute.get_replica_context()
+        strategy = None if context is None else context.strategy
+        if getattr(strategy, _MARK_OF_SEED, False):
+            move_variable(strategy, self.state)
+        return original(self, ordered)
+
+    return next
+
+
+# Lets a loop without `strategy.run` train a model of a strategy, in its scope and outside, as on one device.
+#
+# Guides on custom loops have no strategy: they call the model, a gradient tape and `optimizer.apply` directly. Each
+# step is then that of one device, with the first replica's copies of the variables, and its update is made on all
+# copies of the process. TensorFlow and Keras refuse four parts of it, none of which has a public seam:
+#
+# - `optimizer.apply` outside of the scope: Keras updates in the context of the caller, not in that of its strategy; -
+# `optimizer.apply` in the scope: see `optimizers`; - a `LossScaleOptimizer`: Keras has all replicas apply
+# together, where there are none; and the scale that its first call
+#   is traced with would be a constant, if the call does not make the optimizer's variables in its graph;
+# - the gradient tape in the scope: a mirrored variable has no `handle` there, though it is read from the first replica.
+#
+# Each is replaced for good where it would have raised, and for the strategies that ask for it.
+#
+# Several workers would each update their own copies with gradients of their own, which neither TensorFlow nor Keras
+# notices outside of the scope. There `optimizer.apply` updates by the mean of the workers' gradients, as it does in
+# Horovod. What the strategy has reduced, and what a graph computes of that and of variables, is the same on all workers
+# and is taken as it is.
+
+
+# An attribute of the strategies that ask for it.
+_MARK = "_tfdist_trains_in_plain_loops"
+_SUM = "_tfdist_sums_in_plain_loops"
+# An attribute of tensors that are the same on all workers.
+_COMMON = "_tfdist_is_common"
+# Operations whose results are so, whatever their inputs are; and those that a program may mix with them.
+_REDUCTIONS = frozenset({"CollectiveReduceV2", "CollectiveGatherV2"})
+_NEUTRAL = frozenset({"Const", "ReadVariableOp", "ResourceGather", "ResourceGatherNd"})
+# Set in a thread while an `apply` that was checked calls another one, as for loss scaling.
+_checked = threading.local()
+
+
+def allow_loops_without_run(
+    strategy: tf.distribute.Strategy,
+    sum_over_workers: Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]] | None = None,
+) -> None:
+    """Makes loops without `run` train this strategy's models.
+
+    Args:
+      strategy: the strategy.
+      sum_over_workers: adds up tensors of all workers, each of which calls it; None if there are no others.
+    """
+    vars(strategy)[_MARK] = True
+    vars(strategy)[_SUM] = sum_over_workers
+    optimizers.allow_cross_replica_updates()
+    for owner in (BaseOptimizer, keras.optimizers.LossScaleOptimizer):
+        replacing.once(owner, "apply", _applying)
+    replacing.once(keras.optimizers.LossScaleOptimizer, "_tf_apply", _applying_if_finite)
+    replacing.once(keras.optimizers.LossScaleOptimizer, "scale_loss", _scaling)
+    replacing.once(keras.optimizers.LossScaleOptimizer, "build", _building)
+    replacing.once(backprop, "_handle_or_self", _handle_or_self)
+
+
+def mark_common(value: Any) -> Any:
+    """Notes that tensors are the same on all workers, such as what `strategy.reduce` returns; returns them."""
+    for leaf in tf.nest.flatten(value, expand_composites=True):
+        if isinstance(leaf, tf.Tensor):
+            setattr(leaf, _COMMON, True)
+    return value
+
+
+def take_over(strategy: Any, optimizer: Any) -> None:
+    """Makes an optimizer that was made outside of the scope one of the strategy, unless it has slots already.
+
+    Replicas would each count its iterations, and slots can't be made for variables of another strategy.
+    """
+    for each in optimizers.parts_of(optimizer):
+        if each.built or each._distribution_strategy is not replicas.default_strategy():
+            continue
+        for variable in each._variables:
+            move_variable(strategy, variable)
+        # Past Keras' own __setattr__, which tracks values.
+        object.__setattr__(each, "_distribution_strategy", strategy)
+
+
+def _is_allowed(strategy: Any) -> bool:
+    return getattr(strategy, _MARK, False) is True
+
+
+# optimizer.apply
+
+
+def _applying(original: Any) -> Any:
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        variables = trainable_variables if trainable_variables is None else list(trainable_variables)
+        here = _strategy_of_replica()
+        if here is not None and getattr(_checked, "by", None) is not here:
+            take_over(here, self)
+            # In the context of another strategy its slots, and its count of updates, would be written by all replicas.
+            own = [] if self._distribution_strategy is here else self.variables
+            check_made_in_scope(here, [*(variables or optimizers.trained_by(self)), *own])
+            return original(self, grads, variables)
+        own = getattr(self, "_distribution_strategy", None)
+        # An optimizer that was made outside of the scope updates the variables of a strategy, too.
+        strategy = next(filter(_is_allowed, [own, *map(_strategy_of, variables or ())]), None)
+        if strategy is None or getattr(_checked, "by", None) is strategy:
+            return original(self, grads, variables)
+        grads = _same_on_all(self, strategy, list(grads))
+        take_over(strategy, self)
+        if self._distribution_strategy is not strategy:
+            return original(self, grads, variables)
+        with checked_apply(strategy):
+            if not self.built and variables is not None:
+                with tf.init_scope(), strategy.scope():
+                    self.build(variables)
+            return original(self, grads, variables)
+
+    return apply
+
+
+@contextlib.contextmanager
+def checked_apply(strategy: Any) -> Iterator[None]:
+    """Within the block, in the strategy's scope, `optimizer.apply` of this thread is not checked again."""
+    _checked.by = strategy
+    is_current = tf.distribute.get_strategy() is strategy
+    try:
+        with contextlib.nullcontext() if is_current else strategy.scope():
+            yield
+    finally:
+        _checked.by = None
+
+
+def _strategy_of(variable: Any) -> Any:
+    value = variables.tf_variable(variable)
+    # A single copy, which a replica may train alone, has the attribute too.
+    return variables.strategy_of(value) if isinstance(value, values.DistributedVariable) else None
+
+
+def _strategy_of_replica() -> Any:
+    """The strategy, of those that ask for it, in whose replica context this is; or None."""
+    strategy = tf.distribute.get_strategy()
+    is_replica = _is_allowed(strategy) and not tf.distribute.in_cross_replica_context()
+    return strategy if is_replica else None
+
+
+def _is_on_replica_of(strategy: Any) -> bool:
+    return tf.distribute.get_strategy() is strategy and not tf.distribute.in_cross_replica_context()
+
+
+def _same_on_all(optimizer: Any, strategy: Any, grads: list[Any]) -> list[Any]:
+    """The gradients, with the mean over the workers in place of each that a worker has computed for itself.
+
+    Raises:
+      RuntimeError: They are those of each replica, by which each copy of a variable would be updated otherwise.
+    """
+    if any(isinstance(grad, values.PerReplica) for grad in grads):
+        raise RuntimeError(
+            "optimizer.apply, called outside of strategy.run with the gradients of each replica, would let the copies "
+            "of the model drift apart. Call it in a step that strategy.run is given, or with gradients that "
+            "strategy.reduce has returned. "
+            f"Received: optimizer {optimizer.name!r}, {strategy.num_replicas_in_sync} replicas"
+        )
+    own = [index for index, grad in enumerate(grads) if not _is_common(grad)]
+    sum_over_workers = vars(strategy)[_SUM]
+    if not own or sum_over_workers is None or not replicas.has_other_workers(strategy):
+        return grads
+    # Rows that a worker's batch does not touch are zeros to the others.
+    sums = sum_over_workers([tf.convert_to_tensor(grads[index]) for index in own])
+    for index, total in zip(own, sums, strict=True):
+        grads[index] = mark_common(total / tf.cast(replicas.worker_count(strategy), total.dtype))
+    return grads
+
+
+def _is_common(gradient: Any) -> bool:
+    """Returns True if a gradient was reduced over the workers, or computed from reduced values and variables alone."""
+    if gradient is None or isinstance(gradient, values.Mirrored):
+        return True
+    seen, waiting, reduced = set[Any](), tf.nest.flatten(gradient, expand_composites=True), False
+    while waiting:
+        each = waiting.pop()
+        outer = _captured_as(each)
+        if outer is not None:
+            waiting.append(outer)
+        elif hasattr(each, _COMMON):
+            reduced = True
+        elif not tf.is_symbolic_tensor(each):
+            return False
+        elif each.op.type in _REDUCTIONS:
+            reduced = True
+        elif each.op.type not in _NEUTRAL and each.op not in seen:
+            if each.op.op_def.is_stateful or not each.op.inputs:
+                return False
+            seen.add(each.op)
+            waiting.extend(each.op.inputs)
+    # A graph of constants alone may have a worker's own data among them.
+    return reduced
+
+
+def _captured_as(tensor: Any) -> Any:
+    """The tensor of an outer graph that this one stands for; None if it stands for itself."""
+    is_captured = tf.is_symbolic_tensor(tensor) and tensor.op.type == "Placeholder"
+    captures = getattr(tensor.graph, "captures", ()) if is_captured else ()
+    return next((outer for outer, inner in captures if inner is tensor), None)
+
+
+# Loss scaling
+
+
+def _applying_if_finite(original: Any) -> Any:
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        if tf.distribute.in_cross_replica_context() and _is_allowed(tf.distribute.get_strategy()):
+            return self._common_apply(grads, trainable_variables)
+        return original(self, grads, trainable_variables)
+
+    return apply
+
+
+# An attribute of an optimizer: its own variables, made before those that need the model's.
+_EARLY = "_tfdist_early_variables"
+
+
+def _scaling(original: Any) -> Any:
+    def scale_loss(self: Any, loss: Any) -> Any:
+        strategy = getattr(self, "_distribution_strategy", None)
+        if self.built or tf.executing_eagerly() or not _is_allowed(strategy) or _is_on_replica_of(strategy):
+            return original(self, loss)
+        return loss * tf.cast(_early_variables(self, strategy)["dynamic_scale"], loss.dtype)
+
+    return scale_loss
+
+
+def _early_variables(optimizer: Any, strategy: Any) -> dict[str, Any]:
+    """The optimizer's own variables, of which `build` makes no others."""
+    if _EARLY not in vars(optimizer):
+        initializers = {"step_counter": "zeros", "dynamic_scale": keras.initializers.Constant(optimizer.initial_scale)}
+        dtypes = {"step_counter": "int", "dynamic_scale": "float32"}
+        with tf.init_scope(), strategy.scope():
+            made = {
+                name: optimizer.add_variable((), initializer, dtypes[name], aggregation="none", name=name)
+                for name, initializer in initializers.items()
+            }
+        object.__setattr__(optimizer, _EARLY, made)
+    return vars(optimizer)[_EARLY]
+
+
+def _building(original: Any) -> Any:
+    def build(self: Any, var_list: Any) -> Any:
+        made = vars(self).get(_EARLY)
+        if self.built or not made:
+            return original(self, var_list)
+        object.__setattr__(self, "add_variable", lambda *args, name, **options: made[name])
+        try:
+            return original(self, var_list)
+        finally:
+            object.__delattr__(self, "add_variable")
+
+    return build
+
+
+# The gradient tape
+
+
+def _handle_or_self(original: Any) -> Any:
+    def handle_or_self(x: Any) -> Any:
+        variable = variables.tf_variable(x) if isinstance(x, keras.Variable) else x
+        # Within `extended.update` there is a replica, though no replica context.
+        is_updated = replicas.is_updating()
+        is_outside = tf.distribute.in_cross_replica_context() and not is_updated
+        is_variable = isinstance(variable, values.DistributedVariable)
+        if is_variable and is_outside and _is_allowed(variables.strategy_of(variable)):
+            return variable._get_on_device_or_primary().handle
+        return original(x)
+
+    return handle_or_self

@@ -1,0 +1,523 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Variables in shards, as Keras and TensorFlow make, update, look up, save and restore them."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src import backend
+from keras.src.saving import saving_lib
+from tensorflow.python.checkpoint import functional_saver, tensor_callable
+from tensorflow.python.training.saving import saveable_object_util
+
+from tfdist.compat import replacing
+from tfdist.compat.keras import optimizers
+from tfdist.compat.tensorflow import variables
+from tfdist.runtime import row_blocks
+
+NEEDS = (
+    "keras:Variable._initialize_with_initializer",
+    "keras:Variable._dtype",
+    "keras:Variable._shape",
+    "keras.src.backend.tensorflow.random:normal",
+    "keras.src.backend.tensorflow.random:truncated_normal",
+    "keras.src.backend.tensorflow.random:uniform",
+    "keras.src.backend.tensorflow.random:_cast_seed",
+    "keras.src.backend.tensorflow.optimizer:TFOptimizer._distributed_tf_update_step",
+    "tensorflow.python.distribute.parameter_server_strategy_v2:ParameterServerStrategyV2Extended._update",
+    "tensorflow.python.distribute.parameter_server_strategy_v2:ParameterServerStrategyV2Extended._variable_count",
+    "keras:Variable._value",
+    "keras.src.backend.tensorflow.numpy:take(x, indices, axis)",
+    "keras.src.saving.saving_lib:H5IOStore.__getitem__",
+    "keras.src.saving.saving_lib:H5IOStore.__setitem__",
+    "keras.src.saving.saving_lib:H5IOStore._h5_entry_group",
+    "keras.src.saving.saving_lib:is_memory_sufficient(model)",
+    "keras.src.saving.saving_lib:safe_get_h5_dataset",
+    "keras:Optimizer.save_own_variables",
+    "tensorflow.python.checkpoint.functional_saver:_single_shard_restore(file_prefix, shardable_tensors, options)",
+    "tensorflow.python.checkpoint.sharding.sharding_util:ShardableTensor._tensor_save_spec",
+    "tensorflow.python.checkpoint.tensor_callable:Callable",
+    "tensorflow.python.training.saving.saveable_object_util:TrackableSaveable._local_names",
+    "tensorflow.python.training.saving.saveable_object_util:TrackableSaveable._trackable",
+    "tensorflow.python.training.saving.saveable_object_util:TrackableSaveable.restore",
+)
+
+
+# Initializers that look at the shape alone.
+_CONSTANTS = (keras.initializers.Zeros, keras.initializers.Ones, keras.initializers.Constant)
+# Initializers whose elements are one draw each; classes that derive from these and call anything else are not meant.
+_DRAWN = tuple(
+    getattr(keras.initializers, name).__call__
+    for name in ("RandomUniform", "RandomNormal", "TruncatedNormal", "VarianceScaling")
+)
+# Numbers that one value of the counter gives, of float32; how far a group of numbers of each draw advances the counter.
+_GROUP = 4
+_ADVANCE = {"uniform": 1, "normal": 1, "truncated_normal": 256}
+_DRAWS: dict[str, Callable[..., tf.Tensor]] = {
+    "uniform": tf.raw_ops.StatelessRandomUniformV2,
+    "normal": tf.raw_ops.StatelessRandomNormalV2,
+    "truncated_normal": tf.raw_ops.StatelessTruncatedNormalV2,
+}
+_PHILOX = 1
+# Shards above this size are drawn in parts.
+LARGE_BYTES = 64 << 20
+_lock = threading.RLock()
+
+
+# A variable may be made in a thread of its own (`graphs`).
+_making: contextvars.ContextVar[ShardInitial | None] = contextvars.ContextVar("tfdist_initial", default=None)
+
+
+class ShardInitial:
+    """The initial value of a variable that may be in shards, in the form that TensorFlow asks for.
+
+    Args:
+      initializer: a Keras initializer.
+      shape: of the whole.
+      dtype: of the variable.
+      path: name of the variable, with that of its layer.
+    """
+
+    def __init__(self, initializer: Any, shape: Sequence[int], dtype: str, path: str = "") -> None:
+        self.shape = tuple(shape)
+        self.path = path
+        self._initializer = initializer
+        self.dtype = dtype
+        # True if the shards begin as zeros, and get their values from `rows`.
+        self.is_postponed = False
+        # What is drawn as a seed for the first shard holds for all.
+        self._seed: tf.Tensor | None = None
+
+    def __call__(
+        self, partition_shape: Sequence[int] | None = None, partition_offset: Sequence[int] | None = None
+    ) -> tf.Tensor:
+        """Returns the whole, or a shard: rows partition_offset[0] to partition_offset[0] + partition_shape[0]."""
+        if partition_shape is None or partition_offset is None:
+            return self._initializer(self.shape, dtype=self.dtype)
+        part = tuple(partition_shape)
+        first = partition_offset[0]
+        is_drawn = self.dtype == "float32" and type(self._initializer).__call__ in _DRAWN
+        if not is_drawn and not isinstance(self._initializer, _CONSTANTS):
+            return self._initializer(self.shape, dtype=self.dtype)[first : first + part[0]]
+        if math.prod(part) * tf.as_dtype(self.dtype).size > LARGE_BYTES:
+            # A draw takes three times its memory for a moment, a constant twice.
+            self.is_postponed = True
+            return tf.zeros(part, self.dtype)
+        return self.rows(first, first + part[0])
+
+    def rows(self, first: int, last: int) -> tf.Tensor:
+        """Returns rows first to last - 1 of the whole."""
+        part = (last - first, *self.shape[1:])
+        if isinstance(self._initializer, _CONSTANTS):
+            return self._initializer(part, dtype=self.dtype)
+        with _lock, optimizers.patched_attributes([self._drawing(name, first, part) for name in _DRAWS]):
+            return self._initializer(self.shape, dtype=self.dtype)
+
+    def _drawing(self, name: str, first: int, part: tuple[int, ...]) -> tuple[Any, str, Any]:
+        module: Any = backend.random
+
+        def draw(shape: Any, *limits: Any, dtype: Any = None, seed: Any = None, **named: Any) -> tf.Tensor:
+            del shape, dtype
+            if self._seed is None:
+                self._seed = module._cast_seed(module.draw_seed(seed))
+            numbers = _numbers(name, self._seed, first * math.prod(part[1:]), part)
+            low, high = *limits, *named.values()
+            return numbers * (high - low) + low if name == "uniform" else numbers * high + low
+
+        return module, name, draw
+
+
+def note_initializers() -> None:
+    """Notes for each Keras variable that is made which initializer it begins with."""
+    replacing.once(keras.Variable, "_initialize_with_initializer", _noting)
+
+
+def present_initializer() -> ShardInitial | None:
+    """The initial value of the Keras variable that is being made."""
+    return _making.get()
+
+
+def _noting(original: Any) -> Any:
+    def initialize(variable: Any, initializer: Any) -> None:
+        with _made(ShardInitial(initializer, variable._shape, variable._dtype, variable.path)):
+            original(variable, initializer)
+
+    return initialize
+
+
+@contextlib.contextmanager
+def _made(initial: ShardInitial) -> Iterator[None]:
+    before = _making.set(initial)
+    try:
+        yield
+    finally:
+        _making.reset(before)
+
+
+def _numbers(name: str, seed: tf.Tensor, first: int, part: tuple[int, ...]) -> tf.Tensor:
+    """Returns the numbers first to first + prod(part) of a draw, float32, in the shape `part`."""
+    group, begun = divmod(first, _GROUP)
+    found = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
+    # 128 bits in two words; the low one does not overflow, because it begins below 2**33.
+    counter = found.counter + tf.constant([group * _ADVANCE[name], 0], tf.uint64)
+    count = math.prod(part)
+    numbers = _DRAWS[name](shape=[begun + count], key=found.key, counter=counter, alg=_PHILOX, dtype=tf.float32)
+    return tf.reshape(numbers[begun:], part)
+
+
+# Makes a parameter-server strategy update variables in shards shard by shard, and put their slots beside them.
+#
+# There is no public way: `strategy.extended` updates a variable whole, can't be replaced, and counts the variables that
+# it has made to find the next one's parameter server. The replacement of `_update` lives and ends with the strategy.
+# The one of Keras' optimizers is permanent, and only notes which optimizer makes an update.
+
+
+# Optimizers whose update of an element needs no other element of the variable.
+_ELEMENTWISE = (
+    keras.optimizers.SGD,
+    keras.optimizers.Adam,
+    keras.optimizers.AdamW,
+    keras.optimizers.Adamax,
+    keras.optimizers.Nadam,
+    keras.optimizers.Adagrad,
+    keras.optimizers.Adadelta,
+    keras.optimizers.Ftrl,
+    keras.optimizers.RMSprop,
+    keras.optimizers.Lion,
+)
+
+
+class _Updating(threading.local):
+    is_elementwise = True
+
+
+_updating = _Updating()
+
+
+def replace_update(strategy: Any, wrap: Callable[[Any, Callable[[], bool]], Any]) -> None:
+    """Replaces how a strategy updates a variable.
+
+    Args:
+      strategy: a `tf.distribute.ParameterServerStrategy`.
+      wrap: called with the strategy's own `_update`, and with a function that returns False within the update of an
+        optimizer that needs the whole variable; returns what takes its place.
+    """
+    replacing.once(_class_of_update(), optimizers.UPDATE, _noting_update)
+    strategy.extended._update = wrap(strategy.extended._update, lambda: _updating.is_elementwise)
+
+
+def server_of(strategy: Any, beside: Any = None) -> int:
+    """Returns the parameter server of the next variable, or of its first shard.
+
+    Args:
+      strategy: a `tf.distribute.ParameterServerStrategy`.
+      beside: variable on whose server, or servers, the next one is put; None for the next in turn.
+    """
+    if beside is not None:
+        return tf.DeviceSpec.from_string(beside.device).task or 0
+    return strategy.extended._variable_count
+
+
+@contextlib.contextmanager
+def beside_shards(strategy: Any, first: Any) -> Iterator[None]:
+    """Context in which the shards of a new variable are put on the servers of another variable's shards.
+
+    Args:
+      strategy: a `tf.distribute.ParameterServerStrategy`.
+      first: the first shard of the other variable.
+    """
+    extended = strategy.extended
+    before = extended._variable_count
+    extended._variable_count = tf.DeviceSpec.from_string(first.device).task
+    try:
+        yield
+    finally:
+        extended._variable_count = before
+
+
+def _class_of_update() -> Any:
+    return next(each for each in keras.optimizers.Optimizer.__mro__ if optimizers.UPDATE in vars(each))
+
+
+def _noting_update(original: Any) -> Any:
+    def update(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        before, _updating.is_elementwise = _updating.is_elementwise, _is_elementwise(optimizer)
+        try:
+            return original(optimizer, *args, **kwargs)
+        finally:
+            _updating.is_elementwise = before
+
+    return update
+
+
+def _is_elementwise(optimizer: Any) -> bool:
+    return any(type(optimizer).update_step is each.update_step for each in _ELEMENTWISE)
+
+
+# Looks up rows of a Keras variable in shards on the servers that have them.
+#
+# There is no public way. `tf.gather` calls `sparse_read` of a variable, if it has one; a Keras variable has none, and
+# so is read whole. `keras.ops.take`, which `keras.layers.Embedding` calls, reads it besides for its number of rows:
+# TensorFlow makes that read although nothing depends on it, and a read copies a variable whose rows have ever been
+# written. Both changes are permanent, and ones of variables in shards alone.
+
+
+def look_up_in_shards(has_shards: Callable[[Any], bool]) -> None:
+    """Gives Keras variables `sparse_read`, and has `keras.ops.take` call it.
+
+    Args:
+      has_shards: returns True for the TensorFlow variables whose rows are to be looked up.
+    """
+
+    def sparse_read(variable: Any) -> Callable[..., Any]:
+        found = variables.tf_variable(variable)
+        if not has_shards(found):
+            raise AttributeError("sparse_read")
+        return found.sparse_read
+
+    keras.Variable.sparse_read = property(sparse_read)
+    replacing.once(backend.numpy, "take", _looking_up(has_shards))
+
+
+def _looking_up(has_shards: Callable[[Any], bool]) -> Callable[[Any], Any]:
+    def wrap(original: Any) -> Any:
+        def take(x: Any, indices: Any, axis: int | None = None) -> Any:
+            table = variables.tf_variable(x) if isinstance(x, keras.Variable) else None
+            return _rows(table, indices) if axis == 0 and has_shards(table) else original(x, indices, axis)
+
+        return take
+
+    return wrap
+
+
+def _rows(table: Any, indices: Any) -> Any:
+    """Returns the result of Keras' `take` for the first axis: negative indices count from the end."""
+    count = table.shape[0]
+
+    def counted(values: tf.Tensor) -> tf.Tensor:
+        # Ids that are out of range stay as they are, for the error's text.
+        from_end = values + tf.cast(count, values.dtype)
+        return tf.where((values < 0) & (from_end >= 0), from_end, values)
+
+    if isinstance(indices, tf.SparseTensor):
+        ids = tf.sparse.expand_dims(tf.SparseTensor(indices.indices, counted(indices.values), indices.dense_shape), -1)
+        rows = tf.nn.safe_embedding_lookup_sparse(table, ids, default_id=0)
+        rows.set_shape(indices.shape + rows.shape[len(indices.shape) :])
+        return rows
+    if isinstance(indices, tf.RaggedTensor):
+        return tf.ragged.map_flat_values(lambda values: table.sparse_read(counted(values)), indices)
+    return table.sparse_read(counted(tf.convert_to_tensor(indices)))
+
+
+# Saves variables in shards to `.keras` and `.weights.h5` files, and loads them, a block of rows at a time.
+#
+# There is no public way: Keras turns each variable into an array before it writes it, reads each array whole, and makes
+# the file in memory where there seems to be enough. The files are the same as those of a model without shards: a data
+# set of HDF5 for each variable. All changes are permanent, and act on variables in shards alone; a large array that is
+# read for any other variable is read when it is assigned.
+
+
+class Rows(Protocol):
+    """A TensorFlow variable in shards."""
+
+    shape: Any
+    dtype: Any
+
+    def read_rows(self, first: int, last: int) -> np.ndarray:
+        """Returns rows first to last - 1."""
+        ...
+
+    def write_rows(self, first: int, rows: np.ndarray) -> None:
+        """Writes rows from `first` on."""
+        ...
+
+
+class StoredArray(np.lib.mixins.NDArrayOperatorsMixin):
+    """A data set of a file, which is read when it is needed as an array: by arithmetic, or any attribute of one."""
+
+    def __init__(self, stored: Any) -> None:
+        self._stored = stored
+        self.shape = tuple(stored.shape)
+        self.dtype = stored.dtype
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """Reads all of it."""
+        del copy  # A copy each time.
+        return np.array(self._stored, dtype)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        arrays = [np.array(each) if isinstance(each, StoredArray) else each for each in inputs]
+        return getattr(ufunc, method)(*arrays, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(np.array(self), name)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        return self._stored[rows]
+
+
+def save_in_shards(has_shards: Callable[[Any], bool]) -> None:
+    """Changes how Keras saves and loads; `has_shards` returns True for TensorFlow variables in shards."""
+
+    def rows_of(variable: Any) -> Rows | None:
+        found = variables.tf_variable(variable) if isinstance(variable, keras.Variable) else None
+        return found if has_shards(found) else None
+
+    replacing.once(saving_lib.H5IOStore, "__setitem__", _saving(rows_of))
+    replacing.once(saving_lib.H5IOStore, "__getitem__", _reading)
+    replacing.once(saving_lib, "is_memory_sufficient", _on_disk(rows_of))
+    replacing.once(keras.Variable, "assign", _assigning(rows_of))
+    replacing.once(keras.optimizers.Optimizer, "save_own_variables", _saving_slots(rows_of))
+
+
+def _saving(rows_of: Callable[[Any], Rows | None]) -> Callable[[Any], Any]:
+    def wrap(original: Any) -> Any:
+        def put(store: Any, key: str, value: Any) -> None:
+            rows = rows_of(value)
+            if rows is None or type(store) is not saving_lib.H5IOStore or rows.dtype.as_numpy_dtype not in _PLAIN:
+                return original(store, key, value)
+            # An empty array makes the group of the layer, as Keras does.
+            original(store, key, np.zeros([0], np.float32))
+            del store[key]
+            shape, dtype = tuple(rows.shape), rows.dtype.as_numpy_dtype
+            stored = store._h5_entry_group.create_dataset(key, shape=shape, dtype=dtype)
+            for first, last in row_blocks.ranges(shape, np.dtype(dtype).itemsize):
+                stored[first:last] = rows.read_rows(first, last)
+            return None
+
+        return put
+
+    return wrap
+
+
+_PLAIN = (np.float16, np.float32, np.float64)
+
+
+def _reading(original: Any) -> Any:
+    def get(store: Any, key: str) -> Any:
+        if key in store:
+            found = saving_lib.safe_get_h5_dataset(store._h5_entry_group, key)
+            is_large = hasattr(found, "nbytes") and found.nbytes > row_blocks.BLOCK_BYTES and found.ndim == 2
+            if is_large and "dtype" not in found.attrs:
+                return StoredArray(found)
+        return original(store, key)
+
+    return get
+
+
+def _on_disk(rows_of: Callable[[Any], Rows | None]) -> Callable[[Any], Any]:
+    def wrap(original: Any) -> Any:
+        def is_memory_sufficient(model: Any) -> bool:
+            return all(rows_of(variable) is None for variable in model.variables) and original(model)
+
+        return is_memory_sufficient
+
+    return wrap
+
+
+def _assigning(rows_of: Callable[[Any], Rows | None]) -> Callable[[Any], Any]:
+    def wrap(original: Any) -> Any:
+        def assign(variable: Any, value: Any) -> Any:
+            rows = rows_of(variable) if isinstance(value, StoredArray) else None
+            if rows is None or tuple(variable.shape) != value.shape:
+                return original(variable, np.array(value) if isinstance(value, StoredArray) else value)
+            for first, last in row_blocks.ranges(value.shape, np.dtype(value.dtype).itemsize):
+                rows.write_rows(first, value[first:last])
+            return value
+
+        return assign
+
+    return wrap
+
+
+def _saving_slots(rows_of: Callable[[Any], Rows | None]) -> Callable[[Any], Any]:
+    def wrap(original: Any) -> Any:
+        def save_own_variables(optimizer: Any, store: Any) -> None:
+            if all(rows_of(variable) is None for variable in optimizer.variables):
+                return original(optimizer, store)
+            # As Keras does, but without an array of each.
+            for index, variable in enumerate(optimizer.variables):
+                store[str(index)] = variable
+            return None
+
+        return save_own_variables
+
+    return wrap
+
+
+# Saves and restores a variable in slices, each of which is read from the checkpoint when the one before is written.
+#
+# `Trackable._serialize_to_tensors` may return a dictionary of slices in place of a tensor, and TensorFlow saves each
+# slice on the device that has it. There are two defects in its restore (TensorFlow 2.21). `TrackableSaveable.restore`
+# pairs names with tensors one to one, and so gives the variable its first slice alone. And all slices of a task are
+# read in one operation, before anything is assigned: beside a table the task has all of it a second time. There is no
+# other way to restore by parts, because Keras' variables define these methods. The changes are permanent, and ones of
+# variables with several slices, or with slices of the class `RowsOfShard`, only.
+
+
+class RowsOfShard(tensor_callable.Callable):
+    """A slice of a variable that is read when it is saved, and written as soon as it has been restored.
+
+    Args:
+      read: returns the tensor to save.
+      write: writes the restored tensor; returns the operation.
+      dtype: of the tensor.
+      device: that has it.
+    """
+
+    def __init__(self, read: Callable[[], tf.Tensor], write: Callable[[tf.Tensor], Any], dtype: Any, device: str):
+        super().__init__(read, dtype=dtype, device=device)
+        self.write = write
+
+
+def restore_in_slices() -> None:
+    """Changes TensorFlow's restore, once."""
+    replacing.once(saveable_object_util.TrackableSaveable, "restore", _from_all_slices)
+    replacing.once(functional_saver, "_single_shard_restore", _one_by_one)
+
+
+def is_written(tensor: Any) -> bool:
+    """Returns True for what a restored slice of `RowsOfShard` is replaced by."""
+    return tensor.shape == (0,)
+
+
+def _from_all_slices(original: Any) -> Any:
+    def restore(saveable: Any, restored_tensors: Any, restored_shapes: Any) -> Any:
+        names = saveable._local_names
+        if len(names) != 1 or len(saveable.specs) < 2:
+            return original(saveable, restored_tensors, restored_shapes)
+        slices = {spec.slice_spec: tensor for spec, tensor in zip(saveable.specs, restored_tensors, strict=True)}
+        return saveable._trackable._restore_from_tensors({names[0]: slices})
+
+    return restore
+
+
+def _one_by_one(original: Any) -> Any:
+    def restore(file_prefix: Any, shardable_tensors: Any, options: Any = None) -> Any:
+        rows = [each for each in shardable_tensors if isinstance(each._tensor_save_spec, RowsOfShard)]
+        others = [each for each in shardable_tensors if not isinstance(each._tensor_save_spec, RowsOfShard)]
+        found = original(file_prefix, others, options) if others else {}
+        before: list[Any] = []
+        for each in rows:
+            with tf.control_dependencies(before):
+                [(key, slices)] = original(file_prefix, [each], options).items()
+                # None where operations run at once.
+                before = [done] if (done := each._tensor_save_spec.write(slices[each.slice_spec])) is not None else []
+            with tf.control_dependencies(before):
+                found.setdefault(key, {})[each.slice_spec] = tf.zeros([0], each.dtype)
+        return found
+
+    return restore

@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives of one tensor over several workers by TensorFlow, with what makes them quick in a step.
+
+`tf.distribute.Strategy.reduce` leaves two things to be saved where all workers trace the same step. For each execution
+it draws a new key, about which the workers ask the first one (`replicas.fixed_keys`). And it always sends a sum around
+the ring twice: once to add up, and once for all to have it. A small tensor of a few workers is there sooner if all send
+theirs to all, and each adds them up, in the same order. There is no public way to a collective of a strategy's group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.distribute import collective_all_reduce_strategy, cross_device_ops
+
+from tfdist.compat.keras import optimizers
+from tfdist.compat.tensorflow import replicas
+
+NEEDS = (
+    "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher._all_gather",
+    "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher.all_reduce",
+    "tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended._initialize_local_devices",
+    "tensorflow.python.distribute.cross_device_ops:CollectiveAllReduce._all_reduce",
+    "tensorflow.python.distribute.cross_device_ops:CrossDeviceOps.batch_reduce",
+    "tensorflow.python.distribute.mirrored_strategy:MirroredExtended._collective_keys",
+    "tensorflow.python.distribute.mirrored_strategy:MirroredExtended._communication_options",
+    "tensorflow.python.distribute.mirrored_strategy:MirroredExtended._cross_device_ops",
+    "tensorflow.python.distribute.mirrored_strategy:MirroredExtended._collective_ops",
+    "tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended._get_variable_creator_initial_value",
+)
+
+
+# The part of a message that is sent before the lengths of all messages are known.
+HEAD_BYTES = 2**10
+# All workers' tensors together; above this the ring sends less.
+_GATHERED_BYTES = 2**18
+_GATHERED_DTYPES = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
+
+
+def sum_of(strategy: Any, flat: tf.Tensor) -> tf.Tensor:
+    """The sum of a tensor over all workers, in a graph or eagerly; in replica context, of workers of one device each.
+
+    Args:
+      strategy: a `MultiWorkerMirroredStrategy` of several workers.
+      flat: 1-D, of the same shape on all workers.
+    """
+    context: Any = tf.distribute.get_replica_context()
+    # Outside of any scope there is a context too, of another strategy.
+    if context is not None and context.strategy is strategy:
+        (total,) = optimizers.sum_over_replicas([flat])
+        return total
+    parts = replicas.parts_of(strategy)
+    home = replicas.worker_device(strategy)
+    if parts is not None:
+        home = parts.groups[0][0 if tf.executing_eagerly() else parts.part_of(flat)]
+    with tf.device(home):
+        return tf.distribute.Strategy.reduce(strategy, "SUM", tf.identity(flat), axis=None)
+
+
+def sum_in_step(strategy: Any, flat: tf.Tensor) -> tf.Tensor:
+    """The same, traced in a step that all workers trace alike, of workers with one device each.
+
+    Args:
+      strategy: see `sum_of`.
+      flat: 1-D, of the same static shape on all workers.
+    """
+    size, num_workers = flat.shape.num_elements(), replicas.worker_count(strategy)
+    if tf.executing_eagerly() or size is None:
+        return sum_of(strategy, flat)
+    launcher, device = _launcher(strategy, flat)
+    with replicas.fixed_keys(strategy), tf.device(device):
+        if not is_gathered(strategy, flat):
+            return launcher.all_reduce(tf.identity(flat))
+        gathered = launcher._all_gather(tf.identity(flat), None)
+        return tf.reduce_sum(tf.reshape(gathered, [num_workers, size]), 0)
+
+
+def is_gathered(strategy: Any, flat: tf.Tensor) -> bool:
+    """True if `sum_in_step` has each worker send this tensor to all others; False if it goes around a ring."""
+    size, (device,) = flat.shape.num_elements(), strategy.extended.worker_devices
+    if tf.executing_eagerly() or size is None or flat.dtype not in _GATHERED_DTYPES or "CPU" not in device:
+        return False
+    return size * flat.dtype.size * replicas.worker_count(strategy) <= _GATHERED_BYTES
+
+
+def gather(strategy: Any, message: tf.Tensor, in_step: bool) -> tf.Tensor:
+    """The messages of all workers of one device each, in a graph or eagerly, in any context.
+
+    What fits into `HEAD_BYTES` costs one collective. Of longer messages the lengths are known after it, and the rest
+    follows in a second one, which needs a key for each execution because its shape differs.
+
+    Args:
+      strategy: see `sum_of`.
+      message: 1-D uint8; each worker has one of its own length.
+      in_step: True in a step that all workers trace alike, whose first collective then needs no key for each execution.
+
+    Returns:
+      uint8 [workers, longest], each message padded with zeros.
+    """
+    num_workers = replicas.worker_count(strategy)
+    launcher, device = launcher_of_parts(strategy, 0), strategy.extended.worker_devices[0]
+    with tf.device(device):
+        # TensorFlow gathers no bytes, but integers.
+        length = tf.size(message)
+        head = tf.concat([[length], _as_integers(_padded(message[:HEAD_BYTES], HEAD_BYTES))], 0)
+        with replicas.fixed_keys(strategy) if in_step else replicas.counted_keys(strategy):
+            heads = tf.reshape(launcher._all_gather(head, None), [num_workers, 1 + HEAD_BYTES // 4])
+        longest, begun = tf.reduce_max(heads[:, 0]), _as_bytes(heads[:, 1:])
+
+        def with_rest() -> tf.Tensor:
+            rest = _as_integers(_padded(message[HEAD_BYTES:], (longest - HEAD_BYTES + 3) // 4 * 4))
+            with tf.device(device), replicas.counted_keys(strategy):
+                rests = launcher._all_gather(rest, None)
+            return tf.concat([begun, _as_bytes(tf.reshape(rests, [num_workers, -1]))], 1)
+
+        return tf.cond(longest > HEAD_BYTES, with_rest, lambda: begun)[:, :longest]
+
+
+def gathered_bytes(lengths: tf.Tensor) -> tf.Tensor:
+    """Returns how many bytes `gather` carries from each worker to each other one, for messages so long."""
+    longest = tf.reduce_max(lengths)
+    return 4 + HEAD_BYTES + tf.maximum((longest - HEAD_BYTES + 3) // 4 * 4, 0)
+
+
+def _launcher(strategy: Any, flat: tf.Tensor) -> tuple[Any, str]:
+    """Returns the launcher of the collectives of the part that a tensor is of, and its device."""
+    parts = replicas.parts_of(strategy)
+    if parts is None:
+        (device,) = strategy.extended.worker_devices
+        return launcher_of_parts(strategy, 0), device
+    part = parts.part_of(flat)
+    return launcher_of_parts(strategy, part), parts.groups[0][part]
+
+
+def _padded(message: tf.Tensor, size: Any) -> tf.Tensor:
+    return tf.pad(message, [[0, size - tf.size(message)]])
+
+
+def _as_integers(message: tf.Tensor) -> tf.Tensor:
+    return tf.bitcast(tf.reshape(message, [-1, 4]), tf.int32)
+
+
+def _as_bytes(integers: tf.Tensor) -> tf.Tensor:
+    return tf.reshape(tf.bitcast(integers, tf.uint8), [tf.shape(integers)[0], -1])
+
+
+# Reduces values over replicas that span devices: each part among the devices that hold it.
+#
+# TensorFlow's all-reduce has one group of devices, the first of each replica, and would fetch the gradients of all
+# parts to these. Its class is not public, nor is a strategy's own object of it, nor which local devices a strategy of
+# several workers takes: all GPUs, or the first CPU.
+
+
+class PartAllReduce(cross_device_ops.CollectiveAllReduce):
+    """An all-reduce for each part.
+
+    Args:
+      parts: the devices of this process' replicas.
+      num_workers: number of processes.
+      options: see `CollectiveAllReduce`.
+      keys: see `CollectiveAllReduce`.
+
+    Attributes:
+      by_part: the all-reduce of each part; this object itself is that of the first.
+    """
+
+    def __init__(self, parts: replicas.Parts, num_workers: int, options: Any, keys: Any) -> None:
+        size = len(parts.groups) * num_workers
+        super().__init__(parts.devices_of(0), size, options, keys)
+        self._parts = parts
+        others = [
+            cross_device_ops.CollectiveAllReduce(parts.devices_of(part), size, options, keys)
+            for part in range(1, parts.count)
+        ]
+        self.by_part: list[Any] = [self, *others]
+
+    def batch_reduce(self, reduce_op: Any, value_destination_pairs: Any, options: Any = None) -> Any:
+        """See the stock method: one batch for each part."""
+        pairs = list(value_destination_pairs)
+        return self._together(
+            [value for value, _ in pairs], lambda chosen: self._batch(reduce_op, pairs, chosen, options)
+        )
+
+    def _batch(self, reduce_op: Any, pairs: Sequence[Any], chosen: Sequence[int], options: Any) -> Any:
+        return super().batch_reduce(reduce_op, [pairs[index] for index in chosen], options)
+
+    def _all_reduce(self, reduce_op: Any, value: Any, replica_id: int, options: Any) -> Any:
+        flat = tf.nest.flatten(value)
+
+        def reduce(chosen: Sequence[int]) -> Any:
+            given = [flat[index] for index in chosen]
+            of_part = self.by_part[self._parts.part_of(given[0])]
+            stock = super(PartAllReduce, self)._all_reduce if of_part is self else of_part._all_reduce
+            return stock(reduce_op, given, replica_id, options)
+
+        return tf.nest.pack_sequence_as(value, self._together(flat, reduce))
+
+    def _together(self, values: Sequence[Any], reduce: Any) -> list[Any]:
+        """Calls a function with the indices of the values of each part; returns all results in order."""
+        results: list[Any] = [None] * len(values)
+        for chosen in by_part(self._parts, values):
+            for index, result in zip(chosen, reduce(chosen), strict=True):
+                results[index] = result
+        return results
+
+
+def by_part(parts: replicas.Parts | None, values: Sequence[Any]) -> list[list[int]]:
+    """Returns the indices of the values of each part that has any, those of the last part first.
+
+    The gradients of the last layers are computed first.
+    """
+    of_each = [0 if parts is None else parts.part_of(value) for value in values]
+    return [[i for i, each in enumerate(of_each) if each == part] for part in sorted(set(of_each), reverse=True)]
+
+
+def use_parts(strategy: Any, parts: replicas.Parts) -> None:
+    """Makes a strategy reduce each part among the devices that hold it."""
+    extended = strategy.extended
+    stock = extended._cross_device_ops
+    if not isinstance(stock, cross_device_ops.CollectiveAllReduce):
+        return  # Reduces to one device of those that the values are on.
+    workers = replicas.worker_count(strategy) if replicas.has_other_workers(strategy) else 1
+    operations = PartAllReduce(parts, workers, extended._communication_options, extended._collective_keys)
+    extended._cross_device_ops = operations
+    if getattr(extended, "_collective_ops", None) is stock:
+        extended._collective_ops = operations
+
+
+def launcher_of_parts(strategy: Any, part: int) -> Any:
+    """Returns what launches the collectives of a part, of workers of one replica each."""
+    operations = strategy.extended._cross_device_ops
+    (found,) = getattr(operations, "by_part", [operations])[part]._launchers
+    return found
+
+
+@contextlib.contextmanager
+def first_devices(devices_per_replica: int, num_cpus: int) -> Iterator[None]:
+    """Within this block, a strategy of several workers takes the first device of each replica for its devices.
+
+    Args:
+      devices_per_replica: number of devices of a replica.
+      num_cpus: number of logical CPUs of a worker, for workers without GPUs.
+    """
+    owner = collective_all_reduce_strategy.CollectiveAllReduceExtended
+    original = owner._initialize_local_devices
+
+    def local_devices(self: Any, cluster_resolver: Any, worker_device: str) -> tuple[tuple[str, ...], str]:
+        devices, kind = original(self, cluster_resolver, worker_device)
+        if kind == "CPU":
+            devices = tuple(f"{worker_device}/device:CPU:{index}" for index in range(num_cpus))
+        return tuple(devices[::devices_per_replica]), kind
+
+    owner._initialize_local_devices = local_devices
+    try:
+        yield
+    finally:
+        owner._initialize_local_devices = original
+
+
+# Broadcasts the initial values of variables whose dtype TensorFlow's broadcast refuses, such as bfloat16 and int8.
+#
+# Under MultiWorkerMirroredStrategy the chief sends every worker the value that a variable begins with, by a collective
+# that takes six dtypes (TensorFlow 2.21). There is no public way: the strategy makes a variable and broadcasts its
+# value in one call. Such a value is cast to a wider dtype, which loses nothing, and back.
+
+
+_TAKEN = frozenset({tf.bool, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64})
+
+
+def broadcast_all_dtypes(strategy: tf.distribute.Strategy) -> None:
+    """Allows variables of all numeric dtypes under a strategy of several workers."""
+    extended: Any = strategy.extended
+    original = extended._get_variable_creator_initial_value
+
+    def creator_initial_value(
+        replica_id: int, device: Any, primary_var: Any, **options: Any
+    ) -> Callable[[], tf.Tensor] | tf.Tensor:
+        if replica_id != 0:
+            # Copies the first replica's value.
+            return original(replica_id, device, primary_var, **options)
+
+        def initial_value() -> tf.Tensor:
+            with tf.device(device):
+                value = _value(options["initial_value"], options.get("dtype"))
+            carrier = _carrier(value.dtype)
+            carried = {**options, "initial_value": tf.cast(value, carrier), "dtype": carrier}
+            return tf.cast(original(replica_id, device, primary_var, **carried)(), value.dtype)
+
+        return initial_value
+
+    extended._get_variable_creator_initial_value = creator_initial_value
+
+
+def _value(initial: Any, dtype: Any) -> tf.Tensor:
+    value = initial() if callable(initial) else initial
+    # Of a variable that is restored from a checkpoint while it is made.
+    return tf.convert_to_tensor(getattr(value, "wrapped_value", value), dtype)
+
+
+def _carrier(dtype: tf.DType) -> tf.DType:
+    """The dtype to send values of `dtype` as: the same where it is taken, or where there is no wider one."""
+    if dtype in _TAKEN:
+        return dtype
+    if dtype.is_floating:
+        return tf.float32
+    return tf.int64 if dtype.is_integer else dtype

@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TensorFlow's context: the runtime's state in this process, its global seed, and the cluster's coordination service.
+
+There is no public way: `tf.random` sets the seed and does not return it, nothing says whether the runtime has begun,
+and the coordination service, which keeps text under keys for all workers, is reached through the context alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.distribute import collective_all_reduce_strategy, cross_device_utils
+from tensorflow.python.eager import context, execute
+from tensorflow.python.framework import random_seed
+from tensorflow.python.ops import resource_variable_ops
+
+from tfdist.compat import replacing
+from tfdist.compat.tensorflow.coordinator import CHIEF_JOB
+from tfdist.compat.tensorflow.variables import is_clock_variable
+
+NEEDS = (
+    "tensorflow.python.distribute.collective_all_reduce_strategy:coordination_config_pb2.CoordinatedJob",
+    "tensorflow.python.eager.context:Context._context_handle",
+    "tensorflow.python.eager.context:Context.abort_collective_ops",
+    "tensorflow.python.eager.context:Context.configure_coordination_service",
+    "tensorflow.python.eager.context:Context.delete_config_key_value",
+    "tensorflow.python.eager.context:Context.get_config_key_value",
+    "tensorflow.python.eager.context:Context.get_function_def",
+    "tensorflow.python.eager.context:Context.get_task_states",
+    "tensorflow.python.eager.context:Context.report_error_to_cluster",
+    "tensorflow.python.eager.context:Context.set_config_key_value",
+    "tensorflow.python.eager.context:context",
+    "tensorflow.python.eager.context:global_seed",
+    "tensorflow.python.framework.random_seed:DEFAULT_GRAPH_SEED",
+    "tensorflow.python.framework.random_seed:get_seed(op_seed)",
+    "tensorflow.python.eager.execute:execute_with_cancellation(op_name)",
+    "tensorflow.python.eager.execute:quick_execute(op_name)",
+    "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher._ordering_token",
+    "tensorflow.python.ops.resource_variable_ops:BaseResourceVariable",
+)
+
+
+_EXECUTIONS = {function.__code__ for function in (execute.quick_execute, execute.execute_with_cancellation)}
+_COLLECTIVE = "Collective"
+_drawn_seed: int | None = None
+
+
+def global_seed() -> int | None:
+    """The seed that `tf.random.set_seed` was given last, or None."""
+    return context.global_seed()
+
+
+def set_drawn_seed(seed: int) -> None:
+    """Sets the global seed for random operations without a seed of their own, where the program has set none.
+
+    The others have the seeds of a program without a global seed: `Dataset.shuffle(seed=3)` has its order on one device.
+    TensorFlow would mix the two seeds, so its function for that is replaced, once in a process.
+    """
+    global _drawn_seed
+    _drawn_seed = seed
+    replacing.once(random_seed, "get_seed", _without_drawn_seed)
+    if global_seed() != seed:
+        tf.random.set_seed(seed)
+
+
+def is_drawn_seed(seed: int | None) -> bool:
+    """Returns True for the seed that `set_drawn_seed` has set."""
+    return seed is not None and seed == _drawn_seed
+
+
+def _without_drawn_seed(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def get_seed(op_seed: Any) -> Any:
+        current = context.global_seed() if tf.executing_eagerly() else tf.compat.v1.get_default_graph().seed
+        seeds = original(op_seed)
+        return (random_seed.DEFAULT_GRAPH_SEED, seeds[1]) if op_seed is not None and is_drawn_seed(current) else seeds
+
+    return get_seed
+
+
+def has_begun() -> bool:
+    """Returns True if TensorFlow's runtime is initialized; then it can't join a cluster any more."""
+    return context.context()._context_handle is not None
+
+
+def configure_coordination(
+    leader: str, jobs: Mapping[str, int], start_timeout_secs: float, heartbeat_timeout_secs: float
+) -> None:
+    """Makes the runtime, which has not begun, join a coordination service.
+
+    Args:
+      leader: the task that runs the service, such as "/job:worker/replica:0/task:0".
+      jobs: for each job how many tasks it has.
+      start_timeout_secs: longest wait for the start of all tasks.
+      heartbeat_timeout_secs: for how long a task may be silent before it is taken for dead.
+    """
+    job_type = collective_all_reduce_strategy.coordination_config_pb2.CoordinatedJob
+    context.context().configure_coordination_service(
+        service_type="standalone",
+        service_leader=leader,
+        cluster_register_timeout_in_ms=int(start_timeout_secs * 1000),
+        heartbeat_timeout_in_ms=int(heartbeat_timeout_secs * 1000),
+        coordinated_jobs=[job_type(name=job, num_tasks=count) for job, count in jobs.items()],
+    )
+
+
+def set_key(key: str, text: str) -> None:
+    """Puts text under a key of the service.
+
+    Raises:
+      tf.errors.OpError: there is some already, or the service does not answer.
+    """
+    context.context().set_config_key_value(key, text)
+
+
+def get_key(key: str, timeout_ms: int) -> str:
+    """The text under a key, which is waited for.
+
+    Raises:
+      tf.errors.DeadlineExceededError: there was no value before the timeout.
+      tf.errors.OpError: the service does not answer.
+    """
+    return context.context().get_config_key_value(key, timeout_ms)
+
+
+def delete_key(key: str) -> None:
+    """Removes the text under a key, if there is some."""
+    context.context().delete_config_key_value(key)
+
+
+def errors_of_tasks(jobs: Mapping[str, int]) -> dict[str, str]:
+    """Errors of tasks that the coordination service knows of, by "job:index".
+
+    Args:
+      jobs: for each job how many tasks it has.
+
+    Raises:
+      tf.errors.OpError: the service does not answer.
+    """
+    names = [f"{job}:{index}" for job, count in jobs.items() for index in range(count)]
+    states = context.context().get_task_states(list(jobs.items()))
+    return {name: str(state) for name, state in zip(names, states, strict=True) if state is not None}
+
+
+def report_error(message: str) -> None:
+    """Makes pending calls of the other tasks raise `tf.errors.AbortedError` with this message."""
+    context.context().report_error_to_cluster(tf.errors.ABORTED, message)
+
+
+def abort_collectives(message: str) -> None:
+    """Makes this process' pending and later collectives raise `tf.errors.AbortedError` with this message."""
+    context.context().abort_collective_ops(tf.errors.ABORTED, message)
+
+
+def collective_in(frame: FrameType) -> str | None:
+    """Name of the operation or function that is executed in a frame, if it has collectives; else None.
+
+    Args:
+      frame: innermost frame of a thread that is inside of TensorFlow's runtime.
+    """
+    if frame.f_code.co_filename.endswith("gen_collective_ops.py"):
+        return frame.f_code.co_name
+    name = frame.f_locals.get("op_name") if frame.f_code in _EXECUTIONS else None
+    # An operation whose arguments had to be converted comes by a name of bytes.
+    name = name.decode() if isinstance(name, bytes) else name
+    return name if isinstance(name, str) and _has_collectives(name) else None
+
+
+@functools.lru_cache(1024)
+def _has_collectives(name: str) -> bool:
+    """Returns True if an operation or function of this name, or one that it calls, is a collective."""
+    pending, known = [name], {name}
+    while pending:
+        name = pending.pop()
+        if name.startswith(_COLLECTIVE):
+            return True
+        try:
+            nodes = context.context().get_function_def(name).node_def
+        except tf.errors.OpError:
+            # An operation.
+            continue
+        for node in nodes:
+            called = {node.op, *(attr.func.name for attr in node.attr.values() if attr.HasField("func"))}
+            called |= {each.name for attr in node.attr.values() for each in attr.list.func}
+            pending += called - known
+            known |= called
+    return False
+
+
+# In which order strategies may be built in one program.
+#
+# Joining a parameter-server cluster gives this process' devices new incarnations. Two things don't survive it:
+#
+# * A variable that was made before can still be read, but `assign` to it is lost without a word: TensorFlow writes to a
+#   new resource of the same name, and reads the old one.
+# * Collectives: whoever used the devices in one (MirroredStrategy, from two devices up) holds the old incarnations, and
+#   TensorFlow ends all collectives of the process for good.
+
+
+_mirrored_trained = False
+_joined = False
+_joined_after = False
+_has_ended = False
+# Variables of clusters that were left, by their id, because they can't be hashed.
+_lost: dict[int, weakref.ref[resource_variable_ops.BaseResourceVariable]] = {}
+
+
+def join_cluster() -> None:
+    """Called by ParameterServerStrategy before it starts anything.
+
+    Raises:
+      RuntimeError: This process has joined a cluster already, and TensorFlow would abort it later on; or it has
+        variables, which could not be written any more.
+    """
+    if _joined:
+        raise RuntimeError(
+            "A program can have one ParameterServerStrategy at a time, and this one has built it before: a process of "
+            "TensorFlow's belongs to one cluster. Use the first one again, also for further models; or end it with its "
+            "close(), or restart the kernel of a notebook, before you build another."
+        )
+    if _has_ended:
+        raise RuntimeError(
+            "This program has closed a ParameterServerStrategy, and the tasks of the cluster in TF_CONFIG have ended "
+            "with it. Start the job again, or restart the kernel of a notebook."
+        )
+    found = _variables()
+    if found:
+        raise RuntimeError(
+            "ParameterServerStrategy must be built before the first model or variable: TensorFlow can't write "
+            "variables that were made before a process joins a cluster. Move the line that builds "
+            "ParameterServerStrategy to the top of the program, or delete what was made before it; in a notebook, "
+            "restart the kernel and run that line first. Received: "
+            f"{len(found)} variables, {found[0]!r} among them"
+        )
+
+
+def joined_cluster() -> None:
+    """Called by ParameterServerStrategy when it has joined its cluster."""
+    global _joined, _joined_after
+    _joined, _joined_after = True, _mirrored_trained
+
+
+def leave_cluster(can_join_again: bool) -> None:
+    """Called by ParameterServerStrategy before it leaves its cluster.
+
+    Args:
+      can_join_again: False if the tasks of the next cluster would be those that have just ended.
+    """
+    global _joined, _has_ended
+    # Now, because TensorFlow crashes if it is asked later for the device of a variable on a lost server.
+    held = [each for each in gc.get_objects() if isinstance(each, resource_variable_ops.BaseResourceVariable)]
+    lost = [each for each in held if _is_lost(each) or CHIEF_JOB not in each.device]
+    _lost.clear()
+    _lost.update({id(each): weakref.ref(each) for each in lost})
+    _joined, _has_ended = False, not can_join_again
+
+
+def mirrored_trains() -> None:
+    """Called by MirroredStrategy before its replicas exchange anything.
+
+    Raises:
+      RuntimeError: A MirroredStrategy was at work before ParameterServerStrategy was built, and none can be since.
+    """
+    global _mirrored_trained
+    if _joined_after:
+        raise RuntimeError(
+            "MirroredStrategy trained before ParameterServerStrategy was built and can't go on after it: TensorFlow's "
+            "collectives don't survive joining a cluster. Move the line that builds ParameterServerStrategy above the "
+            "first fit, evaluate, predict or run under MirroredStrategy; in a notebook, restart the kernel and run "
+            "that line first."
+        )
+    _mirrored_trained = True
+
+
+def _variables() -> list[str]:
+    """The names of the variables that are alive in this process, but for those that strategies themselves have."""
+    gc.collect()
+    things = gc.get_objects()
+    own = {id(thing._ordering_token) for thing in things if type(thing) is cross_device_utils.CollectiveReplicaLauncher}
+    variables = [thing for thing in things if isinstance(thing, resource_variable_ops.BaseResourceVariable)]
+    variables = [each for each in variables if id(each) not in own and not is_clock_variable(each)]
+    return [str(each.name) for each in variables if not _is_lost(each)]
+
+
+def _is_lost(variable: resource_variable_ops.BaseResourceVariable) -> bool:
+    known = _lost.get(id(variable))
+    return known is not None and known() is variable

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Access to `ClusterCoordinator` below its public surface, which no other module has.
+
+`ClusterCoordinator.schedule` takes `tf.function`s only, and doesn't report the worker of a closure or its end. The
+queue beneath it takes any callable, and runs it in the thread of a worker, so that the engine can track each closure in
+that thread. `tests/compat/test_closures.py` fails if TensorFlow changes any of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import logging
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.distribute import parameter_server_strategy_v2 as stock
+from tensorflow.python.distribute.coordinator import cluster_coordinator, coordinator_context
+from tensorflow.python.eager import context, remote
+from tensorflow.python.training import server_lib
+
+NEEDS = (
+    "tensorflow.python.distribute.coordinator.cluster_coordinator:ClosureAbortedError",
+    "tensorflow.python.distribute.coordinator.cluster_coordinator:ClosureInputError",
+    "tensorflow.python.distribute.coordinator.cluster_coordinator:Cluster.closure_queue",
+    "tensorflow.python.distribute.coordinator.cluster_coordinator:Cluster.schedule(function, args, kwargs)",
+    "tensorflow.python.distribute.coordinator.cluster_coordinator:Cluster.stop",
+    "tensorflow.python.distribute.coordinator.cluster_coordinator:Cluster.workers",
+    "tensorflow.python.distribute.coordinator.cluster_coordinator:ClusterCoordinator._cluster",
+    "tensorflow.python.distribute.coordinator.cluster_coordinator:ClusterCoordinator._create_per_worker_resources",
+    "tensorflow.python.distribute.coordinator.cluster_coordinator:Worker._is_dead_with_error",
+    "tensorflow.python.distribute.coordinator.cluster_coordinator:Worker._process_closure(closure)",
+    "tensorflow.python.distribute.coordinator.cluster_coordinator:Worker.worker_index",
+    "tensorflow.python.distribute.coordinator.cluster_coordinator:_CoordinatedClosureQueue._error",
+    "tensorflow.python.distribute.coordinator.cluster_coordinator:_CoordinatedClosureQueue.done",
+    "tensorflow.python.distribute.coordinator.cluster_coordinator:_is_worker_failure",
+    "tensorflow.python.distribute.coordinator.coordinator_context:get_current_dispatch_context",
+    "tensorflow.python.eager.context:Context.executor",
+    "tensorflow.python.eager.context:context",
+    "tensorflow.python.distribute.parameter_server_strategy_v2:_SET_SERVER_DEF_RETRIES",
+    "tensorflow.python.eager.context:Context.get_server_def",
+    "tensorflow.python.eager.context:Context.update_server_def(server_def)",
+    "tensorflow.python.eager.context:ensure_initialized",
+    "tensorflow.python.eager.context:set_server_def_retries",
+    "tensorflow.python.eager.remote:connect_to_cluster(cluster_device_filters)",
+    "tensorflow.python.training.server_lib:ClusterDeviceFilters.set_device_filters",
+    "tensorflow.python.distribute.parameter_server_strategy_v2:ParameterServerStrategyV2Extended._allow_run_without_coordinator",
+    "tensorflow.python.distribute.parameter_server_strategy_v2:ParameterServerStrategyV2Extended._being_scheduled",
+)
+
+
+# Errors by which the chief sees a lost or restarting task. The coordinator decides which of them it can retry; a
+# closure raises them unchanged.
+_TASK_FAILURES = (
+    tf.errors.UnavailableError,
+    tf.errors.AbortedError,
+    tf.errors.CancelledError,
+    tf.errors.DeadlineExceededError,
+    cluster_coordinator.ClosureInputError,
+    cluster_coordinator.ClosureAbortedError,
+)
+
+
+def schedule(
+    coordinator: tf.distribute.coordinator.ClusterCoordinator, function: Callable[..., None], *args: Any
+) -> None:
+    """Queues `function(*args)` for whichever worker is free first.
+
+    It runs in that worker's thread on the chief, with the worker as the default device. It runs again, on another
+    worker, when it raises an error that
+    `is_task_failure` knows. Per-worker values among `args` arrive as the value of the worker it
+    runs on.
+    """
+    coordinator._cluster.schedule(function, args, {})
+
+
+def stop_coordinator(coordinator: tf.distribute.coordinator.ClusterCoordinator) -> None:
+    """Ends the coordinator's threads, and cancels the closures that it has."""
+    logger = tf.get_logger()
+    level = logger.level
+    # In a notebook TensorFlow shows a line for each step of this, twice.
+    logger.setLevel(logging.WARNING)
+    try:
+        coordinator._cluster.stop()
+    finally:
+        logger.setLevel(level)
+
+
+def before_use(coordinator: tf.distribute.coordinator.ClusterCoordinator, function: Callable[[], None]) -> None:
+    """Calls `function` whenever the program itself schedules on the coordinator, or waits for its closures.
+
+    A closure that resides in a worker's thread would else keep that program's own closures waiting for ever.
+    """
+    for name in ("schedule", "join", "done"):
+        setattr(coordinator, name, _preceded(function, getattr(type(coordinator), name), coordinator))
+
+
+def _preceded(function: Callable[[], None], method: Callable[..., Any], coordinator: Any) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        function()
+        return method(coordinator, *args, **kwargs)
+
+    return call
+
+
+def after_each(coordinator: tf.distribute.coordinator.ClusterCoordinator, method: Callable[[int], None]) -> None:
+    """Calls `method` with the index of a worker, in its thread, whenever that thread is done with a closure.
+
+    If the worker was lost, that is when the coordinator has it back: `ClusterCoordinator` waits for it before it lets
+    the closure go. The bound method is kept by a weak reference, because the threads of the workers would else keep
+    the coordinator for as long as the process lives.
+    """
+    reference = weakref.WeakMethod(method)
+    for worker in coordinator._cluster.workers:
+        worker._process_closure = functools.partial(_followed, worker._process_closure, reference, worker.worker_index)
+
+
+def _followed(process: Callable[[Any], None], reference: weakref.WeakMethod, worker: int, closure: Any) -> None:
+    process(closure)
+    method = reference()
+    if method is not None:
+        method(worker)
+
+
+def create_on_workers(
+    coordinator: tf.distribute.coordinator.ClusterCoordinator, function: Callable[..., Any], *args: Any
+) -> tf.distribute.coordinator.PerWorkerValue:
+    """Runs `function(*args)` once on each worker, and again on a restarted worker; the values stay there."""
+    return coordinator._create_per_worker_resources(function, args)
+
+
+def current_worker() -> int | None:
+    """The index of the worker whose thread this is, or None outside of a closure."""
+    dispatch = coordinator_context.get_current_dispatch_context()
+    return None if dispatch is None else int(dispatch.worker_index)
+
+
+def this_worker() -> int:
+    """The index of the worker whose thread this is.
+
+    Raises:
+      RuntimeError: It is no worker's thread.
+    """
+    dispatch = coordinator_context.get_current_dispatch_context()
+    if dispatch is None:
+        raise RuntimeError("this_worker() was called outside of a closure")
+    return int(dispatch.worker_index)
+
+
+def lost_workers(coordinator: tf.distribute.coordinator.ClusterCoordinator) -> set[int]:
+    """The workers that the coordinator has found dead and that are not back yet."""
+    return {worker.worker_index for worker in coordinator._cluster.workers if worker._is_dead_with_error}
+
+
+def is_task_failure(error: BaseException) -> bool:
+    """Returns True if a closure must raise `error` again, so that the coordinator retries it or reports it."""
+    # The second kind: a worker that was restarted before its loss was detected.
+    return isinstance(error, _TASK_FAILURES) or cluster_coordinator._is_worker_failure(error)
+
+
+def clear_error() -> None:
+    """Makes the calling worker's thread forget an error that was dealt with; TensorFlow would report it again."""
+    context.context().executor.clear_error()
+
+
+def has_failed(coordinator: tf.distribute.coordinator.ClusterCoordinator) -> bool:
+    """Returns True if the coordinator has stopped at an error, such as the loss of a parameter server."""
+    return coordinator._cluster.closure_queue._error is not None
+
+
+def raise_failure(coordinator: tf.distribute.coordinator.ClusterCoordinator) -> None:
+    """Raises the error that the coordinator could not mend, if there is one. It waits for closures in flight to end."""
+    coordinator._cluster.closure_queue.done()
+
+
+# Connection of the chief to a parameter-server cluster: the stock `_connect_to_cluster` with two differences.
+#
+# * The chief joins as job localhost, its current job. The stock strategy renames its devices to job chief, and objects
+#   that were made before (a data set, for example) can't find their device any more.
+# * The parameter servers know each other's addresses: the update of a model on several servers is one function.
+
+
+CHIEF_JOB = "localhost"
+# In full, so that it means the same in the thread of a worker, whose default device is merged with it.
+CHIEF_DEVICE = f"/job:{CHIEF_JOB}/replica:0/task:0/device:CPU:0"
+SERVER_DEVICE = "/job:ps/replica:0/task:0/device:CPU:0"
+
+
+def connect(cluster_spec: tf.train.ClusterSpec) -> None:
+    """Joins this process to the cluster, as its chief, and waits for the connection.
+
+    Args:
+      cluster_spec: all tasks; the chief's job is `CHIEF_JOB`.
+    """
+    filters = server_lib.ClusterDeviceFilters()
+    for index in range(cluster_spec.num_tasks("worker")):
+        # A worker doesn't need the state of other workers.
+        filters.set_device_filters("worker", index, ["/job:ps", f"/job:{CHIEF_JOB}"])
+    # As the stock strategy has them: one call under way to each worker, and no asynchronous executors, so that a lost
+    # worker is noticed by the call that meets it.
+    os.environ["TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE"] = "False"
+    os.environ["TF_PS_DISABLE_ASYNC_EXECUTOR_GLOBALLY"] = "True"
+    remote.connect_to_cluster(cluster_spec, job_name=CHIEF_JOB, protocol="grpc", cluster_device_filters=filters)
+    context.set_server_def_retries(stock._SET_SERVER_DEF_RETRIES)
+    context.ensure_initialized()
+
+
+def disconnect() -> None:
+    """Takes this process out of its cluster; it can go on alone, or join another cluster.
+
+    Else TensorFlow would register each new function with the servers, and write an error for each that has ended.
+    """
+    described = copy.deepcopy(context.context().get_server_def())
+    for job in [job for job in described.cluster.job if job.name != CHIEF_JOB]:
+        described.cluster.job.remove(job)
+    described.ClearField("cluster_device_filters")
+    # A server that has ended already can't be told.
+    with contextlib.suppress(tf.errors.OpError):
+        context.context().update_server_def(described)
+
+
+# The marks by which `ParameterServerStrategy` knows functions that `ClusterCoordinator` schedules.
+#
+# There is no public way: the stock `run` warns about, and later refuses, what is not called in such a function, and
+# tells the two apart by marks of its own. The second one stays set when a function fails to trace.
+
+
+def allow_without_coordinator(strategy: Any) -> None:
+    """Makes the stock `run` accept functions that no coordinator schedules."""
+    strategy.extended._allow_run_without_coordinator = True
+
+
+def is_scheduled_traced(strategy: Any) -> bool:
+    """Returns True while a function that a coordinator schedules is traced."""
+    return strategy.extended._being_scheduled
+
+
+def forget_scheduled(strategy: Any) -> None:
+    """Says that none is being traced."""
+    strategy.extended._being_scheduled = False

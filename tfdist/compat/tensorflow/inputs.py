@@ -1,0 +1,723 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data sets, as Keras and TensorFlow hand them to replicas: their classes, pipelines, iterators and lengths."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import copy
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
+from tensorflow.python.data.experimental.ops import distribute
+from tensorflow.python.data.ops import map_op, multi_device_iterator_ops
+from tensorflow.python.distribute import input_lib
+from tensorflow.python.eager import context
+from tensorflow.python.eager.polymorphic_function import atomic_function, function_type_utils, polymorphic_function
+from tensorflow.python.framework import composite_tensor
+from tensorflow.python.ops import gen_dataset_ops
+
+from tfdist.compat import own_attributes, replacing
+from tfdist.compat.tensorflow import graphs, replicas
+
+NEEDS = (
+    "keras.src.trainers.data_adapters:is_tf_dataset",
+    "tensorflow.python.data.experimental.ops.distribute:compute_batch_size(dataset)",
+    "tensorflow.python.distribute.input_lib:DistributedDataset._enable_get_next_as_optional",
+    "tensorflow.python.distribute.input_lib:DistributedDatasetsFromFunction._cardinality",
+    "tensorflow.python.distribute.input_lib:DistributedDataset._input_workers",
+    "tensorflow.python.distribute.input_lib:DistributedDataset._type_spec",
+    "tensorflow.python.distribute.input_lib:InputWorkers.serialize",
+    "tensorflow.python.framework.composite_tensor:CompositeTensor._type_spec",
+    "keras.src.trainers.data_adapters.array_data_adapter:ArrayDataAdapter._shuffle",
+    "keras.src.trainers.data_adapters.array_data_adapter:ArrayDataAdapter.num_batches",
+    "keras.src.trainers.data_adapters.tf_dataset_adapter:TFDatasetAdapter._dataset",
+    "keras.src.trainers.epoch_iterator:EpochIterator.data_adapter",
+    "tensorflow.python.data.ops.map_op:_MapDataset.__init__(use_inter_op_parallelism)",
+    "tensorflow.python.data.ops.multi_device_iterator_ops:OwnedMultiDeviceIterator._devices",
+    "tensorflow.python.data.ops.multi_device_iterator_ops:OwnedMultiDeviceIterator.get_next(device)",
+    "tensorflow.python.data.ops.multi_device_iterator_ops:_PerDeviceGenerator.__init__(incarnation_id, source_device)",
+    "tensorflow.python.data.ops.multi_device_iterator_ops:_PerDeviceGenerator._finalize_captured_args",
+    "tensorflow.python.data.ops.multi_device_iterator_ops:_PerDeviceGenerator._finalize_func",
+    "tensorflow.python.data.ops.multi_device_iterator_ops:_PerDeviceGenerator._flat_structure",
+    "tensorflow.python.data.ops.multi_device_iterator_ops:_PerDeviceGenerator._incarnation_id_index",
+    "tensorflow.python.data.ops.multi_device_iterator_ops:_PerDeviceGenerator._init_captured_args",
+    "tensorflow.python.data.ops.multi_device_iterator_ops:_PerDeviceGenerator._init_func",
+    "tensorflow.python.data.ops.multi_device_iterator_ops:_PerDeviceGenerator._next_captured_args",
+    "tensorflow.python.data.ops.multi_device_iterator_ops:_PerDeviceGenerator._next_func",
+    "tensorflow.python.data.ops.multi_device_iterator_ops:_create_device_dataset",
+    "tensorflow.python.eager.context:context",
+    "tensorflow.python.eager.polymorphic_function.atomic_function:AtomicFunction._bound_context",
+    "tensorflow.python.eager.polymorphic_function.atomic_function:AtomicFunction._children",
+    "tensorflow.python.eager.polymorphic_function.concrete_function:ConcreteFunction._inference_function",
+    "tensorflow.python.ops.gen_dataset_ops:generator_dataset",
+    "tensorflow.python.ops.gen_dataset_ops:multi_device_iterator_to_string_handle",
+    "tensorflow.python.distribute.input_lib:DistributedDatasetsFromFunction._options",
+    "tensorflow.python.data.ops.dataset_ops:DatasetV2._functions",
+    "tensorflow.python.data.ops.dataset_ops:DatasetV2._inputs",
+    "tensorflow.python.data.ops.from_tensor_slices_op:_TensorSliceDataset._tensors",
+    "tensorflow.python.data.ops.from_tensors_op:_TensorDataset._tensors",
+    "tensorflow.python.data.ops.readers:TextLineDatasetV2._filenames",
+    "tensorflow.python.data.ops.shard_op:_ShardDataset._index",
+    "tensorflow.python.data.ops.skip_op:_SkipDataset._count",
+    "tensorflow.python.data.ops.structured_function:StructuredFunctionWrapper.function",
+    "tensorflow.python.data.ops.take_op:_TakeDataset._count",
+    "tensorflow.python.distribute.input_lib:DistributedIteratorBase.get_next",
+    "tensorflow.python.distribute.input_lib:DistributedIteratorBase.get_next_as_optional",
+    "tensorflow.python.distribute.input_lib:_SingleWorkerDatasetIteratorBase.get_next_as_list",
+    "tensorflow.python.distribute.input_lib:_SingleWorkerDatasetIteratorBase.get_next_as_optional_list",
+    "tensorflow.python.eager.polymorphic_function.function_type_utils:make_function_type(input_signature)",
+    "tensorflow.python.eager.polymorphic_function.polymorphic_function:Function.get_concrete_function",
+    "keras.src.trainers.epoch_iterator:EpochIterator._epoch_iterator",
+    "keras.src.trainers.epoch_iterator:EpochIterator._num_batches",
+    "keras.src.trainers.epoch_iterator:EpochIterator._steps_seen",
+    "keras.src.trainers.epoch_iterator:EpochIterator.steps_per_epoch",
+)
+
+
+class DistributedDatasetBase(input_lib.DistributedDataset):
+    """Base class of data sets, with no attribute of the private class's but those of the stock data set `whole`.
+
+    As an argument of a `tf.function` it is that stock data set: TensorFlow takes it apart by its private attributes.
+    """
+
+    whole: Any
+
+    @property
+    def _type_spec(self) -> Any:
+        return self.whole._type_spec
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") or name.startswith(("__", "_tfdist", "_make_whole")):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.whole, name)
+
+
+# A subclass has a property `_type_spec`.
+CompositeBatch = composite_tensor.CompositeTensor
+
+
+def assume_full_batches(distributed: Any) -> None:
+    """Says that each batch has a part for every replica of every worker: TensorFlow would ask, for each batch."""
+    distributed._enable_get_next_as_optional = False
+    distributed._input_workers = copy.copy(distributed._input_workers)
+    distributed._input_workers.__class__ = _WithFullBatches
+
+
+class _WithFullBatches(input_lib.InputWorkers):
+    """Keeps functions that were traced for full batches from being called with other data.
+
+    TensorFlow compares the workers of data sets for that, and not if they ask. Of workers with data of different
+    lengths, the one with less would end too soon, and the others would wait for it.
+    """
+
+    def serialize(self) -> tuple[Any, ...]:
+        return (*super().serialize(), "full batches")
+
+
+def set_length(distributed: Any, steps: int) -> None:
+    """Says how many steps a pass has on all workers: TensorFlow takes the number of this worker's own elements."""
+    distributed._cardinality = steps
+
+
+def batch_size(dataset: tf.data.Dataset) -> int | None:
+    """Returns the size of all batches but the last, or None if TensorFlow does not know it.
+
+    There is no public way: the shapes of a data set tell no size if the last batch may be smaller.
+    """
+    size: Any = distribute.compute_batch_size(dataset)
+    size = int(size)
+    return size if size > 0 else None
+
+
+def mapped_inline(dataset: tf.data.Dataset, function: Callable[..., Any]) -> tf.data.Dataset:
+    """Returns `dataset.map(function)`, for functions of a few operations: the thread that reads calls them.
+
+    The public `map` hands each call to the pool of threads, which takes five times as long.
+    """
+    not_converted = tf.autograph.experimental.do_not_convert(function)
+    return map_op._MapDataset(dataset, not_converted, use_inter_op_parallelism=False)
+
+
+# Completes the data sets that Keras makes of arrays, for strategies: what tf.data need not tune, and their size.
+#
+# An iterator whose pipeline TensorFlow tunes has a thread that sleeps between looks at it, 10 ms at first and up to 60
+# s later. To delete the iterator, TensorFlow wakes that thread, and only then marks the iterator as cancelled
+# (`CancellationManager::StartCancel` in TensorFlow 2.21 runs its callbacks first). On a busy machine the thread often
+# looks in between, and sleeps on for as long as the pass has taken, and with it the program, which holds Python's lock.
+# A pipeline that Keras makes of arrays has nothing that needs tuning.
+#
+# There is no public way to see that a data set was made of arrays: Keras' data adapter alone holds them.
+
+
+def untuned(dataset: tf.data.Dataset, epoch_iterator: Any) -> tf.data.Dataset:
+    """Switches tf.data's autotuning off if Keras has made `dataset` of arrays.
+
+    Args:
+      dataset: any data set.
+      epoch_iterator: the caller of the distribution; Keras' epoch iterator in a model's loops.
+
+    Returns:
+      The data set to use in its place.
+    """
+    if not _is_of_arrays(epoch_iterator) or not isinstance(dataset, tf.data.Dataset):
+        return dataset
+    return without_tuning(dataset)
+
+
+def without_tuning(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """The same data set, which TensorFlow does not tune."""
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return dataset.with_options(options)
+
+
+def sized(dataset: tf.data.Dataset, epoch_iterator: Any) -> tf.data.Dataset:
+    """Says how many batches Keras makes of arrays, which the data set that it makes for them does not.
+
+    Only so is a step known to be the last one of its epoch, and its logs those of the whole epoch. For the arguments
+    see `untuned`.
+    """
+    if not _is_of_arrays(epoch_iterator) or int(dataset.cardinality()) != tf.data.UNKNOWN_CARDINALITY:
+        return dataset
+    return dataset.apply(tf.data.experimental.assert_cardinality(epoch_iterator.data_adapter.num_batches))
+
+
+def count_batches_of(epoch_iterator: Any, distributed: Any) -> None:
+    """Makes Keras take the number of batches from a distributed data set, if it has made `tf.data` of the user's that.
+
+    For the first argument see `untuned`.
+    """
+    adapter = getattr(epoch_iterator, "data_adapter", None)
+    if isinstance(adapter, TFDatasetAdapter):
+        adapter._dataset = distributed
+
+
+def is_in_order(epoch_iterator: Any) -> bool:
+    """Returns True if the data are arrays that Keras doesn't shuffle; for the argument see `untuned`."""
+    return _is_of_arrays(epoch_iterator) and not epoch_iterator.data_adapter._shuffle
+
+
+def _is_of_arrays(epoch_iterator: Any) -> bool:
+    return isinstance(getattr(epoch_iterator, "data_adapter", None), ArrayDataAdapter)
+
+
+# Makes the pipelines with which TensorFlow hands batches to replicas cheap, traced once and not tuned; and in order.
+#
+# For each pass over a distributed data set TensorFlow makes, besides the user's pipeline, one for each device, which
+# fetches that device's batches. Its options can't be set from outside. Each has a thread for tuning, where there is
+# nothing to tune, and may hold up the program when it is deleted, as is told above. And for each, six
+# functions are traced, which differ only in what they capture: half of the time of a small `predict`.
+#
+# In a graph TensorFlow reads for all devices at once. An error of the data is raised for one of them, and for the next
+# one the data are at their end: whichever comes first is raised, so that `fit` may end without an error. Read one after
+# the other, the error comes first.
+#
+# Three functions are replaced, for good and for the whole process: who iterates later, and in which thread, is not
+# known here.
+
+
+# An attribute of TensorFlow's context, in which functions live: what was traced, by what it was traced for.
+_TRACED = "_tfdist_device_pipelines"
+_MOST_TRACED = 200
+_NAMES = ("init", "next", "finalize")
+
+
+def leave_untuned() -> None:
+    """Replaces the three functions; does nothing if it was called before."""
+    replacing.once(multi_device_iterator_ops, "_create_device_dataset", _untuned)
+    replacing.once(multi_device_iterator_ops._PerDeviceGenerator, "__init__", _traced_once)
+    replacing.once(multi_device_iterator_ops.OwnedMultiDeviceIterator, "get_next", _one_after_the_other)
+
+
+def _one_after_the_other(get_next: Callable[..., Any]) -> Callable[..., Any]:
+    def in_order(self: Any, device: Any = None) -> Any:
+        if device is not None:
+            return get_next(self, device)
+        found: list[Any] = []
+        for each in self._devices:
+            before = [leaf for leaf in tf.nest.flatten(found[-1:], expand_composites=True) if tf.is_tensor(leaf)]
+            with tf.device(each), tf.control_dependencies(before):
+                found.append(get_next(self, each))
+        return found
+
+    return in_order
+
+
+def _untuned(made: Callable[..., Any]) -> Callable[..., Any]:
+    def untuned(*args: Any, **kwargs: Any) -> Any:
+        return without_tuning(made(*args, **kwargs))
+
+    return untuned
+
+
+def _traced_once(original: Callable[..., None]) -> Callable[..., None]:
+    def initialize(
+        self: Any,
+        shard_num: int,
+        multi_device_iterator_resource: Any,
+        incarnation_id: Any,
+        source_device: Any,
+        element_spec: Any,
+        iterator_is_anonymous: bool,
+    ) -> None:
+        own = {"resource": multi_device_iterator_resource, "incarnation": incarnation_id, "source": source_device}
+        is_eager = tf.executing_eagerly() and iterator_is_anonymous
+        ctx = context.context()
+        traced = vars(ctx).setdefault(_TRACED, {})
+        flat = tuple(tf.nest.flatten(element_spec))
+        key = is_eager and (shard_num, source_device.numpy(), ctx.device_name, flat)
+        if key in traced:
+            own["handle"] = gen_dataset_ops.multi_device_iterator_to_string_handle(multi_device_iterator_resource)
+            self._name, self._element_spec = f"device_generator_{shard_num}", element_spec
+            traced[key].give_to(self, own)
+            return
+        original(self, shard_num, *own.values(), element_spec, iterator_is_anonymous)
+        if is_eager:
+            if len(traced) >= _MOST_TRACED:
+                traced.clear()
+            traced[key] = _Functions.of(self, own)
+
+    return initialize
+
+
+def _without_graph(function: atomic_function.AtomicFunction) -> atomic_function.AtomicFunction:
+    """The same function of the runtime, which keeps neither the graph that it was traced in nor what that captures."""
+    children = [_without_graph(child) for child in function._children]
+    return atomic_function.AtomicFunction(function.name, function._bound_context, function.function_type, children)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Function:
+    """Function argument of an operation, with the tensors that it captures in this pass."""
+
+    traced: atomic_function.AtomicFunction
+    captured_inputs: list[Any]
+
+    @property
+    def name(self) -> bytes:
+        """Name under which the runtime knows the function, for the lifetime of this object."""
+        return self.traced.name
+
+
+@dataclasses.dataclass(frozen=True)
+class _Functions:
+    """The functions of one pipeline, by name, with the parts that what they capture plays in it."""
+
+    traced: dict[str, tuple[atomic_function.AtomicFunction, list[str]]]
+
+    @classmethod
+    def of(cls, pipeline: Any, own: dict[str, Any]) -> _Functions:
+        """Takes them from a pipeline that was made for the objects `own`."""
+
+        def part(captured: Any) -> str:
+            # None of the arguments: the handle that TensorFlow makes of the resource.
+            return next((name for name, each in own.items() if each is captured), "handle")
+
+        traced = {name: getattr(pipeline, f"_{name}_func")._inference_function for name in _NAMES}
+        return cls(
+            {
+                name: (_without_graph(function), [part(each) for each in vars(pipeline)[_captured(name)]])
+                for name, function in traced.items()
+            }
+        )
+
+    def give_to(self, pipeline: Any, own: dict[str, Any]) -> None:
+        """Makes a pipeline of them for the objects `own`."""
+        arguments, functions = [], {}
+        for name, (traced, parts) in self.traced.items():
+            captured = [own[part] for part in parts]
+            # The resource is kept alive by what is captured, but is no argument of the function.
+            function = _Function(traced, [each for each in captured if each is not own["resource"]])
+            vars(pipeline).update({f"_{name}_func": function, _captured(name): captured})
+            arguments.append(captured)
+            functions[f"{name}_func"] = function
+        pipeline._incarnation_id_index = self.traced["next"][1].index("incarnation")
+        variant = gen_dataset_ops.generator_dataset(*arguments, **functions, **pipeline._flat_structure)
+        tf.data.Dataset.__init__(pipeline, variant)
+
+
+def _captured(name: str) -> str:
+    return f"_{name}_captured_args"
+
+
+# tf.data's own iterator, in place of TensorFlow's iterator for several devices, where a worker has a single CPU.
+#
+# TensorFlow's input library reads for every worker with an `OwnedMultiDeviceIterator`, whose background thread fetches
+# batches for its devices. For one CPU it has nothing to fetch, costs two threads and a copy of the buffer, and its
+# destructor has two defects (TensorFlow 2.21): destroyed soon after it was first read, its thread may read an iterator
+# that is gone, which is a segmentation fault; and it may wait up to a minute for the thread that tunes the pipeline.
+# The input library can do without, but the strategies for several workers don't let that option pass: there is no
+# public way.
+
+
+_DIRECTLY = tf.distribute.InputOptions(
+    experimental_fetch_to_device=False,
+    experimental_replication_mode=tf.distribute.InputReplicationMode.PER_REPLICA,
+)
+
+
+def read_directly(distributed: Any, devices: Sequence[str]) -> Any:
+    """The data set that a strategy has made without options, which from now on is read with tf.data's own iterator.
+
+    Args:
+      distributed: what `distribute_datasets_from_function` has returned.
+      devices: of this worker's replicas. If it is not one CPU, nothing is changed.
+    """
+    if len(devices) == 1 and tf.DeviceSpec.from_string(devices[0]).device_type == "CPU":
+        distributed._options = _DIRECTLY
+    return distributed
+
+
+# The data sets that a `tf.data.Dataset` was made of, and the values that it was given.
+#
+# There is no public way: a data set keeps its inputs and arguments to itself. (Its graph has them, with copies of all
+# arrays.)
+
+
+# Attributes with arrays, names of files, or numbers that choose examples.
+_VALUES = ("_tensors", "_filenames", "_index", "_count")
+
+
+def inputs_of(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
+    """Returns the data sets that a data set reads from directly; an empty list for a source."""
+    return dataset._inputs()
+
+
+def functions_of_dataset(dataset: tf.data.Dataset) -> list[Any]:
+    """Returns the concrete functions that a data set itself was made with, as by `map` and `filter`."""
+    return [wrapper.function for wrapper in dataset._functions()]
+
+
+def values_of_dataset(dataset: tf.data.Dataset) -> list[tf.Tensor]:
+    """Returns the arrays, names of files and numbers that a data set itself was made with, as far as they are known."""
+    given: list[Any] = [value for name in _VALUES for value in tf.nest.flatten(vars(dataset).get(name))]
+    # Names of files are a data set of their own, which is none of the inputs.
+    found = [
+        each
+        for value in given
+        for each in (values_of_dataset(value) if isinstance(value, tf.data.Dataset) else [value])
+    ]
+    return [value for value in found if isinstance(value, tf.Tensor) and hasattr(value, "numpy")]
+
+
+# Observes how long a strategy's own iterators read.
+#
+# A `tf.function` that trains calls `next` of a distributed iterator, which reads on this worker first, and asks the
+# other workers for the end of the data after that. Only the first part is input. There is no public way between the
+# two.
+
+
+# Takes a function that reads, and returns what it has read.
+NoteRead = Callable[[Callable[[], Any]], Any]
+_note_read: contextvars.ContextVar[NoteRead | None] = contextvars.ContextVar("_note_read", default=None)
+
+
+def note_input_times() -> None:
+    """From now on `note_read` of an iterator's strategy, if it has one, is called with what reads."""
+    for name in ("get_next", "get_next_as_optional"):
+        replacing.once(input_lib.DistributedIteratorBase, name, _noted_of_strategy)
+    for name in ("get_next_as_list", "get_next_as_optional_list"):
+        replacing.once(input_lib._SingleWorkerDatasetIteratorBase, name, _noted)
+
+
+def _noted_of_strategy(original: Callable[..., Any]) -> Callable[..., Any]:
+    def get_next(self: Any, *args: Any, **kwargs: Any) -> Any:
+        token = _note_read.set(getattr(self._strategy, "note_read", None))
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            _note_read.reset(token)
+
+    return get_next
+
+
+def _noted(original: Callable[..., Any]) -> Callable[..., Any]:
+    def read(self: Any, *args: Any, **kwargs: Any) -> Any:
+        note_read = _note_read.get()
+        if note_read is None:
+            return original(self, *args, **kwargs)
+        return note_read(lambda: original(self, *args, **kwargs))
+
+    return read
+
+
+# The `element_spec` of a data set that gives handles: the specs of a batch, and a `tf.function` signature of handles.
+#
+# Programs write `@tf.function(input_signature=[dataset.element_spec])`, and expect their function to take what the data
+# set gives. Programs and Keras also read the shapes of a batch there, and map over it with `keras.tree` and `tf.nest`.
+# So it is a plain structure of specs. TensorFlow has no public seam between a signature and the types that a function
+# is traced for: a plain tuple of specs always means a tuple of tensors. So each spec of a batch remembers the handle
+# that it is a part of, and a signature, or an argument of `get_concrete_function`, that has all specs of a batch in
+# their structure is replaced by the type of the handle.
+
+
+# An attribute of a spec: (type of the handle, structure of the batch, index among its specs).
+_PART = "_tfdist_part_of_batch"
+
+
+def signature_of(element_spec: Any, handle_type: tf.TypeSpec) -> Any:
+    """Returns the specs of a batch as a signature of its handle.
+
+    Args:
+      element_spec: the structure of `tf.TypeSpec`s of a batch.
+      handle_type: the type of the handle.
+
+    Returns:
+      The same structure. A spec of one tensor is returned as it is: TensorFlow converts the handle to the tensor.
+    """
+    if not tf.nest.is_nested(element_spec):
+        return element_spec
+    replacing.once(function_type_utils, "make_function_type", _typing)
+    replacing.once(polymorphic_function.Function, "get_concrete_function", _concrete)
+    parts = []
+    for index, spec in enumerate(tf.nest.flatten(element_spec)):
+        parts.append(copy.copy(spec))
+        setattr(parts[-1], _PART, (handle_type, element_spec, index))
+    return tf.nest.pack_sequence_as(element_spec, parts)
+
+
+def _typing(original: Any) -> Any:
+    def make_function_type(python_function: Any, input_signature: Any) -> Any:
+        return original(python_function, _with_handles(input_signature))
+
+    return make_function_type
+
+
+def _concrete(original: Any) -> Any:
+    def get_concrete_function(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(self, *_with_handles(args), **_with_handles(kwargs))
+
+    return get_concrete_function
+
+
+def _with_handles(signature: Any) -> Any:
+    """A signature in which each structure of the specs of a whole batch is the type of its handle."""
+    handle_type = _handle_type(signature)
+    if handle_type is not None:
+        return handle_type
+    if type(signature) in (list, tuple):
+        return type(signature)(map(_with_handles, signature))
+    if type(signature) is dict:
+        return {key: _with_handles(value) for key, value in signature.items()}
+    return signature
+
+
+def _handle_type(structure: Any) -> tf.TypeSpec | None:
+    if not isinstance(structure, list | tuple | dict):
+        return None
+    parts: list[Any] = [getattr(spec, _PART, ()) for spec in tf.nest.flatten(structure)]
+    if not parts or not all(parts):
+        return None
+    handle_type, whole, _ = parts[0]
+    if [index for _, _, index in parts] != list(range(len(parts))) or any(part[0] != handle_type for part in parts):
+        return None
+    try:
+        tf.nest.assert_same_structure(structure, whole)
+    except (ValueError, TypeError):
+        return None
+    return handle_type
+
+
+# Explains in one line why a batch of a distributed data set can't be read.
+#
+# TensorFlow wraps what a data set raises into lines about its own operations. In Keras' calls the strategy
+# explains it. Other loops read the first batch with an iterator of a class that the stock strategy chooses: no public
+# way gives them another.
+
+
+Explain = Callable[[tf.errors.InvalidArgumentError], Exception | None]
+
+
+def explained_first_batch(distributed: Any, explain: Explain) -> Any:
+    """The data set; it raises what `explain` makes of TensorFlow's error about the first batch, if anything."""
+    distributed.__class__ = _explaining(type(distributed))
+    distributed._tfdist_explain = explain
+    return distributed
+
+
+@functools.cache
+def _explaining(kind: Any) -> type:
+    def iterate(self: Any) -> Any:
+        iterator = kind.__iter__(self)
+        if tf.executing_eagerly():
+            iterator.get_next = _first_of(iterator, self._tfdist_explain)
+        return iterator
+
+    return type(kind.__name__, (kind,), {"__iter__": iterate, "__doc__": kind.__doc__})
+
+
+def _first_of(iterator: Any, explain: Explain) -> Callable[..., Any]:
+    # A reference in a circle would keep the iterator, and its threads, until Python collects garbage.
+    iterator_of: Any = weakref.ref(iterator)
+
+    def get_next(*args: Any, **kwargs: Any) -> Any:
+        del iterator_of().get_next
+        try:
+            return iterator_of().get_next(*args, **kwargs)
+        except tf.errors.InvalidArgumentError as error:
+            explanation = explain(error)
+            if explanation is None:
+                raise
+        raise explanation
+
+    return get_next
+
+
+# Makes no iterator where Keras makes one of a distributed data set and never reads it.
+#
+# At the end of each pass Keras makes an iterator for the next one, and at the beginning of the next one it makes
+# another instead, unless `steps_per_epoch` is given. To make one takes half of the time of a small `predict`. It is the
+# second one of the same pass, whose generator shows it. A pass that is left at its last batch makes none. Where data
+# are shuffled, each iterator that is made changes the order of those that come later, also on one device: there all
+# are made.
+
+
+_READER = "_tfdist_reader"
+# The generator of the pass that has its iterator, weakly.
+_PASS = "_tfdist_pass"
+
+
+def unread_left_out(distributed: Any, epoch_iterator: Any) -> Any:
+    """Returns a distributed data set with empty iterators where Keras makes an iterator that it doesn't read.
+
+    Args:
+      distributed: a strategy's distributed data set.
+      epoch_iterator: the caller of the distribution; Keras' epoch iterator in a model's loops.
+    """
+    if isinstance(distributed, tf.distribute.DistributedDataset) and is_in_order(epoch_iterator):
+        distributed.__class__ = _leaving_out(type(distributed))
+        own_attributes.put(distributed, _READER, weakref.ref(epoch_iterator))
+    return distributed
+
+
+@functools.cache
+def _leaving_out(kind: Any) -> type:
+    def iterate(self: Any) -> Iterator[Any]:
+        return iter(()) if _is_unread(getattr(self, _READER)()) else kind.__iter__(self)
+
+    return type(kind.__name__, (kind,), {"__iter__": iterate, "__doc__": kind.__doc__})
+
+
+def _is_unread(reader: Any) -> bool:
+    if reader is None or reader.steps_per_epoch is not None or (running := reader._epoch_iterator) is None:
+        return False
+    if getattr(reader, _PASS, lambda: None)() is running:
+        return bool(reader._num_batches) and reader._steps_seen >= reader._num_batches
+    own_attributes.put(reader, _PASS, weakref.ref(running))
+    return False
+
+
+# Lets `train_on_batch`, `test_on_batch` and `predict_on_batch` count each example of their batch once.
+#
+# Every replica computes the whole batch, and Keras concatenates predictions of all of them. Neither `Strategy.run` nor
+# what Keras calls for the concatenation says that the batch was not divided, so Keras' methods are wrapped. Workers may
+# have been given one batch, or different ones, which only its content shows.
+
+
+_strategies: weakref.WeakSet[tf.distribute.Strategy] = weakref.WeakSet()
+# Attribute of strategies of several workers: a variable that is True during a `train_on_batch` or `test_on_batch`.
+_IS_SINGLE = "_tfdist_is_single_batch"
+# Its square, summed over 2**15 workers, is an int64.
+_CONTENT_BITS = 24
+
+
+def count_single_batches(strategy: tf.distribute.Strategy) -> None:
+    """Makes the methods on single batches, of models of this strategy, count each example once."""
+    _strategies.add(strategy)
+    for name, wrap in (
+        ("predict_on_batch", _predicting_once),
+        ("train_on_batch", _announced),
+        ("test_on_batch", _announced),
+    ):
+        owner: Any = next(base for base in keras.Model.__mro__ if name in vars(base))
+        replacing.once(owner, name, wrap)
+
+
+def content_or(strategy: tf.distribute.Strategy, batch: Any, otherwise: int) -> tf.Tensor:
+    """Returns a number for the content of a batch given to `train_on_batch` or `test_on_batch`; else another number.
+
+    Args:
+      strategy: the strategy, of several workers.
+      batch: the step's argument on a replica.
+      otherwise: the number in any other step. Keras may run one traced step in both.
+    """
+    return tf.cond(_is_single(strategy), lambda: _content(batch), lambda: tf.constant(otherwise, tf.int64))
+
+
+def _content(batch: Any) -> tf.Tensor:
+    leaves = [tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(batch, expand_composites=True) if leaf is not None]
+    with tf.device("/device:CPU:0"):
+        found = [tf.constant(0, tf.int64)]
+        for leaf in leaves:
+            if leaf.dtype in (tf.resource, tf.variant):
+                continue
+            # A last byte or string, since there is no fingerprint of nothing.
+            data = tf.reshape(leaf, [1, -1]) if leaf.dtype == tf.string else tf.reshape(_as_bytes(leaf), [1, -1])
+            data = tf.concat([data, tf.zeros([1, 1], data.dtype) if data.dtype != tf.string else [[""]]], 1)
+            mark = tf.bitcast(tf.raw_ops.Fingerprint(data=data, method="farmhash64")[0], tf.int64)
+            found.append(tf.bitwise.bitwise_and(mark + 31 * found[-1], 2**_CONTENT_BITS - 1))
+    return found[-1]
+
+
+def _as_bytes(leaf: tf.Tensor) -> tf.Tensor:
+    return tf.bitcast(tf.cast(leaf, tf.uint8) if leaf.dtype == tf.bool else leaf, tf.uint8)
+
+
+def _is_single(strategy: tf.distribute.Strategy) -> Any:
+    def make() -> tf.Variable:
+        with tf.device("/device:CPU:0"):
+            return tf.Variable(False, trainable=False)
+
+    return own_attributes.setdefault(strategy, _IS_SINGLE, lambda: graphs.call_outside(make))
+
+
+@contextlib.contextmanager
+def _single(strategy: tf.distribute.Strategy) -> Iterator[None]:
+    _is_single(strategy).assign(True)
+    try:
+        yield
+    finally:
+        _is_single(strategy).assign(False)
+
+
+def _announced(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def on_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        strategy = self.distribute_strategy
+        if strategy not in _strategies or not replicas.has_other_workers(strategy):
+            return plain(self, *args, **kwargs)
+        with _single(strategy):
+            return plain(self, *args, **kwargs)
+
+    return on_batch
+
+
+def _predicting_once(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def predict_on_batch(self: Any, x: Any) -> Any:
+        outputs = plain(self, x)
+        strategy = self.distribute_strategy
+        return _own(outputs, x, strategy) if strategy in _strategies else outputs
+
+    return predict_on_batch
+
+
+def _own(outputs: Any, x: Any, strategy: Any) -> Any:
+    """Picks this process' rows of outputs; those with another number of rows than the input are not changed."""
+    copies = strategy.num_replicas_in_sync
+    shapes: list[Any] = [getattr(leaf, "shape", ()) for leaf in keras.tree.flatten(x)]
+    rows = {shape[0] for shape in shapes if len(shape)}
+    if copies == 1 or len(rows) != 1:
+        return outputs
+    count = int(rows.pop())
+    # Workers may have been given different examples: Keras orders the parts by replica, which is one for each worker.
+    begin = count * (replicas.worker_index(strategy) if replicas.has_other_workers(strategy) else 0)
+    return keras.tree.map_structure(
+        lambda output: output[begin : begin + count] if output.shape[0] == copies * count else output, outputs
+    )

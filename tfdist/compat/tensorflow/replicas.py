@@ -1,0 +1,400 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replicas of TensorFlow's strategies: their numbers, devices, writes, values, and the keys by which they meet."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import itertools
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.distribute import device_util, distribute_lib, distribute_utils, values
+
+from tfdist.compat import own_attributes
+from tfdist.compat.tensorflow import graphs, variables
+
+NEEDS = (
+    "tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended._id_in_cluster",
+    "tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended._in_multi_worker_mode",
+    "tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended._num_workers",
+    "tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended._worker_device",
+    "tensorflow.python.distribute.distribute_lib:ReplicaContextBase._replica_id",
+    "tensorflow.python.distribute.distribute_lib:_get_default_strategy",
+    "tensorflow.python.distribute.distribute_lib:get_update_replica_id",
+    "tensorflow.python.distribute.mirrored_strategy:MirroredExtended._get_replica_id_in_sync_group",
+    "tensorflow.python.distribute.mirrored_strategy:MirroredExtended._in_multi_worker_mode",
+    "tensorflow.python.distribute.mirrored_strategy:MirroredExtended._num_replicas_in_sync",
+    "tensorflow.python.distribute.device_util:resolve",
+    "tensorflow.python.distribute.mirrored_strategy:MirroredExtended._create_variable",
+    "tensorflow.python.distribute.values:DistributedValues._devices",
+    "tensorflow.python.distribute.values:DistributedVariable._aggregation",
+    "tensorflow.python.distribute.distribute_utils:regroup",
+    "tensorflow.python.distribute.values:PerReplicaSpec._value_specs",
+    "tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended._cross_device_ops",
+    "tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended._host_cross_device_ops",
+    "tensorflow.python.distribute.cross_device_ops:CollectiveAllReduce._launchers",
+    "tensorflow.python.distribute.cross_device_utils:CollectiveKeys.get_instance_key",
+    "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher._collective_keys",
+    "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher._device",
+    "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher._group_key",
+    "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher._next_instance_key",
+    "tensorflow.python.distribute.mirrored_strategy:MirroredExtended._collective_ops",
+)
+
+
+def current() -> int:
+    """The index of the replica that runs here, among those of this process; in replica context."""
+    return tf.distribute.get_replica_context()._replica_id
+
+
+def in_sync_group(strategy: Any, index: int) -> Any:
+    """The number among all replicas of the one that has this index in this process."""
+    return strategy.extended._get_replica_id_in_sync_group(index)
+
+
+def count(strategy: Any) -> int:
+    """Returns the number of replicas of a strategy, also while `num_replicas_in_sync` is replaced by 1."""
+    return strategy.extended._num_replicas_in_sync
+
+
+def has_other_workers(strategy: Any) -> bool:
+    """Returns True if the strategy has replicas in other processes."""
+    return strategy.extended._in_multi_worker_mode()
+
+
+def worker_count(strategy: Any) -> int:
+    """Returns the number of processes of a `MultiWorkerMirroredStrategy`."""
+    return strategy.extended._num_workers
+
+
+def worker_index(strategy: Any) -> int:
+    """Returns the index of this process in a `MultiWorkerMirroredStrategy`."""
+    return strategy.extended._id_in_cluster
+
+
+def worker_device(strategy: Any) -> str:
+    """The device of this process' own tensors: its CPU, by its name in the cluster."""
+    return strategy.extended._worker_device
+
+
+def default_strategy() -> tf.distribute.Strategy:
+    """The strategy that is current outside of any scope."""
+    return distribute_lib._get_default_strategy()
+
+
+def is_updating() -> bool:
+    """Returns True inside of a function that `extended.update` calls."""
+    return distribute_lib.get_update_replica_id() is not None
+
+
+# Devices of replicas that span several devices: which device holds which part of the model, in each replica.
+#
+# A strategy computes on the first device of each replica, and knows no others. There is no public way to a device's
+# full name, by which a tensor of a graph says where it is.
+
+
+_ATTRIBUTE = "_tfdist_parts"
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """The devices of this process' replicas.
+
+    Attributes:
+      groups: for each replica, the devices of its parts, by full names. Of workers of parameter servers: one replica,
+        by names without a job, which are devices of whichever worker runs the step.
+      hold_variables: False if the devices only compute, and the variables are on parameter servers.
+    """
+
+    groups: tuple[tuple[str, ...], ...]
+    hold_variables: bool = True
+
+    @property
+    def count(self) -> int:
+        """Number of parts, which is the number of devices of a replica."""
+        return len(self.groups[0])
+
+    def devices_of(self, part: int) -> tuple[str, ...]:
+        """Returns the devices that hold a part, in the order of the replicas."""
+        return tuple(group[part] for group in self.groups)
+
+    def part_on(self, device: str) -> int | None:
+        """Returns the part that a device holds; None for any other device."""
+        return next((group.index(device) for group in self.groups if device in group), None)
+
+    def part_of(self, value: Any) -> int:
+        """Returns the part on whose device a tensor, or a value of all replicas, is; 0 if it is on none of them."""
+        first = getattr(value, "values", value)
+        # The values of sparse gradients are one tensor.
+        first = first[0] if isinstance(first, Sequence) else first
+        return self.part_on(getattr(first, "device", "") or "") or 0
+
+
+class OnDevices:
+    """Stands for the devices of a part where a strategy makes a variable beside another variable.
+
+    Args:
+      devices: of all replicas.
+    """
+
+    def __init__(self, devices: Sequence[str]) -> None:
+        self._devices = tuple(devices)
+
+
+def of_any_worker(kind: str, count: int) -> Parts:
+    """Returns the parts of workers of parameter servers, of which each runs functions that are traced once for all.
+
+    Args:
+      kind: "GPU" or "CPU".
+      count: number of devices of a worker.
+    """
+    return Parts((tuple(f"/device:{kind}:{index}" for index in range(count)),), hold_variables=False)
+
+
+def homes_of(strategy: Any, tensors: Sequence[Any]) -> list[str]:
+    """Returns for each tensor the device of its part, if a strategy has replicas that span devices; else ""."""
+    parts = parts_of(strategy)
+    devices = [getattr(tensor, "device", "") or "" for tensor in tensors]
+    return [device if parts and parts.part_on(device) is not None else "" for device in devices]
+
+
+def full_names(devices: Sequence[str]) -> list[str]:
+    """Returns the full names of devices of this process."""
+    return [device_util.resolve(device) for device in devices]
+
+
+def siblings(first: str, count: int) -> tuple[str, ...]:
+    """Returns the full names of a device and of those that follow it in the numbering, `count` in all."""
+    spec = tf.DeviceSpec.from_string(first)
+    index = spec.device_index or 0
+    return tuple(spec.replace(device_index=index + each).to_string() for each in range(count))
+
+
+def grouped(devices: Sequence[str], devices_per_replica: int) -> tuple[tuple[str, ...], ...]:
+    """Groups devices to replicas, in their order."""
+    starts = range(0, len(devices), devices_per_replica)
+    return tuple(tuple(devices[start : start + devices_per_replica]) for start in starts)
+
+
+def span_devices(strategy: tf.distribute.Strategy, parts: Parts) -> None:
+    """Says that the replicas of a strategy span these devices."""
+    own_attributes.put(strategy, _ATTRIBUTE, parts)
+
+
+def parts_of(strategy: Any) -> Parts | None:
+    """Returns the devices of a strategy's replicas; None where each has one device."""
+    return own_attributes.of(strategy, _ATTRIBUTE)
+
+
+def on_device(device: Any) -> contextlib.AbstractContextManager[Any]:
+    """Context in which operations are placed on a device; it changes nothing if that is "" or None."""
+    return tf.device(device) if device else contextlib.nullcontext()
+
+
+def to_device(value: Any, device: str) -> Any:
+    """Returns a tensor, or the tensors of a sparse gradient, copied to a device unless they are on it."""
+    if value.device == device:
+        return value
+    with tf.device(device):
+        return tf.nest.map_structure(tf.identity, value, expand_composites=True)
+
+
+# Decides to which copies of a mirrored variable a replica writes.
+#
+# There is no public way to change how a variable is aggregated once it is made: without aggregation a replica writes to
+# its own copy, and with that of the first replica to all copies. The aggregation is restored.
+
+
+@contextlib.contextmanager
+def aggregated_writes(variables: Iterable[Any], aggregation: tf.VariableAggregation) -> Iterator[None]:
+    """Within this block, these mirrored variables are aggregated so when a replica assigns to them."""
+    before = {id(variable): (variable, variable.aggregation) for variable in variables}
+    try:
+        for variable, _ in before.values():
+            variable._aggregation = aggregation
+        yield
+    finally:
+        for variable, own in before.values():
+            variable._aggregation = own
+
+
+# Values of several replicas as one.
+#
+# There is no public way within a traced function: `experimental_distribute_values_from_function` makes what it is given
+# into such values only where TensorFlow runs eagerly, with functions of a context that has no tensors of a graph.
+
+
+def values_of_replicas(parts: Sequence[Any], always_wrap: bool = True) -> Any:
+    """Returns a distributed value, or a structure of these, from the values of this process' replicas in order.
+
+    Args:
+      parts: a value, or a structure of values, for each replica.
+      always_wrap: whether one object that all replicas have becomes a distributed value too.
+    """
+    return distribute_utils.regroup(tuple(parts), always_wrap=always_wrap)
+
+
+def first_spec(specs: Any) -> Any:
+    """Returns the structure of `tf.TypeSpec`s of the first replica's values, of which `specs` are the specs."""
+    return tf.nest.map_structure(
+        lambda spec: spec._value_specs[0] if isinstance(spec, values.PerReplicaSpec) else spec, specs
+    )
+
+
+# Gives collectives the keys by which the workers' parts of one operation find each other.
+#
+# TensorFlow draws a new key whenever a function is called, for each device one after the other, and hands them to the
+# operations of that function. Where two threads call functions at once, the devices of one call may get different keys,
+# and the sums of two models are mixed; so each thread of a process has keys of its own here. Three kinds of operation
+# need another key: one in a function that is called inside a conditional, which the key never reaches; one in a loop
+# whose shape differs from iteration to iteration, as the operations of one key must all have one shape; and one in a
+# step that is to be quick: all workers but the first ask the first one about each key that they have not met. There is
+# no public way to choose a key.
+
+
+# Far above what TensorFlow, which counts from 1, draws in any run.
+_FIRST_KEY_OF_THREADS = 1 << 28
+_FIRST_FIXED_KEY = 1 << 29
+_FIRST_COUNTED_KEY = 1 << 30
+
+
+class _KeysOfThreads:
+    """Keys that are drawn when a function is called. The n-th key of a thread is the same for all devices.
+
+    Args:
+      num_devices: number of devices, which all draw alike in each thread.
+    """
+
+    def __init__(self, num_devices: int) -> None:
+        self._num_devices = num_devices
+        self._new = itertools.count(_FIRST_KEY_OF_THREADS)
+        self._of_thread = threading.local()
+
+    def draw(self, device: str) -> int:
+        """Returns the next key of a device."""
+        drawn = self._of_thread.__dict__.setdefault("drawn", collections.defaultdict(int))
+        # By number, the key and how many devices are still to draw it.
+        waiting = self._of_thread.__dict__.setdefault("waiting", {})
+        number = drawn[device]
+        drawn[device] += 1
+        key, left = waiting.pop(number, None) or (next(self._new), self._num_devices)
+        if left > 1:
+            waiting[number] = key, left - 1
+        return key
+
+
+class _Keys:
+    """The keys of one device's collectives; takes the place of its launcher's `_next_instance_key`.
+
+    Args:
+      launcher: TensorFlow's launcher of the device's collectives.
+      of_threads: where functions are called in several threads; None in a job of several processes, where one thread at
+        a time trains, and all processes draw alike.
+    """
+
+    def __init__(self, launcher: Any, of_threads: _KeysOfThreads | None) -> None:
+        self._of_threads = of_threads
+        self._lock = threading.RLock()
+        self._launcher, self._original = launcher, launcher._next_instance_key
+        self._counter: Any = None
+        self._fixed = itertools.count(_FIRST_FIXED_KEY)
+        self.is_counting = self.is_fixed = False
+
+    def __call__(self) -> Any:
+        """The key of the collective that is traced now."""
+        if self.is_counting:
+            return self._counted()
+        if self.is_fixed and not tf.executing_eagerly():
+            return next(self._fixed)
+        if _in_function_in_control_flow():
+            return self._launcher._collective_keys.get_instance_key(self._launcher._group_key, self._launcher._device)
+        if self._of_threads is None or tf.executing_eagerly():
+            return self._original()
+        # TensorFlow has the function call this attribute when it is called itself. Two threads may trace at once.
+        with self._lock:
+            self._launcher._next_instance_key = self._at_call
+            try:
+                return self._original()
+            finally:
+                self._launcher._next_instance_key = self
+
+    def _at_call(self) -> Any:
+        if self._of_threads is None or not tf.executing_eagerly():
+            return self()
+        key = self._of_threads.draw(self._launcher._device)
+        with tf.device("CPU:0"):
+            return tf.constant(key, tf.int32)
+
+    def _counted(self) -> tf.Tensor:
+        # TensorFlow orders what changes one variable as the program does: all workers count alike.
+        with tf.init_scope(), tf.device("CPU:0"):
+            if self._counter is None:
+                self._counter = variables.variable_of_process(_FIRST_COUNTED_KEY, "collective_key", tf.int32)
+        return self._counter.assign_add(1, read_value=True)
+
+
+def give_keys(strategy: tf.distribute.Strategy) -> None:
+    """Gives the collectives of this strategy keys that serve in conditionals too; and see `counted_keys`."""
+    is_alone = not has_other_workers(strategy)
+    for launchers in _launchers_by_operations(strategy):
+        of_threads = _KeysOfThreads(len(launchers)) if is_alone else None
+        for launcher in launchers:
+            if not isinstance(launcher._next_instance_key, _Keys):
+                launcher._next_instance_key = _Keys(launcher, of_threads)
+
+
+@contextlib.contextmanager
+def counted_keys(strategy: tf.distribute.Strategy) -> Iterator[None]:
+    """Within this block, each execution of a collective that is traced has a key of its own: shapes may differ."""
+    with _set_of_keys(strategy, "is_counting"):
+        yield
+
+
+@contextlib.contextmanager
+def fixed_keys(strategy: tf.distribute.Strategy) -> Iterator[None]:
+    """Within this block, all executions of a collective that is traced have one key.
+
+    They are of one shape then, and all workers trace the same functions in the same order. A collective ends on a
+    worker when the others have taken what it has sent, so the next one of this key finds nothing of the last.
+    """
+    with _set_of_keys(strategy, "is_fixed"):
+        yield
+
+
+@contextlib.contextmanager
+def _set_of_keys(strategy: tf.distribute.Strategy, name: str) -> Iterator[None]:
+    keys = [launcher._next_instance_key for launcher in _launchers(strategy)]
+    for each in keys:
+        setattr(each, name, True)
+    try:
+        yield
+    finally:
+        for each in keys:
+            setattr(each, name, False)
+
+
+def _launchers(strategy: tf.distribute.Strategy) -> list[Any]:
+    return list({id(each): each for one in _launchers_by_operations(strategy) for each in one}.values())
+
+
+def _launchers_by_operations(strategy: tf.distribute.Strategy) -> list[list[Any]]:
+    """Returns the launchers of all devices, for each of the strategy's kinds of collectives."""
+    names = ("_cross_device_ops", "_host_cross_device_ops", "_collective_ops")
+    operations: list[Any] = [getattr(strategy.extended, name, None) for name in names]
+    # Replicas that span devices have operations for each part.
+    operations = [each for one in operations for each in getattr(one, "by_part", [one])]
+    return [list(getattr(one, "_launchers", ())) for one in operations]
+
+
+def _in_function_in_control_flow() -> bool:
+    in_function = False
+    for graph in graphs.enclosing():
+        is_control_flow = getattr(graph, "is_control_flow_graph", False)
+        if is_control_flow and in_function:
+            return True
+        in_function = in_function or not is_control_flow
+    return False

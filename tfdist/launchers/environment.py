@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What launchers put into the environment of their tasks: flags of communication, telemetry and TensorFlow's log, and
+GPUs.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+
+from absl import flags
+
+from tfdist.launchers.requests import LaunchError
+
+AUTO, TENSORFLOW, MPI = KINDS = ("auto", "tensorflow", "mpi")
+# Read by `MultiWorkerMirroredStrategy(communication="auto")`.
+COMMUNICATION_VARIABLE = "TFDIST_COMMUNICATION"
+
+
+def define_communication_flag(values: flags.FlagValues) -> None:
+    """Defines the flag."""
+    text = "what sums tensors of CPUs over the workers of MultiWorkerMirroredStrategy"
+    flags.DEFINE_enum("communication", AUTO, list(KINDS), text, flag_values=values)
+
+
+def communication_environment(chosen: str) -> dict[str, str]:
+    """Returns the variables that the flag's value adds to the tasks' environment."""
+    return {} if chosen == AUTO else {COMMUNICATION_VARIABLE: chosen}
+
+
+# The flag `--telemetry[=DIR]`: all tasks write telemetry, without a change of the script.
+
+
+# Read by every strategy: `fit` gets `tfdist.callbacks.Telemetry` with this directory, unless it has one.
+TELEMETRY_VARIABLE = "TFDIST_TELEMETRY"
+
+
+def define_telemetry_flag(values: flags.FlagValues) -> None:
+    """Defines the flag, which may be given with a directory or without one."""
+    text = "directory for tfdist.callbacks.Telemetry of every fit; without a value, logs/ and the time"
+    # absl lets flags of this kind go without a value, and with one it may be any text.
+    flags.DEFINE_flag(
+        flags.Flag(_Directory(), flags.ArgumentSerializer(), "telemetry", None, text, boolean=True), values
+    )
+
+
+def telemetry_environment(directory: str | None) -> dict[str, str]:
+    """Returns the variables that the flag's value adds to the tasks' environment."""
+    return {TELEMETRY_VARIABLE: directory} if directory else {}
+
+
+class _Directory(flags.ArgumentParser):
+    syntactic_help = "a directory, or nothing"
+
+    def parse(self, argument: str) -> str | None:
+        """Returns the directory. absl says "true" for a flag without a value, and "false" for --notelemetry."""
+        if argument == "true":
+            return time.strftime("logs/%Y%m%d-%H%M%S")
+        return None if argument == "false" else argument
+
+
+# The flag `--tf_log_level`: which of its own messages TensorFlow writes, through TF_CPP_MIN_LOG_LEVEL.
+
+
+TF_LOG_LEVEL_VARIABLE = "TF_CPP_MIN_LOG_LEVEL"
+_LEVELS = {"info": "0", "warning": "1", "error": "2", "fatal": "3"}
+
+
+def define_tf_log_level_flag(values: flags.FlagValues) -> None:
+    """Defines the flag. It takes names of levels, and TensorFlow's numbers for them."""
+    text = f"least level of TensorFlow's own messages; by default {TF_LOG_LEVEL_VARIABLE}, else warning"
+    flags.DEFINE_enum("tf_log_level", None, [*_LEVELS, *_LEVELS.values()], text, flag_values=values)
+
+
+def tf_log_level_environment(chosen: str | None, env: Mapping[str, str], is_filtered: bool = False) -> dict[str, str]:
+    """Returns the variables that the flag's value adds to the tasks' environment.
+
+    Args:
+      chosen: the flag's value.
+      env: the launcher's environment, in which the user may have set a level.
+      is_filtered: True if the launcher removes informational lines from the output anyway, and these tasks have lines
+        that it keeps: those about GPUs, which TensorFlow writes at the same level.
+    """
+    if chosen is not None:
+        return {TF_LOG_LEVEL_VARIABLE: _LEVELS.get(chosen, chosen)}
+    if env.get(TF_LOG_LEVEL_VARIABLE):
+        return {TF_LOG_LEVEL_VARIABLE: env[TF_LOG_LEVEL_VARIABLE]}
+    return {} if is_filtered else {TF_LOG_LEVEL_VARIABLE: _LEVELS["warning"]}
+
+
+# Finds the GPUs that a process may use, and divides them among several processes, without TensorFlow.
+
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+_LIST_TIMEOUT_SECS = 20.0
+
+
+def present(env: Mapping[str, str] = os.environ) -> list[str]:
+    """Returns the GPUs that this process may use, named as in CUDA_VISIBLE_DEVICES, whose inherited value is respected.
+
+    Raises:
+      LaunchError: nvidia-smi fails or hangs.
+    """
+    installed = _installed()
+    if VISIBLE not in env:
+        return [index for index, _ in installed]
+    chosen: list[str] = []
+    for name in filter(None, map(str.strip, env[VISIBLE].split(","))):
+        # CUDA ends the list at the first unknown device, and accepts the beginning of a UUID.
+        known = any(name == index or (uuid.startswith(name) and len(name) > 4) for index, uuid in installed)
+        if not (known or name.startswith("MIG-")):
+            break
+        chosen.append(name)
+    return chosen
+
+
+def _installed() -> list[tuple[str, str]]:
+    """Returns index and UUID of each GPU of this machine."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    query = [tool, "--query-gpu=index,uuid", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(
+            query, capture_output=True, text=True, timeout=_LIST_TIMEOUT_SECS, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(
+            f"nvidia-smi does not list the GPUs; mend the driver, or use --gpus_per_worker=0. Received: {error}"
+        ) from None
+    if done.returncode:
+        return []  # The tool is installed, but there is no GPU; its message is of no use on a CPU.
+    rows = [line.split(",") for line in done.stdout.splitlines() if line.count(",") == 1]
+    return [(index.strip(), uuid.strip()) for index, uuid in rows]
+
+
+def share(
+    devices: Sequence[str], tasks: int, each: int | None, place: str = "this machine", remedy: str = ""
+) -> list[tuple[str, ...]]:
+    """Divides devices among tasks; returns the devices of each task.
+
+    Args:
+      devices: the available devices.
+      tasks: number of tasks that need devices.
+      each: number of devices for each task; None divides all of them evenly.
+      place: location of the devices, for the error message.
+      remedy: remedy for fewer devices than tasks, for the error message.
+
+    Raises:
+      LaunchError: there are too few devices.
+    """
+    if each is None:
+        each = len(devices) // tasks if tasks else 0
+        if devices and not each:
+            usual = f"use --num_workers={len(devices)}, or --gpus_per_worker=0 to train on the CPU"
+            raise LaunchError(
+                f"{tasks} workers need a GPU each, and there are fewer; {remedy or usual}. Received: "
+                f"{len(devices)} GPUs on {place}"
+            )
+    if each * tasks > len(devices):
+        raise LaunchError(
+            f"--gpus_per_worker={each} needs {each * tasks} GPUs for {tasks} workers; use fewer. Received: "
+            f"{len(devices)} GPUs on {place}"
+        )
+    return [tuple(devices[each * task : each * (task + 1)]) for task in range(tasks)]

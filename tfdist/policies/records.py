@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values that an aggregation policy returns: `Arrival` for one gradient, `Update` for one update of the variables."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import NamedTuple
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrival:
+    """Answer to `Policy.arrived`.
+
+    Attributes:
+      accepted: whether the gradient enters the update.
+      staleness: global step - local step.
+      weight: factor for the gradient, as far as it is known at arrival; 0.0 for a dropped gradient.
+      number: index of this gradient among all accepted gradients, from 0; -1 for a dropped gradient.
+    """
+
+    accepted: bool
+    staleness: int
+    weight: float
+    number: int = -1
+
+
+class Outcome(enum.IntEnum):
+    """Outcome of a gradient."""
+
+    ACCEPTED = 0  # it entered the update
+    DROPPED = 1  # the policy dropped it, or the engine withdrew it: at the end of the data, or after an error
+    LOST = 2  # its replica was lost
+
+
+class Contribution(NamedTuple):
+    """A gradient that was started, and what became of it. A tuple, because one is made for each gradient.
+
+    Attributes:
+      replica: index of the replica that computed it.
+      start: time at which its computation started.
+      arrival: time at which it arrived; if it never did, at which it was withdrawn or its replica was lost.
+      outcome: what became of it.
+      staleness: global step - local step, when it was applied or dropped.
+      weight: factor with which it entered the update; 0.0 if it didn't.
+      held: seconds for which the replica had to wait before this start, after it had delivered its last gradient.
+      input: seconds from `start` in which it waited for its batch, where that is measured.
+    """
+
+    replica: int
+    start: float
+    arrival: float
+    outcome: Outcome
+    staleness: int
+    weight: float
+    held: float
+    input: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """A change of the policy's settings, such as another number of spares, as one line for the log."""
+
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """Answer to `Policy.updated`: the gradients of the update, and its statistics.
+
+    Attributes:
+      step: the global step after this update.
+      contributors: replicas, in the order in which their gradients arrived.
+      dropped: replicas whose gradient was dropped since the previous update, in order. A replica may appear twice.
+      staleness: staleness of each contributor's gradient, in the same order.
+      wait_secs: from the opening of this step until enough gradients had arrived; 0 if they had arrived before. A step
+        opens when Keras asks for it (`Aggregation.opened`), else at the previous update.
+      spread_secs: from the first to the last gradient of this update.
+      changes: changes of the policy's settings since the previous update.
+      weights: factor of each contributor's gradient, in the same order.
+      numbers: `Arrival.number` of each contributor's gradient, in the same order.
+      held_secs: for each replica, the time since the previous update in which it had delivered a gradient and was not
+        allowed to start the next one.
+      contributions: the gradients that were accepted, dropped or lost since the previous update, with the times of
+        their start and arrival. The accepted ones are last, in the order of `contributors`.
+      time: time at which the update was made, on the clock of the contributions.
+      opened_secs: from the opening of the step to the update.
+      reduce_secs: from the last gradient to the end of the all-reduce, where that is measured.
+    """
+
+    step: int
+    contributors: tuple[int, ...]
+    dropped: tuple[int, ...]
+    staleness: tuple[int, ...]
+    wait_secs: float
+    spread_secs: float
+    changes: tuple[Change, ...]
+    weights: tuple[float, ...] = ()
+    numbers: tuple[int, ...] = ()
+    held_secs: tuple[float, ...] = ()
+    contributions: tuple[Contribution, ...] = ()
+    time: float = 0.0
+    opened_secs: float = 0.0
+    reduce_secs: float = 0.0
+
+    @staticmethod
+    def of_one(step: int, contribution: Contribution, ended: tuple[Contribution, ...], opened_secs: float) -> Update:
+        """Builds the update of plain asynchronous training: one gradient, applied as soon as it arrived.
+
+        Args:
+          step: see `Update`.
+          contribution: the gradient.
+          ended: gradients lost since the previous update.
+          opened_secs: see `Update`.
+        """
+        return Update(
+            step,
+            contributors=(contribution.replica,),
+            dropped=(),
+            staleness=(contribution.staleness,),
+            wait_secs=0.0,
+            spread_secs=0.0,
+            changes=(),
+            weights=(contribution.weight,),
+            contributions=(*ended, contribution),
+            time=contribution.arrival,
+            opened_secs=opened_secs,
+        )
+
+
+# Time for which a policy holds replicas back, from one update to the next (`Update.held_secs`).
+
+
+class HeldSecs:
+    """Adds up, for each replica, the time in which it had delivered a gradient and had not started the next one."""
+
+    def __init__(self) -> None:
+        # Replica -> arrival time of its last gradient, while the replica is idle.
+        self._idle_since: dict[int, float] = {}
+        # Replica -> idle seconds since the last update; and since its last gradient was delivered.
+        self._held: dict[int, float] = {}
+        self._before_start: dict[int, float] = {}
+
+    def opened(self, time: float) -> None:
+        """Notes that Keras asked for an update. Idle time before doesn't count: no update was wanted."""
+        self._idle_since = dict.fromkeys(self._idle_since, time)
+
+    def delivered(self, replica: int, time: float) -> None:
+        """Notes that `replica` has delivered a gradient and is idle."""
+        self._idle_since[replica] = time
+
+    def started(self, replica: int, time: float) -> float:
+        """Notes that `replica` starts a gradient; returns for how long it was held back before."""
+        self._add(replica, time)
+        self._idle_since.pop(replica, None)
+        return self._before_start.pop(replica, 0.0)
+
+    def forget(self, replica: int) -> None:
+        """Notes that the gradient of `replica` was withdrawn."""
+        self._idle_since.pop(replica, None)
+        self._before_start.pop(replica, None)
+
+    def updated(self, time: float, total_num_replicas: int) -> tuple[float, ...]:
+        """Returns the seconds of each replica since the previous update, and begins anew."""
+        for replica in self._idle_since:
+            self._add(replica, time)
+        held, self._held = self._held, {}
+        return tuple(held.get(replica, 0.0) for replica in range(total_num_replicas))
+
+    def _add(self, replica: int, time: float) -> None:
+        since = self._idle_since.get(replica, time)
+        self._idle_since[replica] = time
+        self._held[replica] = self._held.get(replica, 0.0) + time - since
+        self._before_start[replica] = self._before_start.get(replica, 0.0) + time - since
+
+
+class NoHeldSecs(HeldSecs):
+    """Measures nothing, so that no event takes time per idle replica."""
+
+    def opened(self, time: float) -> None:
+        """Does nothing."""
+
+    def delivered(self, replica: int, time: float) -> None:
+        """Does nothing."""
+
+    def started(self, replica: int, time: float) -> float:
+        """Returns 0.0."""
+        del replica, time
+        return 0.0
+
+    def updated(self, time: float, total_num_replicas: int) -> tuple[float, ...]:
+        """Returns an empty tuple."""
+        return ()
+
+
+# A gradient from its start until the policy knows what becomes of it.
+
+
+class Computation(NamedTuple):
+    """A gradient whose computation has started.
+
+    Attributes:
+      replica: index of the replica that computes it.
+      local_step: the global step from whose variables it is computed.
+      start: time of its start.
+      held: see `Contribution`.
+    """
+
+    replica: int
+    local_step: int
+    start: float
+    held: float
+
+    def ended(self, time: float, step: int, outcome: Outcome, weight: float = 0.0) -> Contribution:
+        """Returns its contribution: it arrived at `time`, or was withdrawn then; `step` is the global step now."""
+        return Contribution(self.replica, self.start, time, outcome, step - self.local_step, weight, self.held)
+
+
+class Delivered(NamedTuple):
+    """An accepted gradient that waits for its update. In order, the oldest is the first.
+
+    Attributes:
+      local_step: the global step from whose variables it was computed.
+      number: its number among all accepted ones.
+      computation: its computation.
+      time: its time of arrival.
+    """
+
+    local_step: int
+    number: int
+    computation: Computation
+    time: float
+
+    @property
+    def replica(self) -> int:
+        """Index of the replica that computed it."""
+        return self.computation.replica
+
+    def ended(self, step: int, outcome: Outcome, weight: float = 0.0) -> Contribution:
+        """Returns its contribution; `step` is the global step now."""
+        return self.computation.ended(self.time, step, outcome, weight)

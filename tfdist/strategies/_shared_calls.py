@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compares the calls that the workers of a MultiWorkerMirroredStrategy make, and their models, before anything is done.
+
+All workers run the same script. What one of them does otherwise (`if rank == 0:`) either makes the workers wait for
+each other in different collectives, or lets their models go on apart without an error: weights that the chief alone
+has loaded, or a learning rate that the chief's callback alone sets. A few numbers of each variable show the latter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.compat import calls
+from tfdist.compat.keras import models
+from tfdist.compat.keras.optimizers import optimizers_of
+from tfdist.engines.agreement import Agreement
+from tfdist.step import copies
+
+# Arguments on which the number of steps, passes and collectives of a call depends, or what it trains.
+_ARGUMENTS = (
+    *("batch_size", "epochs", "initial_epoch", "steps", "steps_per_epoch", "validation_split", "validation_steps"),
+    *("validation_batch_size", "validation_freq", "class_weight"),
+)
+# Callbacks that change the training of the process that has them.
+_CALLBACKS = (
+    *(keras.callbacks.EarlyStopping, keras.callbacks.LearningRateScheduler, keras.callbacks.ReduceLROnPlateau),
+    *(keras.callbacks.TerminateOnNaN, keras.callbacks.SwapEMAWeights),
+)
+# Numbers of a variable that are compared, and their relative difference that rounding can't make.
+_NUMBERS = 4
+_TOLERANCE = 1e-2
+_REMEDY = "do it on every worker, and remove the `if` around it"
+
+
+def gather(agreement: Agreement, value: Any, what: str, is_apart: bool = False) -> dict[Any, Any]:
+    """Gathers a value of each worker, and compares the call of Keras that is open, once for each call.
+
+    Args:
+      agreement: with the other workers.
+      value: JSON data.
+      what: name of the exchange.
+      is_apart: the workers' weights and optimizers may differ.
+
+    Raises:
+      ValueError: the workers make the call with different arguments, callbacks, models or weights.
+    """
+    call = calls.current()
+    is_compared = call is None or call.is_compared or call.kind not in ("fit", "evaluate", "predict")
+    own = None if is_compared else [_traits(call), _callbacks(call), [] if is_apart else _values(call.model)]
+    found = agreement.gather([own, value], what)
+    if call is not None and all(traits is not None for traits, _ in found.values()):
+        call.is_compared = True
+        _check(call, {str(task): traits for task, (traits, _) in found.items()})
+    return {task: value for task, (_, value) in found.items()}
+
+
+def _traits(call: calls.Call) -> dict[str, str]:
+    model, given = call.model, call.arguments
+    found = {name: repr(given[name]) for name in _ARGUMENTS if given.get(name) is not None}
+    if call.kind == "fit":
+        found["validation_data"] = "given" if given.get("validation_data") is not None else "none"
+    weights = [tuple(weight.shape) for weight in model.trainable_variables] if model.built else []
+    found["trainable weights"] = f"{len(weights)} with {sum(int(np.prod(shape)) for shape in weights)} numbers"
+    found["optimizer"] = " and ".join(type(each).__name__ for each in optimizers_of(model)) or "none"
+    found["metrics"] = ", ".join(models.names_of_given_metrics(model)) or "none"
+    found["steps_per_execution"] = str(model.steps_per_execution)
+    return found
+
+
+def _callbacks(call: calls.Call) -> list[str]:
+    given = getattr(call.callbacks, "callbacks", call.callbacks) or []
+    each = given if isinstance(given, Sequence) else [given]
+    return sorted(type(callback).__name__ for callback in each if isinstance(callback, _CALLBACKS))
+
+
+def _variables(model: keras.Model) -> list[Any]:
+    """Returns the variables that are equal on all workers."""
+    variables = list(model.trainable_variables) if model.built else []
+    for optimizer in optimizers_of(model):
+        variables += optimizer.variables
+    return variables
+
+
+def _values(model: keras.Model) -> list[list[float]]:
+    """Returns, for each of these variables, the sum of a few of its numbers and that of their absolute values."""
+    return [_value(copies.copies_of(variable)[0]) for variable in _variables(model)]
+
+
+def _value(copy: tf.Variable) -> list[float]:
+    if not (isinstance(copy, tf.Variable) and (copy.dtype.is_floating or copy.dtype.is_integer)):
+        return [0.0, 0.0]
+    # Rows are gathered, as a whole table might be copied when it is read.
+    if copy.shape.rank and (count := int(copy.shape[0])):
+        numbers = tf.gather(copy, np.linspace(0, count - 1, min(count, _NUMBERS), dtype=np.int64)).numpy().ravel()
+    else:
+        numbers = np.ravel(copy.numpy())
+    some = np.asarray(
+        numbers[np.linspace(0, len(numbers) - 1, min(len(numbers), _NUMBERS), dtype=np.int64)] if len(numbers) else [],
+        np.float64,
+    )
+    return [float(f"{float(np.sum(each)):.6g}") for each in (some, np.abs(some))]
+
+
+def _check(call: calls.Call, found: Mapping[str, Any]) -> None:
+    traits = {task: each[0] for task, each in found.items()}
+    for name in dict.fromkeys(name for each in traits.values() for name in each):
+        shown = {task: each.get(name, "none") for task, each in traits.items()}
+        if len(set(shown.values())) > 1:
+            received = ", ".join(f"{name} {text} on {task}" for task, text in shown.items())
+            raise ValueError(
+                f"{call.name}: every worker must make the same call of the same model, as each takes part in every "
+                f"step; {_REMEDY}. Received: {received}"
+            )
+    names = {task: each[1] for task, each in found.items()}
+    if len(set(map(tuple, names.values()))) > 1:
+        received = ", ".join(f"{' and '.join(each) or 'none of them'} on {task}" for task, each in names.items())
+        raise ValueError(
+            f"{call.name}: callbacks that stop training, or change its learning rate or weights, must be given on "
+            f"every worker; {_REMEDY}. Received: {received}"
+        )
+    # Their names may differ: they have running numbers.
+    values = {task: each[2] for task, each in found.items()}
+    for variable, *pairs in zip(_variables(call.model), *values.values(), strict=False):
+        if difference := _difference(pairs):
+            what, numbers = difference
+            received = ", ".join(f"{number:g} on {task}" for task, number in zip(values, numbers, strict=True))
+            raise ValueError(
+                f"{call.name}: the workers' models differ, and would go on apart; set and load weights, and set "
+                f"the learning rate, on every worker. Received: {what} over {variable.path} of {received}"
+            )
+
+
+def _difference(pairs: Sequence[Sequence[float]]) -> tuple[str, list[float]] | None:
+    """Returns what differs, and this number of each worker; None if a variable is the same on all of them."""
+    sums, sizes = np.asarray(pairs, np.float64).T
+    are_finite = np.isfinite(sizes)
+    if not are_finite.all():
+        return ("a sum", sums.tolist()) if are_finite.any() else None
+    # Positive and negative numbers may cancel to about 0, and rounding is large beside such a sum, but not beside this.
+    most = _TOLERANCE * np.max(sizes)
+    for what, numbers in (("a sum", sums), ("a sum of absolute values", sizes)):
+        if np.ptp(numbers) > most:
+            return what, numbers.tolist()
+    return None
