@@ -53,6 +53,5 @@ def _is_of_absl(handler: logging.Handler) -> bool:
     return type(handler).__module__.startswith("absl.") or (
         type(handler) is logging.StreamHandler
         and getattr(handler.formatter, "_fmt", None) == logging.BASIC_FORMAT
-        and handler.stream is not sys.stdout
-        and str(getattr(handler.stream, "name", "")).startswith("<")
+        and handler.stream in (sys.stderr, sys.__stderr__)
     )
