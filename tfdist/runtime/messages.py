@@ -53,5 +53,6 @@ def _is_of_absl(handler: logging.Handler) -> bool:
     return type(handler).__module__.startswith("absl.") or (
         type(handler) is logging.StreamHandler
         and getattr(handler.formatter, "_fmt", None) == logging.BASIC_FORMAT
-        and handler.stream in (sys.stderr, sys.__stderr__)
+        # Not `sys.stderr` itself, which may have been replaced since; of a reopened descriptor the name is its number.
+        and getattr(handler.stream, "name", None) in ("<stderr>", 2)
     )
