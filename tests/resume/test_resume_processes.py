@@ -21,7 +21,12 @@ import numpy as np, tensorflow as tf, keras
 import tfdist
 
 folder, made, policies = sys.argv[1:]
-transforms = [tfdist.transforms.momentum_correction(0.5), tfdist.transforms.skip_nonfinite()]
+# State of dtypes that collectives don't add.
+short = tfdist.transforms.GradientTransform(
+    lambda variables: [tf.constant(False), tf.constant(0, tf.int8)],
+    lambda gradients, state, info: (gradients, [~state[0], state[1] + 1]),
+)
+transforms = [tfdist.transforms.momentum_correction(0.5), tfdist.transforms.skip_nonfinite(), short]
 # Refused beside these under workers that have copies of the model.
 is_refused = made == "MultiWorkerMirroredStrategy" and ("Warmup" in policies or "Averaging" in policies)
 strategy = getattr(tfdist, made)(policies=eval(policies), transforms=[] if is_refused else transforms)

@@ -66,14 +66,20 @@ def test_state_of_transforms_is_saved_and_restored(strategy: Any, monkeypatch: p
         lambda gradients, state, info: (gradients, state + info.staleness),
         where="arrival",
     )
-    given = transforms.check([transforms.momentum_correction(), transforms.skip_nonfinite(), ages])
+    number = transforms.GradientTransform(
+        lambda variables: tf.constant(0, tf.int64), lambda gradients, state, info: (gradients, info.replica), "replica"
+    )
+    given = transforms.check([transforms.momentum_correction(), number, transforms.skip_nonfinite(), ages])
     own = gradients.Transforms(given, strategy.distribution.transforms.memory)
     monkeypatch.setattr(strategy.distribution, "transforms", own)
+    keras.utils.set_random_seed(3)
     model = dense(strategy)
     fit(model, dataset())
     described, arrays = own.collect(model)
-    *velocities, age, skipped = arrays[:6]
+    *velocities, first_number, age, skipped = arrays[:7]
     assert described["replicas"] == NUM_WORKERS
+    # Although a global seed is set.
+    assert first_number != arrays[7 + len(velocities)]
     assert 0 <= age < STEPS * NUM_WORKERS
     assert not skipped
     assert all(np.any(each) for each in velocities)

@@ -28,7 +28,7 @@ def fit(transforms: list[Any], policies: Any = (), devices: int = 2, **options: 
     with strategy.scope():
         model = dense_model()
         model.compile(options.pop("optimizer", "sgd"), "mse")
-    model.fit(X[:40], Y[:40], batch_size=8, shuffle=False, verbose=0, **options)
+    model.fit(options.pop("x", X[:40]), Y[:40], batch_size=8, shuffle=False, verbose=0, **options)
     return model, strategy
 
 
@@ -76,6 +76,24 @@ def test_state_does_not_change_where_gradients_do_not_count(policies: Callable[[
     assert any(np.any(each) for each in some)
     assert not any(np.any(each) for each in none)
     assert some[-1][4] == 2
+
+
+@EACH
+@pytest.mark.parametrize("where", T.PLACES)
+def test_the_scale_of_losses_falls_where_a_transform_removes_what_is_not_finite(
+    policies: Callable[[], Any], where: str
+):
+    data = X[:40].copy()
+    data[9] = np.inf
+
+    def scaled(transforms: list[Any]) -> Any:
+        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=64.0)
+        model, _ = fit(transforms, policies(), optimizer=optimizer, x=data)
+        assert float(optimizer.dynamic_scale) == 32.0
+        return [*model.get_weights(), float(optimizer.dynamic_scale)]
+
+    for found, expected in zip(scaled([T.skip_nonfinite(where)]), scaled([]), strict=True):
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_state_follows_a_change_of_replicas():

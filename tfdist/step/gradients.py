@@ -159,9 +159,10 @@ class Transforms:
             return list(gradients)
         given = [gradients[index] for index in present]
         of = [variables[index] for index in present]
-        scale = loss_scale_of(optimizer) if is_scaled else None
+        scale, is_finite = loss_scale_of(optimizer), None
         if scale is not None:
-            # The optimizer leaves such a step out.
+            scale = scale if is_scaled else 1.0
+            # The optimizer leaves such a step out, and lowers the scale.
             is_finite = gradient_transforms.are_finite(given)
             counts = is_finite if counts is None else tf.logical_and(counts, is_finite)
         begun = _in_unit(given, unit, scale)
@@ -170,7 +171,7 @@ class Transforms:
         for number, transform in chosen:
             found = self._applied(number, transform, optimizer, found, of, about, is_only, counts)
         new = [
-            g if after is before else _back(after, unit, scale, g.dtype)
+            g if after is before else _back(after, unit, scale, g.dtype, is_finite)
             for g, before, after in zip(given, begun, found, strict=True)
         ]
         in_place = dict(zip(present, new, strict=True))
@@ -438,12 +439,14 @@ def _is_one(unit: Any) -> bool:
     return isinstance(unit, int | float) and unit == 1
 
 
-def _back(gradient: Any, unit: Any, scale: Any, dtype: tf.DType) -> Any:
+def _back(gradient: Any, unit: Any, scale: Any, dtype: tf.DType, is_finite: Any) -> Any:
+    """Returns a gradient in the unit in which it was given, and NaN if with a scale the given ones weren't finite."""
     if scale is None and _is_one(unit):
         return gradient
     if scale is None:
         return gradient_transforms.map_values(lambda v: tf.math.divide_no_nan(v, tf.cast(unit, v.dtype)), gradient)
     factor = tf.math.divide_no_nan(tf.cast(scale, tf.float32), tf.cast(unit, tf.float32))
+    factor = tf.where(is_finite, factor, float("nan"))
     return gradient_transforms.map_values(lambda v: tf.cast(v * factor, dtype), gradient)
 
 

@@ -89,8 +89,10 @@ class Messages:
 
     def broadcast(self, arrays: Sequence[np.ndarray], source: int) -> list[np.ndarray]:
         """Returns the arrays of one worker, outside of steps; all workers have some of the same shapes and dtypes."""
-        given = [array if self.index == source else np.zeros_like(array) for array in arrays]
-        return [each.numpy() for each in self.sums([tf.constant(array) for array in given])]
+        given = [tf.constant(array if self.index == source else np.zeros_like(array)) for array in arrays]
+        # Collectives add no booleans and no short integers.
+        summed = self.sums([each if each.dtype.is_floating else tf.cast(each, tf.int64) for each in given])
+        return [tf.cast(each, like.dtype).numpy() for each, like in zip(summed, given, strict=True)]
 
 
 # Sums an array over the workers, in place if the second argument is True; returns the sum.

@@ -229,7 +229,9 @@ class ServerMemory(Memory):
     def replica(self) -> tf.Tensor:
         """See `Memory`: a number that each worker draws once."""
         spec = tf.TensorSpec([], tf.int64)
-        draw = lambda: [tf.random.uniform([], maxval=1 << 62, dtype=tf.int64)]  # noqa: E731
+        # Without a seed, also where `tf.random.set_seed` was called: all workers would draw the same.
+        ends = tf.constant([0, 1 << 62], tf.int64)
+        draw = lambda: [tf.raw_ops.RandomUniformInt(shape=tf.zeros([0], tf.int32), minval=ends[0], maxval=ends[1])]  # noqa: E731
         (number,) = self._read_on_worker(["replica"], [spec], draw)
         self._write_on_worker(["replica"], [spec], [number])
         return number
