@@ -53,6 +53,7 @@ def _is_of_absl(handler: logging.Handler) -> bool:
     return type(handler).__module__.startswith("absl.") or (
         type(handler) is logging.StreamHandler
         and getattr(handler.formatter, "_fmt", None) == logging.BASIC_FORMAT
+        and handler.stream is not sys.stdout
         # Not `sys.stderr` itself, which may have been replaced since; of a reopened descriptor the name is its number.
-        and getattr(handler.stream, "name", None) in ("<stderr>", 2)
+        and str(getattr(handler.stream, "name", "")).startswith(("<", "2"))
     )
