@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import pathlib
 import signal
 import threading
 
 import pytest
 from waiting import Clock
 
-from tfdist.runtime.stalls import BlockedCall, InterruptEscape, StallReporter
+from tfdist.runtime.stalls import BlockedCall, Idleness, InterruptEscape, StallReporter
 
 
 def reporter(clock: Clock, lines: list[str], **options):
@@ -125,3 +126,25 @@ def test_a_thread_that_waits_for_a_collective_in_another_is_in_that_call():
     finally:
         go.set()
         waiting.join(10)
+
+
+@pytest.mark.parametrize(
+    ("state", "waited_secs", "is_counted", "is_idle"),
+    [
+        *(("S", 0.0, True, True), ("R", 0.4, True, True), ("S", 1.0, True, False), ("R", 0.0, True, False)),
+        *(("R", 0.0, False, False), ("S", 0.0, False, True)),
+    ],
+)
+def test_process_is_idle_unless_a_thread_wants_a_cpu(
+    tmp_path: pathlib.Path, state: str, waited_secs: float, is_counted: bool, is_idle: bool
+):
+    """On a busy machine the threads of a blocked process are runnable at many looks, and wait for little time."""
+    (tmp_path / "77").mkdir()
+    secs = [0.0]
+    idleness = Idleness(tmp_path, cpu_secs=lambda: 0.01 * secs[0], clock=lambda: secs[0])
+    for secs[0] in (1.0, 2.0):
+        (tmp_path / "77" / "stat").write_text(f"77 (a) R (b) {state} 1 2")
+        if is_counted:
+            (tmp_path / "77" / "schedstat").write_text(f"5 {int(secs[0] * waited_secs * 1e9)} 3\n")
+        found = idleness.check()
+    assert found is is_idle

@@ -7,7 +7,18 @@ import dataclasses
 
 import pytest
 
-from tfdist.runtime.worker_states import HAS_ENDED, OUTSIDE, PARTED, PARTED_SECS, STEP, State, parted, verdict
+from tfdist.runtime.worker_states import (
+    HAS_ENDED,
+    LOST,
+    OUTSIDE,
+    PARTED,
+    PARTED_SECS,
+    STEP,
+    State,
+    never,
+    parted,
+    verdict,
+)
 
 ALL = ["worker:0", "worker:1", "worker:2"]
 
@@ -36,6 +47,12 @@ def test_wait_for_worker_that_has_ended_names_it_and_remedy(what: str):
 def test_remedy_fits_what_the_worker_waits_in(call: str, remedy: str):
     text = verdict(blocked(0, call), [State("worker:1", ended=HAS_ENDED)], ALL)
     assert text and f"every worker {remedy}" in text
+
+
+def test_wait_for_worker_that_failed_by_another_names_that_one():
+    first = never(State("worker:0"), {"worker:2": LOST})
+    text = verdict(blocked(1, ""), [State("worker:0", ended=f"worker:0 ended with ConnectionError: {first}")], ALL)
+    assert text == first
 
 
 def test_wait_for_worker_that_raised_has_its_words():

@@ -185,13 +185,26 @@ def test_an_exception_of_one_worker_reaches_all_in_its_own_words(tmp_path: pathl
     assert "worker:1 ended with LookupError: my own words" in outputs[0]
 
 
-@by_each_transport
-def test_a_dead_worker_is_an_error_of_the_others(tmp_path: pathlib.Path, kind: str):
-    with process_cluster.workers(TRAINING + DIES + "train()", tmp_path, env={VARIABLE: kind}) as running:
+@pytest.mark.parametrize(
+    ("kind", "policy"),
+    [
+        *(
+            ("tensorflow", ""),
+            ("tensorflow", "BackupWorkers(spares=0)"),
+            ("tensorflow", "ParameterAveraging(every_steps=3)"),
+        ),
+        pytest.param("mpi", "", marks=_needs_mpi),
+    ],
+)
+def test_killed_worker_is_named_by_each_other_in_one_line(tmp_path: pathlib.Path, kind: str, policy: str):
+    policies = f"start_timeout_secs=60, policies=[{policy and 'tfdist.' + policy}])"
+    script = TRAINING.replace("start_timeout_secs=60)", policies) + DIES + "train()"
+    with process_cluster.workers(script, tmp_path, env={VARIABLE: kind}) as running:
         assert [worker.wait(60) for worker in running] == [1, -9]
-        output = running[0].output
-    named = "some have ended or failed: worker:1" if kind == "mpi" else "task:1"
-    assert named in output or (kind != "mpi" and "Connection reset" in output)
+        last = running[0].output.splitlines()[-1]
+    assert last.startswith("ConnectionError: a sum over all workers will never come, as some have ended or failed: ")
+    assert "worker:1 (" in last
+    assert kind == "mpi" or last.endswith("go on from a checkpoint with tfdist.callbacks.Resume)")
 
 
 @_needs_mpi

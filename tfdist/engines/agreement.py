@@ -50,14 +50,16 @@ _PEEK_MS = 100
 _SERVICE_SECS = 10.0
 # Time for a failed process to end.
 _END_SECS = 3.0
+# Time in which the service shows how a worker has ended whose connection is lost.
+_EXPLAIN_SECS = 0.5
 _MESSAGE_CHARS = 500
 # A worker looks at the others once it has waited for so long.
 _LOOK_AFTER_SECS = 2.0
 _LOOK_EVERY_SECS = 1.0
 # With more workers than this they look less often, because each reads the states of all.
 _WORKERS_PER_LOOK = 20
-# A state that was not renewed for so long is of a worker that stands still.
-_FRESH_SECS = 5.0
+# A state that was not renewed for so many looks is of a worker that stands still.
+_FRESH_LOOKS = 4
 # For so long a wait that can't end stays published.
 _SHOWN_SECS = 3.0
 # On GPUs a step computes while the process is idle.
@@ -75,6 +77,8 @@ _ERRORS_OF_COLLECTIVES = (
 _MISMATCH = re.compile(r"Collective instance \d+ expected|Shape mismatch in the collective instance")
 _LOST = re.compile(r"[Cc]onnection re(?:set|fused)|[Ff]ailed to connect|Socket closed|Broken pipe")
 _REMOTE = re.compile(r"remote target /job:(\w+)/replica:\d+/task:(\d+)")
+# What the service says of a task that it has not heard of.
+_SILENT = "heartbeat timeout"
 # Number of an agreement's last exchanges that are published with its state.
 _LOGGED = 8
 _kept: list[Any] = []
@@ -361,18 +365,23 @@ class Agreement:
         known = {str(task) for task in self._others}
         return next((task for task in reversed(named) if task in known), "")
 
-    def explain(self, loss: ConnectionError) -> Exception:
-        """Returns how the other workers have ended, in place of a lost connection to one; `loss` if it is not known.
+    def explain(self, loss: ConnectionError, lost: Sequence[str]) -> Exception:
+        """Returns how the other workers have ended, in place of a lost connection; `loss` if it is not known.
 
-        A worker that ends closes its connections, and publishes its end, in any order.
+        A worker that ends publishes its end before it closes its connections; one that is killed does not.
+
+        Args:
+          loss: the error of the connection.
+          lost: names of the workers that it is about, if they are known.
         """
-        own, deadline = State(str(self.task), self._main_call()), time.monotonic() + _END_SECS
-        with contextlib.suppress(ConnectionError):
-            while time.monotonic() < deadline:
-                if (found := self._watch.loss(own, self._others)) is not None:
-                    return found
+        own, deadline = State(str(self.task), self._main_call()), time.monotonic() + _EXPLAIN_SECS
+        try:
+            while (found := self._watch.loss(own, self._others)) is None and time.monotonic() < deadline:
                 time.sleep(_PEEK_MS / 1000)
-        return loss
+        except ConnectionError as service:
+            return service
+        killed = ConnectionError(worker_states.never(own, dict.fromkeys(lost, worker_states.LOST)))
+        return found or (killed if lost else loss)
 
     def abort(self, error: Exception) -> None:
         """Ends the collectives of TensorFlow's that this worker is in."""
@@ -439,7 +448,11 @@ class Agreement:
             states = context.errors_of_tasks(jobs)
         except tf.errors.OpError as error:
             raise self._service_lost(error) from None
-        return {task: text for task, text in states.items() if task != str(self.task)}
+        return {
+            task: worker_states.LOST if _SILENT in text else text
+            for task, text in states.items()
+            if task != str(self.task)
+        }
 
     def _service_answers(self) -> bool:
         """Returns False if the service does not answer now; raises ConnectionError if it has not for long.
@@ -573,8 +586,8 @@ class _Watch:
         # The main thread posts the end.
         self._posting, self._has_ended = threading.Lock(), False
         self._beat, self._is_posted, self._looks = 0, False, 0
-        # Of each other worker the last beat, and when it was read.
-        self._beats: dict[str, tuple[int, float]] = {}
+        # Of each other worker the last beat and state that this wait has read, and the look at which they were new.
+        self._read: dict[str, tuple[int, State, int]] = {}
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tfdist workers", daemon=True)
 
@@ -607,13 +620,15 @@ class _Watch:
         return beat, State.from_json(task, state)
 
     def states(self) -> list[State]:
-        """Returns the states of the others, where one that was not renewed since the last call is of no wait."""
-        found, now = [], time.monotonic()
+        """Returns the states of the others, where one that was not renewed for some looks is of no wait."""
+        found = []
         for task in self._others:
-            beat, state = self.read(task) or (-1, State(task))
-            last, at = self._beats.get(task, (beat, 0.0))
-            self._beats[task] = beat, now
-            is_fresh = beat != last and now - at < _FRESH_SECS
+            known, new = self._read.get(task), self.read(task)
+            if new and (known is None or new[0] != known[0]):
+                # The first one of a wait may be old.
+                known = self._read[task] = (*new, self._looks if known else -_FRESH_LOOKS)
+            _, state, at = known or (0, State(task), -_FRESH_LOOKS)
+            is_fresh = self._looks - at < _FRESH_LOOKS
             found.append(state if is_fresh or state.ended else dataclasses.replace(state, blocked_secs=0.0))
         return found
 
@@ -646,6 +661,7 @@ class _Watch:
         if in_collective:
             own = dataclasses.replace(own, blocked_secs=time.monotonic() - self._since - self._idle_secs)
         if own.blocked_secs < _LOOK_AFTER_SECS:
+            self._read.clear()
             if time.monotonic() < self._shown_until:
                 return
             if self._is_posted:

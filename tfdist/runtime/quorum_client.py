@@ -74,6 +74,8 @@ class QuorumClient:
         # Time of the last change in the workers' status.
         self._moved_at = clock()
         self._error: str | None = None
+        # Names of the workers that the server has lost.
+        self.lost: list[str] = []
         self._server = f"the quorum server of {self._names[0]} at {address[0]}:{address[1]}"
         self._socket, self._frames = self._connect(address, secret)
         self._thread = threading.Thread(target=self._listen, name="tfdist quorum client", daemon=True)
@@ -262,8 +264,8 @@ class QuorumClient:
             elif verdict.kind == Kind.END:
                 self._ended_pass = verdict.count
             else:
-                lost = [name for name, mark in zip(self._names, verdict.marks, strict=True) if mark]
-                self._error = self._error or f"{', '.join(lost)} has ended, or can't be reached any more"
+                self.lost = [name for name, mark in zip(self._names, verdict.marks, strict=True) if mark]
+                self._error = self._error or f"{', '.join(self.lost)} has ended, or can't be reached any more"
             self._changed.notify_all()
 
     def _fail(self, error: str) -> None:

@@ -21,6 +21,8 @@ A_SUM = "a sum over all workers"
 _APART = "all workers wait, each in another call"
 # The message of `parted`, in that of another error.
 PARTED = re.compile(rf"{_APART}: [^\n\"\\]+")
+# What follows in the message of `never`, in that of another error.
+_CAUSE = re.compile(r"as some have ended or failed: (.+)")
 _SAME = "the same number of steps, and the same callbacks that stop training"
 # How a worker was lost whose connection is gone.
 LOST = (
@@ -114,8 +116,9 @@ def mismatch(own: State) -> str:
 def never(own: State, reasons: Mapping[str, str]) -> str:
     """Returns the message for a wait for tasks that have ended or failed; `reasons` are by task."""
     wait = f"{own.doing} will never end" if own.what else "a sum over all workers will never come"
-    shown = "; ".join(f"{task} ({text})" for task, text in reasons.items())
-    return f"{wait}, as some have ended or failed: {shown}"
+    # A worker that has failed because of another one shows that one.
+    shown = [found[1] if (found := _CAUSE.search(text)) else f"{task} ({text})" for task, text in reasons.items()]
+    return f"{wait}, as some have ended or failed: {'; '.join(dict.fromkeys(shown))}"
 
 
 def _of_ended(own: State, ended: Sequence[State]) -> str:
