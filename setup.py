@@ -69,7 +69,7 @@ setuptools.setup(
         "Typing :: Typed",
     ],
     packages=setuptools.find_packages(include=["tfdist", "tfdist.*"]),
-    package_data={"tfdist": ["py.typed"], "tfdist.tensorboard_plugin": ["static/*.js", "static/*.css"]},
+    package_data={"tfdist": ["py.typed"], "tfdist.watching.tensorboard": ["static/*.js", "static/*.css"]},
     ext_modules=[_NATIVE],
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
     zip_safe=False,
@@ -98,6 +98,6 @@ setuptools.setup(
     },
     entry_points={
         "console_scripts": ["tfdist=tfdist.cli:main"],
-        "tensorboard_plugins": ["tfdist=tfdist.tensorboard_plugin.plugin:TfdistPlugin"],
+        "tensorboard_plugins": ["tfdist=tfdist.watching.tensorboard.plugin:TfdistPlugin"],
     },
 )

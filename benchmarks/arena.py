@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any
 
 from tfdist.launchers import local
-from tfdist.launchers.processes import PortReservation, Supervisor
+from tfdist.launchers.supervise.processes import PortReservation, Supervisor
 
 _SCRIPT = pathlib.Path(__file__).with_name("contender.py")
 _START_SECS = 180.0

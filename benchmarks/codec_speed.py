@@ -168,7 +168,7 @@ def main() -> None:
     parser.add_argument("--output", type=pathlib.Path, default=_RESULTS)
     flags = parser.parse_args()
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    from tfdist.runtime import allocator
+    from tfdist.coordination import allocator
 
     allocator.keep_freed_memory()
     print("kernels codec                    density  encode  decode    both    x less    bits entropy")

@@ -26,7 +26,7 @@ from absl import app, flags
 from sizes import SIZES
 
 from tfdist.launchers import local
-from tfdist.launchers.processes import PortReservation, Supervisor
+from tfdist.launchers.supervise.processes import PortReservation, Supervisor
 
 FLAGS = flags.FLAGS
 HERE = pathlib.Path(__file__).resolve().parent

@@ -6,7 +6,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from tfdist import policies, simulation, testing
+from tfdist import policies, testing
+from tfdist.planning import simulation
 
 
 @dataclasses.dataclass(frozen=True)

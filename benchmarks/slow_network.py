@@ -27,7 +27,7 @@ from typing import Any
 from absl import app, flags
 
 from tfdist import Cluster, Task
-from tfdist.launchers import processes
+from tfdist.launchers.supervise import processes
 
 # By name: the codec, how many steps are made before the measurement, and how many are measured. An adaptive threshold
 # grows by 2 in 20 steps until its density is within its bounds.
@@ -161,7 +161,7 @@ def _do(*command: str) -> None:
 
 def _train(codec: str, steps_before: int, steps: int) -> dict[str, float]:
     import tfdist
-    from tfdist.runtime import usage
+    from tfdist.coordination import usage
 
     policies: list[Any] = []
     if codec:

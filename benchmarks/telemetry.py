@@ -74,7 +74,7 @@ def summary(report: dict[str, dict[str, list[float]]]) -> str:
 def _run_workers(script: str, arguments: list[str], limit_secs: float) -> Any:
     """Runs this file as each worker of a cluster on this machine; returns the chief's result."""
     from tfdist import Cluster, Task
-    from tfdist.launchers.processes import PortReservation
+    from tfdist.launchers.supervise.processes import PortReservation
 
     with tempfile.TemporaryDirectory() as folder, PortReservation(_NUM_WORKERS) as reserved:
         addresses = {index: f"127.0.0.1:{port}" for index, port in enumerate(reserved.ports)}

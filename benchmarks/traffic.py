@@ -68,7 +68,7 @@ def summary(report: dict[str, Any]) -> str:
 
 def _run(way: str) -> list[dict[str, float]]:
     from tfdist import Cluster, Task
-    from tfdist.launchers.processes import PortReservation
+    from tfdist.launchers.supervise.processes import PortReservation
 
     with tempfile.TemporaryDirectory() as folder, PortReservation(2) as reserved:
         addresses = {index: f"127.0.0.1:{port}" for index, port in enumerate(reserved.ports)}
@@ -96,7 +96,7 @@ def _run(way: str) -> list[dict[str, float]]:
 
 def _train(way: str) -> dict[str, float]:
     import tfdist
-    from tfdist.runtime import usage
+    from tfdist.coordination import usage
 
     kind, state = WAYS[way]
     policies: list[Any] = []

@@ -8,7 +8,7 @@ import pathlib
 import shutil
 from collections.abc import Mapping, Sequence
 
-from tfdist.launchers import processes
+from tfdist.launchers.supervise import processes
 
 # Makes logs readable; values that the user has set take precedence.
 _QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "GRPC_VERBOSITY": "ERROR"}

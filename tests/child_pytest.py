@@ -22,7 +22,7 @@ import prefork
 import pytest
 
 from tfdist import Cluster, Task
-from tfdist.launchers.processes import PortReservation
+from tfdist.launchers.supervise.processes import PortReservation
 
 HERE = pathlib.Path(__file__).resolve().parent
 # A directory that is the same for all workers.

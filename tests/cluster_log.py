@@ -7,9 +7,9 @@ import pathlib
 
 import numpy as np
 
-from tfdist.update_log import EventKind, Header, LocalFiles, segments
-from tfdist.update_log.columns import Contributions, Events, Updates
-from tfdist.update_log.writer import Store
+from tfdist.telemetry.update_log import EventKind, Header, LocalFiles, segments
+from tfdist.telemetry.update_log.columns import Contributions, Events, Updates
+from tfdist.telemetry.update_log.writer import Store
 
 
 def write(

@@ -24,7 +24,7 @@ import prefork
 from waiting import await_output
 
 from tfdist import Cluster, Task
-from tfdist.launchers.processes import PortReservation
+from tfdist.launchers.supervise.processes import PortReservation
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 

@@ -14,10 +14,10 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist
-from tfdist import update_log
+from tfdist.telemetry import update_log
 from tfdist.telemetry.report import Report
-from tfdist.tensorboard_plugin import level_of_detail, worker_table
 from tfdist.watching import snapshot
+from tfdist.watching.tensorboard import level_of_detail, worker_table
 
 # The first ones, whose input was read beforehand, are not slow; of fewer steps they would be too large a part.
 STEPS = 64

@@ -17,8 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import tfdist
-from tfdist import _line_server, cli, doctor
-from tfdist.launchers.processes import PortReservation
+from tfdist import _line_server, cli
+from tfdist.doctor import __main__ as doctor
+from tfdist.launchers.supervise.processes import PortReservation
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 GOOD = {"tensorflow": "2.21.0", "keras": "3.15.1", "numpy": "2.4.0", "absl-py": "2.5.1"}

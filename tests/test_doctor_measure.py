@@ -11,8 +11,9 @@ import pytest
 from test_doctor import PortReservation
 
 import tfdist
-from tfdist import doctor, doctor_measure
-from tfdist.doctor_measure import Link
+from tfdist.doctor import __main__ as doctor
+from tfdist.doctor import measure as doctor_measure
+from tfdist.doctor.measure import Link
 
 
 def clusters(ports: list[int]) -> list[tfdist.Cluster]:

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tfdist import Cluster, Task, cli, doctor
+from tfdist import Cluster, Task, cli
+from tfdist.doctor import __main__ as doctor
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 GOLDEN = """\

@@ -17,7 +17,7 @@ PROGRAM = {
     "worker": "import sys; from tfdist.serving import task; sys.exit(task.main())",
     # The other tasks are met before the chief takes its own port.
     "chief": """
-from tfdist.runtime import rendezvous
+from tfdist.coordination import rendezvous
 rendezvous.reach = lambda *args, **kwargs: None
 import tfdist
 tfdist.ParameterServerStrategy(start_timeout_secs=5)

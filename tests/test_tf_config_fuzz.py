@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from test_cluster_properties import SHAPED, VALUES
 
 import tfdist
-from tfdist import doctor
+from tfdist.doctor import __main__ as doctor
 
 JOBS = '{"chief": ["a:1"], "worker": ["b:1", "c:1"], "ps": {"0": "d:1"}}'
 CONFIG = f'{{"cluster": {JOBS}, "task": {{"type": "worker", "index": 1}}}}'

@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     import tfdist.testing as testing  # noqa: F401
     import tfdist.transforms as transforms  # noqa: F401
     from tfdist.cluster import Cluster, ClusterError, Task, is_chief, num_workers, task, worker_index
+    from tfdist.coordination.allocator import keep_freed_memory
     from tfdist.flags import strategy_from_flags
-    from tfdist.model_parts import placement, split
+    from tfdist.model_parallel import placement, split
     from tfdist.policies.backup_workers import BackupWorkers
     from tfdist.policies.compression import Compression
     from tfdist.policies.lazy_rows import LazyRows
     from tfdist.policies.parameter_averaging import ParameterAveraging
     from tfdist.policies.staleness import BoundedStaleness, DropStale, SoftSync, StalenessScaling
     from tfdist.policies.warmup import Warmup
-    from tfdist.runtime.allocator import keep_freed_memory
-    from tfdist.sharded_tables import ShardedTables
     from tfdist.strategies.mirrored import MirroredStrategy
     from tfdist.strategies.multi_worker import MultiWorkerMirroredStrategy
     from tfdist.strategies.parameter_server import ParameterServerStrategy
+    from tfdist.tables.sharded_tables import ShardedTables
 
 __version__ = "0.2.0"
 
@@ -81,13 +81,13 @@ MODULE_OF = {
     "num_workers": "tfdist.cluster",
     "task": "tfdist.cluster",
     "worker_index": "tfdist.cluster",
-    "ShardedTables": "tfdist.sharded_tables",
-    "placement": "tfdist.model_parts",
-    "split": "tfdist.model_parts",
+    "ShardedTables": "tfdist.tables.sharded_tables",
+    "placement": "tfdist.model_parallel",
+    "split": "tfdist.model_parallel",
     "MirroredStrategy": "tfdist.strategies.mirrored",
     "MultiWorkerMirroredStrategy": "tfdist.strategies.multi_worker",
     "ParameterServerStrategy": "tfdist.strategies.parameter_server",
-    "keep_freed_memory": "tfdist.runtime.allocator",
+    "keep_freed_memory": "tfdist.coordination.allocator",
     "strategy_from_flags": "tfdist.flags",
 }
 

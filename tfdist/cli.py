@@ -44,9 +44,9 @@ platforms (tfdist launch PLATFORM --help lists the flags of one):
 # Each is a module with `main(arguments)`, imported only when it is used.
 COMMANDS = {
     "doctor": "tfdist.doctor",
-    "profile": "tfdist.profiling.command",
-    "advise": "tfdist.advisor.command",
-    "simulate": "tfdist.simulate",
+    "profile": "tfdist.planning.profile_command",
+    "advise": "tfdist.planning.advise",
+    "simulate": "tfdist.planning.simulate",
     "watch": "tfdist.watching.watch",
     "trace": "tfdist.watching.trace",
 }

@@ -28,7 +28,7 @@ JOBS = ("chief", "worker", "ps", "evaluator")
 DATA_SERVICE_VARIABLE = "TFDIST_DATA_SERVICE"
 # The environment variable with the job's secret: a random text that a launcher passes to all tasks of a job.
 JOB_SECRET_VARIABLE = "TFDIST_JOB_SECRET"
-# The environment variable with the path of the launcher's notices for this task (`tfdist.launchers.notices`).
+# The environment variable with the path of the launcher's notices for this task (`tfdist.launchers.supervise.notices`).
 NOTICES_VARIABLE = "TFDIST_NOTICES"
 # The environment variable with the path of the file by which tasks show the launcher that they have joined the cluster.
 JOINED_VARIABLE = "TFDIST_JOINED"

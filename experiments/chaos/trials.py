@@ -23,7 +23,7 @@ import chaos_chart
 import killing
 import step_logs
 
-from tfdist.launchers import processes
+from tfdist.launchers.supervise import processes
 
 HERE = pathlib.Path(__file__).resolve().parent
 STRATEGIES = {"parameter_server": "parameter server", "multi_worker": "multi-worker"}

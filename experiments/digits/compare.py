@@ -19,7 +19,7 @@ from typing import Any
 
 import plot
 
-from tfdist.launchers import output, processes
+from tfdist.launchers.supervise import output, processes
 
 HERE = pathlib.Path(__file__).resolve().parent
 STRATEGIES = {

@@ -12,7 +12,7 @@ from typing import Any
 import namespaces
 
 from tfdist import Cluster, Task
-from tfdist.launchers import processes
+from tfdist.launchers.supervise import processes
 
 
 def run_all(commands: Mapping[Task, Sequence[str]], cluster: dict[str, list[str]], limit_secs: float) -> None:

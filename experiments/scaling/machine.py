@@ -28,8 +28,8 @@ from absl import app, flags
 
 import tfdist
 from tfdist import Task
-from tfdist.advisor import prediction, profile
-from tfdist.advisor import prediction as networks
+from tfdist.planning import prediction, profile
+from tfdist.planning import prediction as networks
 
 FLAGS = flags.FLAGS
 HERE = pathlib.Path(__file__).resolve().parent

@@ -15,7 +15,8 @@ import pathlib
 import matplotlib
 from absl import app, flags
 
-from tfdist import BackupWorkers, simulation
+from tfdist import BackupWorkers
+from tfdist.planning import simulation
 
 matplotlib.use("agg")  # draws into a file; needs no display
 from matplotlib import pyplot as plt

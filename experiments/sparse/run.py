@@ -25,9 +25,9 @@ import link_use
 import sparse_chart
 from absl import app, flags
 
-from tfdist import Task, simulation
-from tfdist.advisor import prediction, profile
-from tfdist.advisor import prediction as networks
+from tfdist import Task
+from tfdist.planning import prediction, profile, simulation
+from tfdist.planning import prediction as networks
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "scaling"))
 import cluster_runs

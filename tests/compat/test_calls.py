@@ -14,7 +14,7 @@ import tensorflow as tf
 from overlapping import in_thread
 
 import tfdist
-from tfdist.compat import calls
+from tfdist.compat.keras import calls
 
 pytestmark = [pytest.mark.devices, pytest.mark.timeout(120)]
 

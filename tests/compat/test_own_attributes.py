@@ -9,7 +9,7 @@ import keras
 import pytest
 import tensorflow as tf
 
-from tfdist.compat import own_attributes
+from tfdist.compat import patching
 from tfdist.compat.keras import fit, optimizers
 
 pytestmark = pytest.mark.devices
@@ -18,26 +18,26 @@ pytestmark = pytest.mark.devices
 def test_keras_does_not_track_what_is_put_on_a_layer():
     layer = keras.layers.Dense(1)
     layer.build((None, 1))
-    own_attributes.put(layer, "beside", keras.layers.Dense(1))
+    patching.put(layer, "beside", keras.layers.Dense(1))
     assert layer.beside not in layer._layers
-    assert own_attributes.of(layer, "beside") is layer.beside
-    own_attributes.remove(layer, "beside")
-    assert own_attributes.of(layer, "beside") is None
+    assert patching.of(layer, "beside") is layer.beside
+    patching.remove(layer, "beside")
+    assert patching.of(layer, "beside") is None
 
 
 def test_tensors_and_graphs_take_attributes():
     with tf.Graph().as_default() as graph:
         tensor = tf.constant(1)
     for target in (tf.constant(1), tensor, graph):
-        own_attributes.put(target, "beside", 3)
+        patching.put(target, "beside", 3)
         assert target.beside == 3
 
 
 def test_what_is_kept_is_made_once():
     with tf.Graph().as_default() as graph:
-        own_attributes.setdefault(graph, "_tfdist_test", list).append(1)
-        own_attributes.setdefault(graph, "_tfdist_test", list).append(2)
-    assert own_attributes.setdefault(graph, "_tfdist_test", list) == [1, 2]
+        patching.setdefault(graph, "_tfdist_test", list).append(1)
+        patching.setdefault(graph, "_tfdist_test", list).append(2)
+    assert patching.setdefault(graph, "_tfdist_test", list) == [1, 2]
 
 
 def test_attributes_are_restored_in_nested_blocks_and_after_errors():

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import tensorflow as tf
 
-from tfdist.compat import python_operation
+from tfdist.compat.tensorflow import python_operation
 
 pytestmark = pytest.mark.devices
 

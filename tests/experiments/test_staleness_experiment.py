@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from tfdist.planning.simulation import simulate_policy
 from tfdist.policies import SoftSync
 from tfdist.policies.asynchronous import Asynchronous
-from tfdist.simulation import simulate_policy
 from tfdist.testing import Delays
 
 FOLDER = pathlib.Path(__file__).resolve().parents[2] / "experiments" / "staleness"

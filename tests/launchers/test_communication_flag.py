@@ -7,7 +7,10 @@ import re
 import pytest
 from absl import flags
 
-from tfdist.launchers import kubernetes, local, slurm, ssh
+from tfdist.launchers import local
+from tfdist.launchers.kubernetes import launcher as kubernetes
+from tfdist.launchers.slurm import launcher as slurm
+from tfdist.launchers.ssh import launcher as ssh
 
 LAUNCHERS = {
     local: [],

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfdist.launchers import ssh
 from tfdist.launchers.requests import LaunchError
-from tfdist.launchers.ssh import Host
+from tfdist.launchers.ssh import launcher as ssh
+from tfdist.launchers.ssh.launcher import Host
 
 
 def test_a_file(tmp_path):

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfdist.launchers import slurm_task
+from tfdist.launchers.slurm import task as slurm_task
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import zipfile
 
 import pytest
 
-from tfdist.launchers import processes
+from tfdist.launchers.supervise import processes
 
 ROOT = str(pathlib.Path(__file__).resolve().parents[2])
 # Runs, as a module, what prints where it imports from. The program may find tfdist by other means than its path.

@@ -92,7 +92,7 @@ def test_notices_of_another_program_are_kept(tmp_path):
     folder = tmp_path / f"tfdist-notices-{os.getpid()}-x"
     folder.mkdir()
     (folder / "notices").touch()
-    program = "import subprocess, sys\nfrom tfdist.launchers.processes import Supervisor\n"
+    program = "import subprocess, sys\nfrom tfdist.launchers.supervise.processes import Supervisor\n"
     program += "Supervisor().start('a', ['sleep', '1000']).pid\nprint(flush=True)\nsys.stdin.read()"
     env = {**os.environ, _MARK: (mark := uuid.uuid4().hex), "TFDIST_NOTICES": str(folder / "notices")}
     with subprocess.Popen(

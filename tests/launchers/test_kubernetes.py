@@ -9,7 +9,10 @@ import sys
 
 import pytest
 
-from tfdist.launchers import kubernetes, kubernetes_task, manifests, requests
+from tfdist.launchers import requests
+from tfdist.launchers.kubernetes import launcher as kubernetes
+from tfdist.launchers.kubernetes import manifests
+from tfdist.launchers.kubernetes import task as kubernetes_task
 from tfdist.launchers.shape import Shape
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"

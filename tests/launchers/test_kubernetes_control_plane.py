@@ -12,7 +12,8 @@ import control_plane
 import pytest
 from waiting import wait_until
 
-from tfdist.launchers import kubernetes, requests
+from tfdist.launchers import requests
+from tfdist.launchers.kubernetes import launcher as kubernetes
 
 MISSING = [name for name, path in control_plane.find_binaries().items() if not path]
 pytestmark = [

@@ -6,7 +6,8 @@ import os
 import fake_kubectl
 import pytest
 
-from tfdist.launchers import kubernetes, requests
+from tfdist.launchers import requests
+from tfdist.launchers.kubernetes import launcher as kubernetes
 
 ARGUMENTS = ["--image=me/train:1", "--name=run1", "/app/train.py"]
 ALL = ["job.batch/run1-worker", "networkpolicy.networking.k8s.io/run1", "secret/run1", "service/run1"]

@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from tfdist import cluster
-from tfdist.launchers import attempts, local, requests
+from tfdist.launchers import local, requests
+from tfdist.launchers.supervise import attempts
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 # The planned tasks are told apart by their role, as a user's script never has to.

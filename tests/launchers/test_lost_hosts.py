@@ -12,10 +12,13 @@ import sys
 import pytest
 
 from tfdist.cluster import NOTICES_VARIABLE
-from tfdist.launchers import attempts, notices, requests, ssh, ssh_task
-from tfdist.launchers.processes import Tracebacks
+from tfdist.launchers import requests
 from tfdist.launchers.shape import Shape
-from tfdist.launchers.ssh import Host
+from tfdist.launchers.ssh import launcher as ssh
+from tfdist.launchers.ssh import task as ssh_task
+from tfdist.launchers.ssh.launcher import Host
+from tfdist.launchers.supervise import attempts, notices
+from tfdist.launchers.supervise.processes import Tracebacks
 
 AWAY = "ssh: connect to host beta port 22: Connection timed out"
 
@@ -122,7 +125,7 @@ def test_after_a_lost_host_tasks_there_have_time_to_end(monkeypatch):
 
 def test_far_tasks_end_before_the_launcher_gives_their_host_up():
     command = ssh.plan(ssh.SshJob(("train.py",), (Host("alpha", 2),), Shape(2))).tasks[0].command
-    assert "tfdist.launchers.ssh_client" in command
+    assert "tfdist.launchers.ssh.client" in command
     settings = {
         word.partition("=")[0].removeprefix("-o"): word.partition("=")[2]
         for word in ssh.ssh_client.command("alpha", "python3", ())
@@ -134,7 +137,7 @@ def test_far_tasks_end_before_the_launcher_gives_their_host_up():
 def test_a_far_task_that_lost_its_launcher_is_no_preemption(tmp_path):
     line = json.dumps({"script": ["-c", "import signal; signal.pause()"], "directory": str(tmp_path), "env": {}})
     done = subprocess.run(
-        [sys.executable, "-m", "tfdist.launchers.ssh_task"], input=line.encode() + b"\n", timeout=60, check=False
+        [sys.executable, "-m", "tfdist.launchers.ssh.task"], input=line.encode() + b"\n", timeout=60, check=False
     )
     assert done.returncode == 255
 
@@ -147,7 +150,7 @@ def test_a_far_task_ends_when_its_connection_breaks_with_output_unread(tmp_path)
     near, far = socket.socketpair()
     with near, far:
         wrapper = subprocess.Popen(
-            [sys.executable, "-m", "tfdist.launchers.ssh_task"],
+            [sys.executable, "-m", "tfdist.launchers.ssh.task"],
             stdin=far,
             stdout=far,
             stderr=subprocess.PIPE,

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from waiting import Clock
 
-from tfdist.launchers.output import Console, LineReader
+from tfdist.launchers.supervise.output import Console, LineReader
 
 
 def lines_of(*chunks, **options):

@@ -13,8 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tfdist.launchers import kubernetes_task, pod_group
-from tfdist.launchers.pod_group import GIVEN_UP_EXIT_CODE, Counts, Rules
+from tfdist.launchers.kubernetes import pod_group
+from tfdist.launchers.kubernetes import task as kubernetes_task
+from tfdist.launchers.kubernetes.pod_group import GIVEN_UP_EXIT_CODE, Counts, Rules
 from tfdist.launchers.shape import Shape
 
 LOST = 75
@@ -55,7 +56,7 @@ def free_port():
 
 def command(index, folder, port, options=()):
     """Command of a pod. As hosts it has 127.0.1.0 and so on, in the one spelling that looks like names."""
-    module = [sys.executable, "-m", "tfdist.launchers.kubernetes_task", "--num_workers=4"]
+    module = [sys.executable, "-m", "tfdist.launchers.kubernetes.task", "--num_workers=4"]
     where = ["--host_format=0x7f.0.1.{index}", f"--port={port}", *options]
     return [*module, *where, "--", str(folder / "train.py"), str(folder)]
 

@@ -12,8 +12,8 @@ from typing import Any, BinaryIO
 
 import pytest
 
-from tfdist.launchers import pod_group
-from tfdist.launchers.pod_group import Counts, Rules
+from tfdist.launchers.kubernetes import pod_group
+from tfdist.launchers.kubernetes.pod_group import Counts, Rules
 
 TASKS = ["worker:0", "worker:1"]
 

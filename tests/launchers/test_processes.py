@@ -12,8 +12,8 @@ import time
 import psutil
 import pytest
 
-from tfdist.launchers import processes
-from tfdist.launchers.processes import Supervisor
+from tfdist.launchers.supervise import processes
+from tfdist.launchers.supervise.processes import Supervisor
 
 pytestmark = pytest.mark.processes
 
@@ -32,8 +32,8 @@ time.sleep(1000)
 # A parent with two such tasks, started from a thread that ends at once.
 PARENT = f"""
 import sys, threading
-from tfdist.launchers.output import Console
-from tfdist.launchers.processes import Supervisor
+from tfdist.launchers.supervise.output import Console
+from tfdist.launchers.supervise.processes import Supervisor
 supervisor = Supervisor(Console())
 def start():
     for name in "ab":

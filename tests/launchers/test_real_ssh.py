@@ -81,7 +81,7 @@ class Launch:
         for pid in self.network.pids(host):
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(pid)
-                if "train.py" in process.cmdline() or "tfdist.launchers.ssh_task" in process.cmdline():
+                if "train.py" in process.cmdline() or "tfdist.launchers.ssh.task" in process.cmdline():
                     found.append(process)
         return found
 
@@ -177,7 +177,7 @@ def test_all_tasks_have_ended_when_a_launcher_without_link_says_so(launch, netwo
 def test_a_killed_wrapper_counts_as_a_failure(launch, who):
     job = launch(ALL_REDUCE, "--max_restarts=1")
     job.wait_for("epoch 2")
-    wrapper = next(each for each in job.tasks("b") if "tfdist.launchers.ssh_task" in each.cmdline())
+    wrapper = next(each for each in job.tasks("b") if "tfdist.launchers.ssh.task" in each.cmdline())
     victim = wrapper if who == "ssh_task" else next(each for each in wrapper.parents() if "sshd" in each.name())
     victim.send_signal(signal.SIGKILL)
     job.wait_for("starting all tasks again")

@@ -11,12 +11,14 @@ import pytest
 from waiting import Clock
 
 from tfdist.cluster import JOINED_VARIABLE, Cluster, Task
-from tfdist.launchers import attempts, local, requests, ssh
-from tfdist.launchers.processes import Tracebacks
-from tfdist.launchers.replacements import FailureRows, Replacements
+from tfdist.launchers import local, requests
 from tfdist.launchers.requests import Restarts
 from tfdist.launchers.shape import Shape
-from tfdist.launchers.ssh import Host
+from tfdist.launchers.ssh import launcher as ssh
+from tfdist.launchers.ssh.launcher import Host
+from tfdist.launchers.supervise import attempts
+from tfdist.launchers.supervise.processes import Tracebacks
+from tfdist.launchers.supervise.replacements import FailureRows, Replacements
 
 # The rule.
 

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from tfdist.launchers import local, output, requests
+from tfdist.launchers import local, requests
+from tfdist.launchers.supervise import output
 
 PREAMBLE = """
 import json, os, signal, sys

@@ -9,8 +9,9 @@ import sys
 import fake_slurm
 import pytest
 
-from tfdist.launchers import requests, slurm
+from tfdist.launchers import requests
 from tfdist.launchers.shape import Shape
+from tfdist.launchers.slurm import launcher as slurm
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "launchers" / "golden"

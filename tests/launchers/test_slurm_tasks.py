@@ -6,8 +6,10 @@ import json
 import pytest
 
 from tfdist.cluster import Task
-from tfdist.launchers import requests, slurm, slurm_task
+from tfdist.launchers import requests
 from tfdist.launchers.shape import Shape
+from tfdist.launchers.slurm import launcher as slurm
+from tfdist.launchers.slurm import task as slurm_task
 
 ENVIRONMENT = {
     "SLURM_JOB_ID": "1234",

@@ -3,7 +3,9 @@
 
 import pytest
 
-from tfdist.launchers import requests, slurm, slurm_job
+from tfdist.launchers import requests
+from tfdist.launchers.slurm import job as slurm_job
+from tfdist.launchers.slurm import launcher as slurm
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,11 @@ import time
 import psutil
 import pytest
 
-from tfdist.launchers import requests, ssh
-from tfdist.launchers.processes import PortReservation
+from tfdist.launchers import requests
 from tfdist.launchers.shape import Shape
-from tfdist.launchers.ssh import Host
+from tfdist.launchers.ssh import launcher as ssh
+from tfdist.launchers.ssh.launcher import Host
+from tfdist.launchers.supervise.processes import PortReservation
 
 PREAMBLE = """
 import json, os, signal, sys

@@ -12,7 +12,7 @@ import pytest
 
 from tfdist import cli
 from tfdist.launchers import environment
-from tfdist.launchers.output import StartupNoise
+from tfdist.launchers.supervise.output import StartupNoise
 
 NOISE = """\
 WARNING: All log messages before absl::InitializeLog() is called are written to STDERR

@@ -8,9 +8,10 @@ import sys
 
 import pytest
 
-from tfdist.launchers import manifests, requests, tpu
-from tfdist.launchers.output import LogSettings
+from tfdist.launchers import requests, tpu
+from tfdist.launchers.kubernetes import manifests
 from tfdist.launchers.shape import Shape
+from tfdist.launchers.supervise.output import LogSettings
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 ODD = ["two words", 'it\'s "$HOME" `x`', "new\nline", "", "é"]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from waiting import Clock
 
-from tfdist.launchers.processes import TracebackFilter, Tracebacks
+from tfdist.launchers.supervise.processes import TracebackFilter, Tracebacks
 
 FIRST = "Traceback (most recent call last):"
 RAISED = [

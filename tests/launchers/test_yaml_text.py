@@ -5,7 +5,7 @@ import hypothesis
 import pytest
 import yaml
 
-from tfdist.launchers import kubernetes
+from tfdist.launchers.kubernetes import launcher as kubernetes
 
 
 def test_a_document():

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tfdist
+from tfdist.planning.simulation import simulate_policy
 from tfdist.policies import Outcome
 from tfdist.policies.asynchronous import Asynchronous
-from tfdist.simulation import simulate_policy
 
 
 def _new(updates: int = 1, bound: int | None = None, drop: int | None = None) -> Asynchronous:

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 
 import tfdist
+from tfdist.planning.simulation import Simulation, simulate_policy
 from tfdist.policies import base
-from tfdist.simulation import Simulation, simulate_policy
 
 Durations = Callable[[int, int], float]
 

@@ -9,7 +9,7 @@ import pathlib
 import pytest
 
 import tfdist
-from tfdist import simulation
+from tfdist.planning import simulation
 from tfdist.policies import composition
 from tfdist.policies.asynchronous import Asynchronous
 from tfdist.policies.base import Policy

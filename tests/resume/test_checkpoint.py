@@ -18,7 +18,7 @@ from hypothesis.extra import numpy as arrays
 
 from tfdist.resume import checkpoint
 from tfdist.resume.checkpoint import Checkpoint, CheckpointDirectory, check_same
-from tfdist.runtime import row_blocks
+from tfdist.tables import row_blocks
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -23,7 +23,7 @@ from waiting import wait_until
 
 from tfdist import Cluster, ClusterError, Task
 from tfdist.cluster import DATA_SERVICE_VARIABLE, JOB_SECRET_VARIABLE
-from tfdist.launchers.processes import PortReservation
+from tfdist.launchers.supervise.processes import PortReservation
 from tfdist.serving import data_worker
 from tfdist.serving.task import done_mark
 

@@ -12,7 +12,7 @@ import programs
 import pytest
 
 from tfdist import Cluster, Task
-from tfdist.launchers.processes import PortReservation
+from tfdist.launchers.supervise.processes import PortReservation
 
 SCRIPT = """
 strategy = tfdist.ParameterServerStrategy(start_timeout_secs=60, data_sharding="dynamic")

@@ -13,9 +13,8 @@ import textwrap
 
 import pytest
 
-from tfdist import Cluster, Task
+from tfdist import Cluster, Task, _log
 from tfdist.cluster import JOB_SECRET_VARIABLE
-from tfdist.runtime import messages
 from tfdist.serving import task as serving_task
 
 CLUSTER = Cluster({"chief": {0: "a:1"}, "worker": {0: "b:1"}, "ps": {0: "c:1"}}, Task("worker", 0))
@@ -82,7 +81,7 @@ def test_what_another_user_may_have_made_is_refused(
 ) -> None:
     make(folder)
     said: list[str] = []
-    monkeypatch.setattr(messages, "say", said.append)
+    monkeypatch.setattr(_log, "say", said.append)
     monkeypatch.setattr(serving_task.allocator, "keep_freed_memory", lambda few_arenas: True)
     assert serving_task.serve(CLUSTER) == 1
     (line,) = said

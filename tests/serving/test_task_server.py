@@ -21,7 +21,7 @@ import sys
 from tfdist import Cluster, Task
 from tfdist.compat.tensorflow import servers
 from tfdist.serving import task
-from tfdist.launchers.processes import PortReservation
+from tfdist.launchers.supervise.processes import PortReservation
 print("without", servers.skip_package_init())
 with PortReservation(1) as reserved:
     task.start(Cluster({"worker": {0: f"127.0.0.1:{reserved.ports[0]}"}}, Task("worker", 0)))

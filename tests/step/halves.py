@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 from training import build_metrics
 
-from tfdist.data import splitting
+from tfdist.passes import splitting
 from tfdist.step.contribution import Contribution, add_up
 from tfdist.step.split_train_step import SplitTrainStep
 

@@ -17,7 +17,7 @@ from aggregated_cluster import BATCH, COUNT, IDS, NUM_WORKERS, STEPS, X, Y, comp
 import tfdist
 from tfdist import transforms
 from tfdist.compat.tensorflow import coordinator
-from tfdist.runtime import delay_hook
+from tfdist.coordination import delay_hook
 from tfdist.step import gradients
 
 Policies = Callable[..., tfdist.ParameterServerStrategy]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import tfdist
-from tfdist.runtime import delay_hook
+from tfdist.coordination import delay_hook
 
 NUM_WORKERS = 4
 # After a worker was stopped and went on, TensorFlow's answers may take the chief a minute or two.

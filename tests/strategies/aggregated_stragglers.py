@@ -17,8 +17,8 @@ from training import Logs
 
 import tfdist
 from tfdist.compat.tensorflow import coordinator
-from tfdist.engines.parameter_server import rounds
-from tfdist.runtime import delay_hook, round_runner
+from tfdist.coordination import delay_hook, round_runner
+from tfdist.engines import rounds
 
 LAST = NUM_WORKERS - 1
 

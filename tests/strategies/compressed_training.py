@@ -15,7 +15,7 @@ from compressed_cluster import X, compiled, fit
 import tfdist
 from tfdist.compat.tensorflow import servers
 from tfdist.compression import HalfPrecision, SignSGD, Threshold, TopK, frames, on_servers
-from tfdist.engines.parameter_server.transfer import encoding
+from tfdist.engines.transfer import encoding
 
 SEND_ALL = TopK(1.0, momentum=0)
 

@@ -17,8 +17,8 @@ from parameter_server_cluster import (
 )
 from training import build_metrics
 
-from tfdist.engines.parameter_server.transfer import plan
-from tfdist.engines.parameter_server.worker_function import Program
+from tfdist.engines.transfer import plan
+from tfdist.engines.worker_function import Program
 
 
 def _deep(strategy: Any, num_layers: int) -> keras.Model:

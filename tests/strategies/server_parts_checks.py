@@ -18,7 +18,7 @@ from training import OPTIMIZERS, assert_close
 
 import tfdist
 from tfdist.compat.keras import placement
-from tfdist.engines.parameter_server.worker_function import Program
+from tfdist.engines.worker_function import Program
 from tfdist.step import one_replica
 
 LAYERS = keras.layers
@@ -108,7 +108,7 @@ def test_each_part_computes_on_its_device(
 def test_products_on_servers_and_plain_transfer(
     strategy: Any, with_policies: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, transfer: str
 ) -> None:
-    from tfdist.engines.parameter_server.transfer import plan
+    from tfdist.engines.transfer import plan
 
     chosen = plan.fixed(64) if transfer == "products" else plan.plain()
     monkeypatch.setattr(strategy, "_transfer", chosen)

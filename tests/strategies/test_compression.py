@@ -61,7 +61,7 @@ report("sent", [strategy.report().message_bytes[f"worker:{index}"], weights.size
 
 # The kernel counts what is on the wire.
 TRAFFIC = """
-from tfdist.runtime import usage
+from tfdist.coordination import usage
 x = np.random.default_rng(0).normal(size=(64, 256)).astype("float32")
 with strategy.scope():
     model = keras.Sequential([keras.Input((256,)), layers.Dense(512), layers.Dense(1)])

@@ -13,8 +13,8 @@ import programs
 import pytest
 
 from tfdist.cluster import NOTICES_VARIABLE, Cluster, Task
-from tfdist.launchers.notices import GIVEN_UP
-from tfdist.launchers.processes import PortReservation, Supervisor
+from tfdist.launchers.supervise.notices import GIVEN_UP
+from tfdist.launchers.supervise.processes import PortReservation, Supervisor
 
 CHIEF = """
 import pathlib

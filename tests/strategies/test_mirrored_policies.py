@@ -15,7 +15,7 @@ import tensorflow as tf
 from training import OPTIMIZERS, Logs, X, Y, assert_close, assert_like_one_device, dense_model, trained
 
 import tfdist
-from tfdist.runtime import delay_hook
+from tfdist.coordination import delay_hook
 
 pytestmark = pytest.mark.devices
 

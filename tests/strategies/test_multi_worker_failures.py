@@ -46,7 +46,7 @@ def misfortune():
 # Each step is a wait that can't end, or one that can; the last ones end all collectives, and a worker.
 CALLS_OF_ONE_WORKER = """
 import contextlib, time
-from tfdist.runtime import worker_states
+from tfdist.coordination import worker_states
 worker_states.PARTED_SECS = 3.5  # for the test; 5 s otherwise
 strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout_secs=60, policies=[POLICY])
 agreement = strategy.distribution.agreement
@@ -168,7 +168,7 @@ def test_an_evaluator_works_alone_whether_it_is_listed_or_not(tmp_path: pathlib.
 
 def test_ctrl_c_ends_the_wait_for_a_worker(tmp_path: pathlib.Path):
     # The line that is waited for comes from the rendezvous itself.
-    script = "from tfdist.runtime import rendezvous\n"
+    script = "from tfdist.coordination import rendezvous\n"
     script += "rendezvous.meet(cluster, 300, every_secs=0.2, write=lambda line: print(line, flush=True))"
     with process_cluster.workers(script, tmp_path, started=1) as (worker,):
         worker.wait_for_output("waiting for worker:1")

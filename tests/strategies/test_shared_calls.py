@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 
-from tfdist.compat import calls
+from tfdist.compat.keras import calls
 from tfdist.strategies import _shared_calls
 
 EARLY = keras.callbacks.EarlyStopping()

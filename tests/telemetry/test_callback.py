@@ -20,7 +20,7 @@ from waiting import Clock
 import tfdist
 from tfdist.policies.base import Update
 from tfdist.telemetry.recorder import Recorder
-from tfdist.update_log import EventKind, read_logs
+from tfdist.telemetry.update_log import EventKind, read_logs
 
 X = np.random.default_rng(0).random((64, 4), np.float32)
 Y = X.sum(1, keepdims=True)

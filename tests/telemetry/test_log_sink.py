@@ -11,9 +11,9 @@ import pytest
 
 from tfdist.policies.records import Contribution, Outcome, Update
 from tfdist.telemetry.session import LogSink, open_log
-from tfdist.tensorboard_plugin.jobs import Jobs
-from tfdist.update_log import EventKind, read_logs
+from tfdist.telemetry.update_log import EventKind, read_logs
 from tfdist.watching import arguments, snapshot, trace
+from tfdist.watching.tensorboard.jobs import Jobs
 
 WORKERS = ("worker:0", "worker:1")
 

@@ -14,15 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tfdist.coordination.usage import Usage
 from tfdist.policies import Contribution, Outcome, Update
-from tfdist.runtime.usage import Usage
 from tfdist.telemetry.histogram import Histogram
 from tfdist.telemetry.recorder import Recorder, Sums
 from tfdist.telemetry.report import Interval, Report, with_usage
 from tfdist.telemetry.session import LogSink
-from tfdist.tensorboard_plugin import level_of_detail, worker_table
-from tfdist.update_log import Header, LogWriter, read_logs
+from tfdist.telemetry.update_log import Header, LogWriter, read_logs
 from tfdist.watching import snapshot
+from tfdist.watching.tensorboard import level_of_detail, worker_table
 
 REPLICAS = 4
 NAMES = [f"worker:{replica}" for replica in range(REPLICAS)]

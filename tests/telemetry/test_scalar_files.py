@@ -9,7 +9,7 @@ import struct
 import pytest
 
 from tfdist.telemetry.scalar_files import LOSS, SENT, ScalarFiles, Scalars, task_of
-from tfdist.update_log import LocalFiles
+from tfdist.telemetry.update_log import LocalFiles
 
 event_pb2 = pytest.importorskip("tensorboard.compat.proto.event_pb2")
 summary_pb2 = pytest.importorskip("tensorboard.compat.proto.summary_pb2")

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 import tfdist
 from tfdist.step.step_times import StepTimes
 from tfdist.telemetry.report import Report
-from tfdist.tensorboard_plugin import worker_table
-from tfdist.update_log import read_logs
+from tfdist.telemetry.update_log import read_logs
 from tfdist.watching import snapshot
+from tfdist.watching.tensorboard import worker_table
 
 X = np.random.default_rng(0).random((8, 4), np.float32)
 Y = X.sum(1, keepdims=True)

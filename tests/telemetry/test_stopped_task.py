@@ -10,8 +10,8 @@ import pytest
 
 SCRIPT = """
 import threading, time
-from tfdist.engines.parameter_server.server_calls import CodecStates
-from tfdist.engines.parameter_server.transfer.encoding import Encoding
+from tfdist.engines.server_calls import CodecStates
+from tfdist.engines.transfer.encoding import Encoding
 strategy = tfdist.ParameterServerStrategy(num_workers=2, num_ps=1)
 made = model(strategy)
 encoding, coordinator = Encoding(tfdist.compression.SignSGD(), 2), strategy.distribution.coordinator

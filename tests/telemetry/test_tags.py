@@ -17,7 +17,7 @@ import pytest
 import telemetry_files
 from telemetry_files import expected
 
-from tfdist.update_log import EventKind, Outcome, read_logs
+from tfdist.telemetry.update_log import EventKind, Outcome, read_logs
 
 DECIDED, TIMED, MEASURED, POLICY = "decided", "timed", "measured", "policy"
 STEPS = 48

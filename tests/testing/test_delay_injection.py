@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfdist.runtime import delay_hook
+from tfdist.coordination import delay_hook
 from tfdist.testing import Delays, constant, delay_injection, delays, lognormal, pareto, stalls
 
 FOR_EVER_SECS = 1e6

@@ -9,7 +9,7 @@ import pathlib
 
 import numpy as np
 
-from tfdist.update_log import EventKind, Header, LogWriter, Outcome, UpdateRecord
+from tfdist.telemetry.update_log import EventKind, Header, LogWriter, Outcome, UpdateRecord
 
 
 def write_synchronous(

@@ -13,7 +13,17 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from tfdist.update_log import Contributions, EventKind, Events, Groups, Header, Outcome, Timeline, Updates, read_logs
+from tfdist.telemetry.update_log import (
+    Contributions,
+    EventKind,
+    Events,
+    Groups,
+    Header,
+    Outcome,
+    Timeline,
+    Updates,
+    read_logs,
+)
 from tfdist.watching import screen, snapshot
 from tfdist.watching.snapshot import Lanes
 

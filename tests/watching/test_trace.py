@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tfdist import cli
-from tfdist.update_log import Outcome, Timeline, read_logs
+from tfdist.telemetry.update_log import Outcome, Timeline, read_logs
 from tfdist.watching import trace
 
 

@@ -20,6 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist import _log
 from tfdist.compat.keras.optimizers import (
     check_can_meet,
     indices_of,
@@ -29,7 +30,6 @@ from tfdist.compat.keras.optimizers import (
     trained_by,
 )
 from tfdist.compat.tensorflow import variables
-from tfdist.runtime import messages
 
 GRADIENTS, DIFFERENCES = "gradients", "differences"
 
@@ -275,4 +275,4 @@ def say_begins_anew(saved: str, codec: Any) -> None:
       codec: begins with an empty state.
     """
     what = repr(codec) if repr(codec) != saved else "for other variables; it"
-    messages.say(f"Compression: the checkpoint has the state of {saved}, {what} begins anew")
+    _log.say(f"Compression: the checkpoint has the state of {saved}, {what} begins anew")

@@ -15,7 +15,7 @@ from typing import ClassVar
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import python_operation
+from tfdist.compat.tensorflow import python_operation
 from tfdist.compression import codec, frames
 
 # Comparisons by magnitude treat denormal numbers as zeros, as TensorFlow's threads do in their arithmetic.

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from tfdist import _log
 from tfdist.compression import fallback
-from tfdist.runtime import messages
 
 # That of _native.c. It changes with each change of a function's arguments or results.
 VERSION = 3
@@ -162,7 +162,7 @@ def kernels() -> Kernels:
             raise OSError("tfdist was installed without a C compiler")
         return NativeKernels(path)
     except OSError as error:
-        messages.say(
+        _log.say(
             f"compression runs in NumPy, up to twice as long as compiled: {error}. Install a C compiler "
             "(gcc or clang), and then tfdist again."
         )

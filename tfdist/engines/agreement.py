@@ -36,11 +36,11 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.cluster import Task
-from tfdist.compat import calls
+from tfdist.compat.keras import calls
 from tfdist.compat.tensorflow import context
-from tfdist.runtime import stalls, usage, worker_states
-from tfdist.runtime.usage import Usage
-from tfdist.runtime.worker_states import State
+from tfdist.coordination import stalls, usage, worker_states
+from tfdist.coordination.usage import Usage
+from tfdist.coordination.worker_states import State
 
 # Timeout of one read from the service, during which Python can't deliver Ctrl-C.
 _ASK_MS = 1000

@@ -28,16 +28,16 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat import own_attributes
-from tfdist.compat.calls import Call
+from tfdist.compat import patching
 from tfdist.compat.keras import optimizers
-from tfdist.data import handle as handles
-from tfdist.data import splitting
-from tfdist.data.handle import BatchHandle, DistributedDataset
-from tfdist.data.shares import Part, Sum
+from tfdist.compat.keras.calls import Call
 from tfdist.engines import averaging_step as averaging_step
 from tfdist.engines.averaging_step import Average, Count
 from tfdist.engines.base import Engine
+from tfdist.passes import handle as handles
+from tfdist.passes import splitting
+from tfdist.passes.handle import BatchHandle, DistributedDataset
+from tfdist.passes.shares import Part, Sum
 from tfdist.policies.parameter_averaging import ParameterAveraging
 from tfdist.step import write_order
 
@@ -190,7 +190,7 @@ class AveragingEngine(Engine):
             sums = self._sum_over_workers, self._num_workers, self._sum_differences
             average = Average(self._strategy, model, self._policy, *sums)
             self._counts.append(average.count)
-            own_attributes.put(model, _AVERAGE, average)
+            patching.put(model, _AVERAGE, average)
         return average
 
 
@@ -210,14 +210,14 @@ class _Settling(keras.callbacks.Callback):
         for name in _READERS:
             reader = getattr(model, name)
             if not hasattr(reader, _AVERAGE):
-                own_attributes.put(model, name, self._settling(reader))
+                patching.put(model, name, self._settling(reader))
 
     def _settling(self, reader: Callable[..., Any]) -> Callable[..., Any]:
         def read(*args: Any, **kwargs: Any) -> Any:
             self._engine.synchronize()
             return reader(*args, **kwargs)
 
-        own_attributes.put(read, _AVERAGE, True)
+        patching.put(read, _AVERAGE, True)
         return read
 
     def on_test_begin(self, logs: Any = None) -> None:
@@ -235,8 +235,8 @@ class _Settling(keras.callbacks.Callback):
         """Leaves the model as it was."""
         self._engine.finish()
         for name in _READERS:
-            if hasattr(own_attributes.of(self.model, name), _AVERAGE):
-                own_attributes.remove(self.model, name)
+            if hasattr(patching.of(self.model, name), _AVERAGE):
+                patching.remove(self.model, name)
 
 
 # The data of a strategy whose replicas train alone: `fit` reads them without asking anybody.

@@ -29,8 +29,8 @@ from tfdist.compat.keras.optimizers import (
     without_merge_call,
 )
 from tfdist.compat.tensorflow import graphs, replicas
-from tfdist.data import splitting
-from tfdist.data.shares import Part, Sum
+from tfdist.passes import splitting
+from tfdist.passes.shares import Part, Sum
 from tfdist.policies.parameter_averaging import ParameterAveraging
 from tfdist.step import contribution, copies, empty_parts, global_losses, one_replica
 from tfdist.step.copies import copies_of

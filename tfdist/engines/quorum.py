@@ -36,19 +36,19 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat.calls import Call
+from tfdist.compat.keras.calls import Call
 from tfdist.compat.keras.optimizers import SumGradients, optimizers_of, patched_attributes, without_all_reduce
 from tfdist.compat.tensorflow import replicas
-from tfdist.data import handle as handles
-from tfdist.data import splitting
-from tfdist.data.handle import BatchHandle, CountedDataset, registry
-from tfdist.data.shares import Sum
+from tfdist.coordination import delay_hook, stalls, worker_states
+from tfdist.coordination.quorum_client import QuorumClient
+from tfdist.coordination.quorum_server import Verdict
 from tfdist.engines.agreement import Agreement
 from tfdist.engines.base import Engine
+from tfdist.passes import handle as handles
+from tfdist.passes import splitting
+from tfdist.passes.handle import BatchHandle, CountedDataset, registry
+from tfdist.passes.shares import Sum
 from tfdist.policies.records import Contribution, Outcome, Update
-from tfdist.runtime import delay_hook, stalls, worker_states
-from tfdist.runtime.quorum_client import QuorumClient
-from tfdist.runtime.quorum_server import Verdict
 from tfdist.step import contribution, copies, global_losses, one_replica, write_order
 from tfdist.step import gradients as transforms
 from tfdist.step.split_train_step import SplitTrainStep

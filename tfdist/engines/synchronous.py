@@ -23,10 +23,10 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.compat.tensorflow import inputs, replicas
-from tfdist.data import handle as handles
-from tfdist.data import splitting
-from tfdist.data.shares import Shares
 from tfdist.engines.base import Engine
+from tfdist.passes import handle as handles
+from tfdist.passes import splitting
+from tfdist.passes.shares import Shares
 
 # Makes a Keras step on all replicas: (step, data, shares_of, limits of the read); see `replicated_step.run_step`, and
 # `StepTimes.begin`.

@@ -32,16 +32,16 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat.calls import Call
 from tfdist.compat.keras import optimizers, placement
+from tfdist.compat.keras.calls import Call
 from tfdist.compat.tensorflow import graphs, replicas
-from tfdist.data import replica_batches, splitting
-from tfdist.data.handle import BatchHandle, registry
-from tfdist.data.replica_batches import OwnParts, ReplicaIterator, WholeBatch
+from tfdist.coordination import delay_hook, stalls
+from tfdist.coordination.round_runner import RoundRunner
 from tfdist.engines.base import Engine
+from tfdist.passes import replica_batches, splitting
+from tfdist.passes.handle import BatchHandle, registry
+from tfdist.passes.replica_batches import OwnParts, ReplicaIterator, WholeBatch
 from tfdist.policies.base import Aggregation, Update
-from tfdist.runtime import delay_hook, stalls
-from tfdist.runtime.round_runner import RoundRunner
 from tfdist.step import copies, global_losses, gradients, one_replica, replicated_step
 from tfdist.step.contribution import Contribution, add_up
 from tfdist.step.packing import Packing

@@ -33,13 +33,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import calls
-from tfdist.compat.keras import fit
+from tfdist.compat.keras import calls, fit
 from tfdist.compat.tensorflow import replicas
-from tfdist.data import handle as handles
-from tfdist.data import splitting
-from tfdist.data.shares import Sum
 from tfdist.engines.base import Engine
+from tfdist.passes import handle as handles
+from tfdist.passes import splitting
+from tfdist.passes.shares import Sum
 from tfdist.policies.base import Update
 from tfdist.policies.warmup import Warmup
 from tfdist.step import copies, one_replica, replicated_step

@@ -23,9 +23,6 @@ from absl import flags
 
 from tfdist.cluster import DATA_SERVICE_VARIABLE, JOB_SECRET_VARIABLE, Task
 from tfdist.launchers import command_line, environment, shape
-from tfdist.launchers.attempts import submit
-from tfdist.launchers.output import LogSettings
-from tfdist.launchers.processes import PortReservation
 from tfdist.launchers.requests import (
     TRY_AGAIN_EXIT_CODE,
     LaunchError,
@@ -35,6 +32,9 @@ from tfdist.launchers.requests import (
     check_command,
 )
 from tfdist.launchers.shape import Shape
+from tfdist.launchers.supervise.attempts import submit
+from tfdist.launchers.supervise.output import LogSettings
+from tfdist.launchers.supervise.processes import PortReservation
 
 _USAGE = """\
 usage: tfdist launch local [FLAGS] SCRIPT [ARGUMENTS]

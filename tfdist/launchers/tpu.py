@@ -19,13 +19,15 @@ from collections.abc import Mapping, Sequence
 
 from absl import flags
 
-from tfdist.launchers import command_line, environment, kubernetes, manifests, shape, tools
-from tfdist.launchers.attempts import submit as run_tasks
-from tfdist.launchers.kubernetes import KubernetesRequest
-from tfdist.launchers.manifests import Pods
-from tfdist.launchers.output import LogSettings
+from tfdist.launchers import command_line, environment, shape, tools
+from tfdist.launchers.kubernetes import launcher as kubernetes
+from tfdist.launchers.kubernetes import manifests
+from tfdist.launchers.kubernetes.launcher import KubernetesRequest
+from tfdist.launchers.kubernetes.manifests import Pods
 from tfdist.launchers.requests import LaunchError, Request, Restarts, TaskRequest
 from tfdist.launchers.shape import Shape
+from tfdist.launchers.supervise.attempts import submit as run_tasks
+from tfdist.launchers.supervise.output import LogSettings
 
 _USAGE = """\
 usage: tfdist launch tpu --accelerator_type=TYPE --zone=ZONE [FLAGS] SCRIPT [ARGUMENTS]

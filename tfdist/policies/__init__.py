@@ -35,7 +35,7 @@ is dropped, and the replica starts again:
     >>> policy.started(0, time=4.0)
     1
 
-`tfdist.simulation` drives policies event by event, in simulated time.
+`tfdist.planning.simulation` drives policies event by event, in simulated time.
 """
 
 from tfdist.policies.backup_workers import BackupWorkers

@@ -17,7 +17,7 @@ Modules: `checkpoint` reads and writes the directory, without knowing models. `c
 model's variables. `position` saves and restores the position of `fit` in its data, by way of
 `compat.keras.fit`. `preemption` handles the signal and the messages between workers about it. `callback` is the
 public callback, which combines the others. Strategies provide the rest: the state of their policies, and data sets
-that begin in the middle (`tfdist.data.progress`).
+that begin in the middle (`tfdist.passes.progress`).
 """
 
 from tfdist.compat import versions

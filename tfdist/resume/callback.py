@@ -15,10 +15,10 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfdist.compat import calls
-from tfdist.compat.keras import fit
-from tfdist.launchers import slurm_exits
+from tfdist import _log
+from tfdist.compat.keras import calls, fit
 from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE
+from tfdist.launchers.slurm import exits as slurm_exits
 from tfdist.policies.base import is_count
 from tfdist.resume import checkpoint, preemption
 from tfdist.resume.checkpoint import (
@@ -30,7 +30,6 @@ from tfdist.resume.checkpoint import (
     is_fitting,
     put_last,
 )
-from tfdist.runtime import messages
 
 # Numbers the calls of `fit` in this program; all workers make these calls in the same order.
 _NUMBERS = itertools.count()
@@ -323,4 +322,4 @@ def _exit_now() -> None:
 
 
 def _say(line: str) -> None:
-    messages.say(line)
+    _log.say(line)

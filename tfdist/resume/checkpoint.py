@@ -26,14 +26,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import calls
-from tfdist.compat.keras import fit, models, optimizers
+from tfdist import _log
+from tfdist.compat.keras import calls, fit, models, optimizers
 from tfdist.compat.keras.optimizers import optimizers_of
 from tfdist.compat.tensorflow import variables
-from tfdist.data import progress
+from tfdist.passes import progress
 from tfdist.policies.saved_state import SavedState
-from tfdist.runtime import messages, row_blocks
 from tfdist.step import copies, one_replica
+from tfdist.tables import row_blocks
 
 # Files of NumPy arrays (`.npz`), of which those of tables are written and read a block of rows at a time.
 
@@ -503,7 +503,7 @@ class DataPosition:
         if restart is not None:
             return restart.after(passes, batches)
         if batches:
-            messages.say(
+            _log.say(
                 f"a {type(self._epochs.dataset).__name__} of the user's own can't be begun in the "
                 "middle; the rest of the epoch is made from its first batches"
             )

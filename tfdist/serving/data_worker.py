@@ -16,11 +16,12 @@ import sys
 import threading
 from collections.abc import Iterator
 
+from tfdist import _log
 from tfdist.cluster import Cluster, data_service_address
 from tfdist.compat.tensorflow import servers
-from tfdist.launchers import processes
-from tfdist.launchers.processes import Process, Supervisor
-from tfdist.runtime import allocator, messages, rendezvous
+from tfdist.coordination import allocator, rendezvous
+from tfdist.launchers.supervise import processes
+from tfdist.launchers.supervise.processes import Process, Supervisor
 
 _POLL_SECS = 0.5
 _MOST_PAUSE_SECS = 60.0
@@ -74,7 +75,7 @@ class _RestartingWorker:
                 child = self._start()
             except OSError as error:
                 failures += 1
-                messages.say(f"the data worker of {self._task} can't be started: {error}")
+                _log.say(f"the data worker of {self._task} can't be started: {error}")
                 continue
             if child is None:
                 return
@@ -82,7 +83,7 @@ class _RestartingWorker:
             failures = failures + 1 if child.ran_secs < _STABLE_SECS else 1
             if not self._stopped.is_set():
                 tail = " | ".join(child.tail[-3:])
-                messages.say(f"the data worker of {self._task} ended with code {code}. {tail}".rstrip())
+                _log.say(f"the data worker of {self._task} ended with code {code}. {tail}".rstrip())
 
     def stop(self) -> None:
         """Ends the data worker, and starts no other."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist import _log
 from tfdist.cluster import (
     DATA_SERVICE_VARIABLE,
     NOTICES_VARIABLE,
@@ -23,12 +24,12 @@ from tfdist.cluster import (
     Task,
     data_service_address,
 )
-from tfdist.launchers import processes
-from tfdist.launchers.notices import GIVEN_UP, Reader
-from tfdist.launchers.processes import PortReservation, Process, Supervisor
-from tfdist.launchers.replacements import Replacements
+from tfdist.coordination import keepalive, rendezvous
 from tfdist.launchers.requests import Restarts
-from tfdist.runtime import keepalive, messages, rendezvous
+from tfdist.launchers.supervise import processes
+from tfdist.launchers.supervise.notices import GIVEN_UP, Reader
+from tfdist.launchers.supervise.processes import PortReservation, Process, Supervisor
+from tfdist.launchers.supervise.replacements import Replacements
 from tfdist.serving.task import VARIABLE, done_mark, serve
 
 # Starts the servers of the tf.data service that prepare batches for `data_sharding="dynamic"`.
@@ -246,7 +247,7 @@ def _follow_notices(reader: Reader, watched: keepalive.Keepalive, ended: threadi
         for line in reader.new_lines():
             if line.startswith(GIVEN_UP):
                 task = line.removeprefix(GIVEN_UP)
-                messages.say(f"the launcher has given up {task}; going on without it")
+                _log.say(f"the launcher has given up {task}; going on without it")
                 watched.end(task)
 
 
@@ -353,11 +354,11 @@ class EmbeddedCluster:
                     self._processes[name] = self._start(_task(name))
                 except OSError as error:
                     replacements.failed(name, 0.0, least_secs=_RESTARTS.backoff_secs)
-                    messages.say(f"{name} of the embedded cluster could not be started: {error}")
+                    _log.say(f"{name} of the embedded cluster could not be started: {error}")
             if ended:
                 ended.wait()
                 line = f"tfdist: {ended.name} ended with code {ended.returncode}{next_start}. {_tail(ended)}"
-                messages.say(line.rstrip())
+                _log.say(line.rstrip())
 
 
 def _register_failure(replacements: Replacements, ended: Process) -> str:

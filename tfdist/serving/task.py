@@ -26,12 +26,12 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
-from tfdist import _addresses
+from tfdist import _addresses, _log
 from tfdist.cluster import JOB_SECRET_VARIABLE, Cluster, ClusterError, Task
 from tfdist.compat.tensorflow import servers
+from tfdist.coordination import allocator, cpus, keepalive, rendezvous
+from tfdist.coordination.usage import USAGE_REQUEST, Sampler
 from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE
-from tfdist.runtime import allocator, cpus, keepalive, messages, rendezvous
-from tfdist.runtime.usage import USAGE_REQUEST, Sampler
 from tfdist.serving import data_worker
 
 # Number of logical CPUs of a worker's server, as whoever starts `python -m tfdist.serving.task` hands it over.
@@ -163,7 +163,7 @@ def _serve(cluster: Cluster, start_timeout_secs: float, num_cpus: int) -> int:
         try:
             prepare(mark.parent)
         except OSError as error:
-            messages.say(f"{cluster.task}: {error}")
+            _log.say(f"{cluster.task}: {error}")
             return 1
     server = None
     try:
@@ -205,7 +205,7 @@ def _start_server(cluster: Cluster, num_cpus: int) -> Any:
         with rendezvous.naming_port(cluster):
             return start(cluster, num_cpus)
     except OSError as error:
-        messages.say(f"{error.strerror}")
+        _log.say(f"{error.strerror}")
         return None
 
 
@@ -246,13 +246,13 @@ def _await_chief(
         elif is_asked_to_end.is_set() and (not seen or now - last_seen > _CHIEF_ENDED_SECS):
             return TRY_AGAIN_EXIT_CODE
         elif seen and now - last_seen > _CHIEF_LOST_SECS:
-            messages.say(
+            _log.say(
                 f"{cluster.task}: the chief at {chief} has been gone for {_CHIEF_LOST_SECS:.0f} s; "
                 f"ending with code {TRY_AGAIN_EXIT_CODE}"
             )
             return TRY_AGAIN_EXIT_CODE
         elif not seen and now - waiting_since > start_timeout_secs:
-            messages.say(
+            _log.say(
                 f"{cluster.task}: the chief at {chief} did not come up within start_timeout_secs={start_timeout_secs:g}"
             )
             return 1

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.data.shares import Sum
+from tfdist.passes.shares import Sum
 from tfdist.transport import buckets
 
 

@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat.tensorflow import graphs, replicas
-from tfdist.data import splitting
+from tfdist.passes import splitting
 from tfdist.step import copies
 
 _TENSORS = (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)

@@ -11,10 +11,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.compat import calls, own_attributes
-from tfdist.compat.keras import models
+from tfdist import _log
+from tfdist.compat import patching
+from tfdist.compat.keras import calls, models
 from tfdist.compat.tensorflow import inputs
-from tfdist.runtime import messages
 
 _TOLD = "_tfdist_told_of_states"
 
@@ -48,9 +48,9 @@ def check(strategy: tf.distribute.Strategy, dataset: Any, num_parts: int, keeps_
                 f"Received: batch_size={batch_size}, divided by {num_parts}"
             )
     # With parts, a policy decides about updates alone.
-    if not keeps_states and (call.trains or num_parts == 1) and not own_attributes.of(call.model, _TOLD):
-        own_attributes.put(call.model, _TOLD, True)
-        messages.say(
+    if not keeps_states and (call.trains or num_parts == 1) and not patching.of(call.model, _TOLD):
+        patching.put(call.model, _TOLD, True)
+        _log.say(
             f"{type(strategy).__name__}: replicas share the states of stateful RNNs here, as means, so the "
             "numbers differ from one device; MirroredStrategy and MultiWorkerMirroredStrategy without a policy keep a "
             f"state for each example. Received: layer {next(iter(fixed))!r}, model {call.model.name!r}"

@@ -19,7 +19,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.runtime import messages
+from tfdist import _log
 
 # These read objects that may change while their names stay the same.
 _READS_WITHIN = (
@@ -107,7 +107,7 @@ class Traced:
             programs.pop(old, None)
         if code not in self._told:
             self._told.add(code)
-            messages.say(
+            _log.say(
                 "strategy.run is given a new function of the same code each time, and traces each, which takes "
                 f"long; define it once, outside of the loop. Received: {code.co_name}, {code.co_filename}, line "
                 f"{code.co_firstlineno}"

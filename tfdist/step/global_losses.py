@@ -19,7 +19,7 @@ from typing import Any
 
 import keras
 
-from tfdist.compat import own_attributes
+from tfdist.compat import patching
 from tfdist.compat.keras import models
 from tfdist.step import model_losses, used_objects
 
@@ -58,11 +58,11 @@ def counted_as_one(strategy: Any, step: Callable[..., Any]) -> Iterator[bool]:
       True if it has its own loss; then the gradients must be divided by the number of replicas.
     """
     before, applies = getattr(strategy, FLAG, False), has_own_loss(step)
-    own_attributes.put(strategy, FLAG, applies)
+    patching.put(strategy, FLAG, applies)
     try:
         yield applies
     finally:
-        own_attributes.put(strategy, FLAG, before)
+        patching.put(strategy, FLAG, before)
 
 
 @functools.cache

@@ -25,6 +25,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist import _log
 from tfdist import transforms as gradient_transforms
 from tfdist.compat.keras.optimizers import (
     indices_of,
@@ -36,7 +37,6 @@ from tfdist.compat.keras.optimizers import (
 )
 from tfdist.compat.tensorflow import replicas
 from tfdist.compat.tensorflow.variables import variable_of_process
-from tfdist.runtime import messages
 from tfdist.transforms import ARRIVAL, REPLICA, UPDATE, GradientTransform, Info
 
 # What a replica does by itself.
@@ -273,7 +273,7 @@ class Transforms:
         optimizers = optimizers_of(model)
         states = self._again(optimizers, described["states"]) if described else []
         if described and (described["transforms"] != [repr(each) for each in self.list] or None in states):
-            messages.say(
+            _log.say(
                 "transforms: the checkpoint has the state of other variables, or of other transforms, "
                 f"{', '.join(described['transforms'])}; it begins anew"
             )

@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat import own_attributes
+from tfdist.compat import patching
 from tfdist.compat.keras import models
 from tfdist.compat.tensorflow import graphs
 
@@ -62,7 +62,7 @@ def traced_with(fn: Callable[..., Any]) -> dict[Any, Any] | None:
     """
     kind = classify(fn)
     function = getattr(getattr(fn, "__self__", None), f"{kind}_function", None)
-    return None if function is None else own_attributes.setdefault(function, "_tfdist_traced", dict)
+    return None if function is None else patching.setdefault(function, "_tfdist_traced", dict)
 
 
 def check(fn: Callable[..., Any], asynchronous: bool) -> None:

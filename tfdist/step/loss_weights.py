@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfdist.compat.keras import models
 from tfdist.compat.tensorflow import replicas
-from tfdist.data.shares import Shares
+from tfdist.passes.shares import Shares
 from tfdist.step import contribution
 from tfdist.step.model_losses import is_sum
 

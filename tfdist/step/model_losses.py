@@ -9,8 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist import _log
 from tfdist.compat.keras import models
-from tfdist.runtime import messages
 
 # Losses that a line was written for; the step may be traced several times.
 _noticed: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -41,7 +41,7 @@ def _noticing(loss: Any) -> Callable[..., Any]:
         found = call(y_true, y_pred)
         if loss not in _noticed and _has_fewer(found, y_true, y_pred):
             _noticed.add(loss)
-            messages.say(
+            _log.say(
                 f"the loss {getattr(loss, 'name', None) or type(loss).__name__!r} leaves examples out, or has "
                 "fewer numbers than examples: it is the mean of the replicas' means, and not that of one device; "
                 "return 0 for those examples, or use sample_weight"

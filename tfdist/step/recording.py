@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from tfdist import _log
 from tfdist.compat.keras import models, optimizers
 from tfdist.compat.tensorflow import variables
 from tfdist.compat.tensorflow.variables import LocalVariable
-from tfdist.runtime import messages
 from tfdist.step import late_reads
 
 
@@ -79,7 +79,7 @@ class Findings:
     def _warn(self) -> None:
         if self.late_reads and not self._has_warned:
             self._has_warned = True
-            messages.say(late_reads.message(self.late_reads))
+            _log.say(late_reads.message(self.late_reads))
 
 
 class Write(NamedTuple):

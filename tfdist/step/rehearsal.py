@@ -17,7 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import own_attributes
+from tfdist.compat import patching
 from tfdist.compat.keras import models, scope
 from tfdist.compat.keras.optimizers import optimizers_of, parts_of, patched_attributes, undone_on_error
 from tfdist.compat.tensorflow import graphs
@@ -115,7 +115,7 @@ def before(
 
 def _rehearsed(strategy: tf.distribute.Strategy, found: Sequence[Any]) -> set[Any]:
     """Returns the record of rehearsals with the first layer of `found`; another model may have the same classes."""
-    by_layer = own_attributes.setdefault(strategy, _KEPT, weakref.WeakKeyDictionary)
+    by_layer = patching.setdefault(strategy, _KEPT, weakref.WeakKeyDictionary)
     owner = next((each for each in found if isinstance(each, keras.Layer)), strategy)
     return by_layer.setdefault(owner, set())
 

@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat.keras import models
-from tfdist.data import splitting
+from tfdist.passes import splitting
 from tfdist.step import loss_weights
 from tfdist.step.model_losses import is_sum
 

@@ -10,8 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat import calls
-from tfdist.compat.keras import models, optimizers, placement, scope
+from tfdist.compat.keras import calls, models, optimizers, placement, scope
 from tfdist.compat.tensorflow import replicas
 from tfdist.step import keras_steps
 

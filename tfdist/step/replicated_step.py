@@ -25,12 +25,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat import own_attributes
+from tfdist.compat import patching
 from tfdist.compat.keras import models, optimizers
 from tfdist.compat.keras.scope import check_made_in_scope
 from tfdist.compat.tensorflow import replicas
-from tfdist.data import splitting
-from tfdist.data.shares import Shares, Sum
+from tfdist.passes import splitting
+from tfdist.passes.shares import Shares, Sum
 from tfdist.step import (
     copies,
     empty_parts,
@@ -415,5 +415,5 @@ def _like(mean: tf.Tensor, leaf: Any) -> tf.Tensor:
 def mark(value: Any) -> Any:
     """Marks a tensor as the same on all replicas; returns the value."""
     if isinstance(value, tf.Tensor):
-        own_attributes.put(value, REDUCED, True)
+        patching.put(value, REDUCED, True)
     return value

@@ -16,8 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat import calls
-from tfdist.compat.keras import models, scope
+from tfdist.compat.keras import calls, models, scope
 from tfdist.compat.keras.optimizers import optimizers_of
 from tfdist.compat.tensorflow import replicas
 from tfdist.step import copies

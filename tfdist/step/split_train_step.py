@@ -30,11 +30,11 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from tfdist import _log
 from tfdist.compat.keras import models, optimizers
 from tfdist.compat.tensorflow import variables
-from tfdist.data import handle as handles
-from tfdist.data import splitting
-from tfdist.runtime import messages
+from tfdist.passes import handle as handles
+from tfdist.passes import splitting
 from tfdist.step import empty_parts, global_losses, model_losses, one_replica, recording, states, value_changes
 from tfdist.step import logs as logs_of_metrics
 from tfdist.step.captured_gradients import Applied, apply_if, capture
@@ -221,7 +221,7 @@ class SplitTrainStep:
         """Writes a line; the step may be traced several times."""
         if line not in self._said:
             self._said.add(line)
-            messages.say(line)
+            _log.say(line)
 
     def _may_be_empty(self, batch: Any) -> bool:
         return self._total_num_replicas > 1 and empty_parts.may_occur([batch])

@@ -9,8 +9,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.compat import own_attributes, python_operation
-from tfdist.data import handle as handles
+from tfdist.compat import patching
+from tfdist.compat.tensorflow import python_operation
+from tfdist.passes import handle as handles
 from tfdist.step import keras_steps
 
 
@@ -39,7 +40,7 @@ class StepCalls:
             return traced, self._of(self._make)(traced, handles.registry.find(handle.content))
         traced = self._of(self._trace)(step, handle)
         # TensorFlow never frees Python functions of operations, so they must not hold the model; the graph holds it.
-        own_attributes.setdefault(tf.compat.v1.get_default_graph(), "_tfdist_steps", list).append(traced)
+        patching.setdefault(tf.compat.v1.get_default_graph(), "_tfdist_steps", list).append(traced)
         make_of: Any = self._make
         traced_of: Any = weakref.ref(traced)
 

@@ -11,8 +11,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import calls, train_functions
-from tfdist.compat.keras import fit, models, saving
+from tfdist.compat.keras import calls, fit, models, saving
+from tfdist.compat.keras import functions as train_functions
 from tfdist.compat.keras.optimizers import SumGradients
 from tfdist.compat.keras.scope import (
     adopt_seed_generators,
@@ -23,10 +23,10 @@ from tfdist.compat.keras.scope import (
     remember_lines,
 )
 from tfdist.compat.tensorflow import graphs, inputs, replicas, variables
-from tfdist.data import handle as handles
-from tfdist.data.handle import BatchHandle, part_spec
 from tfdist.engines.averaging import AveragingEngine
 from tfdist.engines.warmup import WarmupEngine
+from tfdist.passes import handle as handles
+from tfdist.passes.handle import BatchHandle, part_spec
 from tfdist.policies.base import Aggregation
 from tfdist.policies.warmup import Warmup
 from tfdist.step import in_scope, keras_steps, rehearsal, replica_placement, replicated_step, scope, used_objects

@@ -10,9 +10,9 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tfdist import _log
 from tfdist.engines.agreement import Agreement
 from tfdist.launchers.environment import AUTO, COMMUNICATION_VARIABLE, KINDS, MPI, TENSORFLOW
-from tfdist.runtime import messages
 from tfdist.transport import mpi
 
 _WHAT = "starting MPI"
@@ -40,7 +40,7 @@ def check_alone(communication: str) -> None:
             f"communication='mpi': an MPI launcher has started {size} processes, and there is no cluster in TF_CONFIG, "
             f"so each would train alone; {remedy}"
         )
-    messages.say(f"an MPI launcher has started {size} processes. Without TF_CONFIG each trains alone; {remedy}")
+    _log.say(f"an MPI launcher has started {size} processes. Without TF_CONFIG each trains alone; {remedy}")
 
 
 def connect(
@@ -91,7 +91,7 @@ def connect(
     if asked == MPI:
         raise RuntimeError(f"communication='mpi': {shown}")
     if agreement.is_chief:
-        messages.say(f"the workers use TensorFlow's collectives and not MPI: {shown}")
+        _log.say(f"the workers use TensorFlow's collectives and not MPI: {shown}")
     return None
 
 

@@ -16,7 +16,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import train_functions
+from tfdist import _log
+from tfdist.compat.keras import functions as train_functions
 from tfdist.compat.keras import models
 from tfdist.compat.keras.optimizers import SumGradients, optimizers_of, trained_by
 from tfdist.compression import choice
@@ -24,7 +25,6 @@ from tfdist.compression.choice import Trial
 from tfdist.compression.error_feedback import DIFFERENCES, ErrorFeedback
 from tfdist.engines.agreement import Agreement
 from tfdist.policies.compression import AUTO, Compression
-from tfdist.runtime import messages
 from tfdist.transport.sums import Messages, Traffic, WorkerSums
 
 
@@ -139,7 +139,7 @@ class CompressedSums:
 
     def _say(self, what: str) -> None:
         if self._agreement.is_chief:
-            messages.say(f'Compression("auto"): {what}')
+            _log.say(f'Compression("auto"): {what}')
 
 
 def _shapes_of(model: keras.Model) -> list[tuple[int, ...]]:

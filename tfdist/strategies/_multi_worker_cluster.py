@@ -13,15 +13,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist import _addresses
+from tfdist import _addresses, _log
 from tfdist import cluster as clusters
 from tfdist.cluster import JOB_SECRET_VARIABLE, Cluster
 from tfdist.compat.tensorflow import context
+from tfdist.coordination import cpus, rendezvous
+from tfdist.coordination.quorum_client import QuorumClient
+from tfdist.coordination.quorum_server import QuorumServer
 from tfdist.engines.agreement import Agreement
 from tfdist.policies.base import Aggregation
-from tfdist.runtime import cpus, messages, rendezvous
-from tfdist.runtime.quorum_client import QuorumClient
-from tfdist.runtime.quorum_server import QuorumServer
 
 # Finds the address of this machine at which the other machines of a cluster reach it. No TensorFlow import.
 #
@@ -189,7 +189,7 @@ def connect_quorum(
         nonlocal server
         secret = own or secrets.token_hex(32)
         hosts = [_addresses.split(cluster.address(task))[0] for task in tasks]
-        host = reachable(hosts[0], hosts, messages.say)
+        host = reachable(hosts[0], hosts, _log.say)
         server = QuorumServer(policy, names, secret.encode(), host)
         server.start()
         atexit.register(server.close)

@@ -15,8 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import calls
-from tfdist.compat.keras import models
+from tfdist.compat.keras import calls, models
 from tfdist.compat.keras.optimizers import optimizers_of
 from tfdist.engines.agreement import Agreement
 from tfdist.step import copies

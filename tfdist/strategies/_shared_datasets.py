@@ -14,9 +14,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat.tensorflow import inputs
-from tfdist.data.dataset_graph import DatasetGraph, fingerprint_of
-from tfdist.data.handle import DistributedDataset
 from tfdist.engines.agreement import Agreement
+from tfdist.passes.dataset_graph import DatasetGraph, fingerprint_of
+from tfdist.passes.handle import DistributedDataset
 from tfdist.strategies import _shared_calls
 
 _POLICY = tf.data.experimental.AutoShardPolicy

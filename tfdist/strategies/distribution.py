@@ -14,14 +14,14 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.compat.keras import fit
-from tfdist.data import splitting
+from tfdist.coordination.usage import Sampler, Usage
 from tfdist.engines.agreement import Agreement
 from tfdist.engines.base import Engine
 from tfdist.launchers import environment
+from tfdist.passes import splitting
 from tfdist.policies.base import Policy
 from tfdist.policies.saved_state import SavedState, WorkerState
 from tfdist.policies.warmup import Warmup
-from tfdist.runtime.usage import Sampler, Usage
 from tfdist.serving.embedded import Attachment
 from tfdist.step.gradients import Transforms
 from tfdist.telemetry.callback import Telemetry

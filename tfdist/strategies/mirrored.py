@@ -10,18 +10,18 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import transforms as gradient_transforms
-from tfdist.compat import calls
+from tfdist.compat.keras import calls
 from tfdist.compat.tensorflow import context, inputs, replicas
-from tfdist.data import progress, splitting
-from tfdist.data.handle import BatchHandle
-from tfdist.data.replica_batches import ReplicaDataset, ReplicaDatasetFromFunction
+from tfdist.coordination import allocator, cpus
 from tfdist.engines import averaging as averaging_data
 from tfdist.engines.averaging import AveragingEngine
 from tfdist.engines.threads import ThreadedEngine
 from tfdist.engines.warmup import WarmupEngine
+from tfdist.passes import progress, splitting
+from tfdist.passes.handle import BatchHandle
+from tfdist.passes.replica_batches import ReplicaDataset, ReplicaDatasetFromFunction
 from tfdist.policies import composition
 from tfdist.policies.base import Aggregation
-from tfdist.runtime import allocator, cpus
 from tfdist.step import fixed_sizes
 from tfdist.step.gradients import ProcessMemory, Transforms
 from tfdist.strategies import _common, _devices

@@ -13,12 +13,11 @@ import tensorflow as tf
 
 from tfdist import cluster as clusters
 from tfdist import transforms as gradient_transforms
-from tfdist.compat import calls
-from tfdist.compat.keras import saving, scope
+from tfdist.compat.keras import calls, saving, scope
 from tfdist.compat.keras.optimizers import SumGradients
 from tfdist.compat.tensorflow import collectives, context, inputs, replicas
-from tfdist.data import progress, splitting
-from tfdist.data import splitting as part_datasets
+from tfdist.coordination import allocator, stalls
+from tfdist.coordination.quorum_server import QuorumServer
 from tfdist.engines import agreement as agreements
 from tfdist.engines import quorum as quorum
 from tfdist.engines.agreement import SharedUsage
@@ -26,10 +25,10 @@ from tfdist.engines.averaging import AveragingEngine
 from tfdist.engines.quorum import Sums
 from tfdist.engines.synchronous import SynchronousEngine
 from tfdist.engines.warmup import WarmupEngine
+from tfdist.passes import progress, splitting
+from tfdist.passes import splitting as part_datasets
 from tfdist.policies import composition
 from tfdist.policies.base import Aggregation, Update
-from tfdist.runtime import allocator, stalls
-from tfdist.runtime.quorum_server import QuorumServer
 from tfdist.step import copies, fixed_sizes, replicated_step
 from tfdist.step.gradients import ProcessMemory, Transforms
 from tfdist.strategies import _common, _communication, _devices, _multi_worker_cluster, _shared_calls, _shared_datasets

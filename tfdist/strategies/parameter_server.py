@@ -19,42 +19,36 @@ import keras
 import tensorflow as tf
 
 from tfdist import cluster as clusters
-from tfdist import sharded_tables
 from tfdist import transforms as gradient_transforms
 from tfdist.cluster import note_joined
-from tfdist.compat import calls, python_operation, train_functions
-from tfdist.compat.keras import fit, models, saving, sharding
+from tfdist.compat.keras import calls, fit, models, saving, sharding
+from tfdist.compat.keras import functions as train_functions
 from tfdist.compat.keras.scope import allow_loops_without_run, build_in_scope, remember_lines
-from tfdist.compat.tensorflow import context, coordinator, graphs, inputs, variables
+from tfdist.compat.tensorflow import context, coordinator, graphs, inputs, python_operation, variables
 from tfdist.compat.tensorflow.coordinator import lost_workers, stop_coordinator
-from tfdist.data import splitting
-from tfdist.data.handle import executions, one_by_one
-from tfdist.engines.parameter_server import (
-    partitioned_variable,
-    scope_checks,
-    server_calls,
-    worker_batch,
-    worker_function,
-)
-from tfdist.engines.parameter_server.asynchronous import AsynchronousEngine
-from tfdist.engines.parameter_server.coordinated_variable import coordinate
-from tfdist.engines.parameter_server.partitioned_variable import PartitionedVariable, has_shards, partition
-from tfdist.engines.parameter_server.rounds import RoundEngine
-from tfdist.engines.parameter_server.scope_checks import MemoryCheck
-from tfdist.engines.parameter_server.server_calls import ServerMemory, TaskUsages
-from tfdist.engines.parameter_server.streams import StreamEngine
-from tfdist.engines.parameter_server.transfer import plan as transfer_plan
-from tfdist.engines.parameter_server.transfer.encoding import Encoding
-from tfdist.engines.parameter_server.worker_batch import WorkerBatch
-from tfdist.engines.parameter_server.worker_dataset import WorkerDataset
-from tfdist.engines.parameter_server.worker_pass import WorkerIterator, find_iterator
+from tfdist.coordination import rendezvous, stalls
+from tfdist.engines import scope_checks, server_calls, worker_function
+from tfdist.engines.asynchronous import AsynchronousEngine
+from tfdist.engines.rounds import RoundEngine
+from tfdist.engines.scope_checks import MemoryCheck
+from tfdist.engines.server_calls import ServerMemory, TaskUsages
+from tfdist.engines.streams import StreamEngine
+from tfdist.engines.transfer import plan as transfer_plan
+from tfdist.engines.transfer.encoding import Encoding
+from tfdist.passes import splitting, worker_batch
+from tfdist.passes.handle import executions, one_by_one
+from tfdist.passes.worker_batch import WorkerBatch
+from tfdist.passes.worker_dataset import WorkerDataset
+from tfdist.passes.worker_pass import WorkerIterator, find_iterator
 from tfdist.policies import composition
-from tfdist.runtime import rendezvous, stalls
 from tfdist.serving import embedded
 from tfdist.step import fixed_sizes, in_scope, keras_steps, replica_placement, scope
 from tfdist.step.gradients import Transforms
 from tfdist.strategies import _common, _devices, _parameter_server_arguments
 from tfdist.strategies.distribution import Closing, Distribution
+from tfdist.tables import partitioned_variable, sharded_tables
+from tfdist.tables.coordinated_variable import coordinate
+from tfdist.tables.partitioned_variable import PartitionedVariable, has_shards, partition
 from tfdist.telemetry.recorder import Recorder
 from tfdist.telemetry.report import Report
 

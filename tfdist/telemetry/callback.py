@@ -15,13 +15,13 @@ from typing import Any
 
 import keras
 
-from tfdist.compat import calls
+from tfdist.compat.keras import calls
 from tfdist.compat.keras.fit import EpochIterator
 from tfdist.policies.records import Contribution, Outcome
 from tfdist.telemetry import summaries
 from tfdist.telemetry.recorder import Recorder, Sums
 from tfdist.telemetry.session import Session
-from tfdist.update_log import EventKind
+from tfdist.telemetry.update_log import EventKind
 
 # So often, at least, `tfdist watch` has something new, and a graph does not run out of room for times.
 _COLLECT_SECS = 1.0

@@ -18,7 +18,7 @@ import numpy as np
 
 from tfdist.policies.records import Contribution, Outcome
 from tfdist.telemetry.histogram import Histogram
-from tfdist.update_log import Contributions, Updates
+from tfdist.telemetry.update_log import Contributions, Updates
 
 # Beyond so many workers or tasks a table shows some of them, and their number.
 _MOST_ROWS = 8

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from tfdist.update_log import Files
+from tfdist.telemetry.update_log import Files
 
 MARK = ".tfdist"
 SENT, RECEIVED = "tfdist/network/sent_bytes_per_sec", "tfdist/network/received_bytes_per_sec"

@@ -15,13 +15,13 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist import _log
 from tfdist.compat.keras import fit
+from tfdist.coordination.usage import Usage
 from tfdist.policies.records import Change, Contribution, Update
-from tfdist.runtime import messages
-from tfdist.runtime.usage import Usage
 from tfdist.telemetry import scalar_files, summaries
 from tfdist.telemetry.recorder import Sums, Times
-from tfdist.update_log import EventKind, Files, Header, LocalFiles, LogWriter, UpdateRecord
+from tfdist.telemetry.update_log import EventKind, Files, Header, LocalFiles, LogWriter, UpdateRecord
 
 # Files of an update log on an object store, by `tf.io.gfile`.
 
@@ -616,7 +616,7 @@ class Session:
         """Warns of the disk, once for all writers."""
         if not self._has_warned:
             self._has_warned = True
-            messages.say(line)
+            _log.say(line)
 
     def _add_usage(self, iteration: int, at_end: bool = False) -> None:
         """Samples this process in the writer's thread, and fetches the counters of processes without the callback."""

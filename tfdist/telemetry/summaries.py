@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 from google.protobuf import struct_pb2
 
-from tfdist.runtime.usage import Usage
+from tfdist.coordination.usage import Usage
 from tfdist.telemetry.histogram import Histogram
 from tfdist.telemetry.recorder import Sums, Times
 

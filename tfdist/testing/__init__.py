@@ -11,7 +11,7 @@ import importlib
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from tfdist.simulation.delay_distributions import (
+from tfdist.planning.simulation.delay_distributions import (
     DelayDistribution,
     constant,
     empirical,

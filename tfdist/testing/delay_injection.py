@@ -10,8 +10,8 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from tfdist.runtime import delay_hook
-from tfdist.simulation.delay_distributions import DelayDistribution
+from tfdist.coordination import delay_hook
+from tfdist.planning.simulation.delay_distributions import DelayDistribution
 
 EVERYBODY = "*"
 _WORKER = re.compile(r"worker:(\d+)")

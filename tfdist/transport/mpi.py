@@ -31,8 +31,9 @@ from typing import Any
 
 import numpy as np
 
+from tfdist import _log
+from tfdist.coordination import cpus
 from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE
-from tfdist.runtime import cpus, messages
 
 _SMALL_BYTES = 2**16
 _SEGMENT_BYTES = 2**19
@@ -388,11 +389,11 @@ def _ending_if_alone(check: Callable[[], None], timeout_secs: float) -> Iterator
                 if now - began > timeout_secs:
                     raise ConnectionError(f"not all workers have come within {timeout_secs:g} s")
             except ConnectionError as error:
-                messages.say(f"MPI can't be initialized: {error}")
+                _log.say(f"MPI can't be initialized: {error}")
                 os._exit(TRY_AGAIN_EXIT_CODE)
             if now - said > _STALL_SECS:
                 said = now
-                messages.say(f"the start of MPI has not completed after {now - began:.0f} s")
+                _log.say(f"the start of MPI has not completed after {now - began:.0f} s")
 
     threading.Thread(target=watch, name="tfdist-mpi-start", daemon=True).start()
     try:

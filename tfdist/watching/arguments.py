@@ -10,7 +10,7 @@ from absl import flags
 
 from tfdist.launchers import command_line
 from tfdist.launchers.requests import LaunchError
-from tfdist.update_log import Timeline, run_directory
+from tfdist.telemetry.update_log import Timeline, run_directory
 
 # Runs below a log directory: which jobs belong to a run, and which run a command shows.
 

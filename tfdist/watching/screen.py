@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tfdist.update_log import EventKind
+from tfdist.telemetry.update_log import EventKind
 from tfdist.watching.snapshot import Snapshot, WorkerRow
 
 _STALL_SECS = 30.0

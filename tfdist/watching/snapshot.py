@@ -10,7 +10,7 @@ import math
 import numpy as np
 
 from tfdist.telemetry import report
-from tfdist.update_log import Contributions, EventKind, Outcome, Timeline, Updates
+from tfdist.telemetry.update_log import Contributions, EventKind, Outcome, Timeline, Updates
 
 # Intervals of each worker in time: held back, input, computing, waiting, all-reduce. They never overlap in a lane.
 

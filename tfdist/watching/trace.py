@@ -13,9 +13,9 @@ from typing import IO, Any
 import numpy as np
 from absl import flags
 
-from tfdist import _whole_files
+from tfdist import _files
 from tfdist.launchers.requests import LaunchError
-from tfdist.update_log import Contributions, EventKind, LogReader, Outcome, Timeline, Updates
+from tfdist.telemetry.update_log import Contributions, EventKind, LogReader, Outcome, Timeline, Updates
 from tfdist.watching import arguments as command_arguments
 from tfdist.watching.arguments import chosen, name_of
 from tfdist.watching.snapshot import Lanes
@@ -122,7 +122,7 @@ def write(path: str, jobs: Sequence[Timeline], spans: Sequence[tuple[int, int]],
         "jobs": [{"job": job.job, "policies": list(job.header.policies)} for job, *_ in chosen],
     }
     target = pathlib.Path(path)
-    with _whole_files.opened(target, permissions=0o644) as file:
+    with _files.opened(target, permissions=0o644) as file:
         _write_text(file, encoded(events, other), is_compressed=target.suffix == ".gz")
     return target.stat().st_size
 

@@ -16,7 +16,7 @@ from absl import flags
 
 from tfdist.launchers.requests import LaunchError, ToolError
 from tfdist.telemetry.scalar_files import SENT, ScalarFiles, task_of
-from tfdist.update_log import LocalFiles, LogReader, Reading, run_directory
+from tfdist.telemetry.update_log import LocalFiles, LogReader, Reading, run_directory
 from tfdist.watching import arguments, snapshot
 from tfdist.watching import arguments as command_arguments
 

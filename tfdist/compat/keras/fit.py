@@ -18,7 +18,8 @@ from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.trainers import epoch_iterator
 from keras.src.utils import traceback_utils
 
-from tfdist.compat import calls, own_attributes, replacing
+from tfdist.compat import patching, replacing
+from tfdist.compat.keras import calls
 
 NEEDS = (
     "keras.src.backend.tensorflow.trainer:TFEpochIterator._current_iterator",
@@ -101,7 +102,7 @@ class EpochIterator:
 
     def replace_data(self, wrap: Callable[[Callable[[], Any]], Callable[[], Any]]) -> None:
         """Replaces the function that gives the data of each new iterator by what `wrap` makes of it."""
-        own_attributes.put(self._iterator, "_get_iterator", wrap(self._iterator._get_iterator))
+        patching.put(self._iterator, "_get_iterator", wrap(self._iterator._get_iterator))
 
     def continue_epochs(self, batches: int) -> None:
         """Makes the next epoch continue a new iterator over the data, of which `batches` are counted as taken."""
@@ -118,11 +119,11 @@ class EpochIterator:
         """
 
         def rest_of_epoch() -> Iterator[tuple[int, int, Any]]:
-            own_attributes.remove(self._iterator, "_enumerate_iterator")
+            patching.remove(self._iterator, "_enumerate_iterator")
             begin()
             yield from self._rest_of_epoch(step, batches)
 
-        own_attributes.put(self._iterator, "_enumerate_iterator", rest_of_epoch)
+        patching.put(self._iterator, "_enumerate_iterator", rest_of_epoch)
 
     def _rest_of_epoch(self, step: int, batches: int) -> Iterator[tuple[int, int, Any]]:
         """Replaces Keras' `_enumerate_iterator` for one epoch, beginning at a step."""
@@ -194,14 +195,14 @@ def change_logs_once(model: keras.Model, change: Callable[[Any, Logs], Any]) -> 
 
 def put_logs(model: keras.Model, function: Logs) -> None:
     """Replaces the function that makes this model's logs of an epoch."""
-    own_attributes.put(model, _NAME, function)
+    patching.put(model, _NAME, function)
 
 
 def remove_logs(model: keras.Model, function: Logs | None = None) -> None:
     """Restores the function of the model's class, unless another one than `function` was put last."""
-    found = own_attributes.of(model, _NAME)
+    found = patching.of(model, _NAME)
     if found is not None and (function is None or found is function):
-        own_attributes.remove(model, _NAME)
+        patching.remove(model, _NAME)
 
 
 # Adds callbacks to each `fit`, of any model: those that a launcher asks for.

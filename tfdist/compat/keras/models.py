@@ -17,7 +17,8 @@ from keras.src.backend.common import global_state, variables
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.trainers.data_adapters import data_adapter_utils
 
-from tfdist.compat import calls, own_attributes, replacing
+from tfdist.compat import patching, replacing
+from tfdist.compat.keras import calls
 from tfdist.compat.tensorflow import graphs
 
 NEEDS = (
@@ -150,11 +151,11 @@ def build_instead(model: keras.Model, build_instead: Callable[[Callable[..., Any
 
     def build_once(iterator: Any = None, data_batch: Any = None) -> None:
         del iterator
-        own_attributes.remove(model, "_symbolic_build")
+        patching.remove(model, "_symbolic_build")
         # A step of one device is not converted either.
         build_instead(tf.autograph.experimental.do_not_convert(original), data_batch)
 
-    own_attributes.put(model, "_symbolic_build", build_once)
+    patching.put(model, "_symbolic_build", build_once)
 
 
 def is_called(model: keras.Model) -> bool:
@@ -387,7 +388,7 @@ def losses_kept_by_replica(model: Any, step: Callable[..., Any]) -> Callable[...
                 layer._loss_ids.update(ids)
             return result
 
-        own_attributes.put(context, "merge_call", keeping)
+        patching.put(context, "merge_call", keeping)
         return step(*args, **kwargs)
 
     return on_replica

@@ -20,7 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import own_attributes, replacing
+from tfdist.compat import patching, replacing
 from tfdist.compat.keras import placement
 from tfdist.compat.tensorflow import graphs, replicas
 
@@ -265,15 +265,15 @@ def patched_attributes(changes: Sequence[tuple[Any, str, Any]]) -> Iterator[None
     before: list[tuple[Any, str, bool, Any]] = []
     try:
         for target, name, value in changes:
-            before.append((target, name, name in vars(target), own_attributes.of(target, name)))
-            own_attributes.put(target, name, value)
+            before.append((target, name, name in vars(target), patching.of(target, name)))
+            patching.put(target, name, value)
         yield
     finally:
         for target, name, was_there, value in reversed(before):
             if was_there:
-                own_attributes.put(target, name, value)
+                patching.put(target, name, value)
             else:
-                own_attributes.remove(target, name)
+                patching.remove(target, name)
 
 
 def without_all_reduce(optimizer: Any) -> list[tuple[Any, str, Any]]:

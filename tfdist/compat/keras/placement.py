@@ -15,7 +15,7 @@ import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import backprop
 
-from tfdist.compat import own_attributes, replacing
+from tfdist.compat import patching, replacing
 from tfdist.compat.tensorflow import replicas, variables
 
 NEEDS = (
@@ -85,7 +85,7 @@ def creating(part: int | None) -> Iterator[None]:
         if parts.hold_variables:
             arguments["colocate_with"] = replicas.OnDevices(parts.devices_of(part))
         variable = next_creator(**arguments)
-        own_attributes.put(variable, _PART, part)
+        patching.put(variable, _PART, part)
         return variable
 
     before, _thread.creating = _thread.creating, part
@@ -108,12 +108,12 @@ def place(layer: keras.Layer, part: int) -> None:
 
 def part_of(variable: Any) -> int | None:
     """Returns the part of a Keras variable; None if it was made without a place."""
-    return own_attributes.of(variables.tf_variable(variable), _PART)
+    return patching.of(variables.tf_variable(variable), _PART)
 
 
 def give(variable: Any, part: int) -> None:
     """Reads a Keras variable of a parameter server to the device of a part; traced functions stay."""
-    own_attributes.put(variables.tf_variable(variable), _PART, part)
+    patching.put(variables.tf_variable(variable), _PART, part)
 
 
 def reader_of(variable: Any, worker: str) -> str:
@@ -163,7 +163,7 @@ def _remembering(original: Any) -> Any:
 def _noting(original: Any) -> Any:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         if _thread.creating is not None:
-            own_attributes.put(self, _WANTED, _thread.creating)
+            patching.put(self, _WANTED, _thread.creating)
         original(self, *args, **kwargs)
 
     return init
@@ -171,7 +171,7 @@ def _noting(original: Any) -> Any:
 
 def _initializing(original: Any) -> Any:
     def initialize(self: Any, value: Any) -> None:
-        with creating(own_attributes.of(self, _WANTED) if _thread.creating is None else None):
+        with creating(patching.of(self, _WANTED) if _thread.creating is None else None):
             original(self, value)
 
     return initialize
@@ -220,9 +220,9 @@ def _calling(original: Any) -> Any:
 def _moved(leaf: Any, device: str) -> Any:
     if not isinstance(leaf, tf.Tensor) or leaf.dtype == tf.resource:
         return leaf
-    moved, mask = replicas.to_device(leaf, device), own_attributes.of(leaf, _MASK)
+    moved, mask = replicas.to_device(leaf, device), patching.of(leaf, _MASK)
     if moved is not leaf and mask is not None:
-        own_attributes.put(moved, _MASK, mask)
+        patching.put(moved, _MASK, mask)
     return moved
 
 

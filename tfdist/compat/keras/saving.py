@@ -41,9 +41,9 @@ from tensorflow.python.checkpoint import checkpoint
 from tensorflow.python.checkpoint import restore as checkpoint_restore
 from tensorflow.python.saved_model import loader_impl, save
 
-from tfdist.compat import own_attributes, replacing
+from tfdist import _log
+from tfdist.compat import patching, replacing
 from tfdist.compat.tensorflow import variables
-from tfdist.runtime import messages
 
 NEEDS = (
     "keras.src.legacy.saving.legacy_h5_format:save_model_to_hdf5(model, filepath)",
@@ -275,7 +275,7 @@ def _keep_own(staging: pathlib.Path, path: str, of_chief: list[str]) -> None:
             _publish(staging, path)
     except OSError as error:
         # The chief's file is there.
-        messages.say(f"this worker could not save {path}: {error}; {of_chief[0]} is complete")
+        _log.say(f"this worker could not save {path}: {error}; {of_chief[0]} is complete")
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
@@ -293,7 +293,7 @@ def _say_apart(path: str, of_chief: str) -> None:
     if _said_apart:
         return
     _said_apart.append(path)
-    messages.say(
+    _log.say(
         f"the workers save under different paths, so each writes a file of its own: here {path}, on the chief "
         f"{of_chief}. Save under one path to have the chief alone write"
     )
@@ -502,7 +502,7 @@ def _appears(path: str, is_there: Callable[[str], bool], task: str) -> bool:
     """Waits for a file, and returns False if there is none after `WAIT_SECS`."""
     if is_there(path):
         return True
-    messages.say(f"{task} waits up to {WAIT_SECS:g} s for {path}, which is not there yet")
+    _log.say(f"{task} waits up to {WAIT_SECS:g} s for {path}, which is not there yet")
     deadline = time.monotonic() + WAIT_SECS
     while time.monotonic() < deadline:
         time.sleep(0.05)
@@ -729,7 +729,7 @@ def _restoring(original: Any) -> Any:
         variable = self.trackable
         if not isinstance(variable, keras.Variable) or variables.tf_variable(variable) is not None:
             return original(self)
-        own_attributes.setdefault(variable, _WAITING, list).append(self)
+        patching.setdefault(variable, _WAITING, list).append(self)
         # Restore operations, tensors, Python state and registered savers.
         return (), {}, (), {}
 
@@ -739,9 +739,9 @@ def _restoring(original: Any) -> Any:
 def _creating(original: Any) -> Any:
     def deferred_initialize(self: Any) -> None:
         original(self)
-        waiting = own_attributes.of(self, _WAITING)
+        waiting = patching.of(self, _WAITING)
         if waiting:
-            own_attributes.remove(self, _WAITING)
+            patching.remove(self, _WAITING)
             with tf.init_scope():
                 for position in waiting:
                     position._restore_descendants()

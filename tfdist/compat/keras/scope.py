@@ -21,7 +21,7 @@ from tensorflow.python.distribute import values
 from tensorflow.python.eager import backprop
 from tensorflow.python.ops import resource_variable_ops
 
-from tfdist.compat import own_attributes, replacing
+from tfdist.compat import patching, replacing
 from tfdist.compat.keras import optimizers, placement
 from tfdist.compat.tensorflow import graphs, replicas, variables
 
@@ -89,7 +89,7 @@ def move_variable(strategy: Any, variable: Any) -> None:
 def _make_moved(strategy: Any, variable: Any, value: Any) -> None:
     with strategy.scope():
         variable._initialize(value.numpy())
-    own_attributes.setdefault(variable, _FORMER, list).append(value)
+    patching.setdefault(variable, _FORMER, list).append(value)
 
 
 @tf.autograph.experimental.do_not_convert

@@ -21,7 +21,7 @@ from tensorflow.python.training.saving import saveable_object_util
 from tfdist.compat import replacing
 from tfdist.compat.keras import optimizers
 from tfdist.compat.tensorflow import variables
-from tfdist.runtime import row_blocks
+from tfdist.tables import row_blocks
 
 NEEDS = (
     "keras:Variable._initialize_with_initializer",

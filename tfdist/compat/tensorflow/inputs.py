@@ -24,7 +24,7 @@ from tensorflow.python.eager.polymorphic_function import atomic_function, functi
 from tensorflow.python.framework import composite_tensor
 from tensorflow.python.ops import gen_dataset_ops
 
-from tfdist.compat import own_attributes, replacing
+from tfdist.compat import patching, replacing
 from tfdist.compat.tensorflow import graphs, replicas
 
 NEEDS = (
@@ -594,7 +594,7 @@ def unread_left_out(distributed: Any, epoch_iterator: Any) -> Any:
     """
     if isinstance(distributed, tf.distribute.DistributedDataset) and is_in_order(epoch_iterator):
         distributed.__class__ = _leaving_out(type(distributed))
-        own_attributes.put(distributed, _READER, weakref.ref(epoch_iterator))
+        patching.put(distributed, _READER, weakref.ref(epoch_iterator))
     return distributed
 
 
@@ -611,7 +611,7 @@ def _is_unread(reader: Any) -> bool:
         return False
     if getattr(reader, _PASS, lambda: None)() is running:
         return bool(reader._num_batches) and reader._steps_seen >= reader._num_batches
-    own_attributes.put(reader, _PASS, weakref.ref(running))
+    patching.put(reader, _PASS, weakref.ref(running))
     return False
 
 
@@ -676,7 +676,7 @@ def _is_single(strategy: tf.distribute.Strategy) -> Any:
         with tf.device("/device:CPU:0"):
             return tf.Variable(False, trainable=False)
 
-    return own_attributes.setdefault(strategy, _IS_SINGLE, lambda: graphs.call_outside(make))
+    return patching.setdefault(strategy, _IS_SINGLE, lambda: graphs.call_outside(make))
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.distribute import device_util, distribute_lib, distribute_utils, values
 
-from tfdist.compat import own_attributes
+from tfdist.compat import patching
 from tfdist.compat.tensorflow import graphs, variables
 
 NEEDS = (
@@ -182,12 +182,12 @@ def grouped(devices: Sequence[str], devices_per_replica: int) -> tuple[tuple[str
 
 def span_devices(strategy: tf.distribute.Strategy, parts: Parts) -> None:
     """Says that the replicas of a strategy span these devices."""
-    own_attributes.put(strategy, _ATTRIBUTE, parts)
+    patching.put(strategy, _ATTRIBUTE, parts)
 
 
 def parts_of(strategy: Any) -> Parts | None:
     """Returns the devices of a strategy's replicas; None where each has one device."""
-    return own_attributes.of(strategy, _ATTRIBUTE)
+    return patching.of(strategy, _ATTRIBUTE)
 
 
 def on_device(device: Any) -> contextlib.AbstractContextManager[Any]:

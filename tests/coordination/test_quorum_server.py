@@ -1,0 +1,355 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quorum server: sends the same verdicts to all workers, accepts only clients with the secret, and reports losses."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+import tfdist
+from tfdist import _line_server
+from tfdist.coordination import quorum_server as wire
+from tfdist.coordination.quorum_client import QuorumClient
+from tfdist.coordination.quorum_server import Act, Frames, QuorumServer, Report, Verdict
+
+SECRET = b"the secret of this job"
+
+
+class Job:
+    """A quorum server and its clients, in one process."""
+
+    def __init__(self, joined: int, spares: int) -> None:
+        # Those who have not joined yet do so in the test.
+        num_workers = joined or 2
+        self.lines: list[str] = []
+        self.said = threading.Semaphore(0)
+        self.names = [f"worker:{index}" for index in range(num_workers)]
+        policy = tfdist.BackupWorkers(spares=spares)
+        policy.begin(num_workers, "test")
+        self.server = QuorumServer(policy, self.names, SECRET, "127.0.0.1", say=self._say)
+        self.server.start()
+        self.clients = [self.join(index) for index in range(joined)]
+
+    def _say(self, line: str) -> None:
+        self.lines.append(line)
+        self.said.release()
+
+    def join(self, worker: int, secret: bytes = SECRET) -> QuorumClient:
+        return QuorumClient(self.server.address, worker, self.names, secret)
+
+    def contribute(self, worker: int, step: int, number: int = 1, examples: int = 4) -> None:
+        self.clients[worker].want(number, step)
+        self.clients[worker].started(number, step)
+        self.clients[worker].arrived(number, step, examples, 0.01)
+
+    def verdicts(self, step: int, number: int = 1) -> list[Verdict | None]:
+        return [client.wait(number, step) for client in self.clients]
+
+
+@contextlib.contextmanager
+def job(num_workers: int, spares: int) -> Iterator[Job]:
+    running = Job(num_workers, spares)
+    try:
+        yield running
+    finally:
+        for client in running.clients:
+            client.close()
+        running.server.close()
+
+
+# Rounds.
+
+
+def test_start_read_with_its_arrival_keeps_the_workers_time():
+    with job(2, spares=1) as running:
+        # The server reads both reports of a worker together, as after a pause of its thread.
+        reports = Report(Act.STARTED, 1, 0).pack() + Report(Act.ARRIVED, 1, 0, 4, 0.25).pack()
+        running.clients[1]._socket.sendall(reports)
+        running.verdicts(0)
+        update = running.server.update_of(1)
+    assert update is not None
+    (gradient,) = update.contributions
+    assert gradient.replica == 1
+    assert gradient.arrival - gradient.start == pytest.approx(0.25, abs=1e-6)
+
+
+def test_all_hear_the_same_and_late_ones_are_dropped():
+    with job(3, spares=1) as running:
+        for step in range(5):
+            late = step % 3
+            for worker in range(3):
+                running.clients[worker].want(1, step)
+                running.clients[worker].started(1, step)
+            first, second = [worker for worker in range(3) if worker != late]
+            running.clients[first].arrived(1, step, 4, 0.01)
+            running.clients[second].arrived(1, step, 5, 0.01)
+            verdicts = running.verdicts(step)
+            assert len(set(verdicts)) == 1 and verdicts[0] is not None
+            assert verdicts[0].contributors() == (first, second)
+            assert verdicts[0].count == 9
+            # Which was late before is counted with this update, if its gradient came in time for that.
+            running.clients[late].arrived(1, step, 4, 0.01)
+        assert running.lines == []
+
+
+def test_who_has_not_started_yet_hears_the_verdict_when_it_asks():
+    with job(3, spares=2) as running:
+        for step in range(3):
+            running.contribute(0, step)
+            assert running.clients[0].wait(1, step) is not None
+        for step in range(3):
+            verdict = running.clients[2].wait(1, step)
+            assert verdict is not None and verdict.contributors() == (0,)
+
+
+def test_dropped_gradients_are_reported_with_the_next_update():
+    with job(2, spares=1) as running:
+        running.contribute(0, 0)
+        running.verdicts(0)
+        running.contribute(1, 0)
+        # The same connection keeps the order: it is heard before this.
+        running.contribute(1, 1)
+        verdict = running.verdicts(1)[0]
+        assert verdict is not None and (verdict.contributors(), verdict.dropped()) == ((1,), (1,))
+
+
+def test_a_pass_ends_for_all_and_what_had_arrived_is_given_up():
+    with job(2, spares=0) as running:
+        running.contribute(0, 0)
+        running.clients[1].want(1, 0)
+        running.clients[1].started(1, 0)
+        running.clients[1].ended(1, 0)
+        assert running.verdicts(0) == [None, None]
+        # What arrives for the pass before does not count, and the same worker may start again.
+        running.clients[0].arrived(1, 0, 4, 0.01)
+        running.contribute(0, 0, number=2, examples=1)
+        running.contribute(1, 0, number=2, examples=1)
+        verdicts = running.verdicts(0, number=2)
+        assert verdicts[0] is not None and (verdicts[0].contributors(), verdicts[0].count) == ((0, 1), 2)
+
+
+def test_it_is_said_who_is_waited_for():
+    with job(3, spares=0) as running:
+        running.contribute(0, 0)
+        running.clients[1].want(1, 0)
+        wanted = "2 of worker:1, worker:2 (has not come to this step yet)"
+        heard = threading.Event()
+
+        def look() -> None:
+            if running.clients[0].waited_for() == wanted:
+                heard.set()
+                raise InterruptedError
+
+        with pytest.raises(InterruptedError):
+            running.clients[0].wait(1, 0, look)
+        assert heard.is_set()
+
+
+def test_an_update_that_nobody_gets_on_with_is_an_error_that_names_them():
+    now = [0.0]
+    names = ["worker:0", "worker:1", "worker:2"]
+    policy = tfdist.BackupWorkers(spares=1)
+    policy.begin(3, "test")
+    server = QuorumServer(policy, names, SECRET, "127.0.0.1")
+    server.start()
+    # Seconds of this clock pass when the test says so, and then the server has been silent for long, too.
+    client = QuorumClient(server.address, 0, names, SECRET, silence_secs=1e9, clock=lambda: now[0])
+    waits = []
+
+    def look() -> None:
+        waits.append(client.waited_for())
+        if waits[-1] == "1 of worker:1 (has not come to this step yet), worker:2 (has not come to this step yet)":
+            now[0] += 300.0
+
+    try:
+        client.want(1, 0)
+        client.started(1, 0)
+        client.arrived(1, 0, 4, 0.01)
+        with pytest.raises(TimeoutError, match=r"step 0 waits for 1 of worker:1 .*, worker:2 .*stall_timeout_secs=600"):
+            client.wait(1, 0, look)
+        assert now[0] == 600.0
+    finally:
+        client.close()
+        server.close()
+
+
+# Strangers.
+
+
+def _raw(running: Job) -> socket.socket:
+    return socket.create_connection(running.server.address, 10)
+
+
+def test_a_wrong_secret_is_refused_by_both_sides():
+    with job(2, spares=0) as running:
+        with pytest.raises(ConnectionError, match="TFDIST_JOB_SECRET"):
+            running.join(0, secret=b"another")
+        assert running.said.acquire(timeout=10)
+        assert "does not know this job's secret" in running.lines[0]
+        for worker in range(2):
+            running.contribute(worker, 0)
+        assert None not in running.verdicts(0)
+
+
+def test_a_false_server_is_found_out():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def pretend() -> None:
+            accepted, _ = server.accept()
+            with accepted:
+                accepted.sendall(wire.greeting(bytes(wire.NONCE_BYTES)))
+                accepted.recv(wire.CLAIM_BYTES)
+                accepted.sendall(bytes(wire.PROOF_BYTES))
+
+        thread = threading.Thread(target=pretend)
+        thread.start()
+        with pytest.raises(ConnectionError, match="does not know this job's secret"):
+            QuorumClient(server.getsockname()[:2], 0, ["worker:0"], SECRET)
+        thread.join()
+
+
+@pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(200), bytes(100_000)])
+def test_garbage_is_cut_off_and_disturbs_nobody(garbage: bytes):
+    with job(2, spares=0) as running:
+        with _raw(running) as stranger, contextlib.suppress(ConnectionError):
+            stranger.sendall(garbage)
+            while stranger.recv(1000):
+                pass
+        assert running.said.acquire(timeout=10)
+        assert len(running.lines) == 1 and "closed a connection from 127.0.0.1" in running.lines[0]
+        for worker in range(2):
+            running.contribute(worker, 0)
+        assert None not in running.verdicts(0)
+
+
+def test_a_second_worker_of_the_same_number_is_refused():
+    with job(2, spares=0) as running:
+        with pytest.raises(ConnectionError, match="does not accept worker:1"):
+            running.join(1)
+        for worker in range(2):
+            running.contribute(worker, 0)
+        assert None not in running.verdicts(0)
+
+
+@pytest.mark.parametrize("words", [b"", wire.MAGIC, wire.MAGIC + bytes(wire.CLAIM_BYTES - len(wire.MAGIC) - 1)])
+def test_strangers_that_came_first_and_stay_keep_no_client_out(words: bytes):
+    with job(0, spares=0) as running, contextlib.ExitStack() as stack:
+        for _ in range(200):
+            stack.enter_context(_raw(running)).sendall(words)
+        running.clients += [running.join(0), running.join(1)]
+        for worker in range(2):
+            running.contribute(worker, 0)
+        assert None not in running.verdicts(0)
+
+
+def test_a_client_that_gave_way_to_strangers_reconnects():
+    with job(0, spares=0) as running, contextlib.ExitStack() as stack:
+        tried = threading.Event()
+
+        class Slow(QuorumClient):
+            def _introduce(self, connection: socket.socket, secret: bytes) -> Frames:
+                if not tried.is_set():
+                    tried.set()
+                    crowd = [stack.enter_context(_raw(running)) for _ in range(200)]
+                    # The last was greeted, so all before it were accepted.
+                    assert crowd[-1].recv(1000)
+                return super()._introduce(connection, secret)
+
+        running.clients += [Slow(running.server.address, 0, running.names, SECRET), running.join(1)]
+        for worker in range(2):
+            running.contribute(worker, 0)
+        assert None not in running.verdicts(0)
+
+
+def test_a_flood_of_strangers_is_a_few_lines():
+    with job(2, spares=0) as running, contextlib.ExitStack() as stack:
+        for _ in range(500):
+            stack.enter_context(_raw(running))
+        while not any("more connections of strangers" in line for line in running.lines):
+            assert running.said.acquire(timeout=30)
+        assert len(running.lines) <= 50
+        assert "more than 64 that had not introduced themselves" in running.lines[0]
+
+
+def test_those_who_give_way_are_from_the_address_that_has_most():
+    strangers, hosts = ["a1", "b1", "b2", "a2", "b3"], ["a", "b", "b", "a", "b"]
+    assert _line_server.to_give_way(strangers, hosts) == "b1"
+    assert _line_server.to_give_way(["a1"], ["a"]) == "a1"
+
+
+def test_the_server_listens_at_the_chiefs_address_only():
+    with job(1, spares=0) as running:
+        assert running.server.address[0] == "127.0.0.1"
+
+
+# Losses.
+
+
+def test_a_lost_worker_is_an_error_that_names_it():
+    with job(3, spares=1) as running:
+        running.clients[1].close()
+        for worker in (0, 2):
+            with pytest.raises(ConnectionError, match=r"worker:1 has ended.*the update of step 0 can't be made"):
+                running.clients[worker].wait(1, 0)
+
+
+def test_what_was_decided_before_a_loss_holds():
+    with job(3, spares=1) as running:
+        running.contribute(0, 0)
+        running.contribute(1, 0)
+        assert running.clients[0].wait(1, 0) is not None
+        running.clients[1].close()
+        with pytest.raises(ConnectionError):
+            running.clients[0].wait(1, 1)
+        assert running.clients[2].wait(1, 0) is not None
+
+
+def test_the_loss_of_the_server_is_an_error():
+    with job(2, spares=0) as running:
+        running.server.close()
+        with pytest.raises(ConnectionError, match=r"the quorum server of worker:0 at 127\.0\.0\.1:\d+ is gone"):
+            running.clients[1].wait(1, 0)
+
+
+def test_a_silent_server_is_an_error():
+    """One that accepts, proves who it is, and then says nothing any more."""
+    done = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer_once() -> None:
+            accepted, _ = server.accept()
+            with accepted:
+                nonce = bytes(wire.NONCE_BYTES)
+                accepted.sendall(wire.greeting(nonce))
+                claim = accepted.recv(wire.CLAIM_BYTES, socket.MSG_WAITALL)
+                accepted.sendall(wire.read_claim(claim, SECRET, 1, nonce)[1])
+                done.wait(60)
+
+        thread = threading.Thread(target=answer_once)
+        thread.start()
+        client = QuorumClient(server.getsockname()[:2], 0, ["worker:0"], SECRET, silence_secs=0.0)
+        try:
+            with pytest.raises(ConnectionError, match="has been silent for 0 s"):
+                client.wait(1, 0)
+        finally:
+            done.set()
+            client.close()
+            thread.join()
+
+
+def test_a_line_of_frames_from_the_future_costs_only_its_sender():
+    with job(3, spares=1) as running:
+        running.clients[2].arrived(1, 7, 4, 0.01)
+        with pytest.raises(ConnectionError, match="worker:2"):
+            running.clients[0].wait(1, 0)
+
+
+def test_no_server_is_an_error():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()[:2]
+    with pytest.raises(ConnectionError, match="can't be reached"):
+        QuorumClient(address, 0, ["worker:0"], SECRET)

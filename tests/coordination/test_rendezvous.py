@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tasks meet at their addresses, or say who is missing and why. No TensorFlow."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+
+from tfdist import Cluster, Task, _line_server
+from tfdist.coordination import rendezvous
+from tfdist.launchers.supervise.processes import PortReservation
+
+
+def cluster(ports, index: int, **changed: str) -> Cluster:
+    addresses = {number: f"127.0.0.1:{port}" for number, port in enumerate(ports)}
+    return Cluster(
+        {"worker": addresses | {int(key[1:]): value for key, value in changed.items()}}, Task("worker", index)
+    )
+
+
+def test_all_meet():
+    with PortReservation(5) as reserved, ThreadPoolExecutor(5) as pool:
+        meetings = [pool.submit(rendezvous.meet, cluster(reserved.ports, index), 30) for index in range(5)]
+        assert [meeting.result() for meeting in meetings] == [None] * 5
+
+
+def test_tasks_meet_at_another_address_than_their_own_name_means(monkeypatch: pytest.MonkeyPatch):
+    """As on a machine with two networks, or a virtual address: its own name means the address of one only."""
+    monkeypatch.setattr(rendezvous, "_CALL_BACK_SECS", 0.2)
+    lines: list[str] = []
+    with PortReservation(2) as reserved, ThreadPoolExecutor(2) as pool:
+        port = reserved.ports[1]
+        described = [cluster(reserved.ports, index, _1=f"127.0.0.{4 - index}:{port}") for index in range(2)]
+        meetings = [pool.submit(rendezvous.meet, each, 60, write=lines.append) for each in described]
+        assert [meeting.result() for meeting in meetings] == [None] * 2
+    (line,) = [line for line in lines if "listening on all interfaces" in line]
+    assert line.startswith(
+        f"tfdist worker:1: worker:0 answered, but does not connect to 127.0.0.3:{port} as it is known"
+    )
+
+
+def test_the_port_is_free_again_for_the_server():
+    with PortReservation(2) as reserved:
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda index: rendezvous.meet(cluster(reserved.ports, index), 30), range(2)))
+        for port in reserved.ports:
+            socket.create_server(("", port)).close()
+
+
+def test_the_missing_are_named_with_the_reason():
+    with PortReservation(3) as reserved:
+        described = cluster(reserved.ports, 0, _2="no-such-host.invalid:2222")
+        lines: list[str] = []
+        with pytest.raises(TimeoutError) as error:
+            rendezvous.meet(described, 0.5, every_secs=0.2, write=lines.append)
+    for text in (str(error.value), lines[-1]):
+        assert f"worker:1 at 127.0.0.1:{reserved.ports[1]} (connection refused)" in text
+        assert "worker:2 at no-such-host.invalid:2222 (" in text
+    assert lines[0].startswith("tfdist worker:0: waiting for worker:1 at")
+
+
+def test_who_waits_has_a_name_also_where_it_is_no_task():
+    with PortReservation(1) as reserved:
+        described, lines = cluster(reserved.ports, 0), []
+        with pytest.raises(TimeoutError):
+            rendezvous.reach(described, described.tasks, 0.5, every_secs=0.2, write=lines.append, name="chief")
+    assert lines[0].startswith("tfdist chief: waiting for worker:0 at")
+
+
+def test_a_port_in_use_is_said_at_once():
+    with socket.create_server(("", 0)) as used:
+        port = used.getsockname()[1]
+        with pytest.raises(OSError, match="worker:0 can't listen on its port") as error:
+            rendezvous.meet(cluster([port, 1], 0), 30)
+    assert f"Received: 127.0.0.1:{port}" in str(error.value)
+
+
+def test_a_server_of_another_kind_has_met_all_already():
+    with PortReservation(1) as reserved, socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer_as_tensorflow() -> None:
+            with server.accept()[0] as connection:
+                connection.sendall(b"\x00\x00\x1e\x04\x00\x00\x00\x00\x00")  # the beginning of HTTP/2 settings
+
+        thread = threading.Thread(target=answer_as_tensorflow)
+        thread.start()
+        rendezvous.meet(cluster([reserved.ports[0], server.getsockname()[1]], 0), 30)
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (b"", "closed the connection"),
+        (b"tfdist 0000 worker:1 nonce\n", "its TF_CONFIG differs"),
+        (b"tfdist", "its TF_CONFIG differs"),
+    ],
+)
+def test_a_wrong_answer_is_no_meeting(answer, reason):
+    assert reason in rendezvous.judge(answer, cluster([1, 2], 0), Task("worker", 1))
+
+
+def test_an_address_that_leads_to_another_task_is_said():
+    described = cluster([1, 2], 0)
+    answer = rendezvous.hello(described, "nonce")
+    assert rendezvous.judge(answer, described, Task("worker", 1)) == "the task there says that it is 'worker:0'"
+
+
+# Strangers.
+
+
+@contextlib.contextmanager
+def listening(described: Cluster, secret: str = "") -> Iterator[tuple[list[tuple[str, int]], list[str]]]:
+    """A task that listens and waits: at which addresses, and whom it has met."""
+    met: list[str] = []
+    answering = rendezvous.Answering(described, secret.encode(), met.append)
+    port = int(described.address().rpartition(":")[2])
+    with answering:
+        opened = [each for each in psutil.Process().net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+        yield [tuple(each.laddr) for each in opened if each.laddr.port == port], met
+
+
+def crowd(stack: contextlib.ExitStack, address: tuple[str, int], count: int, words: bytes) -> None:
+    """Strangers that connect, say these words, and stay."""
+    for _ in range(count):
+        stranger = stack.enter_context(socket.create_connection(address, 10))
+        stranger.sendall(words)
+
+
+def test_a_task_listens_at_its_own_address_only():
+    with PortReservation(2) as reserved, listening(cluster(reserved.ports, 0)) as (addresses, _):
+        assert addresses == [("127.0.0.1", reserved.ports[0])]
+
+
+def test_an_own_name_that_others_cannot_mean_listens_everywhere():
+    with PortReservation(1) as reserved:
+        for own, other in (("127.0.1.1", "10.0.0.2"), ("192.0.2.1", "192.0.2.2")):
+            jobs = {"worker": {0: f"{own}:{reserved.ports[0]}", 1: f"{other}:1"}}
+            described = Cluster(jobs, Task("worker", 0))
+            with listening(described) as (((host, _),), _):
+                assert host in ("::", "0.0.0.0")
+
+
+@pytest.mark.parametrize("secret", ["", "a secret"])
+@pytest.mark.parametrize("words", [b"", b"tfdist", b"GET / HTTP/1.1\r\n\r\n", bytes(3000), b"tfdist x y z " * 300])
+def test_strangers_that_came_first_and_stay_delay_no_meeting(words: bytes, secret: str):
+    with PortReservation(2) as reserved, contextlib.ExitStack() as stack:
+        (address,), met = stack.enter_context(listening(cluster(reserved.ports, 0), secret))
+        crowd(stack, address, 3 * _line_server.MOST_PEERS, words)
+        assert rendezvous.ask(cluster(reserved.ports, 1), Task("worker", 0), secret.encode()) is None
+        assert met == ["worker:1"]
+
+
+def test_endless_data_are_cut_off():
+    with PortReservation(2) as reserved, listening(cluster(reserved.ports, 0)) as ((address,), met):
+        with socket.create_connection(address, 10) as stranger, pytest.raises(ConnectionError):
+            while True:
+                stranger.sendall(bytes(1 << 16))
+        assert rendezvous.ask(cluster(reserved.ports, 1), Task("worker", 0)) is None
+        assert met == ["worker:1"]
+
+
+def test_a_stranger_cannot_say_that_it_is_a_task():
+    with PortReservation(2) as reserved, listening(cluster(reserved.ports, 0), "a secret") as ((address,), met):
+        described = cluster(reserved.ports, 1)
+        for guessed in ("", "another"):
+            assert "TFDIST_JOB_SECRET" in str(rendezvous.ask(described, Task("worker", 0), guessed.encode()))
+        with socket.create_connection(address, 10) as stranger, stranger.makefile("rb") as lines:
+            hello = lines.readline().decode().split()
+            # What the task proves elsewhere is no proof here: it is of another nonce.
+            stranger.sendall(rendezvous.hello(described, hello[3], hello[3] + "0"))
+            stranger.sendall(rendezvous.MET)
+            assert lines.readline() == rendezvous.REFUSED
+        assert met == []
+        assert rendezvous.ask(described, Task("worker", 0), b"a secret") is None
+        assert met == ["worker:1"]
+
+
+def test_all_meet_under_a_secret_that_is_not_sent():
+    seen: list[bytes] = []
+    with PortReservation(3) as reserved, ThreadPoolExecutor(3) as pool, pytest.MonkeyPatch.context() as patch:
+        read = rendezvous._read_line
+        patch.setattr(rendezvous, "_read_line", lambda connection: seen.append(read(connection)) or seen[-1])
+        described = [cluster(reserved.ports, index) for index in range(3)]
+        meetings = [pool.submit(rendezvous.meet, each, 30, secret="a secret") for each in described]
+        assert [meeting.result() for meeting in meetings] == [None] * 3
+    assert seen and b"a secret" not in b"".join(seen)
+
+
+def test_a_false_task_at_a_tasks_address_is_no_meeting_under_a_secret():
+    with PortReservation(1) as reserved, socket.create_server(("127.0.0.1", 0)) as server:
+        described = cluster([reserved.ports[0], server.getsockname()[1]], 0)
+        answers = [b"\x00\x00\x1e\x04\x00\x00\x00\x00\x00"]  # as TensorFlow's server
+        answers.append(rendezvous.hello(described.with_task(Task("worker", 1)), "nonce"))
+
+        def pretend() -> None:
+            for number in itertools.count():
+                try:
+                    with server.accept()[0] as connection:
+                        connection.sendall(answers[number % 2])
+                        connection.recv(4096)
+                        connection.sendall(rendezvous.MET)
+                except OSError:
+                    return
+
+        thread = threading.Thread(target=pretend)
+        thread.start()
+        with pytest.raises(TimeoutError, match=r"worker:1 at .*(not proved|TFDIST_JOB_SECRET)"):
+            rendezvous.meet(described, 1.0, write=lambda line: None, secret="a secret")
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+@pytest.mark.parametrize("garbage", [b"tfdist \xff\xfe \xff \xff\n", b"tfdist" + bytes(9000), b"tfdist\n", b"\xff"])
+def test_garbage_at_a_tasks_address_is_a_reason(garbage: bytes):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            with server.accept()[0] as connection, contextlib.suppress(OSError):
+                connection.sendall(garbage)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        assert rendezvous.ask(cluster([1, server.getsockname()[1]], 0), Task("worker", 1)) is not None
+        thread.join()

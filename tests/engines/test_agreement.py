@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State that an agreement's threads share: waits, their failures, and the published end of a worker."""
+
+from __future__ import annotations
+
+import pytest
+import tensorflow as tf
+
+from tfdist.cluster import Task
+from tfdist.coordination.worker_states import State
+from tfdist.engines.agreement import Agreement
+
+TASKS = [Task("worker", 0), Task("worker", 1)]
+
+
+@pytest.fixture
+def agreement() -> Agreement:
+    """Agreement of worker:1 without a cluster; its threads are not started."""
+    return Agreement(TASKS[1], TASKS)
+
+
+def test_state_after_the_end_is_not_published(agreement: Agreement, monkeypatch: pytest.MonkeyPatch):
+    posted: list[str] = []
+    monkeypatch.setattr(agreement, "post", lambda key, text: posted.append(text))
+    agreement._watch.post(State("worker:1", "model.fit"))
+    agreement._watch.post(State("worker:1", ended="has ended"))
+    # Of the thread that has begun to look before the end.
+    agreement._watch.post(State("worker:1", "model.fit"))
+    assert len(posted) == 2 and "has ended" in posted[-1]
+
+
+def test_failure_of_a_wait_that_is_over_ends_no_other_wait(agreement: Agreement):
+    with agreement.joint("one"):
+        looked_at = agreement.current_wait()
+    assert looked_at is not None
+    looked_at.failure = ConnectionError("worker:0 has ended")
+    with agreement.joint("another"):
+        agreement.check()
+        with agreement.joint("inner"):
+            agreement.current_wait().failure = ConnectionError("worker:0 has ended")
+            with pytest.raises(ConnectionError, match="worker:0"):
+                agreement.check()
+
+
+def test_log_that_a_thread_has_taken_does_not_change(agreement: Agreement):
+    agreement._next_key("first")
+    taken, _ = agreement.state()
+    for _ in range(20):
+        agreement._next_key("later")
+    assert dict(taken.log) == {1: "first"}
+    assert list(agreement.state()[0].log) == [*range(14, 22)]
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (tf.errors.InternalError(None, None, "Collective instance 124 expected type 0 and"), "different collectives"),
+        (tf.errors.InvalidArgumentError(None, None, "Shape mismatch in the collective instance 9."), "same models"),
+        (tf.errors.UnavailableError(None, None, "recvmsg:Connection reset by peer"), "worker:0 (the connection to it"),
+    ],
+)
+def test_error_of_a_collective_is_told_in_one_line(
+    agreement: Agreement, monkeypatch: pytest.MonkeyPatch, error: tf.errors.OpError, words: str
+):
+    monkeypatch.setattr(agreement._watch, "loss", lambda own, awaited: None)
+    found = agreement.failure_behind(error)
+    assert found is not None and words in str(found) and "\n" not in str(found)
+
+
+def test_lost_connection_is_to_the_task_that_the_error_names():
+    tasks = [Task("worker", index) for index in range(3)]
+    text = "Connection reset by peer\nAdditional information from remote target /job:worker/replica:0/task:2 while"
+    assert Agreement(tasks[0], tasks)._lost_peer(text) == "worker:2"
+    assert Agreement(tasks[0], tasks)._lost_peer("Connection refused") == ""

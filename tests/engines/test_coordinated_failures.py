@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors of the user's step, and lost tasks, in the engine over workers made of threads."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tensorflow as tf
+from fake_cluster import Batch, FakeProgram, running_engine
+from fake_passes import Gate, Pass, all_of
+from waiting import wait_until
+
+from tfdist.compat.tensorflow import coordinator
+from tfdist.engines import step_queue
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("as_in_keras_loops")]
+
+
+# Errors of the user's step.
+
+
+def failing_at(bad: Any, message: str = "my own message") -> Callable[[Any], None]:
+    def work(batch: Any) -> None:
+        if batch == bad:
+            raise ValueError(message)
+
+    return work
+
+
+def test_an_error_reaches_the_caller_once_with_its_own_type_and_message() -> None:
+    with running_engine(2) as (engine, cluster):
+        passed = Pass(engine, cluster, [10, 10], work=failing_at(Batch(1, 3)))
+        with pytest.raises(ValueError, match=r"^my own message$"):
+            passed.run()
+        engine.barrier(writes=False)
+        engine.make_room()
+
+
+def test_training_works_again_after_an_error() -> None:
+    with running_engine(2) as (engine, cluster):
+        for position in range(6):
+            with pytest.raises(ValueError, match="my own message"):
+                Pass(engine, cluster, [6, 6], work=failing_at(Batch(0, position))).run()
+            passed = Pass(engine, cluster, [6, 5])
+            assert passed.run()[-1] == 11
+            assert sorted(passed.batches) == all_of([6, 5])
+
+
+def test_an_error_of_a_call_reaches_its_caller() -> None:
+    def fail() -> None:
+        raise ZeroDivisionError("by my own step")
+
+    with running_engine(1) as (engine, cluster):
+        with pytest.raises(ZeroDivisionError, match="by my own step"):
+            engine.call(FakeProgram(cluster, fail), [], None)
+        assert int(engine.call(FakeProgram(cluster, lambda: 4), [], None)[0]) == 4
+
+
+def test_of_several_errors_the_first_is_raised_and_the_others_do_not_come_later() -> None:
+    def fail() -> None:
+        raise ValueError("again and again")
+
+    with running_engine(2) as (engine, cluster):
+        for _ in range(4):
+            engine.start(FakeProgram(cluster, fail), [], None)
+        with pytest.raises(ValueError, match="again and again"):
+            engine.barrier(writes=False)
+        engine.barrier(writes=False)
+
+
+def test_an_error_while_another_worker_is_at_its_end() -> None:
+    with running_engine(2) as (engine, cluster):
+        with pytest.raises(ValueError, match="my own message"):
+            Pass(engine, cluster, [0, 4], work=failing_at(Batch(1, 2))).run()
+        assert Pass(engine, cluster, [2, 2]).run()[-1] == 4
+
+
+def test_a_step_that_outlives_the_error_of_another_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_queue, "_ERROR_GRACE_SECS", 0.0)
+    with running_engine(2) as (engine, cluster):
+        slow, next_slow = Gate(), Gate()
+
+        def fail() -> None:
+            raise ValueError("my own message")
+
+        late = engine.start(FakeProgram(cluster, lambda: slow() or 1), [], None)
+        slow.wait_for(1)
+        with pytest.raises(ValueError, match="my own message"):
+            engine.call(FakeProgram(cluster, fail), [], None)
+        running = engine.start(FakeProgram(cluster, lambda: next_slow() or 2), [], None)
+        next_slow.wait_for(1)
+        slow.open()
+        late.result(timeout=30)
+        waiting = threading.Thread(target=engine.barrier, args=(False,))
+        waiting.start()
+        waiting.join(timeout=0.05)
+        assert waiting.is_alive(), "the barrier took the late step for the one that is under way"
+        next_slow.open()
+        assert int(engine.wait_for(running)[0]) == 2
+        waiting.join(timeout=30)
+        assert not waiting.is_alive(), "the barrier waits for a step that is done"
+
+
+# Lost tasks.
+
+
+def test_a_step_of_a_lost_worker_is_made_by_another() -> None:
+    with running_engine(2) as (engine, cluster):
+        cluster.lose(0)
+        program = FakeProgram(cluster, coordinator.current_worker)
+        assert {int(engine.call(program, [], None)[0]) for _ in range(10)} == {1}
+        cluster.bring_back(0)
+
+
+def test_a_worker_that_comes_back_is_no_longer_called_lost() -> None:
+    with running_engine(1) as (engine, cluster):
+        cluster.lose(0)
+        started = engine.start(FakeProgram(cluster, lambda: 1), [], None)
+        wait_until(lambda: "worker:0 (lost" in engine.waited_for())
+        cluster.bring_back(0)
+        engine.wait_for(started)
+        assert "lost" not in engine.waited_for()
+
+
+def test_an_error_in_what_is_told_of_a_worker_that_is_back_is_raised_and_the_worker_goes_on() -> None:
+    def on_loss(worker: int, is_lost: bool) -> None:
+        if not is_lost:
+            raise OSError("the disk is full")
+
+    with running_engine(1, poll_secs=0.02) as (engine, cluster):
+        engine.follow_losses(on_loss)
+        cluster.lose(0)
+        started = engine.start(FakeProgram(cluster, lambda: 1), [], None)
+        wait_until(lambda: "worker:0 (lost" in engine.waited_for())
+        cluster.bring_back(0)
+        with pytest.raises(OSError, match="the disk is full"):
+            engine.wait_for(started)
+            engine.barrier(writes=False)
+        assert int(engine.call(FakeProgram(cluster, lambda: 2), [], None)[0]) == 2
+
+
+@pytest.mark.parametrize("found_by", ["a step", "the coordinator"])
+@pytest.mark.parametrize("known", ["total and shares", "nothing"])
+def test_a_worker_lost_at_the_end_of_the_data_keeps_nobody_waiting(known: str, found_by: str) -> None:
+    """Its share can't be read by others; what was under way ends, the loop with it, and it is said what is missing."""
+    with running_engine(2, poll_secs=0.02) as (engine, cluster):
+        passed = Pass(engine, cluster, [4, 3], known)
+        cluster.lose(0) if found_by == "a step" else cluster.find_dead(0)
+        with pytest.warns(RuntimeWarning, match="worker:0 was lost") as warned:
+            passed.run()
+            engine.barrier(writes=False)
+        assert sorted(passed.batches) == all_of([0, 3])
+        cluster.bring_back(0)
+        expected = "4 of its 7 batches" if known == "total and shares" else "an unknown number of batches"
+        assert [expected in str(warning.message) for warning in warned] == [True]
+
+
+@pytest.mark.parametrize("known", ["total and shares", "nothing"])
+def test_a_worker_that_is_back_in_time_goes_on_with_its_share_and_nothing_is_said(known: str) -> None:
+    with running_engine(2, poll_secs=0.02) as (engine, cluster), warnings.catch_warnings(record=True) as warned:
+        # Else what was said once, in another test, is not said again.
+        warnings.simplefilter("always")
+        gate = Gate()
+        passed = Pass(engine, cluster, [4, 3], known, work=lambda batch: gate() if batch == Batch(1, 1) else None)
+        cluster.lose(0)
+        loop = threading.Thread(target=passed.run)
+        loop.start()
+        gate.wait_for(1)
+        wait_until(lambda: "worker:0 (lost" in engine.waited_for())
+        cluster.bring_back(0)
+        wait_until(lambda: sum(batch.worker == 0 for batch in passed.batches) == 4)
+        gate.open()
+        loop.join(timeout=30)
+        engine.barrier(writes=False)
+        assert sorted(passed.batches) == all_of([4, 3])
+        assert not warned
+
+
+def test_a_worker_that_is_back_has_its_share_before_it_takes_the_first_step_of_it() -> None:
+    """The other one comes to its end in between, while the worker that is back builds its data again."""
+    with running_engine(2, poll_secs=0.02) as (engine, cluster), warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        gate = Gate()
+        passed = Pass(engine, cluster, [4, 3], work=lambda batch: gate() if batch == Batch(1, 1) else None)
+        cluster.lose(0)
+        loop = threading.Thread(target=passed.run)
+        loop.start()
+        gate.wait_for(1)
+        wait_until(lambda: "worker:0 (lost" in engine.waited_for())
+        with cluster.holding(0):
+            cluster.bring_back(0)
+            wait_until(lambda: "lost" not in engine.waited_for())
+            gate.open()
+            wait_until(lambda: passed.iterator.feed.exhausted == {1})
+            assert not passed.iterator.feed.ended
+        loop.join(timeout=30)
+        engine.barrier(writes=False)
+        assert sorted(passed.batches) == all_of([4, 3])
+        assert not warned
+
+
+def test_what_a_lost_worker_had_fetched_of_batches_that_are_dealt_out_is_said_to_be_missing() -> None:
+    with running_engine(2, poll_secs=0.02) as (engine, cluster):
+        passed = Pass(engine, cluster, [3, 4], "total")
+        cluster.lose(0)
+        with pytest.warns(RuntimeWarning, match=r"3 of its 7 batches. worker:0 was lost; it had fetched"):
+            passed.run()
+            engine.barrier(writes=False)
+        cluster.bring_back(0)
+
+
+def test_a_wait_for_a_worker_that_never_comes_back_ends_with_its_name() -> None:
+    now = [0.0]
+    looks: list[float] = []
+
+    def clock() -> float:
+        if now[0] == 1599.0 and threading.current_thread() is threading.main_thread():
+            looks.append(now[0])
+            # It looks at the clock whenever it has waited, and goes on waiting until the time is over.
+            now[0] = 1599.0 if len(looks) < 3 else 1601.0
+        return now[0]
+
+    with running_engine(1, clock, poll_secs=0.02, stall_timeout_secs=600.0) as (engine, cluster):
+        engine.call(FakeProgram(cluster, lambda: 1), [], None)
+        cluster.lose(0)
+        now[0] = 1000.0  # between steps no time is counted
+        started = engine.start(FakeProgram(cluster, lambda: 1), [], None)
+        wait_until(lambda: "lost" in engine.waited_for())
+        now[0] = 1599.0
+        with pytest.raises(TimeoutError, match=r"600 s; still waiting for worker:0 \(lost.*stall_timeout_secs=600"):
+            engine.wait_for(started)
+        assert len(looks) == 3
+        cluster.bring_back(0)
+        assert int(engine.call(FakeProgram(cluster, lambda: 2), [], None)[0]) == 2
+
+
+def test_a_worker_lost_after_another_is_at_its_end_keeps_nobody_waiting() -> None:
+    with running_engine(2, poll_secs=0.02) as (engine, cluster):
+        gate = Gate()
+
+        def work(batch: Any) -> None:
+            if batch == Batch(0, 1):
+                gate()
+                cluster.lose(0)
+                cluster.check_alive()
+
+        passed = Pass(engine, cluster, [5, 1], work=work)
+        loop = threading.Thread(target=passed.run)
+        loop.start()
+        gate.wait_for(1)
+        wait_until(lambda: passed.iterator.feed.exhausted == {1})
+        gate.open()
+        loop.join(timeout=10)
+        stuck = loop.is_alive()
+        cluster.bring_back(0)
+        loop.join(timeout=30)
+        assert not stuck
+
+
+def test_what_the_coordinator_can_not_mend_is_raised_and_then_forgotten() -> None:
+    with running_engine(1, poll_secs=0.02) as (engine, cluster):
+        gate = Gate()
+        engine.start(FakeProgram(cluster, lambda: gate() or 0), [], None)
+        gate.wait_for(1)
+        cluster.failure = tf.errors.UnavailableError(None, None, "ps:0 is lost")
+        with pytest.raises(tf.errors.UnavailableError, match="ps:0 is lost"):
+            engine.barrier(writes=False)
+        gate.open()

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of a variable in shards are looked up, and have gradients, as those of one variable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow.python.distribute import sharded_variable
+
+from tfdist.compat.keras import sharding
+from tfdist.step.contribution import Contribution, add_up, times
+from tfdist.tables import partitioned_variable
+from tfdist.tables.partitioned_variable import RowPieces, has_shards, partition
+
+pytestmark = pytest.mark.devices
+
+VALUE = np.arange(21.0).reshape(7, 3)
+IDS = np.array([[0, 6, 6], [3, 4, 0]])
+
+
+def made() -> tuple[Any, tf.Variable]:
+    rows = (VALUE[:3], VALUE[3:5], VALUE[5:])
+    shards = sharded_variable.ShardedVariable([tf.Variable(each) for each in rows], name="table")
+    return partition(shards, lambda writes: None), tf.Variable(VALUE)
+
+
+def in_a_function(step: Callable[[Any], Any], variable: Any) -> Any:
+    return tf.function(lambda: step(variable), autograph=False)()
+
+
+def gathered(variable: Any) -> Any:
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(tf.gather(variable, IDS) ** 2)
+    return loss, tape.gradient(loss, variable.handle)
+
+
+def gathered_twice(variable: Any) -> Any:
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(tf.gather(variable, IDS) ** 2) + tf.reduce_sum(tf.gather(variable, [1, 6]) ** 3)
+    return loss, tape.gradient(loss, variable.handle)
+
+
+def gathered_and_read(variable: Any) -> Any:
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(tf.gather(variable, IDS) ** 2) + tf.reduce_sum(tf.convert_to_tensor(variable) ** 2)
+    return loss, tape.gradient(loss, variable.handle)
+
+
+def read_and_gathered(variable: Any) -> Any:
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(tf.convert_to_tensor(variable) ** 2) + tf.reduce_sum(tf.gather(variable, IDS) ** 2)
+    return loss, tape.gradient(loss, variable.handle)
+
+
+def gathered_in_a_function(variable: Any) -> Any:
+    inner = tf.function(lambda: tf.reduce_sum(tf.gather(variable, IDS) ** 2), autograph=False)
+    with tf.GradientTape() as tape:
+        loss = inner()
+    return loss, tape.gradient(loss, variable.handle)
+
+
+def read_in_a_function(variable: Any) -> Any:
+    inner = tf.function(lambda: tf.reduce_sum(tf.convert_to_tensor(variable)), autograph=False)
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(tf.gather(variable, IDS) ** 2) + 10 * inner()
+    return loss, tape.gradient(loss, variable.handle)
+
+
+def gathered_in_a_branch(variable: Any) -> Any:
+    with tf.GradientTape() as tape:
+        branch = tf.cond(tf.size(IDS) > 0, lambda: tf.gather(variable, IDS), lambda: tf.zeros([2, 3, 3], tf.float64))
+        loss = tf.reduce_sum(tf.gather(variable, [1, 6]) ** 3) + tf.reduce_sum(branch**2)
+    return loss, tape.gradient(loss, variable.handle)
+
+
+def gathered_in_a_loop(variable: Any) -> Any:
+    with tf.GradientTape() as tape:
+        body = lambda i, total: (i + 1, total + tf.reduce_sum(tf.gather(variable, [i, 6]) ** 2))  # noqa: E731
+        loss = tf.while_loop(lambda i, total: i < 3, body, [0, tf.constant(0.0, tf.float64)])[1]
+    return loss, tape.gradient(loss, variable.handle)
+
+
+def gathered_by_rows_of_a_read(variable: Any) -> Any:
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(tf.gather(tf.convert_to_tensor(variable), tf.constant(IDS, tf.int32)) ** 2)
+    return loss, tape.gradient(loss, variable.handle)
+
+
+def watched(variable: Any) -> Any:
+    with tf.GradientTape(watch_accessed_variables=False) as tape:
+        tape.watch(variable.handle)
+        loss = tf.reduce_sum(tf.gather(variable, IDS) ** 2)
+    return loss, tape.gradient(loss, variable.handle)
+
+
+STEPS = (
+    gathered,
+    gathered_twice,
+    gathered_and_read,
+    read_and_gathered,
+    gathered_in_a_function,
+    read_in_a_function,
+    gathered_in_a_branch,
+    gathered_in_a_loop,
+    gathered_by_rows_of_a_read,
+    watched,
+)
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+def test_lookups_have_the_gradients_of_one_variable(step: Callable[[Any], Any]) -> None:
+    (found, gradient), (expected, dense) = (in_a_function(step, variable) for variable in made())
+    np.testing.assert_allclose(found, expected)
+    np.testing.assert_allclose(tf.convert_to_tensor(gradient), tf.convert_to_tensor(dense))
+
+
+def kinds_needed(step: Callable[[], Any]) -> list[str]:
+    """The types of operations that the result of a step depends on."""
+    graph = tf.function(step, autograph=False).get_concrete_function().graph
+    needed, left = {}, [tensor.op for tensor in graph.outputs]
+    while left:
+        operation = left.pop()
+        if operation.name not in needed:
+            needed[operation.name] = operation.type
+            left += [tensor.op for tensor in operation.inputs]
+    return list(needed.values())
+
+
+def test_a_lookup_reads_no_whole_shard() -> None:
+    table, _ = made()
+    kinds = kinds_needed(lambda: gathered(table))
+    assert kinds.count("ResourceGather") == 3
+    assert "ReadVariableOp" not in kinds
+
+
+def test_the_gradient_has_each_row_once() -> None:
+    table, _ = made()
+    gradient = in_a_function(lambda variable: gathered(variable)[1], table)
+    assert sorted(gradient.indices.numpy()) == sorted(set(IDS.ravel()))
+
+
+@pytest.mark.parametrize("wrong", [[7], [0, -1]])
+def test_an_id_out_of_range_is_named_with_its_table(wrong: list[int]) -> None:
+    table, _ = made()
+    with pytest.raises(tf.errors.InvalidArgumentError, match=rf"table.* \[0, 7\),.* Received: {wrong[-1]}\]"):
+        in_a_function(lambda variable: tf.gather(variable, wrong), table)
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"\[0, 7\)"):
+        tf.gather(table, wrong)
+
+
+def test_a_keras_variable_looks_up_its_rows() -> None:
+    table, one = made()
+    variable = keras.Variable(VALUE.astype("float32"))
+    sharding.look_up_in_shards(has_shards)
+    assert not hasattr(variable, "sparse_read")
+    variable._value = table
+    take = tf.function(keras.ops.take, autograph=False)
+    traced = take.get_concrete_function(variable, IDS - 7, axis=0)
+    # A read that nothing depends on would be made all the same, and copy the table.
+    assert "ReadVariableOp" not in [operation.type for operation in traced.graph.get_operations()]
+    # Negative ones count from the end, as in Keras.
+    np.testing.assert_allclose(take(variable, IDS - 7, axis=0), tf.gather(one, IDS))
+    ragged = tf.ragged.constant([[0, 6], [], [4]])
+    assert take(variable, ragged, axis=0).to_list() == tf.nn.embedding_lookup(one, ragged).to_list()
+    sparse = tf.sparse.from_dense([[3, 0], [0, 5]])
+    np.testing.assert_allclose(take(variable, sparse, axis=0), keras.ops.take(keras.Variable(one), sparse, axis=0))
+
+
+@pytest.mark.parametrize("weights", [None, [0.5, 2.0, 1.0]], ids=["plain", "weighted"])
+def test_sparse_lookups_combine_rows(weights: list[float] | None) -> None:
+    table, one = made()
+    indices = [[0, 0], [0, 1], [1, 0]]
+    ids = tf.SparseTensor(indices, tf.constant([6, 6, 2], tf.int64), [2, 2])
+    weigh = None if weights is None else tf.SparseTensor(indices, tf.constant(weights, tf.float64), [2, 2])
+
+    def combined(variable: Any) -> tf.Tensor:
+        return tf.nn.embedding_lookup_sparse(variable, ids, weigh, combiner="mean")
+
+    np.testing.assert_allclose(in_a_function(combined, table), combined(one))
+
+
+def test_ragged_lookups_keep_their_rows() -> None:
+    table, one = made()
+    ids = tf.ragged.constant([[0, 6], [], [4]])
+    found = in_a_function(lambda variable: tf.nn.embedding_lookup(variable, ids), table)
+    assert found.to_list() == tf.nn.embedding_lookup(one, ids).to_list()
+
+
+def test_slices_are_split_by_shard_with_rows_of_the_shard() -> None:
+    slices = tf.IndexedSlices(tf.constant([[1.0], [2.0], [3.0]]), tf.constant([6, 0, 3], tf.int64), tf.constant([7, 1]))
+    pieces = tf.function(lambda: partitioned_variable.split_rows(slices, [3, 2, 2]))()
+    assert [(each.indices.numpy().tolist(), each.values.numpy().ravel().tolist()) for each in pieces] == [
+        ([0], [2.0]),
+        ([0], [3.0]),
+        ([1], [1.0]),
+    ]
+
+
+def test_rows_of_contributions_reach_their_shards_apart() -> None:
+    table, _ = made()
+    variable = keras.Variable(VALUE)
+    variable._value = table
+
+    def updates() -> list[Any]:
+        values, found = tf.reshape(tf.range(15.0), [5, 3]), []
+        gradients = [
+            tf.IndexedSlices(values[:3], tf.constant([6, 0, 6], tf.int64)),
+            tf.IndexedSlices(values[3:], tf.constant([5, 0], tf.int64)),
+        ]
+        pieces, one = RowPieces(gradients[:1], [(None, variable)]), tf.constant(1.0)
+        sent = [Contribution(pieces.split([each]), [], [], [], one, one) for each in gradients]
+        [gradient] = pieces.joined(add_up(sent, pieces.devices).gradients)
+        stock = lambda shard, function, args, kwargs, group: found.append(args[0])  # noqa: E731
+        partitioned_variable.update_by_shards(stock, False, lambda: True)(
+            table, print, (times(gradient, one + 1),), {}, False
+        )
+        return found
+
+    dense = [tf.convert_to_tensor(each).numpy().tolist() for each in tf.function(updates, autograph=False)()]
+    assert dense == [[[30, 34, 38], [0] * 3, [0] * 3], [[0] * 3] * 2, [[18, 20, 22], [12, 16, 20]]]
+    # Two for each shard, where contributions are added up; with one more, all rows would go by one server.
+    assert kinds_needed(updates).count("ConcatV2") == 6

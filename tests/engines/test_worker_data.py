@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches that each worker reads, and handles that the chief's loop sees."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from fake_cluster import FakeCluster, as_worker, running_engine
+
+from tfdist.compat.tensorflow import coordinator
+from tfdist.engines.asynchronous import AsynchronousEngine
+from tfdist.passes.handle import BatchHandle, DistributedDataset
+from tfdist.passes.worker_batch import WorkerBatch
+from tfdist.passes.worker_dataset import WorkerDataset, WorkerDatasetFromFunction
+from tfdist.passes.worker_pass import WorkerIterator, find_iterator
+
+pytestmark = pytest.mark.devices
+
+WORKERS = 3
+
+
+@pytest.fixture
+def engine() -> Iterator[AsynchronousEngine]:
+    with running_engine(WORKERS) as (engine, _):
+        yield engine
+
+
+def numbers(count: int = 10) -> tf.data.Dataset:
+    return tf.data.Dataset.range(count).batch(1)
+
+
+def from_python(count: int = 4) -> tf.data.Dataset:
+    return numbers(count).map(lambda i: tf.ensure_shape(tf.py_function(lambda i: i, [i], tf.int64), [None]))
+
+
+def read(dataset: WorkerDataset) -> list[list[int]]:
+    """Returns the batches that each worker would read in one pass."""
+    return [
+        [int(value) for batch in share for value in batch]
+        for share in dataset.iterate_on_workers(lambda worker: 0).values
+    ]
+
+
+# Shares.
+
+
+def test_shards_take_batches_by_turns(engine: AsynchronousEngine) -> None:
+    dataset = WorkerDataset(engine, numbers(), "shard")
+    assert read(dataset) == [[0, 3, 6, 9], [1, 4, 7], [2, 5, 8]]
+    assert [dataset.share(worker) for worker in range(WORKERS)] == [4, 3, 3]
+
+
+def test_shards_of_shuffled_data_are_the_whole_in_every_pass(engine: AsynchronousEngine) -> None:
+    dataset = WorkerDataset(engine, tf.data.Dataset.range(20).shuffle(20).batch(2), "shard")
+    passes = [read(dataset) for _ in range(3)]
+    assert all(sorted(itertools.chain(*shares)) == list(range(20)) for shares in passes)
+    assert len({str(shares) for shares in passes}) == 3
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda data: data.shuffle(30).batch(2),
+        lambda data: data.batch(2).shuffle(15),
+        lambda data: data.shuffle(30).cache().batch(2),
+        lambda data: data.cache().shuffle(30, seed=3).batch(2),
+        lambda data: data.batch(2),
+    ],
+    ids=["examples", "batches", "shuffled, then cached", "cached, then shuffled", "in order"],
+)
+def test_a_worker_that_is_back_goes_on_in_the_order_of_the_others(
+    engine: AsynchronousEngine, monkeypatch: pytest.MonkeyPatch, make: Callable[[Any], Any]
+) -> None:
+    create, created, taken = coordinator.create_on_workers, [], collections.Counter()
+
+    def recorded(coordinator: Any, function: Callable[..., Any], *args: Any) -> Any:
+        created.append(function)
+        return create(coordinator, function, *args)
+
+    monkeypatch.setattr(coordinator, "create_on_workers", recorded)
+    dataset = WorkerDataset(engine, make(tf.data.Dataset.range(30)), "shard")
+    for _ in range(3):
+        shares = dataset.iterate_on_workers(lambda worker: taken[worker]).values
+        read = [[batch.numpy().tolist() for batch in share] for share in shares]
+    build, *_, iterate = created
+    taken[1] = 2
+    with as_worker(1):  # what the coordinator does for a worker that is back
+        again = [batch.numpy().tolist() for batch in iterate(build())]
+    assert again == read[1][2:]
+
+
+def test_replicas_read_all_of_it(engine: AsynchronousEngine) -> None:
+    dataset = WorkerDataset(engine, numbers(4), "replicate")
+    assert read(dataset) == [[0, 1, 2, 3]] * WORKERS
+    assert dataset.share(2) == 4
+
+
+def test_data_given_for_each_worker(engine: AsynchronousEngine) -> None:
+    dataset = WorkerDatasetFromFunction(engine, [numbers(1), numbers(3), numbers(0)])
+    assert read(dataset) == [[0], [0, 1, 2], []]
+    assert [dataset.share(worker) for worker in range(WORKERS)] == [1, 3, 0]
+    assert dataset.cardinality == 4
+
+
+@pytest.mark.parametrize(
+    ("make", "sharding", "share"),
+    [
+        (lambda: numbers().repeat(), "shard", sys.maxsize),
+        (lambda: numbers().repeat(), "replicate", sys.maxsize),
+        (lambda: numbers().filter(lambda i: True), "shard", None),
+        (numbers, "dynamic", None),
+        (lambda: numbers(1), "shard", 0),
+    ],
+    ids=["endless shards", "endless replicas", "unknown", "dynamic", "more workers than batches"],
+)
+def test_how_much_is_known_of_a_share(engine: AsynchronousEngine, make: Any, sharding: str, share: int | None) -> None:
+    assert WorkerDataset(engine, make(), sharding).share(2) == share
+
+
+def test_data_that_do_not_fit_into_a_message_are_an_error(
+    engine: AsynchronousEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tfdist.passes.worker_dataset._MAX_SHIPPED_BYTES", 1000)
+    with pytest.raises(ValueError, match="read it from files"):
+        read(WorkerDataset(engine, tf.data.Dataset.from_tensor_slices(np.zeros([1000, 1])), "shard"))
+
+
+def test_it_is_described_and_sent_once(engine: AsynchronousEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset, sent = WorkerDataset(engine, numbers(), "shard"), []
+    original = WorkerDataset._shares
+    monkeypatch.setattr(WorkerDataset, "_shares", lambda self: sent.append(1) or original(self))
+    for _ in range(3):
+        read(dataset)
+    assert sent == [1]
+
+
+# What the chief's loop sees.
+
+
+def handles_given(engine: AsynchronousEngine, iterator: WorkerIterator) -> int:
+    """Returns the number of handles of a pass."""
+    count = 0
+    while True:
+        try:
+            handle = next(iterator)
+        except (StopIteration, tf.errors.OutOfRangeError):
+            return count
+        assert isinstance(handle, BatchHandle)
+        assert handle.engine is engine
+        count += 1
+
+
+def test_as_many_handles_as_batches(engine: AsynchronousEngine) -> None:
+    iterator = iter(WorkerDataset(engine, numbers(), "shard"))
+    assert handles_given(engine, iterator) == 10
+    assert handles_given(engine, iterator) == 0
+
+
+def test_a_handle_leads_back_to_its_iterator(engine: AsynchronousEngine) -> None:
+    iterators = [iter(WorkerDataset(engine, numbers(), "shard")) for _ in range(2)]
+    assert [find_iterator(int(next(iterator).content)) for iterator in iterators] == iterators
+
+
+def test_the_tensors_of_a_handle_are_those_that_tensorflow_finds(engine: AsynchronousEngine) -> None:
+    """Its spec gives them itself, because each step asks for them."""
+    handle = next(iter(WorkerDataset(engine, numbers(), "shard")))
+    spec = tf.type_spec_from_value(handle)
+    (found,), (expected,) = spec.to_tensors(handle), super(type(spec), spec).to_tensors(handle)
+    assert found is expected is handle.content
+
+
+def test_a_handle_passes_through_a_function_which_is_traced_once(engine: AsynchronousEngine) -> None:
+    traced = []
+
+    @tf.function
+    def through(batch: WorkerBatch) -> tf.Tensor:
+        traced.append(batch.element_spec)
+        return batch.content
+
+    for _ in range(2):
+        iterator = iter(WorkerDataset(engine, numbers(), "shard"))
+        assert find_iterator(int(through(next(iterator)))) is iterator
+    assert traced == [tf.TensorSpec([None], tf.int64)]
+    through(next(iter(WorkerDataset(engine, numbers().map(lambda i: (i, i)), "shard"))))
+    assert len(traced) == 2
+
+
+def test_a_batch_unpacks_into_handles_of_its_parts(engine: AsynchronousEngine) -> None:
+    pairs = numbers().map(lambda i: (i, {"b": i + 100, "a": tf.stack([i, i])}))
+    batch = next(iter(WorkerDataset(engine, pairs, "shard")))
+    first, rest = batch
+    assert len(batch) == 2 and list(rest) == list(rest.keys()) == ["b", "a"]
+    assert {int(part.content) for part in (first, rest, rest["a"], batch[1])} == {int(batch.content)}
+    assert (first.dtype, rest["a"].shape.as_list()) == (tf.int64, [2, None])
+    again, _ = next(iter(WorkerDataset(engine, pairs, "shard")))
+    assert again.kind is first.kind, "a function is traced once for the parts of all batches"
+    whole = ("first", {"a": "a", "b": "b"})
+    assert (first.pick(whole), rest.pick(whole), dict(rest.items())["b"].pick(whole)) == ("first", whole[1], "b")
+
+
+def test_a_batch_that_is_looked_at_first_is_read_by_the_chief(engine: AsynchronousEngine) -> None:
+    iterator = iter(WorkerDataset(engine, numbers(4), "shard"))
+    seen = [np.asarray(batch).tolist() for batch in iterator]
+    assert seen == [[0], [1], [2], [3]]
+    assert iterator.decide(by_chief=False).by_chief
+
+
+def test_a_handle_keeps_its_pass(engine: AsynchronousEngine) -> None:
+    (batch,) = [next(iter(WorkerDataset(engine, numbers(), "shard")))]
+    assert int(tf.reduce_sum(batch + 1)) == 1
+
+
+def test_the_end_is_stop_iteration_after_a_handle_and_out_of_range_without_one(engine: AsynchronousEngine) -> None:
+    """Keras takes several at a time, and tells a short execution from none by this."""
+    iterator = iter(WorkerDataset(engine, numbers(3), "shard"))
+    assert len(list(zip(range(5), iterator, strict=False))) == 3
+    with pytest.raises(tf.errors.OutOfRangeError):
+        next(iter(iterator))
+
+
+def test_the_last_handle_is_known_as_the_last(engine: AsynchronousEngine) -> None:
+    iterator = iter(WorkerDataset(engine, numbers(3), "shard"))
+    known = []
+    for _ in iterator:
+        known.append(iterator.is_last)
+    assert known == [False, False, True]
+
+
+def test_iterating_inside_of_a_function_begins_a_pass_each_time(engine: AsynchronousEngine) -> None:
+    dataset = WorkerDataset(engine, numbers(), "shard")
+
+    @tf.function(autograph=False)
+    def begin() -> tf.Tensor:
+        return iter(dataset).get_next_as_optional().get_value().content
+
+    first, second = (find_iterator(int(begin())) for _ in range(2))
+    assert first is not second
+
+
+# Who feeds.
+
+
+@pytest.mark.parametrize(
+    ("make", "by_chief", "reads"),
+    [(numbers, False, False), (numbers, True, True), (from_python, False, True), (from_python, True, True)],
+    ids=["training", "evaluation", "training from Python", "evaluation from Python"],
+)
+def test_who_feeds(engine: AsynchronousEngine, make: Callable[[], Any], by_chief: bool, reads: bool) -> None:
+    iterator = iter(WorkerDataset(engine, make(), "shard"))
+    assert iterator.decide(by_chief).by_chief is reads
+    assert iterator.decide(not by_chief).by_chief is reads, "it is decided once"
+
+
+def taken(iterator: WorkerIterator, at_most: int) -> int:
+    try:
+        return len(list(zip(range(at_most), iterator, strict=False)))
+    except tf.errors.OutOfRangeError:
+        return 0
+
+
+def unknown(count: int) -> tf.data.Dataset:
+    return numbers(count).filter(lambda i: True)
+
+
+@pytest.mark.parametrize("make", [numbers, unknown, from_python])
+@pytest.mark.parametrize("count", [1, 7])
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_the_chief_never_gives_more_handles_than_it_has_batches(
+    engine: AsynchronousEngine, make: Any, count: int, at_once: int
+) -> None:
+    """Keras takes `at_once` handles, and then runs as many steps."""
+    iterator = iter(WorkerDataset(engine, make(count), "shard"))
+    feed: Any = iterator.decide(by_chief=True)
+    read, last = [], []
+    while True:
+        given = taken(iterator, at_once)
+        for _ in range(given):
+            read += [int(value) for value in feed.next_batch()[0]]
+            feed.redeem()
+            last.append(iterator.is_last)
+        if given < at_once:
+            break
+    assert read == list(range(count))
+    assert last[-1]
+    assert at_once > 1 or last == [False] * (count - 1) + [True]
+
+
+def test_keras_takes_it_for_distributed_data(engine: AsynchronousEngine) -> None:
+    dataset = WorkerDataset(engine, numbers(), "shard")
+    assert isinstance(dataset, tf.distribute.DistributedDataset)
+    assert isinstance(dataset, DistributedDataset)
+    assert not isinstance(iter(dataset), tf.distribute.DistributedIterator)
+
+
+def test_a_cluster_of_threads_gives_each_worker_its_own() -> None:
+    """The fake itself: what the tests of this folder stand on."""
+    cluster = FakeCluster(2)
+    assert cluster.create_on_workers(None, cluster.current_worker).values == [0, 1]

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Handles of batches: through graphs, loops and tf.data, and what the registry keeps."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdist.passes import handle as handles
+from tfdist.passes.handle import registry
+
+SPEC = tf.TensorSpec([None, 2], tf.float32)
+
+
+class Engine:
+    """Stands for an engine: something that can be kept weakly."""
+
+
+class Counted(handles.HandleIterator):
+    """Gives a handle so many times."""
+
+    def __init__(self, handle: Any, count: int) -> None:
+        super().__init__()
+        self._handles = iter([handle] * count)
+
+    def next_handle(self) -> Any:
+        return next(self._handles, None)
+
+
+def test_handles_of_two_passes_share_one_trace():
+    engine, passes, traces = Engine(), [Engine(), Engine()], []
+
+    @tf.function
+    def number_of(handle: handles.BatchHandle) -> Any:
+        traces.append(handle.engine)
+        return handle.content
+
+    kind = registry.kind(engine, SPEC)
+    found = [registry.find(number_of(kind.handle(registry.open(each)))) for each in passes]
+    assert found == passes
+    assert traces == [engine]
+    # Another form is another type, and traced by itself.
+    number_of(registry.kind(engine, SPEC, "other").handle(registry.open(passes[0])))
+    assert len(traces) == 2
+
+
+def test_handle_carries_any_batch_through_tf_data_and_a_loop():
+    batch = {
+        "dense": tf.reshape(tf.range(12.0), [6, 2]),
+        "ragged": tf.ragged.constant([[1], [2, 3], [], [4], [5], [6]]),
+        "none": None,
+    }
+    plain = tf.data.Dataset.from_tensor_slices({"dense": batch["dense"], "ragged": batch["ragged"]}).batch(2)
+    plain = plain.map(lambda element: {**element, "none": tf.experimental.Optional.empty(SPEC)})
+    engine = Engine()
+    kind = registry.kind(engine, plain.element_spec, "whole", plain.element_spec)
+    dataset = plain.map(tf.autograph.experimental.do_not_convert(kind.handle)).prefetch(1)
+
+    @tf.function
+    def sums(iterator: Any) -> Any:
+        total = tf.constant(0.0)
+        for _ in tf.range(3):
+            content = handles.without_optionals(iterator.get_next().content)
+            assert content["none"] is None
+            total += tf.reduce_sum(content["dense"]) + tf.cast(tf.reduce_sum(content["ragged"]), tf.float32)
+        return total
+
+    assert float(sums(iter(dataset))) == 66 + 21
+    np.testing.assert_array_equal(next(iter(dataset)).content["dense"], [[0, 1], [2, 3]])
+
+
+def test_registry_keeps_neither_engines_nor_passes():
+    engine, opened = Engine(), Engine()
+    kind, number = registry.kind(engine, SPEC), registry.open(opened)
+    assert registry.kind(engine, SPEC) is kind
+    del engine, opened
+    gc.collect()
+    assert kind.engine_of() is None
+    with pytest.raises(KeyError):
+        registry.find(number)
+    registry.kind(Engine(), SPEC)
+    with pytest.raises(KeyError):
+        registry.kind_of(kind.number)
+
+
+def test_iterator_end_tells_an_empty_execution_from_a_partial_one():
+    engine = Engine()
+    iterator = Counted(registry.kind(engine, (), content_spec=()).handle(()), 3)
+    assert len(list(zip(range(2), iterator, strict=False))) == 2
+    # Keras takes StopIteration for the end of an execution, and OutOfRangeError for the end of the data.
+    assert len(list(zip(range(2), iterator, strict=False))) == 1
+    with pytest.raises(tf.errors.OutOfRangeError):
+        list(zip(range(2), iterator, strict=False))
+
+
+def test_handle_can_not_be_unpacked():
+    engine = Engine()
+    with pytest.raises(TypeError, match="give it whole to"):
+        _x, _y = registry.kind(engine, (), content_spec=()).handle(())

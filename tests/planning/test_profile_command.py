@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tfdist profile on real scripts, in one process because each would import TensorFlow; and its command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import waiting
+
+from tfdist import cli
+from tfdist.coordination import cpus
+from tfdist.planning import profile
+
+PLAIN = """
+import keras, numpy as np
+inputs = keras.Input((5,), dtype="int32")
+hidden = keras.layers.Flatten()(keras.layers.Embedding(1000, 4)(inputs))
+model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
+model.compile("adam", "mse", metrics=["mae"])
+rng = np.random.default_rng(0)
+x, y = rng.integers(0, 1000, (640, 5)), rng.normal(3.0, size=(640, 1))
+model.fit(x, y, 32, epochs=3, validation_split=0.1, callbacks=[keras.callbacks.ModelCheckpoint("never.keras")])
+raise SystemExit("what follows fit is not run")
+"""
+# Under a strategy, with flags, a data set and the main function of absl.
+SERVED = """
+import keras, numpy as np, tensorflow as tf, tfdist
+from absl import app, flags
+flags.DEFINE_integer("batch", 8, "")
+def main(argv):
+    strategy = tfdist.ParameterServerStrategy(policies=[tfdist.BackupWorkers(spares=1)], num_workers=3)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+        model.compile("sgd", "mse")
+    x = np.ones((256, 4), "float32")
+    data = tf.data.Dataset.from_tensor_slices((x, x[:, :2])).batch(flags.FLAGS.batch).repeat()
+    model.fit(data, steps_per_epoch=5)
+app.run(main)
+"""
+SCRIPTS = {
+    "plain.py": PLAIN,
+    "served.py": SERVED,
+    "no_fit.py": "import keras\n",
+    "raises.py": "raise ZeroDivisionError('in the script')\n",
+    "exits.py": "raise SystemExit(3)\n",
+    "interrupted.py": "raise KeyboardInterrupt\n",
+}
+PROGRAM = """
+import json, sys
+from tfdist.planning import command
+codes = {}
+for name in sys.argv[1:]:
+    arguments = ["--batch=16"] if name == "served.py" else []
+    codes[name] = command.main(["--secs=1", f"--output={name}.json", name, *arguments])
+    sys.stderr.flush()
+print(json.dumps(codes))
+"""
+
+
+@pytest.mark.processes
+def test_scripts_are_profiled_or_say_why_not(tmp_path):
+    for name, text in SCRIPTS.items():
+        (tmp_path / name).write_text(text)
+    command = [sys.executable, "-c", PROGRAM, *SCRIPTS]
+    environment = {
+        **os.environ,
+        "TF_CONFIG": '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}',
+    }
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    codes = {"plain.py": 0, "served.py": 0, "no_fit.py": 1, "raises.py": 1, "exits.py": 1, "interrupted.py": 130}
+    assert json.loads(done.stdout.splitlines()[-1]) == codes
+    lines = [line for line in done.stderr.splitlines() if line.endswith("no profile")]
+    assert lines == [
+        "tfdist profile: no_fit.py ended without calling model.fit, so there was nothing to measure; no profile",
+        "tfdist profile: raises.py raised ZeroDivisionError, see above, before all was measured; no profile",
+        "tfdist profile: exits.py ended with code 3 before it called model.fit; no profile",
+        "tfdist profile: interrupted; no profile",
+    ]
+    assert "ZeroDivisionError: in the script" in done.stderr
+    assert {path.name for path in tmp_path.glob("*.json")} == {"plain.py.json", "served.py.json"}
+    assert not (tmp_path / "never.keras").exists()
+    plain, served = (profile.load(tmp_path / f"{name}.json") for name in ("plain.py", "served.py"))
+    assert (plain.batch_size, plain.variables, plain.strategy) == (32, 3, "")
+    assert [each.batch_size for each in plain.steps] == [8, 16, 32, 64, 128]
+    assert plain.dense_bytes == 4 * 21 and plain.trainable_bytes == 4 * (21 + 4000)
+    assert plain.optimizer_bytes > 2 * plain.trainable_bytes
+    (table,) = plain.tables
+    assert (table.rows, table.row_bytes) == (1000, 16) and 100 < table.rows_per_step <= 160
+    assert plain.noise_scale is not None and plain.flops_per_example
+    assert plain.cores == cpus.usable() and 0 < plain.used_cores <= plain.cores
+    assert (served.batch_size, served.dense_bytes) == (16, 4 * 10)
+    assert served.strategy == "ParameterServerStrategy(policies=[BackupWorkers(spares=1)])"
+
+
+def test_steps_beside_busy_programs_are_left_out():
+    from tfdist.planning import measuring
+
+    quiet = [measuring.Block([0.1] * 5, 0.5, others, 1.0) for others in (0.0, 0.1)]
+    busy = [measuring.Block([0.4] * 5, 0.6, others, 2.0) for others in (1.2, 1.6, 1.4)]
+    found = measuring.quietest([busy[0], quiet[0], *busy[1:], quiet[1]], cores=2)
+    assert found.secs == [0.1] * 10 and found.cpu_secs == pytest.approx(1.0)
+    assert (found.other_cores, found.runnable) == (pytest.approx(0.05), pytest.approx(1.0))
+    found = measuring.quietest(busy, cores=2)
+    assert len(found.secs) == 10 and found.other_cores == pytest.approx(1.3)
+
+
+def test_a_fit_that_raises_leaves_no_thread():
+    import tensorflow as tf
+
+    from tfdist.planning import measuring
+
+    sampling = []
+
+    def fit(callbacks, **_):
+        for batch in range(measuring._WARM_UP):
+            callbacks[0].on_train_batch_end(batch)
+        sampling.extend(each for each in threading.enumerate() if each.name == "tfdist profile")
+        raise ValueError("too large a batch")
+
+    with pytest.raises(ValueError, match="too large"):
+        measuring._steps(fit, [tf.zeros((4, 1))], 4, 1.0)
+    assert sampling
+    waiting.wait_until(lambda: not any(each.is_alive() for each in sampling))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the counters are Linux' own")
+def test_a_process_sees_its_busy_threads_and_cores():
+    before, ended = cpus.busy_secs(), threading.Event()
+
+    def compute() -> None:
+        while not ended.is_set():
+            pass
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    try:
+        waiting.wait_until(lambda: cpus.runnable_threads() >= 1)
+        waiting.wait_until(lambda: cpus.busy_secs() > before)
+    finally:
+        ended.set()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ([], "give a training script"),
+        (["-m"], "give a training script"),
+        (["absent.py"], "there is no such script"),
+        (["--secs=0", "train.py"], "secs"),
+        (["--output=nowhere/profile.json", __file__], "there is no directory nowhere"),
+        (["--unknown", __file__], "unknown flag --unknown"),
+    ],
+)
+def test_an_invalid_command_line_is_one_line(arguments, line, capsys):
+    assert cli.main(["profile", *arguments]) == 2
+    shown = capsys.readouterr().err
+    assert line in shown and shown.count("\n") == 1

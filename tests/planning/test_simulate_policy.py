@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The simulator, and what backup workers reach in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+
+import tfdist
+from tfdist.planning.simulation import simulate_policy
+from tfdist.policies import Outcome, base
+
+Durations = Callable[[int, int], float]
+
+
+# Both with mean 1.
+def _lognormal(seed: int) -> Durations:
+    law = random.Random(seed)
+    return lambda replica, attempt: math.exp(law.gauss(0.0, 1.0) - 0.5)
+
+
+def _pareto(seed: int) -> Durations:
+    law = random.Random(seed)
+    return lambda replica, attempt: 0.5 * (1.0 - law.random()) ** -0.5
+
+
+def _one_slow(replica: int, attempt: int) -> float:
+    return 10.0 if replica == 0 else 1.0
+
+
+def test_three_replicas_step_by_step():
+    secs = [[3.0, 3.0], [1.0, 3.0, 1.0], [2.0, 0.5, 1.0]]
+    simulation = simulate_policy(tfdist.BackupWorkers(spares=1), lambda replica, attempt: secs[replica][attempt], 2, 3)
+    assert [(update.time, update.opened_secs) for update in simulation.updates] == [(2.0, 2.0), (5.0, 3.0)]
+    counts = {"contributions": (), "time": 0.0, "opened_secs": 0.0}
+    assert [dataclasses.replace(update, **counts) for update in simulation.updates] == [
+        # Replica 1 had waited for the update since 1 s.
+        base.Update(1, (1, 2), (), (0, 0), 2.0, 1.0, (), (1.0, 1.0), (0, 1), held_secs=(0.0, 1.0, 0.0)),
+        # Replica 0 was late for the first update. It began anew at 3 s, and is not done when the second is made at 5 s.
+        # Replica 2 had waited since 2.5 s.
+        base.Update(2, (2, 1), (0,), (0, 0), 3.0, 2.5, (), (1.0, 1.0), (2, 3), held_secs=(0.0, 0.0, 2.5)),
+    ]
+    accepted, dropped = Outcome.ACCEPTED, Outcome.DROPPED
+    assert [update.contributions for update in simulation.updates] == [
+        ((1, 0.0, 1.0, accepted, 0, 1.0, 0.0, 0.0), (2, 0.0, 2.0, accepted, 0, 1.0, 0.0, 0.0)),
+        (
+            (0, 0.0, 3.0, dropped, 1, 0.0, 0.0, 0.0),
+            (2, 2.0, 2.5, accepted, 0, 1.0, 0.0, 0.0),
+            (1, 2.0, 5.0, accepted, 0, 1.0, 1.0, 0.0),
+        ),
+    ]
+    assert simulation.accepted == (0, 2, 2)
+    assert simulation.dropped == (1, 0, 0)
+    assert simulation.seconds == 5.0
+    assert simulation.updates_per_sec == 0.4
+
+
+def test_the_same_durations_give_the_same_simulation():
+    def again() -> object:
+        return simulate_policy(tfdist.BackupWorkers(spares="auto"), _lognormal(3), 200, 8)
+
+    assert again() == again()
+
+
+def test_of_those_that_arrive_together_the_lowest_number_is_first():
+    simulation = simulate_policy(tfdist.BackupWorkers(spares=1), lambda replica, attempt: 1.0, 2, 3)
+    # Replica 2 arrives at 1.0 too, just after the update, and starts then.
+    assert [update.contributors for update in simulation.updates] == [(0, 1), (0, 1)]
+    assert simulation.dropped == (0, 0, 1)
+
+
+@pytest.mark.parametrize(("law", "limit"), [(_lognormal, 0.67), (_pareto, 0.79)])
+def test_six_and_two_spares_reach_the_known_limits(law: Callable[[int], Durations], limit: float):
+    simulation = simulate_policy(tfdist.BackupWorkers(spares=2), law(1), 10_000, 8)
+    assert simulation.updates_per_sec == pytest.approx(limit, rel=0.02)
+
+
+def test_one_of_four_that_is_ten_times_slower_costs_nothing():
+    assert simulate_policy(tfdist.BackupWorkers(spares=0), _one_slow, 100, 4).updates_per_sec == pytest.approx(0.1)
+    simulation = simulate_policy(tfdist.BackupWorkers(spares=1), _one_slow, 100, 4)
+    assert simulation.updates_per_sec == pytest.approx(1.0)
+    assert simulation.accepted == (0, 100, 100, 100)
+
+
+def test_a_policy_that_stalls_is_an_error():
+    class Nobody(tfdist.BackupWorkers):
+        def may_start(self, replica: int) -> bool:
+            return False
+
+    with pytest.raises(RuntimeError, match="lets no replica start in step 0"):
+        simulate_policy(Nobody(spares=0), _one_slow, 1, 2)

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Update logs for tests: random records, and columns of any size."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import strategies as st
+
+from tfdist.telemetry.update_log import Contributions, Header, Updates
+from tfdist.telemetry.update_log.records import ContributionRecord, UpdateRecord
+
+WORKERS = 3
+
+
+def header(**changes) -> Header:
+    values = {"job": "job1", "writer": "chief:0", "workers": tuple(f"worker:{i}" for i in range(WORKERS))}
+    return Header(**{**values, "strategy": "S", "policies": ("P()",), "origin_secs": 1e9, **changes})
+
+
+# Numbers that float32 holds exactly, so that what is read equals what was written.
+EIGHTHS = st.integers(0, 8000).map(lambda value: value / 8)
+GRADIENTS = st.builds(
+    lambda worker, ago, secs, outcome, staleness, held: (worker, ago, secs, outcome, staleness, held),
+    st.integers(0, WORKERS - 1),
+    EIGHTHS,
+    EIGHTHS,
+    st.integers(0, 2),
+    st.integers(0, 70),
+    EIGHTHS,
+)
+ROWS = st.lists(
+    st.tuples(st.integers(1, 3), EIGHTHS, EIGHTHS, st.integers(0, 99), st.lists(GRADIENTS, max_size=5)), max_size=40
+)
+
+
+@st.composite
+def records(draw) -> list[UpdateRecord]:
+    """Updates in order, whose step sometimes skips a number."""
+    made, step, time = [], 0, 0.0
+    for more, secs, wait, examples, gradients in draw(ROWS):
+        step, time = step + more, time + secs
+        contributions = [
+            ContributionRecord(worker, time - ago - took, time - ago, outcome, staleness, float(not outcome), held)
+            for worker, ago, took, outcome, staleness, held in gradients
+        ]
+        made.append(UpdateRecord(step, time, secs, wait, examples, step % 2, contributions))
+    return made
+
+
+def columns(num_updates: int, workers: int, seed: int = 0) -> tuple[Updates, Contributions]:
+    """Each worker contributes to each update; one in ten gradients is dropped."""
+    random = np.random.default_rng(seed)
+    total = num_updates * workers
+    secs = random.gamma(4.0, 0.025, total)
+    updates = Updates.of(
+        step=np.arange(1, num_updates + 1),
+        time=0.1 * np.arange(1, num_updates + 1),
+        opened=np.full(num_updates, 0.1),
+        wait=random.random(num_updates) / 10,
+        examples=np.full(num_updates, 32 * workers),
+        phase=np.zeros(num_updates),
+        count=np.full(num_updates, workers),
+    )
+    outcome = random.random(total) < 0.1
+    contributions = Contributions.of(
+        worker=np.tile(np.arange(workers), num_updates),
+        start=-secs - 0.01,
+        arrival=np.full(total, -0.01),
+        outcome=outcome,
+        staleness=random.integers(0, 3, total),
+        weight=1.0 - outcome,
+        held=random.random(total) / 100,
+    )
+    return updates, contributions

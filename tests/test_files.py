@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files appear whole or not at all, with the permissions that were asked for."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import stat
+
+import pytest
+
+from tfdist import _files
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: pathlib.Path):
+    target = tmp_path / "profile.json"
+    _files.write(target, "old")
+    with pytest.raises(RuntimeError, match="the disk is full"), _files.opened(target) as file:
+        file.write(b"ne")
+        raise RuntimeError("the disk is full")
+    assert [path.name for path in tmp_path.iterdir()] == ["profile.json"]
+    assert target.read_text() == "old"
+
+
+@pytest.mark.parametrize(("permissions", "expected"), [(None, 0o640), (0o644, 0o644)])
+def test_a_new_file_has_permissions_by_umask_or_as_given(tmp_path: pathlib.Path, permissions, expected):
+    before = os.umask(0o027)
+    try:
+        _files.write(tmp_path / "new", "x", permissions)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == expected

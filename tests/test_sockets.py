@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answering peers at a task's port: at which addresses, and that strangers cost no more than they are given."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tfdist import Cluster, Task, _line_server, _sockets
+from tfdist.coordination import rendezvous
+from tfdist.doctor import __main__ as doctor
+from tfdist.launchers.supervise.processes import PortReservation
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+TWO = Cluster({"worker": {0: "127.0.0.1:1", 1: "127.0.0.1:2"}}, Task("worker", 0))
+
+
+def echo() -> _line_server.Conversation:
+    line = yield b"hello\n"
+    while line != b"bye":
+        line = yield line + b"\n"
+
+
+@contextlib.contextmanager
+def serving(**options) -> Iterator[tuple[str, int]]:
+    with PortReservation(1) as reserved:
+        sockets = _line_server.listen(f"127.0.0.1:{reserved.ports[0]}", [])
+        with _line_server.LineServer(sockets, echo, **options):
+            yield sockets[0].getsockname()
+
+
+def talk(address: tuple[str, int], *words: bytes) -> list[bytes]:
+    with socket.create_connection(address, 30) as peer, peer.makefile("rb") as lines:
+        heard = [lines.readline()]
+        for each in words:
+            peer.sendall(each)
+            heard.append(lines.readline())
+    return heard
+
+
+def test_lines_are_answered_one_by_one():
+    with serving() as address:
+        assert talk(address, b"one\n", b"two\n") == [b"hello\n", b"one\n", b"two\n"]
+
+
+def test_many_talk_at_once():
+    with serving() as address, contextlib.ExitStack() as stack:
+        peers = [stack.enter_context(socket.create_connection(address, 30)) for _ in range(50)]
+        for peer in reversed(peers):
+            peer.sendall(b"line\n")
+        for peer in peers:
+            heard = b""
+            while len(heard) < len(b"hello\nline\n"):
+                heard += peer.recv(100)
+
+
+@pytest.mark.parametrize("words", [bytes(_sockets.LINE_BYTES + 1), b"x" * 1_000_000])
+def test_a_line_without_end_is_cut_off(words: bytes):
+    with serving() as address, socket.create_connection(address, 30) as peer:
+        with contextlib.suppress(ConnectionError):
+            peer.sendall(words)
+            while peer.recv(1000):
+                pass
+        assert talk(address, b"one\n") == [b"hello\n", b"one\n"]
+
+
+def test_who_reads_nothing_is_cut_off():
+    with serving() as address, socket.create_connection(address, 30) as peer:
+        with pytest.raises(ConnectionError):
+            while True:
+                peer.sendall(b"x" * (_sockets.LINE_BYTES - 1) + b"\n")
+        assert talk(address, b"one\n") == [b"hello\n", b"one\n"]
+
+
+def test_who_drips_is_cut_off_when_its_time_is_over():
+    now = [0.0]
+    with serving(clock=lambda: now[0]) as address, socket.create_connection(address, 30) as dripping:
+        assert dripping.recv(100) == b"hello\n"
+        dripping.sendall(b"d")
+        now[0] = _line_server.PEER_SECS + 1
+        assert talk(address, b"one\n") == [b"hello\n", b"one\n"]
+        with contextlib.suppress(ConnectionError):
+            assert dripping.recv(100) == b""
+
+
+def test_the_oldest_gives_way_when_there_are_too_many():
+    with serving() as address, contextlib.ExitStack() as stack:
+        peers = [stack.enter_context(socket.create_connection(address, 30)) for _ in range(_line_server.MOST_PEERS + 1)]
+        assert [peer.recv(100) for peer in peers] == [b"hello\n"] * len(peers)
+        with contextlib.suppress(ConnectionError):
+            assert peers[0].recv(100) == b""
+        peers[1].sendall(b"still here\n")
+        assert peers[1].recv(100) == b"still here\n"
+
+
+_FEW_FILES = """
+import resource, sys
+from tfdist import _line_server
+from tests import test_line_server
+with test_line_server.serving() as address:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (30, 30))
+    print(address[1], flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.mark.processes
+def test_strangers_that_use_up_all_descriptors_keep_no_task_out():
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", _FEW_FILES]
+    with (
+        subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as program,
+        contextlib.ExitStack() as stack,
+    ):
+        stack.callback(program.kill)
+        assert program.stdout
+        address = ("127.0.0.1", int(program.stdout.readline()))
+        for _ in range(60):
+            stack.enter_context(socket.create_connection(address, 30))
+        assert talk(address, b"one\n") == [b"hello\n", b"one\n"]
+
+
+@pytest.mark.parametrize("secret", ["", "a secret"])
+def test_all_meet_while_a_flood_goes_on(secret: str):
+    over = threading.Event()
+    with PortReservation(3) as reserved, ThreadPoolExecutor(4) as pool:
+        addresses = {index: f"127.0.0.1:{port}" for index, port in enumerate(reserved.ports)}
+
+        def flood() -> None:
+            while not over.is_set():
+                for port in reserved.ports:
+                    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 30) as stranger:
+                        stranger.sendall(b"tfdist flood\n" * 100)
+
+        flooding = pool.submit(flood)
+        tasks = [Cluster({"worker": addresses}, Task("worker", index)) for index in range(3)]
+        meetings = [pool.submit(rendezvous.meet, each, 120, secret=secret) for each in tasks]
+        try:
+            assert [meeting.result() for meeting in meetings] == [None] * 3
+        finally:
+            over.set()
+        flooding.result()
+
+
+# Whatever is said.
+
+
+@given(st.lists(st.binary(max_size=60) | st.sampled_from([b"tfdist met", b"tfdist x y z a"]), max_size=5))
+def test_no_lines_of_a_stranger_end_a_conversation_badly(lines: list[bytes]):
+    met: list[str] = []
+    answering = rendezvous.Answering.__new__(rendezvous.Answering)
+    answering._cluster, answering._secret, answering._on_met = TWO, b"a secret", met.append
+    visitors = doctor.Callers(TWO, {})
+    for conversation in (answering._converse(), visitors.converse()):
+        next(conversation)
+        with contextlib.suppress(StopIteration):
+            for line in lines:
+                conversation.send(line)
+    assert met == []
+    assert not any(visitors.wait_for(task, 0) for task in TWO.tasks if task != TWO.task)
+
+
+@given(st.binary(max_size=80) | st.binary(max_size=40).map(lambda data: b"tfdist " + data))
+def test_no_answer_of_a_stranger_is_a_meeting(answer: bytes):
+    assert rendezvous.judge(answer, TWO, Task("worker", 1))
+    with contextlib.suppress(ValueError):
+        doctor.parse(answer)
+
+
+# Addresses.
+
+
+def test_it_listens_at_each_address_of_its_name(monkeypatch: pytest.MonkeyPatch):
+    found = [
+        (int(socket.AF_INET), "127.0.0.1"),
+        (int(socket.AF_INET), "127.0.0.2"),
+        (int(socket.AF_INET), "192.0.2.77"),
+    ]
+    monkeypatch.setattr(_line_server, "_resolve", lambda host: found)
+    with PortReservation(1) as reserved, contextlib.ExitStack() as stack:
+        sockets = _line_server.listen(f"name:{reserved.ports[0]}", [f"localhost:{reserved.ports[0]}", "127.0.0.9:1"])
+        for each in sockets:
+            stack.enter_context(each)
+        assert [each.getsockname()[0] for each in sockets] == ["127.0.0.1", "127.0.0.2"]
+
+
+def test_an_address_of_ipv6_is_listened_at_alone():
+    if not socket.has_ipv6:
+        pytest.skip("no IPv6 here")
+    with PortReservation(1) as reserved:
+        (found,) = _line_server.listen(f"[::1]:{reserved.ports[0]}", ["[::1]:1"])
+        with found:
+            if found.getsockname()[0] == "::":
+                pytest.skip("no IPv6 here")
+            assert found.getsockname()[0] == "::1"
+
+
+def test_a_port_in_use_on_another_interface_is_an_error():
+    # TensorFlow's server is about to take it on all interfaces.
+    with socket.create_server(("127.0.0.2", 0)) as used, pytest.raises(OSError, match="in use"):
+        _line_server.listen(f"127.0.0.1:{used.getsockname()[1]}", [])

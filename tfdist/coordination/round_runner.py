@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a synchronous policy among the threads of one process: starts replicas, and collects their contributions.
+
+    Keras' thread                          a replica's thread
+      open()                                 start()    waits until the replica may start
+                                             ...        computes
+                                             arrive()   returns True if the policy accepts the contribution
+                                             deliver()  hands the accepted contribution over
+      collect()   waits until enough are
+                  delivered, and returns
+                  the contributions
+
+The policy makes all decisions, and is called under one lock. A replica starts only while Keras waits for an update:
+between updates Keras' callbacks may change anything. A late replica continues to compute meanwhile.
+
+No TensorFlow import: a contribution may be any object.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from tfdist import _log
+from tfdist.policies.base import Aggregation, Update
+
+POLL_SECS = 0.5
+# An accepted contribution that is not delivered within this time is dropped, and another replica replaces it.
+_DELIVERY_SECS = 10.0
+
+
+class RoundRunner:
+    """Runner of a synchronous policy.
+
+    Args:
+      policy: decides which contributions form an update; `begin` was called.
+      names: the replicas' names, such as "worker:0".
+      stall_timeout_secs: how long to wait while too few replicas are alive.
+      clock: returns seconds, monotonic.
+      say: writes a line to the log; standard error by default.
+    """
+
+    def __init__(
+        self,
+        policy: Aggregation,
+        names: Sequence[str],
+        stall_timeout_secs: float,
+        clock: Callable[[], float] = time.monotonic,
+        say: Callable[[str], object] = _log.say,
+    ) -> None:
+        self._policy = policy
+        self._names = list(names)
+        self._stall_timeout_secs = stall_timeout_secs
+        self._clock = clock
+        self._say = say
+        self._lock = threading.RLock()
+        # Two conditions, so that a contribution before the last one wakes no thread.
+        self._startable = threading.Condition(self._lock)
+        self._collectable = threading.Condition(self._lock)
+        self._is_open = False
+        # For the current update: time of acceptance, and contribution, by replica.
+        self._accepted_at: dict[int, float] = {}
+        self._delivered: dict[int, Any] = {}
+        self._lost: set[int] = set()
+        self._too_few_since: float | None = None
+        self._error: BaseException | None = None
+        # Replica -> longest delivery time, where it was raised.
+        self._delivery_secs: dict[int, float] = {}
+        # Called when a replica is lost, with True, and when it is back, with False.
+        self.on_loss: Callable[[int, bool], object] = lambda replica, is_lost: None
+        # Time of the last progress of any replica.
+        self._last_event = clock()
+
+    # In a replica's thread.
+
+    def start(self, replica: int, is_over: Callable[[], bool]) -> int | None:
+        """Waits until `replica` may compute.
+
+        Args:
+          replica: index of the replica.
+          is_over: called while waiting; returns True to end the wait.
+
+        Returns:
+          The local step, or None if `is_over` returned True.
+        """
+        with self._lock:
+            while True:
+                if is_over():
+                    return None
+                if self._error is None and self._may_start(replica):
+                    return self._policy.started(replica, self._clock())
+                self._startable.wait(POLL_SECS)
+
+    def _may_start(self, replica: int) -> bool:
+        return self._is_open and self._policy.may_start(replica)
+
+    def arrive(self, replica: int, local_step: int) -> bool:
+        """Notes that `replica` has computed a contribution; returns True if the policy accepts it."""
+        with self._lock:
+            if local_step > self._policy.step:
+                return False
+            accepted = self._policy.arrived(replica, local_step, self._clock()).accepted
+            self._last_event = self._clock()
+            if accepted:
+                self._accepted_at[replica] = self._clock()
+                self._delivered.pop(replica, None)
+            return accepted
+
+    def deliver(self, replica: int, local_step: int, contribution: Any) -> None:
+        """Hands over an accepted contribution; ignored if it was withdrawn in the meantime."""
+        with self._lock:
+            if local_step == self._policy.step and replica in self._policy.contributors:
+                self._delivered[replica] = contribution
+                self._last_event = self._clock()
+                if self._is_complete():
+                    self._collectable.notify_all()
+
+    def lose(
+        self, replica: int, is_so: Callable[[], bool] = lambda: True, release: Callable[[], None] = lambda: None
+    ) -> None:
+        """Notes that `replica` is lost, and withdraws its contribution.
+
+        Args:
+          replica: index of the replica.
+          is_so: returns False if the replica is back already. Called under the lock.
+          release: returns the replica's work, such as its shard of the data, to the other replicas.
+        """
+        with self._lock:
+            if replica in self._lost or not is_so():
+                return
+            release()
+            self._lost.add(replica)
+            self._policy.lost(replica, self._clock())
+            self.on_loss(replica, True)
+            self._forget(replica)
+            self._count_the_living()
+            self._startable.notify_all()
+            # The policy may need fewer contributions now.
+            self._collectable.notify_all()
+
+    def bring_back(self, replica: int) -> None:
+        """Notes that `replica` was restarted, if it was lost."""
+        with self._lock:
+            if replica not in self._lost:
+                return
+            self._lost.discard(replica)
+            self._policy.recovered(replica, self._clock())
+            self.on_loss(replica, False)
+            self._count_the_living()
+            self._startable.notify_all()
+
+    def fail(self, replica: int, local_step: int, error: BaseException, is_end: bool = False) -> None:
+        """Makes `collect` raise an error of a replica's computation, or of the push of an accepted gradient.
+
+        The error of a late gradient is only logged.
+
+        Args:
+          replica: index of the replica.
+          local_step: local step of its computation.
+          error: the error to raise.
+          is_end: True if the error is only the end of the data; then it is never logged.
+        """
+        with self._lock:
+            is_present = local_step == self._policy.step and replica in self._policy.contributors
+            is_pushed = is_present and replica not in self._delivered
+            if not self._policy.is_computing(replica, local_step) and not is_pushed:
+                return
+            self._policy.withdraw(replica, self._clock())
+            self._forget(replica)
+            if local_step == self._policy.step and self._is_open:
+                self._error = self._error or error
+                self._collectable.notify_all()
+            elif not is_end:
+                self._say(f"a late gradient of {self._names[replica]} failed: {type(error).__name__}: {error}")
+            self._startable.notify_all()
+
+    def give_up(self, replica: int) -> None:
+        """Notes that `replica` ended its computation without a contribution; it may start again."""
+        with self._lock:
+            self._policy.withdraw(replica, self._clock())
+            self._forget(replica)
+            self._startable.notify_all()
+            self._collectable.notify_all()
+
+    def wake(self) -> None:
+        """Wakes every thread in `start`, which then calls its `is_over`."""
+        with self._lock:
+            self._startable.notify_all()
+
+    # In Keras' thread.
+
+    @contextlib.contextmanager
+    def wanted(self) -> Iterator[None]:
+        """Opens an update for this block, in which `collect` is called; withdraws all contributions on an error."""
+        try:
+            self.open()
+            yield
+        except BaseException:
+            self.discard()
+            raise
+        finally:
+            with self._lock:
+                self._is_open = False
+
+    def limit(self, count: int) -> None:
+        """Lets only the first `count` of the living replicas take part from now on."""
+        with self._lock:
+            self._policy.limit(count)
+            self._startable.notify_all()
+
+    def discard(self) -> None:
+        """Withdraws all contributions, computed or not."""
+        with self._lock:
+            self._abandon()
+
+    def open(self) -> None:
+        """Notes that Keras asks for an update; replicas may start from now on."""
+        with self._lock:
+            now = self._clock()
+            self._is_open = True
+            self._last_event = now
+            if self._too_few_since is not None:
+                # The timeout counts from here: no replica was needed before, and some may have returned.
+                self._too_few_since = now
+            self._policy.opened(now)
+            self._startable.notify_all()
+
+    def collect(self, check: Callable[[], None] = lambda: None) -> tuple[list[Any], Update]:
+        """Waits until all contributions of the update are delivered; no replica starts afterwards.
+
+        Args:
+          check: called twice a second; may raise.
+
+        Returns:
+          The contributions, in the order of their arrival, and the policy's `Update`.
+
+        Raises:
+          TimeoutError: for `stall_timeout_secs` too few replicas were alive, or no replica made progress. The message
+            names them.
+        """
+        try:
+            while True:
+                with self._lock:
+                    self._collectable.wait_for(lambda: self._error is not None or self._is_complete(), POLL_SECS)
+                    if self._error is not None:
+                        raise self._error
+                    if self._is_complete():
+                        return self._take()
+                    self._give_up_late_deliveries()
+                    self._check_the_living()
+                    self._check_the_silent()
+                check()
+        finally:
+            with self._lock:
+                self._is_open = False
+
+    def waited_for(self) -> str:
+        """Returns the names of the replicas that hold up the update."""
+        with self._lock:
+            absent = [r for r in range(len(self._names)) if r not in self._delivered and r not in self._lost]
+            lost = [f"{self._names[r]} (lost; it has to be started again)" for r in sorted(self._lost)]
+            needed = self._policy.replicas_to_aggregate - len(self._delivered)
+        return f"{needed} of " + ", ".join([self._names[r] for r in absent] + lost)
+
+    def _take(self) -> tuple[list[Any], Update]:
+        # Under the same lock as the check, so that no loss of a replica comes in between.
+        contributions = [self._delivered[replica] for replica in self._policy.contributors]
+        update = self._policy.updated(self._clock())
+        self._delivered.clear()
+        self._accepted_at.clear()
+        for change in update.changes:
+            self._say(change.text)
+        return contributions, update
+
+    def _abandon(self) -> None:
+        # The next update may be of another model, so no present contribution may enter it.
+        self._error = None
+        for replica in range(len(self._names)):
+            self._policy.withdraw(replica, self._clock())
+            self._forget(replica)
+
+    def _is_complete(self) -> bool:
+        return self._policy.update_due and self._delivered.keys() >= set(self._policy.contributors)
+
+    def _forget(self, replica: int) -> None:
+        self._accepted_at.pop(replica, None)
+        self._delivered.pop(replica, None)
+
+    def _give_up_late_deliveries(self) -> None:
+        """Withdraws accepted contributions that are not delivered in time, if another replica can replace them."""
+        now = self._clock()
+        for replica in self._policy.contributors:
+            limit = self._delivery_secs.get(replica, _DELIVERY_SECS)
+            others = set(filter(self._policy.takes_part, range(len(self._names)))) - set(self._policy.contributors)
+            if others and replica not in self._delivered and now - self._accepted_at[replica] > limit:
+                self._policy.withdraw(replica, self._clock())
+                self._forget(replica)
+                # The network may only be slow.
+                self._delivery_secs[replica] = 2 * limit
+                self._say(f"a gradient of {self._names[replica]} was not delivered for {limit:g} s; dropped")
+                self._startable.notify_all()
+
+    def _count_the_living(self) -> None:
+        missing = self._policy.missing()
+        if not missing:
+            self._too_few_since = None
+        elif self._too_few_since is None:
+            self._too_few_since = self._clock()
+            self._say(
+                f"{self._names_of(missing)} lost; the other {len(self._names) - len(missing)} replicas are too few for "
+                f"an update of {self._policy.replicas_to_aggregate}; training goes on when one comes back, or fails "
+                f"after {self._stall_timeout_secs:g} s"
+            )
+
+    def _check_the_living(self) -> None:
+        if self._too_few_since is None or self._clock() - self._too_few_since < self._stall_timeout_secs:
+            return
+        missing = self._policy.missing()
+        raise TimeoutError(
+            f"{self._names_of(missing)} did not come back within stall_timeout_secs={self._stall_timeout_secs:g}; the "
+            f"other {len(self._names) - len(missing)} replicas are too few for an update of "
+            f"{self._policy.replicas_to_aggregate}. Use more spares, or start the lost tasks again."
+        )
+
+    def _check_the_silent(self) -> None:
+        """Raises TimeoutError if no living replica made progress, for example because its network is cut."""
+        if self._clock() - max(self._last_event, self._too_few_since or 0.0) < self._stall_timeout_secs:
+            return
+        raise TimeoutError(
+            f"an update waits for {self.waited_for()}, and nothing was heard of them for "
+            f"stall_timeout_secs={self._stall_timeout_secs:g}. Start again what does not answer, or give a slow step "
+            "more time."
+        )
+
+    def _names_of(self, replicas: Sequence[int]) -> str:
+        return ", ".join(self._names[replica] for replica in replicas)

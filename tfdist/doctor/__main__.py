@@ -1,0 +1,626 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command `tfdist doctor`: checks this machine, and the cluster in TF_CONFIG, for causes of late failures and hangs.
+
+It imports no TensorFlow. If it runs as all tasks of a cluster at once (`tfdist launch ... -m tfdist.doctor
+--meet_secs=60`), the tasks connect to each other, and compare versions and clocks, too.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import ctypes
+import dataclasses
+import errno
+import functools
+import ipaddress
+import json
+import os
+import pathlib
+import re
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import metadata
+from typing import Any
+
+from absl import flags
+
+import tfdist
+from tfdist import _addresses, _line_server, _sockets
+from tfdist.cluster import DATA_SERVICE_VARIABLE, Cluster, ClusterError, Task
+from tfdist.doctor import measure as doctor_measure
+from tfdist.launchers import command_line, environment
+from tfdist.launchers.requests import LaunchError
+
+# Rules for Linux' firewall (nftables) that admit only a job's hosts and its user to its ports. No TensorFlow import.
+#
+# TensorFlow's servers listen on all interfaces and authenticate no peer. So on a shared network only a firewall keeps
+# other hosts out. `rules` is pure: it returns text for `nft -f`, to be loaded by root.
+
+
+_Ip = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+def rules(
+    cluster: Cluster, also: Iterable[str], user: int, system_ports: str, resolve: Callable[[str], Sequence[str]]
+) -> str:
+    """Returns the rules for the machine of `cluster.task`.
+
+    Args:
+      cluster: all tasks of the job.
+      also: more addresses, "host:port", at which the job listens.
+      user: id of the user that runs the tasks.
+      system_ports: this machine's range of ephemeral ports, such as "32768-60999".
+      resolve: returns the IP addresses of a host's name.
+
+    Returns:
+      A script for `nft -f`. Loading it again replaces its earlier rules for the same ports.
+
+    Raises:
+      ValueError: a host's name can't be resolved.
+    """
+    tasks = [cluster.address(task) for task in cluster.tasks]
+    here = _addresses.key(cluster.address())[0]
+    ports = sorted({port for host, port in map(_addresses.key, [*tasks, *also]) if host == here})
+    hosts = sorted({address for each in tasks for address in _resolved(_addresses.split(each)[0], resolve)}, key=str)
+    sources = [each for each in (_sources(hosts, 4), _sources(hosts, 6)) if each]
+    to_ports = f"tcp dport {{ {', '.join(map(str, ports))} }} {_OPENING}"
+    to_system = f"tcp dport {system_ports} {_OPENING}"
+    return _SCRIPT.format(
+        task=cluster.task,
+        table=f"tfdist_{ports[0]}",
+        user=user,
+        to_ports=to_ports,
+        to_system=to_system,
+        allowed="\n".join(f"    {each} {to_ports} accept" for each in sources),
+        system_allowed="\n".join(f"    # {each} {to_system} accept" for each in sources),
+    )
+
+
+def _resolved(host: str, resolve: Callable[[str], Sequence[str]]) -> Sequence[_Ip]:
+    found = resolve(host)
+    if not found:
+        remedy = "mend DNS, or use its IP address in TF_CONFIG"
+        raise ValueError(f"the host {host} can't be resolved here, so no rule can let it in; {remedy}")
+    return [ipaddress.ip_address(each.partition("%")[0]) for each in found]
+
+
+def _sources(hosts: Sequence[_Ip], version: int) -> str:
+    of_version = [str(host) for host in hosts if host.version == version]
+    return f"{'ip' if version == 4 else 'ip6'} saddr {{ {', '.join(of_version)} }}" if of_version else ""
+
+
+# Matches the first packet of a connection; later packets may be answers to a program that uses such a port by chance.
+_OPENING = "tcp flags & (syn | ack) == syn"
+# Deleting an absent table is an error, so the script creates it first. A packet must pass the rules of all tables.
+_SCRIPT = """\
+# Only the hosts of this job, and on this machine only user {user} and root, reach the ports of its tasks here.
+# For the machine of {task}. Load it as root with nft -f FILE; remove it with: nft delete table inet {table}
+table inet {table}
+delete table inet {table}
+table inet {table} {{
+  chain from_other_machines {{
+    type filter hook input priority -10; policy accept;
+    iif lo accept
+{allowed}
+    {to_ports} reject with tcp reset
+    # A tf.data service (data_sharding="dynamic") listens at ports that the system chooses. Where nothing else offers
+    # anything to other machines there, close those, too:
+{system_allowed}
+    # {to_system} reject with tcp reset
+  }}
+  chain from_this_machine {{
+    type filter hook output priority -10; policy accept;
+    oif lo {to_ports} meta skuid != {{ 0, {user} }} reject with tcp reset
+  }}
+}}
+"""
+
+
+# Mutual check of all tasks of a cluster: each task reaches each other one, with the same versions and clocks.
+
+
+_MAX_SKEW_SECS = 1.0
+_RETRY_SECS = 0.2
+_ANSWER_SECS = 5.0
+# A task that has answered connects at the same time, unless this task's name resolves to another address there.
+_CALL_BACK_SECS = 2.0
+_VERSION = re.compile(r"[\w.+-]{1,40}", re.ASCII)
+# Longest text of another task that is printed.
+_MAX_PRINTED = 80
+
+
+def meet(cluster: Cluster, mine: Mapping[str, str], timeout_secs: float) -> list[tuple[str, str]]:
+    """Calls each of the other tasks, answers their calls, and compares versions and clocks.
+
+    Args:
+      cluster: all tasks, with this one.
+      mine: this task's versions by name.
+      timeout_secs: how long to wait for the others.
+
+    Returns:
+      Pairs of a state ("ok", "warning", "wrong") and a line of text.
+    """
+    others = [task for task in cluster.tasks if task != cluster.task]
+    if not others or cluster.task not in cluster.tasks:
+        return []
+    deadline = time.monotonic() + timeout_secs
+    callers = Callers(cluster, mine)
+    try:
+        listening = _line_server.listen(cluster.address(), map(cluster.address, others))
+    except OSError as error:
+        return [("wrong", f"{cluster.task} can't listen at {cluster.address()}: {error}; end what holds the port")]
+    asking = concurrent.futures.ThreadPoolExecutor(min(64, len(others)), "tfdist meet")
+    with _line_server.LineServer(listening, callers.converse) as answering, asking as pool:
+
+        def ask(task: Task) -> dict[str, Any] | str:
+            answer = ask_task(cluster, task, deadline)
+            if isinstance(answer, dict) and not callers.wait_for(task, _CALL_BACK_SECS):
+                answering.listen_everywhere()
+            return answer
+
+        answers = list(pool.map(ask, others))
+        # The others need answers, too, and this task may be the first that has all of its own.
+        callers.wait_for_all(max(0.0, deadline - time.monotonic()))
+    found: list[tuple[str, str]] = []
+    for task, answer in zip(others, answers, strict=True):
+        found += compare(task, cluster.address(task), answer, mine)
+    return found
+
+
+def compare(task: Task, address: str, answer: dict[str, Any] | str, mine: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Returns findings, (severity, text), about another task's answer, or about the reason why there is none."""
+    if isinstance(answer, str):
+        return [("wrong", f"{task} at {address}: {answer}; does it run, and is no firewall between?")]
+    if answer.get("task") != str(task):
+        other = _printable(answer.get("task"))
+        return [("wrong", f"{task} at {address}: {other} answers there; give all tasks the same TF_CONFIG")]
+    found = [("ok", f"{task} at {address} answers")]
+    theirs = answer.get("versions", {})
+    for name, version in mine.items():
+        if theirs.get(name) != version:
+            there = theirs.get(name, "none")
+            there = there if isinstance(there, str) and _VERSION.fullmatch(there) else _printable(there)
+            found.append(("wrong", f"{task} has {name} {there} where {version} is here; install the same on all"))
+    if abs(answer["skew"]) > _MAX_SKEW_SECS:
+        found.append(("warning", f"the clock of {task} is {answer['skew']:+.1f} s off from this one; synchronise them"))
+    return found
+
+
+def _printable(value: object) -> str:
+    """Returns a peer's text without control characters and of limited length, for the terminal."""
+    return ascii(value)[:_MAX_PRINTED]
+
+
+class Callers:
+    """Answers the tasks that connect to this task's port, and records which tasks have connected."""
+
+    def __init__(self, cluster: Cluster, mine: Mapping[str, str]) -> None:
+        self._answer = {"task": str(cluster.task), "versions": dict(mine)}
+        # Keyed by the bytes that a task sends, so that no data of an unknown peer are parsed or stored.
+        self._not_asked = {_name(task): str(task) for task in cluster.tasks if task != cluster.task}
+        self._changed = threading.Condition()
+
+    def converse(self) -> _line_server.Conversation:
+        """Answers one caller; see `_line_server.LineServer`."""
+        asking = yield b""
+        answer = json.dumps({**self._answer, "time": time.time()})
+        yield f"{answer}\n".encode()
+        with self._changed:
+            self._not_asked.pop(asking, None)
+            self._changed.notify_all()
+
+    def wait_for(self, task: Task, timeout_secs: float) -> bool:
+        """Waits until a task has connected; returns False after the timeout."""
+        with self._changed:
+            return self._changed.wait_for(lambda: _name(task) not in self._not_asked, timeout_secs)
+
+    def wait_for_all(self, timeout_secs: float) -> None:
+        """Waits until all tasks have connected, or until the timeout."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._not_asked, timeout_secs)
+
+
+def _name(task: Task) -> bytes:
+    return json.dumps(str(task)).encode()
+
+
+def ask_task(cluster: Cluster, task: Task, deadline: float) -> dict[str, Any] | str:
+    """Calls a task until it answers.
+
+    Returns:
+      Its answer, with `skew`, the seconds by which its clock is ahead; or the reason why there is none.
+    """
+    address = _addresses.split(cluster.address(task))
+    while True:
+        try:
+            with socket.create_connection(
+                address, min(_ANSWER_SECS, max(0.1, deadline - time.monotonic()))
+            ) as connection:
+                started = time.time()
+                connection.sendall(_name(cluster.task) + b"\n")
+                answer = parse(_sockets.read_line(connection, _ANSWER_SECS))
+                with contextlib.suppress(OSError):
+                    connection.sendall(b"\n")  # Acknowledges the answer.
+                middle, half = (started + time.time()) / 2, (time.time() - started) / 2
+                skew = float(answer["time"]) - middle
+                return {**answer, "skew": skew if abs(skew) > half else 0.0}
+        except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+            if time.monotonic() >= deadline:
+                return str(error)[:_MAX_PRINTED] or type(error).__name__
+        time.sleep(min(_RETRY_SECS, max(0.0, deadline - time.monotonic())))
+
+
+def parse(line: bytes) -> dict[str, Any]:
+    """Parses an answer.
+
+    Raises:
+      ValueError: the line is no answer of `tfdist doctor`.
+    """
+    try:
+        answer = json.loads(line)
+    except RecursionError:
+        raise ValueError("the answer is nested too deeply") from None
+    if not isinstance(answer, dict) or not isinstance(answer.get("versions", {}), dict):
+        raise ValueError("the answer is not from tfdist doctor")
+    return answer
+
+
+_USAGE = """\
+usage: tfdist doctor [FLAGS]
+
+Looks at this machine, and at the cluster in the variable TF_CONFIG if it is set: versions, GPUs, names, ports, whether
+the other tasks can be reached, clocks. Returns 0 if nothing is wrong, else 1.
+
+  tfdist doctor                                                    this machine
+  tfdist launch ssh --hosts=a,b -m tfdist.doctor --meet_secs=60    all machines of a cluster, from each other
+  tfdist launch ssh --hosts=a,b -m tfdist.doctor --measure         bandwidth and latency between all machines
+  tfdist doctor --firewall_rules                                   prints rules that let only the job's hosts in
+
+flags:
+"""
+OK, WARNING, WRONG = "ok", "warning", "wrong"
+# Requirements of setup.py, as lower and upper bounds.
+_NEEDED = {
+    "tensorflow": ((2, 20), (2, 22)),
+    "keras": ((3, 15), (3, 17)),
+    "numpy": ((1, 26), None),
+    "absl-py": ((2, 1), None),
+}
+_PYTHON = ((3, 11), (3, 14))
+_TIME_ERROR = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """Result of one check: its state (`OK`, `WARNING` or `WRONG`), and one line with the finding and the remedy."""
+
+    state: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.state:8}{self.text}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs `tfdist doctor`.
+
+    Args:
+      arguments: the command line after the command's name.
+
+    Returns:
+      0 if nothing is wrong (there may be warnings), else 1.
+
+    Raises:
+      FlagError: a flag is unknown or its value can't be parsed.
+      LaunchError: the command line has an argument that is no flag.
+    """
+    values, rest = command_line.parse(define_flags, arguments)
+    if values.help:
+        sys.stdout.write(_USAGE + command_line.describe(values))
+        return 0
+    if rest:
+        raise LaunchError(f"tfdist doctor takes flags only; see tfdist doctor --help. Received: {rest[0]!r}")
+    if values.firewall_rules:
+        return _print_rules(os.environ)
+    if values.measure:
+        limits = (values.measure_secs, values.link_secs, values.link_bytes)
+        return doctor_measure.run(os.environ, *limits, values.json)
+    states = []
+    for finding in examine(values.timeout_secs, values.meet_secs):
+        sys.stdout.write(f"{finding}\n")
+        states.append(finding.state)
+    sys.stdout.write(f"{_summary(states)}\n")
+    sys.stdout.flush()
+    return 1 if WRONG in states else 0
+
+
+def _print_rules(env: Mapping[str, str]) -> int:
+    try:
+        cluster = Cluster.from_tf_config(env.get("TF_CONFIG"))
+        also = [env[DATA_SERVICE_VARIABLE]] if DATA_SERVICE_VARIABLE in env else []
+        text = rules(cluster, also, os.getuid(), _system_ports(), _resolve)
+    except ValueError as error:
+        sys.stderr.write(f"tfdist: {error}\n")
+        return 1
+    sys.stdout.write(text)
+    return 0
+
+
+def _system_ports() -> str:
+    try:
+        first, last = pathlib.Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()
+    except (OSError, ValueError):
+        return "32768-60999"
+    return f"{first}-{last}"
+
+
+def _resolve(host: str) -> list[str]:
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return []
+    return [str(address[0]) for *_, address in found]
+
+
+def _summary(states: Sequence[str]) -> str:
+    if wrong := states.count(WRONG):
+        return "1 thing is wrong" if wrong == 1 else f"{wrong} things are wrong"
+    return "nothing is wrong, but see the warnings" if WARNING in states else "all is well"
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    """Defines the flags of `tfdist doctor`."""
+    flags.DEFINE_float(
+        "timeout_secs", 5.0, "how long another task may take to answer", lower_bound=0.1, flag_values=values
+    )
+    flags.DEFINE_float(
+        "meet_secs",
+        0.0,
+        "how long to wait for the other tasks, which run this too",
+        lower_bound=0.0,
+        flag_values=values,
+    )
+    flags.DEFINE_boolean(
+        "measure", False, "measure the links between the tasks, which run this too", flag_values=values
+    )
+    number = functools.partial(flags.DEFINE_float, lower_bound=0.1, flag_values=values)
+    number("measure_secs", 120.0, "longest time of --measure for all links together")
+    number("link_secs", 1.0, "longest time for the bandwidth of one link")
+    flags.DEFINE_integer("link_bytes", 2**26, "most bytes over one link", lower_bound=2**16, flag_values=values)
+    flags.DEFINE_string("json", None, "where the first task writes the links, for tfdist advise", flag_values=values)
+    flags.DEFINE_boolean(
+        "firewall_rules", False, "print rules for nft that let only the job's hosts in", flag_values=values
+    )
+
+
+def examine(timeout_secs: float, meet_secs: float = 0.0, env: Mapping[str, str] = os.environ) -> list[Finding]:
+    """Runs all checks.
+
+    Args:
+      timeout_secs: how long another task may take to answer.
+      meet_secs: how long to wait for the other tasks to run this, too; 0 only checks that they can be reached.
+      env: the environment.
+    """
+    found = [*versions(_installed), *keras_backend(env), *gpu_findings(env, _installed), *clock()]
+    if "TF_CONFIG" not in env:
+        return [*found, Finding(OK, "TF_CONFIG is not set: this machine trains alone")]
+    try:
+        cluster = Cluster.from_tf_config(env["TF_CONFIG"])
+    except ClusterError as error:
+        return [*found, Finding(WRONG, str(error))]
+    found += [*strategy(cluster), *names(cluster, timeout_secs), *own_port(cluster)]
+    if meet_secs:
+        mine = {"tfdist": tfdist.__version__, "Python": _dotted(sys.version_info[:2])}
+        mine |= {name: version for name in ("tensorflow", "keras") if (version := _installed(name))}
+        return found + [Finding(*each) for each in meet(cluster, mine, meet_secs)]
+    return found + reachable(cluster, timeout_secs)
+
+
+# This machine.
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def versions(installed: Callable[[str], str | None]) -> list[Finding]:
+    """Checks the versions of Python and of the packages that tfdist needs.
+
+    Args:
+      installed: returns the version of a package, or None.
+    """
+    python = tuple(sys.version_info[:2])
+    known = _PYTHON[0] <= python < _PYTHON[1]
+    remedy = "" if known else f"; use {_dotted(_PYTHON[0])} or newer, below {_dotted(_PYTHON[1])}"
+    found = [Finding(OK if known else WRONG, f"Python {_dotted(python)}{remedy}")]
+    tpu = installed("tensorflow-tpu")
+    for name, (lowest, below) in _NEEDED.items():
+        version = installed(name)
+        if name == "tensorflow" and tpu:
+            if version:
+                text = (
+                    f"tensorflow {version} and tensorflow-tpu {tpu} overwrite each other; uninstall both, install one"
+                )
+                found.append(Finding(WRONG, text))
+                continue
+            name, version = "tensorflow-tpu", tpu
+        bounds = f">={_dotted(lowest)}" + (f",<{_dotted(below)}" if below else "")
+        if version is None:
+            found.append(Finding(WRONG, f"{name} is not installed; pip install '{name}{bounds}'"))
+        elif _parts(version) < lowest or (below and _parts(version) >= below):
+            found.append(Finding(WRONG, f"{name} {version} is not supported; pip install '{name}{bounds}'"))
+        else:
+            found.append(Finding(OK, f"{name} {version}"))
+    return found
+
+
+def _parts(version: str) -> tuple[int, ...]:
+    numbers = []
+    for part in version.split(".")[:2]:
+        digits = "".join(char for char in part if char in "0123456789")
+        numbers.append(int(digits[:9] or 0))
+    return tuple(numbers)
+
+
+def _dotted(version: Sequence[int]) -> str:
+    return ".".join(map(str, version))
+
+
+def keras_backend(env: Mapping[str, str]) -> list[Finding]:
+    """Checks that Keras will choose the TensorFlow backend."""
+    where, backend = "KERAS_BACKEND", env.get("KERAS_BACKEND")
+    if not backend:
+        home = pathlib.Path(env.get("KERAS_HOME") or pathlib.Path(env.get("HOME", "~")).expanduser() / ".keras")
+        where = str(home / "keras.json")
+        try:
+            backend = json.loads((home / "keras.json").read_text(encoding="utf-8")).get("backend")
+        except (OSError, ValueError, AttributeError):
+            backend = None
+    if backend in (None, "tensorflow"):
+        return [Finding(OK, "Keras uses TensorFlow")]
+    return [Finding(WRONG, f"{where} has Keras use {backend}; set KERAS_BACKEND=tensorflow")]
+
+
+def gpu_findings(env: Mapping[str, str], installed: Callable[[str], str | None]) -> list[Finding]:
+    """Checks that TensorFlow may use this machine's GPUs, and that CUDA libraries are installed."""
+    try:
+        there, usable = environment.present({}), environment.present(env)
+    except LaunchError as error:
+        return [Finding(WRONG, str(error))]
+    if not there:
+        return [Finding(OK, "no GPU: training uses the CPU")]
+    if not usable:
+        text = (
+            f"{environment.VISIBLE}={env.get(environment.VISIBLE)!r} hides all {len(there)} GPUs; unset it to use them"
+        )
+        return [Finding(WARNING, text)]
+    if not any(installed(f"nvidia-cudnn-cu{version}") for version in (12, 13)):
+        text = (
+            f"{len(usable)} GPUs, and no CUDA libraries from pip; if TensorFlow sees no GPU, pip install 'tfdist[gpu]'"
+        )
+        return [Finding(WARNING, text)]
+    return [Finding(OK, f"{len(usable)} of {len(there)} GPUs may be used")]
+
+
+def clock() -> list[Finding]:
+    """Checks that this machine's clock is synchronised, by the kernel's status."""
+    if not sys.platform.startswith("linux"):
+        return []
+    try:
+        # `modes`, the first field of struct timex, is 0, so the call only reads; the buffer is larger than the struct.
+        state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.create_string_buffer(512))
+    except (OSError, AttributeError):
+        return []
+    if state == _TIME_ERROR:
+        return [
+            Finding(
+                WARNING,
+                "the clock is not synchronised; start chrony or systemd-timesyncd (in a container: on its host)",
+            )
+        ]
+    return [Finding(OK, "the clock is synchronised")] if state >= 0 else []
+
+
+# The cluster.
+
+
+def strategy(cluster: Cluster) -> list[Finding]:
+    """Checks that the matching strategy accepts this cluster."""
+    try:
+        if cluster.num_ps:
+            cluster.check_parameter_server()
+        elif cluster.task.type != "evaluator":
+            cluster.check_multi_worker()
+    except ClusterError as error:
+        return [Finding(WRONG, f"TF_CONFIG: {error}")]
+    kind = "ParameterServerStrategy" if cluster.num_ps else "MultiWorkerMirroredStrategy"
+    return [Finding(OK, f"TF_CONFIG: this is {cluster.task} of {len(cluster.tasks)} tasks, for {kind}")]
+
+
+def names(cluster: Cluster, timeout_secs: float) -> list[Finding]:
+    """Checks that this machine can resolve the name of each task's host."""
+    hosts: dict[str, list[Task]] = {}
+    for task in cluster.tasks:
+        hosts.setdefault(_addresses.split(cluster.address(task))[0], []).append(task)
+    found = []
+    pool = concurrent.futures.ThreadPoolExecutor(min(32, len(hosts)), "tfdist names")
+    futures = {host: pool.submit(socket.getaddrinfo, host, None) for host in hosts}
+    for host, future in futures.items():
+        tasks = ", ".join(map(str, hosts[host]))
+        try:
+            future.result(timeout_secs)
+        except (OSError, UnicodeError) as error:  # TimeoutError is an OSError.
+            why = f"{error}" or f"no answer in {timeout_secs:g} s"
+            found.append(
+                Finding(WRONG, f"the host {host} of {tasks} can't be resolved ({why}); mend DNS, or use its IP address")
+            )
+    pool.shutdown(wait=False, cancel_futures=True)
+    return found or [Finding(OK, f"all {len(hosts)} names of hosts can be resolved")]
+
+
+def own_port(cluster: Cluster) -> list[Finding]:
+    """Checks that this task can listen at its own address."""
+    if cluster.task not in cluster.tasks:
+        return []
+    host, port = _addresses.split(cluster.address())
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen(1)
+    except socket.gaierror:
+        return []  # Reported by `names`.
+    except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            # Only a warning: behind NAT this is normal, because TensorFlow listens on all interfaces.
+            text = f"{host}, the address of {cluster.task}, is none of this machine; is this the right task?"
+            return [Finding(WARNING, text)]
+        return [
+            Finding(
+                WRONG,
+                f"port {port} of {cluster.task} can't be listened on ({error}); end what holds it, or use another",
+            )
+        ]
+    return [Finding(OK, f"port {port} is free")]
+
+
+def reachable(cluster: Cluster, timeout_secs: float) -> list[Finding]:
+    """Checks that the machines of the other tasks answer. Their servers need not be running yet."""
+    others = [task for task in cluster.tasks if task != cluster.task]
+    if not others:
+        return []
+    with concurrent.futures.ThreadPoolExecutor(min(32, len(others)), "tfdist reach") as pool:
+        answers = list(pool.map(lambda task: _connect(cluster.address(task), timeout_secs), others))
+    found = []
+    for task, answer in zip(others, answers, strict=True):
+        state = OK if answer in (_LISTENS, _REFUSES) else WRONG
+        remedy = "" if state == OK else "; check that the machine is up, and that no firewall is between"
+        found.append(Finding(state, f"{task} at {cluster.address(task)}: {answer}{remedy}"))
+    return found
+
+
+_LISTENS, _REFUSES = "something listens", "the machine answers, nothing listens yet"
+
+
+def _connect(address: str, timeout_secs: float) -> str:
+    try:
+        socket.create_connection(_addresses.split(address), timeout_secs).close()
+    except ConnectionRefusedError:
+        return _REFUSES
+    except TimeoutError:
+        return f"no answer in {timeout_secs:g} s"
+    except OSError as error:
+        return str(error)
+    return _LISTENS
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

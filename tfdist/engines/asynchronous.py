@@ -1,0 +1,381 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine of `ParameterServerStrategy`: each step is a closure of TensorFlow's `ClusterCoordinator`.
+
+How a step flows:
+
+    Keras' loop (chief, main thread)    a worker's thread (chief)       the worker's process
+      next(iterator)  make_room():
+                      waits until fewer
+                      than `window` steps
+                      are under way
+      the function of step(): queues a
+      the strategy    closure        -->  takes the next closure,   -->  the traced step: reads its batch
+                      and returns         runs its Program               and the variables, updates the
+                      the newest logs     on its worker             <--  variables (on the parameter servers)
+      metric.result() barrier(): waits
+                      for all steps,
+                      then reads
+
+The main thread owns the order of steps, and each worker's thread owns the calls of its worker. They share `step_queue`.
+
+`fit` and `evaluate` call the function that `ParameterServerStrategy.function_of` gives them. A loop of the user's own
+calls `run`, which leaves an operation in its graph that calls Python.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.compat.keras.calls import Call
+from tfdist.compat.tensorflow import coordinator, python_operation
+from tfdist.coordination import lost_servers, stalls
+from tfdist.engines import worker_function
+from tfdist.engines.base import Engine
+from tfdist.engines.step_queue import Step, StepQueue
+from tfdist.engines.transfer import plan
+from tfdist.engines.worker_function import Program, Programs
+from tfdist.passes import splitting, worker_batch
+from tfdist.passes.worker_batch import WorkerBatch
+from tfdist.passes.worker_dataset import WorkerDataset, WorkerDatasetFromFunction
+from tfdist.passes.worker_pass import Batch, ChiefFeed, Feed, WorkerFeed, WorkerIterator
+from tfdist.policies.base import Update
+from tfdist.step import keras_steps, one_replica
+
+# Those that a step raises for it; operations that call Python make the first of most others.
+_OF_A_LOST_SERVER = (
+    tf.errors.UnknownError,
+    tf.errors.UnavailableError,
+    tf.errors.AbortedError,
+    tf.errors.CancelledError,
+    tf.errors.InternalError,
+)
+
+
+class AsynchronousEngine(Engine):
+    """Runs functions on the workers; of Keras' steps it keeps a bounded window in flight.
+
+    Args:
+      strategy: The strategy whose cluster it drives.
+      num_workers: Number of workers in the cluster.
+      data_service_address: Returns the address of the tf.data service's dispatcher, "grpc://host:port", and starts it
+        if needed; called with True if the data are endless.
+      clock: Returns seconds, monotonic; replaced in tests.
+      stall_timeout_secs: Longest time without a completed step, after which a wait raises an error.
+      on_update: Called with each `Update`: its worker, and its staleness. An update counts when its result arrives at
+        the chief.
+      transfer: Form in which variables and gradients cross the network; stock TensorFlow's by default.
+      data_sharding: See `ParameterServerStrategy`.
+    """
+
+    # Number of gradients of an update, and of parts of a batch.
+    replicas_to_aggregate = num_parts = 1
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        num_workers: int,
+        data_service_address: Callable[[bool], str],
+        clock: Callable[[], float] = time.monotonic,
+        stall_timeout_secs: float = 600.0,
+        on_update: Callable[[Update], object] = lambda update: None,
+        transfer: plan.TransferPlan | None = None,
+        data_sharding: str = "shard",
+    ):
+        self._strategy = strategy
+        self.data_sharding = data_sharding
+        self.num_workers = num_workers
+        self.coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+        self.data_service_address = data_service_address
+        self.programs = Programs(strategy, self.coordinator, transfer or plan.plain())
+        # Each worker computes one step while the next one waits in the queue; more would only make the logs older.
+        self.window = 2 * num_workers + 1
+        # Called before a step is queued; another engine that occupies the workers' threads returns them then.
+        self.before_queueing: Callable[[], None] | None = None
+        # Addresses of the parameter servers by index; they are asked when a step has failed.
+        self.servers: Mapping[int, str] = {}
+        self._queue = StepQueue(self.coordinator, num_workers, clock, stall_timeout_secs, on_update)
+        self._reporter = stalls.StallReporter(self.waited_for, progress=self._queue.progress, clock=clock)
+        self._reporter.start()
+
+    # What the strategy and its data sets call.
+
+    def share_workers(self, leave: Callable[[], None]) -> None:
+        """Shares the workers' threads with another engine, which makes all train steps of Keras' loops.
+
+        Args:
+          leave: returns the threads; called before a step is queued, and before the program uses the coordinator.
+        """
+        self.before_queueing = leave
+        self.programs.accumulates = False
+        coordinator.before_use(self.coordinator, leave)
+
+    def follow_losses(self, on_loss: Callable[[int, bool], object]) -> None:
+        """Calls `on_loss(worker, is_lost)` when a worker is lost, and when it is back."""
+        self._queue.on_loss = on_loss
+
+    def in_order(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """Returns the data set in an order that is the same for all workers, if each of them reads its share."""
+        return splitting.reorder_batches(dataset, seed=0) if self.data_sharding == "shard" else dataset
+
+    def distribute(self, dataset: tf.data.Dataset) -> WorkerDataset:
+        """Returns a data set of handles, of whose batches each worker reads its share."""
+        return WorkerDataset(self, self.in_order(dataset), self.data_sharding)
+
+    def distribute_own(self, datasets: Sequence[tf.data.Dataset]) -> WorkerDataset:
+        """Returns a data set of handles, from one data set per worker."""
+        return WorkerDatasetFromFunction(self, datasets)
+
+    def open(self, dataset: WorkerDataset, fit: Call | None) -> WorkerIterator:
+        """Begins a pass over a data set, for any loop."""
+        del fit
+        return WorkerIterator(self, dataset, by_execution=True)
+
+    def run(self, step: Callable[..., Any], handle: WorkerBatch) -> Any:
+        """Makes an update from the batch of a handle, on one worker; see `run_function`."""
+        return self.run_function(step, (handle,), {})
+
+    def prepared(self, step: Callable[..., Any], handle: WorkerBatch) -> Callable[[WorkerIterator, WorkerBatch], Any]:
+        """See `Engine.prepared`, also for a step that evaluates or predicts: the logs are the newest ones."""
+        kind, program_for = keras_steps.classify(step), self._programs_of(step, (handle,), {})
+        if kind == "predict":
+            predicting = program_for(False, False)
+            return lambda iterator, handle: predicting.rebuild(self._predict(predicting, iterator.feed))
+        trains = kind == "train"
+        # Before anything of the data is read: most passes that train are fed by the workers.
+        program_for(trains, False)
+        # The newest logs are the same for many steps.
+        flat: Any = None
+        logs: Any = None
+
+        def make(iterator: WorkerIterator, handle: WorkerBatch) -> Any:
+            nonlocal flat, logs
+            feed = iterator.feed
+            program, tensors = program_for(feed.in_step, False), ()
+            if feed.by_chief:
+                tensors = feed.next_batch()
+                feed.redeem()
+            newest = self.step(program, tensors, feed, iterator.is_last, trains, iterator.count)
+            if newest is not flat:
+                flat, logs = newest, program.rebuild(newest)
+            return {**logs} if isinstance(logs, dict) else logs
+
+        return make
+
+    def run_function(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Runs any function on one worker; in a graph it leaves an operation that does so each time it runs.
+
+        Returns:
+          The function's result; of a train or test step of Keras the newest logs (see `step`).
+        """
+        return (self._run_eagerly if tf.executing_eagerly() else self._run_in_graph)(fn, args, kwargs)
+
+    def run_on_chief(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Runs a function untraced, with a batch brought to the chief: prints and breakpoints in it see values."""
+        self.barrier(writes=True)
+        args, kwargs = worker_batch.as_values(args, kwargs)
+        with self._strategy.scope(), one_replica.replica_on(self._strategy, coordinator.CHIEF_DEVICE):
+            return fn(*args, **kwargs)
+
+    def _run_eagerly(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        kind, handles = keras_steps.classify(fn), worker_batch.handles_in((args, kwargs))
+        numbers = [int(handle.content) for handle in handles]
+        batch = worker_function.unused(numbers)
+        in_parts, feed = batch is None and bool(handles), batch and worker_function.feed_for(kind, batch.iterator)
+        program = self.programs.find(kind, fn, args, kwargs, feed, in_parts)
+        parts = worker_function.parts_on_chief(numbers, handles) if in_parts else []
+        return program.rebuild(self._dispatch(kind, program, parts + program.flatten_arguments(args, kwargs), batch))
+
+    def _run_in_graph(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        kind, handles = keras_steps.classify(fn), worker_batch.handles_in((args, kwargs))
+        program_for = self._programs_of(fn, args, kwargs)
+        program = program_for(bool(handles) and kind not in ("test", "predict"), False)
+
+        def queue(*inputs: tf.Tensor) -> list[np.ndarray]:
+            numbers, tensors = [int(number) for number in inputs[: len(handles)]], list(inputs[len(handles) :])
+            batch = worker_function.unused(numbers)
+            if batch is None and handles:
+                parts = worker_function.parts_on_chief(numbers, handles)
+                return self._dispatch(kind, program_for(False, True), parts + tensors, None)
+            worker_fed = batch is not None and worker_function.feed_for(kind, batch.iterator).in_step
+            return self._dispatch(kind, program_for(worker_fed, False), tensors, batch)
+
+        inputs = [handle.content for handle in handles] + program.flatten_arguments(args, kwargs)
+        return program.rebuild(python_operation.call(queue, inputs, program.dtypes))
+
+    def _programs_of(
+        self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+    ) -> Callable[[bool, bool], Program]:
+        """Creates the variables of `fn`; returns what traces it, once for each `worker_fed` and `in_parts`."""
+        self.programs.rehearse(fn, args, kwargs)
+        return functools.cache(lambda worker_fed, in_parts: self.programs.trace(fn, args, kwargs, worker_fed, in_parts))
+
+    def _dispatch(self, kind: str, program: Program, tensors: list[tf.Tensor], batch: Batch | None) -> list[np.ndarray]:
+        """Queues or runs a step, by its kind; returns its flat result.
+
+        Args:
+          kind: see `keras_steps.classify`.
+          program: the traced step.
+          tensors: arguments besides the batch.
+          batch: the batch; None if the batch, or parts of several batches, are among the tensors.
+        """
+        if batch is None:
+            return self.call(program, tensors, None)
+        feed = batch.iterator.decide(by_chief=False)
+        if isinstance(feed, ChiefFeed):
+            batch.on_chief = feed.next_batch()
+            tensors = batch.on_chief + tensors
+            feed.redeem()
+        if kind in ("train", "test") or not program.dtypes:
+            return self.step(program, tensors, feed, batch.iterator.is_last, kind == "train", batch=batch)
+        return self.call(program, tensors, feed, batch)
+
+    def _predict(self, program: Program, feed: ChiefFeed) -> list[np.ndarray]:
+        """Returns the predictions for the next batch, while steps for later batches are in flight."""
+        ahead = feed.started
+        with contextlib.suppress(tf.errors.OutOfRangeError):
+            while len(ahead) < self.window:
+                ahead.append(self.start(program, feed.next_batch(), feed))
+        if not ahead:
+            raise tf.errors.OutOfRangeError(None, None, "End of sequence")
+        feed.redeem()
+        return self.wait_for(ahead.popleft())
+
+    # Steps of the main thread.
+
+    def make_room(self) -> None:
+        """Waits until another step may be queued. Raises the error of an earlier step."""
+        queue = self._queue
+        if queue.has_news or len(queue.pending) >= self.window:
+            queue.wait_until(lambda: len(queue.pending) < self.window)
+
+    def step(
+        self,
+        program: Program,
+        tensors: Sequence[tf.Tensor],
+        feed: Feed | None,
+        last: bool,
+        is_update: bool = False,
+        count: int = 1,
+        batch: Batch | None = None,
+    ) -> list[np.ndarray]:
+        """Queues a step whose result is a running total, such as Keras' logs.
+
+        Args:
+          program: The traced step.
+          tensors: Its arguments besides the batch.
+          feed: Of the pass over the data.
+          last: True for the last step of the pass.
+          is_update: True if the step trains.
+          count: How many batches it takes, for a step each.
+          batch: The batch, if a later step may use it again.
+
+        Returns:
+          The flat result of the newest finished step. This step's own result if `last`, or if no step was finished
+          since the chief last wrote a variable (reset the metrics, for example).
+
+        Raises:
+          tf.errors.OutOfRangeError: No worker has data left.
+        """
+        queue = self._queue
+        if last:
+            # Its result must include all earlier steps, which may finish in another order than they began.
+            queue.wait_until(queue.is_empty)
+        step = Step(program, tensors, feed, is_update=is_update, batch=batch, count=count)
+        if isinstance(feed, WorkerFeed) and not feed.is_counted:
+            step.took_batch = concurrent.futures.Future()
+        if count > 1:
+            program.prepare_several()
+        if self.before_queueing is not None:
+            self.before_queueing()
+        wants_logs = queue.put(step, last)
+        if not wants_logs and not program.knows_silence:
+            program.prepare_silent()
+        if step.took_batch is not None:
+            queue.wait_until(step.took_batch.done)
+            if not step.took_batch.result():
+                raise tf.errors.OutOfRangeError(None, None, "End of sequence")
+        logs = queue.logs
+        if last or queue.has_news or logs is None:
+            queue.wait_until(lambda: not queue.pending or (not last and queue.logs is not None))
+            logs = queue.logs
+        if logs is None:
+            raise tf.errors.OutOfRangeError(None, None, "End of sequence")
+        return logs
+
+    def call(
+        self,
+        program: Program,
+        tensors: Sequence[tf.Tensor],
+        feed: Feed | None,
+        batch: Batch | None = None,
+    ) -> list[np.ndarray]:
+        """Queues a step and waits for its own result."""
+        return self.wait_for(self.start(program, tensors, feed, batch))
+
+    def read_batch(self, feed: WorkerFeed, handle: WorkerBatch) -> list[np.ndarray]:
+        """Fetches the next batch of a worker's share, flat."""
+        strategy = self.coordinator.strategy
+        return self.call(Program(strategy, _itself, (handle,), {}, feed.in_step), [], feed)
+
+    def start(
+        self,
+        program: Program,
+        tensors: Sequence[tf.Tensor],
+        feed: Feed | None,
+        batch: Batch | None = None,
+    ) -> concurrent.futures.Future:
+        """Queues a step; returns a future of its result, which is None if no data were left."""
+        result: concurrent.futures.Future = concurrent.futures.Future()
+        if self.before_queueing is not None:
+            self.before_queueing()
+        self._queue.put(Step(program, tensors, feed, result=result, batch=batch))
+        return result
+
+    def wait_for(self, result: concurrent.futures.Future) -> list[np.ndarray]:
+        """Waits for the result of `start`."""
+        self._queue.wait_until(result.done)
+        value = result.result()
+        if value is None:
+            raise tf.errors.OutOfRangeError(None, None, "End of sequence")
+        return value
+
+    def barrier(self, writes: bool = False) -> None:
+        """See `Engine.barrier`: waits for all queued steps."""
+        if coordinator.current_worker() is not None:
+            return
+        if self._queue.pending or self._queue.has_news:
+            self._queue.wait_until(self._queue.is_empty)
+        if writes:
+            self._queue.logs = None
+
+    def raised_in_step(self, error: Exception) -> BaseException | None:
+        """See `Engine.raised_in_step`: the operation of a step gives the error of a lost server another type."""
+        if not isinstance(error, _OF_A_LOST_SERVER):
+            return None
+        is_unavailable = isinstance(error, tf.errors.UnavailableError) or "UnavailableError:" in error.message
+        brief, lost = python_operation.told_briefly(error.message), lost_servers.described(self.servers, is_unavailable)
+        if lost:
+            return tf.errors.UnavailableError(None, None, f"{lost} ({brief})")
+        # A server that was started again accepts connections; its variables are gone all the same.
+        return tf.errors.UnavailableError(None, None, brief) if is_unavailable else None
+
+    def waited_for(self) -> str:
+        """Returns the names of the workers that the steps in flight wait for."""
+        return self._queue.waited_for()
+
+    def close(self) -> None:
+        """Cancels the steps in flight, and ends the engine's own thread; may be called again."""
+        self._reporter.stop()
+        self._queue.forget_steps()
+
+
+def _itself(batch: Any) -> Any:
+    return batch

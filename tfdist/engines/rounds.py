@@ -1,0 +1,550 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine of `ParameterServerStrategy` with a policy: updates from the contributions of several workers.
+
+How an update flows:
+
+    Keras' loop (chief)          a worker's thread (chief)          the worker          the parameter servers
+      step(): opens  ----------->  may it start?
+                                   contribute ------------------->  reads its part
+                                                                    of the batch  <-->  reads the variables
+                                   arrive: does it count?           keeps the gradients
+                                   push  ------------------------>  sends them  ----->  keep them
+                                   deliver
+      collect(): has N  <---------
+      update  ------------------------------------------------------------------->  add up, apply
+      logs  <---------------------------------------------------------------------
+
+Only control traffic and the logs cross the chief. A late gradient is not sent: it stays on its worker.
+
+Ownership: `RoundRunner` owns the policy and its lock. A worker's thread belongs to the coordinator, which detects the
+loss of the worker. A closure of this engine *resides* in the thread, and returns it as soon as another function is
+scheduled (an evaluation, for example). A handle to gradients belongs to its next user; no code waits for the handles of
+a dead worker, or clears them.
+
+An update is made exactly once: its contributions were pushed before it begins, each counts once, and it touches
+parameter servers only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.compat.keras import placement
+from tfdist.compat.keras.calls import Call
+from tfdist.compat.tensorflow import coordinator, python_operation, replicas
+from tfdist.compat.tensorflow.coordinator import SERVER_DEVICE
+from tfdist.coordination import delay_hook, stalls
+from tfdist.coordination.round_runner import RoundRunner
+from tfdist.engines import scope_checks
+from tfdist.engines.asynchronous import AsynchronousEngine
+from tfdist.engines.base import Engine
+from tfdist.engines.transfer import encoding
+from tfdist.engines.transfer.plan import TransferPlan
+from tfdist.passes import epochs, splitting
+from tfdist.passes.worker_batch import WorkerBatch
+from tfdist.passes.worker_dataset import WorkerDataset, WorkerDatasetFromFunction
+from tfdist.passes.worker_pass import ChiefFeed, WorkerFeed, WorkerIterator, find_iterator
+from tfdist.policies.base import Aggregation, Update
+from tfdist.policies.warmup import Warmup
+from tfdist.step import gradients as gradient_transforms
+from tfdist.step import one_replica, rehearsal, replica_placement
+from tfdist.step.contribution import Contribution, add_up, weigh
+from tfdist.step.packing import Packing
+from tfdist.step.split_train_step import SplitTrainStep
+from tfdist.tables import coordinated_variable
+from tfdist.tables.partitioned_variable import RowPieces
+from tfdist.transforms import ARRIVAL
+from tfdist.transport.bundles import Bundles
+
+
+@dataclasses.dataclass(eq=False)
+class _Residence:
+    """Step that workers contribute to until another function is scheduled."""
+
+    step: RoundStep
+    iterator: WorkerIterator
+    # If the chief reads the data: each worker's part of this update's batch, flat.
+    parts: list[list[tf.Tensor]] | None = None
+
+
+class RoundEngine(Engine):
+    """Makes updates from the contributions that a policy accepts.
+
+    Args:
+      strategy: the strategy whose cluster it drives.
+      engine: runs all functions but training steps on these workers.
+      policy: decides which contributions count; `begin` was called.
+      transfer: how variables and gradients cross the network.
+      on_update: called with each update.
+      stall_timeout_secs: longest wait for lost workers without which no update is possible.
+      warmup: decides how many workers take part at first; all by default.
+    """
+
+    _runner_type = RoundRunner
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        engine: AsynchronousEngine,
+        policy: Aggregation,
+        transfer: TransferPlan,
+        on_update: Callable[[Update], None],
+        stall_timeout_secs: float,
+        warmup: Warmup | None = None,
+    ) -> None:
+        self._strategy = strategy
+        self._engine = engine
+        self.num_workers = engine.num_workers
+        self.coordinator = engine.coordinator
+        self.data_service_address = engine.data_service_address
+        self._on_update = on_update
+        self._count = engine.num_workers
+        # Each update needs a part of the batch from each worker, if the workers share the data.
+        self.num_parts = self._count if engine.data_sharding == "shard" else 1
+        names = [f"worker:{index}" for index in range(self._count)]
+        self._policy = policy
+        self._transfer = transfer
+        self._runner = self._runner_type(policy, names, stall_timeout_secs)
+        self._warmup = warmup
+        self._updates = 0
+        self._residence: _Residence | None = None
+        self._attempts = [itertools.count() for _ in names]
+        self._reporter = stalls.StallReporter(self._runner.waited_for)
+        self._reporter.start()
+        engine.share_workers(self._leave)
+
+    def raised_in_step(self, error: Exception) -> BaseException | None:
+        """See `Engine.raised_in_step`."""
+        return self._engine.raised_in_step(error)
+
+    @property
+    def replicas_to_aggregate(self) -> int:
+        """Number of gradients of the next update."""
+        return self._policy.replicas_to_aggregate
+
+    def follow_losses(self, on_loss: Callable[[int, bool], object]) -> None:
+        """See `AsynchronousEngine.follow_losses`."""
+        self._runner.on_loss = on_loss
+
+    def distribute(self, dataset: tf.data.Dataset) -> WorkerDataset:
+        """Returns a data set of handles, of whose batches each worker reads its part."""
+        dataset, sharding = self._in_order(dataset), self._engine.data_sharding
+        return WorkerDataset(self, dataset, "deal" if sharding == "shard" else sharding)
+
+    def distribute_own(self, datasets: Sequence[tf.data.Dataset]) -> WorkerDataset:
+        """Returns a data set of handles, from one data set per worker."""
+        return WorkerDatasetFromFunction(self, datasets)
+
+    def _in_order(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        dataset = self._engine.in_order(dataset)
+        if self.num_parts > 1:
+            splitting.check_batched(dataset.element_spec, self.num_parts)
+        return dataset
+
+    def open(self, dataset: WorkerDataset, fit: Call | None) -> WorkerIterator:
+        """Begins a pass over a data set, for any loop."""
+        del fit
+        return WorkerIterator(self._engine, dataset)
+
+    def run(self, step: Callable[..., Any], handle: WorkerBatch) -> Any:
+        """Makes an update from the contributions of several workers; in a graph or eagerly.
+
+        Args:
+          step: a model's bound `train_step`.
+          handle: of a data set of this engine.
+
+        Returns:
+          The logs after the update.
+        """
+        traced = self._traced(step, handle)
+        if tf.executing_eagerly():
+            return traced.rebuild(self.step(traced, find_iterator(int(handle.content))))
+
+        def update(number: tf.Tensor) -> list[np.ndarray]:
+            return self.step(traced, find_iterator(int(number)))
+
+        return traced.rebuild(python_operation.call(update, [handle.content], traced.dtypes))
+
+    def prepared(self, step: Callable[..., Any], handle: WorkerBatch) -> Callable[[WorkerIterator, WorkerBatch], Any]:
+        """See `Engine.prepared`."""
+        traced = self._traced(step, handle)
+
+        def make(iterator: WorkerIterator, handle: WorkerBatch) -> Any:
+            return traced.rebuild(self.step(traced, iterator))
+
+        return make
+
+    def _traced(self, step: Callable[..., Any], handle: WorkerBatch) -> RoundStep:
+        steps, key = self._engine.programs.kept_for(step), (step, "step", handle.kind)
+        if key not in steps:
+            spec, count = handle.element_spec, self.num_parts
+            rehearsal.before(self._strategy, step, [spec])
+            replica_placement.check_step(self._strategy, step)
+            steps[key] = self.prepare(step, splitting.part_spec(spec, count) if count > 1 else spec)
+        return steps[key]
+
+    def prepare(self, step: Callable[..., Any], element_spec: Any) -> RoundStep:
+        """Traces a model's `train_step` for the workers' batches of this structure."""
+        return RoundStep(self._strategy, step, self._transfer, element_spec, self._count, self.replicas_to_aggregate)
+
+    def step(self, step: RoundStep, iterator: WorkerIterator) -> list[np.ndarray]:
+        """Makes one update.
+
+        Returns:
+          The flat logs after it.
+
+        Raises:
+          tf.errors.OutOfRangeError: the data have ended.
+          TimeoutError: too many workers were lost for `stall_timeout_secs`.
+        """
+        with self._reporter.waiting("an update"):
+            feed, parts = iterator.decide(by_chief=False), None
+            if isinstance(feed, ChiefFeed):
+                parts = self._next_parts(feed, iterator.element_spec)
+                step.prepare_for_batches()
+                feed.redeem()
+            feed.begin_update()
+            with self._phase(step):
+                self._reside(step, iterator, parts)
+                with self._runner.wanted():
+                    contributions, update = self._collect(step, iterator, parts)
+                logs = step.update(contributions)
+                self._updates += 1
+        self._on_update(update)
+        return logs
+
+    @contextlib.contextmanager
+    def _phase(self, step: RoundStep) -> Iterator[None]:
+        """Context of one update, in which only the workers of the warmup phase take part."""
+        warmup = self._warmup
+        if warmup is None or warmup.is_over:
+            yield
+            return
+        counts_epochs = warmup.unit == "epochs"
+        is_first = counts_epochs and epochs.is_first_step(step.model)
+        self._runner.limit(warmup.taking_part_next(is_first))
+        made = self._updates
+        yield
+        if self._updates > made:
+            warmup.opened(is_first)
+            if is_first:
+                epochs.check_counts(step.model)
+
+    def close(self) -> None:
+        """Returns the workers' threads to the coordinator, and ends this engine's own thread; may be called again."""
+        self._leave()
+        self._reporter.stop()
+
+    def _collect(self, step: RoundStep, iterator: WorkerIterator, parts: list[list[tf.Tensor]] | None) -> Any:
+        def check() -> None:
+            self._check()
+            # Another thread of the program may have scheduled a function in the meantime.
+            self._reside(step, iterator, parts)
+
+        return self._runner.collect(check)
+
+    def _check(self) -> None:
+        if coordinator.has_failed(self._engine.coordinator):
+            # The coordinator waits for all closures to end before it raises.
+            self._leave()
+            coordinator.raise_failure(self._engine.coordinator)
+        for worker in coordinator.lost_workers(self._engine.coordinator):
+            # It may have died in an evaluation, for example, which the runner doesn't see.
+            self._lose(worker, lambda worker=worker: worker in coordinator.lost_workers(self._engine.coordinator))
+
+    def _lose(self, worker: int, is_so: Callable[[], bool] = lambda: True) -> None:
+        self._runner.lose(worker, is_so)
+
+    def _next_parts(self, feed: ChiefFeed, element_spec: Any) -> list[list[tf.Tensor]]:
+        batch = feed.next_batch()
+        return [part_of(batch, element_spec, worker, self._count) for worker in range(self._count)]
+
+    def _reside(self, step: RoundStep, iterator: WorkerIterator, parts: list[list[tf.Tensor]] | None) -> None:
+        """Schedules the closures that contribute to these updates, unless they run already."""
+        present = self._residence
+        if present is not None and present.step is step and present.iterator is iterator:
+            present.parts = parts
+            return
+        self._leave()
+        residence = self._residence = _Residence(step, iterator, parts)
+        on_workers = self._on_workers(iterator, parts)
+        for _ in range(self._count):
+            coordinator.schedule(self._engine.coordinator, self._serve, residence, on_workers)
+
+    def _on_workers(self, iterator: WorkerIterator, parts: list[list[tf.Tensor]] | None) -> Any:
+        """Returns the workers' iterators; None if the chief reads the data."""
+        feed = iterator.feed
+        return feed.begin() if isinstance(feed, WorkerFeed) and parts is None else None
+
+    def _leave(self) -> None:
+        self._residence = None
+        self._runner.wake()
+
+    def _serve(self, residence: _Residence, iterator_on_worker: Any) -> None:
+        """Contributes until another function is scheduled; runs in the thread of the closure's worker."""
+        worker = coordinator.this_worker()
+        for local_step in self._started(worker, residence):
+            try:
+                self._contribute(residence, worker, local_step, iterator_on_worker)
+            except Exception as error:
+                if coordinator.is_task_failure(error):
+                    self._lose(worker)
+                    raise
+                # Errors of the user's step are raised to the user, with their type and message.
+                coordinator.clear_error()
+                is_end = isinstance(error, tf.errors.OutOfRangeError)
+                if is_end and residence.iterator.feed is not None:
+                    residence.iterator.feed.ended = True
+                self._runner.fail(worker, local_step, error, is_end)
+
+    def _started(self, worker: int, residence: _Residence) -> Iterator[int]:
+        """Yields the local step of each gradient that a worker starts, until another function is scheduled."""
+        self._runner.bring_back(worker)
+        while True:
+            local_step = self._runner.start(worker, lambda: self._residence is not residence)
+            if local_step is None:
+                return
+            yield local_step
+
+    def _contribute(self, residence: _Residence, worker: int, local_step: int, iterator_on_worker: Any) -> None:
+        parts = residence.parts
+        delay_hook.before_contribution(worker, next(self._attempts[worker]))
+        if parts is None:
+            contribution = residence.step.contribute(iterator_on_worker)
+        else:
+            contribution = residence.step.contribute_from(parts[worker])
+        if self._runner.arrive(worker, local_step):
+            self._runner.deliver(worker, local_step, residence.step.push(contribution))
+
+
+# Traced functions of a train step whose gradients are aggregated on the parameter servers.
+#
+#     contribute    on a worker                    reads the variables, computes; the result stays there
+#     push          worker to parameter servers    each gradient to the server of its variable; the result stays there
+#     update        on the parameter servers       adds up what was pushed, and applies it
+#
+# They exchange handles: the chief's references to remote tensors. Gradients are summed only after the policy has chosen
+# the contributors, so a worker that dies during a push leaves unused handles, and no partial sum.
+
+
+class RoundStep:
+    """A Keras train step, traced for a `ParameterServerStrategy`.
+
+    Args:
+      strategy: the strategy in whose scope it is traced.
+      step: a model's bound `train_step`.
+      transfer: how variables and gradients cross the network.
+      element_spec: the structure of `tf.TypeSpec`s of a worker's batch.
+      total_num_replicas: number of parts of a batch.
+      replicas_to_aggregate: expected number of contributions of an update. An update from another number is traced on
+        first use, which waits for every worker that is up, even if it is stopped.
+      is_weighted: True if the gradients of each contribution have a weight and a staleness.
+      is_relative: see `SplitTrainStep`.
+    """
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        step: Callable[..., Any],
+        transfer: TransferPlan,
+        element_spec: Any,
+        total_num_replicas: int,
+        replicas_to_aggregate: int,
+        is_weighted: bool = False,
+        is_relative: bool = False,
+    ) -> None:
+        self._strategy = strategy
+        self._transfer = transfer
+        # Of the gradients that are sent; None to send them as they are.
+        self._encoding = transfer.encoding
+        self._spec = element_spec
+        self._transforms = gradient_transforms.of(strategy)
+        self._step = SplitTrainStep(
+            step,
+            total_num_replicas,
+            is_relative=is_relative,
+            can_take_maxima=True,
+            transforms=self._transforms,
+            arrives_at_update=True,
+        )
+        self._is_weighted = is_weighted
+        self._template: Contribution | None = None
+        self._bundles: Bundles | encoding.EncodedBundles | None = None
+        self._rows = RowPieces([], [])
+        self._home = ""
+        self._from_batch: Callable[..., Any] | None = None
+        self._from_iterator = self._step.settled(
+            lambda: self._trace(self._contribute_next, [tf.data.IteratorSpec(element_spec)])
+        )
+        scope_checks.check_graph(step, self._from_iterator)
+        self._specs = [tf.TensorSpec(t.shape, t.dtype) for t in self._from_iterator.outputs]
+        self._push = self._trace(self._to_servers, self._specs)
+        self._packing = Packing()
+        # By the number of contributions.
+        self._updates: dict[int, Callable[..., Any]] = {}
+        self._update_from(replicas_to_aggregate)
+
+    @property
+    def model(self) -> Any:
+        """The Keras model of the step."""
+        return self._step.model
+
+    @property
+    def dtypes(self) -> list[tf.DType]:
+        """The dtypes of the flat logs."""
+        return self._packing.dtypes
+
+    def rebuild(self, flat: Sequence[Any]) -> Any:
+        """Packs flat logs into what Keras' step returns."""
+        return self._packing.rebuild(flat)
+
+    def contribute(self, iterator: Any) -> list[tf.Tensor]:
+        """Computes a contribution from a worker's next batch, on the default device, which is the worker."""
+        return self._from_iterator(iterator)
+
+    def contribute_from(self, batch: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Computes a contribution from a flat batch of the chief, on the default device, which is the worker."""
+        if self._from_batch is None:
+            raise RuntimeError("contribute_from() before prepare_for_batches()")
+        return self._from_batch(*batch)
+
+    def prepare_for_batches(self) -> None:
+        """Traces the function of `contribute_from`; only Keras' thread may call it."""
+        if self._from_batch is None:
+            specs = tf.nest.flatten(self._spec, expand_composites=True)
+            self._from_batch = self._step.settled(lambda: self._trace(self._contribute_batch, specs))
+
+    def push(self, contribution: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Sends a contribution from its worker, the default device, to the parameter servers."""
+        if self._encoding is None:
+            return self._push(*contribution)
+        *pushed, sent = self._push(*contribution)
+        self._encoding.count(coordinator.this_worker(), int(sent.numpy()))
+        return pushed
+
+    def update(
+        self,
+        contributions: Sequence[Sequence[tf.Tensor]],
+        weights: Sequence[float] | None = None,
+        staleness: Sequence[int] | None = None,
+    ) -> list[np.ndarray]:
+        """Makes an update from contributions that were pushed, and returns the flat logs after it.
+
+        Args:
+          contributions: results of `push`.
+          weights: factors of each contribution's gradients, if `is_weighted`.
+          staleness: of each contribution, likewise.
+        """
+        update = self._update_from(len(contributions))
+        tensors = [tensor for each in contributions for tensor in each]
+        with tf.device(self._home):
+            if self._is_weighted:
+                tensors.append(tf.constant([weights, staleness], tf.float32, [2, len(contributions)]))
+            return self._packing.unpack(update(*tensors))
+
+    def _update_from(self, count: int) -> Callable[..., Any]:
+        if count not in self._updates:
+            weights = [tf.TensorSpec([2, count], tf.float32)] if self._is_weighted else []
+            self._updates[count] = self._trace(self._update, self._specs * count + weights)
+        return self._updates[count]
+
+    def _trace(self, function: Callable[..., Any], specs: Sequence[Any]) -> Callable[..., Any]:
+        return one_replica.trace(self._strategy, function, specs)
+
+    # What is traced.
+
+    def _contribute_next(self, iterator: Any) -> list[tf.Tensor]:
+        return self._contribute(iterator.get_next())
+
+    def _contribute_batch(self, *flat: tf.Tensor) -> list[tf.Tensor]:
+        return self._contribute(tf.nest.pack_sequence_as(self._spec, flat, expand_composites=True))
+
+    def _contribute(self, batch: Any) -> list[tf.Tensor]:
+        worker = self._strategy.extended.worker_devices[0]
+        with self._as_replica(worker), self._transfer.contributing(self.model, worker):
+            rows = splitting.rows(batch)
+            with coordinated_variable.watched(self._step.written_past_keras):
+                contribution = placement.followed_by_strategy(self._strategy, self._step.contribute)(batch)
+        contribution = self._transfer.placed(contribution, rows)
+        if self._encoding is not None:
+            with self._as_replica(worker):
+                gradients = encoding.unscaled(contribution.gradients, self._step.targets())
+            contribution = contribution._replace(gradients=gradients)
+        self._rows = RowPieces(contribution.gradients, self._step.targets())
+        with self._as_replica(worker):
+            contribution = contribution._replace(gradients=self._rows.split(contribution.gradients))
+        self._place(contribution)
+        return self._bundles.pack(tf.nest.flatten(contribution, expand_composites=True))
+
+    def _place(self, contribution: Contribution) -> None:
+        """Chooses the devices of a contribution: those of the variables and shards, and the first one for the rest."""
+        self._template = contribution
+        self._home = (self._rows.devices or [SERVER_DEVICE])[0]
+        flat = tf.nest.flatten(contribution, expand_composites=True)
+        destinations = self._destinations(contribution)
+        if self._encoding is None:
+            self._bundles = self._transfer.bundles(flat, destinations, replicas.homes_of(self._strategy, flat))
+            return
+        groups = self._encoding.groups(contribution.gradients, self._rows.targets, self._rows.devices)
+        self._bundles = encoding.EncodedBundles(self._encoding, groups, flat, destinations, self._transfer.bundles)
+
+    def _destinations(self, contribution: Contribution) -> list[str]:
+        destinations: list[str] = []
+        for gradient, device in zip(contribution.gradients, self._rows.devices, strict=True):
+            destinations += [device] * len(tf.nest.flatten(gradient, expand_composites=True))
+        rest = contribution._replace(gradients=[])
+        return destinations + [self._home] * len(tf.nest.flatten(rest, expand_composites=True))
+
+    def _to_servers(self, *bundles: tf.Tensor) -> list[tf.Tensor]:
+        if not isinstance(self._bundles, encoding.EncodedBundles):
+            return self._bundles.send(bundles)
+        pushed, sent = self._bundles.send(bundles)
+        return [*pushed, sent]
+
+    def _update(self, *flat: tf.Tensor) -> list[tf.Tensor]:
+        size = len(self._specs)
+        count = (len(flat) - self._is_weighted) // size
+        contributions = [self._pack(flat[start : start + size]) for start in range(0, count * size, size)]
+        weights, staleness = [1.0] * count, [0] * count
+        if self._is_weighted:
+            weights, staleness = tf.unstack(flat[-1][0], count), tf.unstack(flat[-1][1], count)
+        if self._transforms.has(ARRIVAL):
+            facts = zip(contributions, weights, staleness, strict=True)
+            contributions = [self._arrived(*each, count) for each in facts]
+        if self._is_weighted:
+            contributions = [weigh(*each, self._rows.devices) for each in zip(contributions, weights, strict=True)]
+        with self._as_replica(self._home):
+            total = add_up(contributions, self._rows.devices)
+            gradients = total.gradients
+            if self._encoding is not None:
+                gradients = encoding.scaled(gradients, self._rows.targets, self._rows.devices)
+            total = total._replace(gradients=self._rows.joined(gradients))
+            self._step.update(total, lambda variable: tf.device(variable.value.device))
+            for variable, count in zip(self._step.counters, total.counts, strict=True):
+                variable.value.assign_add(tf.cast(count, variable.dtype))
+            return self._packing.pack(self._step.logs(total))
+
+    def _arrived(self, contribution: Contribution, weight: Any, staleness: Any, count: int) -> Contribution:
+        with self._as_replica(self._home):
+            joined = contribution._replace(gradients=self._rows.joined(contribution.gradients))
+            found = self._step.arrived(joined, weight, staleness, count, is_scaled=self._encoding is None)
+            return contribution._replace(gradients=self._rows.split(found))
+
+    def _as_replica(self, device: str) -> Any:
+        return one_replica.replica_on(self._strategy, device)
+
+    def _pack(self, flat: Sequence[tf.Tensor]) -> Contribution:
+        return tf.nest.pack_sequence_as(self._template, self._bundles.unpack(flat), expand_composites=True)
+
+
+def part_of(batch: Sequence[tf.Tensor], spec: Any, part: int, num_parts: int) -> list[tf.Tensor]:
+    """Returns a worker's part of a flat batch."""
+    whole = tf.nest.pack_sequence_as(spec, batch, expand_composites=True)
+    return tf.nest.flatten(splitting.cut(whole, part, num_parts), expand_composites=True)

@@ -1,0 +1,429 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls from the chief to the function of one server process (`compat/tensorflow/servers`).
+
+A server that stands still holds up the calling thread alone: request and answer are copied by operations, which wait
+without Python's lock, and not by NumPy, which keeps it.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.compat.keras.optimizers import optimizers_of
+from tfdist.compat.tensorflow import coordinator, graphs, servers
+from tfdist.compat.tensorflow.coordinator import CHIEF_DEVICE
+from tfdist.compression import error_feedback, on_servers
+from tfdist.coordination.usage import USAGE_REQUEST, Usage
+from tfdist.engines.transfer.encoding import Encoding
+from tfdist.step.gradients import Kept, Memory
+from tfdist.tables.row_blocks import BLOCK_BYTES
+from tfdist.transforms import REPLICA
+
+
+def call_server(task: str, request: bytes, *arguments: tf.Tensor) -> np.ndarray:
+    """Calls the function of a server process, and waits for its answer without a time limit.
+
+    Args:
+      task: name of the process, such as "worker:0".
+      request: first argument of the function.
+      *arguments: further ones, tensors on the chief.
+
+    Returns:
+      The answer, uint8.
+    """
+    job, _, index = task.partition(":")
+    with tf.init_scope():
+        with tf.device(CHIEF_DEVICE):
+            inputs = [tf.constant(request), *arguments]
+        with tf.device(f"/job:{job}/replica:0/task:{index}/device:CPU:0"):
+            (answer,) = servers.call_function(inputs, [tf.uint8])
+        with tf.device(CHIEF_DEVICE):
+            answer = tf.identity(answer)
+    return answer.numpy()
+
+
+def within(timeout_secs: float, task: str, function: Callable[[], Any]) -> Any:
+    """Returns what `function` returns, which calls `task`, or raises its error.
+
+    It runs in a thread of its own, which is left behind if it takes too long.
+
+    Raises:
+      TimeoutError: it took longer than `timeout_secs`.
+    """
+    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            coordinator.clear_error()
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=f"tfdist call to {task}", daemon=True).start()
+    if not concurrent.futures.wait([future], timeout_secs).done:
+        raise TimeoutError(
+            f"{task} has not answered for {timeout_secs:g} s, although it is not lost: its process may be stopped. End "
+            "the process, so that it is replaced, or give a busy machine more time with stall_timeout_secs. Received: "
+            f"stall_timeout_secs={timeout_secs:g}"
+        )
+    return future.result()
+
+
+# State of codecs in the workers' processes: for checkpoints, and a check of all server processes at construction.
+#
+# The state of a worker that is lost is lost with its process; a replacement begins with an empty one.
+
+
+# Server processes that are asked at the same time.
+_THREADS = 16
+
+
+def check_codecs(num_workers: int, num_ps: int, timeout_secs: float) -> None:
+    """Checks that codecs can be called in all server processes.
+
+    Raises:
+      RuntimeError: a server process was not started by tfdist; it is named.
+      TimeoutError: a server process has not answered for `timeout_secs`.
+    """
+    tasks = [f"worker:{index}" for index in range(num_workers)] + [f"ps:{index}" for index in range(num_ps)]
+
+    def check(task: str) -> str | None:
+        try:
+            within(timeout_secs, task, lambda: call_server(task, on_servers.probe_request()))
+        except (tf.errors.OpError, RuntimeError) as error:
+            # A worker that is being restarted is not checked.
+            return None if coordinator.is_task_failure(error) else task
+        return None
+
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
+        without = [task for task in threads.map(check, tasks) if task is not None]
+    if without:
+        raise RuntimeError(
+            "policies: Compression has each server process encode or decode, which only processes of tfdist can: have "
+            "each task construct tfdist.ParameterServerStrategy, and run one version of tfdist. Received: a server "
+            f"without codecs at {', '.join(without)}"
+        )
+
+
+class CodecStates:
+    """The codec's states in the workers' processes. A `policies.saved_state.WorkerState`.
+
+    Args:
+      encoding: of the strategy.
+      coordinator: the `ClusterCoordinator` of the workers.
+      num_workers: number of workers.
+      timeout_secs: longest wait for a block of the state of a worker that is not lost; then TimeoutError is raised. A
+        large state takes longer, as long as its blocks are sent.
+      block_bytes: bytes of a block.
+    """
+
+    def __init__(
+        self,
+        encoding: Encoding,
+        coordinator: Any,
+        num_workers: int,
+        timeout_secs: float,
+        block_bytes: int = BLOCK_BYTES,
+    ) -> None:
+        self._encoding, self._coordinator, self._num_workers = encoding, coordinator, num_workers
+        self._timeout_secs, self._block_bytes = timeout_secs, block_bytes
+
+    def collect(self, model: Any) -> tuple[Any, list[Any]]:
+        """See `WorkerState.collect`: for each worker and optimizer one array, uint8; empty for a lost worker."""
+        optimizers = optimizers_of(model)
+        requests = [on_servers.collect_request(self._encoding.prefix_of(optimizer)) for optimizer in optimizers]
+
+        def states_of(worker: int) -> list[np.ndarray]:
+            return [self._state_of(f"worker:{worker}", request) for request in requests]
+
+        by_worker = self._on_each(range(self._num_workers), states_of)
+        empty = [np.zeros(0, np.uint8)] * len(requests)
+        arrays = [array for worker in range(self._num_workers) for array in by_worker.get(worker, empty)]
+        return {"codec": repr(self._encoding.codec), "optimizers": len(requests)}, arrays
+
+    def distribute(self, model: Any, described: Any, arrays: Sequence[Any]) -> None:
+        """See `WorkerState.distribute`. The state of workers that are not there any more is dropped."""
+        if described is None:
+            return
+        optimizers = optimizers_of(model)
+        count = len(optimizers)
+        if described != {"codec": repr(self._encoding.codec), "optimizers": count}:
+            error_feedback.say_begins_anew(described["codec"], self._encoding.codec)
+            return
+        requests = [on_servers.restore_request(self._encoding.prefix_of(optimizer)) for optimizer in optimizers]
+
+        def restore(worker: int) -> None:
+            for request, saved in zip(requests, arrays[worker * count : (worker + 1) * count], strict=True):
+                for first in range(0, saved.size, self._block_bytes):
+                    block, position = saved[first : first + self._block_bytes], np.array([first, saved.size])
+                    self._call(f"worker:{worker}", request, block, position)
+
+        saved_workers = len(arrays) // count if count else 0
+        self._on_each(range(min(self._num_workers, saved_workers)), restore)
+
+    def _state_of(self, worker: str, request: bytes) -> np.ndarray:
+        """Returns the state of a worker, fetched block by block; empty if its process was replaced meanwhile."""
+        whole, first = np.zeros(0, np.uint8), 0
+        while not first or first < whole.size:
+            answer = self._call(worker, request, np.array([first, self._block_bytes]))
+            total, block = on_servers.block_of(answer)
+            if not total:
+                return np.zeros(0, np.uint8)
+            if not first:
+                whole = np.empty(total, np.uint8)
+            whole[first : first + block.size] = block
+            first += block.size
+        return whole
+
+    def _call(self, worker: str, request: bytes, *arrays: np.ndarray) -> np.ndarray:
+        return within(self._timeout_secs, worker, lambda: call_server(worker, request, *map(tf.constant, arrays)))
+
+    def _on_each(self, workers: Sequence[int], function: Callable[[int], Any]) -> dict[int, Any]:
+        """Calls `function` for each worker that is not lost; returns the results of those not lost meanwhile."""
+        results = {}
+        lost = coordinator.lost_workers(self._coordinator)
+        for worker in workers:
+            if worker in lost:
+                continue
+            try:
+                results[worker] = function(worker)
+            except Exception as error:
+                if not coordinator.is_task_failure(error):
+                    raise
+        return results
+
+
+# State of gradient transforms: on a replica in the memory of its worker, for updates on the parameter servers.
+#
+# A worker's state is a resource with a name, which the traced step finds on whichever worker runs it, and makes on a
+# worker that is new.
+
+
+class ServerMemory(Memory):
+    """State of the transforms of a `ParameterServerStrategy`. What a worker has is lost with its process.
+
+    Args:
+      strategy: the strategy.
+      coordinator: the `ClusterCoordinator` of the workers.
+      num_workers: number of workers.
+      timeout_secs: longest wait for a worker that is not lost; then TimeoutError is raised.
+    """
+
+    def __init__(self, strategy: Any, coordinator: Any, num_workers: int, timeout_secs: float) -> None:
+        self._strategy, self._coordinator = weakref.proxy(strategy), coordinator
+        self._num_workers, self._timeout_secs = num_workers, timeout_secs
+        # Of this strategy: a server process may outlive it.
+        self._prefix = uuid.uuid4().hex
+        # By graph: operations on one handle keep their order.
+        self._handles: weakref.WeakKeyDictionary[Any, dict[str, tf.Tensor]] = weakref.WeakKeyDictionary()
+
+    def replica(self) -> tf.Tensor:
+        """See `Memory`: a number that each worker draws once."""
+        spec = tf.TensorSpec([], tf.int64)
+        # Without a seed, also where `tf.random.set_seed` was called: all workers would draw the same.
+        ends = tf.constant([0, 1 << 62], tf.int64)
+        draw = lambda: [tf.raw_ops.RandomUniformInt(shape=tf.zeros([0], tf.int32), minval=ends[0], maxval=ends[1])]  # noqa: E731
+        (number,) = self._read_on_worker(["replica"], [spec], draw)
+        self._write_on_worker(["replica"], [spec], [number])
+        return number
+
+    def read(self, state: Kept) -> list[tf.Tensor]:
+        """See `Memory`."""
+        if state.transform.where == REPLICA:
+            return self._read_on_worker(self._names(state), state.specs, state.initial)
+        return [variable.read_value() for variable in self._on_servers(state)]
+
+    def write(self, state: Kept, values: Sequence[tf.Tensor], is_only: bool) -> None:
+        """See `Memory`."""
+        del is_only
+        if state.transform.where == REPLICA:
+            self._write_on_worker(self._names(state), state.specs, values)
+            return
+        for variable, value in zip(self._on_servers(state), values, strict=True):
+            variable.assign(value, read_value=False)
+
+    def collect(self, states: Sequence[Kept]) -> list[list[np.ndarray]]:
+        """See `Memory`: a worker that is lost has the state of the beginning."""
+        on_servers = {id(each): self._values_on_servers(each) for each in states if each.transform.where != REPLICA}
+
+        def of(worker: int) -> list[np.ndarray]:
+            found: list[np.ndarray] = []
+            for state in states:
+                found += on_servers[id(state)] if id(state) in on_servers else self._values_on(worker, state)
+            return found
+
+        return [of(worker) for worker in range(self._num_workers)]
+
+    def distribute(self, states: Sequence[Kept], values: Callable[[int], Sequence[Sequence[np.ndarray]]]) -> None:
+        """See `Memory`: a worker that is lost begins anew."""
+        for worker, arrays in enumerate(values(self._num_workers)):
+            left = iter(arrays)
+            for state in states:
+                own = [next(left) for _ in state.specs]
+                if state.transform.where == REPLICA:
+                    self._on_worker(
+                        worker,
+                        lambda own=own, state=state: self._write_on_worker(
+                            self._names(state), state.specs, [tf.constant(array) for array in own]
+                        ),
+                    )
+                elif not worker:
+                    for variable, array in zip(self._on_servers(state), own, strict=True):
+                        variable.assign(array)
+
+    def _values_on_servers(self, state: Kept) -> list[np.ndarray]:
+        return [variable.numpy() for variable in self._on_servers(state)]
+
+    def _values_on(self, worker: int, state: Kept) -> list[np.ndarray]:
+        def read() -> list[np.ndarray]:
+            found = self._read_on_worker(self._names(state), state.specs, state.initial)
+            with tf.device(CHIEF_DEVICE):
+                return [tf.identity(each).numpy() for each in found]
+
+        found = self._on_worker(worker, read)
+        return found if found is not None else [each.numpy() for each in graphs.call_outside(state.initial)]
+
+    def _on_worker(self, worker: int, function: Callable[[], Any]) -> Any:
+        """Returns what a function returns, whose operations run on a worker; None if the worker is lost."""
+        if worker in coordinator.lost_workers(self._coordinator):
+            return None
+        device = tf.DeviceSpec.from_string(self._strategy.extended.worker_devices[0])
+        kind = f"device:{device.device_type or 'CPU'}:{device.device_index or 0}"
+
+        def call() -> Any:
+            with tf.device(f"/job:worker/replica:0/task:{worker}/{kind}"):
+                return function()
+
+        try:
+            return within(self._timeout_secs, f"worker:{worker}", call)
+        except Exception as error:
+            if not coordinator.is_task_failure(error):
+                raise
+            return None
+
+    def _names(self, state: Kept) -> list[str]:
+        name = state.held.setdefault("name", uuid.uuid4().hex)
+        return [f"{name}/{index}" for index in range(len(state.specs))]
+
+    def _on_servers(self, state: Kept) -> list[Any]:
+        def make() -> list[Any]:
+            with self._strategy.scope():
+                return [tf.Variable(value, trainable=False, name="transform") for value in state.initial()]
+
+        if "variables" not in state.held:
+            state.held["variables"] = graphs.call_outside(make)
+        return state.held["variables"]
+
+    def _handle(self, name: str, spec: tf.TensorSpec) -> tf.Tensor:
+        def make() -> tf.Tensor:
+            shared_name = f"tfdist/{self._prefix}/{name}"
+            return tf.raw_ops.VarHandleOp(dtype=spec.dtype, shape=spec.shape, shared_name=shared_name)
+
+        if tf.executing_eagerly():
+            return make()
+        of_graph = self._handles.setdefault(tf.compat.v1.get_default_graph(), {})
+        return of_graph[name] if name in of_graph else of_graph.setdefault(name, make())
+
+    def _read_on_worker(
+        self, names: Sequence[str], specs: Sequence[tf.TensorSpec], initial: Callable[[], list[tf.Tensor]]
+    ) -> list[tf.Tensor]:
+        handles = [self._handle(*each) for each in zip(names, specs, strict=True)]
+
+        def read() -> list[tf.Tensor]:
+            return [
+                tf.ensure_shape(tf.raw_ops.ReadVariableOp(resource=handle, dtype=spec.dtype), spec.shape)
+                for handle, spec in zip(handles, specs, strict=True)
+            ]
+
+        is_there = tf.raw_ops.VarIsInitializedOp(resource=handles[0])
+        found = tf.cond(is_there, read, initial)
+        # A list of one is returned as its element.
+        return list(found) if isinstance(found, list | tuple) else [found]
+
+    def _write_on_worker(
+        self, names: Sequence[str], specs: Sequence[tf.TensorSpec], values: Sequence[tf.Tensor]
+    ) -> None:
+        for name, spec, value in zip(names, specs, values, strict=True):
+            tf.raw_ops.AssignVariableOp(resource=self._handle(name, spec), value=value)
+
+
+# Counters of the worker and ps processes, such as the bytes that they have sent, fetched by the chief.
+#
+# Each process samples itself (`serving/task`). The chief has its server return the newest sample: one small
+# operation on that server's CPU, in a thread of its own, which a server that stands still holds up alone.
+
+
+_TIMEOUT_SECS = 5.0
+
+
+class TaskUsages:
+    """Fetches the counters of all tasks; any thread may call it.
+
+    Args:
+      tasks: names of the tasks, such as "worker:0".
+      lost: returns the indices of the workers that are lost now.
+    """
+
+    def __init__(self, tasks: Sequence[str], lost: Callable[[], set[int]]) -> None:
+        self._tasks = tuple(tasks)
+        self._lost = lost
+        self._lock = threading.Lock()
+        self._known: dict[str, Usage] = {}
+        # Bytes and CPU time of a task's former processes.
+        self._former: dict[str, Usage] = {}
+        # Tasks that are being asked, and those that can't answer: their server is of another program.
+        self._asked: set[str] = set()
+        self._foreign: set[str] = set()
+
+    def fetch(self, timeout_secs: float = _TIMEOUT_SECS, only_new: bool = False) -> dict[str, Usage]:
+        """Returns the counters of each task, the last known ones of a task that does not answer in time.
+
+        Args:
+          timeout_secs: longest wait for the answers.
+          only_new: leaves out tasks that do not answer in time, or that another thread is asking.
+        """
+        lost = {f"worker:{index}" for index in self._lost()}
+        with self._lock:
+            free = [each for each in self._tasks if each not in lost | self._asked | self._foreign]
+            self._asked.update(free)
+        threads = [threading.Thread(target=self._ask, args=(each,), daemon=True) for each in free]
+        until = time.monotonic() + timeout_secs
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        with self._lock:
+            answered = [task for task in free if task not in self._asked] if only_new else self._tasks
+            return {task: self._known[task] for task in answered if task in self._known}
+
+    def _ask(self, task: str) -> None:
+        usage, is_foreign = None, False
+        try:
+            usage = Usage.from_json(call_server(task, USAGE_REQUEST).tobytes())
+        except Exception as error:  # Whatever a server answers, the report goes without its counters.
+            is_foreign = isinstance(error, TypeError | tf.errors.InvalidArgumentError)
+            coordinator.clear_error()
+        with self._lock:
+            self._asked.discard(task)
+            if is_foreign:
+                self._foreign.add(task)
+            if usage is not None:
+                self._take(task, usage)
+
+    def _take(self, task: str, usage: Usage) -> None:
+        last = self._known.get(task)
+        if last is not None and last.started_at != usage.started_at:
+            # The task was started again; the bytes of its former process count, too.
+            self._former[task] = last
+        if task in self._former:
+            usage = usage.after(self._former[task])
+        self._known[task] = usage

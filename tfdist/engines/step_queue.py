@@ -1,0 +1,507 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Queue of steps in flight, shared by the chief's main thread and the workers' threads.
+
+A step is *pending* from `put()` until it is done, has failed, or finds no data. Errors of the user's code are stored,
+and raised in the main thread at its next call. Errors of lost tasks are left to the coordinator, which reschedules the
+closure on another worker.
+
+If the data have ended on one worker only, its closure is rescheduled for another worker, and the worker's thread is
+*parked*: the coordinator doesn't support a choice of worker, and could schedule the closure on the same worker again.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.compat.tensorflow import coordinator as closures
+from tfdist.engines.accumulation import Sums
+from tfdist.engines.worker_function import Program
+from tfdist.passes.worker_pass import Batch, Feed, WorkerFeed
+from tfdist.policies import Contribution, Outcome, Update
+
+# Interval at which a wait checks for lost tasks. It delays the detection of errors, not the results.
+_POLL_SECS = 0.5
+# Fetching logs costs a round trip on the worker's thread. Progress bars draw at most 20 times a second.
+LOG_INTERVAL_SECS = 0.05
+# After an error of the user's code, other workers have this long to finish their current step.
+_ERROR_GRACE_SECS = 15.0
+
+
+class StepQueue:
+    """Steps in flight on all workers, under one condition variable.
+
+    Args:
+      coordinator: schedules closures on the workers.
+      num_workers: number of workers of the cluster.
+      clock: seconds, monotonic.
+      stall_timeout_secs: see `AsynchronousEngine`.
+      on_update: see `AsynchronousEngine`.
+
+    Attributes:
+      pending: the steps in flight.
+      logs: the flat result of the newest finished step; None if none was since the chief last wrote a variable.
+      has_news: True if there is something for the main thread to do: an error or a warning of earlier steps, or a step
+        that another worker has to make.
+      on_loss: called when a worker is lost, with True, and when it is back, with False.
+    """
+
+    def __init__(
+        self,
+        coordinator: tf.distribute.coordinator.ClusterCoordinator,
+        num_workers: int,
+        clock: Callable[[], float],
+        stall_timeout_secs: float,
+        on_update: Callable[[Update], object],
+    ):
+        self._coordinator = coordinator
+        self._num_workers = num_workers
+        self.logs: list[np.ndarray] | None = None
+        self._clock = clock
+        self._on_update = on_update
+        self._updates = 0
+        self._updated_at = clock()
+        self.on_loss: Callable[[int, bool], object] = lambda worker, is_lost: None
+        # Gradients lost since the last update.
+        self._ended: list[Contribution] = []
+        self.stall_timeout_secs = stall_timeout_secs
+        self._progressed_at = clock()
+        self._changed = threading.Condition()
+        self.pending: set[Step] = set()
+        self.has_news = False
+        self._handed_back: collections.deque[Step] = collections.deque()
+        self._error: BaseException | None = None
+        self._logs_due_at = 0.0
+        self._logs_on_their_way = False
+        self._finished = 0
+        self._running: set[int] = set()
+        self._lost: set[int] = set()
+        self._cut_short: WorkerFeed | None = None
+        closures.after_each(coordinator, self._find_alive)
+
+    def is_empty(self) -> bool:
+        """True if no step is in flight."""
+        return not self.pending
+
+    def waited_for(self) -> str:
+        """Returns the names of the tasks that the steps in flight wait for."""
+        with self._changed:
+            busy = [f"worker:{worker}" for worker in sorted(self._running)]
+            lost = [f"worker:{worker} (lost; it has to be started again)" for worker in sorted(self._gone())]
+        return ", ".join(busy + lost) or "any worker, to take it"
+
+    def progress(self) -> tuple[str, int] | None:
+        """Returns the current activity and a number that changes with progress, for the stall reporter."""
+        return ("a step", self._finished) if self.pending else None
+
+    # Waiting.
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Waits for a condition that depends on the steps. Raises the error of a failed step."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._error is not None or self._handed_back or condition(), _POLL_SECS)
+                step = self._handed_back.popleft() if self._handed_back else None
+                if step is None and self._error is None:
+                    self.has_news = self._cut_short is not None
+                    if condition():
+                        break
+            if step is not None:
+                with self._changed:
+                    step.queued = True
+                    self._changed.notify_all()
+                self._schedule(step)
+            elif self._error is not None:
+                self._raise_error()
+            elif closures.has_failed(self._coordinator):
+                self._raise_failure()
+            elif self._clock() - self._progressed_at > self.stall_timeout_secs:
+                self._raise_stall()
+        self._warn_of_lost_batches()
+
+    def _warn_of_lost_batches(self) -> None:
+        """Warns, after a pass, of batches that were not used because a worker was lost."""
+        if self._cut_short is None or self.pending:
+            return
+        with self._changed:
+            feed, self._cut_short = self._cut_short, None
+            self.has_news = self._error is not None or bool(self._handed_back)
+        loss = feed.loss(self._gone())
+        if loss:
+            # The caller is in Keras or in this library, so no stack level shows a line of the user's code.
+            warnings.warn(loss, RuntimeWarning, stacklevel=1)
+
+    def _raise_error(self) -> None:
+        """Waits for the other steps to end, and raises the error once."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self.pending) == len(self._handed_back), timeout=_ERROR_GRACE_SECS)
+            error, self._error = self._error, None
+        self.forget_steps()
+        if error is not None:
+            raise error
+
+    def _raise_failure(self) -> None:
+        """Raises the coordinator's fatal error, such as the loss of a parameter server."""
+        try:
+            closures.raise_failure(self._coordinator)
+        finally:
+            self.forget_steps()
+
+    def _raise_stall(self) -> None:
+        """Raises TimeoutError if no step was completed for `stall_timeout_secs`."""
+        missing = self.waited_for()
+        self.forget_steps()
+        raise TimeoutError(
+            f"no step has completed for {self.stall_timeout_secs:g} s; still waiting for {missing}. Start what is "
+            "lost again at the same address, or give a slow step more time with stall_timeout_secs. "
+            f"Received: stall_timeout_secs={self.stall_timeout_secs:g}"
+        )
+
+    def forget_steps(self) -> None:
+        """Cancels the steps in flight; the caller raises the reason. Their late results are ignored."""
+        with self._changed:
+            self.pending.clear()
+            self._handed_back.clear()
+            self.logs = None
+            self._logs_on_their_way = False
+            self._cut_short = None
+            self.has_news = False
+            self._running.clear()
+            self._changed.notify_all()
+
+    # Queuing and running.
+
+    def put(self, step: Step, needs_logs: bool | None = None) -> bool:
+        """Queues a step; only the main thread may call it.
+
+        Args:
+          step: the step.
+          needs_logs: True if the step must fetch its result as logs, False if it need not, though it does so now and
+            then; None if its result is no logs.
+
+        Returns:
+          True if it fetches its result.
+        """
+        now = self._clock()
+        with self._changed:
+            if not self.pending:
+                self._progressed_at = self._updated_at = now
+            if needs_logs is not None:
+                is_due = not self._logs_on_their_way and now >= self._logs_due_at
+                step.wants_logs = needs_logs or self.logs is None or is_due
+                self._logs_on_their_way |= step.wants_logs
+            self.pending.add(step)
+            step.queued = True
+            self._changed.notify_all()
+        self._schedule(step)
+        return step.wants_logs
+
+    def _schedule(self, step: Step) -> None:
+        """Schedules a closure. Main thread only: the coordinator waits for closures, and raises their errors, there."""
+        feed, accumulation = step.feed, step.program.accumulation
+        try:
+            on_workers = None
+            if isinstance(feed, WorkerFeed):
+                on_workers = feed.on_workers or feed.begin()
+            sums = accumulation.on_workers if accumulation else None
+            closures.schedule(self._coordinator, self._execute, step, on_workers, sums)
+        except BaseException:
+            self.forget_steps()
+            raise
+
+    def _execute(self, step: Step, iterator_on_worker: Any, sums: Sums | None) -> None:
+        """Runs a step; in the thread of the worker that took it."""
+        worker, feed = closures.this_worker(), step.feed
+        with self._changed:
+            if step not in self.pending:
+                return
+            step.queued = False
+            step.local_step = self._updates
+            step.started_at = self._clock()
+            count = feed.available(worker, step.count) if isinstance(feed, WorkerFeed) else step.count
+            if count > 0:
+                self._running.add(worker)
+        if count <= 0:
+            self._hand_back(step, worker)
+            return
+        try:
+            self._run(step, worker, count, iterator_on_worker, sums)
+        except Exception as error:
+            if closures.is_task_failure(error):
+                self._lose(step, worker)
+                raise
+            # Errors of the user's step are raised to the user, with their type and message.
+            closures.clear_error()
+            self._finish(step, worker, error=error)
+
+    def _lose(self, step: Step, worker: int) -> None:
+        """Notes the loss of the worker; the coordinator will reschedule the step."""
+        with self._changed:
+            if worker not in self._lost:
+                self._lost.add(worker)
+                self.on_loss(worker, True)
+            if step.is_update and step in self.pending:
+                staleness = self._updates - step.local_step
+                lost = Contribution(worker, step.started_at, self._clock(), Outcome.LOST, staleness, 0.0, 0.0)
+                self._ended.append(lost)
+            if isinstance(step.feed, WorkerFeed):
+                step.feed.lost.add(worker)
+            self._running.discard(worker)
+            step.queued = True
+            self._changed.notify_all()
+
+    def _find_alive(self, worker: int) -> None:
+        """Notes that a worker is back; its thread waits within the failed closure until then.
+
+        Not only when it executes its next closure: until then it builds its data again, and another worker that comes
+        to the end of its share must not take the pass for ended.
+        """
+        # Only this thread adds the worker.
+        if worker not in self._lost:
+            return
+        with self._changed:
+            self._lost.discard(worker)
+            try:
+                self.on_loss(worker, False)
+            except Exception as error:
+                # This thread would end, and with it the worker.
+                self._error, self.has_news = self._error or error, True
+            self._changed.notify_all()
+
+    def _run(self, step: Step, worker: int, count: int, iterator_on_worker: Any, sums: Sums | None) -> None:
+        feed, inputs, batch = step.feed, step.tensors, None
+        if isinstance(feed, WorkerFeed):
+            if feed.in_step:
+                inputs = [iterator_on_worker, *inputs]
+            elif (batch := self._batch(step, iterator_on_worker)) is None:
+                self._hand_back(step, worker)
+                return
+            else:
+                inputs = [*batch, *inputs]
+        is_rest = count == step.count
+        wants_values = is_rest and (step.wants_logs or step.result is not None)
+        made = make_steps(step.program, count, wants_values, inputs, sums)
+        if isinstance(feed, WorkerFeed):
+            if step.batch is not None:
+                step.batch.on_worker = made.batch if batch is None else batch
+            feed.taken[worker] += count
+        if is_rest:
+            self._finish(step, worker, made)
+        else:
+            self._hand_on(step, worker, made, count)
+
+    def _batch(self, step: Step, iterator_on_worker: Any) -> list[Any] | None:
+        """Takes the next batch of the worker; None if it has no data left."""
+        batch = iterator_on_worker.get_next_as_optional()
+        if not bool(batch.has_value()):
+            return None
+        with self._changed:
+            resolve(step.took_batch, True)
+            self._changed.notify_all()
+        return tf.nest.flatten(batch.get_value(), expand_composites=True)
+
+    def _finish(
+        self, step: Step, worker: int, made: MadeSteps | None = None, error: BaseException | None = None
+    ) -> None:
+        values = None if made is None else made.values
+        with self._changed:
+            self._finished += 1
+            now = self._progressed_at = self._clock()
+            if step in self.pending:
+                self.pending.remove(step)
+                self._running.discard(worker)
+                if error is not None:
+                    self._error, self.has_news = self._error or error, True
+                if step.wants_logs:
+                    self._logs_on_their_way = False
+                    self.logs = values
+                    self._logs_due_at = now + LOG_INTERVAL_SECS
+                if made is not None and step.is_update:
+                    self._count_updates(step, worker, made, now)
+            if step.took_batch is not None:
+                resolve(step.took_batch, error is None)
+            if step.result is not None:
+                resolve(step.result, values)
+            self._changed.notify_all()
+
+    def _hand_on(self, step: Step, worker: int, made: MadeSteps, count: int) -> None:
+        """Leaves the rest of an execution to another worker: this one is at the end of its share."""
+        with self._changed:
+            self._finished += 1
+            if step in self.pending:
+                step.count -= count
+                if step.is_update:
+                    self._count_updates(step, worker, made, self._clock())
+        self._hand_back(step, worker)
+
+    def _count_updates(self, step: Step, worker: int, made: MadeSteps, now: float) -> None:
+        num_updates = len(made.staleness)
+        # Of several steps in one execution, the times of the first start and of the last end are known.
+        secs = (now - step.started_at) / num_updates
+        for index, known in enumerate(made.staleness):
+            # The chief's estimate: the updates that arrived while the step was under way.
+            staleness = self._updates - step.local_step if known is None else known
+            start = step.started_at + index * secs
+            gradient = Contribution(worker, start, start + secs, Outcome.ACCEPTED, staleness, 1.0, 0.0)
+            ended, self._ended = self._ended, []
+            self._updates += 1
+            # Updates of several workers may be made in any order.
+            opened_secs, self._updated_at = max(0.0, start + secs - self._updated_at), start + secs
+            self._on_update(Update.of_one(self._updates, gradient, tuple(ended), opened_secs))
+        # The rest of the execution may go to another worker.
+        step.started_at = now
+
+    # The end of the data.
+
+    def _hand_back(self, step: Step, worker: int) -> None:
+        """Reschedules a step of a worker without data for another worker; ends it if no worker has data."""
+        feed: Any = step.feed
+        with self._changed:
+            self._running.discard(worker)
+            self._progressed_at = self._clock()
+            feed.exhausted.add(worker)
+            if self._no_worker_has_data(step):
+                if not feed.ended:
+                    # Once per pass, although several steps may find the end.
+                    self._cut_short, self.has_news = feed, True
+                feed.ended = True
+                self._drop(step)
+                return
+            if step in self.pending:
+                self._handed_back.append(step)
+                self.has_news = True
+                self._changed.notify_all()
+        self._park(worker)
+
+    def _no_worker_has_data(self, step: Step) -> bool:
+        feed = step.feed
+        return isinstance(feed, WorkerFeed) and len(feed.exhausted | self._gone()) == self._num_workers
+
+    def _gone(self) -> set[int]:
+        """Returns the workers that are lost now, those that the coordinator lost between two steps included."""
+        return self._lost | closures.lost_workers(self._coordinator)
+
+    def _drop(self, step: Step) -> None:
+        self.pending.discard(step)
+        if step.wants_logs:
+            self._logs_on_their_way = False
+        resolve(step.took_batch, False)
+        resolve(step.result, None)
+        self._changed.notify_all()
+
+    def _park(self, worker: int) -> None:
+        """Blocks this worker's thread until there is a step for it, or no step at all."""
+        with self._changed:
+            while self.pending and not self._has_work(worker) and not closures.has_failed(self._coordinator):
+                self._changed.wait(_POLL_SECS)
+
+    def _has_work(self, worker: int) -> bool:
+        """Returns True if a step waits that the worker can make, or must drop because no worker can make it."""
+        return any(step.suits(worker) or (step.queued and self._no_worker_has_data(step)) for step in self.pending)
+
+
+# Element of the queue of `AsynchronousEngine`: a step, or the steps of an execution (`steps_per_execution`).
+
+
+@dataclasses.dataclass(eq=False)
+class Step:
+    """Program and batch of a step, and the futures of its result.
+
+    Attributes:
+      count: how many steps are still to be made, one after the other by one worker as long as its share lasts.
+      result: of the last of them, as are the logs.
+    """
+
+    program: Program
+    tensors: Sequence[tf.Tensor]
+    feed: Feed | None = None
+    wants_logs: bool = False
+    took_batch: concurrent.futures.Future | None = None
+    result: concurrent.futures.Future | None = None
+    queued: bool = False
+    # True for an update; and the number of updates and the time when it was last started.
+    is_update: bool = False
+    local_step: int = 0
+    started_at: float = 0.0
+    # The batch, for a loop that may use it again.
+    batch: Batch | None = None
+    count: int = 1
+
+    def suits(self, worker: int) -> bool:
+        """Returns True if `worker` can run the step now. Only that worker's thread calls this."""
+        return self.queued and (not isinstance(self.feed, WorkerFeed) or self.feed.available(worker, 1) > 0)
+
+
+def resolve(future: concurrent.futures.Future | None, value: Any) -> None:
+    """Sets the result of a future, unless it is None or done."""
+    if future is not None and not future.done():
+        future.set_result(value)
+
+
+# The steps of one closure: one step, or those of an execution of Keras (`steps_per_execution`).
+#
+# An execution of K steps is one handle, one closure, and, where the step is small, one call for K - 1 of them and one
+# for the last, which has the result:
+#
+#     Keras' loop (chief)      a worker's thread (chief)          the worker's process
+#       zip(range(K), data):
+#       one handle, K batches
+#       queue one closure  -->  make_steps(count)            -->   K - 1 times: next batch of its share,
+#       logs of the newest                                         read variables, update, add 1 to `counter`
+#       finished closure        the last one alone           -->   once more
+#                          <--  staleness of each, and logs if they are due
+#
+# Ownership: a closure is one worker's as long as its share lasts; the rest goes to another worker as one closure again
+# (`step_queue`). If a worker is lost in the middle, another one repeats the closure: updates that were made are made
+# again, at most K of them. The counter is on a parameter server. It counts the updates of all workers, so the staleness
+# of each of the K updates is exact, although the chief sees them arrive together.
+
+
+@dataclasses.dataclass(frozen=True)
+class MadeSteps:
+    """The outcome of a closure.
+
+    Attributes:
+      values: the flat result of its last step on the chief, if it was wanted.
+      batch: the batch of its last step on the worker, for a loop that may use it again.
+      staleness: for each update, the number of other updates between its reading and its writing of the variables;
+        None where the chief has to estimate it.
+    """
+
+    values: list[np.ndarray] | None
+    batch: Sequence[tf.Tensor]
+    staleness: list[int | None]
+
+
+def make_steps(program: Program, count: int, wants_values: bool, inputs: Sequence[Any], sums: Sums | None) -> MadeSteps:
+    """Makes steps on the worker of the calling thread, one after the other.
+
+    Args:
+      program: the traced step.
+      count: how many steps.
+      wants_values: True if the result of the last one is to be fetched.
+      inputs: the arguments of the step; its batch is the next one of an iterator among them if there are several steps.
+      sums: the worker's sums of gradients, if it accumulates them.
+    """
+    silent, outputs, staleness, chosen = count - wants_values, (), [], program
+    while sums is None and silent >= program.num_several > 1:
+        staleness += program.run_several(*inputs)
+        silent -= program.num_several
+    for is_wanted in [False] * silent + [True] * wants_values:
+        given = inputs
+        if sums is not None:
+            given, is_update = [*inputs, *sums.handles], sums.count == program.accumulation.num_steps - 1
+            chosen = program if is_update else program.adding
+        outputs = chosen.run(*given) if is_wanted else chosen.run_silently(*given)
+        if sums is not None:
+            sums.count = (sums.count + 1) % program.accumulation.num_steps
+        staleness += chosen.staleness_in(outputs)
+    return MadeSteps(chosen.fetch(outputs) if wants_values else None, chosen.batch_in(outputs), staleness)

@@ -1,0 +1,406 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine of `ParameterServerStrategy` with policies of asynchronous training.
+
+It differs from `rounds` in that workers are not synchronized with Keras' steps. Each worker takes the next data,
+computes, sends its gradient to the parameter servers, and starts again as soon as the policies allow it. Gradients wait
+on the parameter servers. Each step of Keras' loop makes one update from the gradients that the policies choose.
+
+    Keras' loop (chief)        a worker's thread (chief)          the worker          the parameter servers
+                               start(): may it?
+                               take(): from what?
+                               contribute  -------------------->  computes     <-->  read the variables
+                               push  ------------------------->   sends it     --->  keep it
+      step(): collect()  <---- hand_over()
+      update  ------------------------------------------------------------------->   weigh, add up, apply
+      applied()
+
+A pass over data of known length has one step per batch. If gradients were dropped, there are fewer updates than steps,
+and the last steps of the pass change nothing.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist import _log
+from tfdist.compat.tensorflow import coordinator
+from tfdist.coordination import delay_hook
+from tfdist.coordination.stream_runner import StreamRunner
+from tfdist.engines import rounds
+from tfdist.engines.rounds import RoundStep, part_of
+from tfdist.passes import worker_pass
+from tfdist.passes.worker_dataset import WorkerDataset, WorkerDatasetFromFunction
+from tfdist.passes.worker_pass import WorkerIterator
+from tfdist.policies.base import Update
+from tfdist.step import gradients
+from tfdist.transforms import ARRIVAL
+
+
+class StreamEngine(rounds.RoundEngine):
+    """Makes updates from contributions that arrive at any time. See `RoundEngine` for the arguments."""
+
+    _runner: StreamRunner
+    _runner_type = StreamRunner
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Any worker may contribute any part of a batch.
+        self.num_parts = self.replicas_to_aggregate
+        self._step: RoundStep | None = None
+        self._iterator: WorkerIterator | None = None
+        self._feed = Feed()
+        self._logs: list[np.ndarray] | None = None
+        # Number of updates at the beginning of this pass; None after the warning about too few updates.
+        self._begun_at: int | None = 0
+
+    def distribute(self, dataset: tf.data.Dataset) -> WorkerDataset:
+        """Returns a data set of handles, of whose batches each worker reads its share, in parts."""
+        return WorkerDataset(self, self._in_order(dataset), self._engine.data_sharding, self.num_parts)
+
+    def distribute_own(self, datasets: Sequence[tf.data.Dataset]) -> WorkerDataset:
+        """See `RoundEngine.distribute_own`; the batches are read in parts."""
+        return WorkerDatasetFromFunction(self, datasets, self.num_parts)
+
+    def prepare(self, step: Callable[..., Any], element_spec: Any) -> RoundStep:
+        """See `RoundEngine.prepare`."""
+        return RoundStep(
+            self._strategy,
+            step,
+            self._transfer,
+            element_spec,
+            self.replicas_to_aggregate,
+            self.replicas_to_aggregate,
+            is_weighted=self._policy.is_weighted or gradients.of(self._strategy).has(ARRIVAL),
+            is_relative=True,
+        )
+
+    def step(self, step: RoundStep, iterator: WorkerIterator) -> list[np.ndarray]:
+        """See `RoundEngine.step`."""
+        with self._reporter.waiting("an update"):
+            self._begin(step, iterator)
+            with self._phase(step):
+                self._reside(step, iterator, None)
+                with self._runner.wanted():
+                    try:
+                        made = self._update(step, iterator)
+                    except BaseException:
+                        # Before the contributions are discarded, so that no worker starts again with the failed step.
+                        self._leave()
+                        raise
+            if made is None:
+                return self._without_update(iterator)
+        update, self._logs = made
+        self._redeem(iterator)
+        self._on_update(update)
+        return self._logs
+
+    def _update(self, step: RoundStep, iterator: WorkerIterator) -> tuple[Update, list[np.ndarray]] | None:
+        """Makes an update, and returns it with the logs after it; None if no gradient is left."""
+        collected = self._collect(step, iterator, None)
+        if collected is None:
+            return None
+        contributions, update = collected
+        logs = step.update(contributions, update.weights, update.staleness)
+        self._runner.applied()
+        self._updates += 1
+        return update, logs
+
+    def _begin(self, step: RoundStep, iterator: WorkerIterator) -> None:
+        """Prepares for another step function, or another pass over the data."""
+        if step is self._step and iterator is self._iterator:
+            return
+        # Remaining contributions are of another model, or of a `fit` that was interrupted.
+        self._leave()
+        self._runner.discard()
+        if step is not self._step:
+            self._step, self._logs = step, None
+        if iterator is not self._iterator:
+            self._feed = self._feed_of(iterator)
+            self._iterator, self._begun_at = iterator, self._updates
+            self._runner.resume()
+        if self._feed.from_chief:
+            step.prepare_for_batches()
+
+    def _feed_of(self, iterator: WorkerIterator) -> Feed:
+        feed, dataset = iterator.decide(by_chief=False), iterator.dataset
+        if isinstance(feed, worker_pass.ChiefFeed):
+            return Parts(lambda: self._read(feed, iterator.element_spec))
+        if dataset.is_shared_out:
+            return Shares(self._count, dataset.open_shares(), dataset.forget_shares)
+        return Streams(lambda worker: feed.taken.update([worker]))
+
+    def _on_workers(self, iterator: WorkerIterator, parts: Any) -> Any:
+        return super()._on_workers(iterator, parts) if isinstance(self._feed, Streams) else None
+
+    def _read(self, feed: worker_pass.ChiefFeed, element_spec: Any) -> list[Any]:
+        count = self.replicas_to_aggregate
+        # In the thread of one worker, but any worker may be given a part.
+        with tf.device(coordinator.CHIEF_DEVICE):
+            batch = feed.read_ahead()
+            return [part_of(batch, element_spec, part, count) for part in range(count)]
+
+    def _redeem(self, iterator: WorkerIterator) -> None:
+        if isinstance(iterator.feed, worker_pass.ChiefFeed):
+            iterator.feed.redeem_ahead()
+
+    def _without_update(self, iterator: WorkerIterator) -> list[np.ndarray]:
+        """Ends a pass without gradients: raises the end of the data, or makes an empty step if Keras expects one."""
+        if iterator.dataset.cardinality == tf.data.UNKNOWN_CARDINALITY or self._logs is None:
+            iterator.end()
+            raise tf.errors.OutOfRangeError(None, None, "End of sequence")
+        if self._begun_at is not None:
+            _log.say(
+                f"this pass over the data made {self._updates - self._begun_at} updates, fewer than it has "
+                "batches: gradients were dropped, or workers were lost with what they had read"
+            )
+            self._begun_at = None
+        self._redeem(iterator)
+        return self._logs
+
+    def _lose(self, worker: int, is_so: Callable[[], bool] = lambda: True) -> None:
+        def release() -> None:
+            self._feed.release(worker)
+            # Idle workers may take its remaining data.
+            self._runner.resume()
+
+        self._runner.lose(worker, is_so, release)
+
+    # In a worker's thread.
+
+    def _serve(self, residence: Any, iterator_on_worker: Any) -> None:
+        worker, feed = coordinator.this_worker(), self._feed
+        feed.arrive(worker, iterator_on_worker)
+        for local_step in self._started(worker, residence):
+            try:
+                self._contribute_from(feed, residence.step, worker, local_step)
+            except tf.errors.OutOfRangeError:
+                coordinator.clear_error()
+                self._runner.give_up(worker)
+                feed.ended(worker)
+            except Exception as error:
+                if coordinator.is_task_failure(error):
+                    self._lose(worker)
+                    raise
+                coordinator.clear_error()
+                self._runner.fail(worker, local_step, error, self._residence is not residence)
+
+    def _contribute_from(self, feed: Feed, step: RoundStep, worker: int, local_step: int) -> None:
+        source = feed.take(worker)
+        if source is None:
+            self._runner.end(worker, lambda: self._feed is not feed or feed.has_more(worker))
+            return
+        contribution = step.contribute_from(source) if feed.from_chief else step.contribute(source)
+        # After the variables were read: an earlier delay would not make the gradient stale.
+        delay_hook.before_contribution(worker, next(self._attempts[worker]))
+        if self._runner.is_wanted(worker, local_step):
+            self._runner.hand_over(worker, local_step, step.push(contribution))
+        feed.used(worker)
+
+
+# Sources of batches, or of parts of batches, for workers that are not synchronized with Keras' steps.
+#
+#     Shares    one shard of the data per worker: a worker reads its own shard, and then a shard without a reader (its
+#               worker was lost, or doesn't take part yet), from the position of its last reader
+#     Streams   each worker reads its own iterator to the end
+#     Parts     the chief reads the data, and a worker takes the next part
+#
+# The workers' threads on the chief call them. A part that was taken and not used, because its worker was lost, is
+# assigned again; so each part is used once.
+
+
+class Feed:
+    """Interface of all three; each call concerns one worker.
+
+    Attributes:
+      from_chief: True if `take` returns a batch, and not an iterator on the worker.
+    """
+
+    from_chief = False
+
+    def arrive(self, worker: int, iterator: Any) -> None:
+        """Notes that `worker` takes part, with its own iterator if each worker has one."""
+
+    def take(self, worker: int) -> Any | None:
+        """Returns the source of the next contribution of `worker`; None at the end."""
+        raise NotImplementedError
+
+    def used(self, worker: int) -> None:
+        """Notes that the last `take` of `worker` was used in a contribution."""
+
+    def ended(self, worker: int) -> None:
+        """Notes that the iterator of `worker` has ended."""
+
+    def has_more(self, worker: int) -> bool:
+        """Returns True if `take` has a source for `worker`, or may have one."""
+        raise NotImplementedError
+
+    def release(self, worker: int) -> None:
+        """Notes that `worker` was lost."""
+
+
+class Streams(Feed):
+    """An iterator on each worker.
+
+    Args:
+      used: called for each contribution, so that a restarted worker skips the batches that it has used.
+    """
+
+    def __init__(self, used: Callable[[int], None] = lambda worker: None) -> None:
+        self._used = used
+        self._lock = threading.Lock()
+        self._iterators: dict[int, Any] = {}
+        self._at_end: set[int] = set()
+
+    def arrive(self, worker: int, iterator: Any) -> None:
+        """Notes that `worker` takes part, with its own iterator."""
+        with self._lock:
+            self._iterators[worker] = iterator
+
+    def take(self, worker: int) -> Any | None:
+        """Returns the iterator of `worker`; None at the end."""
+        with self._lock:
+            return None if worker in self._at_end else self._iterators[worker]
+
+    def used(self, worker: int) -> None:
+        """Notes that the last `take` of `worker` was used in a contribution."""
+        self._used(worker)
+
+    def ended(self, worker: int) -> None:
+        """Notes that the iterator of `worker` has ended."""
+        with self._lock:
+            self._at_end.add(worker)
+
+    def has_more(self, worker: int) -> bool:
+        """Returns True if `take` has a source for `worker`."""
+        with self._lock:
+            return worker not in self._at_end
+
+
+class Shares(Feed):
+    """Shares of the data, each read by one worker at a time.
+
+    Args:
+      count: number of shares, one for each worker.
+      open_share: makes an iterator over share `share` without its first `position` parts, on the worker of this thread.
+      forget: called with a worker that was lost, whose iterators are gone.
+    """
+
+    def __init__(
+        self, count: int, open_share: Callable[[int, int], Any], forget: Callable[[int], None] = lambda worker: None
+    ) -> None:
+        self._open_share = open_share
+        self._forget = forget
+        self._lock = threading.Lock()
+        self._free = set(range(count))
+        self._positions = [0] * count
+        # Worker -> its share, and the iterator over it.
+        self._held: dict[int, int] = {}
+        self._iterators: dict[int, Any] = {}
+
+    def take(self, worker: int) -> Any | None:
+        """Returns the iterator over the share of `worker`, or over a share without a reader; None at the end."""
+        with self._lock:
+            if worker not in self._held:
+                if not self._free:
+                    return None
+                share = worker if worker in self._free else min(self._free)
+                self._free.discard(share)
+                self._held[worker] = share
+            share = self._held[worker]
+        if worker not in self._iterators:
+            # Only this worker's thread opens it.
+            self._iterators[worker] = self._open_share(share, self._positions[share])
+        return self._iterators[worker]
+
+    def used(self, worker: int) -> None:
+        """Notes that the last `take` of `worker` was used in a contribution."""
+        with self._lock:
+            if worker in self._held:
+                self._positions[self._held[worker]] += 1
+
+    def ended(self, worker: int) -> None:
+        """Notes that the share of `worker` has ended."""
+        with self._lock:
+            self._held.pop(worker, None)
+            self._iterators.pop(worker, None)
+
+    def has_more(self, worker: int) -> bool:
+        """Returns True if `take` has a source for `worker`."""
+        with self._lock:
+            return worker in self._held or bool(self._free)
+
+    def release(self, worker: int) -> None:
+        """Notes that `worker` was lost: another worker may continue its share."""
+        with self._lock:
+            if (share := self._held.pop(worker, None)) is not None:
+                self._free.add(share)
+            self._iterators.pop(worker, None)
+        self._forget(worker)
+
+
+class Parts(Feed):
+    """Parts of batches that the chief reads.
+
+    Args:
+      read: returns the parts of the next batch, each a flat list of tensors.
+    """
+
+    from_chief = True
+
+    def __init__(self, read: Callable[[], list[Any]]) -> None:
+        self._read = read
+        self._lock = threading.Lock()
+        # A lock of its own, because reading may take long.
+        self._reading = threading.Lock()
+        self._parts: collections.deque[Any] = collections.deque()
+        self._taken: dict[int, Any] = {}
+        self._at_end = False
+
+    def take(self, worker: int) -> Any | None:
+        """Returns the next part; None at the end."""
+        while True:
+            with self._lock:
+                if self._parts:
+                    part = self._taken[worker] = self._parts.popleft()
+                    return part
+                if self._at_end:
+                    return None
+            with self._reading:
+                if self.has_more(worker):
+                    self._read_more()
+
+    def _read_more(self) -> None:
+        with self._lock:
+            if self._parts:
+                return
+        try:
+            parts = self._read()
+        except tf.errors.OutOfRangeError:
+            with self._lock:
+                self._at_end = True
+            return
+        with self._lock:
+            self._parts.extend(parts)
+
+    def has_more(self, worker: int) -> bool:
+        """Returns True if `take` has a source for `worker`, or may have one."""
+        del worker
+        with self._lock:
+            return bool(self._parts) or not self._at_end
+
+    def used(self, worker: int) -> None:
+        """Notes that the last `take` of `worker` was used in a contribution."""
+        with self._lock:
+            self._taken.pop(worker, None)
+
+    def release(self, worker: int) -> None:
+        """Notes that `worker` was lost: another worker takes its part."""
+        with self._lock:
+            if (part := self._taken.pop(worker, None)) is not None:
+                self._parts.appendleft(part)

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Encodes the dense gradients of a contribution on the worker, and decodes them on the parameter servers.
+
+    worker                                          each parameter server
+      gradients of its variables
+      --> encode, with the state of this worker      decode, next to the sum and the update
+                                        --message-->
+
+There is one message for each parameter server and optimizer, and one state of the codec for each message, in the memory
+of the worker's process. `HalfPrecision` has no state. Everything else of a contribution (embedding rows, counts, logs)
+is sent as it is, in bundles.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import threading
+import uuid
+import weakref
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.compat.keras.optimizers import loss_scale_of
+from tfdist.compat.tensorflow import servers
+from tfdist.compression import HalfPrecision, codec, gathered, on_servers
+from tfdist.transport.bundles import Bundles
+
+# A device without a job is on the worker that runs the step.
+_ON_WORKER = "/device:CPU:0"
+# Dtypes of a message: a frame, and the name of its sender.
+_MESSAGE = (tf.uint8, tf.uint8)
+
+
+class Encoding:
+    """Codec of a strategy, the names of its states, and the bytes that each worker has sent.
+
+    Args:
+      chosen: a codec that `on_servers.check` accepts.
+      num_workers: number of workers.
+      variables: see `tfdist.Compression`.
+    """
+
+    def __init__(self, chosen: codec.Codec, num_workers: int, variables: str | None = None) -> None:
+        self.codec = chosen
+        self._variables = variables
+        # Of this strategy: a server process may outlive it.
+        self._prefix = uuid.uuid4().hex
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._count = 0
+        self._lock = threading.Lock()
+        self._sent = [0] * num_workers
+
+    @property
+    def read_dtype(self) -> tf.DType | None:
+        """Dtype to which variables are rounded for their way to a worker; None if they are sent as they are."""
+        name = self._variables or (self.codec.dtype if isinstance(self.codec, HalfPrecision) else None)
+        return tf.as_dtype(name) if name else None
+
+    def count(self, worker: int, sent: int) -> None:
+        """Adds bytes that a worker has sent; any thread may call it."""
+        with self._lock:
+            self._sent[worker] += sent
+
+    def bytes_sent(self) -> list[int]:
+        """Returns the bytes that each worker has sent so far."""
+        with self._lock:
+            return list(self._sent)
+
+    def prefix_of(self, optimizer: Any) -> str:
+        """Returns the beginning of the names of an optimizer's states."""
+        with self._lock:
+            if optimizer not in self._numbers:
+                self._numbers[optimizer] = self._count
+                self._count += 1
+            return self._prefix_of(self._numbers[optimizer])
+
+    def ended(self) -> list[str]:
+        """Returns the prefixes of optimizers that exist no more, whose states the workers may drop."""
+        with self._lock:
+            return [self._prefix_of(number) for number in sorted({*range(self._count)} - {*self._numbers.values()})]
+
+    def _prefix_of(self, number: int) -> str:
+        return f"{self._prefix}/{number}/"
+
+    def groups(
+        self, gradients: Sequence[Any], targets: Sequence[tuple[Any, Any]], devices: Sequence[str]
+    ) -> list[Group]:
+        """Groups the gradients that are encoded, by parameter server and optimizer.
+
+        Args:
+          gradients: of a contribution, dense or `tf.IndexedSlices`.
+          targets: optimizer and variable of each.
+          devices: device of each variable.
+        """
+        members: dict[tuple[str, str], list[int]] = collections.defaultdict(list)
+        positions: list[int] = []
+        position = 0
+        for index, (gradient, (optimizer, _), device) in enumerate(zip(gradients, targets, devices, strict=True)):
+            positions.append(position)
+            position += len(tf.nest.flatten(gradient, expand_composites=True))
+            if is_encoded(gradient):
+                members[self.prefix_of(optimizer), device].append(index)
+        found = []
+        # Not the index: the rows of a table in shards are as many entries as there are servers.
+        numbers: dict[int, int] = {}
+        for _, variable in targets:
+            numbers.setdefault(id(variable), len(numbers))
+        for (prefix, device), indices in members.items():
+            names = ",".join(f"{targets[index][1].path}:{numbers[id(targets[index][1])]}" for index in indices)
+            specs = [tf.TensorSpec(gradients[index].shape, gradients[index].dtype) for index in indices]
+            key = f"{prefix}{device} {zlib.crc32(names.encode()):08x}"
+            found.append(Group(key, device, [positions[index] for index in indices], specs))
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Gradients of one message.
+
+    Attributes:
+      key: name of the codec's state.
+      device: device of the variables.
+      positions: of the gradients, in the flat contribution.
+      specs: of the gradients.
+    """
+
+    key: str
+    device: str
+    positions: list[int]
+    specs: list[tf.TensorSpec]
+
+
+class EncodedBundles:
+    """`Bundles` of which some tensors are encoded when they are sent.
+
+    Args:
+      encoding: of the strategy.
+      groups: the encoded tensors.
+      specs: the tensors, or their specs.
+      devices: for each the device that it is sent to.
+      bundle: makes the `Bundles` of the other tensors from their specs and devices.
+    """
+
+    def __init__(
+        self,
+        encoding: Encoding,
+        groups: Sequence[Group],
+        specs: Sequence[Any],
+        devices: Sequence[str],
+        bundle: Callable[[Sequence[Any], Sequence[str]], Bundles],
+    ) -> None:
+        self._codec, self._ended = encoding.codec, encoding.ended()
+        self._groups = list(groups)
+        self._encoded = [position for group in self._groups for position in group.positions]
+        self._others = sorted(set(range(len(specs))) - set(self._encoded))
+        self._bundles = bundle([specs[index] for index in self._others], [devices[index] for index in self._others])
+
+    def pack(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns the bundles, and behind them the tensors that will be encoded; all on the worker."""
+        others = self._bundles.pack([tensors[index] for index in self._others])
+        return [*others, *(tensors[index] for index in self._encoded)]
+
+    def unpack(self, packed: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns the tensors that were packed, in their order."""
+        count = len(self._bundles.devices)
+        tensors = dict(zip(self._others, self._bundles.unpack(packed[:count]), strict=True))
+        tensors |= zip(self._encoded, packed[count:], strict=True)
+        return [tensors[index] for index in range(len(tensors))]
+
+    def send(self, packed: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Sends what `pack` has returned.
+
+        Returns:
+          The same tensors, decoded, on their devices; and the number of bytes that were sent, int64, on the worker.
+        """
+        count = len(self._bundles.devices)
+        received, rest = self._bundles.send(packed[:count]), iter(self._all_or_none_finite(packed[count:]))
+        sent = list(packed[:count])
+        for group in self._groups:
+            message = self._encode(group, [next(rest) for _ in group.positions])
+            sent += message
+            received += self._decode(group, message)
+        with tf.device(_ON_WORKER):
+            return received, tf.add_n([tf.size(each, tf.int64) * each.dtype.size for each in sent])
+
+    def _all_or_none_finite(self, gradients: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
+        """Makes each message not finite if one of them is, so that no state changes in that step."""
+        if len(self._groups) < 2 or not isinstance(self._codec, gathered.GatheredCodec):
+            return gradients
+        with tf.device(_ON_WORKER):
+            is_finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(gradient)) for gradient in gradients])
+            return tf.cond(
+                is_finite,
+                lambda: [tf.identity(gradient) for gradient in gradients],
+                lambda: [tf.fill(gradient.shape, tf.cast(math.nan, gradient.dtype)) for gradient in gradients],
+            )
+
+    def _encode(self, group: Group, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        if not isinstance(self._codec, gathered.GatheredCodec):
+            with tf.device(_ON_WORKER):
+                halves = tf.reshape(tf.bitcast(self._codec.encode(gradients, {})[0], tf.uint8), [-1])
+                return servers.call_function([tf.constant(on_servers.frame_request(group.specs)), halves], _MESSAGE)
+        request = on_servers.encode_request(self._codec, group.specs, group.key, self._ended)
+        with tf.device(_ON_WORKER):
+            flat = [tf.reshape(tf.cast(gradient, tf.float32), [-1]) for gradient in gradients]
+            return servers.call_function([tf.constant(request), *flat], _MESSAGE)
+
+    def _decode(self, group: Group, message: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        if not isinstance(self._codec, gathered.GatheredCodec):
+            with tf.device(on_cpu(group.device)):
+                request = on_servers.content_request(group.specs)
+                (content,) = servers.call_function([tf.constant(request), *message], [tf.uint8])
+            with tf.device(group.device):
+                halves = tf.bitcast(tf.reshape(content, [-1, 2]), tf.as_dtype(self._codec.dtype))
+                return self._codec.decode(halves, group.specs)
+        request = on_servers.decode_request(self._codec, group.specs)
+        with tf.device(on_cpu(group.device)):
+            inputs = [tf.constant(request), *message]
+            flat = servers.call_function(inputs, [tf.float32] * len(group.specs))
+            return [
+                tf.cast(tf.reshape(values, spec.shape), spec.dtype)
+                for values, spec in zip(flat, group.specs, strict=True)
+            ]
+
+
+def is_encoded(gradient: Any) -> bool:
+    """Returns True for dense floating-point gradients of static shape."""
+    is_dense = isinstance(gradient, tf.Tensor)
+    return is_dense and gradient.shape.is_fully_defined() and codec.is_compressible(gradient.dtype)
+
+
+def unscaled(gradients: Sequence[Any], targets: Sequence[tuple[Any, Any]]) -> list[Any]:
+    """Divides the gradients that are encoded by the scale of the loss, which changes from step to step.
+
+    Args:
+      gradients: of a contribution; they get the static shapes of their variables.
+      targets: optimizer and variable of each.
+    """
+    scales = _scales(targets)
+    for gradient, (_, variable) in zip(gradients, targets, strict=True):
+        if isinstance(gradient, tf.Tensor):
+            gradient.set_shape(variable.shape)  # Not known by the gradients of some operations on rows.
+    return [
+        gradient / tf.cast(scale, gradient.dtype) if scale is not None and is_encoded(gradient) else gradient
+        for gradient, scale in zip(gradients, scales, strict=True)
+    ]
+
+
+def scaled(gradients: Sequence[Any], targets: Sequence[tuple[Any, Any]], devices: Sequence[str]) -> list[Any]:
+    """Multiplies them by the present scale of the loss, by which the optimizer divides; on these devices."""
+    result = []
+    for gradient, scale, device in zip(gradients, _scales(targets), devices, strict=True):
+        with tf.device(device):
+            is_changed = scale is not None and is_encoded(gradient)
+            result.append(gradient * tf.cast(scale, gradient.dtype) if is_changed else gradient)
+    return result
+
+
+def on_cpu(device: str) -> str:
+    """Returns the CPU of the task of a device: Python runs there."""
+    return tf.DeviceSpec.from_string(device).replace(device_type="CPU", device_index=0).to_string()
+
+
+def _scales(targets: Sequence[tuple[Any, Any]]) -> list[tf.Tensor | None]:
+    optimizers = {id(optimizer): optimizer for optimizer, _ in targets}
+    scales = {key: loss_scale_of(optimizer) for key, optimizer in optimizers.items()}
+    return [scales[id(optimizer)] for optimizer, _ in targets]

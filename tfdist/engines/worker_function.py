@@ -1,0 +1,459 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step, traced once on the chief, that any worker can run."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.compat.keras import optimizers, placement
+from tfdist.compat.tensorflow import coordinator, graphs
+from tfdist.compat.tensorflow.coordinator import SERVER_DEVICE
+from tfdist.engines import scope_checks
+from tfdist.engines.accumulation import Accumulation
+from tfdist.engines.transfer import plan
+from tfdist.engines.transfer.plan import TransferPlan
+from tfdist.passes import splitting, worker_batch
+from tfdist.passes.worker_batch import WorkerBatch, flat_specs, handles_in
+from tfdist.passes.worker_pass import Batch, Feed, WorkerIterator, find_batch
+from tfdist.step import (
+    function_keys,
+    gradients,
+    keras_steps,
+    one_replica,
+    rehearsal,
+    replica_placement,
+    step_times,
+    used_objects,
+)
+from tfdist.step.packing import Packing
+from tfdist.tables import coordinated_variable
+
+# About the operations of a perceptron of ten layers with Adam.
+_SMALL_STEP_OPERATIONS = 3000
+# As much as is traced in about a second.
+_SEVERAL_OPERATIONS = 8000
+
+
+class Program:
+    """`fn(*args, **kwargs)` in replica context, as a concrete function of flat tensors.
+
+    The batch comes first: an iterator that lives on the worker, or the batch's tensors, or, where the arguments are
+    of several batches, the tensors of each of their parts. All other tensors among the arguments follow.
+
+    Args:
+      strategy: The strategy in whose scope `fn` is traced.
+      fn: The user's step.
+      args: Its positional arguments; tensors and `WorkerBatch`es are placeholders for the values at run time.
+      kwargs: Its keyword arguments, likewise.
+      worker_fed: True if the batch is read from an iterator on the worker.
+      in_parts: True if each part of a batch is an argument.
+      accumulation: Accumulators of the worker's gradients, which are then the last arguments.
+      transfer: Form in which variables and gradients cross the network; stock TensorFlow's by default.
+      counter: Of the updates of all workers, int64; for a step of which a worker makes several in one closure.
+
+    """
+
+    # False if the step only accumulates gradients.
+    _updates = True
+    # How many steps `run_several` makes.
+    num_several = 1
+    # True once `prepare_silent` was called.
+    knows_silence = False
+    # The same step, which accumulates its gradients instead of updating.
+    adding: Program | None = None
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        fn: Callable[..., Any],
+        args: tuple,
+        kwargs: dict[str, Any],
+        worker_fed: bool,
+        in_parts: bool = False,
+        accumulation: Accumulation | None = None,
+        transfer: plan.TransferPlan | None = None,
+        counter: tf.Variable | None = None,
+    ):
+        self._strategy = strategy
+        self._counter = counter
+        self._fn = _converted(fn)
+        self._leaves = tf.nest.flatten((args, kwargs))
+        self._arguments = (args, kwargs)
+        handles, self._in_parts = handles_in(self._leaves), in_parts
+        parts = [handle.element_spec for handle in handles]
+        self._batch_spec = (parts if in_parts else handles[0].whole_spec) if handles else None
+        self._worker_fed = worker_fed and self._batch_spec is not None
+        # A batch that a custom loop has taken on a worker may be given to a second function.
+        self._keeps_batch = self._worker_fed and keras_steps.classify(fn) == "other"
+        self._packing = Packing()
+        self._transfer = transfer or plan.plain()
+        self.accumulation = accumulation
+        self._run = self._trace(self._on_worker)
+        self._silent: Callable[..., list[tf.Tensor]] | None = None
+        self._several: Callable[..., list[tf.Tensor]] | None = None
+        # By worker, on the parameter server: the number of all updates before and after each of several steps.
+        self._counts: dict[int, tf.Variable] = {}
+        if accumulation is not None:
+            self.adding = self._that_adds()
+
+    @property
+    def graph(self) -> tf.Graph:
+        """The graph of the traced step."""
+        return self._run.graph
+
+    @property
+    def dtypes(self) -> list[tf.DType]:
+        """The dtypes of the flat result."""
+        return self._packing.dtypes
+
+    def flatten_arguments(self, args: tuple, kwargs: dict[str, Any]) -> list[tf.Tensor]:
+        """Returns the tensors among the arguments of one call, flat, without the batch."""
+        leaves = [
+            leaf for leaf in tf.nest.flatten((args, kwargs)) if _is_tensor(leaf) and not isinstance(leaf, WorkerBatch)
+        ]
+        return tf.nest.flatten(leaves, expand_composites=True)
+
+    def run(self, *inputs: Any) -> list[tf.Tensor]:
+        """Runs the step on the device of the calling thread; the result stays there (see `fetch`)."""
+        return self._run(*inputs)
+
+    def run_silently(self, *inputs: Any) -> Sequence[tf.Tensor]:
+        """Runs the step without computing its result (see `prepare_silent`)."""
+        return (self._silent or self._run)(*inputs)
+
+    def prepare_silent(self) -> None:
+        """Traces the step without its result, where that is cheap; only the main thread may call it.
+
+        Not a step that counts updates, whose staleness is a part of the result.
+
+        Reading the metrics for an unused result takes a good part of a small step. In a large step the share is small,
+        and a second trace takes long.
+        """
+        self.knows_silence = True
+        is_small = len(self.graph.get_operations()) <= _SMALL_STEP_OPERATIONS
+        if self._silent is None and self._counter is None and not self._keeps_batch and is_small:
+            self._silent = self._trace(self._for_effects)
+        if self.adding is not None:
+            self.adding.prepare_silent()
+
+    def prepare_several(self) -> None:
+        """Traces several steps in one, without their results, where that is cheap; only the main thread may call it.
+
+        They are not a loop of the graph: what crosses the network in one would wait for more signals between the
+        devices than the steps themselves have. Nor is there an output, which would wait for a signal from each write.
+        The last step of an execution is made by itself (`run`).
+        """
+        in_execution = keras_steps.steps_per_execution(self._fn) - 1
+        count = min(in_execution, _SEVERAL_OPERATIONS // len(self.graph.get_operations()))
+        if self._several is None and self._counter is not None and self.accumulation is None and count > 1:
+            specs = [tf.TensorSpec([], tf.resource), *self._input_specs()]
+            self._several = one_replica.trace(self._strategy, functools.partial(self._make_several, count), specs)
+            # The workers' threads look at it: not before the trace is there.
+            self.num_several = count
+
+    def run_several(self, *inputs: Any) -> list[int]:
+        """Makes `num_several` steps, each with the next batch of the iterator; returns the staleness of each update."""
+        if self._several is None:
+            raise RuntimeError("run_several() needs prepare_several(), for a step that is small and has a counter")
+        worker = coordinator.this_worker()
+        if worker not in self._counts:
+            with tf.device(SERVER_DEVICE):
+                self._counts[worker] = tf.Variable(tf.zeros([self.num_several + 1], tf.int64), trainable=False)
+        counts = self._counts[worker]
+        self._several(counts.handle, *inputs)
+        return (np.diff(counts.numpy()) - 1).tolist()
+
+    def _make_several(self, count: int, counts: tf.Tensor, *inputs: Any) -> list[tf.Tensor]:
+        found = [self._count(0)]
+        with coordinated_variable.postponed_additions(self._postponable()):
+            for _ in range(count):
+                self._result_of(*inputs)
+                found.append(self._count(1))
+        with tf.device(SERVER_DEVICE):
+            tf.raw_ops.AssignVariableOp(resource=counts, value=tf.stack(found))
+        return []
+
+    def _postponable(self) -> list[Any]:
+        """Returns the variables of metrics, if the steps do nothing with them but add."""
+        model: Any = keras_steps.model_of(self._fn)
+        return model.metrics_variables if used_objects.has_keras_metrics_only(model) else []
+
+    def _count(self, more: int) -> tf.Tensor:
+        """Adds to the number of updates of all workers, on its parameter server, and returns it there."""
+        counter: Any = self._counter
+        with tf.device(SERVER_DEVICE):
+            # Read at once, and not where the value is used.
+            return tf.convert_to_tensor(counter.assign_add(more)) if more else counter.read_value()
+
+    def staleness_in(self, outputs: Sequence[tf.Tensor]) -> list[int | None]:
+        """Returns the staleness of the update of `run` or `run_silently`: None if not counted; [] if none was made."""
+        if not self._updates:
+            return []
+        if self._counter is None:
+            return [None]
+        before, after = outputs[-1].numpy()
+        return [int(after - before - 1)]
+
+    def _that_adds(self) -> Program:
+        other = copy.copy(self)
+        other._packing, other._updates, other._counter = Packing(), False, None
+        other._run = other._trace(other._on_worker)
+        return other
+
+    def fetch(self, outputs: Sequence[tf.Tensor]) -> list[np.ndarray]:
+        """Copies the outputs of `run` to the chief, in the order of the flat result."""
+        return self._packing.unpack(outputs[: self._packing.num_outputs])
+
+    def batch_in(self, outputs: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
+        """Returns the batch of `run`, on its device; empty unless a custom loop may use it again."""
+        return outputs[self._packing.num_outputs :] if self._keeps_batch else ()
+
+    def rebuild(self, flat: Sequence[Any]) -> Any:
+        """Packs a flat result into the structure that `fn` returned."""
+        return self._packing.rebuild(flat)
+
+    def _trace(self, on_worker: Callable[..., list[tf.Tensor]]) -> Callable[..., list[tf.Tensor]]:
+        traced = one_replica.trace(self._strategy, on_worker, self._input_specs())
+        scope_checks.check_graph(self._fn, traced)
+        return traced
+
+    def _input_specs(self) -> list[Any]:
+        if self._batch_spec is None:
+            batch: list[Any] = []
+        elif self._worker_fed:
+            batch = [tf.data.IteratorSpec(self._batch_spec)]
+        else:
+            batch = flat_specs(self._batch_spec)
+        tensors = [leaf for leaf in self._leaves if _is_tensor(leaf) and not isinstance(leaf, WorkerBatch)]
+        given = [tf.TensorSpec(t.shape, t.dtype) for t in tf.nest.flatten(tensors, expand_composites=True)]
+        return batch + given + (self.accumulation.specs if self.accumulation else [])
+
+    def _on_worker(self, *inputs: Any) -> list[tf.Tensor]:
+        (result, batch), counts = self._counting(*inputs)
+        kept = tf.nest.flatten(batch, expand_composites=True) if self._keeps_batch else []
+        return self._packing.pack(result) + kept + counts
+
+    def _for_effects(self, *inputs: Any) -> list[tf.Tensor]:
+        self._result_of(*inputs)
+        return []
+
+    def _counting(self, *inputs: Any) -> tuple[tuple[Any, Any], list[tf.Tensor]]:
+        """Returns result and batch, and the numbers of all updates before and after this one, if they are counted."""
+        if self._counter is None:
+            return self._result_of(*inputs), []
+        before, result = self._count(0), self._result_of(*inputs)
+        with tf.device(SERVER_DEVICE):
+            return result, [tf.stack([before, self._count(1)])]
+
+    def _result_of(self, *inputs: Any) -> tuple[Any, Any]:
+        """Returns the result of `fn`, and its batch."""
+        batch, rest = self._take_batch(list(inputs))
+        supply, parts = iter(rest), iter(batch if self._in_parts else ())
+        leaves = [self._fill(leaf, batch, parts, supply) for leaf in self._leaves]
+        args, kwargs = tf.nest.pack_sequence_as(self._arguments, leaves)
+        if self.accumulation is None:
+            return self._call(args, kwargs, batch), batch
+        with self.accumulation.traced(list(supply), self._updates):
+            return self._call(args, kwargs, batch), batch
+
+    def _take_batch(self, inputs: list[Any]) -> tuple[Any, list[Any]]:
+        if self._batch_spec is None:
+            return None, inputs
+        if self._worker_fed:
+            return inputs[0].get_next(), inputs[1:]
+        count = len(flat_specs(self._batch_spec))
+        return tf.nest.pack_sequence_as(self._batch_spec, inputs[:count], expand_composites=True), inputs[count:]
+
+    def _fill(self, leaf: Any, batch: Any, parts: Iterator[Any], supply: Any) -> Any:
+        if isinstance(leaf, WorkerBatch):
+            return next(parts) if self._in_parts else leaf.pick(batch)
+        if not _is_tensor(leaf):
+            return leaf
+        if tf.is_tensor(leaf) and not tf.nest.is_nested(leaf) and isinstance(leaf, tf.Tensor):
+            return next(supply)
+        components = [next(supply) for _ in tf.nest.flatten(leaf, expand_composites=True)]
+        return tf.nest.pack_sequence_as(leaf, components, expand_composites=True)
+
+    def _call(self, args: tuple, kwargs: dict[str, Any], batch: Any) -> Any:
+        # A device without a job is on the worker that runs the step.
+        worker, kind = self._strategy.extended.worker_devices[0], keras_steps.classify(self._fn)
+        sending = {"train": self._transfer.training, "test": self._transfer.reading}.get(kind)
+        model = keras_steps.model_of(self._fn)
+        transforms = gradients.of(self._strategy) if kind == "train" else None
+        with (
+            one_replica.replica_on(self._strategy, worker),
+            sending(model, worker) if sending else contextlib.nullcontext(),
+            transforms.alone(model, functools.partial(_facts, batch)) if transforms else contextlib.nullcontext(),
+        ):
+            rows = splitting.rows(batch)
+            fn = self._fn if kind == "other" else tf.autograph.experimental.do_not_convert(self._fn)
+            result = placement.followed_by_strategy(self._strategy, fn)(*args, **kwargs)
+        return self._transfer.placed(result, rows)
+
+
+def _facts(batch: Any, optimizer: Any, grads: Sequence[Any]) -> dict[str, Any]:
+    """Returns what is known of gradients that a worker is about to update with; see `transforms.Info`."""
+    counter = optimizers.iterations_of(getattr(optimizer, "inner_optimizer", optimizer)).value
+
+    def staleness() -> tf.Tensor:
+        # Without an input it is read when the step begins.
+        with tf.control_dependencies(None):
+            begun = counter.stored.read_value()
+        with tf.control_dependencies(step_times.tensors_of(list(grads))):
+            return counter.stored.read_value() - begun
+
+    return {"staleness": staleness, "examples": functools.partial(splitting.rows, batch)}
+
+
+def _converted(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Converts a user's function by AutoGraph, so that Python's control flow on tensors works as it does eagerly."""
+    if keras_steps.classify(fn) != "other":
+        return fn
+    return graphs.converted(fn, by_default=True)
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return tf.is_tensor(leaf)
+
+
+# The programs of functions given to `strategy.run`: each is traced once for each kind of arguments and feed.
+
+
+class Programs:
+    """Traces functions in the scope of a strategy, and keeps the traces.
+
+    Args:
+      strategy: the strategy.
+      coordinator: creates accumulators on the workers.
+      transfer: form in which variables and gradients cross the network.
+
+    Attributes:
+      accumulates: True if a worker that accumulates gradients adds up its own; False if the optimizer adds them up.
+    """
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        coordinator: tf.distribute.coordinator.ClusterCoordinator,
+        transfer: TransferPlan,
+    ) -> None:
+        self._strategy = strategy
+        self._coordinator = coordinator
+        self._transfer = transfer
+        self._of_loops: dict[Any, Any] = {}
+        self._functions = function_keys.Traced()
+        self._counter: tf.Variable | None = None
+        self.accumulates = True
+
+    def kept_for(self, fn: Callable[..., Any]) -> dict[Any, Any]:
+        """Returns the cache of traces of `fn`: the model's own for a step of Keras, else one for all custom loops."""
+        kept = keras_steps.traced_with(fn)
+        return self._of_loops if kept is None else kept
+
+    def find(
+        self,
+        kind: str,
+        fn: Callable[..., Any],
+        args: tuple,
+        kwargs: dict[str, Any],
+        feed: Feed | None,
+        in_parts: bool,
+    ) -> Program:
+        """Returns the program for a call outside of graphs; traces it if it is new.
+
+        Args:
+          kind: see `keras_steps.classify`.
+          fn: the function.
+          args: its positional arguments.
+          kwargs: its keyword arguments.
+          feed: of the pass that the batch is read from; None if the batch is among the arguments.
+          in_parts: see `Program`.
+        """
+        worker_fed = feed is not None and feed.in_step
+        specs = tf.nest.map_structure(spec_of, (args, kwargs))
+        programs, makes_several = self.kept_for(fn), keras_steps.steps_per_execution(fn) > 1
+        key = function_keys.key_of(fn), worker_fed, in_parts, repr(specs), makes_several
+        if key not in programs:
+            self.rehearse(fn, args, kwargs)
+            programs[key] = self.trace(fn, args, kwargs, worker_fed, in_parts)
+            self._functions.note(fn, programs, key)
+        return programs[key]
+
+    def rehearse(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
+        """Creates the variables that the first call of `fn` would create."""
+        rehearsal.before(self._strategy, fn, *worker_batch.as_specs(list(args), kwargs))
+        replica_placement.check_step(self._strategy, fn)
+
+    def trace(
+        self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], worker_fed: bool, in_parts: bool
+    ) -> Program:
+        """Traces `fn`; see `Program` for the arguments."""
+        optimizer, accumulation = keras_steps.accumulates(fn), None
+        if optimizer is not None and self.accumulates:
+            kept, key = self.kept_for(fn), ("accumulation", optimizer)
+            accumulation = kept.get(key) or kept.setdefault(key, Accumulation(self._coordinator, optimizer))
+        counter = self._count_of_updates() if keras_steps.steps_per_execution(fn) > 1 else None
+        return Program(self._strategy, fn, args, kwargs, worker_fed, in_parts, accumulation, self._transfer, counter)
+
+    def _count_of_updates(self) -> tf.Variable:
+        """Returns the number of updates of all workers, on a parameter server; made when it is first needed."""
+
+        def make() -> tf.Variable:
+            with tf.device(coordinator.SERVER_DEVICE):
+                return tf.Variable(0, dtype=tf.int64, trainable=False, name="updates")
+
+        if self._counter is None:
+            # Not one of the model's variables: the caller may be in the strategy's scope, or in a graph.
+            self._counter = graphs.call_outside(make)
+        return self._counter
+
+
+# Arguments of `strategy.run`, and the batches among them: their specs, their values, and the step that reads them.
+
+
+def in_tensors(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Replaces NumPy arrays by tensors, so that a step is not traced for each of their values."""
+    to_tensor = lambda leaf: tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf  # noqa: E731
+    return tf.nest.map_structure(to_tensor, (args, kwargs))
+
+
+def spec_of(leaf: Any) -> Any:
+    """Returns the spec that a step is traced for: for a batch its kind, without its number."""
+    if isinstance(leaf, WorkerBatch):
+        return leaf.kind.spec
+    return tf.type_spec_from_value(leaf) if tf.is_tensor(leaf) else leaf
+
+
+def unused(handles: Sequence[int]) -> Batch | None:
+    """Returns the batch of these handles and marks it as used; None if they have several, or it was used before."""
+    if len(set(handles)) != 1:
+        return None
+    batch = find_batch(handles[0])
+    if batch.is_used:
+        return None
+    batch.is_used = True
+    return batch
+
+
+def parts_on_chief(numbers: Sequence[int], handles: Sequence[WorkerBatch]) -> list[Any]:
+    """Returns the values of the parts that these handles stand for, flat; `numbers` are the batches' numbers."""
+    parts = []
+    for number, handle in zip(numbers, handles, strict=True):
+        whole = tf.nest.pack_sequence_as(handle.whole_spec, find_batch(number).values(), expand_composites=True)
+        parts += tf.nest.flatten(handle.pick(whole), expand_composites=True)
+    return parts
+
+
+def feed_for(kind: str, iterator: WorkerIterator) -> Feed:
+    """Returns the feed of a pass, of which a user's loop makes a step; decides about it if this is the first one.
+
+    If a policy makes the workers read parts of batches, the chief sends whole batches to all other steps.
+    """
+    return iterator.decide(by_chief=kind in ("test", "predict") or iterator.dataset.is_cut)

@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kubernetes objects of a job, as plain data.
+
+One Indexed Job for each kind of task, so that parameter servers need not have the workers' GPUs; a headless Service
+that gives each pod a name; a NetworkPolicy that admits only the job's own pods.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tfdist.cluster import JOB_SECRET_VARIABLE
+from tfdist.launchers.kubernetes import task as kubernetes_task
+from tfdist.launchers.kubernetes.pod_group import GIVEN_UP_EXIT_CODE
+from tfdist.launchers.requests import HOPELESS_EXIT_CODES, TRY_AGAIN_EXIT_CODE
+from tfdist.launchers.shape import Shape
+
+# Annotations in which controllers count replacements, by the variable that passes the count to the wrapper.
+_JOB_COUNTS = {
+    kubernetes_task.FAILURES_VARIABLE: "batch.kubernetes.io/job-index-failure-count",
+    kubernetes_task.IGNORED_VARIABLE: "batch.kubernetes.io/job-index-ignored-failure-count",
+}
+_JOBSET_COUNTS = {kubernetes_task.RESTARTS_VARIABLE: "jobset.sigs.k8s.io/restart-attempt"}
+_MANAGER = {"app.kubernetes.io/managed-by": "tfdist"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Pods:
+    """A job on Kubernetes: its tasks, and the common properties of its pods.
+
+    Args:
+      name: name of the job.
+      shape: the tasks of the job.
+      command: the script and its arguments, or "-m", a module and its arguments.
+      image: image of the container.
+      python: the interpreter in the image.
+      namespace: the namespace; "" for the current one of kubectl.
+      port: port at which each task listens.
+      cpu, memory: resource requests of each pod, as Kubernetes quantities; "" for none.
+      accelerators: resource requests of each pod that computes, such as {"nvidia.com/gpu": 4}.
+      node_selector: labels of the nodes for pods that compute.
+      claims: mount directory by the name of the volume claim.
+      env: variables added to the environment.
+      max_restarts: number of failures that are allowed; with parameter servers, of each kind of task.
+      max_preemptions: number of preemptions that are allowed.
+      grace_secs: time for a pod to end by itself.
+      working_dir: working directory of the script; "" for the image's own.
+    """
+
+    name: str
+    shape: Shape
+    command: tuple[str, ...]
+    image: str
+    python: str = "python3"
+    namespace: str = ""
+    port: int = 2222
+    cpu: str = ""
+    memory: str = ""
+    accelerators: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    node_selector: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    claims: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    max_restarts: int = 3
+    max_preemptions: int = 100
+    grace_secs: int = 120
+    working_dir: str = ""
+
+    @property
+    def roles(self) -> dict[str, int]:
+        """Number of tasks of each kind."""
+        sizes: dict[str, int] = {}
+        for task in self.shape.tasks:
+            sizes[task.type] = sizes.get(task.type, 0) + 1
+        return sizes
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Labels that select the objects of this job."""
+        return {**_MANAGER, "app.kubernetes.io/instance": self.name}
+
+
+def literal(text: str) -> str:
+    """Escapes text, in which Kubernetes would otherwise replace $(NAME) by the value of the variable."""
+    return text.replace("$", "$$")
+
+
+def metadata(pods: Pods, name: str) -> dict[str, Any]:
+    """Returns name, namespace and labels of an object."""
+    namespace = {"namespace": pods.namespace} if pods.namespace else {}
+    return {"name": name, **namespace, "labels": pods.labels}
+
+
+def secret(pods: Pods, value: str) -> dict[str, Any]:
+    """Returns the Secret with the job's secret."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": metadata(pods, pods.name),
+        "type": "Opaque",
+        "stringData": {"job-secret": value},
+    }
+
+
+def service(pods: Pods) -> dict[str, Any]:
+    """Returns the headless Service that names the pods, also before they are ready: they wait for each other."""
+    ports = [{"name": "tasks", "port": pods.port}, {"name": "data", "port": pods.port + 1}]
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata(pods, pods.name),
+        "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": pods.labels, "ports": ports},
+    }
+
+
+def network_policy(pods: Pods) -> dict[str, Any]:
+    """Returns the NetworkPolicy that admits only the job's own pods: TensorFlow's servers authenticate no peer."""
+    own = {"matchLabels": pods.labels}
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": metadata(pods, pods.name),
+        "spec": {"podSelector": own, "policyTypes": ["Ingress"], "ingress": [{"from": [{"podSelector": own}]}]},
+    }
+
+
+def indexed_job(pods: Pods, role: str) -> dict[str, Any]:
+    """Returns the Job for the tasks of one kind, whose pods are replaced one by one."""
+    host = f"{pods.name}-{{type}}-{{index}}.{pods.name}"
+    job = plain_job(pods, role, pods.roles[role], _wrapped(pods, role, host, "job"), [GIVEN_UP_EXIT_CODE])
+    # With a limit for each index, Kubernetes shows pods how often they were replaced. It also waits by index: after the
+    # first failure of four workers that end together 10 s, not 80 s.
+    job["spec"]["backoffLimitPerIndex"] = pods.max_restarts
+    _show_counts(job["spec"]["template"], _JOB_COUNTS)
+    return job
+
+
+def plain_job(
+    pods: Pods, role: str, size: int, command: tuple[str, ...], hopeless: Sequence[int] = ()
+) -> dict[str, Any]:
+    """Returns an Indexed Job that replaces a preempted pod without counting a failure."""
+    rules = [
+        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+        {"action": "Ignore", "onExitCodes": _codes([TRY_AGAIN_EXIT_CODE])},
+        {"action": "FailJob", "onExitCodes": _codes([*HOPELESS_EXIT_CODES, *hopeless])},
+    ]
+    spec = _job_spec(size, pods.max_restarts, rules, _template(pods, role, "task", command))
+    name = f"{pods.name}-{role}"
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata(pods, name), "spec": spec}
+
+
+def jobset(pods: Pods) -> dict[str, Any]:
+    """Returns a JobSet: when one task fails, all tasks start again together."""
+    # A Job that fails by its pod failure policy was preempted, which the JobSet must not count.
+    rules = [
+        {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+        {"action": "FailJob", "onExitCodes": _codes([TRY_AGAIN_EXIT_CODE])},
+    ]
+    host = f"{pods.name}-{{type}}-0-{{index}}.{pods.name}"
+    jobs = []
+    for role, size in pods.roles.items():
+        spec = _job_spec(size, 0, rules, _template(pods, role, "task", _wrapped(pods, role, host, "jobset")))
+        _show_counts(spec["template"], _JOBSET_COUNTS)
+        jobs.append({"name": role, "replicas": 1, "template": {"metadata": {"labels": pods.labels}, "spec": spec}})
+    deciding = list(dict.fromkeys(task.type for task in pods.shape.deciding))
+    uncounted = {
+        "name": "preempted",
+        "action": "RestartJobSetAndIgnoreMaxRestarts",
+        "onJobFailureReasons": ["PodFailurePolicy"],
+    }
+    spec = {
+        "network": {"enableDNSHostnames": True, "subdomain": pods.name, "publishNotReadyAddresses": True},
+        "successPolicy": {"operator": "All", "targetReplicatedJobs": deciding},
+        "failurePolicy": {"maxRestarts": pods.max_restarts, "rules": [uncounted]},
+        "replicatedJobs": jobs,
+    }
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": metadata(pods, pods.name),
+        "spec": spec,
+    }
+
+
+def tfjob(pods: Pods) -> dict[str, Any]:
+    """Returns a TFJob for Kubeflow's training operator v1, which sets TF_CONFIG itself."""
+    names = {"chief": "Chief", "worker": "Worker", "ps": "PS", "evaluator": "Evaluator"}
+    replicas = {}
+    for role, size in pods.roles.items():
+        template = _template(pods, role, "tensorflow", (pods.python, *pods.command))
+        template["spec"]["containers"][0]["ports"] = [{"name": "tfjob-port", "containerPort": pods.port}]
+        del template["spec"]["restartPolicy"]  # The operator sets it.
+        del template["spec"]["subdomain"]
+        replicas[names[role]] = {"replicas": size, "restartPolicy": "OnFailure", "template": template}
+    spec = {
+        "runPolicy": {"backoffLimit": _tfjob_backoff(pods), "cleanPodPolicy": "Running"},
+        "successPolicy": "" if pods.shape.num_ps else "AllWorkers",
+        "tfReplicaSpecs": replicas,
+    }
+    return {"apiVersion": "kubeflow.org/v1", "kind": "TFJob", "metadata": metadata(pods, pods.name), "spec": spec}
+
+
+def _tfjob_backoff(pods: Pods) -> int:
+    """Returns the TFJob's limit of restarts, with which the operator compares the sum over all containers.
+
+    All members restart after each failure, because each member has lost a peer.
+    """
+    return pods.max_restarts * len(pods.shape.members) + 1 if pods.max_restarts else 0
+
+
+def _codes(values: list[int]) -> dict[str, Any]:
+    # The API server accepts only sorted exit codes.
+    return {"containerName": "task", "operator": "In", "values": sorted(values)}
+
+
+def _wrapped(pods: Pods, role: str, host_format: str, form: str) -> tuple[str, ...]:
+    """Returns the command of the wrapper that determines the pod's task, followed by the script."""
+    wrapper = (pods.python, "-P", "-m", "tfdist.launchers.kubernetes.task", *pods.shape.arguments(), f"--role={role}")
+    numbers = {"port": pods.port, "max_restarts": pods.max_restarts, "max_preemptions": pods.max_preemptions}
+    numbers["grace_period_secs"] = pods.grace_secs
+    shown = [f"--{name}={value}" for name, value in numbers.items()]
+    return (*wrapper, f"--form={form}", f"--host_format={host_format}", *shown, "--", *pods.command)
+
+
+def _show_counts(template: dict[str, Any], annotations: Mapping[str, str]) -> None:
+    """Adds variables with the number of the pod's replacements; older versions of Kubernetes leave them empty."""
+    for name, annotation in annotations.items():
+        field = {"fieldPath": f"metadata.annotations['{annotation}']"}
+        template["spec"]["containers"][0]["env"].append({"name": name, "valueFrom": {"fieldRef": field}})
+
+
+def _job_spec(size: int, backoff: int, rules: list[dict[str, Any]], template: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "completions": size,
+        "parallelism": size,
+        "completionMode": "Indexed",
+        "backoffLimit": backoff,
+        "podFailurePolicy": {"rules": rules},
+        "template": template,
+    }
+
+
+def _template(pods: Pods, role: str, container_name: str, command: tuple[str, ...]) -> dict[str, Any]:
+    computes = any(task.type == role for task in pods.shape.computing)
+    accelerators = dict(pods.accelerators) if computes else {}
+    asked = {name: value for name, value in (("cpu", pods.cpu), ("memory", pods.memory)) if value}
+    volumes = [{"name": f"claim-{i}", "persistentVolumeClaim": {"claimName": c}} for i, c in enumerate(pods.claims)]
+    mounts = [{"name": f"claim-{i}", "mountPath": path} for i, path in enumerate(pods.claims.values())]
+    if accelerators:
+        # NCCL needs more than the usual 64 MB of /dev/shm.
+        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
+        mounts.append({"name": "shm", "mountPath": "/dev/shm"})
+    container: dict[str, Any] = {
+        "name": container_name,
+        "image": pods.image,
+        "command": [literal(word) for word in command],
+        "env": _environment(pods, computes),
+        "ports": [{"name": "tasks", "containerPort": pods.port}],
+    }
+    optional = {
+        "workingDir": pods.working_dir,
+        "resources": {"requests": {**asked, **accelerators}, "limits": accelerators} if asked or accelerators else {},
+        "volumeMounts": mounts,
+    }
+    container |= {key: value for key, value in optional.items() if value}
+    if not accelerators:
+        container.get("resources", {}).pop("limits", None)
+    spec: dict[str, Any] = {"subdomain": pods.name, "restartPolicy": "Never"}
+    spec |= {"terminationGracePeriodSeconds": pods.grace_secs, "enableServiceLinks": False}
+    if computes and pods.node_selector:
+        spec["nodeSelector"] = dict(pods.node_selector)
+    spec["containers"] = [container]
+    if volumes:
+        spec["volumes"] = volumes
+    return {"metadata": {"labels": {**pods.labels, "app.kubernetes.io/component": role}}, "spec": spec}
+
+
+def _environment(pods: Pods, computes: bool) -> list[dict[str, Any]]:
+    env: list[dict[str, Any]] = [{"name": name, "value": literal(value)} for name, value in pods.env.items()]
+    if pods.accelerators and not computes:
+        # Some images and runtimes show all GPUs of the node to containers that requested none.
+        env.append({"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"})
+    reference = {"name": pods.name, "key": "job-secret", "optional": True}
+    env.append({"name": JOB_SECRET_VARIABLE, "valueFrom": {"secretKeyRef": reference}})
+    return env

@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts a script as every task of a cluster in a Slurm job.
+
+`plan` renders the batch script, `submit` passes it to `sbatch`; a dry run prints it. Inside of the job,
+`tfdist.launchers.slurm.task` determines each process' task from SLURM_*.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import pathlib
+import re
+import shlex
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+
+from absl import flags
+
+from tfdist.launchers import command_line, environment, shape, tools
+from tfdist.launchers.requests import LaunchError, check_command
+from tfdist.launchers.shape import Shape
+from tfdist.launchers.slurm import job as slurm_job
+from tfdist.launchers.slurm.task import MOST_WITHOUT_PORT
+
+_USAGE = """\
+usage: tfdist launch slurm [FLAGS] SCRIPT [ARGUMENTS]
+       tfdist launch slurm [FLAGS] -m MODULE [ARGUMENTS]
+
+Submits a Slurm job that runs SCRIPT as every task of a cluster. Arguments after SCRIPT are passed to it. The hosts must
+share the directory from which this is called, and have tfdist in the same place.
+
+  tfdist launch slurm --num_workers=4 --gpus_per_node=4 --time=4:00:00 train.py     for MultiWorkerMirroredStrategy
+  tfdist launch slurm --num_workers=8 --num_ps=2 --tasks_per_node=4 train.py        for ParameterServerStrategy
+
+flags (also from a file, with --flagfile=FILE):
+"""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
+_PLAIN = re.compile(r"[A-Za-z0-9@%+=:,./_\[\]-]+", re.ASCII)
+# Beginnings of sbatch options that only hosts with GPUs get.
+_GPU_OPTIONS = ("--gpu", "--gres", "--tres")
+# Flags of the launcher that are options of sbatch under the same name, in the order of the #SBATCH lines.
+_OPTIONS = ("partition", "account", "qos", "time", "mem", "constraint", "output")
+
+
+@dataclasses.dataclass(frozen=True)
+class SlurmJob:
+    """A Slurm job.
+
+    Args:
+      command: the script and its arguments, or "-m", a module and its arguments.
+      shape: the tasks of the job.
+      name: name of the job.
+      directory: working directory, shared by all hosts.
+      python: the interpreter on the hosts.
+      tasks_per_node: number of tasks on each host.
+      cpus_per_task: number of cores for each task.
+      gpus_per_node: number of GPUs of each host, which are divided among the workers there; 0 for none.
+      max_restarts: number of requeues after failures.
+      max_preemptions: number of requeues after preemptions, which are no failures.
+      pre_kill_secs: time before the time limit at which the tasks get SIGTERM, to save their work.
+      grace_secs: time for the other tasks to end after one has failed.
+      port: first port of each host; 0 to derive it from the job's id.
+      env: variables added to the environment.
+      options: values of sbatch options by name; empty values are left out.
+      extra: further options of sbatch, such as "--exclusive".
+      quiet_workers: whether only the chief and the evaluator write to the job's output.
+
+    Raises:
+      LaunchError: a value is out of range, or can't be written into a batch script.
+    """
+
+    command: tuple[str, ...]
+    shape: Shape = dataclasses.field(default_factory=Shape)
+    name: str = "tfdist"
+    directory: str = "."
+    python: str = "python3"
+    tasks_per_node: int = 1
+    cpus_per_task: int = 1
+    gpus_per_node: int = 0
+    max_restarts: int = 0
+    max_preemptions: int = 100
+    pre_kill_secs: int = 120
+    grace_secs: float = 30.0
+    port: int = 0
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    options: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    extra: tuple[str, ...] = ()
+    quiet_workers: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.command:
+            raise LaunchError("there is no script to run; name one after the flags. Received: nothing")
+        if not _NAME.fullmatch(self.name):
+            raise LaunchError(
+                f"--name is no name for a job; use up to 64 letters, digits, dots and dashes. Received: {self.name!r}"
+            )
+        for flag, least in (("tasks_per_node", 1), ("cpus_per_task", 1), ("gpus_per_node", 0)):
+            shape.check_count(flag, getattr(self, flag), least)
+        for flag in ("max_restarts", "max_preemptions"):
+            shape.check_count(flag, getattr(self, flag))
+        if not 0 <= self.pre_kill_secs <= 65535:
+            raise LaunchError(
+                f"--pre_kill_secs is out of Slurm's range; use 0 to 65535. Received: {self.pre_kill_secs}"
+            )
+        if not 0 <= self.port < 65536:
+            raise LaunchError(f"--port is not a port; use 1 to 65535, or 0 to derive it. Received: {self.port}")
+        most = min(self.tasks_per_node, len(self.shape.tasks))
+        if not self.port and most > MOST_WITHOUT_PORT:
+            raise LaunchError(
+                f"--port has to be given for more than {MOST_WITHOUT_PORT} tasks on one host, such as --port=20000. "
+                f"Received: {most} tasks"
+            )
+        shape.check_duration("grace_period_secs", self.grace_secs)
+        self._check_texts()
+        slurm_job.check_limit(self.options.get("time", ""), self.extra, {}, self.pre_kill_secs)
+        workers = min(self.tasks_per_node, len(self.shape.computing))
+        if 0 < self.gpus_per_node < workers:
+            raise LaunchError(
+                f"--gpus_per_node leaves workers of a host without a GPU; use {workers} or more, or fewer "
+                f"--tasks_per_node. Received: {self.gpus_per_node}"
+            )
+
+    def _check_texts(self) -> None:
+        for option in self.extra:
+            if not option.startswith("-"):
+                raise LaunchError(f"--sbatch is not an option; write --sbatch=--exclusive. Received: {option!r}")
+        for flag, text in (*self.options.items(), ("directory", self.directory), *(("sbatch", x) for x in self.extra)):
+            if any(char in text for char in '\n\r\0"\\'):
+                raise LaunchError(f"--{flag} has a character that a batch script can't hold. Received: {text!r}")
+        for text in (*self.command, *self.env.values()):
+            if "\0" in text:
+                raise LaunchError(f"an argument has a zero byte, which no program can be given. Received: {text!r}")
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of hosts."""
+        return math.ceil(len(self.shape.tasks) / self.tasks_per_node)
+
+
+@dataclasses.dataclass(frozen=True)
+class SlurmRequest:
+    """A batch script."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def plan(job: SlurmJob) -> SlurmRequest:
+    """Returns the batch script that `submit` would pass to sbatch."""
+    return SlurmRequest("\n".join(["#!/bin/bash", *_directives(job), "", _body(job)]))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Component:
+    """Hosts of one kind: one component of a heterogeneous Slurm job."""
+
+    nodes: int
+    ntasks: int
+    gpus_per_node: int
+
+
+def _components(job: SlurmJob) -> list[_Component]:
+    """Returns the component of hosts with workers, then that of hosts without workers, on which GPUs would be idle."""
+    ntasks, computing_nodes = len(job.shape.tasks), math.ceil(len(job.shape.computing) / job.tasks_per_node)
+    if not job.gpus_per_node or computing_nodes == job.num_nodes:
+        return [_Component(job.num_nodes, ntasks, job.gpus_per_node)]
+    full = computing_nodes * job.tasks_per_node
+    return [
+        _Component(computing_nodes, full, job.gpus_per_node),
+        _Component(job.num_nodes - computing_nodes, ntasks - full, 0),
+    ]
+
+
+def _directives(job: SlurmJob) -> list[str]:
+    blocks = [_block(job, component) for component in _components(job)]
+    return [line for number, block in enumerate(blocks) for line in (["#SBATCH hetjob"] * bool(number) + block)]
+
+
+def _block(job: SlurmJob, component: _Component) -> list[str]:
+    options = {
+        "job-name": job.name,
+        "nodes": str(component.nodes),
+        "ntasks": str(component.ntasks),
+        "ntasks-per-node": str(min(component.ntasks, job.tasks_per_node)),
+        "cpus-per-task": str(job.cpus_per_task),
+        "gpus-per-node": str(component.gpus_per_node) if component.gpus_per_node else "",
+        **{name: job.options.get(name, "") for name in _OPTIONS},
+        "chdir": job.directory,
+        "open-mode": "append",
+        "signal": f"TERM@{job.pre_kill_secs}" if job.pre_kill_secs else "",
+    }
+    lines = [f"#SBATCH --{name}={_quoted(value)}" for name, value in options.items() if value]
+    has_gpus = component.gpus_per_node or not job.gpus_per_node
+    extra = [option for option in job.extra if has_gpus or not option.startswith(_GPU_OPTIONS)]
+    return [*lines, "#SBATCH --requeue", *(f"#SBATCH {_quoted(option)}" for option in extra)]
+
+
+def _quoted(value: str) -> str:
+    return value if _PLAIN.fullmatch(value) else f'"{value}"'
+
+
+def _body(job: SlurmJob) -> str:
+    python = [job.python, "-P", "-m"]
+    shape_flags = job.shape.arguments()
+    limits = [f"--{name}={getattr(job, name)}" for name in ("max_restarts", "max_preemptions", "pre_kill_secs")]
+    run = [*python, "tfdist.launchers.slurm.job", *shape_flags, *limits, "--"]
+    components = range(len(_components(job)))
+    tasks = (
+        f"--ntasks={len(job.shape.tasks)}" if len(components) == 1 else f"--het-group={','.join(map(str, components))}"
+    )
+    srun = ["srun", tasks, f"--cpus-per-task={job.cpus_per_task}"]
+    options = ["--distribution=block", "--kill-on-bad-exit=1", "--unbuffered"]
+    port, grace = f"--port={job.port}", f"--grace_period_secs={job.grace_secs:g}"
+    quiet = ["--quiet_workers"] * job.quiet_workers
+    task = [*python, "tfdist.launchers.slurm.task", *shape_flags, port, grace, *quiet, "--", *job.command]
+    lines = " \\\n  ".join(map(shlex.join, (run, [*srun, *options], task)))
+    return f"""\
+{tools.shell_exports(job.env)}# Starts the step, and queues the job again. Gets Slurm's signals in place of the shell.
+exec {lines}
+"""
+
+
+def submit(request: SlurmRequest) -> int:
+    """Passes the script to sbatch and prints the job's id.
+
+    Args:
+      request: result of `plan`.
+
+    Returns:
+      0 once the job is in the queue. With sbatch's option --wait the exit code of the job, once it has ended.
+
+    Raises:
+      LaunchError: sbatch is not installed, or refuses the job.
+    """
+    sbatch = tools.find("sbatch", "call this on a login host of the cluster, or look at it with --dry_run")
+    number = ""
+
+    def show(line: str) -> None:
+        nonlocal number
+        number = line.strip().partition(";")[0]
+        sys.stdout.write(f"{number}\n")
+        sys.stdout.flush()
+        sys.stderr.write(f"tfdist: submitted job {number}; squeue --job={number} shows it, scancel {number} ends it\n")
+
+    try:
+        return tools.run_until_line([sbatch, "--parsable"], request.text, show)
+    except KeyboardInterrupt:
+        if number:
+            sys.stderr.write(f"tfdist: no longer waiting; job {number} goes on, scancel {number} ends it\n")
+        return 128 + signal.SIGINT
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    """Defines this platform's flags."""
+    shape.define_flags(values)
+    texts = {
+        "name": ("tfdist", "name of the job"),
+        "partition": ("", "partition to run in"),
+        "account": ("", "account to charge"),
+        "qos": ("", "quality of service"),
+        "time": ("", "time limit, such as 4:00:00"),
+        "mem": ("", "memory of each host, such as 16G"),
+        "constraint": ("", "features that the hosts must have"),
+        "output": ("slurm-%j.out", "file for the output of all tasks"),
+        "python": (sys.executable, "interpreter on the hosts"),
+        "directory": ("", "where to run, shared by all hosts; the current directory by default"),
+    }
+    for name, (default, text) in texts.items():
+        flags.DEFINE_string(name, default, text, flag_values=values)
+    numbers = {
+        "tasks_per_node": (1, "tasks on each host"),
+        "cpus_per_task": (1, "cores for each task"),
+        "gpus_per_node": (0, "GPUs of each host, shared out among the workers there"),
+        "max_restarts": (0, "how often a job that fails runs again"),
+        "max_preemptions": (100, "how often a job that was preempted runs again, which is no failure"),
+        "pre_kill_secs": (120, "seconds before the time limit at which the tasks get SIGTERM; 0 for none"),
+        "port": (0, "first port of each host; 0 derives it from the job's number"),
+    }
+    for name, (default, text) in numbers.items():
+        flags.DEFINE_integer(name, default, text, flag_values=values)
+    flags.DEFINE_float(
+        "grace_period_secs", 30.0, "seconds for the other tasks after one has failed", flag_values=values
+    )
+    environment.define_communication_flag(values)
+    environment.define_telemetry_flag(values)
+    environment.define_tf_log_level_flag(values)
+    quiet_help = "write the output of the chief (and evaluator) alone, and the last lines of a task that fails"
+    flags.DEFINE_boolean("quiet_workers", False, quiet_help, flag_values=values)
+    flags.DEFINE_multi_string("env", [], "NAME=VALUE for all tasks; may be repeated", flag_values=values)
+    flags.DEFINE_multi_string("sbatch", [], "one more option of sbatch; may be repeated", flag_values=values)
+    flags.DEFINE_boolean("dry_run", False, "print the batch script, submit nothing", flag_values=values)
+
+
+def job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> SlurmJob:
+    """Returns the job that the command line describes.
+
+    Raises:
+      LaunchError: the job is invalid.
+    """
+    same = ("name", "python", "tasks_per_node", "cpus_per_task", "gpus_per_node", "max_restarts", "pre_kill_secs")
+    limits = ("max_preemptions", "port")
+    return SlurmJob(
+        tuple(command),
+        Shape.from_flags(values),
+        **{name: getattr(values, name) for name in (*same, *limits)},
+        grace_secs=values.grace_period_secs,
+        directory=values.directory or str(pathlib.Path.cwd()),
+        env=_environment(values),
+        quiet_workers=values.quiet_workers,
+        options={name: getattr(values, name) for name in _OPTIONS},
+        extra=tuple(values.sbatch),
+    )
+
+
+def _environment(values: flags.FlagValues) -> dict[str, str]:
+    level = environment.tf_log_level_environment(
+        values.tf_log_level, os.environ, is_filtered=bool(values.gpus_per_node)
+    )
+    chosen = environment.communication_environment(values.communication) | environment.telemetry_environment(
+        values.telemetry
+    )
+    return chosen | level | tools.parse_environment("env", values.env)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs `tfdist launch slurm`. See `command_line.run`."""
+    return command_line.run(_USAGE, define_flags, arguments, _launch)
+
+
+def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
+    job = job_from_flags(values, command)
+    slurm_job.check_limit(values.time, values.sbatch, os.environ, job.pre_kill_secs)
+    check_command(job.command)
+    request = plan(job)
+    return command_line.submit_or_show(values, request, lambda: submit(request))

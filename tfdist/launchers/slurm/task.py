@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wrapper of one process in a Slurm step: determines its task from SLURM_*, and runs the script as this task.
+
+    srun ... python3 -P -m tfdist.launchers.slurm.task --num_workers=4 -- train.py --epochs=5
+
+Tasks are numbered over the hosts of the step in blocks, as by `srun --distribution=block`: workers first, which have
+the GPUs, then parameter servers, chief and evaluator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import os
+import re
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+
+from absl import flags
+
+from tfdist.cluster import DATA_SERVICE_VARIABLE, ClusterError, Task
+from tfdist.launchers import command_line, environment, shape
+from tfdist.launchers.requests import LaunchError
+from tfdist.launchers.shape import Shape
+from tfdist.launchers.slurm.exits import EXITS_VARIABLE, REACHES_ALL_VARIABLE, Exits
+from tfdist.launchers.supervise import wrapping
+from tfdist.launchers.supervise.notices import Notices
+
+# Parser of Slurm's compressed host lists, such as "rack[0-1]n[08-11]-ib,login".
+
+
+# Slurm's own limit for one expression. Jobs are far smaller; a mistyped range may exceed it.
+MAX_HOSTS = 1 << 16
+_PART = re.compile(r"\[([^\[\]]*)\]|([^\[\],\s]+)", re.ASCII)
+_RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", re.ASCII)
+_EXAMPLE = 'write it as Slurm does, such as "n[01-04,7],login"'
+
+
+class HostlistError(LaunchError):
+    """Invalid host list. The message is one line."""
+
+
+def expand_hosts(text: str) -> list[str]:
+    """Expands a host list into names, in its order, with repetitions.
+
+    Args:
+      text: names with ranges in brackets, separated by commas. A range is padded with zeros to the width of its first
+        number; several brackets in one name count like digits, the last one fastest.
+
+    Raises:
+      HostlistError: the text is invalid, or names more than 65536 hosts.
+    """
+    hosts: list[str] = []
+    for expression in _split(text):
+        hosts.extend(_expand_one(expression, text))
+        if len(hosts) > MAX_HOSTS:
+            raise _wrong(text, f"names more than {MAX_HOSTS} hosts")
+    return hosts
+
+
+def expand_counts(text: str) -> list[int]:
+    """Expands Slurm's numbers of tasks per host: "2(x3),1" is [2, 2, 2, 1].
+
+    Raises:
+      HostlistError: the text is invalid, or is for more than 65536 hosts.
+    """
+    counts: list[int] = []
+    for item in text.split(","):
+        match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", item, re.ASCII)
+        times = int(match[2] or 1) if match else 0
+        if match is None or times < 1 or len(counts) + times > MAX_HOSTS:
+            raise HostlistError(
+                f"the tasks per host are not written as Slurm does, such as 2(x3),1. Received: {text!r}"
+            )
+        counts.extend([int(match[1])] * times)
+    return counts
+
+
+def _split(text: str) -> list[str]:
+    """Splits at the commas outside of brackets."""
+    expressions, depth, start = [], 0, 0
+    for position, char in enumerate(text):
+        depth += (char == "[") - (char == "]")
+        if depth not in (0, 1):
+            raise _wrong(text, f"has a bracket too many at character {position + 1}")
+        if char == "," and depth == 0:
+            expressions.append(text[start:position])
+            start = position + 1
+    if depth:
+        raise _wrong(text, "has a bracket that is not closed")
+    return [*expressions, text[start:]]
+
+
+def _expand_one(expression: str, text: str) -> list[str]:
+    parts: list[list[str]] = []
+    position = 0
+    while position < len(expression):
+        match = _PART.match(expression, position)
+        if match is None:
+            raise _wrong(text, f"has {expression[position]!r} in a name")
+        parts.append([match[2]] if match[2] else _expand_ranges(match[1], text))
+        position = match.end()
+    if not parts:
+        raise _wrong(text, "has an empty name" if text else "is empty")
+    count = 1
+    for part in parts:
+        count *= len(part)
+    if count > MAX_HOSTS:
+        raise _wrong(text, f"names more than {MAX_HOSTS} hosts")
+    return ["".join(names) for names in itertools.product(*parts)]
+
+
+def _expand_ranges(ranges: str, text: str) -> list[str]:
+    numbers: list[str] = []
+    for item in ranges.split(","):
+        match = _RANGE.fullmatch(item)
+        if match is None:
+            raise _wrong(text, f"has {item!r} in brackets, which is no range of numbers")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise _wrong(text, f"has the range {item}, which runs backwards")
+        if last - first >= MAX_HOSTS or len(numbers) > MAX_HOSTS:
+            raise _wrong(text, f"names more than {MAX_HOSTS} hosts")
+        numbers.extend(f"{number:0{len(match[1])}d}" for number in range(first, last + 1))
+    return numbers
+
+
+def _wrong(text: str, problem: str) -> HostlistError:
+    shown = text if len(text) <= 120 else f"{text[:117]}..."
+    return HostlistError(f"the host list {problem}; {_EXAMPLE}. Received: {shown!r}")
+
+
+# Below the ephemeral ports of all common systems. Jobs that share a host have ids close to each other.
+_FIRST_PORT, _PORTS_PER_JOB, _JOBS = 12000, 16, 1000
+# Most tasks of a job on one host without --port; one port is for the tf.data service.
+MOST_WITHOUT_PORT = _PORTS_PER_JOB - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A process of a Slurm step, and the hosts of all processes.
+
+    Args:
+      job_id: id of the job.
+      hosts: the host of each process, by its rank in the step.
+      number: rank of this process (SLURM_PROCID).
+    """
+
+    job_id: int
+    hosts: tuple[str, ...]
+    number: int
+
+    @staticmethod
+    def from_environment(env: Mapping[str, str]) -> Step:
+        """Reads SLURM_*.
+
+        Raises:
+          LaunchError: a variable is missing or invalid.
+        """
+        hosts = expand_hosts(_text(env, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"))
+        counts = expand_counts(_text(env, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
+        if len(hosts) != len(counts):
+            raise LaunchError(
+                f"Slurm lists {len(hosts)} hosts with tasks for {len(counts)}. Received: {hosts}, {counts}"
+            )
+        placed = tuple(host for host, count in zip(hosts, counts, strict=True) for _ in range(count))
+        number = _number(env, "SLURM_PROCID")
+        if number >= len(placed):
+            raise LaunchError(f"SLURM_PROCID is no process of this step of {len(placed)}. Received: {number}")
+        return Step(_number(env, "SLURM_JOB_ID", "SLURM_JOBID"), placed, number)
+
+
+def _text(env: Mapping[str, str], *names: str) -> str:
+    for name in names:
+        if env.get(name):
+            return env[name]
+    raise LaunchError(f"{names[0]} is not set; run this inside of a job, with srun. Received: nothing")
+
+
+def _number(env: Mapping[str, str], *names: str) -> int:
+    text = _text(env, *names)
+    if not (text.isascii() and text.isdigit() and len(text) <= 18):
+        raise LaunchError(f"{names[0]} is not a number. Received: {text!r}")
+    return int(text)
+
+
+def task_environment(step: Step, job: Shape, port: int, env: Mapping[str, str]) -> tuple[Task, dict[str, str]]:
+    """Returns the task of a process of a step, and the variables that are added to its environment.
+
+    Args:
+      step: this process, and the hosts of all processes.
+      job: the tasks of the job.
+      port: first port of each host; 0 to derive it from the job's id.
+      env: the process' environment.
+
+    Raises:
+      LaunchError: the step has another number of processes than the job, or too few ports or GPUs.
+      ClusterError: a host name of Slurm is invalid.
+    """
+    tasks = job.placed
+    if len(tasks) != len(step.hosts):
+        raise LaunchError(f"the step needs {len(tasks)} processes; use srun --ntasks. Received: {len(step.hosts)}")
+    ports = _ports(step, port)
+    addresses = {task: f"{host}:{ports[i]}" for i, (task, host) in enumerate(zip(tasks, step.hosts, strict=True))}
+    task = tasks[step.number]
+    cluster = job.cluster([addresses[member] for member in job.members], task)
+    found = {"TF_CONFIG": cluster.to_tf_config(), "TFDIST_LAUNCHER": "slurm", "PYTHONUNBUFFERED": "1"}
+    if job.num_ps:
+        host = addresses[Task("chief", 0)].rpartition(":")[0]
+        last = max(ports[i] for i, other in enumerate(step.hosts) if other == host)
+        found[DATA_SERVICE_VARIABLE] = f"{host}:{last + 1}"
+    return task, found | _gpus(step, tasks, job, env)
+
+
+def _ports(step: Step, port: int) -> list[int]:
+    """Returns the port of each process; the processes of one host have consecutive ports."""
+    first = port or _FIRST_PORT + step.job_id % _JOBS * _PORTS_PER_JOB
+    used: dict[str, int] = {}
+    ports = []
+    for host in step.hosts:
+        ports.append(first + used.setdefault(host, 0))
+        used[host] += 1
+    if not port and max(used.values()) > MOST_WITHOUT_PORT:
+        raise LaunchError(
+            f"a host has more tasks than the {MOST_WITHOUT_PORT} for which ports are set aside; use --port. Received: "
+            f"{max(used.values())} tasks on one host"
+        )
+    if max(ports) >= 65535:
+        raise LaunchError(f"--port leaves no port for all tasks of a host; use a smaller one. Received: {port}")
+    return ports
+
+
+def _gpus(step: Step, tasks: Sequence[Task], job: Shape, env: Mapping[str, str]) -> dict[str, str]:
+    """Returns CUDA_VISIBLE_DEVICES of this task: its share of the step's GPUs on this host; {} to leave it."""
+    if environment.VISIBLE not in env:
+        return {}
+    if tasks[step.number] not in job.computing:
+        return {environment.VISIBLE: ""}
+    host = step.hosts[step.number]
+    here = [task for task, other in zip(tasks, step.hosts, strict=True) if other == host and task in job.computing]
+    devices = [name for name in env[environment.VISIBLE].split(",") if name]
+    # Slurm may have bound GPUs to each task already (--gpus-per-task, --gpu-bind); then each task sees only its own.
+    on_host = env.get("SLURM_GPUS_ON_NODE", "")
+    is_bound = "SLURM_GPUS_PER_TASK" in env or (on_host.isdecimal() and 0 < len(devices) < int(on_host))
+    if len(here) == 1 or is_bound:
+        return {}
+    remedy = f"use --gpus_per_node={len(here)} or more, or fewer --tasks_per_node"
+    shares = environment.share(devices, len(here), None, place=host, remedy=remedy)
+    return {environment.VISIBLE: ",".join(shares[here.index(tasks[step.number])])}
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    """Defines the wrapper's flags."""
+    shape.define_flags(values)
+    flags.DEFINE_integer("port", 0, "first port of each host; 0 derives it from the job", flag_values=values)
+    flags.DEFINE_float("grace_period_secs", 30.0, "seconds for the others after one has failed", flag_values=values)
+    flags.DEFINE_boolean(
+        "quiet_workers", False, "print the chief's and the evaluator's output alone", flag_values=values
+    )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the script as this process' task; returns its exit code."""
+    try:
+        values, script = command_line.parse(define_flags, arguments)
+        job = Shape.from_flags(values)
+        step = Step.from_environment(os.environ)
+        task, env = task_environment(step, job, values.port, os.environ)
+        shape.check_duration("grace_period_secs", values.grace_period_secs)
+    except (LaunchError, ClusterError, flags.Error) as error:
+        wrapping.say(" ".join(str(error).split()))
+        return 2
+    exits = Exits(os.environ.get(EXITS_VARIABLE), job)
+    over = None if task in job.deciding else exits.job_has_succeeded
+    command = wrapping.script_command(script)
+    leave = functools.partial(exits.leave, task, grace_secs=values.grace_period_secs)
+    reaches_all = os.environ.get(REACHES_ALL_VARIABLE) == "1"
+
+    def note(signum: int) -> bool:
+        if signum == signal.SIGTERM:
+            exits.note_term(task)
+        return not reaches_all
+
+    is_muted = values.quiet_workers and task not in job.reporting
+    with contextlib.closing(Notices()) as notices:
+        env |= notices.joining
+        code = wrapping.run(command, env, leave, over, str(task), note, is_muted=is_muted)
+        wrapping.about_cluster(code, task, job, notices)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

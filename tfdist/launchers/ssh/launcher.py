@@ -1,0 +1,450 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts a script as every task of a cluster on remote machines, by ssh.
+
+Each task has a local process that holds its connection (`tfdist.launchers.ssh.client`); on the remote machine
+`tfdist.launchers.ssh.task` runs the task. `plan` assigns tasks to hosts; `submit` runs them; a dry run prints the plan.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Mapping, Sequence
+from importlib import metadata
+from typing import Any
+
+from absl import flags
+
+import tfdist
+from tfdist import _addresses
+from tfdist.cluster import DATA_SERVICE_VARIABLE, Task
+from tfdist.launchers import command_line, environment, local, shape, tools
+from tfdist.launchers.environment import VISIBLE
+from tfdist.launchers.requests import SENT_PREFIX, LaunchError, Request, Restarts, TaskRequest
+from tfdist.launchers.shape import Shape
+from tfdist.launchers.ssh import client as ssh_client
+from tfdist.launchers.ssh.task import ORPHAN_SECS
+
+_USAGE = """\
+usage: tfdist launch ssh --hosts=HOST[:SLOTS],... [FLAGS] SCRIPT [ARGUMENTS]
+       tfdist launch ssh --hostfile=FILE [FLAGS] -m MODULE [ARGUMENTS]
+
+Starts SCRIPT as every task of a cluster on these hosts, and stays until the job is over. Arguments after SCRIPT are
+passed to it. SCRIPT is looked for on each host, which needs the same Python and tfdist, and an ssh login without a
+password.
+
+  tfdist launch ssh --hosts=a,b,c,d --num_workers=4 train.py --epochs=5     for MultiWorkerMirroredStrategy
+  tfdist launch ssh --hostfile=hosts --num_workers=3 --num_ps=1 train.py    for ParameterServerStrategy
+
+flags (also from a file, with --flagfile=FILE):
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class SshJob:
+    """A job on remote machines.
+
+    Args:
+      command: the script and its arguments, or "-m", a module and its arguments.
+      hosts: the machines; their slots are filled in this order: workers, parameter servers, chief, evaluator.
+      shape: the tasks of the job.
+      directory: working directory of the script on each host.
+      python: the interpreter on the hosts.
+      port: first port of each host, whose tasks have consecutive ports.
+      gpus_per_worker: number of GPUs for each worker; None to leave the host's CUDA_VISIBLE_DEVICES.
+      env: variables added to the environment of the tasks.
+      ssh_options: options of ssh, such as "-p2222".
+      grace_secs: time for tasks to end by themselves, and from the first signal to SIGKILL.
+      restarts: limits of restarts.
+
+    Raises:
+      LaunchError: a value is out of range, or there are too few slots.
+    """
+
+    command: tuple[str, ...]
+    hosts: tuple[Host, ...]
+    shape: Shape = dataclasses.field(default_factory=Shape)
+    directory: str = "."
+    python: str = "python3"
+    port: int = 2222
+    gpus_per_worker: int | None = None
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    ssh_options: tuple[str, ...] = ()
+    grace_secs: float = 10.0
+    restarts: Restarts = dataclasses.field(default_factory=Restarts)
+
+    def __post_init__(self) -> None:
+        if not self.command:
+            raise LaunchError("there is no script to run; name one after the flags. Received: nothing")
+        slots = sum(host.slots for host in self.hosts)
+        needed = len(self.shape.tasks)
+        if slots < needed:
+            raise LaunchError(
+                f"the hosts have too few slots for {needed} tasks; add hosts, or write host slots=N. Received: {slots} "
+                f"slots on {len(self.hosts)} hosts"
+            )
+        self.shape.check_restarts(self.restarts)
+        shape.check_duration("grace_period_secs", self.grace_secs)
+        if self.gpus_per_worker is not None:
+            shape.check_count("gpus_per_worker", self.gpus_per_worker)
+        if not 0 < self.port <= 65535 - max(host.slots for host in self.hosts):
+            raise LaunchError(f"--port leaves no port for each slot; use a smaller number. Received: {self.port}")
+        for option in self.ssh_options:
+            if not option.startswith("-") or option == "--":
+                raise LaunchError(f"--ssh is no option of ssh; write --ssh=-p2222. Received: {option!r}")
+
+    @property
+    def places(self) -> dict[Task, tuple[Host, int]]:
+        """Host of each task, and the index of its slot there."""
+        free = [(host, slot) for host in self.hosts for slot in range(host.slots)]
+        return dict(zip(self.shape.placed, free, strict=False))
+
+    @property
+    def data_service_port(self) -> int:
+        """Port of the tf.data service: on the chief's host, after the ports of its tasks."""
+        host, _ = self.places[Task("chief", 0)]
+        return self.port + sum(other == host for other, _ in self.places.values())
+
+
+def plan(job: SshJob, dropped: Collection[str] = ()) -> Request:
+    """Returns the local process of each task that `submit` would start.
+
+    Args:
+      job: the job.
+      dropped: names of workers to leave out. The others are renumbered, and keep their hosts and ports.
+
+    Raises:
+      LaunchError: no worker is left.
+    """
+    places = job.places
+    addresses = {task: f"{host.address}:{job.port + slot}" for task, (host, slot) in places.items()}
+    common = {"TFDIST_LAUNCHER": "ssh", "PYTHONUNBUFFERED": "1", **job.env}
+    if job.shape.num_ps:
+        common[DATA_SERVICE_VARIABLE] = f"{places[Task('chief', 0)][0].address}:{job.data_service_port}"
+    visible = _visible_devices(job)
+    left, whole = job.shape.without(dropped)
+    left_addresses = [addresses[whole[member]] for member in left.members]
+    tasks = []
+    for task in left.tasks:
+        config = left.cluster(left_addresses, task).to_tf_config()
+        env = {"TF_CONFIG": config, **common, **visible.get(whole[task], {})}
+        login = places[whole[task]][0].login
+        client = (sys.executable, "-P", "-m", "tfdist.launchers.ssh.client", login, job.python, job.directory)
+        command = (*client, *job.ssh_options, "--", *job.command)
+        sent = {SENT_PREFIX + name: value for name, value in env.items()}
+        probe = tuple(ssh_client.probe(login, job.ssh_options))
+        tasks.append(TaskRequest(str(task), sent, command, login, probe))
+    request = left.request(tasks, job.grace_secs, job.restarts)
+    return dataclasses.replace(request, orphan_secs=ORPHAN_SECS)
+
+
+def _visible_devices(job: SshJob) -> dict[Task, dict[str, str]]:
+    if job.gpus_per_worker is None:
+        return {}
+    used: dict[Host, int] = {}
+    found = {}
+    for task, (host, _) in job.places.items():
+        first = used.get(host, 0)
+        count = job.gpus_per_worker if task in job.shape.computing else 0
+        found[task] = {VISIBLE: ",".join(map(str, range(first, first + count)))}
+        used[host] = first + count
+    return found
+
+
+def preflight(job: SshJob, timeout_secs: float = 30.0) -> list[str]:
+    """Checks every host before any task starts; returns warnings.
+
+    Raises:
+      LaunchError: a host can't be used.
+    """
+    tools.find("ssh", "install an OpenSSH client")
+    asked: dict[str, dict[str, object]] = {}
+    files = [] if job.command[0] == "-m" else [job.command[0]]
+    for task, (host, slot) in job.places.items():
+        entry = asked.setdefault(host.login, {"directory": job.directory, "files": files, "ports": [], "gpus": 0})
+        ports, gpus = entry["ports"], entry["gpus"]
+        if isinstance(ports, list) and isinstance(gpus, int):
+            ports.extend([job.port + slot] if task in job.shape.members else [])
+            ports.extend([job.data_service_port] if job.shape.num_ps and task.type == "chief" else [])
+            entry["gpus"] = gpus + (job.gpus_per_worker or 0) * (task in job.shape.computing)
+    here = {"Python": ".".join(map(str, sys.version_info[:2])), "tfdist": tfdist.__version__}
+    for name in ("tensorflow", "keras"):
+        try:
+            here[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue  # A machine that only launches need not have the package.
+    return check_hosts(asked, job.python, job.ssh_options, here, timeout_secs)
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    """Defines this platform's flags."""
+    flags.DEFINE_string("hosts", "", "hosts, such as a,user@b:2", flag_values=values)
+    flags.DEFINE_string("hostfile", "", 'file with lines such as "host slots=2"', flag_values=values)
+    shape.define_flags(values)
+    flags.DEFINE_string("directory", "", "where to run; the current directory by default", flag_values=values)
+    flags.DEFINE_string("python", sys.executable, "interpreter on the hosts", flag_values=values)
+    flags.DEFINE_integer("port", 2222, "first port of each host; its tasks count up from there", flag_values=values)
+    gpu_help = "GPUs for each worker; by default what the host shows"
+    flags.DEFINE_integer("gpus_per_worker", None, gpu_help, flag_values=values)
+    flags.DEFINE_multi_string("env", [], "NAME=VALUE for all tasks; may be repeated", flag_values=values)
+    flags.DEFINE_multi_string("ssh", [], "one more option of ssh, such as -p2222; may be repeated", flag_values=values)
+    flags.DEFINE_float("preflight_secs", 30.0, "how long a host may take to answer; 0 asks none", flag_values=values)
+    local.define_run_flags(values, grace_period_secs=10.0)
+
+
+def job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> SshJob:
+    """Returns the job that the command line describes.
+
+    Raises:
+      LaunchError: the job is invalid.
+    """
+    if bool(values.hosts) == bool(values.hostfile):
+        received = "both" if values.hosts else "neither"
+        raise LaunchError(f"say where to run by one of --hosts=a,b and --hostfile=FILE. Received: {received}")
+    hosts = hosts_from_flag(values.hosts) if values.hosts else read_hostfile(values.hostfile)
+    return SshJob(
+        tuple(command),
+        tuple(hosts),
+        Shape.from_flags(values),
+        directory=values.directory or str(pathlib.Path.cwd()),
+        python=values.python,
+        port=values.port,
+        gpus_per_worker=values.gpus_per_worker,
+        env=_environment(values),
+        ssh_options=tuple(values.ssh),
+        grace_secs=values.grace_period_secs,
+        restarts=local.restarts_from_flags(values),
+    )
+
+
+def _environment(values: flags.FlagValues) -> dict[str, str]:
+    level = environment.tf_log_level_environment(
+        values.tf_log_level, os.environ, is_filtered=bool(values.gpus_per_worker)
+    )
+    chosen = environment.communication_environment(values.communication) | environment.telemetry_environment(
+        values.telemetry
+    )
+    return chosen | level | tools.parse_environment("env", values.env)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs `tfdist launch ssh`. See `command_line.run`."""
+    return command_line.run(_USAGE, define_flags, arguments, _launch)
+
+
+def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
+    job = job_from_flags(values, command)
+    shape.check_duration("preflight_secs", values.preflight_secs)
+    logs = local.logs_from_flags(values)
+    request = plan(job)
+
+    def start() -> int:
+        for warning in preflight(job, values.preflight_secs) if values.preflight_secs else []:
+            sys.stderr.write(f"tfdist: {warning}\n")
+        return local.submit_with_secret(functools.partial(plan, job), logs)
+
+    return command_line.submit_or_show(values, request, start)
+
+
+# Parser of the list of hosts: from a file with one line per host, or from the command line.
+
+
+_MAX_SLOTS = 1024
+_LOGIN = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_][A-Za-z0-9_.:-]*", re.ASCII)
+_EXAMPLE = 'write "host", "user@host slots=2" or "host slots=2 address=10.0.0.2"'
+
+
+@dataclasses.dataclass(frozen=True)
+class Host:
+    """A machine that runs tasks.
+
+    Args:
+      login: destination for ssh, such as "user@host".
+      slots: most tasks on this host.
+      address: name or address at which the other tasks reach it; the host of `login` by default.
+    """
+
+    login: str
+    slots: int = 1
+    address: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.address:
+            object.__setattr__(self, "address", self.login.rpartition("@")[2])
+
+
+def read_hostfile(path: str) -> list[Host]:
+    """Reads the hosts in a file: one line each, "host slots=N"; a # begins a comment.
+
+    Raises:
+      LaunchError: a line is invalid (the message has its number), the file has no host, or it can't be read.
+    """
+    try:
+        text = pathlib.Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise LaunchError(f"--hostfile is not a text file. Received: {path!r}") from None
+    except OSError as error:
+        raise LaunchError(f"--hostfile can't be read: {error.strerror}. Received: {path!r}") from None
+    return parse_hosts(text, path)
+
+
+def parse_hosts(text: str, name: str = "hostfile") -> list[Host]:
+    """Parses the text of a file. See `read_hostfile`."""
+    found: dict[str, int] = {}
+    hosts = []
+    for number, line in enumerate(text.split("\n"), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        where = f"{name}, line {number}"
+        host = _host(words, where)
+        first = found.setdefault(host.address.lower(), number)
+        if first != number:
+            raise LaunchError(f"{where}: the host is on line {first} already; add its slots there. Received: {line!r}")
+        hosts.append(host)
+    if not hosts:
+        raise LaunchError(f"{name} lists no host; {_EXAMPLE} on a line. Received: nothing")
+    return hosts
+
+
+def hosts_from_flag(text: str) -> list[Host]:
+    """Parses "a,user@b:2": names, each with its number of slots if it has more than one.
+
+    Raises:
+      LaunchError: an entry is invalid.
+    """
+    lines = []
+    for item in text.split(","):
+        login, colon, slots = item.partition(":")
+        lines.append(f"{login} slots={slots}" if colon else login)
+        if not login.strip() or len(item.split()) != 1 or "#" in item:
+            raise LaunchError(f"--hosts has an entry that is no host; write --hosts=a,user@b:2. Received: {text!r}")
+    return parse_hosts("\n".join(lines), "--hosts")
+
+
+def _host(words: list[str], where: str) -> Host:
+    login, *options = words
+    if not _LOGIN.fullmatch(login):
+        raise LaunchError(f"{where}: the name of the host is invalid; {_EXAMPLE}. Received: {login!r}")
+    found: dict[str, str] = {}
+    for option in options:
+        key, equals, value = option.partition("=")
+        if key not in ("slots", "address") or not equals or not value or key in found:
+            raise LaunchError(f"{where}: the option of the host is invalid; {_EXAMPLE}. Received: {option!r}")
+        found[key] = value
+    slots = found.get("slots", "1")
+    if not (slots.isascii() and slots.isdigit() and len(slots) < 6 and 1 <= int(slots) <= _MAX_SLOTS):
+        raise LaunchError(f"{where}: slots is no number from 1 to {_MAX_SLOTS}; {_EXAMPLE}. Received: {slots!r}")
+    host = Host(login, int(slots), found.get("address", ""))
+    wrong = _addresses.problem(f"{host.address}:1")
+    if wrong:
+        raise LaunchError(f"{where}: the address {wrong[0]}; {_EXAMPLE}. Received: {host.address!r}")
+    return host
+
+
+# Checks all hosts before any task starts, so that causes of late failures and hangs are reported at once.
+
+
+_MAX_SKEW_SECS = 5.0
+_NO_PROGRAM = (126, 127)
+_SSH_FAILED = 255
+_PORT_ADVICE = {
+    "in use": "has port {} in use; end what holds it, or use another --port",
+    "privileged": "lets this user not listen on port {}, which is privileged; use a --port from 1024",
+}
+_OTHER_PORT = "can't listen on port {} ({}); use another --port"
+
+
+def check_hosts(
+    asked: Mapping[str, Mapping[str, Any]],
+    python: str,
+    options: Sequence[str],
+    here: Mapping[str, str],
+    timeout_secs: float,
+) -> list[str]:
+    """Checks all hosts at once.
+
+    Args:
+      asked: for each ssh destination: `directory`, `files` in it, `ports` that must be free, number of `gpus`.
+      python: the interpreter on the hosts.
+      options: options of ssh.
+      here: the versions that the hosts must have, by package name.
+      timeout_secs: timeout for each host.
+
+    Returns:
+      Warnings, one line each.
+
+    Raises:
+      LaunchError: a host can't be used. The message has all problems of all hosts, in one line.
+    """
+    with concurrent.futures.ThreadPoolExecutor(min(32, len(asked)), "tfdist preflight") as pool:
+        futures = {
+            login: pool.submit(
+                _probe, login, ssh_client.command(login, python, options, "--probe"), asked[login], timeout_secs
+            )
+            for login in asked
+        }
+        answers = {login: future.result() for login, future in futures.items()}
+    wrong, warnings = [], []
+    for login, answer in answers.items():
+        if isinstance(answer, str):
+            wrong.append(f"{login} {answer}")
+            continue
+        wrong += [f"{login} {problem}" for problem in problems_of(answer, asked[login], here)]
+        if abs(answer["skew"]) > _MAX_SKEW_SECS:
+            warnings.append(
+                f"the clock of {login} is {answer['skew']:+.0f} s off from this one; set it (timedatectl, chrony)"
+            )
+    if wrong:
+        raise LaunchError("; ".join(wrong))
+    return warnings
+
+
+def _probe(login: str, command: Sequence[str], asked: Mapping[str, Any], timeout_secs: float) -> dict[str, Any] | str:
+    """Runs the preflight on a host; returns its answer, or the problem as the end of a sentence."""
+    started = time.time()
+    try:
+        done = subprocess.run(
+            command, input=json.dumps(dict(asked)).encode() + b"\n", capture_output=True, timeout=timeout_secs
+        )
+    except subprocess.TimeoutExpired:
+        return f"did not answer within {timeout_secs:g} s; check that `ssh {login} true` works, or use --preflight_secs"
+    said = (done.stderr.decode("utf-8", "replace").strip().splitlines() or ["it said nothing"])[-1][:200]
+    if done.returncode == _SSH_FAILED:
+        return f"can't be reached ({said}); check its name, and that `ssh {login} true` works without a password"
+    try:
+        answer = json.loads(done.stdout.decode().splitlines()[-1])
+    except (ValueError, IndexError):
+        if done.returncode in _NO_PROGRAM:
+            return f"can't run that interpreter ({said}); name one with --python"
+        if "No module named" in said:
+            return f"has no tfdist for that interpreter ({said}); install it there, or name another with --python"
+        return f"did not answer as expected ({said}); is another version of tfdist installed there?"
+    answer["skew"] = answer["time"] - (started + time.time()) / 2
+    # A difference within half of the round trip may come from unequal times of the two ways.
+    answer["skew"] *= abs(answer["skew"]) > (time.time() - started) / 2
+    return answer
+
+
+def problems_of(answer: Mapping[str, Any], asked: Mapping[str, Any], here: Mapping[str, str]) -> list[str]:
+    """Reasons for which a host can't run its tasks, from its answer and from what is asked of it."""
+    found = []
+    for name, version in here.items():
+        there = answer["versions"].get(name)
+        if there != version:
+            found.append(f"has {name} {there or 'missing'} where this machine has {version}; install the same")
+    found += [f"lacks {path}; copy or mount it there, or use --directory" for path in answer["missing"]]
+    found += [_PORT_ADVICE.get(problem, _OTHER_PORT).format(port, problem) for port, problem in answer["taken"].items()]
+    if answer["gpus"] < asked["gpus"]:
+        found.append(
+            f"has {answer['gpus']} GPUs where {asked['gpus']} are asked for; use fewer --gpus_per_worker or slots"
+        )
+    return found

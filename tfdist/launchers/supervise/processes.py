@@ -1,0 +1,594 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Child processes that never outlive this process, with their output in complete, prefixed lines. No TensorFlow import.
+
+    with Supervisor() as supervisor:
+        supervisor.start("worker:0", [sys.executable, "train.py"], env)
+        supervisor.start("worker:1", [sys.executable, "train.py"], env)
+        first = supervisor.wait_first_exit()
+
+Every task runs under a guard process (`_guard.py`) in a session of its own. When this process ends, also by SIGKILL,
+the guard ends the task and all of its descendants, including those in other process groups or sessions.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import os
+import pathlib
+import queue
+import re
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from tfdist.launchers.supervise.output import Console, LineReader, StartupNoise
+
+# Runs a module of tfdist in a Python process that imports from the same places as this one. No TensorFlow import.
+#
+# `python -m` puts the working directory first on `sys.path`: a file `token.py` there would replace the standard
+# library's module, even if the user's program never imports from there.
+
+
+# Command-line options that change imports or the behaviour of code; -I includes -E and -s.
+_FLAGS = (
+    ("isolated", "-I"),
+    ("ignore_environment", "-E"),
+    ("no_user_site", "-s"),
+    ("no_site", "-S"),
+    ("dont_write_bytecode", "-B"),
+    ("optimize", "-O"),
+    ("bytes_warning", "-b"),
+)
+# The path is passed as JSON, which can hold any file name. -P keeps the working directory off `sys.path` until then.
+_PROGRAM = (
+    "import json, runpy, sys; sys.path[:] = json.loads(sys.argv.pop(1)); runpy.run_module({!r}, None, '__main__')"
+)
+_ROOT = str(pathlib.Path(__file__).resolve().parents[2])
+
+
+def module_command(module: str, *arguments: str) -> list[str]:
+    """Returns the command that runs a module with the interpreter, the options and the `sys.path` of this process."""
+    return [sys.executable, *_options(), "-P", "-c", _PROGRAM.format(module), json.dumps(_path()), *arguments]
+
+
+def _options() -> list[str]:
+    options = [option for name, option in _FLAGS for _ in range(int(getattr(sys.flags, name)))]
+    options += [f"-W{option}" for option in sys.warnoptions]
+    # "-X name" is True, "-X name=value" is the value. Only CPython has `_xoptions`.
+    given = getattr(sys, "_xoptions", {})
+    return options + [f"-X{name}" if value is True else f"-X{name}={value}" for name, value in given.items()]
+
+
+def _path() -> Sequence[str]:
+    """Returns the program's `sys.path`, with tfdist's folder last if the program has found tfdist by other means."""
+    path = [os.path.abspath(entry) for entry in sys.path if isinstance(entry, str)]  # noqa: PTH100
+    return path if _ROOT in path else [*path, _ROOT]
+
+
+# Reservation of free TCP ports of this machine until the tasks listen at them. No TensorFlow import.
+
+
+class PortReservation:
+    """Free ports, reserved against other programs.
+
+    Each port is held by a socket that is bound but doesn't listen. On Linux a gRPC server of TensorFlow can still bind
+    such a port, since both sides set SO_REUSEADDR. The kernel assigns it to no program that asks for *any* port, to
+    listen or to connect. So the reservation can stay while the tasks start, and two launchers never use the same port.
+
+    Args:
+      count: number of ports.
+
+    Raises:
+      OSError: the machine has no free port left.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._sockets: list[socket.socket] = []
+        try:
+            for _ in range(count):
+                self._sockets.append(_bound_socket())
+            self.ports: tuple[int, ...] = tuple(held.getsockname()[1] for held in self._sockets)
+        except OSError:
+            self.release()
+            raise
+        if not sys.platform.startswith("linux"):
+            self.release()  # Other systems can't bind a bound port again, so the port is free until the task starts.
+
+    def release(self) -> None:
+        """Releases the ports; may be called again."""
+        while self._sockets:
+            self._sockets.pop().close()
+
+    def __enter__(self) -> PortReservation:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
+
+def _bound_socket() -> socket.socket:
+    held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # On all interfaces, as TensorFlow's server: a port in use on one of them can't be used.
+        held.bind(("", 0))
+    except OSError:
+        held.close()
+        raise
+    return held
+
+
+_GUARD = str(pathlib.Path(__file__).resolve().with_name("_guard.py"))
+_TAIL_LINES = 20
+# Time limit for reading output after the guard has ended. Only a surviving descendant of the task uses it up.
+_DRAIN_SECS = 2.0
+_KILL_WAIT_SECS = 6.0
+
+
+class Process:
+    """One running task, built by `Supervisor.start`.
+
+    Attributes:
+      name: name in messages, such as "worker:1".
+      command: program and arguments.
+      restart: number of tasks of this name that the supervisor had started before.
+      is_muted: True if the output is not printed.
+      returncode: None while the task runs; then its exit code, or -N if signal N ended it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        env: Mapping[str, str] | None,
+        printer: _Printer,
+        on_exit: Callable[[Process], None],
+        keeps_colours: Callable[[bool], bool],
+        restart: int = 0,
+        is_muted: bool = False,
+    ) -> None:
+        self.name = name
+        self.is_muted = is_muted
+        self.command = tuple(command)
+        self.restart = restart
+        self.returncode: int | None = None
+        self._started_at = time.monotonic()
+        self._ended_at: float | None = None
+        self._pid: int | None = None
+        self._tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
+        self._printer = printer
+        self._on_exit = on_exit
+        self._owner = os.getpid()
+        self._lock = threading.Lock()
+        self._started = threading.Event()
+        self._over = threading.Event()
+        self._readers = {error: LineReader(keeps_colours(error)) for error in (False, True)}
+        self._control, self._guard = _start_guard(self.command, env)
+        self._messages = b""
+        self._swept = False
+        threading.Thread(target=self._follow, name=f"tfdist output of {name}", daemon=True).start()
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the task, which is also its process group; None if it never started."""
+        self._started.wait()
+        return self._pid
+
+    @property
+    def tail(self) -> list[str]:
+        """Last lines of the task's output."""
+        return list(self._tail)
+
+    @property
+    def ran_secs(self) -> float:
+        """Run time of the task so far, or until its end."""
+        return (self._ended_at or time.monotonic()) - self._started_at
+
+    def poll(self) -> int | None:
+        """Returns the return code, or None while the task runs."""
+        return self.returncode
+
+    def wait(self, timeout_secs: float | None = None) -> int | None:
+        """Waits until the task and its descendants have ended and their output is read; returns None on timeout."""
+        return self.returncode if self._over.wait(timeout_secs) else None
+
+    def send_signal(self, signum: int) -> None:
+        """Sends a signal to the task's process group, if it still runs."""
+        if os.getpid() != self._owner:
+            return  # A forked copy of this program must not end the tasks of the original.
+        with self._lock:
+            if not self._over.is_set():
+                with contextlib.suppress(OSError):
+                    self._control.send(bytes([signum]))
+
+    def _follow(self) -> None:
+        """Reads the task's output and the guard's reports, until both have ended."""
+        with selectors.DefaultSelector() as selector:
+            for source, error in zip(self._sources(), (False, True, None), strict=True):
+                selector.register(source, selectors.EVENT_READ, error)
+            deadline = None
+            while selector.get_map() and (deadline is None or time.monotonic() < deadline):
+                is_busy = deadline is not None or self._printer.is_holding
+                for key, _ in selector.select(0.1 if is_busy else None):
+                    data = _read(key.fd)
+                    if data:
+                        self._receive(key.data, data)
+                        continue
+                    selector.unregister(key.fileobj)
+                    if key.data is None:
+                        deadline = time.monotonic() + _DRAIN_SECS
+                        self._guard_is_gone()
+                self._printer.tick(self)
+        self._finish()
+
+    def _sources(self) -> list[Any]:
+        return [self._guard.stdout, self._guard.stderr, self._control]
+
+    def _receive(self, error: bool | None, data: bytes) -> None:
+        if error is not None:
+            self._print(error, self._readers[error].feed(data))
+            return
+        *messages, self._messages = (self._messages + data).split(b"\n")
+        for message in messages:
+            word, _, number = message.partition(b" ")
+            if word == b"pid":
+                self._pid = int(number)
+                self._started.set()
+            elif word == b"exit":
+                self._exited(int(number))
+            self._swept = word == b"done"
+
+    def _print(self, error: bool, lines: list[str]) -> None:
+        if lines:
+            self._tail.extend(lines)
+            self._printer.show(self, lines, error)
+
+    def progress(self) -> list[str]:
+        """Returns the present state of a progress bar that was not printed yet."""
+        return self._readers[False].flush()
+
+    def _exited(self, code: int) -> None:
+        if self.returncode is None:
+            self._ended_at = time.monotonic()
+            self.returncode = code
+            self._on_exit(self)
+
+    def _guard_is_gone(self) -> None:
+        """Kills the rest of the task's process group if the guard was killed; the kernel has killed the task itself."""
+        if self._swept or self._pid is None:
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._pid, signal.SIGKILL)
+
+    def _finish(self) -> None:
+        for error, reader in self._readers.items():
+            self._print(error, reader.close())
+        self._printer.tick(self, is_end=True)
+        code = self._guard.wait()
+        # Before `_over`, because a thread that waits for `_over` then reads the return code.
+        self._exited(code if code < 0 else -signal.SIGKILL)
+        with self._lock:
+            self._over.set()
+            self._control.close()
+        for stream in self._sources()[:2]:
+            stream.close()
+        self._started.set()
+
+
+def _start_guard(
+    command: Sequence[str], env: Mapping[str, str] | None
+) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    ours, theirs = socket.socketpair()
+    try:
+        guard = subprocess.Popen(
+            [sys.executable, "-I", "-S", _GUARD, str(os.getpid()), *command],
+            bufsize=0,
+            stdin=theirs.fileno(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=env,
+            start_new_session=True,
+        )
+    except BaseException:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+    return ours, guard
+
+
+def _read(descriptor: int) -> bytes:
+    try:
+        return os.read(descriptor, 1 << 16)
+    except OSError:
+        return b""
+
+
+class Supervisor:
+    """Starts tasks, prints their output, reports their ends in order, and ends all of them.
+
+    Args:
+      console: prints the output, each line with the prefix "[name] "; None to print nothing (`Process.tail` has the
+        last lines).
+      on_lines: called from any thread with a task, lines of its output, and True for standard error.
+      shown: names of the tasks whose output is printed; None for all.
+    """
+
+    def __init__(
+        self,
+        console: Console | None = None,
+        on_lines: Callable[[Process, list[str], bool], None] | None = None,
+        shown: Collection[str] | None = None,
+    ) -> None:
+        self.tracebacks = Tracebacks()
+        self._shown = shown
+        self._console = console
+        self._on_lines = on_lines
+        self._owner = os.getpid()
+        self._processes: list[Process] = []
+        self._exits: queue.SimpleQueue[Process | None] = queue.SimpleQueue()
+
+    @property
+    def processes(self) -> tuple[Process, ...]:
+        """All tasks that were started, in order."""
+        return tuple(self._processes)
+
+    @property
+    def running(self) -> tuple[Process, ...]:
+        """Tasks that have not ended yet."""
+        return tuple(process for process in self._processes if process.poll() is None)
+
+    def start(self, name: str, command: Sequence[str], env: Mapping[str, str] | None = None) -> Process:
+        """Starts one task.
+
+        Args:
+          name: name of the task, such as "worker:1". A task of this name may have been started before.
+          command: program and arguments.
+          env: the task's whole environment; this process' own by default.
+
+        Raises:
+          OSError: the system refuses to start a process.
+        """
+        keeps_colours = self._console.keeps_colours if self._console else lambda error: False
+        same = [number for number, process in enumerate(self._processes) if process.name == name]
+        number = same[0] if same else len(self._processes)
+        is_muted = self._shown is not None and name not in self._shown
+        printer = _Printer(self._console, self._on_lines, TracebackFilter(self.tracebacks, name), number, env)
+        process = Process(name, command, env, printer, self._exits.put, keeps_colours, len(same), is_muted)
+        self._processes.append(process)
+        return process
+
+    def wait_first_exit(self, timeout_secs: float | None = None) -> Process | None:
+        """Returns the next task that has ended, in the order of their ends, each once; None on timeout or `wake`.
+
+        More of its output may still arrive; `Process.wait` waits for all of it.
+        """
+        try:
+            return self._exits.get(timeout=timeout_secs)
+        except queue.Empty:
+            return None
+
+    def wake(self) -> None:
+        """Makes `wait_first_exit` return None. May be called from a signal handler."""
+        self._exits.put(None)
+
+    def say(self, lines: Sequence[str]) -> None:
+        """Writes lines of the launcher's own to standard error."""
+        if self._console:
+            self._console.write("tfdist: ", lines, error=True)
+
+    def stop(self, signals: Sequence[int] = (signal.SIGTERM,), grace_secs: float = 3.0) -> bool:
+        """Ends all tasks and their descendants. Does nothing when called again, or in a forked copy of this program.
+
+        Args:
+          signals: sent one after the other, in equal intervals, until all tasks have ended.
+          grace_secs: time until SIGKILL.
+
+        Returns:
+          True if all processes have ended. Only a process blocked inside the kernel survives SIGKILL.
+        """
+        if os.getpid() != self._owner:
+            return True
+        for signum in signals:
+            if self._ended_after(signum, grace_secs / len(signals)):
+                return True
+        return self._ended_after(signal.SIGKILL, _KILL_WAIT_SECS)
+
+    def _ended_after(self, signum: int, timeout_secs: float) -> bool:
+        for process in self._processes:
+            process.send_signal(signum)
+        deadline = time.monotonic() + timeout_secs
+        return all(_through(process, deadline) for process in self._processes)
+
+    def __enter__(self) -> Supervisor:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.stop()
+
+
+class _Printer:
+    """Passes a task's lines on to the logs, and to the console without noise and with each traceback once."""
+
+    def __init__(
+        self,
+        console: Console | None,
+        on_lines: Callable[[Process, list[str], bool], None] | None,
+        tracebacks: TracebackFilter,
+        number: int,
+        env: Mapping[str, str] | None,
+    ) -> None:
+        self._console = console
+        self._on_lines = on_lines
+        self._tracebacks = tracebacks
+        self._number = number
+        self._noise = {error: StartupNoise(env) for error in (False, True)}
+
+    @property
+    def is_holding(self) -> bool:
+        """True while a traceback is held, so that `tick` has to be called."""
+        return self._tracebacks.is_holding
+
+    def show(self, process: Process, lines: list[str], error: bool) -> None:
+        """Takes lines of a task's output."""
+        if self._on_lines:
+            self._on_lines(process, lines, error)
+        if self._console and not process.is_muted:
+            lines = self._noise[error].without(lines)
+            self._write(process, self._tracebacks.feed(lines) if error else lines, error)
+
+    def tick(self, process: Process, is_end: bool = False) -> None:
+        """Prints a traceback that is complete, behind the last state of the task's progress bar."""
+        lines = self._tracebacks.flush() if is_end else self._tracebacks.due()
+        if lines:
+            self._write(process, process.progress(), False)
+            self._write(process, lines, True)
+
+    def _write(self, process: Process, lines: Sequence[str], error: bool) -> None:
+        if self._console:
+            self._console.write(f"[{process.name}] ", lines, error, self._number)
+
+
+def _through(process: Process, deadline: float) -> bool:
+    return process.wait(max(0.0, deadline - time.monotonic())) is not None
+
+
+# Tracebacks on a job's screen: each is printed whole and once, however many tasks raise it. No TensorFlow import.
+#
+# The lines of a traceback are held until its message is complete, and then printed together, unless
+#
+# - another task of the job has printed the same one: it is counted;
+# - it says that a sum over all workers was aborted, because another task has failed: it becomes one line;
+# - it is a KeyboardInterrupt after Ctrl-C: it is left out.
+#
+# Log files of tasks have all lines that a task writes.
+
+
+_FIRST = "Traceback (most recent call last):"
+_CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
+# The name of an exception at the beginning of a line: KeyboardInterrupt, or package.module.Class: message.
+_EXCEPTION = re.compile(r"(?P<name>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)(?:: (?P<message>.*))?$")
+# Exceptions that TensorFlow raises in tasks that wait for a sum when another task fails.
+_ABORTED = re.compile(r"Collective ops is aborted by: (?P<reason>.*)|[Cc]ollective.*(?:abort|cancel)")
+# Numbers that differ between tasks of the same job: addresses, processes, times, devices, generated names.
+_NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
+# A message is complete when nothing has followed for so long; held lines are printed after `_MOST_SECS` anyway.
+_SILENT_SECS, _MOST_SECS, _MOST_LINES = 0.3, 3.0, 1000
+
+
+class Tracebacks:
+    """Exceptions of the tasks of a job.
+
+    Args:
+      clock: returns the time in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        # True after Ctrl-C.
+        self.is_interrupted = False
+        self._lock = threading.Lock()
+        self._raised_by: dict[str, list[str]] = {}
+
+    def shown(self, task: str, lines: Sequence[str]) -> list[str]:
+        """Returns the lines to print for a task's traceback."""
+        header = _header(lines)
+        name = header.group("name") if header else ""
+        if self.is_interrupted and name == "KeyboardInterrupt":
+            return []
+        aborted = next((found for line in lines if (found := _ABORTED.search(line))), None)
+        if aborted and name.rpartition(".")[2].endswith("Error"):
+            reason = aborted.group("reason") or aborted.group()
+            return [f"{name.rpartition('.')[2]}: a sum over all workers was aborted: {reason}"]
+        with self._lock:
+            tasks = self._raised_by.setdefault(_NUMBERS.sub("0", "\n".join(lines)), [])
+            is_first = not tasks or task in tasks
+            tasks += [] if task in tasks else [task]
+        return list(lines) if is_first else []
+
+    def has_raised(self, task: str) -> bool:
+        """Returns True if a traceback of this task was printed, or the same one of another task."""
+        with self._lock:
+            return any(task in tasks for tasks in self._raised_by.values())
+
+    def raised_by_several(self) -> list[tuple[str, list[str]]]:
+        """Returns the exceptions that several tasks have raised, as "Class: message", and the names of the tasks."""
+        with self._lock:
+            several = [(text, list(tasks)) for text, tasks in self._raised_by.items() if len(tasks) > 1]
+        found = []
+        for text, tasks in several:
+            header = _header(text.split("\n"))
+            found.append((header.group("name").rpartition(".")[2] if header else "exception", tasks))
+        return found
+
+
+class TracebackFilter:
+    """Holds the tracebacks in the lines of one task's standard error.
+
+    Args:
+      tracebacks: those of the job.
+      task: name of the task.
+    """
+
+    def __init__(self, tracebacks: Tracebacks, task: str) -> None:
+        self._tracebacks = tracebacks
+        self._task = task
+        self._held: list[str] = []
+        self._since = self._last = 0.0
+
+    @property
+    def is_holding(self) -> bool:
+        """True while lines are held."""
+        return bool(self._held)
+
+    def feed(self, lines: Sequence[str]) -> list[str]:
+        """Returns the lines to print now."""
+        now, printed = self._tracebacks.clock(), list[str]()
+        for line in lines:
+            if line == _FIRST and not self._is_chain():
+                printed += self.flush()
+                self._held, self._since = [line], now
+            elif self._held:
+                self._held.append(line)
+            else:
+                printed.append(line)
+        self._last = now
+        if len(self._held) > _MOST_LINES:
+            printed += self.flush()
+        return printed
+
+    def due(self) -> list[str]:
+        """Returns the held lines once their message is complete."""
+        now = self._tracebacks.clock()
+        is_complete = bool(self._held) and _header(self._held) is not None and now - self._last >= _SILENT_SECS
+        return self.flush() if is_complete or (self._held and now - self._since >= _MOST_SECS) else []
+
+    def flush(self) -> list[str]:
+        """Returns the held lines, at the end of the output."""
+        held, self._held = self._held, []
+        return self._tracebacks.shown(self._task, held) if held else []
+
+    def _is_chain(self) -> bool:
+        last = [line for line in self._held if line.strip()][-1:]
+        return bool(last) and last[0].startswith(_CHAINED)
+
+
+def _header(lines: Sequence[str]) -> re.Match[str] | None:
+    """Returns the match of the line with the class and the message of the last exception of a chain."""
+    found = None
+    is_expected = False
+    for line in lines:
+        if line == _FIRST:
+            is_expected = True
+        elif is_expected and line and not line[0].isspace() and not line.startswith("^"):
+            match = _EXCEPTION.match(line)
+            found, is_expected = match or found, match is None
+    return found

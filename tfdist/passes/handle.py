@@ -1,0 +1,422 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The handle of a batch: what Keras carries from `next(iterator)` to `strategy.run`, under every engine.
+
+    DistributedDataset.__iter__        opens a pass; Keras gets its iterator
+    next(iterator)  ->  BatchHandle    names the engine and the pass, and reads at most data
+    strategy.run(step, (handle,))  ->  handle.engine.run(step, handle): takes the batch, and makes the step
+
+In `fit`, engines that run Python in each step make it in a plain function (`executions`), and no graph has a handle.
+Elsewhere `run` is called once while a `tf.function` is traced, or at each step with `run_eagerly=True`. What must
+happen at each step is therefore in the graph: an operation that calls Python, or plain operations.
+
+| engine | content of a handle | left in the graph by `run` |
+|---|---|---|
+| threads | number of the pass | an operation in which the threads of all devices contribute and update |
+| quorum | number of the pass | an operation that waits for this worker's contribution; all-reduce, update |
+| averaging | the batch itself, from tf.data | the step of each replica; an average if one is due |
+| warmup | elements of the data, or iterators over them | the step of one replica, of several, or of none |
+| parameter_server | numbers of pass and batch, an int64 | in own loops: an operation that makes the step |
+
+Ownership. A `HandleKind` is the type of all handles that one trace serves. This module has the registry of all kinds,
+passes and data sets that a graph names by number. It keeps none of them alive, nor the engines: a strategy owns its
+engine, Keras owns the iterator, and the iterator owns its pass. The pass owns the position in the data.
+
+The end of the data. An iterator ends where the number of batches is known, which all workers have compared. Where it
+is not known under a multi-worker policy, `run` raises `tf.errors.OutOfRangeError` on all workers for the same step,
+before any of its operations writes; Keras takes that for the end of the epoch. Of `steps_per_execution` steps those
+before it are made then, and are an execution (`executions`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.compat.keras import calls
+from tfdist.compat.tensorflow import inputs, python_operation, replicas
+from tfdist.passes import splitting
+
+_PASS_NUMBER = tf.TensorSpec([], tf.int64)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class HandleKind:
+    """The type of the handles that one trace of a step serves.
+
+    Attributes:
+      number: its place in the registry.
+      engine_of: returns the engine that the handles are for, or None if it is gone.
+      element_spec: the structure of `tf.TypeSpec`s of a batch, or of the engine's own elements.
+      form: for the engine, hashable: how it runs a step on such a batch.
+      content_spec: the structure of `tf.TypeSpec`s of a handle's content.
+      handle_type: the class of the handles.
+    """
+
+    number: int
+    engine_of: Callable[[], Any]
+    element_spec: Any
+    form: Any
+    content_spec: Any
+    handle_type: type[BatchHandle]
+
+    @functools.cached_property
+    def spec(self) -> BatchHandleSpec:
+        """The type of the handles, for `tf.function` and tf.data."""
+        return BatchHandleSpec(self.number)
+
+    def handle(self, content: Any) -> Any:
+        """A handle of this kind."""
+        flat = [leaf for leaf in tf.nest.flatten(content, expand_composites=True) if leaf is not None]
+        return self.handle_type(self, flat)
+
+
+class _Registry:
+    """All kinds of handles, and the passes and data sets that graphs name by number."""
+
+    def __init__(self) -> None:
+        # 0 names nothing.
+        self._numbers = itertools.count(1)
+        self._kinds: dict[Hashable, HandleKind] = {}
+        self._by_number: dict[int, HandleKind] = {}
+        self._entries: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        # Of the kinds: two threads may fit two models.
+        self._lock = threading.Lock()
+
+    def kind(
+        self,
+        engine: Any,
+        element_spec: Any,
+        form: Any = (),
+        content_spec: Any = _PASS_NUMBER,
+        handle_type: type[BatchHandle] | None = None,
+    ) -> HandleKind:
+        """The kind of these properties; the same object each time, so that a step is traced once.
+
+        Args:
+          engine: runs steps on the handles; kept weakly.
+          element_spec: see `HandleKind`.
+          form: see `HandleKind`.
+          content_spec: see `HandleKind`; the number of a pass by default.
+          handle_type: see `HandleKind`; `BatchHandle` by default.
+        """
+        engine_of, handle_type = weakref.ref(engine), handle_type or BatchHandle
+        key = engine_of, repr(element_spec), form, repr(content_spec), handle_type
+        with self._lock:
+            if key not in self._kinds:
+                self._forget_the_kinds_of_the_dead()
+                kind = HandleKind(next(self._numbers), engine_of, element_spec, form, content_spec, handle_type)
+                self._kinds[key] = self._by_number[kind.number] = kind
+            return self._kinds[key]
+
+    def kind_of(self, number: int) -> HandleKind:
+        """The kind with this number."""
+        return self._by_number[number]
+
+    def add(self, entry: Any) -> int:
+        """Registers a pass or a data set, weakly; returns its number."""
+        number = next(self._numbers)
+        self._entries[number] = entry
+        return number
+
+    def open(self, a_pass: Any) -> tf.Tensor:
+        """Registers a pass, weakly; returns its number as a tensor, the content of its handles."""
+        number = self.add(a_pass)
+        with tf.device("/device:CPU:0"):
+            return tf.constant(number, tf.int64)
+
+    def find(self, number: int | tf.Tensor) -> Any:
+        """The pass, or the data set, with this number."""
+        return self._entries[int(number)]
+
+    def _forget_the_kinds_of_the_dead(self) -> None:
+        for key in [key for key, kind in self._kinds.items() if kind.engine_of() is None]:
+            del self._by_number[self._kinds.pop(key).number]
+
+
+registry = _Registry()
+
+
+class BatchHandle(inputs.CompositeBatch, tf.distribute.DistributedValues):
+    """Handle of a batch, for `strategy.run(step, (handle,))`.
+
+    Args:
+      kind: its type.
+      flat: its content, as flat tensors.
+    """
+
+    def __init__(self, kind: HandleKind, flat: Sequence[tf.Tensor]) -> None:
+        self._flat = list(flat)
+        self.kind = kind
+
+    @property
+    def _type_spec(self) -> BatchHandleSpec:
+        return self.kind.spec
+
+    @property
+    def engine(self) -> Any:
+        """The `engines.base.Engine` that runs train steps on it."""
+        return self.kind.engine_of()
+
+    @property
+    def content(self) -> Any:
+        """The number of a pass, or the structure of tensors that the handle was made with."""
+        return tf.nest.pack_sequence_as(self.kind.content_spec, self._flat, expand_composites=True)
+
+    def __iter__(self) -> Any:
+        raise TypeError(
+            "Under policies a batch can't be unpacked outside of the replicas; give it whole to "
+            "strategy.run(fn, args=(batch,)) and unpack it inside fn."
+        )
+
+
+class BatchHandleSpec(tf.TypeSpec):
+    """The type of a handle, for `tf.function` and tf.data.
+
+    Args:
+      number: of the kind.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.kind = registry.kind_of(number)
+
+    @property
+    def value_type(self) -> type[BatchHandle]:
+        """See `tf.TypeSpec`."""
+        return self.kind.handle_type
+
+    def to_tensors(self, value: BatchHandle) -> list[tf.Tensor]:
+        """See `tf.types.experimental.TraceType`: the inherited result, faster, because each step calls it."""
+        return list(value._flat)
+
+    def _serialize(self) -> tuple[int]:
+        return (self.kind.number,)
+
+    @property
+    def _component_specs(self) -> list[tf.TypeSpec]:
+        return tf.nest.flatten(self.kind.content_spec, expand_composites=True)
+
+    def _to_components(self, value: BatchHandle) -> list[tf.Tensor]:
+        return value._flat
+
+    def _from_components(self, components: Sequence[tf.Tensor]) -> BatchHandle:
+        return self.kind.handle_type(self.kind, components)
+
+
+class DistributedDataset(inputs.DistributedDatasetBase):
+    """A data set that an engine reads for `fit`, and the stock strategy for all others.
+
+    It has the class of the stock data set, because Keras goes by that when it decides what `fit` takes, and nothing
+    else of it.
+
+    Args:
+      engine: opens passes over it.
+      own: what this process reads of it for the engine.
+      whole: returns the same data set as the stock strategy distributes it; called once, when it is needed.
+    """
+
+    def __init__(self, engine: Any, own: tf.data.Dataset, whole: Callable[[], Any]) -> None:
+        self.own = own
+        self._engine = engine
+        self._make_whole = whole
+
+    @functools.cached_property
+    def whole(self) -> Any:
+        """The data set as the stock strategy distributes it."""
+        return self._make_whole()
+
+    @property
+    def element_spec(self) -> Any:
+        """The structure of `tf.TypeSpec`s of a batch."""
+        return self.whole.element_spec
+
+    @property
+    def part_spec(self) -> Any:
+        """The structure of `tf.TypeSpec`s of the part of a batch that a replica computes with."""
+        return replicas.first_spec(self.element_spec)
+
+    @property
+    def cardinality(self) -> int:
+        """Batches in one pass, or one of tf.data's constants for an unknown or endless number."""
+        return int(self.own.cardinality())
+
+    def in_graph(self) -> Any:
+        """Returns the data set over which a `tf.function` iterates."""
+        return self.whole
+
+    def __iter__(self) -> Any:
+        if not tf.executing_eagerly():
+            return iter(self.in_graph())
+        opened = self._engine.open(self, calls.iterating_fit())
+        return iter(self.whole) if opened is None else opened
+
+
+def in_handles(engine: Any, dataset: tf.data.Dataset, form: Hashable = (), prefetched: int = 2) -> tf.data.Dataset:
+    """A data set of handles whose content is an element of `dataset`; Keras reads it in a graph, without Python.
+
+    Args:
+      engine: runs the steps on the handles.
+      dataset: yields what the engine makes a step of.
+      form: see `HandleKind`.
+      prefetched: number of handles that are made in advance.
+    """
+    is_tuple = isinstance(dataset.element_spec, tuple)
+    kind = registry.kind(engine, dataset.element_spec, form, dataset.element_spec)
+
+    def give(*element: Any) -> BatchHandle:
+        return kind.handle(element if is_tuple else element[0])
+
+    given = splitting.in_order(dataset.map(tf.autograph.experimental.do_not_convert(give)))
+    return given.prefetch(prefetched) if prefetched else given
+
+
+class CountedDataset(DistributedDataset):
+    """Data set whose passes read nothing, and open no iterator, before the first handle.
+
+    `Resume` has to open as many iterators as there were, so it asks for their number; without the attribute `passes` it
+    counts how often Keras asks for an iterator.
+
+    Attributes:
+      opened: how many iterators over the data were opened; counted by the engine.
+    """
+
+    opened = 0
+
+    @property
+    def passes(self) -> int:
+        """Number of iterators over the data that were opened in `fit`."""
+        return self.opened
+
+    def rest(self, iterators: Sequence[Any], left: int) -> HandleIterator:
+        """Opens a pass over what iterators over the engine's own data have left.
+
+        Args:
+          iterators: one for all replicas of this process, or one for each.
+          left: how many batches they have left; below zero if their number is not known, or there is no end.
+        """
+        return self._engine.rest(self, iterators, left)
+
+
+class HandleIterator:
+    """One pass over a `DistributedDataset`.
+
+    It is no `tf.distribute.DistributedIterator`, because Keras would hand such a one into a `tf.function` as a whole
+    instead of taking one batch at a time. It ends with `StopIteration`, or with `tf.errors.OutOfRangeError` where no
+    handle was given since `iter(self)`: Keras zips over it `steps_per_execution` at a time, and tells the two apart.
+
+    Attributes:
+      given_in_execution: how many handles were given since `iter(self)`.
+      steps_in_execution: how many steps `executions` asks for at a time; 0 in other loops.
+    """
+
+    steps_in_execution = 0
+
+    def __init__(self) -> None:
+        self._is_ended = False
+        self.given_in_execution = 0
+
+    def __iter__(self) -> HandleIterator:
+        self.given_in_execution = 0
+        return self
+
+    def __next__(self) -> BatchHandle:
+        handle = None if self._is_ended else self.next_handle()
+        if handle is None:
+            self._is_ended = True
+            if self.given_in_execution:
+                raise StopIteration
+            raise tf.errors.OutOfRangeError(None, None, "End of sequence")
+        self.given_in_execution += 1
+        return handle
+
+    def next_handle(self) -> BatchHandle | None:
+        """The next handle, or None at the end of the data."""
+        raise NotImplementedError
+
+    def get_next(self) -> BatchHandle:
+        """The same as `next(self)`."""
+        return next(self)
+
+    def end(self) -> None:
+        """Ends the pass: a step has found that the data have ended."""
+        self._is_ended = True
+
+    @property
+    def of_last_handle(self) -> Any:
+        """The pass that the last handle is of: this one, unless it goes on with the pass of another engine."""
+        return self
+
+
+def executions(
+    model: Any, stock: Callable[[Any], Any], prepare: Callable[[BatchHandle], Callable[[Any, BatchHandle], Any]]
+) -> Callable[[Any], Any]:
+    """Returns the function that makes an execution of `fit` or `evaluate` in plain Python: of a few steps, one by one.
+
+    Args:
+      model: the model.
+      stock: the function that Keras has made. It serves iterators that give no handles, and each handle for which
+        `prepare` returns `one_by_one(stock)`.
+      prepare: called with the first handle of each kind; returns what makes a step of a handle, and returns the logs.
+        Its arguments are the iterator and the handle.
+    """
+    prepared: dict[HandleKind, Callable[[Any, BatchHandle], Any]] = {}
+
+    @functools.wraps(stock)
+    def function(iterator: Any) -> Any:
+        if not isinstance(iterator, HandleIterator):
+            return stock(iterator)
+        logs, steps = None, model.steps_per_execution
+        iterator.given_in_execution = 0
+        # A step that runs eagerly takes its batch as one of a user's loop does.
+        iterator.steps_in_execution = 0 if model.run_eagerly else steps
+        try:
+            for _ in range(steps):
+                handle = next(iterator, None)
+                if handle is None:
+                    break
+                make = prepared.get(handle.kind)
+                if make is None:
+                    make = prepared[handle.kind] = prepare(handle)
+                logs = make(iterator, handle)
+        except tf.errors.OutOfRangeError:
+            # Of data of unknown length; the last execution is of as many steps as there were data for.
+            iterator.end()
+            if logs is None:
+                raise
+        except tf.errors.OpError as error:
+            raise python_operation.brief(error) from None
+        return logs
+
+    return function
+
+
+def one_by_one(stock: Callable[[Any], Any]) -> Callable[[Any, BatchHandle], Any]:
+    """Makes a step of each handle by the function that Keras has made; see `executions`."""
+    return lambda iterator, handle: stock([handle])
+
+
+def is_optional(leaf: Any) -> bool:
+    """Returns True if a leaf of a batch is a `tf.experimental.Optional`, Keras' form of None, or its spec."""
+    return isinstance(leaf, tf.experimental.Optional | tf.OptionalSpec)
+
+
+def part_spec(distributed: Any) -> Any:
+    """The structure of `tf.TypeSpec`s of a replica's part of a batch, of any distributed data set.
+
+    A part of a batch that is always None is None here too.
+    """
+    is_own = isinstance(distributed, DistributedDataset)
+    spec = distributed.part_spec if is_own else replicas.first_spec(distributed.element_spec)
+    is_none = lambda leaf: is_optional(leaf) or getattr(leaf, "value_type", None) is type(None)  # noqa: E731
+    return tf.nest.map_structure(lambda leaf: None if is_none(leaf) else leaf, spec)
+
+
+def without_optionals(batch: Any) -> Any:
+    """A batch with None where Keras has an empty Optional for it."""
+    return tf.nest.map_structure(lambda leaf: None if is_optional(leaf) else leaf, batch)

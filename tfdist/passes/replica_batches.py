@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The batches that the replicas of one process read, and the handles by which Keras' loop speaks of them.
+
+In a train step each replica takes its own part of the batch in its own thread; for any other function the parts become
+ordinary distributed values.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.compat.tensorflow import replicas
+from tfdist.passes import handle as handles
+from tfdist.passes import splitting
+
+
+def distributed(handle: handles.BatchHandle) -> Any:
+    """The batch that a handle stands for as distributed values, in a graph or outside."""
+    num_parts, is_whole = handle.kind.form
+    if tf.executing_eagerly():
+        parts = [handles.without_optionals(part) for part in handles.registry.find(handle.content).take().parts()]
+        return replicas.values_of_replicas(parts, always_wrap=False)
+    element_spec = handle.kind.element_spec
+    spec = splitting.part_spec(element_spec, num_parts) if is_whole else element_spec
+    specs = _tensors(spec) * num_parts
+    tensors = tf.py_function(_read, [handle.content], [each.dtype for each in specs])
+    for tensor, each in zip(tensors, specs, strict=True):
+        tensor.set_shape(each.shape)
+    supply = iter(tensors)
+    return replicas.values_of_replicas([_packed(spec, supply) for _ in range(num_parts)], always_wrap=False)
+
+
+def _read(number: tf.Tensor) -> list[tf.Tensor]:
+    try:
+        parts = handles.registry.find(number).take().parts()
+        return [tensor for part in parts for tensor in _tensors(part)]
+    except tf.errors.OutOfRangeError:
+        # As the end of the data an operation passes on this one only.
+        end = StopIteration("End of sequence")
+    raise end
+
+
+def _tensors(structure: Any) -> list[Any]:
+    """The tensors, or their specs, of a batch."""
+    leaves = [leaf for leaf in tf.nest.flatten(structure) if not handles.is_optional(leaf)]
+    return tf.nest.flatten(leaves, expand_composites=True)
+
+
+def _packed(spec: Any, tensors: Iterator[tf.Tensor]) -> Any:
+    def pack(leaf: Any) -> Any:
+        if handles.is_optional(leaf):
+            return None
+        count = len(tf.nest.flatten(leaf, expand_composites=True))
+        return tf.nest.pack_sequence_as(leaf, list(itertools.islice(tensors, count)), expand_composites=True)
+
+    return tf.nest.map_structure(pack, spec)
+
+
+class WholeBatch:
+    """A batch of which each replica cuts out its part.
+
+    Args:
+      batch: a global batch.
+      num_parts: how many replicas there are.
+    """
+
+    def __init__(self, batch: Any, num_parts: int) -> None:
+        self._batch = batch
+        self._flat = tf.nest.flatten(batch, expand_composites=True)
+        self._num_parts = num_parts
+
+    def flat(self, replica: int) -> Sequence[tf.Tensor]:
+        """Returns a replica's part as a flat list; called in its thread."""
+        del replica
+        return self._flat
+
+    def rows(self, replica: int) -> int:
+        """Returns the number of examples in a replica's part, after `flat`; 0 if it is not known."""
+        size = splitting.static_size(self._batch) or 0
+        return size * (replica + 1) // self._num_parts - size * replica // self._num_parts
+
+    def parts(self) -> list[Any]:
+        """The parts of all replicas."""
+        return [splitting.cut(self._batch, part, self._num_parts) for part in range(self._num_parts)]
+
+
+class OwnParts:
+    """Parts that each replica reads on demand from its own iterator.
+
+    Args:
+      iterators: one for each replica.
+    """
+
+    def __init__(self, iterators: Sequence[Iterator[Any]]) -> None:
+        self._iterators = iterators
+        self._rows = [0] * len(iterators)
+
+    def flat(self, replica: int) -> Sequence[tf.Tensor]:
+        """See `WholeBatch.flat`. Raises `tf.errors.OutOfRangeError` at the end of the replica's data."""
+        part = self._next(replica)
+        self._rows[replica] = splitting.static_size(part) or 0
+        return tf.nest.flatten(part, expand_composites=True)
+
+    def rows(self, replica: int) -> int:
+        """See `WholeBatch.rows`."""
+        return self._rows[replica]
+
+    def parts(self) -> list[Any]:
+        """See `WholeBatch.parts`."""
+        return [self._next(replica) for replica in range(len(self._iterators))]
+
+    def _next(self, replica: int) -> Any:
+        try:
+            return next(self._iterators[replica])
+        except StopIteration:
+            raise tf.errors.OutOfRangeError(None, None, "End of sequence") from None
+
+
+class ReplicaDataset(handles.CountedDataset):
+    """A data set whose batches are divided among the replicas, whoever reads it. It is read once, in order.
+
+    Args:
+      engine: runs the steps on its batches.
+      dataset: yields global batches.
+      num_parts: how many replicas there are.
+    """
+
+    is_whole = True
+
+    def __init__(self, engine: Any, dataset: tf.data.Dataset, num_parts: int) -> None:
+        splitting.check_batched(dataset.element_spec, num_parts)
+        super().__init__(engine, dataset.prefetch(1), _refuse_graph)
+        self.num_parts = num_parts
+        self.kind = handles.registry.kind(engine, self.element_spec, (num_parts, self.is_whole))
+
+    @property
+    def element_spec(self) -> Any:
+        """The structure of `tf.TypeSpec`s of a whole batch, or of a part if it has no whole ones."""
+        return self.own.element_spec
+
+    @property
+    def part_spec(self) -> Any:
+        """See `DistributedDataset.part_spec`."""
+        return splitting.part_spec(self.element_spec, self.num_parts) if self.is_whole else self.element_spec
+
+    def iterate(self) -> ReplicaIterator:
+        """Opens a pass over the data.
+
+        Not at its first batch: Keras makes iterators that it never reads, and each of a shuffle draws an order.
+        """
+        return ReplicaIterator(self, self.read())
+
+    def rest(self, iterators: Sequence[Iterator[Any]], left: int) -> ReplicaIterator:
+        """See `CountedDataset.rest`."""
+        del left
+        return ReplicaIterator(self, iterators[0])
+
+    def read(self) -> Iterator[Any]:
+        """Iterates over the whole batches, or over the parts of the first replica."""
+        self.opened += 1
+        return iter(self.own)
+
+
+class ReplicaDatasetFromFunction(ReplicaDataset):
+    """Data sets that the user made, one for each replica, which reads it in its own thread: slow data make it late.
+
+    A pass ends with the first replica whose data end.
+
+    Args:
+      engine: runs the steps on its batches.
+      datasets: one for each replica, of its parts, all of one structure.
+    """
+
+    is_whole = False
+
+    def __init__(self, engine: Any, datasets: Sequence[tf.data.Dataset]) -> None:
+        super().__init__(engine, datasets[0], len(datasets))
+        self.datasets = [dataset.prefetch(1) for dataset in datasets]
+
+    @property
+    def cardinality(self) -> int:
+        """See `DistributedDataset.cardinality`."""
+        return int(tf.data.Dataset.zip(tuple(self.datasets)).cardinality())
+
+    def iterate(self) -> ReplicaIterator:
+        """See `ReplicaDataset.iterate`."""
+        return _OwnIterator(self, self.read_own(), self.cardinality)
+
+    def rest(self, iterators: Sequence[Iterator[Any]], left: int) -> ReplicaIterator:
+        """See `CountedDataset.rest`; an iterator for each replica."""
+        return _OwnIterator(self, iterators, left)
+
+    def read_own(self) -> list[Iterator[Any]]:
+        """An iterator for each replica."""
+        self.opened += 1
+        return [iter(dataset) for dataset in self.datasets]
+
+
+class ReplicaIterator(handles.HandleIterator):
+    """One pass over a `ReplicaDataset`, or the rest of one that a source was opened for."""
+
+    def __init__(self, dataset: ReplicaDataset, source: Iterator[Any]) -> None:
+        super().__init__()
+        self._dataset = dataset
+        self._source = source
+        self._waiting: collections.deque[Any] = collections.deque()
+        # The batch after those, or the error in place of it.
+        self._ahead: Any = None
+        self._handle = dataset.kind.handle(handles.registry.open(self))
+
+    def next_handle(self) -> handles.BatchHandle | None:
+        """See `HandleIterator`."""
+        if self._ahead is None:
+            self.read_ahead()
+        batch, self._ahead = self._ahead, None
+        if isinstance(batch, StopIteration):
+            return None
+        if isinstance(batch, Exception):
+            raise batch
+        self._waiting.append(batch)
+        return self._handle
+
+    def read_ahead(self) -> None:
+        """Reads the batch for the next handle, if that was not done; `next` raises what goes wrong."""
+        if self._ahead is not None:
+            return
+        try:
+            self._ahead = next(self._source)
+        except Exception as error:
+            self._ahead = error
+
+    def example(self) -> Any:
+        """A replica's part of the batch that is taken next: the last, which is not empty with one example."""
+        num_parts = self._dataset.num_parts
+        return splitting.cut(self._waiting[0], num_parts - 1, num_parts)
+
+    def take(self) -> WholeBatch | OwnParts:
+        """Takes the batch of the handle that was given first."""
+        return WholeBatch(self._waiting.popleft(), self._dataset.num_parts)
+
+
+class _OwnIterator(ReplicaIterator):
+    """One pass over a `ReplicaDatasetFromFunction`: gives handles without reading."""
+
+    def __init__(
+        self,
+        dataset: ReplicaDatasetFromFunction,
+        own: Sequence[Iterator[Any]],
+        count: int,
+    ) -> None:
+        # Counts only: the replicas read.
+        super().__init__(dataset, itertools.repeat(True, count) if count >= 0 else itertools.repeat(True))
+        self._own = own
+
+    def example(self) -> Any:
+        """See `ReplicaIterator.example`. Zeros where they will do, because nobody is to wait for a slow pipeline."""
+        spec = self._dataset.element_spec
+        if all(_has_only_its_size_open(leaf) for leaf in tf.nest.flatten(spec)):
+            return tf.nest.map_structure(lambda leaf: tf.zeros([1, *leaf.shape[1:]], leaf.dtype), spec)
+        return next(iter(self._dataset.own))
+
+    def take(self) -> WholeBatch | OwnParts:
+        """Takes the batch of the handle that was given first."""
+        self._waiting.popleft()
+        return OwnParts(self._own)
+
+
+def _refuse_graph() -> Any:
+    raise RuntimeError("iter(dataset) must be called outside of a tf.function where policies decide.")
+
+
+def _has_only_its_size_open(spec: Any) -> bool:
+    is_number = isinstance(spec, tf.TensorSpec) and spec.dtype != tf.string
+    return is_number and spec.shape.rank is not None and spec.shape[1:].is_fully_defined()

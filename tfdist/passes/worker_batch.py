@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Handles of batches in the chief's loop, and the transfer of a batch to the chief.
+
+`next(iterator)` returns a **handle** of each batch: a `WorkerBatch`, which is a `BatchHandle` (`data/handle`). Its
+content is one int64 with the pass and the position. Unpacking it returns handles of the parts of the batch, which are
+of other kinds. Inside a function given to `strategy.run`, a handle is replaced by the batch, or by the part.
+
+The **owner** of a batch is the process that reads it:
+
+* A batch is not read before its handle is used.
+* The first `strategy.run` with the handle, or with parts of it, reads the batch: on the worker of the step, from this
+  worker's share, or on the chief, if the chief feeds this pass. The worker keeps the batch for the lifetime of the
+  handle.
+* If the chief needs the value (`numpy()`, a TensorFlow operation, `print`, `strategy.gather`,
+  `experimental_local_results`), the batch is *materialised*: fetched from its worker, or read if no worker has it. If
+  this is the first batch of the pass, the chief feeds the whole pass from then on.
+* A second `strategy.run` with the same handle may run on another worker, and a step with several batches needs the
+  batches of several workers. Such batches are materialised, and sent with the step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.compat.tensorflow import python_operation
+from tfdist.passes.handle import BatchHandle, HandleKind, registry
+
+# A handle has the number of its pass, and in the lower bits the number of the batch. Batch 0 is "the next batch".
+_POSITION_BITS = 40
+
+
+class BatchOfPass(Protocol):
+    """The part of a batch that a handle needs."""
+
+    def values(self) -> list[Any]:
+        """Returns the batch on the chief, flat."""
+        ...
+
+
+class Pass(Protocol):
+    """The part of a pass over the data that its handles need.
+
+    Attributes:
+      id: the number of the pass in this program.
+    """
+
+    id: int
+
+    def batch(self, number: int) -> BatchOfPass:
+        """Returns the batch of this number."""
+        ...
+
+    def next_for_graph(self) -> int:
+        """Returns the int64 of a handle of the next batch, for a handle made within a graph."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Place of a part in its batch: the form of a handle's kind.
+
+    Attributes:
+      whole: the structure of `tf.TypeSpec`s of the whole batch.
+      text: description of that structure.
+      first: number of leaves of the batch before the part.
+    """
+
+    whole: Any = dataclasses.field(compare=False)
+    text: str
+    first: int
+
+
+class WorkerBatch(BatchHandle):
+    """Handle of a batch on the workers, or of a part of it.
+
+    It stands for the batch in `strategy.run(fn, args=(batch,))`; inside `fn` it is the batch itself. It can be unpacked
+    like the batch, and is converted to the batch's value where a tensor is needed.
+
+    Args:
+      kind: its type, with a `Layout`; a `tf.function` is traced for each kind.
+      flat: its content, alone in a list: int64 scalar, the numbers of pass and batch.
+      batch: the state of the batch, which it keeps alive.
+    """
+
+    def __init__(self, kind: HandleKind, flat: Sequence[tf.Tensor], batch: BatchOfPass | None = None) -> None:
+        super().__init__(kind, flat)
+        self._batch = batch
+
+    @property
+    def content(self) -> tf.Tensor:
+        """The numbers of pass and batch, an int64 scalar."""
+        return self._flat[0]
+
+    @property
+    def element_spec(self) -> Any:
+        """The structure of `tf.TypeSpec`s of the batch, or of the part."""
+        return self.kind.element_spec
+
+    @property
+    def whole_spec(self) -> Any:
+        """The structure of `tf.TypeSpec`s of the whole batch."""
+        return self.kind.form.whole
+
+    def pick(self, batch: Any) -> Any:
+        """Returns the handle's part of a whole batch."""
+        part, first = self.element_spec, self.kind.form.first
+        count = len(tf.nest.flatten(part))
+        return tf.nest.pack_sequence_as(part, tf.nest.flatten(batch)[first : first + count])
+
+    def part(self, key: Any) -> WorkerBatch:
+        """Returns a handle of the component at this index or key."""
+        part, layout = self.element_spec, self.kind.form
+        if not isinstance(part, list | tuple | dict):
+            raise TypeError(f"a batch of {part!r} has no parts; look at it with tf.convert_to_tensor(batch)")
+        # The number of a component's first leaf is its offset.
+        numbered = tf.nest.pack_sequence_as(part, range(len(tf.nest.flatten(part))))
+        leaves = tf.nest.flatten(numbered[key])
+        first = layout.first + (leaves[0] if leaves else 0)
+        kind = _kind_of(self.engine, part[key], dataclasses.replace(layout, first=first))
+        return WorkerBatch(kind, self._flat, self._batch)
+
+    def __getitem__(self, key: Any) -> Any:
+        part = self.element_spec
+        if isinstance(part, list | tuple | dict) and not isinstance(key, slice):
+            return self.part(key)
+        if isinstance(part, list | tuple):
+            return [self.part(index) for index in range(len(part))[key]]
+        return self.value()[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        part = self.element_spec
+        if isinstance(part, dict):
+            return iter(part)
+        if isinstance(part, list | tuple):
+            return iter([self.part(index) for index in range(len(part))])
+        return iter(self.value())
+
+    def __len__(self) -> int:
+        part = self.element_spec
+        return len(part) if isinstance(part, list | tuple | dict) else len(self.value())
+
+    def keys(self) -> Any:
+        """The names of the components of a batch that is a dictionary."""
+        return self.element_spec.keys()
+
+    def items(self) -> list[tuple[Any, WorkerBatch]]:
+        """The names and the handles of the components of a batch that is a dictionary."""
+        return [(key, self.part(key)) for key in self.element_spec]
+
+    @property
+    def shape(self) -> tf.TensorShape:
+        """The static shape, of a handle of one tensor."""
+        return self.element_spec.shape
+
+    @property
+    def dtype(self) -> tf.DType:
+        """The dtype, of a handle of one tensor."""
+        return self.element_spec.dtype
+
+    def value(self) -> Any:
+        """Copies the batch, or the part, to the chief."""
+        whole = self.whole_spec
+        specs = flat_specs(whole)
+        if tf.executing_eagerly():
+            flat = [tf.convert_to_tensor(leaf) for leaf in find_batch(int(self.content)).values()]
+        else:
+            flat = python_operation.call(_values, [self.content], [spec.dtype for spec in specs])
+            for tensor, spec in zip(flat, specs, strict=True):
+                tensor.set_shape(spec.shape)
+        return self.pick(tf.nest.pack_sequence_as(whole, flat, expand_composites=True))
+
+    def numpy(self) -> Any:
+        """The value, as an array or a structure of arrays."""
+        return tf.nest.map_structure(lambda leaf: leaf.numpy(), self.value())
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        del copy
+        return np.asarray(tf.convert_to_tensor(self), dtype)
+
+    def __str__(self) -> str:
+        return str(self.value())
+
+
+def _convert(value: WorkerBatch, dtype: Any = None, name: str | None = None, as_ref: bool = False) -> Any:
+    del as_ref
+    return tf.convert_to_tensor(value.value(), dtype, name=name)
+
+
+tf.register_tensor_conversion_function(WorkerBatch, _convert)
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    def operate(self: WorkerBatch, *others: Any) -> Any:
+        value = tf.convert_to_tensor(self)
+        return getattr(value, name)(*others)
+
+    operate.__name__ = name
+    return operate
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
+    for _side in ("", "r"):
+        setattr(WorkerBatch, f"__{_side}{_name}__", _operator(f"__{_side}{_name}__"))
+for _name in ("neg", "abs", "lt", "le", "gt", "ge", "float", "int", "bool"):
+    setattr(WorkerBatch, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+def handle_of(iterator_id: int, number: int) -> int:
+    """Returns the int64 for a batch of a pass."""
+    return (iterator_id << _POSITION_BITS) | number
+
+
+def find_pass(handle: int) -> Pass:
+    """Returns the pass that a handle belongs to."""
+    return registry.find(handle >> _POSITION_BITS)
+
+
+def find_batch(handle: int) -> BatchOfPass:
+    """Returns the batch that a handle stands for."""
+    return find_pass(handle).batch(number_in(handle))
+
+
+def number_in(handle: int) -> int:
+    """Returns the number of a handle's batch within its pass; 0 for the next batch."""
+    return handle & ((1 << _POSITION_BITS) - 1)
+
+
+def kind_of(engine: Any, element_spec: Any) -> HandleKind:
+    """Returns the kind of the handles of whole batches.
+
+    Args:
+      engine: makes train steps of the batches.
+      element_spec: the structure of `tf.TypeSpec`s of a batch.
+    """
+    return _kind_of(engine, element_spec, Layout(element_spec, repr(element_spec), 0))
+
+
+def _kind_of(engine: Any, element_spec: Any, layout: Layout) -> HandleKind:
+    return registry.kind(engine, element_spec, layout, handle_type=WorkerBatch)
+
+
+def handle(number: int, kind: HandleKind, batch: BatchOfPass | None = None) -> WorkerBatch:
+    """Returns a handle of this kind from its int64; it keeps `batch`, the state of the batch, alive."""
+    return WorkerBatch(kind, [tf.constant(number, tf.int64)], batch)
+
+
+def flat_specs(spec: Any) -> list[tf.TensorSpec]:
+    """Returns the specs of a batch's tensors, components of ragged and sparse tensors included."""
+    return tf.nest.flatten(spec, expand_composites=True)
+
+
+def as_specs(*structures: Any) -> list[Any]:
+    """Replaces handles in the structures by the specs of their batches or parts."""
+    return _replaced(structures, lambda handle: handle.element_spec)
+
+
+def as_values(*structures: Any) -> list[Any]:
+    """Replaces handles in the structures by the values of their batches or parts, on the chief."""
+    return _replaced(structures, lambda handle: handle.value())
+
+
+def _replaced(structures: Sequence[Any], replace: Callable[[WorkerBatch], Any]) -> list[Any]:
+    def of(leaf: Any) -> Any:
+        return replace(leaf) if isinstance(leaf, WorkerBatch) else leaf
+
+    return [tf.nest.map_structure(of, structure) for structure in structures]
+
+
+def handles_in(arguments: Any) -> list[WorkerBatch]:
+    """Returns the handles among arguments."""
+    return [leaf for leaf in tf.nest.flatten(arguments) if isinstance(leaf, WorkerBatch)]
+
+
+def looked_at(value: Any) -> Any:
+    """Replaces handles in a structure by their values on the chief."""
+    return tf.nest.map_structure(lambda leaf: leaf.value() if isinstance(leaf, WorkerBatch) else leaf, value)
+
+
+def _values(handle: tf.Tensor) -> list[Any]:
+    return find_batch(int(handle)).values()

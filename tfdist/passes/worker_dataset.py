@@ -1,0 +1,505 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A data set that the workers read: its division into shares, and its transfer to the workers."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import secrets
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.compat.tensorflow import coordinator, inputs, python_operation
+from tfdist.compat.tensorflow.graphs import LoopIterable, LoopIterator
+from tfdist.passes import progress, splitting, worker_batch
+from tfdist.passes.dataset_graph import DatasetGraph, rebuild
+from tfdist.passes.handle import DistributedDataset, registry
+from tfdist.passes.worker_batch import Pass, WorkerBatch
+
+# Protocol buffers end at 2 GiB; a data set is shipped inside one.
+_MAX_SHIPPED_BYTES = 2**31 - 2**20
+
+
+class Workers(Protocol):
+    """The part of an engine that a data set needs: the engine whose workers read it.
+
+    Attributes:
+      num_workers: number of workers of the cluster.
+      coordinator: creates resources on the workers.
+      data_service_address: see `AsynchronousEngine`.
+    """
+
+    num_workers: int
+    coordinator: tf.distribute.coordinator.ClusterCoordinator
+    data_service_address: Callable[[bool], str]
+
+    def open(self, dataset: WorkerDataset, fit: Any) -> worker_batch.Pass:
+        """Begins a pass over the data."""
+        ...
+
+
+class WorkerDataset(DistributedDataset):
+    """Data set of which each worker reads its share.
+
+    Args:
+      engine: The engine whose workers read it.
+      dataset: A `tf.data.Dataset` of batches.
+      sharding: `"replicate"`: each worker reads all of it; `"shard"`: worker i of n reads the batches i, i + n, ...;
+        `"dynamic"`: each batch goes to the worker that asks first (tf.data service); `"deal"`: worker i of n reads part
+        i of n of every batch.
+      num_parts: number of consecutive parts into which a worker's batches are cut.
+    """
+
+    def __init__(self, engine: Workers, dataset: tf.data.Dataset, sharding: str, num_parts: int = 1):
+        super().__init__(engine, dataset, _refuse_stock)
+        self.kind = worker_batch.kind_of(engine, dataset.element_spec)
+        self.id = registry.add(self)
+        self._sharding = sharding
+        self._num_parts = num_parts
+        self._cardinality = int(dataset.cardinality())
+        self._shipped: tf.distribute.coordinator.PerWorkerValue | None = None
+        self._described: DatasetGraph | None = None
+        self._share_builder: Callable[[tf.Tensor], tf.data.Dataset] | None = None
+        self.passes = 0
+        # Number of passes that each worker has begun since it built its share. Only that worker's thread reads it.
+        self._begun: dict[int, int] = {}
+        # Data sets of `open_shares`, by worker and share, with the number of passes begun.
+        self._opened: dict[tuple[int, int], tuple[tf.data.Dataset, int]] = {}
+
+    @property
+    def element_spec(self) -> Any:
+        """The structure of `tf.TypeSpec`s of a batch; as the signature of a `tf.function`, that of a handle."""
+        return inputs.signature_of(self.batch_spec, self.kind.spec)
+
+    @property
+    def batch_spec(self) -> Any:
+        """The structure of `tf.TypeSpec`s of a batch."""
+        return self.own.element_spec
+
+    @property
+    def part_spec(self) -> Any:
+        """See `DistributedDataset.part_spec`."""
+        return splitting.part_spec(self.batch_spec, self.num_parts) if self.num_parts > 1 else self.batch_spec
+
+    @property
+    def cardinality(self) -> int:
+        """Number of batches in a pass, or tf.data's constant for an unknown or infinite number."""
+        return self._cardinality
+
+    @property
+    def lives_in_python(self) -> bool:
+        """True if the data set calls Python of this process, so that only the chief can read it."""
+        return self._graph().lives_in_python
+
+    @property
+    def _original_dataset(self) -> tf.data.Dataset:
+        # `ClusterCoordinator.create_per_worker_dataset` asks a distributed data set for it.
+        raise TypeError(
+            "ClusterCoordinator.create_per_worker_dataset takes a tf.data.Dataset, or a function that returns one; "
+            "give it the data set itself. Received: what strategy.experimental_distribute_dataset returned"
+        )
+
+    def _graph(self) -> DatasetGraph:
+        if self._described is None:
+            self._described = DatasetGraph(self.own)
+        return self._described
+
+    def in_graph(self) -> GraphDataset:
+        """See `DistributedDataset.in_graph`."""
+        return GraphDataset(tf.constant(self.id, tf.int64), self.kind.number)
+
+    def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
+        """See `tf.distribute.DistributedDataset`."""
+        if not tf.executing_eagerly():
+            return self.in_graph().reduce(initial_state, reduce_func)
+        return functools.reduce(reduce_func, self, initial_state)
+
+    def __tf_tracing_type__(self, context: Any) -> HandleType:
+        """Passes the data set to a `tf.function` by its number (`worker_dataset`)."""
+        return HandleType(GraphDataset, self.kind.number)
+
+    def after(self, passes: int, batches: int) -> WorkerDataset:
+        """Returns the rest of a pass, shared among the workers; see `progress.Restart.after`."""
+        rest = WorkerDataset(self._engine, self.own.skip(batches), self._sharding, self._num_parts)
+        return self._gone_on_with(rest, passes, batches)
+
+    def _gone_on_with(self, rest: WorkerDataset, passes: int, batches: int) -> WorkerDataset:
+        # The number of a pass determines its order on the workers.
+        rest.passes = self.passes + passes
+        self.passes = rest.passes + (batches > 0)
+        return rest
+
+    @property
+    def num_parts(self) -> int:
+        """Number of parts into which each batch is cut."""
+        return self._engine.num_workers if self._sharding == "deal" else self._num_parts
+
+    def check_first_batch(self) -> None:
+        """Raises ValueError if the first batch can't be cut into parts.
+
+        The worker that cuts the batch would raise too, but later and with a long message. Batches of `batch` that are
+        not changed afterwards can always be cut. Data from the chief's Python may be readable only once, so their
+        iterator checks them.
+        """
+        if self.num_parts == 1 or self.lives_in_python or self._graph().has_even_batches:
+            return
+        # This process may be unable to read the data.
+        with contextlib.suppress(tf.errors.OpError):
+            for batch in rebuild(self._graph().without_shuffles(), self.batch_spec).take(1):
+                splitting.check_examples(batch, self.num_parts)
+
+    def local_iterator(self) -> Iterator[Any]:
+        """Returns the chief's own iterator, over the whole data set."""
+        return iter(self.own)
+
+    def share(self, worker: int) -> int | None:
+        """Number of batches in the share of `worker` of a pass: `sys.maxsize` if endless, None if unknown."""
+        total = self.cardinality
+        if total == tf.data.UNKNOWN_CARDINALITY or self._sharding == "dynamic":
+            return None
+        if total == tf.data.INFINITE_CARDINALITY:
+            return sys.maxsize
+        if self._sharding in ("replicate", "deal"):
+            return total
+        return len(range(worker, total, self._engine.num_workers))
+
+    @property
+    def is_dealt_out(self) -> bool:
+        """True if a batch goes to the worker that asks first, so that no batch belongs to a worker before."""
+        return self._sharding == "dynamic"
+
+    @property
+    def is_cut(self) -> bool:
+        """True if workers read parts of batches."""
+        return self._sharding == "deal" or self._num_parts > 1
+
+    @property
+    def is_shared_out(self) -> bool:
+        """True if each batch of a pass belongs to one worker's share."""
+        return self._sharding == "shard"
+
+    def open_shares(self) -> Callable[[int, int], Iterator[Any]]:
+        """Starts a pass over the shares, any of which any worker may read (see `streams.Shares`)."""
+        self.passes += 1
+        number = self.passes
+        if self._share_builder is None:
+            self._graph().agree_on_order(secrets.randbelow(2**31))
+            self._share_builder = self._rebuilder(self._graph(), self._engine.num_workers)
+        build = self._share_builder
+
+        def open_share(share: int, position: int) -> Iterator[Any]:
+            key = coordinator.this_worker(), share
+            dataset, begun = self._opened.pop(key, (None, 0))
+            if dataset is None or position:
+                # Built again to continue a pass: each new iterator of a data set draws another order.
+                dataset, begun = build(tf.constant(share, tf.int64)), 0
+            progress.begin_passes(dataset, number - 1 - begun, self._graph().caches, begun)
+            self._opened[key] = dataset, number
+            return iter(dataset.skip(position) if position else dataset)
+
+        return open_share
+
+    def forget_shares(self, worker: int) -> None:
+        """Notes that `worker` was lost, with its data sets."""
+        for key in [key for key in list(self._opened) if key[0] == worker]:
+            self._opened.pop(key, None)
+
+    def iterate_on_workers(
+        self, position: Callable[[int], int] = lambda worker: 0
+    ) -> tf.distribute.coordinator.PerWorkerValue:
+        """Starts a pass: one iterator on each worker over its share.
+
+        Args:
+          position: Returns the number of batches that a worker skips; a restarted worker continues its share.
+        """
+        self.passes += 1
+        create = functools.partial(coordinator.create_on_workers, self._engine.coordinator)
+        if self._sharding == "dynamic":
+            build = self._join_service()
+            return create(lambda: iter(build()))
+        if self._shipped is None:
+            self._shipped = create(functools.partial(self._build_share, self._shares()))
+        number = self.passes
+
+        def iterate(dataset: tf.data.Dataset) -> Iterator[Any]:
+            worker = coordinator.this_worker()
+            self._catch_up(dataset, worker, number)
+            count = position(worker)
+            return iter(dataset.skip(count) if count else dataset)
+
+        return create(iterate, self._shipped)
+
+    def _build_share(self, share: Callable[[int], tf.data.Dataset]) -> tf.data.Dataset:
+        worker = coordinator.this_worker()
+        self._begun[worker] = 0
+        dataset = share(worker)
+        if self._sharding in ("shard", "deal") and self._cardinality >= 0 and self._graph().caches:
+            # A pass of known length ends with the worker's last batch, mostly before the end of the data: the cache
+            # would stay incomplete, and be filled anew in another order than that of the other workers. Data of unknown
+            # length are read to their end, and endless ones have none.
+            progress.read(dataset)
+        return dataset
+
+    def _catch_up(self, dataset: tf.data.Dataset, worker: int, number: int) -> None:
+        """Advances a worker that has rebuilt its share to the order that pass `number` has on the other workers.
+
+        Each iterator draws a new order. A cache has the order of the first pass, which must be read then.
+        """
+        begun = self._begun[worker]
+        progress.begin_passes(dataset, number - 1 - begun, self._graph().caches, begun)
+        self._begun[worker] = max(self._begun[worker], number)
+
+    def _shares(self) -> Callable[[int], tf.data.Dataset]:
+        """Returns a function that rebuilds a worker's share, called with the worker as the default device."""
+        is_shared = self._sharding in ("shard", "deal")
+        if is_shared:
+            # Shares of different orders would overlap.
+            self._graph().agree_on_order(secrets.randbelow(2**31))
+        build = self._rebuilder(self._graph(), self._engine.num_workers if is_shared else 1)
+        return lambda worker: build(tf.constant(worker if is_shared else 0, tf.int64))
+
+    def _rebuilder(self, graph: DatasetGraph, num_shards: int) -> Callable[[tf.Tensor], tf.data.Dataset]:
+        """Returns a function from the index of a shard to the shard; it contains the data set."""
+        if graph.num_bytes > _MAX_SHIPPED_BYTES:
+            raise ValueError(
+                f"The data set holds {graph.num_bytes / 2**30:.1f} GiB in memory, more than the 2 GiB that a worker "
+                "can be sent; read it from files with tf.data instead of passing arrays."
+            )
+        text, spec = graph.serialize(), self.batch_spec
+
+        @tf.function(autograph=False)
+        def build(shard: tf.Tensor) -> tf.data.Dataset:
+            dataset = rebuild(text, spec)
+            if self._sharding == "deal":
+                # A single worker reads whole batches, of any structure.
+                parts = (splitting.deal(dataset, [shard], num_shards) if num_shards > 1 else dataset).prefetch(1)
+                # A worker whose contribution was withdrawn makes another one for the same update: it needs more data.
+                return parts.repeat(2) if self.cardinality >= 0 else parts
+            return self._cut(dataset.shard(num_shards, shard) if num_shards > 1 else dataset)
+
+        return build.get_concrete_function(tf.TensorSpec([], tf.int64))
+
+    def _cut(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        if self._num_parts == 1:
+            return dataset
+        return splitting.deal(dataset, range(self._num_parts), self._num_parts)
+
+    def _join_service(self) -> Callable[[], tf.data.Dataset]:
+        """Returns a function that makes the worker a consumer of a new pass of the tf.data service."""
+        endless = self.cardinality == tf.data.INFINITE_CARDINALITY
+        service, spec = tf.data.experimental.service, self.batch_spec
+        address = self._engine.data_service_address(endless)
+        # Endless data may have several producers, which divide the sources among them; data that end have one.
+        policy = service.ShardingPolicy.DYNAMIC if endless else service.ShardingPolicy.OFF
+        dataset_id, job = service.register_dataset(address, self.own), f"tfdist-{secrets.token_hex(8)}"
+
+        @tf.function(autograph=False)
+        def build() -> tf.data.Dataset:
+            return self._cut(service.from_dataset_id(policy, address, dataset_id, element_spec=spec, job_name=job))
+
+        return build.get_concrete_function()
+
+
+class WorkerDatasetFromFunction(WorkerDataset):
+    """Data sets that the user made for each worker (`distribute_datasets_from_function`).
+
+    Args:
+      engine: The engine whose workers read them.
+      datasets: One data set of batches for each worker, all of one structure.
+    """
+
+    def __init__(self, engine: Workers, datasets: Sequence[tf.data.Dataset], num_parts: int = 1):
+        super().__init__(engine, functools.reduce(tf.data.Dataset.concatenate, datasets), "given", num_parts)
+        self._datasets = datasets
+        # Asked for here, on the chief: `share` is called where a worker is the default device.
+        self._counts = [int(dataset.cardinality()) for dataset in datasets]
+
+    def after(self, passes: int, batches: int) -> WorkerDataset:
+        """See `WorkerDataset.after`. Each worker leaves out as many as fall to it."""
+        each = [dataset.skip(batches // len(self._datasets)) for dataset in self._datasets]
+        return self._gone_on_with(WorkerDatasetFromFunction(self._engine, each, self._num_parts), passes, batches)
+
+    def share(self, worker: int) -> int | None:
+        """See `WorkerDataset.share`."""
+        count = self._counts[worker]
+        return None if count == tf.data.UNKNOWN_CARDINALITY else sys.maxsize if count < 0 else count
+
+    def _shares(self) -> Callable[[int], tf.data.Dataset]:
+        builds = [self._rebuilder(DatasetGraph(dataset), 1) for dataset in self._datasets]
+        return lambda worker: builds[worker](tf.constant(0, tf.int64))
+
+
+def _refuse_stock() -> Any:
+    raise RuntimeError("no stock data set reads what belongs to the workers")
+
+
+# Data sets and iterators of workers within a `tf.function`: arguments, captures, and those created in it.
+#
+# In the graph each is an int64, its number in the registry of `data/handle`. Their methods add operations that call the
+# chief's Python at each execution: `iter` begins a pass, `next` returns a handle (`worker_batch`).
+
+
+class Optional:
+    """A batch, or the end of the data; see `tf.experimental.Optional`.
+
+    Args:
+      has_value: a bool scalar.
+      batch: the handle; invalid at the end of the data.
+    """
+
+    def __init__(self, has_value: tf.Tensor, batch: WorkerBatch):
+        self._has_value = has_value
+        self._batch = batch
+
+    def has_value(self) -> tf.Tensor:
+        """True if there is a batch."""
+        return self._has_value
+
+    def get_value(self) -> WorkerBatch:
+        """Returns the handle of the batch."""
+        if tf.executing_eagerly() and not bool(self._has_value):
+            raise tf.errors.InvalidArgumentError(None, None, "The given optional does not have a value.")
+        return self._batch
+
+
+class GraphIterator(tf.experimental.ExtensionType, LoopIterator):
+    """A pass over the data of workers, within a graph.
+
+    Attributes:
+      id: int64 scalar, the number of the pass.
+      kind: number of the kind of its handles.
+    """
+
+    id: tf.Tensor
+    kind: int
+
+    def __iter__(self) -> Iterator[WorkerBatch]:
+        return self
+
+    def __next__(self) -> WorkerBatch:
+        return self.get_next()
+
+    def get_next(self) -> WorkerBatch:
+        """Returns the handle of the next batch; the operation fails with `tf.errors.OutOfRangeError` at the end."""
+        return self._handle(*_call(_next_handle, self.id, [tf.int64]))
+
+    def get_next_as_optional(self) -> Optional:
+        """Returns the handle of the next batch, or the end of the data."""
+        has_value, handle = _call(_next_or_end, self.id, [tf.bool, tf.int64])
+        return Optional(has_value, self._handle(handle))
+
+    def _handle(self, handle: tf.Tensor) -> WorkerBatch:
+        return registry.kind_of(self.kind).handle(handle)
+
+
+class GraphDataset(tf.experimental.ExtensionType, LoopIterable):
+    """A data set of workers, within a graph.
+
+    Attributes:
+      id: int64 scalar, the number of the data set.
+      kind: number of the kind of its handles.
+    """
+
+    id: tf.Tensor
+    kind: int
+
+    def __iter__(self) -> GraphIterator:
+        # Each call site keeps its last pass alive until it begins the next.
+        begun: list[Pass] = []
+
+        def begin(dataset_id: tf.Tensor) -> list[Any]:
+            begun[:] = [iter(registry.find(dataset_id))]
+            return [np.int64(begun[0].id)]
+
+        return GraphIterator(*_call(begin, self.id, [tf.int64]), self.kind)
+
+    def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
+        """See `tf.distribute.DistributedDataset`; AutoGraph makes a `for` loop of it."""
+        iterator = iter(self)
+
+        def step(_: tf.Tensor, handle: tf.Tensor, state: Any) -> tuple[tf.Tensor, tf.Tensor, Any]:
+            state = reduce_func(state, registry.kind_of(self.kind).handle(handle))
+            return *_next(iterator), state
+
+        *_, state = tf.while_loop(
+            lambda has_value, *_: has_value, step, (*_next(iterator), initial_state), parallel_iterations=1
+        )
+        return state
+
+
+class HandleType(tf.types.experimental.TraceType):
+    """Trace type of a data set or an iterator, passed by its number: one trace for all of the same kind.
+
+    Args:
+      make: makes the object for the traced function, from its number and the kind.
+      kind: number of the kind of the handles.
+    """
+
+    def __init__(self, make: Callable[..., Any], kind: int):
+        self._make = make
+        self._kind = kind
+
+    def is_subtype_of(self, other: Any) -> bool:
+        """See `tf.types.experimental.TraceType`."""
+        return self == other
+
+    def most_specific_common_supertype(self, others: Sequence[Any]) -> HandleType | None:
+        """See `tf.types.experimental.TraceType`."""
+        return self if all(self == other for other in others) else None
+
+    def placeholder_value(self, placeholder_context: Any) -> Any:
+        """See `tf.types.experimental.TraceType`."""
+        return self._make(_NUMBER.placeholder_value(placeholder_context), self._kind)
+
+    def to_tensors(self, value: Any) -> list[tf.Tensor]:
+        """See `tf.types.experimental.TraceType`."""
+        return [tf.convert_to_tensor(value.id, tf.int64)]
+
+    def from_tensors(self, tensors: Iterator[tf.Tensor]) -> Any:
+        """See `tf.types.experimental.TraceType`."""
+        return self._make(next(tensors), self._kind)
+
+    def flatten(self) -> list[Any]:
+        """See `tf.types.experimental.TraceType`."""
+        return [_NUMBER]
+
+    def cast(self, value: Any, cast_context: Any) -> Any:
+        """See `tf.types.experimental.TraceType`."""
+        del cast_context
+        return value
+
+    def __hash__(self) -> int:
+        return hash((self._make, self._kind))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HandleType) and self._make is other._make and self._kind == other._kind
+
+
+_NUMBER = tf.TensorSpec([], tf.int64)
+
+
+def _next(iterator: GraphIterator) -> tuple[tf.Tensor, tf.Tensor]:
+    found = iterator.get_next_as_optional()
+    return found.has_value(), found._batch.content
+
+
+def _call(function: Callable[..., list[Any]], number: tf.Tensor, dtypes: Sequence[tf.DType]) -> list[tf.Tensor]:
+    results = python_operation.call(function, [number], dtypes)
+    for result in results:
+        result.set_shape([])
+    return results
+
+
+def _next_handle(iterator_id: tf.Tensor) -> list[Any]:
+    return [np.int64(worker_batch.find_pass(worker_batch.handle_of(int(iterator_id), 0)).next_for_graph())]
+
+
+def _next_or_end(iterator_id: tf.Tensor) -> list[Any]:
+    try:
+        return [np.bool_(True), *_next_handle(iterator_id)]
+    except (StopIteration, tf.errors.OutOfRangeError):
+        return [np.bool_(False), np.int64(0)]

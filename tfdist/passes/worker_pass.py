@@ -1,0 +1,443 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Passes over data that the workers read, and their handles in the chief's loop.
+
+Who owns what:
+
+    WorkerDataset     a description of the data, shipped to each worker once
+    WorkerIterator    the place of the chief's loop in one pass over them; it gives handles, never data
+    feed of the pass  who reads the batches, and how far the readers are; decided once, before the first batch is read
+    Batch             what is known of one batch that a user's loop holds
+
+`next(iterator)` returns a `WorkerBatch`, a handle of "the next batch of this iterator, on the worker that runs the
+step" (`worker_batch`). There are two feeds:
+
+* `WorkerFeed`: each worker has an iterator over its own share, and takes its next batch from it. For training.
+* `ChiefFeed`: the chief reads the data once, in order, and sends each batch along with the step. For `evaluate` and
+  `predict`, which must see every example exactly once and in order, and for data that only exists in the chief's
+  Python (generators).
+
+In Keras' loops the kind of the loop decides at the first handle. In others, and where steps run eagerly, the first use
+of a batch decides: a step on a worker, or a look at its value on the chief.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+import weakref
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, Protocol, cast
+
+import tensorflow as tf
+
+from tfdist.compat.keras import calls
+from tfdist.compat.tensorflow.coordinator import CHIEF_DEVICE
+from tfdist.compat.tensorflow.graphs import LoopIterator
+from tfdist.passes import splitting, worker_batch, worker_dataset
+from tfdist.passes.handle import HandleIterator, registry
+from tfdist.passes.worker_batch import WorkerBatch
+from tfdist.passes.worker_dataset import WorkerDataset
+
+# The states of this many batches are kept for handles made within a graph, which hold no reference.
+_KEPT_FOR_GRAPHS = 8
+
+
+class Steps(Protocol):
+    """The part of an engine that a pass needs."""
+
+    def make_room(self) -> None:
+        """Waits until another step may be queued."""
+        ...
+
+    def barrier(self, writes: bool) -> None:
+        """Waits for all steps queued so far."""
+        ...
+
+    def read_batch(self, feed: WorkerFeed, handle: WorkerBatch) -> Sequence[Any]:
+        """Fetches the next batch of a worker's share, flat."""
+        ...
+
+
+class WorkerFeed:
+    """Each worker reads its share of a pass; how far they are.
+
+    A worker's thread alone changes what concerns this worker, and the main thread begins the pass.
+
+    Args:
+      dataset: the data.
+
+    Attributes:
+      in_step: True if a step reads its batch itself, from the iterator on its worker: if each worker's number of
+        batches is known before they are read. Else the batch is an argument of the step.
+      is_counted: True if the number of batches of the pass is known or infinite.
+      taken: the number of batches that each worker is done with.
+      exhausted: workers at the end of their shares.
+      lost: workers that were lost while they had a share in this pass.
+      ended: True once no worker has a batch left.
+      on_workers: the iterators on the workers, once `begin` has made them.
+    """
+
+    by_chief = False
+
+    def __init__(self, dataset: WorkerDataset) -> None:
+        self._dataset = dataset
+        self.is_counted = dataset.cardinality != tf.data.UNKNOWN_CARDINALITY
+        self.in_step = self.is_counted and dataset.share(0) is not None
+        # Number of batches by worker.
+        self._shares: dict[int, Any] = {}
+        self.taken: collections.Counter[int] = collections.Counter()
+        self.exhausted: set[int] = set()
+        self.lost: set[int] = set()
+        self.ended = False
+        self.on_workers: tf.distribute.coordinator.PerWorkerValue | None = None
+        self._updates = 0
+        self._number = 0
+
+    def begin(self) -> tf.distribute.coordinator.PerWorkerValue:
+        """Makes the iterators on the workers, unless they are there; returns them."""
+        if self.on_workers is None:
+            self.on_workers = self._dataset.iterate_on_workers(self._position)
+            self._number = self._dataset.passes
+        return self.on_workers
+
+    def available(self, worker: int, wanted: int) -> int:
+        """Returns how many of so many batches `worker` may have left. Only that worker's thread calls this."""
+        if worker in self.exhausted:
+            return 0
+        if not self.in_step:
+            return wanted
+        share = self._shares.get(worker)
+        if share is None:
+            share = self._shares[worker] = self._dataset.share(worker)
+        left = share - self.taken[worker]
+        return wanted if left > wanted else left
+
+    def begin_update(self) -> None:
+        """Counts an update that all workers contribute to, each with its part of one batch."""
+        self._updates += 1
+
+    def _position(self, worker: int) -> int:
+        """Returns the number of batches that a restarted worker skips."""
+        return self._updates - 1 if self._updates else self.taken[worker]
+
+    def loss(self, gone: set[int]) -> str | None:
+        """Describes the unused batches of lost workers, after the pass; None if there are none.
+
+        Args:
+          gone: The workers that are still lost.
+        """
+        # A restarted worker reads the rest of its share. If batches belong to no worker, those that it had fetched are
+        # lost.
+        is_dealt_out, total = self._dataset.is_dealt_out, self._dataset.cardinality
+        workers = self.lost if is_dealt_out else gone - self.exhausted
+        return describe_lost_batches(self._number, total, self.taken.total(), workers, is_dealt_out)
+
+
+class ChiefFeed:
+    """The chief reads a pass, in order; a batch is read before the handle for it is given.
+
+    So the end is known before a step begins: a step that fails at the end would discard the results of the other steps
+    of its execution (`steps_per_execution`).
+
+    Args:
+      source: iterates over the data.
+      cut_into: number of parts into which each batch is cut.
+
+    Attributes:
+      ended: True once the end of the data was read.
+      started: steps begun ahead of the handles for them (`predict`), or None for each batch that was read so.
+    """
+
+    by_chief, in_step = True, False
+
+    def __init__(self, source: Iterator[Any], cut_into: int = 1) -> None:
+        self._source = source
+        self._cut_into = cut_into
+        self.ended = False
+        self.started: collections.deque[Any] = collections.deque()
+        self._waiting: collections.deque[list[tf.Tensor]] = collections.deque()
+        self._redeemed = 0
+        self._reading = threading.RLock()
+
+    def has_next(self, given: int) -> bool:
+        """Returns True if there is a batch for another handle than these."""
+        with self._reading:
+            while len(self._waiting) + len(self.started) <= given - self._redeemed:
+                try:
+                    self._waiting.append(self._read())
+                except tf.errors.OutOfRangeError:
+                    return False
+            return True
+
+    def next_batch(self) -> list[tf.Tensor]:
+        """Returns the next batch, flat. Raises `tf.errors.OutOfRangeError` at the end."""
+        return self._waiting.popleft() if self._waiting else self._read()
+
+    def redeem(self) -> None:
+        """Counts a handle whose batch was taken."""
+        self._redeemed += 1
+
+    def read_ahead(self) -> list[tf.Tensor]:
+        """Returns the next batch, flat, possibly before its handle exists; any thread may call it."""
+        with self._reading:
+            batch = self.next_batch()
+            self.started.append(None)
+            return batch
+
+    def redeem_ahead(self) -> None:
+        """Counts a handle whose batch `read_ahead` has read."""
+        with self._reading:
+            if self.started:
+                self.started.popleft()
+            self.redeem()
+
+    def begin_update(self) -> None:
+        """See `WorkerFeed`; here each update has a batch."""
+
+    def _read(self) -> list[tf.Tensor]:
+        try:
+            batch = next(self._source)
+        except StopIteration:
+            self.ended = True
+            raise tf.errors.OutOfRangeError(None, None, "End of sequence") from None
+        if self._cut_into > 1:
+            splitting.check_examples(batch, self._cut_into)
+        return tf.nest.flatten(batch, expand_composites=True)
+
+
+Feed = WorkerFeed | ChiefFeed
+
+
+class Batch:
+    """State of one batch, for the lifetime of its handles.
+
+    Args:
+      iterator: the pass.
+      number: number of the batch, from 1 on; 0 for the next batch.
+    """
+
+    def __init__(self, iterator: WorkerIterator, number: int = 0):
+        self.iterator = iterator
+        self.number = number
+        # True if a step has read the batch, or was given the chief's value.
+        self.is_used = False
+        # Flat, on the worker that has read it.
+        self.on_worker: Sequence[tf.Tensor] | None = None
+        # Flat, on the chief.
+        self.on_chief: Sequence[Any] | None = None
+
+    @property
+    def handle(self) -> int:
+        """Returns the int64 of a handle of this batch."""
+        return worker_batch.handle_of(self.iterator.id, self.number)
+
+    def values(self) -> list[tf.Tensor]:
+        """Returns the batch on the chief, flat; waits for a step in flight that has it."""
+        if self.on_chief is None:
+            self.on_chief = self._fetch() if self.is_used else self.iterator.read_for_chief()
+            self.is_used = True
+        return list(self.on_chief)
+
+    def _fetch(self) -> list[tf.Tensor]:
+        self.iterator.wait_for_steps()
+        if self.on_worker is None:
+            raise RuntimeError(
+                "strategy.run was given a batch that one of Keras' own steps has used before; give it to one "
+                "function that does both, or take another batch."
+            )
+        with tf.device(CHIEF_DEVICE):
+            return [tf.identity(tensor) for tensor in self.on_worker]
+
+
+class WorkerIterator(HandleIterator, LoopIterator):
+    """The chief's iterator of one pass over a `WorkerDataset`. `next` returns handles, never data.
+
+    Args:
+      engine: the engine that makes the steps.
+      dataset: the data.
+      by_execution: True if one handle may stand for all batches of an execution of Keras (`steps_per_execution`).
+
+    Attributes:
+      feed: who reads the batches; None until it is decided.
+      count: how many batches the last handle stands for, in Keras' loops.
+    """
+
+    def __init__(self, engine: Steps, dataset: WorkerDataset, by_execution: bool = False):
+        super().__init__()
+        self._engine = engine
+        self.dataset = dataset
+        self._by_execution = by_execution
+        call = calls.current()
+        # Name of Keras' method; "" in a user's loop.
+        self._loop = "" if call is None else call.kind
+        self._cardinality = dataset.cardinality
+        self._handles_given = 0
+        self.count = 1
+        self.feed: Feed | None = None
+        self._deciding = threading.Lock()
+        self.id = registry.add(self)
+        # The states of batches whose handles a user's loop has, by number.
+        self._batches: weakref.WeakValueDictionary[int, Batch] = weakref.WeakValueDictionary()
+        self._kept_for_graphs: collections.deque[Batch] = collections.deque(maxlen=_KEPT_FOR_GRAPHS)
+        # Keras uses each batch once, so a single handle is enough: "the next batch".
+        self._next_one = worker_batch.handle(worker_batch.handle_of(self.id, 0), dataset.kind)
+
+    @property
+    def element_spec(self) -> Any:
+        """The structure of `tf.TypeSpec`s of a batch."""
+        return self.dataset.batch_spec
+
+    def decide(self, by_chief: bool) -> Feed:
+        """Returns the feed; decides about it if that was not done.
+
+        Args:
+          by_chief: whether the chief is to read the data, which it does anyway if they live in its Python.
+        """
+        if self.feed is None:
+            # A graph may use a batch in two operations at a time.
+            with self._deciding:
+                if self.feed is None:
+                    self.feed = self._decided(by_chief)
+        return self.feed
+
+    def _decided(self, by_chief: bool) -> Feed:
+        dataset = self.dataset
+        if not (by_chief or dataset.lives_in_python):
+            return WorkerFeed(dataset)
+        # What each worker's part of it would be; `fit` raises before its first step.
+        is_cut = self._loop == "fit" and dataset.lives_in_python
+        return ChiefFeed(dataset.local_iterator(), dataset.num_parts if is_cut else 1)
+
+    @property
+    def is_last(self) -> bool:
+        """True if the last handle was the last one of the pass."""
+        feed = self.feed
+        if self._handles_given == self._cardinality or (feed is not None and feed.ended):
+            return True
+        # If the chief feeds, it can check for another batch.
+        is_open = feed is not None and feed.by_chief and self._cardinality == tf.data.UNKNOWN_CARDINALITY
+        return is_open and not cast(ChiefFeed, feed).has_next(self._handles_given)
+
+    def next_handle(self) -> WorkerBatch | None:
+        """See `HandleIterator`."""
+        if not tf.executing_eagerly():
+            return self._in_graph().get_next()
+        if not self._loop:
+            batch = self._give_batch()
+            return None if batch is None else worker_batch.handle(batch.handle, self.dataset.kind, batch)
+        # Of an execution there is one handle, however many of its batches are left.
+        if self.count > 1 and self.given_in_execution:
+            raise StopIteration
+        feed = self.feed
+        if feed is None and (self.steps_in_execution or self._loop == "predict"):
+            feed = self.decide(by_chief=self._loop != "fit")
+        several = self._by_execution and feed is not None and feed.in_step
+        self.count = self._give(self.steps_in_execution or 1 if several else 1)
+        return self._next_one if self.count else None
+
+    def get_next_as_optional(self) -> worker_dataset.Optional:
+        """Returns a handle of the next batch, or the end of the data."""
+        if not tf.executing_eagerly():
+            return self._in_graph().get_next_as_optional()
+        try:
+            return worker_dataset.Optional(tf.constant(True), next(self))
+        except (StopIteration, tf.errors.OutOfRangeError):
+            return worker_dataset.Optional(tf.constant(False), self._next_one)
+
+    def next_for_graph(self) -> int:
+        """Returns the int64 of a handle of the next batch, for a handle made within a graph."""
+        batch = self._give_batch()
+        if batch is None:
+            raise StopIteration
+        self._kept_for_graphs.append(batch)
+        return batch.handle
+
+    def __tf_tracing_type__(self, context: Any) -> worker_dataset.HandleType:
+        """Passes the iterator to a `tf.function` by its number (`worker_dataset`)."""
+        return worker_dataset.HandleType(worker_dataset.GraphIterator, self.dataset.kind.number)
+
+    def _in_graph(self) -> worker_dataset.GraphIterator:
+        return worker_dataset.GraphIterator(tf.constant(self.id, tf.int64), self.dataset.kind.number)
+
+    def _give_batch(self) -> Batch | None:
+        if self._cardinality == tf.data.UNKNOWN_CARDINALITY:
+            # A user's loop ends at the end of the data, which only a reader detects.
+            self.decide(by_chief=True)
+        if not self._give(1):
+            return None
+        batch = self._batches[self._handles_given] = Batch(self, self._handles_given)
+        return batch
+
+    def _give(self, wanted: int) -> int:
+        """Counts the batches of one more handle, at most `wanted`; returns 0 at the end of the data."""
+        self._engine.make_room()
+        given, feed = self._handles_given, self.feed
+        if given == self._cardinality:
+            return 0
+        if feed is not None and (feed.ended if not feed.by_chief else not cast(ChiefFeed, feed).has_next(given)):
+            return 0
+        count = wanted if wanted == 1 or self._cardinality < 0 else min(wanted, self._cardinality - given)
+        self._handles_given += count
+        return count
+
+    def batch(self, number: int) -> Batch:
+        """Returns the state of a batch by its number; of the next batch for 0."""
+        if not number:
+            return Batch(self)
+        batch = self._batches.get(number)
+        if batch is None:
+            raise RuntimeError(
+                f"a tf.function has kept batch {number} of a pass for longer than {_KEPT_FOR_GRAPHS} batches; use each "
+                "batch in the iteration that takes it"
+            )
+        return batch
+
+    def read_for_chief(self) -> list[Any]:
+        """Returns the next batch, flat, for use on the chief."""
+        feed = self.decide(by_chief=True)
+        if isinstance(feed, WorkerFeed):
+            return list(self._engine.read_batch(feed, self._next_one))
+        feed.redeem()
+        return feed.next_batch()
+
+    def wait_for_steps(self) -> None:
+        """Waits for all steps in flight."""
+        self._engine.barrier(writes=False)
+
+
+def find_iterator(handle: int) -> WorkerIterator:
+    """Returns the pass that a handle belongs to."""
+    # Nothing else is registered.
+    return cast(WorkerIterator, worker_batch.find_pass(handle))
+
+
+def find_batch(handle: int) -> Batch:
+    """Returns the state of the batch that a handle stands for."""
+    return find_iterator(handle).batch(worker_batch.number_in(handle))
+
+
+# The warning about batches that no step was made of, because a worker was lost.
+
+
+def describe_lost_batches(number: int, total: int, used: int, lost: Collection[int], is_dealt_out: bool) -> str | None:
+    """Returns the text of the warning; None if no batch is missing.
+
+    Args:
+      number: of the pass.
+      total: batches of the pass, or one of tf.data's constants for an unknown or endless number.
+      used: how many of them were used.
+      lost: the workers whose batches are missing.
+      is_dealt_out: True if a batch goes to the worker that asks first.
+    """
+    is_counted = total != tf.data.UNKNOWN_CARDINALITY
+    if not lost or total == tf.data.INFINITE_CARDINALITY or (is_counted and used >= total):
+        return None
+    what = f"{total - used} of its {total} batches" if is_counted else "an unknown number of batches"
+    why = (
+        "it had fetched them"
+        if is_dealt_out
+        else "they were the rest of its share, and the others had come to the end of theirs before it was back; "
+        "with data_sharding='dynamic', or policies=[tfdist.SoftSync(1)], the others make them"
+    )
+    names = " and ".join(f"worker:{worker}" for worker in sorted(lost))
+    return f"Pass {number} over the data ended without {what}. {names} was lost; {why}."

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `tfdist profile SCRIPT [ARGUMENTS]`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import runpy
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+from absl import flags
+
+import tfdist
+from tfdist import _files
+from tfdist.launchers import command_line
+from tfdist.launchers.requests import LaunchError
+from tfdist.planning.profile import Profile
+from tfdist.policies import composition
+
+# Runs a script on one device: tfdist's strategies become a MirroredStrategy of one device within a block.
+
+
+_NAMES = ("MirroredStrategy", "MultiWorkerMirroredStrategy", "ParameterServerStrategy")
+_CLUSTER = "TF_CONFIG"
+_GPUS = "CUDA_VISIBLE_DEVICES"
+
+
+@contextlib.contextmanager
+def replacing_strategies(built: list[str]) -> Iterator[None]:
+    """Within the block `tfdist.ParameterServerStrategy(...)` and its like need no cluster.
+
+    Args:
+      built: gets the text of each strategy that the script builds.
+    """
+    mirrored = tfdist.MirroredStrategy
+    with mock.patch.dict(vars(tfdist), {name: _one_device(name, mirrored, built) for name in _NAMES}):
+        yield
+
+
+def _one_device(name: str, mirrored: Any, built: list[str]) -> type:
+    class OneDevice:
+        def __new__(cls, *args: Any, policies: Any = (), **kwargs: Any) -> Any:
+            built.append(f"{name}(policies={list(composition.check(policies, name))!r})")
+            return mirrored([_first_device()])
+
+    OneDevice.__name__ = OneDevice.__qualname__ = name
+    return OneDevice
+
+
+def _first_device() -> str:
+    import tensorflow as tf
+
+    return "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"
+
+
+@contextlib.contextmanager
+def environment() -> Iterator[None]:
+    """Within the block there is no cluster, and one GPU; call it before TensorFlow is imported."""
+    before = {name: os.environ.get(name) for name in (_CLUSTER, _GPUS)}
+    os.environ.pop(_CLUSTER, None)
+    os.environ[_GPUS] = (before[_GPUS] or "0").split(",")[0] if before[_GPUS] != "" else ""
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+_USAGE = """\
+usage: tfdist profile [FLAGS] SCRIPT [ARGUMENTS]
+
+Runs a training script on one device until it calls model.fit, measures its steps and gradients for a while instead, and
+writes a profile for tfdist advise. The script need not be changed; what it would do after fit is not run.
+
+flags:
+"""
+_FAILED, _INTERRUPTED = 1, 130
+
+
+class _Measured(BaseException):
+    """Ends the script when all is measured; no handler of exceptions in a script catches it."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs `tfdist profile`.
+
+    Args:
+      arguments: the command line after the command's name.
+
+    Returns:
+      0 if a profile was written; 1 if the script failed or did not call `fit`; 130 after Ctrl-C.
+
+    Raises:
+      FlagError: a flag is unknown or its value can't be parsed.
+      LaunchError: there is no script, or the profile can't be written.
+    """
+    return command_line.run(_USAGE, define_flags, arguments, _profile)
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    """Defines the flags of `tfdist profile`."""
+    flags.DEFINE_float("secs", 60.0, "how long to measure", lower_bound=1.0, flag_values=values)
+    flags.DEFINE_string("output", "profile.json", "file of the profile", short_name="o", flag_values=values)
+
+
+def _profile(values: flags.FlagValues, command: list[str]) -> int:
+    script, is_module = _script(command)
+    output = pathlib.Path(values.output)
+    if not output.parent.is_dir():
+        raise LaunchError(f"--output: there is no directory {output.parent}; make it. Received: {values.output!r}")
+    measured: list[Profile] = []
+    failure = _run(command, is_module, values.secs, measured)
+    if not measured:
+        _say(f"{failure or f'{script} ended without calling model.fit, so there was nothing to measure'}; no profile")
+        return _INTERRUPTED if failure == _INTERRUPT else _FAILED
+    profile = dataclasses.replace(measured[0], script=pathlib.Path(script).name)
+    _files.write(output, profile.to_json())
+    _say(_summary(profile, output))
+    if profile.is_busy:
+        _say(f"{profile.busy_in_words}; measure again when they have ended")
+    return 0
+
+
+def _script(command: list[str]) -> tuple[str, bool]:
+    if not command or (command[0] == "-m" and len(command) < 2):
+        raise LaunchError("give a training script: tfdist profile train.py; see tfdist profile --help")
+    if command[0] == "-m":
+        return command[1], True
+    if not pathlib.Path(command[0]).is_file():
+        raise LaunchError(f"there is no such script; give the path of a Python file. Received: {command[0]!r}")
+    return command[0], False
+
+
+_INTERRUPT = "interrupted"
+
+
+def _run(command: list[str], is_module: bool, secs: float, measured: list[Profile]) -> str:
+    """Runs the script; returns what went wrong in it, "" if nothing did."""
+    script = command[1] if is_module else command[0]
+    with environment():
+        from tfdist.compat.keras import fit
+        from tfdist.planning import measuring
+
+        built: list[str] = []
+
+        def instead(model: Any, fit: Any, arguments: dict[str, Any]) -> None:
+            profile = measuring.measure(model, fit, arguments, secs, lambda text: _say(f"measuring {text}"))
+            measured.append(dataclasses.replace(profile, strategy=built[-1] if built else ""))
+            raise _Measured
+
+        with replacing_strategies(built), fit.take_over_fit(instead):
+            before = sys.argv, list(sys.path)
+            sys.argv = command[1:] if is_module else list(command)
+            try:
+                _run_as_main(script, is_module)
+            except _Measured:
+                return ""
+            except KeyboardInterrupt:
+                return _INTERRUPT
+            except SystemExit as end:
+                return (
+                    "" if end.code in (None, 0) else f"{script} ended with code {end.code!r} before it called model.fit"
+                )
+            except BaseException as error:
+                traceback.print_exception(error)
+                return f"{script} raised {type(error).__name__}, see above, before all was measured"
+            finally:
+                sys.argv, sys.path[:] = before
+    return ""
+
+
+def _run_as_main(script: str, is_module: bool) -> None:
+    if is_module:
+        sys.path.insert(0, str(pathlib.Path.cwd()))
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(pathlib.Path(script).resolve().parent))
+        runpy.run_path(script, run_name="__main__")
+
+
+def _summary(profile: Profile, output: pathlib.Path) -> str:
+    samples = sorted(profile.samples)
+    middle = samples[len(samples) // 2]
+    rows = f", {len(profile.tables)} tables with sparse gradients" if profile.tables else ""
+    noise = profile.noise_scale
+    noisy = f"; gradient noise scale {noise.value:.3g} ({noise.low:.3g} to {noise.high:.3g})" if noise else ""
+    return (
+        f"{profile.batch_size} examples in {1e3 * middle:.3g} ms, {profile.dense_bytes / 1e6:.3g} MB of gradients{rows}"
+        f"{noisy}; wrote {output}"
+    )
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"tfdist profile: {text}\n")
+    sys.stderr.flush()

@@ -1,0 +1,379 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Event loop of the simulator: the real policy decides, and links and replicas take simulated time.
+
+    start   the policy lets a replica start     ->  variables queue on the link from the servers
+    receive the variables have arrived          ->  the replica computes
+    compute the gradient is computed            ->  it queues on the link to the servers
+    arrive  the policy accepts or drops it      ->  if an update is due, it is made; others may start
+
+Without links (engines whose replicas have variables of their own) a gradient arrives when it is computed, and the
+update takes the time of the collective. No event costs more than O(log N) for N replicas, apart from an update or loss
+under a synchronous policy, which concerns all of them.
+"""
+
+from __future__ import annotations
+
+import array
+import dataclasses
+import heapq
+import math
+import random
+from collections.abc import Callable, Sequence
+
+from tfdist.planning.simulation import result
+from tfdist.planning.simulation.links import Link
+from tfdist.policies import base
+from tfdist.policies.warmup import Warmup
+
+_ARRIVED, _COMPUTED, _APPLIED, _FAILED, _RETURNED = range(5)
+# Failures without an update in between, per replica, after which no update is expected any more.
+_MOST_FAILURES = 100
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """Time that an engine takes besides computing.
+
+    Attributes:
+      down: link from the parameter servers; None without one.
+      up: link to the parameter servers; None without one.
+      down_bytes: bytes that a replica fetches before each gradient.
+      up_bytes: bytes of a gradient.
+      gradient_secs: latency and encoding, added to each gradient.
+      update_secs: from the last gradient of an update until replicas may start; takes the number that take part.
+      join_secs: broadcast of the state to replicas that join after a warmup phase; takes the number that take part.
+      needs_all: True if no update is made while a replica is lost, because a collective needs all.
+    """
+
+    down: Link | None = None
+    up: Link | None = None
+    down_bytes: float = 0.0
+    up_bytes: float = 0.0
+    gradient_secs: float = 0.0
+    update_secs: Callable[[int], float] = lambda count: 0.0
+    join_secs: Callable[[int], float] = lambda count: 0.0
+    needs_all: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Losses:
+    """Losses of replicas: (time, replica, seconds until it is back or None), and random ones."""
+
+    known: Sequence[tuple[float, int, float | None]] = ()
+    mean_secs_between: float | None = None
+    mean_secs_down: float = 0.0
+    seed: int = 0
+
+
+class EventLoop:
+    """One run of the simulator.
+
+    Args:
+      policy: decides; `begin` was called.
+      durations: seconds of computing by replica and attempt.
+      costs: what else takes time.
+      warmup: limits the replicas that take part at the start.
+      steps_per_epoch: updates of an epoch; 0 if there are no epochs.
+      ends_epochs: True if an epoch starts as many gradients as it has updates, and the next epoch begins when all of
+        them are applied; only for policies that make an update of each gradient.
+      losses: losses of replicas.
+
+    Attributes:
+      time: simulated time.
+      updates: updates so far.
+      times: time of each update.
+      opened: time at which each update's step was opened.
+      taking_part: number of replicas that took part in each update.
+      losses: (time, replica, True if it is back, False if it was lost).
+      gradients: record of each gradient.
+      held_secs: time for which the policy held each replica back.
+      busy_secs: time spent in updates.
+    """
+
+    def __init__(
+        self,
+        policy: base.Aggregation,
+        durations: Callable[[int, int], float],
+        costs: Costs = Costs(),
+        *,
+        warmup: Warmup | None = None,
+        steps_per_epoch: int = 0,
+        ends_epochs: bool = False,
+        losses: Losses | None = None,
+    ) -> None:
+        total = policy.total_num_replicas
+        self.time = 0.0
+        self.updates: list[base.Update] = []
+        self.times = array.array("d")
+        self.opened = array.array("d")
+        self.taking_part = array.array("i")
+        self.losses: list[tuple[float, int, bool]] = []
+        self.gradients = result.GradientRecords()
+        self.held_secs = [0.0] * total
+        self.busy_secs = 0.0
+        self._policy = policy
+        self._is_synchronous = policy.is_synchronous
+        self._durations = durations
+        self._costs = costs
+        self._warmup = warmup
+        self._steps_per_epoch = steps_per_epoch
+        self._ends_epochs = ends_epochs and steps_per_epoch > 0
+        # Gradients of this epoch that were not started yet.
+        self._left_in_epoch: float = steps_per_epoch if self._ends_epochs else math.inf
+        self._losses = losses or Losses()
+        self._random = random.Random(f"{self._losses.seed}:failures")
+        # (time, replica, kind, gradient): of events at the same time, that of the lowest replica is first.
+        self._events: list[tuple[float, int, int, int]] = []
+        self._links = tuple({id(link): link for link in (costs.down, costs.up) if link is not None}.values())
+        self._attempts = [0] * total
+        self._idle_since = [0.0] * total
+        # Gradient of each replica that is under way; -1 for none.
+        self._under_way = [-1] * total
+        # Idle replicas: (last gradient, replica); gradients are numbered in the order of their starts. Replicas that
+        # the policy refused are tried again later.
+        self._idle = [(replica - total, replica) for replica in range(total)]
+        self._refused: list[tuple[int, int]] = []
+        # `Arrival.number` -> gradient, of accepted gradients that wait for their update.
+        self._waiting: dict[int, int] = {}
+        self._arrival_drops = 0
+        self._is_updating = False
+        self._opened_at = 0.0
+        self._lost: set[int] = set()
+        self._failures = 0
+        self._taking_part = total
+
+    def run(self, num_updates: int) -> None:
+        """Runs until `num_updates` updates were made.
+
+        Raises:
+          RuntimeError: no replica can start, and no update is due.
+        """
+        self._schedule_losses()
+        if self._warmup is not None:
+            self._limit(self._warmup.opened(True))
+        self._open(0.0)
+        handlers = (self._arrive, self._send, self._apply, self._lose, self._bring_back)
+        events, links = self._events, self._links
+        while len(self.updates) < num_updates:
+            time, first = events[0][0] if events else math.inf, None
+            for link in links:
+                if link.next < time:
+                    time, first = link.next, link
+            if first is not None:
+                self.time = time
+                self._leave(first, time)
+            elif events:
+                self.time, replica, kind, gradient = heapq.heappop(events)
+                handlers[kind](self.time, replica, gradient)
+            else:
+                raise RuntimeError(self._stall())
+
+    def _stall(self) -> str:
+        text = f"{self._policy!r} lets no replica start in step {self._policy.step}, and no update is due"
+        return f"{text}; lost for good: {', '.join(map(str, sorted(self._lost)))}" if self._lost else text
+
+    # Replicas.
+
+    def _start_idle(self, time: float) -> None:
+        """Lets idle replicas start, that whose last start is longest ago first."""
+        policy, idle = self._policy, self._idle
+        while idle and not self._is_updating and self._left_in_epoch > 0 and policy.may_any_start:
+            entry = heapq.heappop(idle)
+            if policy.may_start(entry[1]):
+                self._start(time, entry[1])
+            else:
+                self._refused.append(entry)
+
+    def _try_refused(self) -> None:
+        self._idle += self._refused
+        self._refused = []
+        heapq.heapify(self._idle)
+
+    def _start(self, time: float, replica: int) -> None:
+        gradient = self.gradients.add(replica, time, self._policy.started(replica, time))
+        self.held_secs[replica] += time - self._idle_since[replica]
+        self._under_way[replica] = gradient
+        self._left_in_epoch -= 1
+        if self._costs.down is None:
+            self._compute(time, replica, gradient)
+        else:
+            self._costs.down.enter(time, self._costs.down_bytes, gradient)
+
+    def _compute(self, time: float, replica: int, gradient: int) -> None:
+        attempt = self._attempts[replica]
+        self._attempts[replica] = attempt + 1
+        end = time + self._durations(replica, attempt) + self._costs.gradient_secs
+        self.gradients.received[gradient] = time
+        self.gradients.computed[gradient] = end
+        heapq.heappush(self._events, (end, replica, _ARRIVED if self._costs.up is None else _COMPUTED, gradient))
+
+    def _send(self, time: float, replica: int, gradient: int) -> None:
+        if self._costs.up is not None and self._under_way[replica] == gradient:
+            # A negative number is a gradient on its way up, on a link that carries both directions.
+            self._costs.up.enter(time, self._costs.up_bytes, ~gradient)
+
+    def _leave(self, link: Link, time: float) -> None:
+        owner = link.leave()
+        gradient = owner if owner >= 0 else ~owner
+        replica = self.gradients.replica[gradient]
+        if self._under_way[replica] != gradient:
+            return
+        if owner >= 0:
+            self._compute(time, replica, gradient)
+        else:
+            self._arrive(time, replica, gradient)
+
+    def _arrive(self, time: float, replica: int, gradient: int) -> None:
+        if self._under_way[replica] != gradient:
+            return
+        records = self.gradients
+        arrival = self._policy.arrived(replica, records.local_step[gradient], time)
+        records.arrived[gradient] = time
+        self._under_way[replica] = -1
+        self._idle_since[replica] = time
+        if arrival.accepted and self._is_synchronous:
+            self._waiting[arrival.number] = gradient
+            # It may not start before the update.
+            self._refused.append((gradient, replica))
+        elif arrival.accepted:
+            self._waiting[arrival.number] = gradient
+            heapq.heappush(self._idle, (gradient, replica))
+        else:
+            records.outcome[gradient] = result.DROPPED
+            records.staleness[gradient] = arrival.staleness
+            self._arrival_drops += 1
+            heapq.heappush(self._idle, (gradient, replica))
+        if self._policy.update_due and not self._is_updating:
+            self._update(time)
+        else:
+            self._start_idle(time)
+
+    # Updates.
+
+    def _update(self, time: float) -> None:
+        policy = self._policy
+        while policy.update_due and not self._is_updating and not (self._costs.needs_all and self._lost):
+            self._failures = 0
+            taking_part = self._taking_part
+            self._record(policy.updated(time), time)
+            if self._is_synchronous:
+                self._try_refused()
+            secs = self._costs.update_secs(taking_part) + self._open_next()
+            if secs > 0:
+                self._is_updating = True
+                self.busy_secs += secs
+                heapq.heappush(self._events, (time + secs, -1, _APPLIED, -1))
+            else:
+                self._open(time)
+
+    def _apply(self, time: float, replica: int, gradient: int) -> None:
+        del replica, gradient
+        self._is_updating = False
+        self._open(time)
+        self._update(time)
+
+    def _open(self, time: float) -> None:
+        self._opened_at = time
+        self._policy.opened(time)
+        if self._ends_epochs and len(self.updates) % self._steps_per_epoch == 0:
+            self._left_in_epoch = self._steps_per_epoch
+        self._start_idle(time)
+
+    def _open_next(self) -> float:
+        """Counts the next update in the warmup phase; returns the seconds that joining replicas take."""
+        if self._warmup is None:
+            return 0.0
+        is_first = self._steps_per_epoch > 0 and len(self.updates) % self._steps_per_epoch == 0
+        before = self._taking_part
+        self._limit(self._warmup.opened(is_first))
+        return self._costs.join_secs(self._taking_part) if self._taking_part > before else 0.0
+
+    def _limit(self, count: int) -> None:
+        if count != self._taking_part:
+            self._taking_part = count
+            self._policy.limit(count)
+            self._try_refused()
+
+    def _record(self, update: base.Update, time: float) -> None:
+        self.updates.append(update)
+        self.times.append(time)
+        self.opened.append(self._opened_at)
+        self.taking_part.append(self._taking_part)
+        records, waiting = self.gradients, self._waiting
+        for number, staleness in zip(update.numbers, update.staleness, strict=True):
+            gradient = waiting.pop(number)
+            records.outcome[gradient] = result.ACCEPTED
+            records.staleness[gradient] = staleness
+            records.update[gradient] = update.step
+        if self._is_synchronous:
+            # A gradient that was accepted and isn't in the update was withdrawn with its replica.
+            self._end_waiting(list(waiting), result.LOST)
+        elif len(update.dropped) > self._arrival_drops:
+            kept = set(self._policy.waiting)  # type: ignore[attr-defined]
+            self._end_waiting([number for number in waiting if number not in kept], result.DROPPED)
+        self._arrival_drops = 0
+
+    def _end_waiting(self, numbers: list[int], outcome: int) -> None:
+        for number in numbers:
+            gradient = self._waiting.pop(number)
+            self.gradients.outcome[gradient] = outcome
+            self.gradients.staleness[gradient] = self._policy.step - self.gradients.local_step[gradient]
+
+    # Losses.
+
+    def _schedule_losses(self) -> None:
+        for index, (time, replica, _) in enumerate(self._losses.known):
+            heapq.heappush(self._events, (time, replica, _FAILED, index))
+        if self._losses.mean_secs_between is not None:
+            for replica in range(len(self._attempts)):
+                self._schedule_random_loss(0.0, replica)
+
+    def _schedule_random_loss(self, time: float, replica: int) -> None:
+        if self._losses.mean_secs_between is not None:
+            secs = self._random.expovariate(1.0 / self._losses.mean_secs_between)
+            heapq.heappush(self._events, (time + secs, replica, _FAILED, -1))
+
+    def _lose(self, time: float, replica: int, known: int) -> None:
+        back_after = self._losses.known[known][2] if known >= 0 else self._secs_down()
+        if replica in self._lost:
+            if known < 0:
+                self._schedule_random_loss(time, replica)
+            return
+        self._failures += 1
+        if self._failures > _MOST_FAILURES * len(self._attempts):
+            raise RuntimeError(
+                f"workers are lost more often than an update can be made; step {self._policy.step} saw "
+                f"{self._failures - 1} losses. Use a longer mean_secs_between_failures, or more spares"
+            )
+        self._lost.add(replica)
+        self.losses.append((time, replica, False))
+        self._policy.lost(replica, time)
+        gradient = self._under_way[replica]
+        if gradient >= 0:
+            self.gradients.outcome[gradient] = result.LOST
+            self.gradients.arrived[gradient] = time
+            self._under_way[replica] = -1
+            # Its step is given to another worker.
+            self._left_in_epoch += 1
+            self._idle_since[replica] = time
+            self._refused.append((gradient, replica))
+        if back_after is not None:
+            heapq.heappush(self._events, (time + back_after, replica, _RETURNED, known))
+        self._try_refused()
+        self._start_idle(time)
+        self._update(time)
+
+    def _secs_down(self) -> float:
+        down = self._losses.mean_secs_down
+        return self._random.expovariate(1.0 / down) if down > 0 else 0.0
+
+    def _bring_back(self, time: float, replica: int, known: int) -> None:
+        self._lost.discard(replica)
+        self.losses.append((time, replica, True))
+        self._policy.recovered(replica, time)
+        self._idle_since[replica] = time
+        if known < 0:
+            self._schedule_random_loss(time, replica)
+        self._try_refused()
+        self._start_idle(time)
+        self._update(time)

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The simulator: policies, a cluster, a network and a model in; throughput, waits, drops and use of the links out."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from tfdist.planning.simulation import engines, result
+from tfdist.planning.simulation.delay_distributions import DelayDistribution
+from tfdist.planning.simulation.engines import EngineModel
+from tfdist.planning.simulation.event_loop import Costs, EventLoop, Losses
+from tfdist.planning.simulation.links import Link
+from tfdist.planning.simulation.models import EVERY_WORKER, ClusterModel, CodecModel, ModelProfile
+from tfdist.planning.simulation.result import LinkUse, Result, Simulation, limit_in_words
+from tfdist.policies import base, composition
+from tfdist.policies.base import Policy
+from tfdist.policies.warmup import Warmup
+
+Durations = Callable[[int, int], float]
+
+
+def simulate(
+    cluster: ClusterModel,
+    model: ModelProfile | None = None,
+    *,
+    strategy: str = engines.PARAMETER_SERVER,
+    policies: Iterable[Policy] | None = (),
+    codec: CodecModel | None = None,
+    num_updates: int = 100,
+    steps_per_epoch: int = 0,
+    seed: int = 0,
+) -> Result:
+    """Simulates training with the real policies on a model of a cluster.
+
+        result = simulate(
+            ClusterModel(workers=8, compute=lognormal(mean=0.2, s=1.0), network=NetworkModel(bandwidth="10Gbit")),
+            ModelProfile(dense_bytes="100MB", batch_size=32),
+            policies=[tfdist.BackupWorkers(spares=1)],
+        )
+        print(result)
+
+    Computing times depend on seed, replica and attempt alone, so that two simulations with one seed differ by what
+    was changed, and not by chance.
+
+    Args:
+      cluster: the machines.
+      model: the trained model; by default one without bytes, whose examples are gradients.
+      strategy: name of the strategy.
+      policies: as for the strategy; new objects, which belong to no strategy yet.
+      codec: cost of the codec; required with `tfdist.Compression`.
+      num_updates: number of updates to simulate; with `ParameterAveraging` an update is one average.
+      steps_per_epoch: updates of an epoch; required with `Warmup(epochs=...)`. Without a policy for gradients,
+        asynchronous training ends each epoch when its last gradient is applied. Then all workers begin the next epoch
+        together. Without this argument the epoch has no end.
+      seed: seed of computing times and failures.
+
+    Raises:
+      ValueError: an argument is invalid, or policies are not compatible with the strategy or with each other.
+      RuntimeError: no update can be made any more, because too many workers are lost.
+    """
+    model = ModelProfile() if model is None else model
+    _check(cluster, model, strategy, num_updates, steps_per_epoch)
+    policies = composition.check(policies, strategy)
+    given = tuple(map(repr, policies))
+    replicas = cluster.devices_per_worker if strategy == engines.MIRRORED else cluster.workers
+    composed = composition.compose(policies, strategy, replicas)
+    _check_composed(composed, codec, steps_per_epoch)
+    engine = EngineModel(strategy, cluster, model, composed, codec)
+    policy = engines.aggregation(strategy, composed, replicas)
+    policy.leave_out_held_secs()
+    costs = engine.costs(policy.is_synchronous)
+    times = ComputingTimes(cluster, model, engine, seed)
+    loop = EventLoop(
+        policy,
+        times.secs,
+        costs,
+        warmup=composed.warmup,
+        steps_per_epoch=steps_per_epoch,
+        ends_epochs=engine.is_parameter_server and composed.aggregation is None,
+        losses=_losses(cluster, seed),
+    )
+    loop.run(num_updates)
+    return _result(loop, engine, costs, cluster, model, times, given)
+
+
+def simulate_policy(
+    policy: base.Aggregation,
+    durations: Durations,
+    num_updates: int,
+    total_num_replicas: int,
+    warmup: Warmup | None = None,
+) -> Simulation:
+    """Runs a policy without a model of a cluster: only gradients take time, updates and communication take none.
+
+    So it gives an upper limit for the engines' throughput. Each replica starts as soon as the policy allows it; if not
+    all waiting replicas may start, the one whose last start is longest ago starts first. No computation is cancelled:
+    a late replica may miss the next update, too, which new durations for every step would not show.
+
+        random_durations = random.Random(0)
+        simulation = simulate_policy(
+            BackupWorkers(spares=2), lambda replica, attempt: random_durations.expovariate(5.0), 1000, 8)
+        simulation.updates_per_sec
+
+    Args:
+      policy: a policy that belongs to no strategy yet.
+      durations: returns the seconds that replica `replica` needs for its gradient number `attempt`, counted from 0 for
+        each replica. Called once for each gradient, in the order of their starts.
+      num_updates: number of updates to make.
+      total_num_replicas: number of replicas.
+      warmup: limits the replicas that take part at the start; one in steps.
+
+    Raises:
+      RuntimeError: the policy lets no replica start, and no update is due.
+    """
+    policy.begin(total_num_replicas, "simulate_policy")
+    if warmup is not None:
+        warmup.begin(total_num_replicas, "simulate_policy")
+    loop = EventLoop(policy, durations, warmup=warmup)
+    loop.run(num_updates)
+    return Simulation(**_of(loop, total_num_replicas))
+
+
+def _of(loop: EventLoop, replicas: int) -> dict[str, Any]:
+    return {
+        "seconds": loop.time,
+        "updates": tuple(loop.updates),
+        "gradients": loop.gradients,
+        "replicas": replicas,
+        "times": loop.times,
+        "opened": loop.opened,
+        "taking_part": loop.taking_part,
+        "losses": tuple(loop.losses),
+    }
+
+
+class ComputingTimes:
+    """Seconds that each replica computes for each of its gradients.
+
+    Args:
+      cluster: has the distribution, speeds and delays.
+      model: may have the mean of one step.
+      engine: says how many devices and steps a gradient has.
+      seed: seed of the draws.
+
+    Raises:
+      ValueError: neither the cluster nor the model says how long a step takes.
+    """
+
+    def __init__(self, cluster: ClusterModel, model: ModelProfile, engine: EngineModel, seed: int) -> None:
+        mean = model.mean_step_secs
+        if mean is None and cluster.compute is None:
+            raise ValueError(
+                "no step time is known; give ClusterModel(compute=...) a distribution, such as constant(0.1), or "
+                "ModelProfile(step_secs=...) a time"
+            )
+        if mean is not None and cluster.compute is not None and not cluster.compute.mean:
+            raise ValueError(
+                "ClusterModel(compute=...) must have a mean above 0 to be scaled to ModelProfile(step_secs=...). "
+                f"Received: {cluster.compute!r}"
+            )
+        self._distribution = cluster.compute
+        self._scale = 1.0 if cluster.compute is None or mean is None else mean / cluster.compute.mean
+        self.mean = cluster.compute.mean * self._scale if cluster.compute is not None else float(mean or 0.0)
+        self._devices, self._steps, self._seed = engine.devices_per_replica, engine.steps_per_gradient, seed
+        self._factors = [1.0 / cluster.speed(replica) for replica in range(engine.replicas)]
+        self._delays = [_delay(cluster, replica) for replica in range(engine.replicas)]
+        self._has_delays = any(self._delays)
+        is_random = cluster.compute is not None and cluster.compute.name != "constant"
+        # One generator for each replica, so that its draws don't depend on the order of events.
+        self._randoms = [random.Random(f"{seed}:{replica}") for replica in range(engine.replicas if is_random else 0)]
+
+    def secs(self, replica: int, attempt: int) -> float:
+        """Returns the seconds of one gradient; called in the order of attempts for each replica."""
+        if not self._randoms:
+            secs = self._steps * self.mean
+        elif self._devices == self._steps == 1:
+            secs = self._distribution.quantile(self._uniform(replica), attempt) * self._scale  # type: ignore[union-attr]
+        else:
+            first = attempt * self._steps
+            secs = sum(self._slowest(replica, each) for each in range(first, first + self._steps))
+        secs *= self._factors[replica]
+        return secs + self._delay(replica, attempt) if self._has_delays else secs
+
+    def mean_secs(self, replica: int) -> float:
+        """Returns the expected seconds of one step of one device of a replica."""
+        delay = self._delays[replica]
+        return self.mean * self._factors[replica] + (delay.mean if delay else 0.0)
+
+    def _slowest(self, replica: int, attempt: int) -> float:
+        quantile = self._distribution.quantile  # type: ignore[union-attr]
+        return self._scale * max(quantile(self._uniform(replica), attempt) for _ in range(self._devices))
+
+    def _uniform(self, replica: int) -> float:
+        # In (0, 1), where quantiles are finite.
+        return self._randoms[replica].random() or 2.0**-54
+
+    def _delay(self, replica: int, attempt: int) -> float:
+        delay = self._delays[replica]
+        if delay is None:
+            return 0.0
+        first = attempt * self._steps
+        return sum(delay.draw(self._seed, replica, each) for each in range(first, first + self._steps))
+
+
+def _delay(cluster: ClusterModel, replica: int) -> DelayDistribution | None:
+    return cluster.delays.get(f"worker:{replica}", cluster.delays.get(EVERY_WORKER))
+
+
+def _losses(cluster: ClusterModel, seed: int) -> Losses:
+    known = [(failure.secs, failure.worker, failure.back_after_secs) for failure in cluster.failures]
+    return Losses(known, cluster.mean_secs_between_failures, cluster.mean_secs_down, seed)
+
+
+def _check(cluster: ClusterModel, model: ModelProfile, strategy: str, num_updates: int, steps_per_epoch: int) -> None:
+    if not isinstance(cluster, ClusterModel) or not isinstance(model, ModelProfile):
+        raise ValueError(f"simulate takes a ClusterModel and a ModelProfile. Received: {cluster!r}, {model!r}")
+    engines.check_simulable(strategy, cluster)
+    for name, value, least in (("num_updates", num_updates, 1), ("steps_per_epoch", steps_per_epoch, 0)):
+        if not base.is_count(value, at_least=least):
+            raise ValueError(f"simulate({name}=...) must be an integer of at least {least}. Received: {name}={value!r}")
+
+
+def _check_composed(composed: composition.Composition, codec: CodecModel | None, steps_per_epoch: int) -> None:
+    if (composed.compression is None) != (codec is None):
+        raise ValueError(
+            "simulate(codec=...) is the cost of the codec of tfdist.Compression: give both, or none. "
+            f"Received: {composed.compression!r}, codec={codec!r}"
+        )
+    if composed.warmup is not None and composed.warmup.unit == "epochs" and not steps_per_epoch:
+        raise ValueError(f"{composed.warmup!r}: simulate(steps_per_epoch=...) must say how long an epoch is")
+
+
+def _result(
+    loop: EventLoop,
+    engine: EngineModel,
+    costs: Costs,
+    cluster: ClusterModel,
+    model: ModelProfile,
+    times: ComputingTimes,
+    policies: tuple[str, ...],
+) -> Result:
+    secs, replicas = loop.time, engine.replicas
+    examples = model.batch_size * engine.devices_per_replica * engine.steps_per_gradient
+    count = sum(len(update.contributors) for update in loop.updates)
+    alone = [1.0 / each if (each := times.mean_secs(replica)) else float("inf") for replica in range(replicas)]
+    all_alone = model.batch_size * engine.devices_per_replica * sum(alone)
+    examples_per_sec = count * examples / secs if secs else float("inf")
+    computing, transfer = _busy_secs(loop.gradients, secs)
+    total = max(secs * replicas, 1e-300)
+    compute_share, transfer_share = computing / total, transfer / total
+    shares = {"compute": compute_share, "transfer": transfer_share}
+    shares["wait"] = max(0.0, 1.0 - compute_share - transfer_share)
+    links = _links(loop, engine, costs, secs)
+    return Result(
+        **_of(loop, replicas),
+        examples_per_gradient=examples,
+        strategy=engine.strategy,
+        policies=policies,
+        examples_per_sec=examples_per_sec,
+        single_examples_per_sec=model.batch_size * max(alone),
+        efficiency=examples_per_sec / all_alone if secs else 1.0,
+        computing_share=compute_share,
+        transfer_share=transfer_share,
+        held_share=shares["wait"],
+        held_secs=tuple(loop.held_secs),
+        updating_secs=loop.busy_secs,
+        links=links,
+        limit=limit_in_words(shares, links, min(loop.busy_secs, secs) / secs if secs else 0.0),
+    )
+
+
+def _busy_secs(records: result.GradientRecords, until: float) -> tuple[float, float]:
+    """Returns the seconds of all replicas together in which they computed, and in which they fetched or sent."""
+    computing = transfer = 0.0
+    for started, received, computed, arrived in zip(
+        records.started, records.received, records.computed, records.arrived, strict=True
+    ):
+        computing += max(0.0, min(computed, until) - received)
+        transfer += max(0.0, min(arrived, until) - computed) + received - started
+    return computing, transfer
+
+
+def _links(loop: EventLoop, engine: EngineModel, costs: Costs, secs: float) -> dict[str, LinkUse]:
+    if engine.is_parameter_server:
+        shared = costs.down is costs.up
+        names = ("of the servers",) if shared else ("from the servers", "to the servers")
+        return {name: _use(link, secs) for name, link in zip(names, (costs.down, costs.up), strict=False) if link}
+    exchange = engine.exchange(engine.replicas)
+    if not exchange.bytes_per_replica:
+        return {}
+    sent = exchange.bytes_per_replica * engine.replicas * len(loop.updates)
+    return {"between replicas": LinkUse(sent, min(1.0, exchange.secs * len(loop.updates) / secs) if secs else 0.0)}
+
+
+def _use(link: Link, secs: float) -> LinkUse:
+    return LinkUse(link.bytes_sent, min(1.0, link.bytes_sent / (link.capacity * secs)) if secs else 0.0)

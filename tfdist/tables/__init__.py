@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Variables in shards: tables of embeddings, their rows and updates."""

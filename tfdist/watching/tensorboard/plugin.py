@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The TensorBoard plugin: which routes there are. `answers` says what each sends."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pathlib
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import werkzeug
+from tensorboard.backend import http_util
+from tensorboard.compat import tf
+from tensorboard.plugins import base_plugin
+from werkzeug import wrappers
+
+from tfdist.telemetry.update_log import Files, LocalFiles, Skipped
+from tfdist.watching.tensorboard import level_of_detail, worker_table
+from tfdist.watching.tensorboard.jobs import Jobs, RecordedJob
+
+# Answers of the data routes, as JSON values or as one binary block of arrays with a JSON header.
+
+
+# A window with fewer gradients is sent gradient by gradient.
+MAX_DETAIL = 5_000
+_MAX_BUCKETS = 2_000
+_MAX_CELLS = 600_000
+_MAX_SHOWN = 200
+_MAX_EVENTS = 1_000
+
+
+class BadRequestError(ValueError):
+    """A parameter that is missing or makes no sense; the message is sent to the page."""
+
+
+def jobs(all_jobs: Sequence[RecordedJob], skipped: Sequence[Skipped], logdir: str) -> dict[str, Any]:
+    """Returns all jobs, the newest first, and the files that were skipped."""
+    return {
+        "logdir": logdir,
+        "jobs": [job.summary() for job in all_jobs],
+        "skipped": [{"path": each.path, "reason": each.reason} for each in skipped[:_MAX_SHOWN]],
+        "num_skipped": len(skipped),
+    }
+
+
+def workers(job: RecordedJob) -> dict[str, Any]:
+    """Returns the table of workers, their lanes, the newest events, and how often each staleness was seen."""
+    events = job.timeline.events[-_MAX_EVENTS:]
+    rows = job.timeline.contributions
+    staleness = np.bincount(rows.staleness[rows.outcome == 0])
+    return {
+        "rows": job.table,
+        "lanes": worker_table.lanes(job.timeline, job.report),
+        "in_words": job.report.in_words,
+        # Sums of each channel over the whole training: what is zero needs no legend.
+        "sums": dict(zip(level_of_detail.CHANNELS, job.levels.sums.sum(axis=1).tolist(), strict=True)),
+        "detail_updates": job.report.updates,
+        "events": [
+            {"time": float(moment), "worker": int(worker), "kind": int(kind), "text": str(text), "secs": float(secs)}
+            for moment, worker, kind, text, secs in zip(*events.arrays().values(), strict=True)
+        ],
+        "num_events": len(job.timeline.events),
+        "staleness": {str(value): int(staleness[value]) for value in np.flatnonzero(staleness)[:_MAX_SHOWN]},
+    }
+
+
+def window(job: RecordedJob, begin: float, end: float, buckets: int) -> bytes:
+    """Returns a window: single gradients if they are few, else sums of buckets.
+
+    Raises:
+      BadRequestError: the window is empty.
+    """
+    if not (np.isfinite(begin) and np.isfinite(end) and end > begin):
+        raise BadRequestError(f"begin must be before end. Received: begin={begin}, end={end}")
+    buckets = max(1, min(buckets, _MAX_BUCKETS, _MAX_CELLS // len(job.timeline.workers)))
+    found = job.levels.window(begin, end, buckets)
+    header = {
+        "begin": found.begin,
+        "secs": found.secs,
+        "buckets": buckets,
+        "workers": len(job.timeline.workers),
+        "exact": found.is_exact,
+        "channels": list(level_of_detail.CHANNELS),
+        "update_channels": list(level_of_detail.UPDATE_CHANNELS),
+        "detail": job.levels.is_detailed(begin, end, MAX_DETAIL),
+    }
+    arrays = {"cells": found.cells, "totals": found.totals}
+    if header["detail"]:
+        arrays |= _gradients(job, begin, end)
+    return packed(header, arrays)
+
+
+def _gradients(job: RecordedJob, begin: float, end: float) -> dict[str, np.ndarray]:
+    """Returns the single gradients of a window, with times in seconds after its begin."""
+    first, last = job.levels.rows(begin, end)
+    updates, offsets = job.timeline.updates[first:last], job.timeline.updates.offsets
+    rows = job.timeline.contributions[offsets[first] : offsets[last]]
+    made = np.repeat(updates.time - begin, updates.count)
+    # By their start: the page takes the gradients of a worker to follow each other.
+    order = np.argsort(made + rows.start, kind="stable")
+    rows, made, step = rows[order], made[order], np.repeat(updates.step, updates.count)[order]
+    return {
+        "worker": rows.worker.astype(np.int32),
+        "start": (made + rows.start).astype(np.float32),
+        "arrival": (made + rows.arrival).astype(np.float32),
+        "update": made.astype(np.float32),
+        "step": step.astype(np.int32),
+        "outcome": rows.outcome.astype(np.int32),
+        "staleness": rows.staleness.astype(np.int32),
+        "held": rows.held,
+        "input": rows.input,
+        "reduce": np.repeat(updates.reduce, updates.count)[order],
+        "weight": rows.weight,
+        "update_time": (updates.time - begin).astype(np.float32),
+        "update_step": updates.step.astype(np.int32),
+    }
+
+
+def packed(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> bytes:
+    """Packs arrays of four-byte numbers behind a JSON header.
+
+    The block is: length of the header (uint32, little endian), the header, spaces up to a multiple of four, then the
+    arrays one after the other. The header's "arrays" lists name, "f" or "i", and shape of each.
+    """
+    layout = [{"name": name, "kind": array.dtype.kind, "shape": array.shape} for name, array in arrays.items()]
+    text = json.dumps({**header, "arrays": layout}, allow_nan=False).encode()
+    text += b" " * (-len(text) % 4)
+    parts = [np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes() for array in arrays.values()]
+    return b"".join([struct.pack("<I", len(text)), text, *parts])
+
+
+def unpacked(block: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Returns the inverse of `packed`."""
+    (length,) = struct.unpack_from("<I", block)
+    header = json.loads(block[4 : 4 + length])
+    place, arrays = 4 + length, {}
+    for each in header["arrays"]:
+        size = int(np.prod(each["shape"], dtype=np.int64))
+        arrays[each["name"]] = np.frombuffer(block, f"<{each['kind']}4", size, place).reshape(each["shape"])
+        place += 4 * size
+    return header, arrays
+
+
+_STATIC = pathlib.Path(__file__).parent / "static"
+_TYPES = {".js": "text/javascript", ".css": "text/css"}
+_LOGGER = logging.getLogger("tfdist")
+_NO_LOGDIR = "TensorBoard was started without --logdir; the tfdist page reads update logs below a log directory"
+
+
+class TfdistPlugin(base_plugin.TBPlugin):
+    """Serves the page and its data, and nothing else: a job is named by an identifier, never by a path."""
+
+    plugin_name = "tfdist"
+
+    def __init__(self, context: base_plugin.TBContext) -> None:
+        self._logdir = context.logdir or ""
+        self._jobs = Jobs(self._logdir, _files(self._logdir)) if self._logdir else None
+
+    def is_active(self) -> bool:
+        """Returns True once a log was seen. Looking for logs is done in the background."""
+        return self._jobs is not None and self._jobs.look()
+
+    def frontend_metadata(self) -> base_plugin.FrontendMetadata:
+        """Returns the page's entry."""
+        return base_plugin.FrontendMetadata(es_module_path="/index.js", tab_name="tfdist")
+
+    def get_plugin_apps(self) -> dict[str, Callable[..., Any]]:
+        """Returns the routes: one for each file of the page, and those of the data."""
+        files = {f"/{path.name}": _file(path) for path in sorted(_STATIC.iterdir()) if path.suffix in _TYPES}
+        return {
+            **files,
+            "/jobs": self._route(self._list),
+            "/workers": self._route(lambda request: workers(self._job(request))),
+            "/window": self._route(self._window),
+            "/scalars": self._route(lambda request: self._known().scalars(self._job(request))),
+            "/advice": self._route(lambda request: self._job(request).advisor.answer()),
+        }
+
+    def _route(self, answer: Callable[[wrappers.Request], Any]) -> Callable[..., Any]:
+        """Wraps an answer, so that whatever goes wrong is one line on the page and TensorBoard goes on."""
+
+        @wrappers.Request.application
+        def respond(request: wrappers.Request) -> werkzeug.Response:
+            try:
+                content = answer(request)
+            except BadRequestError as error:
+                return http_util.Respond(request, {"error": str(error)}, "application/json", 400)
+            except OSError as error:
+                return http_util.Respond(request, {"error": f"can't read the logs: {error}"}, "application/json", 503)
+            except Exception as error:
+                _LOGGER.exception("the tfdist plugin failed at %s", request.path)
+                return http_util.Respond(request, {"error": repr(error)}, "application/json", 500)
+            kind = "application/octet-stream" if isinstance(content, bytes) else "application/json"
+            return http_util.Respond(request, content, kind)
+
+        return respond
+
+    def _known(self) -> Jobs:
+        if self._jobs is None:
+            raise BadRequestError(_NO_LOGDIR)
+        return self._jobs
+
+    def _job(self, request: wrappers.Request) -> RecordedJob:
+        job = self._known().get(request.args.get("job", ""))
+        if job is None:
+            raise BadRequestError("there is no such job; the log directory may have changed: reload the page")
+        return job
+
+    def _list(self, request: wrappers.Request) -> dict[str, Any]:
+        return jobs(*self._known().all(), self._logdir)
+
+    def _window(self, request: wrappers.Request) -> bytes:
+        job = self._job(request)
+        begin, end = (_number(request, name, float) for name in ("begin", "end"))
+        return window(job, begin, end, _number(request, "buckets", int))
+
+
+def _number(request: wrappers.Request, name: str, kind: Callable[[str], Any]) -> Any:
+    try:
+        return kind(request.args[name])
+    except (KeyError, ValueError, OverflowError):
+        raise BadRequestError(f"{name} must be a number. Received: {name}={request.args.get(name)!r}") from None
+
+
+def _file(path: pathlib.Path) -> Callable[..., Any]:
+    @wrappers.Request.application
+    def respond(request: wrappers.Request) -> werkzeug.Response:
+        return http_util.Respond(request, path.read_bytes(), _TYPES[path.suffix])
+
+    return respond
+
+
+def _files(logdir: str) -> Files:
+    return RemoteFiles() if "://" in logdir else LocalFiles()
+
+
+class RemoteFiles:
+    """Files that TensorBoard can read, in an object store, for instance."""
+
+    def read(self, path: str, offset: int = 0) -> bytes:
+        """Returns the content of a file from an offset on."""
+        try:
+            with tf.io.gfile.GFile(path, "rb") as file:
+                return file.read()[offset:]
+        except tf.errors.OpError as error:
+            raise FileNotFoundError(str(error)) from error
+
+    def entries(self, directory: str) -> tuple[list[str], list[str]]:
+        """Returns the names of the subdirectories and of the files in a directory; none if it doesn't exist."""
+        try:
+            for _, directories, files in tf.io.gfile.walk(directory):
+                return sorted(each.rstrip("/") for each in directories), sorted(files)
+        except tf.errors.OpError:
+            pass
+        return [], []
+
+    def write(self, path: str, data: bytes) -> None:
+        """Raises: the page only reads."""
+        raise PermissionError(f"the tfdist page writes no files: {path}")
+
+    def remove(self, path: str) -> None:
+        """Raises: the page only reads."""
+        raise PermissionError(f"the tfdist page removes no files: {path}")
+
+    def claim_directory(self, path: str) -> bool:
+        """Raises: the page only reads."""
+        raise PermissionError(f"the tfdist page makes no directories: {path}")
