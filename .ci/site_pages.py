@@ -129,9 +129,9 @@ def flags_page() -> str:
     """Returns the flags of all commands, and those that `tfdist.flags` gives a script."""
     cli = importlib.import_module("tfdist.cli")
     lines = ["# Flags", "", "Of all commands, as `tfdist COMMAND --help` shows them, and of scripts.", ""]
-    for name in cli.PLATFORMS:
+    for name, module in cli.LAUNCHERS.items():
         lines += [f"## tfdist launch {name}", "", f"[{_PAGE_OF[name][0]}]({_PAGE_OF[name][1]}) explains it.", ""]
-        lines += _flags_of(f"tfdist.launchers.{name}")
+        lines += _flags_of(module)
     for name, module in cli.COMMANDS.items():
         lines += [f"## tfdist {name}", "", f"[{_PAGE_OF[name][0]}]({_PAGE_OF[name][1]}) explains it.", ""]
         lines += _flags_of(module)

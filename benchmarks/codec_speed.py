@@ -168,9 +168,9 @@ def main() -> None:
     parser.add_argument("--output", type=pathlib.Path, default=_RESULTS)
     flags = parser.parse_args()
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    from tfdist.coordination import allocator
+    from tfdist import _machine
 
-    allocator.keep_freed_memory()
+    _machine.keep_freed_memory()
     print("kernels codec                    density  encode  decode    both    x less    bits entropy")
     most = limits(flags.values, flags.rounds)
     together = 1 / (1 / most["sum"] + 1 / most["zeros"])

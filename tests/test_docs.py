@@ -518,7 +518,7 @@ def test_targets_of_make_exist(page: pathlib.Path) -> None:
 
 
 def _flags_by_command() -> dict[str, set[str]]:
-    modules = {f"launch {name}": f"tfdist.launchers.{name}" for name in cli.PLATFORMS} | cli.COMMANDS
+    modules = {f"launch {name}": module for name, module in cli.LAUNCHERS.items()} | cli.COMMANDS
     found = {}
     for command, module in modules.items():
         values = flags.FlagValues()

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import tfdist
-from tfdist import _line_server, cli
+from tfdist import _sockets, cli
 from tfdist.doctor import __main__ as doctor
 from tfdist.launchers.supervise.processes import PortReservation
 
@@ -208,8 +208,8 @@ def visitors(ports):
     """A task that answers; its address and who asks."""
     with contextlib.ExitStack() as stack:
         asked = doctor.Callers(cluster(*ports), {"tfdist": "1"})
-        sockets = _line_server.listen(f"127.0.0.1:{ports[0]}", ["127.0.0.1:1"])
-        stack.enter_context(_line_server.LineServer(sockets, asked.converse))
+        sockets = _sockets.listen(f"127.0.0.1:{ports[0]}", ["127.0.0.1:1"])
+        stack.enter_context(_sockets.LineServer(sockets, asked.converse))
         yield sockets[0].getsockname(), asked
 
 
@@ -222,7 +222,7 @@ def test_a_meeting_is_at_the_tasks_own_address():
 def test_strangers_that_came_first_and_stay_delay_no_meeting(words):
     with PortReservation(2) as reservation, contextlib.ExitStack() as stack:
         address, asked = stack.enter_context(visitors(reservation.ports))
-        for _ in range(3 * _line_server.MOST_PEERS):
+        for _ in range(3 * _sockets.MOST_PEERS):
             stranger = stack.enter_context(socket.create_connection(address, 10))
             with contextlib.suppress(ConnectionError):
                 stranger.sendall(words)

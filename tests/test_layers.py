@@ -23,27 +23,30 @@ MODULES = sorted((ROOT / "tfdist").rglob("*.py"))
 
 # Which parts of tfdist each part may import. A new part gets a line here, and the arrow must point one way. Lower parts
 # come first. An import for type checkers counts: an arrow is an arrow.
-_SOCKETS = {"_addresses", "_line_server", "_sockets"}
-_STEPS = {"compat", "data", "policies", "runtime", "step", "transforms", "transport"}
+_STEPS = {"_log", "compat", "coordination", "model_parallel", "passes", "policies", "step", "transforms", "transport"}
 _ENGINES = {*_STEPS, "engines.base"}
+# Parameter servers have three engines, each made of the one before it.
+_SERVERS = {*_ENGINES, "compression", "engines.transfer", "tables"}
 ARROWS: dict[str, set[str]] = {
-    "_addresses": set(),
+    "_files": set(),
+    "_log": set(),
+    "_machine": set(),
     "_sockets": set(),
-    "_whole_files": set(),
-    "_line_server": {"_addresses", "_sockets"},
-    "cluster": {"_addresses"},
+    "cluster": {"_sockets"},
     "policies": set(),
-    "update_log": {"_whole_files"},
-    "simulation": {"policies"},
-    "runtime": {*_SOCKETS, "cluster", "policies"},
-    "compat": {"runtime"},
+    "coordination": {"_log", "_sockets", "cluster", "policies"},
+    "compat": {"_log"},
+    "transport": {"_log", "_machine", "compat", "launchers"},
     # Codecs know neither strategies nor engines.
-    "transport": {"compat", "launchers", "runtime"},
-    "compression": {"compat", "runtime"},
-    "data": {"compat", "runtime"},
+    "compression": {"_log", "compat"},
+    "passes": {"compat"},
     # Users' own transforms are like those: nothing of tfdist's is needed.
     "transforms": set(),
-    "step": {"compat", "data", "policies", "runtime", "transforms", "transport"},
+    # The kind and the model of a step: below the rest of `step`, which places replicas on devices.
+    "step.keras_steps": {"compat"},
+    "model_parallel": {"compat", "step.keras_steps"},
+    "step": {"_log", "compat", "model_parallel", "passes", "policies", "step.keras_steps", "transforms", "transport"},
+    "tables": {"compat", "step", "transport"},
     "engines": set(),
     "engines.base": {"policies"},
     # Engines don't import each other.
@@ -54,80 +57,104 @@ ARROWS: dict[str, set[str]] = {
     "engines.averaging": {*_ENGINES, "engines.averaging_step"},
     "engines.synchronous": {*_ENGINES, "compression"},
     "engines.warmup": _ENGINES,
-    "engines.parameter_server": {*_ENGINES, "compression"},
-    "telemetry": {"cluster", "compat", "data", "policies", "runtime", "update_log"},
-    "launchers": {"__init__", *_SOCKETS, "cluster"},
-    "serving": {"_addresses", "cluster", "compat", "compression", "data", "launchers", "runtime"},
+    "engines.transfer": {*_STEPS, "compression", "tables"},
+    "engines.accumulation": {"compat"},
+    "engines.scope_checks": {"compat", "coordination", "step"},
+    "engines.server_calls": _SERVERS,
+    "engines.worker_function": {*_SERVERS, "engines.accumulation", "engines.scope_checks"},
+    "engines.step_queue": {*_SERVERS, "engines.accumulation", "engines.worker_function"},
+    "engines.asynchronous": {*_SERVERS, "engines.step_queue", "engines.worker_function"},
+    "engines.rounds": {*_SERVERS, "engines.asynchronous", "engines.scope_checks"},
+    "engines.streams": {*_SERVERS, "engines.rounds"},
+    "telemetry.update_log": {"_files"},
+    "telemetry": {"_log", "cluster", "compat", "coordination", "passes", "policies", "telemetry.update_log"},
+    "launchers": {"__init__", "_sockets", "cluster"},
+    "serving": {"_log", "_machine", "_sockets", "cluster", "compat", "compression", "coordination", "launchers"},
     "strategies": {
-        "_addresses",
+        *_STEPS,
+        "_machine",
+        "_sockets",
         "cluster",
         "compression",
         "engines",
-        *_STEPS,
         "launchers",
         "serving",
+        "tables",
         "telemetry",
-        "sharded_tables",
     },
     "resume": {*_STEPS, "launchers"},
     "learning_rate": set(),
-    "sharded_tables": set(),
-    "model_parts": {"compat", "step"},
     "schedules": set(),
+    # Public modules whose names live below.
     "callbacks": {"learning_rate", "resume", "telemetry"},
+    "simulation": {"planning.simulation"},
+    "update_log": {"telemetry.update_log"},
     "flags": {"__init__", "callbacks", "cluster", "policies", "strategies"},
+    "planning.simulation": {"policies"},
+    "planning.simulate": {"__init__", "_files", "flags", "launchers", "planning.simulation", "telemetry.update_log"},
+    "planning": {"_files", "doctor.measure", "launchers", "planning.simulation", "policies", "telemetry.update_log"},
+    # These train, the rest of `planning` only computes.
+    "planning.measuring": {"__init__", "_machine", "compat", "planning", "policies"},
+    "planning.profile_command": {
+        "__init__",
+        "_files",
+        "compat",
+        "launchers",
+        "planning",
+        "planning.measuring",
+        "policies",
+    },
     "testing": {
         "__init__",
         "cluster",
+        "coordination",
         "launchers",
+        "planning.simulation",
         "policies",
-        "runtime",
         "serving",
-        "simulation",
         "strategies",
         "telemetry",
         "transforms",
     },
-    "tensorboard_plugin": {"policies", "simulation", "telemetry", "update_log"},
-    "doctor_measure": {*_SOCKETS, "_whole_files", "cluster"},
-    "doctor": {"__init__", *_SOCKETS, "cluster", "doctor_measure", "launchers"},
-    "advisor": {"_whole_files", "doctor_measure", "launchers", "policies", "simulation", "update_log"},
-    "profiling": {"__init__", "_whole_files", "advisor", "compat", "launchers", "policies", "runtime"},
-    "simulate": {"__init__", "_whole_files", "flags", "launchers", "simulation", "update_log"},
-    "watching": {"_whole_files", "launchers", "telemetry", "update_log"},
-    "cli": {"__init__", "cluster", "doctor", "launchers", "update_log", "watching"},
+    # Its advice comes from the simulator.
+    "watching.tensorboard": {"planning.simulation", "policies", "telemetry", "telemetry.update_log"},
+    "watching": {"_files", "launchers", "telemetry", "telemetry.update_log"},
+    "doctor.measure": {"_files", "_sockets", "cluster"},
+    "doctor": {"__init__", "_sockets", "cluster", "doctor.measure", "launchers"},
+    "cli": {"__init__", "launchers"},
     # Its names are resolved on first use, so importing it imports none of its parts.
     "__init__": {
+        "_machine",
         "callbacks",
         "cluster",
         "compression",
         "flags",
-        "model_parts",
+        "model_parallel",
         "policies",
-        "runtime",
         "schedules",
+        "simulation",
         "strategies",
+        "tables",
         "testing",
         "transforms",
-        "sharded_tables",
+        "update_log",
     },
 }
-LIGHT_FILES = (
-    "__init__",
-    "_addresses",
-    "_line_server",
-    "_sockets",
-    "_whole_files",
-    "cli",
-    "cluster",
+LIGHT_FILES = ("__init__", "_files", "_log", "_machine", "_sockets", "cli", "cluster", "simulation")
+WITHOUT_TENSORFLOW = (
+    *LIGHT_FILES,
+    "coordination",
     "doctor",
-    "doctor_measure",
-    "simulate",
+    "doctor.measure",
+    "launchers",
+    "planning",
+    "planning.simulate",
+    "planning.simulation",
+    "policies",
 )
-WITHOUT_TENSORFLOW = (*LIGHT_FILES, "advisor", "launchers", "policies", "runtime", "simulation")
 HEAVY = ("tensorflow", "keras", "numpy")
 # These read and write arrays, but answer at once, too.
-WITH_NUMPY = ("update_log", "watching")
+WITH_NUMPY = ("telemetry.update_log", "update_log", "watching")
 
 
 def _part(path: pathlib.Path) -> str:

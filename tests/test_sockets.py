@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfdist import Cluster, Task, _line_server, _sockets
+from tfdist import Cluster, Task, _sockets
 from tfdist.coordination import rendezvous
 from tfdist.doctor import __main__ as doctor
 from tfdist.launchers.supervise.processes import PortReservation
@@ -25,7 +25,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 TWO = Cluster({"worker": {0: "127.0.0.1:1", 1: "127.0.0.1:2"}}, Task("worker", 0))
 
 
-def echo() -> _line_server.Conversation:
+def echo() -> _sockets.Conversation:
     line = yield b"hello\n"
     while line != b"bye":
         line = yield line + b"\n"
@@ -34,8 +34,8 @@ def echo() -> _line_server.Conversation:
 @contextlib.contextmanager
 def serving(**options) -> Iterator[tuple[str, int]]:
     with PortReservation(1) as reserved:
-        sockets = _line_server.listen(f"127.0.0.1:{reserved.ports[0]}", [])
-        with _line_server.LineServer(sockets, echo, **options):
+        sockets = _sockets.listen(f"127.0.0.1:{reserved.ports[0]}", [])
+        with _sockets.LineServer(sockets, echo, **options):
             yield sockets[0].getsockname()
 
 
@@ -87,7 +87,7 @@ def test_who_drips_is_cut_off_when_its_time_is_over():
     with serving(clock=lambda: now[0]) as address, socket.create_connection(address, 30) as dripping:
         assert dripping.recv(100) == b"hello\n"
         dripping.sendall(b"d")
-        now[0] = _line_server.PEER_SECS + 1
+        now[0] = _sockets.PEER_SECS + 1
         assert talk(address, b"one\n") == [b"hello\n", b"one\n"]
         with contextlib.suppress(ConnectionError):
             assert dripping.recv(100) == b""
@@ -95,7 +95,7 @@ def test_who_drips_is_cut_off_when_its_time_is_over():
 
 def test_the_oldest_gives_way_when_there_are_too_many():
     with serving() as address, contextlib.ExitStack() as stack:
-        peers = [stack.enter_context(socket.create_connection(address, 30)) for _ in range(_line_server.MOST_PEERS + 1)]
+        peers = [stack.enter_context(socket.create_connection(address, 30)) for _ in range(_sockets.MOST_PEERS + 1)]
         assert [peer.recv(100) for peer in peers] == [b"hello\n"] * len(peers)
         with contextlib.suppress(ConnectionError):
             assert peers[0].recv(100) == b""
@@ -105,9 +105,9 @@ def test_the_oldest_gives_way_when_there_are_too_many():
 
 _FEW_FILES = """
 import resource, sys
-from tfdist import _line_server
-from tests import test_line_server
-with test_line_server.serving() as address:
+from tfdist import _sockets
+from tests import test_sockets
+with test_sockets.serving() as address:
     resource.setrlimit(resource.RLIMIT_NOFILE, (30, 30))
     print(address[1], flush=True)
     sys.stdin.readline()
@@ -186,9 +186,9 @@ def test_it_listens_at_each_address_of_its_name(monkeypatch: pytest.MonkeyPatch)
         (int(socket.AF_INET), "127.0.0.2"),
         (int(socket.AF_INET), "192.0.2.77"),
     ]
-    monkeypatch.setattr(_line_server, "_resolve", lambda host: found)
+    monkeypatch.setattr(_sockets, "_resolve", lambda host: found)
     with PortReservation(1) as reserved, contextlib.ExitStack() as stack:
-        sockets = _line_server.listen(f"name:{reserved.ports[0]}", [f"localhost:{reserved.ports[0]}", "127.0.0.9:1"])
+        sockets = _sockets.listen(f"name:{reserved.ports[0]}", [f"localhost:{reserved.ports[0]}", "127.0.0.9:1"])
         for each in sockets:
             stack.enter_context(each)
         assert [each.getsockname()[0] for each in sockets] == ["127.0.0.1", "127.0.0.2"]
@@ -198,7 +198,7 @@ def test_an_address_of_ipv6_is_listened_at_alone():
     if not socket.has_ipv6:
         pytest.skip("no IPv6 here")
     with PortReservation(1) as reserved:
-        (found,) = _line_server.listen(f"[::1]:{reserved.ports[0]}", ["[::1]:1"])
+        (found,) = _sockets.listen(f"[::1]:{reserved.ports[0]}", ["[::1]:1"])
         with found:
             if found.getsockname()[0] == "::":
                 pytest.skip("no IPv6 here")
@@ -208,4 +208,4 @@ def test_an_address_of_ipv6_is_listened_at_alone():
 def test_a_port_in_use_on_another_interface_is_an_error():
     # TensorFlow's server is about to take it on all interfaces.
     with socket.create_server(("127.0.0.2", 0)) as used, pytest.raises(OSError, match="in use"):
-        _line_server.listen(f"127.0.0.1:{used.getsockname()[1]}", [])
+        _sockets.listen(f"127.0.0.1:{used.getsockname()[1]}", [])

@@ -16,10 +16,12 @@ if TYPE_CHECKING:
     import tfdist.compression as compression  # noqa: F401
     import tfdist.flags as flags  # noqa: F401
     import tfdist.schedules as schedules  # noqa: F401
+    import tfdist.simulation as simulation  # noqa: F401
     import tfdist.testing as testing  # noqa: F401
     import tfdist.transforms as transforms  # noqa: F401
+    import tfdist.update_log as update_log  # noqa: F401
+    from tfdist._machine import keep_freed_memory
     from tfdist.cluster import Cluster, ClusterError, Task, is_chief, num_workers, task, worker_index
-    from tfdist.coordination.allocator import keep_freed_memory
     from tfdist.flags import strategy_from_flags
     from tfdist.model_parallel import placement, split
     from tfdist.policies.backup_workers import BackupWorkers
@@ -87,12 +89,12 @@ MODULE_OF = {
     "MirroredStrategy": "tfdist.strategies.mirrored",
     "MultiWorkerMirroredStrategy": "tfdist.strategies.multi_worker",
     "ParameterServerStrategy": "tfdist.strategies.parameter_server",
-    "keep_freed_memory": "tfdist.coordination.allocator",
+    "keep_freed_memory": "tfdist._machine",
     "strategy_from_flags": "tfdist.flags",
 }
 
 # Modules that users reach by `import tfdist` alone.
-_MODULES = ("callbacks", "compression", "flags", "schedules", "testing", "transforms")
+_MODULES = ("callbacks", "compression", "flags", "schedules", "simulation", "testing", "transforms", "update_log")
 
 # Names that are looked for here: those of public modules, and those of Horovod, PyTorch and accelerate.
 _COUNTERPARTS = {

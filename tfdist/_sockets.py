@@ -1,18 +1,123 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helpers for TCP sockets that several modules share. No TensorFlow import."""
+"""Sockets: "host:port" addresses as TensorFlow's gRPC servers understand them, listening, and a server of lines.
+
+The port of a task is open to every host that reaches its machine. A peer that stays silent, sends garbage, never ends a
+line or connects a thousand times must neither delay a task of the job nor fill the memory. So the server waits for no
+single peer, limits the length of a line and the time of a conversation, and closes the oldest connections when there
+are too many.
+
+No TensorFlow import.
+"""
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import errno
+import ipaddress
+import re
+import selectors
 import socket
+import threading
 import time
+from collections.abc import Callable, Generator, Iterable
+from typing import Any, TypeVar
 
+T = TypeVar("T")
+# Yields each line to send, and receives the peer's next line. When it returns, the peer closes the connection first.
+Conversation = Generator[bytes, bytes, None]
+
+MOST_PEERS = 128
+# Longest time of a conversation from the first byte to the last; a task's conversation takes milliseconds.
+PEER_SECS = 10.0
+_JOIN_SECS = 5.0
 LINE_BYTES = 4096
 BACKLOG = 128
 # Error codes of a process, or a system, without free descriptors or buffers for another connection.
 NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 # Error codes of an address that no interface of this machine has.
 NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EINVAL)
+
+_HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?", re.ASCII)
+_NUMERIC = re.compile(r"[0-9.]+", re.ASCII)
+_PORT = re.compile(r"[1-9][0-9]{0,4}", re.ASCII)
+_EXAMPLE = 'write "host:port", such as "10.0.0.2:2222"'
+_EXAMPLE_6 = 'write "[host]:port", such as "[fe80::1]:2222"'
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Returns the host (an IPv6 address without brackets) and the port of a valid address."""
+    host, _, port = address.rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def normal_address(address: str) -> str:
+    """Returns a valid address without the trailing dot of an absolute host name.
+
+    Only DNS treats the names with and without the dot alike; /etc/hosts, certificates and comparisons don't.
+    """
+    host, colon, port = address.rpartition(":")
+    return f"{host.removesuffix('.')}{colon}{port}"
+
+
+def address_key(address: str) -> tuple[str, int]:
+    """Returns a key that is equal for two valid addresses that can't both be served on one machine."""
+    host, port = split_address(address)
+    host = host.lower().removesuffix(".")
+    try:
+        ip = ipaddress.ip_address(host)
+    except ValueError:
+        # A server listens on all interfaces, so all names of the loopback interface count as one host.
+        return ("loopback" if host == "localhost" else host), port
+    return ("loopback" if ip.is_loopback else str(ip)), port
+
+
+def address_problem(address: Any) -> tuple[str, str] | None:
+    """Returns the problem of an invalid address and its remedy, or None for a valid one."""
+    if not isinstance(address, str):
+        return "is not a string", _EXAMPLE
+    if "://" in address:
+        return "has a scheme in front of its host", f"remove it; {_EXAMPLE}"
+    host, colon, port = address.rpartition(":")
+    if host.startswith("["):
+        return _ipv6_problem(host) or _port_problem(port)
+    if address.startswith("["):
+        return "has no port", _EXAMPLE_6
+    if ":" in host:
+        return "has more than one colon; an IPv6 host goes in brackets", _EXAMPLE_6
+    if not colon:
+        return "has no port", _EXAMPLE
+    if not host:
+        return "has no host", _EXAMPLE
+    return _host_problem(host) or _port_problem(port)
+
+
+def _ipv6_problem(host: str) -> tuple[str, str] | None:
+    if not host.endswith("]"):
+        # Reached for "[::1]" and "[::1", because their last colon is part of the host.
+        return "has no port after its bracketed host", _EXAMPLE_6
+    try:
+        ipaddress.IPv6Address(host[1:-1])
+    except ValueError:
+        return "has no valid IPv6 address in its brackets", _EXAMPLE_6
+    return None
+
+
+def _host_problem(host: str) -> tuple[str, str] | None:
+    if not _HOST.fullmatch(host) or len(host) > 254:
+        return "has a host that is neither a name nor an address", _EXAMPLE
+    if _NUMERIC.fullmatch(host):
+        try:
+            ipaddress.IPv4Address(host)
+        except ValueError:
+            return "has a host that looks like an IPv4 address and is not one", _EXAMPLE
+    return None
+
+
+def _port_problem(port: str) -> tuple[str, str] | None:
+    if not _PORT.fullmatch(port) or int(port) > 65535:
+        return "has a port that is not a number from 1 to 65535", _EXAMPLE
+    return None
 
 
 def listen_everywhere(port: int) -> socket.socket:
@@ -84,3 +189,236 @@ def read_line(connection: socket.socket, timeout_secs: float, prefix: bytes = b"
             break
         line += data
     return line
+
+
+class _Peer:
+    def __init__(self, connection: socket.socket, host: str, until: float, conversation: Conversation) -> None:
+        self.socket = connection
+        self.host = host
+        self.until = until
+        self.conversation = conversation
+        self.buffer = b""
+        self.is_done = False
+
+
+class LineServer:
+    """Holds a short conversation, line by line, with each peer that connects, until it is closed.
+
+    Args:
+      sockets: listening sockets, which the server closes at its end.
+      conversation: starts a conversation with a new peer.
+      clock: returns seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        sockets: Iterable[socket.socket],
+        conversation: Callable[[], Conversation],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._sockets = list(sockets)
+        self._conversation = conversation
+        self._clock = clock
+        # Oldest first.
+        self._peers: dict[_Peer, None] = {}
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._woken = socket.socketpair()
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        for each in self._sockets:
+            each.setblocking(False)
+            self._selector.register(each, selectors.EVENT_READ)
+        self._stop = threading.Event()
+        self._is_to_widen = False
+        self._thread = threading.Thread(target=self._run, name="tfdist-line-server", daemon=True)
+
+    def __enter__(self) -> LineServer:
+        self._thread.start()
+        return self
+
+    def listen_everywhere(self) -> None:
+        """Listens at the same port on all interfaces from now on; may be called again."""
+        self._is_to_widen = True
+        self._wake_up()
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop.set()
+        self._wake_up()
+        self._thread.join(_JOIN_SECS)
+        for each in (self._wake, self._woken, *self._sockets):
+            each.close()
+
+    def _wake_up(self) -> None:
+        with contextlib.suppress(OSError):
+            self._wake.send(b"\0")
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set():
+                for key, _ in self._selector.select(self._next_timeout_secs()):
+                    if isinstance(key.data, _Peer):
+                        if key.data in self._peers:
+                            self._receive(key.data)
+                    elif key.fileobj is self._woken:
+                        self._woken.recv(16)
+                        if self._is_to_widen:
+                            self._widen()
+                    elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._sockets:
+                        self._accept(key.fileobj)
+                now = self._clock()
+                for peer in [each for each in self._peers if each.until <= now]:
+                    self._drop(peer)
+        finally:
+            for peer in list(self._peers):
+                self._drop(peer)
+            self._selector.close()
+
+    def _next_timeout_secs(self) -> float | None:
+        oldest = next(iter(self._peers), None)
+        return None if oldest is None else max(0.0, oldest.until - self._clock())
+
+    def _widen(self) -> None:
+        self._is_to_widen = False
+        addresses = [(each.family, *each.getsockname()[:2]) for each in self._sockets]
+        # The kernel binds a port on all interfaces only if no socket listens there. Peers that fail meanwhile retry.
+        for each in self._sockets:
+            self._selector.unregister(each)
+            each.close()
+        try:
+            self._sockets = [listen_everywhere(addresses[0][2])]
+        except OSError:
+            found = [_listen_at(*each) for each in addresses]
+            self._sockets = [each for each in found if each]
+        for each in self._sockets:
+            each.setblocking(False)
+            self._selector.register(each, selectors.EVENT_READ)
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            connection, address = listener.accept()
+        except OSError as error:
+            if error.errno in NO_RESOURCES:
+                self._make_room()
+                self._stop.wait(0.01)  # If no peer could be closed, other parts of the program must free descriptors.
+            return
+        if len(self._peers) >= MOST_PEERS:
+            self._make_room()
+        connection.setblocking(False)
+        peer = _Peer(connection, address[0], self._clock() + PEER_SECS, self._conversation())
+        self._peers[peer] = None
+        self._selector.register(connection, selectors.EVENT_READ, peer)
+        self._send(peer, lambda: next(peer.conversation))
+
+    def _make_room(self) -> None:
+        if self._peers:
+            self._drop(to_give_way(self._peers, [peer.host for peer in self._peers]))
+
+    def _receive(self, peer: _Peer) -> None:
+        try:
+            data = peer.socket.recv(LINE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data or peer.is_done:
+            self._drop(peer)
+            return
+        peer.buffer += data
+        while b"\n" in peer.buffer and not peer.is_done and peer in self._peers:
+            line, _, peer.buffer = peer.buffer.partition(b"\n")
+            self._send(peer, lambda line=line: peer.conversation.send(line))
+        if len(peer.buffer) > LINE_BYTES:
+            self._drop(peer)
+
+    def _send(self, peer: _Peer, answer: Callable[[], bytes]) -> None:
+        try:
+            data = answer()
+            if peer.socket.send(data) < len(data):
+                self._drop(peer)  # The peer has not read earlier lines.
+        except StopIteration:
+            # The peer closes first, so that the TIME_WAIT state is on its side and a server can bind this port.
+            peer.is_done = True
+        except OSError:
+            self._drop(peer)
+
+    def _drop(self, peer: _Peer) -> None:
+        del self._peers[peer]
+        self._selector.unregister(peer.socket)
+        peer.socket.close()
+        peer.conversation.close()
+
+
+def to_give_way(peers: Iterable[T], hosts: Iterable[str]) -> T:
+    """Returns the connection to close for a newer one: the oldest one from the host with the most connections.
+
+    So a flood from one host closes no connection of another host. A task on the flooding host is still served if it
+    completes its conversation before `MOST_PEERS` newer connections.
+
+    Args:
+      peers: at least one connection, the oldest first.
+      hosts: the host of each connection.
+    """
+    first: dict[str, T] = {}
+    count: collections.Counter[str] = collections.Counter()
+    for peer, host in zip(peers, hosts, strict=True):
+        first.setdefault(host, peer)
+        count[host] += 1
+    return first[count.most_common(1)[0][0]]
+
+
+def listen(address: str, others: Iterable[str]) -> list[socket.socket]:
+    """Listens at the addresses of a task's host name, and on no other interface.
+
+    Listens on all interfaces only if the own address is unknown. That is so if the host of `address` is not on this
+    machine (behind NAT), or is a loopback address while other tasks are on other machines (127.0.1.1 in /etc/hosts). A
+    task that other machines reach at yet another address can't be reached at first; see `LineServer.listen_everywhere`.
+
+    Args:
+      address: "host:port" of the task.
+      others: addresses of the other tasks.
+
+    Raises:
+      OSError: the port is in use, on any interface, or may not be used.
+    """
+    host, port = split_address(address)
+    check_port(port)
+    found: list[socket.socket] = []
+    is_local = all(_is_loopback(each) for each in map(_host, others) if each != host)
+    try:
+        for family, ip in _resolve(host):
+            own = _listen_at(family, ip, port) if is_local or not _is_loopback(ip) else None
+            found.extend([own] if own else [])
+        if not found:
+            found.append(listen_everywhere(port))
+    except OSError:
+        for each in found:
+            each.close()
+        raise
+    return found
+
+
+def _listen_at(family: int, ip: str, port: int) -> socket.socket | None:
+    try:
+        return socket.create_server((ip, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        if error.errno in NO_SUCH_ADDRESS:
+            return None
+        raise
+
+
+def _resolve(host: str) -> list[tuple[int, str]]:
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return []
+    return list(dict.fromkeys((int(family), str(address[0])) for family, *_, address in found))
+
+
+def _host(address: str) -> str:
+    return split_address(address)[0]
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host.lower().removesuffix(".") == "localhost"

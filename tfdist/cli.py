@@ -41,22 +41,29 @@ Starts the same script as every task of a cluster, each with its own TF_CONFIG.
 
 platforms (tfdist launch PLATFORM --help lists the flags of one):
 """
-# Each is a module with `main(arguments)`, imported only when it is used.
+# Modules with `main(arguments)`, imported only when they are used.
 COMMANDS = {
-    "doctor": "tfdist.doctor",
+    "doctor": "tfdist.doctor.__main__",
     "profile": "tfdist.planning.profile_command",
     "advise": "tfdist.planning.advise",
     "simulate": "tfdist.planning.simulate",
     "watch": "tfdist.watching.watch",
     "trace": "tfdist.watching.trace",
 }
-# Each is a module of tfdist.launchers with `main(arguments)`, imported only when it is used.
 PLATFORMS = {
     "local": "processes on this machine",
     "ssh": "machines reached by ssh",
     "slurm": "a Slurm job",
     "kubernetes": "pods on Kubernetes",
     "tpu": "a TPU VM, or a TPU node pool of GKE",
+}
+# As COMMANDS.
+LAUNCHERS = {
+    "local": "tfdist.launchers.local",
+    "ssh": "tfdist.launchers.ssh.launcher",
+    "slurm": "tfdist.launchers.slurm.launcher",
+    "kubernetes": "tfdist.launchers.kubernetes.launcher",
+    "tpu": "tfdist.launchers.tpu",
 }
 
 
@@ -112,7 +119,7 @@ def _launch(arguments: list[str]) -> int:
                 f"(see tfdist launch --help)"
             )
         raise _UsageError(f"unknown platform; there is: {known} (see tfdist launch --help). Received: {platform!r}")
-    return _call(f"tfdist.launchers.{platform}", rest, f"tfdist launch {platform}")
+    return _call(LAUNCHERS[platform], rest, f"tfdist launch {platform}")
 
 
 def _call(module: str, arguments: list[str], command: str) -> int:

@@ -20,7 +20,7 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tfdist import _addresses
+from tfdist import _sockets
 
 # Jobs in the order in which they are listed and started. `master` is the old name of `chief`.
 JOBS = ("chief", "worker", "ps", "evaluator")
@@ -44,10 +44,10 @@ def data_service_address() -> str | None:
       ClusterError: the value is no address.
     """
     address = os.environ.get(DATA_SERVICE_VARIABLE)
-    problem = _addresses.problem(address) if address else None
+    problem = _sockets.address_problem(address) if address else None
     if problem:
         raise _wrong(DATA_SERVICE_VARIABLE, *problem, address)
-    return _addresses.normal(address) if address else None
+    return _sockets.normal_address(address) if address else None
 
 
 def task() -> Task:
@@ -455,10 +455,10 @@ def _normal_tasks(job: str, tasks: Any) -> Mapping[int, str]:
     if len({index for index, _ in pairs}) < len(pairs):
         raise _wrong(where, "has an index twice", "keep one of them", [index for index, _ in pairs])
     for index, address in pairs:
-        problem = _addresses.problem(address)
+        problem = _sockets.address_problem(address)
         if problem:
             raise _wrong(f"{where}[{index}]", *problem, address)
-    return types.MappingProxyType({index: _addresses.normal(address) for index, address in sorted(pairs)})
+    return types.MappingProxyType({index: _sockets.normal_address(address) for index, address in sorted(pairs)})
 
 
 def _sparse_index(where: str, key: Any) -> int:
@@ -475,6 +475,6 @@ def _check_unique(jobs: Mapping[str, Mapping[int, str]]) -> None:
     for job, tasks in jobs.items():
         for index, address in tasks.items():
             where = f"cluster.{job}[{index}]"
-            other = owners.setdefault(_addresses.key(address), where)
+            other = owners.setdefault(_sockets.address_key(address), where)
             if other != where:
                 raise _wrong(where, f"is the same address as {other}", "give each task its own port", address)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 
 # Carried by the launcher and all that it starts.
 MARK = "TFDIST_CHAOS_RUN"
-_GUARD = b"_guard.py"
+_GUARD = b"supervise/guard.py"
 
 
 class Killer:

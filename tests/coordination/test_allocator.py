@@ -11,7 +11,7 @@ import sys
 import pytest
 
 import tfdist
-from tfdist.coordination import allocator
+from tfdist import _machine
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
 
@@ -72,13 +72,13 @@ def test_settings_of_the_environment_stand(environment):
 
 _ARENAS = """
 import ctypes, sys, threading
-from tfdist.coordination import cpus
+from tfdist import _machine
 import tfdist
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
 tfdist.keep_freed_memory(few_arenas=sys.argv[1] == "few")
-ready = threading.Barrier(4 * cpus.usable())
+ready = threading.Barrier(4 * _machine.usable_cpus())
 def allocate():
     ready.wait()
     libc.malloc(10_000)
@@ -86,7 +86,7 @@ def allocate():
 threads = [threading.Thread(target=allocate) for _ in range(ready.parties)]
 for thread in threads: thread.start()
 for thread in threads: thread.join()
-print(cpus.usable(), flush=True)
+print(_machine.usable_cpus(), flush=True)
 libc.malloc_info(0, ctypes.c_void_p.in_dll(libc, "stdout"))
 libc.fflush(None)
 """
@@ -103,7 +103,7 @@ def test_threads_share_few_arenas_where_that_is_wanted(few):
 @pytest.mark.parametrize("strategy", ["MirroredStrategy", "MultiWorkerMirroredStrategy"])
 def test_a_strategy_changes_the_allocator_of_launched_processes_only(strategy, monkeypatch: pytest.MonkeyPatch):
     asked: list[bool] = []
-    monkeypatch.setattr(allocator, "keep_freed_memory", asked.append)
+    monkeypatch.setattr(_machine, "keep_freed_memory", asked.append)
     getattr(tfdist, strategy)()
     assert asked == []
     monkeypatch.setenv("TFDIST_LAUNCHER", "local")

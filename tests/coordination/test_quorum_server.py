@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 import tfdist
-from tfdist import _line_server
+from tfdist import _sockets
 from tfdist.coordination import quorum_server as wire
 from tfdist.coordination.quorum_client import QuorumClient
 from tfdist.coordination.quorum_server import Act, Frames, QuorumServer, Report, Verdict
@@ -277,8 +277,8 @@ def test_a_flood_of_strangers_is_a_few_lines():
 
 def test_those_who_give_way_are_from_the_address_that_has_most():
     strangers, hosts = ["a1", "b1", "b2", "a2", "b3"], ["a", "b", "b", "a", "b"]
-    assert _line_server.to_give_way(strangers, hosts) == "b1"
-    assert _line_server.to_give_way(["a1"], ["a"]) == "a1"
+    assert _sockets.to_give_way(strangers, hosts) == "b1"
+    assert _sockets.to_give_way(["a1"], ["a"]) == "a1"
 
 
 def test_the_server_listens_at_the_chiefs_address_only():

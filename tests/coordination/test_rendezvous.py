@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
-from tfdist import Cluster, Task, _line_server
+from tfdist import Cluster, Task, _sockets
 from tfdist.coordination import rendezvous
 from tfdist.launchers.supervise.processes import PortReservation
 
@@ -153,7 +153,7 @@ def test_an_own_name_that_others_cannot_mean_listens_everywhere():
 def test_strangers_that_came_first_and_stay_delay_no_meeting(words: bytes, secret: str):
     with PortReservation(2) as reserved, contextlib.ExitStack() as stack:
         (address,), met = stack.enter_context(listening(cluster(reserved.ports, 0), secret))
-        crowd(stack, address, 3 * _line_server.MOST_PEERS, words)
+        crowd(stack, address, 3 * _sockets.MOST_PEERS, words)
         assert rendezvous.ask(cluster(reserved.ports, 1), Task("worker", 0), secret.encode()) is None
         assert met == ["worker:1"]
 

@@ -12,7 +12,7 @@ import threading
 import pytest
 from waiting import Clock
 
-from tfdist.runtime.stalls import BlockedCall, Idleness, InterruptEscape, StallReporter
+from tfdist.coordination.stalls import BlockedCall, Idleness, InterruptEscape, StallReporter
 
 
 def reporter(clock: Clock, lines: list[str], **options):

@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 
-from tfdist.runtime.worker_states import (
+from tfdist.coordination.worker_states import (
     HAS_ENDED,
     LOST,
     OUTSIDE,

@@ -71,7 +71,7 @@ COMMANDS = [[name] for name in cli.COMMANDS] + [["launch", name] for name in cli
 
 
 def _flags_of(command: list[str]) -> flags.FlagValues:
-    module = cli.COMMANDS.get(command[0], f"tfdist.launchers.{command[-1]}")
+    module = (cli.COMMANDS | cli.LAUNCHERS)[command[-1]]
     values = flags.FlagValues()
     importlib.import_module(module).define_flags(values)
     return values
@@ -152,7 +152,7 @@ def test_a_flag_behind_the_script_is_noted_unless_the_script_names_it(tmp_path, 
 
 
 def test_every_platform_has_a_command():
-    assert all(callable(importlib.import_module(f"tfdist.launchers.{name}").main) for name in cli.PLATFORMS)
+    assert all(callable(importlib.import_module(cli.LAUNCHERS[name]).main) for name in cli.PLATFORMS)
 
 
 @pytest.mark.parametrize("platform", cli.PLATFORMS)

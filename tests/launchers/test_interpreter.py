@@ -22,7 +22,7 @@ import json, subprocess, sys
 {before}
 seen = list(sys.path)
 sys.path.append({root!r})
-from tfdist.launchers import processes
+from tfdist.launchers.supervise import processes
 sys.path[:] = seen
 command = processes.module_command("shown", "an argument")
 done = subprocess.run(command, capture_output=True, text=True)

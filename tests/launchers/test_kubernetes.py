@@ -191,7 +191,7 @@ def test_a_signal_reaches_the_script_and_its_exit_code_comes_back(tmp_path):
 # Has the pod end while its wrapper is between two steps, where there is no script that it could be forwarded to.
 END_EARLY = """
 import os, signal, sys
-from tfdist.launchers import kubernetes_task
+from tfdist.launchers.kubernetes import task as kubernetes_task
 module, _, name = sys.argv[1].rpartition(".")
 where = getattr(kubernetes_task, module)
 original = getattr(where, name)

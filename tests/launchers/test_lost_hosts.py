@@ -256,7 +256,8 @@ def test_the_chief_is_told_of_a_worker_that_is_given_up(tmp_path, platform):
     start = """
 import sys
 from tfdist import cli
-from tfdist.launchers import requests, ssh_client
+from tfdist.launchers import requests
+from tfdist.launchers.ssh import client as ssh_client
 ssh_client.HEARTBEAT_SECS = 0.1
 original = requests.Restarts.__init__
 def settled(self, *args, **kwargs):

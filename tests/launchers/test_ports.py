@@ -18,7 +18,8 @@ def test_ports_are_different_and_valid():
 
 
 def test_no_port_is_given_out_twice_while_it_is_reserved():
-    code = "from tfdist.launchers.supervise.processes import PortReservation as R; r = R(700); print(*r.ports, flush=True); input()"
+    code = "from tfdist.launchers.supervise import processes as p; r = p.PortReservation(700); "
+    code += "print(*r.ports, flush=True); input()"
     command = [sys.executable, "-c", code]
     launchers = [subprocess.Popen(command, stdin=-1, stdout=-1, text=True) for _ in range(2)]
     with PortReservation(700) as reservation:

@@ -17,7 +17,7 @@ signal.pause()
 """
 WRAPPER = """
 import sys
-from tfdist.launchers import wrapping
+from tfdist.launchers.supervise import wrapping
 command = [sys.executable, "-c", sys.argv[1]]
 sys.exit(wrapping.run(command, {{}}, on_signal={}))
 """

@@ -12,8 +12,7 @@ import threading
 import pytest
 import waiting
 
-from tfdist import cli
-from tfdist.coordination import cpus
+from tfdist import _machine, cli
 from tfdist.planning import profile
 
 PLAIN = """
@@ -52,7 +51,7 @@ SCRIPTS = {
 }
 PROGRAM = """
 import json, sys
-from tfdist.planning import command
+from tfdist.planning import profile_command as command
 codes = {}
 for name in sys.argv[1:]:
     arguments = ["--batch=16"] if name == "served.py" else []
@@ -93,7 +92,7 @@ def test_scripts_are_profiled_or_say_why_not(tmp_path):
     (table,) = plain.tables
     assert (table.rows, table.row_bytes) == (1000, 16) and 100 < table.rows_per_step <= 160
     assert plain.noise_scale is not None and plain.flops_per_example
-    assert plain.cores == cpus.usable() and 0 < plain.used_cores <= plain.cores
+    assert plain.cores == _machine.usable_cpus() and 0 < plain.used_cores <= plain.cores
     assert (served.batch_size, served.dense_bytes) == (16, 4 * 10)
     assert served.strategy == "ParameterServerStrategy(policies=[BackupWorkers(spares=1)])"
 
@@ -131,7 +130,7 @@ def test_a_fit_that_raises_leaves_no_thread():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the counters are Linux' own")
 def test_a_process_sees_its_busy_threads_and_cores():
-    before, ended = cpus.busy_secs(), threading.Event()
+    before, ended = _machine.busy_secs(), threading.Event()
 
     def compute() -> None:
         while not ended.is_set():
@@ -140,8 +139,8 @@ def test_a_process_sees_its_busy_threads_and_cores():
     thread = threading.Thread(target=compute)
     thread.start()
     try:
-        waiting.wait_until(lambda: cpus.runnable_threads() >= 1)
-        waiting.wait_until(lambda: cpus.busy_secs() > before)
+        waiting.wait_until(lambda: _machine.runnable_threads() >= 1)
+        waiting.wait_until(lambda: _machine.busy_secs() > before)
     finally:
         ended.set()
         thread.join()

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from tfdist.compat.keras import sharding
 from tfdist.resume import checkpoint
 from tfdist.resume.checkpoint import Checkpoint, CheckpointDirectory, check_same
-from tfdist.tables import row_blocks
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -69,11 +69,11 @@ def test_types_that_numpy_does_not_know_keep_their_bytes(tmp_path: pathlib.Path)
 
 
 def test_tables_are_written_and_read_by_rows(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(row_blocks, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(sharding, "BLOCK_BYTES", 64)
     directory, said = _directory(tmp_path)
     for step, dtype in ((1, np.float32), (2, ml_dtypes.bfloat16)):
         value = np.arange(42).reshape(14, 3).astype(dtype)
-        ranges = list(row_blocks.ranges(value.shape, value.itemsize))
+        ranges = list(sharding.row_blocks(value.shape, value.itemsize))
         assert len(ranges) > 1
         rows = checkpoint.Rows((14, 3), value.dtype, lambda value=value, ranges=ranges: (value[a:b] for a, b in ranges))
         directory.save(Checkpoint(step, {}, (np.ones(2), rows, np.zeros(3))))

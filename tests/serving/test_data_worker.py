@@ -232,7 +232,7 @@ def data_workers(setting: Setting) -> list[psutil.Process]:
     for process in setting.worker.family():
         with contextlib.suppress(psutil.Error):
             line = " ".join(process.cmdline())
-            found += [process] if "tfdist.serving.data_worker" in line and "_guard.py" not in line else []
+            found += [process] if "tfdist.serving.data_worker" in line and "guard.py" not in line else []
     return found
 
 

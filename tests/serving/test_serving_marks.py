@@ -82,7 +82,7 @@ def test_what_another_user_may_have_made_is_refused(
     make(folder)
     said: list[str] = []
     monkeypatch.setattr(_log, "say", said.append)
-    monkeypatch.setattr(serving_task.allocator, "keep_freed_memory", lambda few_arenas: True)
+    monkeypatch.setattr(serving_task._machine, "keep_freed_memory", lambda few_arenas: True)
     assert serving_task.serve(CLUSTER) == 1
     (line,) = said
     assert line.startswith(f"worker:0: {folder} is not a folder of this user")

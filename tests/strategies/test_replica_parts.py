@@ -20,7 +20,7 @@ import tensorflow as tf
 from training import OPTIMIZERS, X, Y, assert_close
 
 import tfdist
-from tfdist.step import replica_placement
+from tfdist import model_parallel
 
 pytestmark = pytest.mark.devices
 LAYERS = keras.layers
@@ -154,7 +154,7 @@ def test_split_moves_weights_and_slots(strategy: tfdist.MirroredStrategy) -> Non
     ],
 )
 def test_split_makes_the_largest_part_small(sizes: list[int], parts: int, expected: list[int]) -> None:
-    found = replica_placement.balanced(sizes, parts)
+    found = model_parallel.balanced(sizes, parts)
     largest = [
         max(sum(s for s, p in zip(sizes, each, strict=True) if p == part) for part in range(parts))
         for each in (found, expected)

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts attributes of tfdist's own on objects of TensorFlow and Keras: what belongs to such an object goes with it.
+"""Attributes of tfdist's own on objects of TensorFlow and Keras, and replacements of their functions.
 
-There is no public way: Keras' layers and optimizers track what is assigned to them, save it, and refuse it once they
-are locked. Weak references would not do either, because what is kept for a tensor, a graph or a data set often refers
-to it. A method put on an instance takes the place of the one of its class until it is removed.
+An attribute has the lifetime of its object. There is no public way: Keras' layers and optimizers track what is assigned
+to them, save it, and refuse it once they are locked. Weak references would not do either, because what is kept for a
+tensor, a graph or a data set often refers to it. A method put on an instance takes the place of the one of its class
+until it is removed.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -37,3 +39,19 @@ def setdefault(target: Any, name: str, make: Callable[[], Any]) -> Any:
         found = make()
         put(target, name, found)
     return found
+
+
+def once(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+    """Replaces `owner.name` by `wrap(owner.name)`, unless this `wrap` has replaced it before.
+
+    Args:
+      owner: a module or a class.
+      name: of a function or a method of it.
+      wrap: given the original, returns what takes its place, with the original's name and signature.
+    """
+    original, mark = getattr(owner, name), f"_tfdist_{wrap.__module__}.{wrap.__qualname__}"
+    if not hasattr(original, mark):
+        # `wraps` takes over the marks of those who have wrapped the original.
+        replacement = functools.wraps(original)(wrap(original))
+        setattr(replacement, mark, True)
+        setattr(owner, name, replacement)

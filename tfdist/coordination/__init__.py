@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waiting, watching and meeting: what runs around training, in threads and over sockets. No TensorFlow import."""
+"""Coordination of processes and threads: runners of policies, quorum, rendezvous, stalls. No TensorFlow import."""

@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 
-from tfdist import _addresses, _sockets
+from tfdist import _sockets
 from tfdist.cluster import Cluster
 
 # A connection ends at most `LOST_SECS` and one probe interval after the host's last answer.
@@ -97,7 +97,7 @@ class Keepalive:
             self._resolve_again = time.monotonic() + _RESOLVE_EVERY_SECS
         before = len(self._peers)
         for task in list(self._addresses if is_due else self._unknown):
-            host, port = _addresses.split(self._addresses[task])
+            host, port = _sockets.split_address(self._addresses[task])
             # A name that no resolver takes is a UnicodeError.
             with contextlib.suppress(OSError, UnicodeError):
                 for *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):

@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Mapping
 
-from tfdist import _addresses
+from tfdist import _sockets
 
 # Longest wait for an answer: a host that is there accepts or refuses sooner, one without power takes all of it.
 _ANSWER_SECS = 5.0
@@ -57,7 +57,7 @@ def _described(servers: Mapping[int, str]) -> str | None:
 def _is_lost(address: str) -> bool:
     """Returns True if no process accepts connections; False if it can't be said, as where a name is not resolved."""
     try:
-        socket.create_connection(_addresses.split(address), timeout=_ANSWER_SECS).close()
+        socket.create_connection(_sockets.split_address(address), timeout=_ANSWER_SECS).close()
     except (ConnectionRefusedError, TimeoutError):
         return True
     except (OSError, UnicodeError) as error:

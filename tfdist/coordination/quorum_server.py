@@ -34,7 +34,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from tfdist import _line_server, _log, _sockets
+from tfdist import _log, _sockets
 from tfdist.policies.base import Aggregation, Update
 
 # Wire format between a worker and the quorum server. Pure functions: no sockets, no TensorFlow.
@@ -425,7 +425,7 @@ class QuorumServer:
     def _make_room(self, reason: str) -> None:
         if self._strangers:
             hosts = [stranger.peer.rpartition(":")[0] for stranger in self._strangers]
-            self._drop(_line_server.to_give_way(self._strangers, hosts), f"it {reason}")
+            self._drop(_sockets.to_give_way(self._strangers, hosts), f"it {reason}")
 
     def _receive(self, connection: _Connection) -> None:
         try:

@@ -29,7 +29,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-from tfdist import _addresses, _line_server, _log, _sockets
+from tfdist import _log, _sockets
 from tfdist.cluster import Cluster, Task
 
 _MAGIC = b"tfdist"
@@ -160,7 +160,7 @@ def _proof(secret: bytes, *words: str) -> str:
 def answers(address: str, timeout_secs: float) -> bool:
     """Returns True if "host:port" accepts a connection."""
     try:
-        socket.create_connection(_addresses.split(address), timeout=timeout_secs).close()
+        socket.create_connection(_sockets.split_address(address), timeout=timeout_secs).close()
     except (OSError, UnicodeError):  # The latter is of a name that no resolver takes.
         return False
     return True
@@ -173,7 +173,7 @@ class Answering:
         self._cluster = cluster
         self._secret = secret
         self._on_met = on_met
-        self._server = _line_server.LineServer(_listen(cluster), self._converse)
+        self._server = _sockets.LineServer(_listen(cluster), self._converse)
 
     def __enter__(self) -> Answering:
         self._server.__enter__()
@@ -183,10 +183,10 @@ class Answering:
         self._server.__exit__(*exception)
 
     def listen_everywhere(self) -> None:
-        """See `_line_server.LineServer`."""
+        """See `_sockets.LineServer`."""
         self._server.listen_everywhere()
 
-    def _converse(self) -> _line_server.Conversation:
+    def _converse(self) -> _sockets.Conversation:
         mine, nonce = str(self._cluster.task), _nonce()
         words = (yield hello(self._cluster, nonce)).decode(errors="replace").split()
         if len(words) != 5 or words[:2] != [_MAGIC.decode(), _digest(self._cluster)]:
@@ -241,7 +241,7 @@ def _is_same(proof: str, expected: str) -> bool:
 def _listen(cluster: Cluster) -> list[socket.socket]:
     others = [cluster.address(task) for task in cluster.training_tasks if task != cluster.task]
     with _naming_address(cluster):
-        return _line_server.listen(cluster.address(), others)
+        return _sockets.listen(cluster.address(), others)
 
 
 @contextlib.contextmanager
@@ -252,7 +252,7 @@ def naming_port(cluster: Cluster | None) -> Iterator[None]:
     except Exception as error:
         if "Could not start gRPC server" in str(error) and cluster is not None and cluster.task in cluster.tasks:
             with _naming_address(cluster):
-                _sockets.check_port(_addresses.split(cluster.address())[1])
+                _sockets.check_port(_sockets.split_address(cluster.address())[1])
         raise
 
 
@@ -335,7 +335,7 @@ def ask(cluster: Cluster, task: Task, secret: bytes = b"") -> str | None:
       None if both tasks have identified themselves; `_PROVED` if the task has, but its last answer is missing;
       `_SERVING` if TensorFlow's server answers; else the reason why the task counts as missing.
     """
-    host, port = _addresses.split(cluster.address(task))
+    host, port = _sockets.split_address(cluster.address(task))
     proved = False
     try:
         with socket.create_connection((host, port), timeout=_PROBE_SECS) as connection:

@@ -29,7 +29,7 @@ from typing import Any
 from absl import flags
 
 import tfdist
-from tfdist import _addresses, _line_server, _sockets
+from tfdist import _sockets
 from tfdist.cluster import DATA_SERVICE_VARIABLE, Cluster, ClusterError, Task
 from tfdist.doctor import measure as doctor_measure
 from tfdist.launchers import command_line, environment
@@ -63,9 +63,11 @@ def rules(
       ValueError: a host's name can't be resolved.
     """
     tasks = [cluster.address(task) for task in cluster.tasks]
-    here = _addresses.key(cluster.address())[0]
-    ports = sorted({port for host, port in map(_addresses.key, [*tasks, *also]) if host == here})
-    hosts = sorted({address for each in tasks for address in _resolved(_addresses.split(each)[0], resolve)}, key=str)
+    here = _sockets.address_key(cluster.address())[0]
+    ports = sorted({port for host, port in map(_sockets.address_key, [*tasks, *also]) if host == here})
+    hosts = sorted(
+        {address for each in tasks for address in _resolved(_sockets.split_address(each)[0], resolve)}, key=str
+    )
     sources = [each for each in (_sources(hosts, 4), _sources(hosts, 6)) if each]
     to_ports = f"tcp dport {{ {', '.join(map(str, ports))} }} {_OPENING}"
     to_system = f"tcp dport {system_ports} {_OPENING}"
@@ -150,11 +152,11 @@ def meet(cluster: Cluster, mine: Mapping[str, str], timeout_secs: float) -> list
     deadline = time.monotonic() + timeout_secs
     callers = Callers(cluster, mine)
     try:
-        listening = _line_server.listen(cluster.address(), map(cluster.address, others))
+        listening = _sockets.listen(cluster.address(), map(cluster.address, others))
     except OSError as error:
         return [("wrong", f"{cluster.task} can't listen at {cluster.address()}: {error}; end what holds the port")]
     asking = concurrent.futures.ThreadPoolExecutor(min(64, len(others)), "tfdist meet")
-    with _line_server.LineServer(listening, callers.converse) as answering, asking as pool:
+    with _sockets.LineServer(listening, callers.converse) as answering, asking as pool:
 
         def ask(task: Task) -> dict[str, Any] | str:
             answer = ask_task(cluster, task, deadline)
@@ -204,8 +206,8 @@ class Callers:
         self._not_asked = {_name(task): str(task) for task in cluster.tasks if task != cluster.task}
         self._changed = threading.Condition()
 
-    def converse(self) -> _line_server.Conversation:
-        """Answers one caller; see `_line_server.LineServer`."""
+    def converse(self) -> _sockets.Conversation:
+        """Answers one caller; see `_sockets.LineServer`."""
         asking = yield b""
         answer = json.dumps({**self._answer, "time": time.time()})
         yield f"{answer}\n".encode()
@@ -234,7 +236,7 @@ def ask_task(cluster: Cluster, task: Task, deadline: float) -> dict[str, Any] | 
     Returns:
       Its answer, with `skew`, the seconds by which its clock is ahead; or the reason why there is none.
     """
-    address = _addresses.split(cluster.address(task))
+    address = _sockets.split_address(cluster.address(task))
     while True:
         try:
             with socket.create_connection(
@@ -548,7 +550,7 @@ def names(cluster: Cluster, timeout_secs: float) -> list[Finding]:
     """Checks that this machine can resolve the name of each task's host."""
     hosts: dict[str, list[Task]] = {}
     for task in cluster.tasks:
-        hosts.setdefault(_addresses.split(cluster.address(task))[0], []).append(task)
+        hosts.setdefault(_sockets.split_address(cluster.address(task))[0], []).append(task)
     found = []
     pool = concurrent.futures.ThreadPoolExecutor(min(32, len(hosts)), "tfdist names")
     futures = {host: pool.submit(socket.getaddrinfo, host, None) for host in hosts}
@@ -569,7 +571,7 @@ def own_port(cluster: Cluster) -> list[Finding]:
     """Checks that this task can listen at its own address."""
     if cluster.task not in cluster.tasks:
         return []
-    host, port = _addresses.split(cluster.address())
+    host, port = _sockets.split_address(cluster.address())
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -612,7 +614,7 @@ _LISTENS, _REFUSES = "something listens", "the machine answers, nothing listens 
 
 def _connect(address: str, timeout_secs: float) -> str:
     try:
-        socket.create_connection(_addresses.split(address), timeout_secs).close()
+        socket.create_connection(_sockets.split_address(address), timeout_secs).close()
     except ConnectionRefusedError:
         return _REFUSES
     except TimeoutError:

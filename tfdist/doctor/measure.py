@@ -30,7 +30,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tfdist import _addresses, _files, _line_server, _sockets
+from tfdist import _files, _sockets
 from tfdist.cluster import Cluster, Task
 
 FORMAT, VERSION = "tfdist network", 1
@@ -83,7 +83,7 @@ def measure(cluster: Cluster, timeout_secs: float, link_secs: float, link_bytes:
         return []
     deadline = time.monotonic() + timeout_secs
     others = [cluster.address(task) for task in cluster.tasks if task != cluster.task]
-    with _Answering(cluster, _line_server.listen(cluster.address(), others), deadline) as answering:
+    with _Answering(cluster, _sockets.listen(cluster.address(), others), deadline) as answering:
         return _take_turns(cluster, answering, deadline, link_secs, link_bytes)
 
 
@@ -125,7 +125,7 @@ def run(
         links = measure(cluster, timeout_secs, link_secs, link_bytes)
         is_first = bool(links) and cluster.task == cluster.tasks[0]
         if is_first and output:
-            hosts = {_addresses.key(cluster.address(task))[0] for task in cluster.tasks}
+            hosts = {_sockets.address_key(cluster.address(task))[0] for task in cluster.tasks}
             _files.write(output, to_json(links, is_one_machine=len(hosts) == 1))
     except (ValueError, OSError) as error:  # TimeoutError is an OSError.
         sys.stderr.write(f"tfdist: {error}\n")
@@ -207,7 +207,7 @@ def _digest(cluster: Cluster) -> str:
 
 @contextlib.contextmanager
 def _connected(cluster: Cluster, task: Task, kind: str, deadline: float) -> Any:
-    address = _addresses.split(cluster.address(task))
+    address = _sockets.split_address(cluster.address(task))
     while True:
         left = deadline - time.monotonic()
         if left <= 0:

@@ -36,6 +36,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist import model_parallel
 from tfdist.compat.keras import placement
 from tfdist.compat.keras.calls import Call
 from tfdist.compat.tensorflow import coordinator, python_operation, replicas
@@ -54,7 +55,7 @@ from tfdist.passes.worker_pass import ChiefFeed, WorkerFeed, WorkerIterator, fin
 from tfdist.policies.base import Aggregation, Update
 from tfdist.policies.warmup import Warmup
 from tfdist.step import gradients as gradient_transforms
-from tfdist.step import one_replica, rehearsal, replica_placement
+from tfdist.step import one_replica, rehearsal
 from tfdist.step.contribution import Contribution, add_up, weigh
 from tfdist.step.packing import Packing
 from tfdist.step.split_train_step import SplitTrainStep
@@ -186,7 +187,7 @@ class RoundEngine(Engine):
         if key not in steps:
             spec, count = handle.element_spec, self.num_parts
             rehearsal.before(self._strategy, step, [spec])
-            replica_placement.check_step(self._strategy, step)
+            model_parallel.check_step(self._strategy, step)
             steps[key] = self.prepare(step, splitting.part_spec(spec, count) if count > 1 else spec)
         return steps[key]
 

@@ -19,13 +19,13 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat.keras.optimizers import optimizers_of
+from tfdist.compat.keras.sharding import BLOCK_BYTES
 from tfdist.compat.tensorflow import coordinator, graphs, servers
 from tfdist.compat.tensorflow.coordinator import CHIEF_DEVICE
 from tfdist.compression import error_feedback, on_servers
 from tfdist.coordination.usage import USAGE_REQUEST, Usage
 from tfdist.engines.transfer.encoding import Encoding
 from tfdist.step.gradients import Kept, Memory
-from tfdist.tables.row_blocks import BLOCK_BYTES
 from tfdist.transforms import REPLICA
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist import model_parallel
 from tfdist.compat.keras import optimizers, placement
 from tfdist.compat.tensorflow import coordinator, graphs
 from tfdist.compat.tensorflow.coordinator import SERVER_DEVICE
@@ -28,7 +29,6 @@ from tfdist.step import (
     keras_steps,
     one_replica,
     rehearsal,
-    replica_placement,
     step_times,
     used_objects,
 )
@@ -389,7 +389,7 @@ class Programs:
     def rehearse(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
         """Creates the variables that the first call of `fn` would create."""
         rehearsal.before(self._strategy, fn, *worker_batch.as_specs(list(args), kwargs))
-        replica_placement.check_step(self._strategy, fn)
+        model_parallel.check_step(self._strategy, fn)
 
     def trace(
         self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], worker_fed: bool, in_parts: bool

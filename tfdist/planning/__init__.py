@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advice before training is distributed: profiles, networks, predictions and one recommendation. No TensorFlow."""
+"""Predictions before you pay: profiles, simulated clusters that run the real policies, and one recommendation."""

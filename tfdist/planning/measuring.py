@@ -14,8 +14,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist import _machine
 from tfdist.compat.keras import fit
-from tfdist.coordination import cpus
 from tfdist.planning.profile import BUSY, NoiseScale, Profile, StepTimes, Table
 
 # Gradients of a model on parts of real batches: which are sparse, how many rows they have, and their squared norms.
@@ -198,7 +198,7 @@ class Measuring(keras.callbacks.Callback):
         self._seen += 1
         if self._seen == _WARM_UP:
             self._end = now + self._secs
-            self._began = now, cpu, cpus.busy_secs()
+            self._began = now, cpu, _machine.busy_secs()
             self._sampler.start()
         elif self._seen > _WARM_UP:
             block = self._blocks[-1]
@@ -228,10 +228,10 @@ class Measuring(keras.callbacks.Callback):
 
     def quiet(self) -> Block:
         """Returns the steps that count, as one block."""
-        return quietest([block for block in self._blocks if block.secs], cpus.usable())
+        return quietest([block for block in self._blocks if block.secs], _machine.usable_cpus())
 
     def _close(self, block: Block, now: float, cpu: float) -> None:
-        busy = cpus.busy_secs()
+        busy = _machine.busy_secs()
         began, cpu_began, busy_began = self._began
         if busy is not None and busy_began is not None:
             block.other_cores = max(0.0, (busy - busy_began - (cpu - cpu_began)) / (now - began))
@@ -267,7 +267,7 @@ class _Sampler:
 
     def _run(self) -> None:
         while not self._ended.wait(_SAMPLE_SECS):
-            self._counts.append(cpus.runnable_threads())
+            self._counts.append(_machine.runnable_threads())
 
 
 def quietest(blocks: Sequence[Block], cores: int) -> Block:
@@ -331,7 +331,7 @@ def measure(
         noise_reason=noise_reason,
         model=str(model.name),
         device="GPU" if tf.config.list_logical_devices("GPU") else "CPU",
-        cores=cpus.usable(),
+        cores=_machine.usable_cpus(),
         cpu_secs=quiet.cpu_secs / len(quiet.secs),
         other_cores=quiet.other_cores,
         runnable=quiet.runnable,

@@ -199,7 +199,7 @@ of the links, and what limits the throughput. It imports no TensorFlow.
   tfdist simulate --file=cluster.yaml --workers=32 --json=result.json
 
 A file has the keys cluster (with network, failures), model (with sparse_tables), codec, strategy, policies,
-num_updates, steps_per_epoch and seed, with the fields of the classes of tfdist.planning.simulation. Flags override the file.
+num_updates, steps_per_epoch and seed, with the fields of the classes of tfdist.simulation. Flags override the file.
 
 flags:
 """

@@ -27,13 +27,12 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import _log
-from tfdist.compat.keras import calls, fit, models, optimizers
+from tfdist.compat.keras import calls, fit, models, optimizers, sharding
 from tfdist.compat.keras.optimizers import optimizers_of
 from tfdist.compat.tensorflow import variables
 from tfdist.passes import progress
 from tfdist.policies.saved_state import SavedState
 from tfdist.step import copies, one_replica
-from tfdist.tables import row_blocks
 
 # Files of NumPy arrays (`.npz`), of which those of tables are written and read a block of rows at a time.
 
@@ -97,7 +96,7 @@ def _rows(path: pathlib.Path, index: int) -> Rows:
     def blocks() -> Iterator[np.ndarray]:
         with zipfile.ZipFile(path) as archive, archive.open(f"{index}.npy") as member:
             _header(member)
-            for first, last in row_blocks.ranges(shape, dtype.itemsize):
+            for first, last in sharding.row_blocks(shape, dtype.itemsize):
                 size = (last - first) * math.prod(shape[1:]) * dtype.itemsize
                 yield np.frombuffer(member.read(size), dtype).reshape(last - first, *shape[1:])
 
@@ -298,7 +297,7 @@ def to_save(variable: Any) -> np.ndarray | Rows:
     if table is None:
         return to_array(variable)
     shape, dtype = tuple(table.shape), np.dtype(table.dtype.as_numpy_dtype)
-    return Rows(shape, dtype, lambda: (table.read_rows(*each) for each in row_blocks.ranges(shape, dtype.itemsize)))
+    return Rows(shape, dtype, lambda: (table.read_rows(*each) for each in sharding.row_blocks(shape, dtype.itemsize)))
 
 
 def assign(model: keras.Model, variables: Sequence[Any], arrays: Sequence[np.ndarray | Rows], agreement: Any) -> None:

@@ -16,10 +16,10 @@ import sys
 import threading
 from collections.abc import Iterator
 
-from tfdist import _log
+from tfdist import _log, _machine
 from tfdist.cluster import Cluster, data_service_address
 from tfdist.compat.tensorflow import servers
-from tfdist.coordination import allocator, rendezvous
+from tfdist.coordination import rendezvous
 from tfdist.launchers.supervise import processes
 from tfdist.launchers.supervise.processes import Process, Supervisor
 
@@ -106,7 +106,7 @@ def _pause_secs(failures: int) -> float:
 
 def main(dispatcher: str, host: str) -> None:
     """Runs a data worker in this process until a signal ends it."""
-    allocator.keep_freed_memory(few_arenas=True)
+    _machine.keep_freed_memory(few_arenas=True)
     servers.skip_package_init()
     servers.run_data_worker(dispatcher, host)
 

@@ -26,10 +26,10 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
-from tfdist import _addresses, _log
+from tfdist import _log, _machine, _sockets
 from tfdist.cluster import JOB_SECRET_VARIABLE, Cluster, ClusterError, Task
 from tfdist.compat.tensorflow import servers
-from tfdist.coordination import allocator, cpus, keepalive, rendezvous
+from tfdist.coordination import keepalive, rendezvous
 from tfdist.coordination.usage import USAGE_REQUEST, Sampler
 from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE
 from tfdist.serving import data_worker
@@ -119,8 +119,8 @@ def threads_per_operation(cluster: Cluster, num_cpus: int) -> int:
       cluster: the cluster, with this process' task.
       num_cpus: number of CPUs of this host.
     """
-    host, _ = _addresses.key(cluster.address())
-    workers = [each for each in cluster.jobs.get("worker", {}).values() if _addresses.key(each)[0] == host]
+    host, _ = _sockets.address_key(cluster.address())
+    workers = [each for each in cluster.jobs.get("worker", {}).values() if _sockets.address_key(each)[0] == host]
     return -(-num_cpus // max(1, len(workers)))
 
 
@@ -128,7 +128,7 @@ def _threads(cluster: Cluster) -> int:
     """Returns the number of threads of an operation; 0 leaves the choice to TensorFlow."""
     count = os.cpu_count() or 1
     # A process that is bound to some of the CPUs has its share already.
-    is_bound = cpus.usable() < count
+    is_bound = _machine.usable_cpus() < count
     return 0 if is_bound or os.environ.get(_THREADS_VARIABLE) else threads_per_operation(cluster, count)
 
 
@@ -157,7 +157,7 @@ def serve(cluster: Cluster, start_timeout_secs: float = 300.0, num_cpus: int = 1
 
 
 def _serve(cluster: Cluster, start_timeout_secs: float, num_cpus: int) -> int:
-    allocator.keep_freed_memory(few_arenas=True)
+    _machine.keep_freed_memory(few_arenas=True)
     mark = done_mark(cluster, cluster.task)
     if "chief" in cluster.jobs:
         try:

@@ -25,6 +25,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist import model_parallel
 from tfdist.compat import patching
 from tfdist.compat.keras import models, optimizers
 from tfdist.compat.keras.scope import check_made_in_scope
@@ -38,7 +39,6 @@ from tfdist.step import (
     gradients,
     loss_weights,
     model_losses,
-    replica_placement,
     scope,
     step_times,
     used_objects,
@@ -243,7 +243,7 @@ def check_model(strategy: Any, model: keras.Model) -> None:
     What `scope` can move into the scope is moved.
     """
     scope.take_over(strategy, model)
-    replica_placement.check(strategy, model)
+    model_parallel.check(strategy, model)
     devices = strategy.extended.worker_devices
     is_local_gpus = len(devices) == strategy.num_replicas_in_sync and all("GPU" in device for device in devices)
     if model.jit_compile and strategy.num_replicas_in_sync > 1 and not is_local_gpus:

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist import model_parallel
 from tfdist.compat.keras import calls, fit, models, saving
 from tfdist.compat.keras import functions as train_functions
 from tfdist.compat.keras.optimizers import SumGradients
@@ -29,7 +30,7 @@ from tfdist.passes import handle as handles
 from tfdist.passes.handle import BatchHandle, part_spec
 from tfdist.policies.base import Aggregation
 from tfdist.policies.warmup import Warmup
-from tfdist.step import in_scope, keras_steps, rehearsal, replica_placement, replicated_step, scope, used_objects
+from tfdist.step import in_scope, keras_steps, rehearsal, replicated_step, scope, used_objects
 from tfdist.step.step_times import StepTimes
 from tfdist.strategies.distribution import Closing
 
@@ -191,7 +192,7 @@ class KerasSteps(tf.distribute.Strategy, Closing):
         if keras_steps.classify(fn) == "predict" and len(args) == 1:
             model = calls.predicting_model()
             if model is not None:
-                replica_placement.check(self, model)
+                model_parallel.check(self, model)
             return replicated_step.run_prediction(self, stock, args[0])
         return stock()
 

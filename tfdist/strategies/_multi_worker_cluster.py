@@ -13,11 +13,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist import _addresses, _log
+from tfdist import _log, _machine, _sockets
 from tfdist import cluster as clusters
 from tfdist.cluster import JOB_SECRET_VARIABLE, Cluster
 from tfdist.compat.tensorflow import context
-from tfdist.coordination import cpus, rendezvous
+from tfdist.coordination import rendezvous
 from tfdist.coordination.quorum_client import QuorumClient
 from tfdist.coordination.quorum_server import QuorumServer
 from tfdist.engines.agreement import Agreement
@@ -133,7 +133,7 @@ def meet(cluster: clusters.Cluster, start_timeout_secs: float, has_policy: bool)
     _check_before_context()
     if has_policy:
         # Keras' step waits in one of them while the contribution is computed in the others; 0: one for each CPU.
-        count = tf.config.threading.get_inter_op_parallelism_threads() or cpus.usable()
+        count = tf.config.threading.get_inter_op_parallelism_threads() or _machine.usable_cpus()
         tf.config.threading.set_inter_op_parallelism_threads(count + 1)
     rendezvous.meet(cluster, start_timeout_secs, secret=os.environ.get(clusters.JOB_SECRET_VARIABLE, ""))
     _configure_coordination(cluster, start_timeout_secs)
@@ -188,7 +188,7 @@ def connect_quorum(
     def start_server() -> dict[str, Any]:
         nonlocal server
         secret = own or secrets.token_hex(32)
-        hosts = [_addresses.split(cluster.address(task))[0] for task in tasks]
+        hosts = [_sockets.split_address(cluster.address(task))[0] for task in tasks]
         host = reachable(hosts[0], hosts, _log.say)
         server = QuorumServer(policy, names, secret.encode(), host)
         server.start()

@@ -9,10 +9,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist import _machine
 from tfdist import transforms as gradient_transforms
 from tfdist.compat.keras import calls
 from tfdist.compat.tensorflow import context, inputs, replicas
-from tfdist.coordination import allocator, cpus
 from tfdist.engines import averaging as averaging_data
 from tfdist.engines.averaging import AveragingEngine
 from tfdist.engines.threads import ThreadedEngine
@@ -82,7 +82,7 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
         # Else its all-reduces would be taken for those of another strategy on these devices, of other shapes.
         self._collective_key_base = next(_KEY_BASES)
         groups = _grouped(devices, cross_device_ops, devices_per_replica) if devices_per_replica > 1 else []
-        allocator.keep_if_launched(few_arenas=False)
+        _machine.keep_if_launched(few_arenas=False)
         inputs.leave_untuned()
         super().__init__([group[0] for group in groups] or devices, cross_device_ops)
         if groups:
@@ -231,7 +231,7 @@ def _grouped(devices: Any, cross_device_ops: Any, devices_per_replica: int) -> S
 
 def _check_threads() -> None:
     # 0 stands for one for each CPU that this process may use.
-    count = tf.config.threading.get_inter_op_parallelism_threads() or cpus.usable()
+    count = tf.config.threading.get_inter_op_parallelism_threads() or _machine.usable_cpus()
     if count < 2:
         raise RuntimeError(
             "MirroredStrategy(policies=...): Keras' step waits in one of TensorFlow's inter-op threads while the "

@@ -11,12 +11,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist import _machine
 from tfdist import cluster as clusters
 from tfdist import transforms as gradient_transforms
 from tfdist.compat.keras import calls, saving, scope
 from tfdist.compat.keras.optimizers import SumGradients
 from tfdist.compat.tensorflow import collectives, context, inputs, replicas
-from tfdist.coordination import allocator, stalls
+from tfdist.coordination import stalls
 from tfdist.coordination.quorum_server import QuorumServer
 from tfdist.engines import agreement as agreements
 from tfdist.engines import quorum as quorum
@@ -106,7 +107,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
             _communication.check_alone(communication)
         else:
             clusters.note_joined()
-        allocator.keep_if_launched(few_arenas=True)
+        _machine.keep_if_launched(few_arenas=True)
         inputs.leave_untuned()
         is_training = cluster is None or cluster.task in cluster.training_tasks
         num_workers = 1 if cluster is None else len(cluster.training_tasks)

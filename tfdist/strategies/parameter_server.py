@@ -19,6 +19,7 @@ import keras
 import tensorflow as tf
 
 from tfdist import cluster as clusters
+from tfdist import model_parallel
 from tfdist import transforms as gradient_transforms
 from tfdist.cluster import note_joined
 from tfdist.compat.keras import calls, fit, models, saving, sharding
@@ -42,7 +43,7 @@ from tfdist.passes.worker_dataset import WorkerDataset
 from tfdist.passes.worker_pass import WorkerIterator, find_iterator
 from tfdist.policies import composition
 from tfdist.serving import embedded
-from tfdist.step import fixed_sizes, in_scope, keras_steps, replica_placement, scope
+from tfdist.step import fixed_sizes, in_scope, keras_steps, scope
 from tfdist.step.gradients import Transforms
 from tfdist.strategies import _common, _devices, _parameter_server_arguments
 from tfdist.strategies.distribution import Closing, Distribution
@@ -373,7 +374,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         scope_checks.check_scope(self, fn)
         with tf.init_scope(), self.scope():  # `fit`, where optimizers are built, may be called outside of it.
             keras_steps.check(fn, asynchronous=self._training is self._engine)
-        replica_placement.check_step(self, fn)
+        model_parallel.check_step(self, fn)
 
     def function_of(self, model: keras.Model, kind: str, stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Returns what makes an execution in plain Python; see `train_functions.ask_strategies`.

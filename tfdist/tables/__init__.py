@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Variables in shards: tables of embeddings, their rows and updates."""
+"""Variables on parameter servers: atomic updates, shards, and tables of embeddings."""

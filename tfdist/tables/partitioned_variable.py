@@ -41,7 +41,6 @@ from tfdist.compat.tensorflow.variables import (
     without_recording,
 )
 from tfdist.step.contribution import RowsByShard
-from tfdist.tables import row_blocks
 from tfdist.tables.coordinated_variable import CoordinatedVariable, Part, part_being_updated, updating
 
 VARIABLE_VALUE = "VARIABLE_VALUE"
@@ -436,7 +435,7 @@ _ALIGNED_BYTES = 64
 
 def row_blocks_of(shard: Any) -> Iterator[tuple[int, int]]:
     """Yields first row and end of each block of a shard."""
-    return row_blocks.ranges(shard.shape.as_list(), shard.dtype.size, _ALIGNED_BYTES)
+    return sharding.row_blocks(shard.shape.as_list(), shard.dtype.size, _ALIGNED_BYTES)
 
 
 def read_rows(shard: Any, first: int, last: int) -> tf.Tensor:

@@ -31,8 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from tfdist import _log
-from tfdist.coordination import cpus
+from tfdist import _log, _machine
 from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE
 
 _SMALL_BYTES = 2**16
@@ -343,7 +342,7 @@ def start(
         communicator, farewell = world.Split(0, index), world.Split(0, index)
     if server is not None:
         _remove_names_of_shared_memory()
-    sums = Mpi(module, communicator, check, is_polite=places.count(places[index]) > cpus.usable())
+    sums = Mpi(module, communicator, check, is_polite=places.count(places[index]) > _machine.usable_cpus())
     # A launcher takes a process that ends without MPI_Finalize for a failure.
     atexit.register(_leave, sums, module, farewell, check, server is None)
     return sums

@@ -25,7 +25,7 @@ import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer, TFEpochIterator
 
-from tfdist.compat import replacing
+from tfdist.compat import patching
 from tfdist.compat.tensorflow import replicas
 
 NEEDS = (
@@ -183,9 +183,9 @@ _making_epochs = _MakingEpochs()
 def follow() -> None:
     """From now on calls are known, also of models of no strategy: for callbacks that ask for theirs."""
     for kind in _KINDS:
-        replacing.once(TensorFlowTrainer, kind, _opening)
-    replacing.once(TFEpochIterator, "__init__", _joining_epochs)
-    replacing.once(keras.callbacks.CallbackList, "__init__", _joining_callbacks)
+        patching.once(TensorFlowTrainer, kind, _opening)
+    patching.once(TFEpochIterator, "__init__", _joining_epochs)
+    patching.once(keras.callbacks.CallbackList, "__init__", _joining_callbacks)
 
 
 def before_each(begin: Callable[[Call], None]) -> None:
@@ -195,8 +195,8 @@ def before_each(begin: Callable[[Call], None]) -> None:
       begin: a bound method of a strategy. An exception that it raises ends the call before it has any effect.
     """
     follow()
-    replacing.once(type(replicas.default_strategy()), "scope", _entering)
-    replacing.once(keras.Layer, "__new__", _making)
+    patching.once(type(replicas.default_strategy()), "scope", _entering)
+    patching.once(keras.Layer, "__new__", _making)
     _listeners.add(begin)
 
 

@@ -18,7 +18,7 @@ from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.trainers import epoch_iterator
 from keras.src.utils import traceback_utils
 
-from tfdist.compat import patching, replacing
+from tfdist.compat import patching
 from tfdist.compat.keras import calls
 
 NEEDS = (
@@ -218,7 +218,7 @@ _added: list[Added] = []
 def add_to_fit(added: Added) -> None:
     """From now on each `fit` of this process has these callbacks, too; a second call replaces the first."""
     _added[:] = [added]
-    replacing.once(TensorFlowTrainer, "fit", _with_callbacks)
+    patching.once(TensorFlowTrainer, "fit", _with_callbacks)
 
 
 def _with_callbacks(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -266,7 +266,7 @@ _listeners = calls.Listeners()
 def listen_to_saves(listener: Listener) -> None:
     """Calls a bound method after each save of this process, as long as its owner lives."""
     for name in ("save", "save_weights"):
-        replacing.once(keras.Model, name, _announcing)
+        patching.once(keras.Model, name, _announcing)
     _listeners.add(listener)
 
 

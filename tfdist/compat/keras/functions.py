@@ -21,7 +21,7 @@ from typing import Any
 import keras
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 
-from tfdist.compat import patching, replacing
+from tfdist.compat import patching
 
 NEEDS = (
     "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.make_predict_function",
@@ -37,7 +37,7 @@ def ask_strategies() -> None:
     makes an execution: of an iterator, whose logs it returns, or for "predict" of a list of batches.
     """
     for kind in ("train", "test", "predict"):
-        replacing.once(TensorFlowTrainer, f"make_{kind}_function", _asking)
+        patching.once(TensorFlowTrainer, f"make_{kind}_function", _asking)
 
 
 def _asking(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ from keras.src.backend.common import global_state, variables
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.trainers.data_adapters import data_adapter_utils
 
-from tfdist.compat import patching, replacing
+from tfdist.compat import patching
 from tfdist.compat.keras import calls
 from tfdist.compat.tensorflow import graphs
 
@@ -62,7 +62,7 @@ def leave_building_to_strategy() -> None:
 
     It is called with the model, the distributed data set of the call or a batch, and the name of the step.
     """
-    replacing.once(TensorFlowTrainer, "_maybe_symbolic_build", _left_to_strategy)
+    patching.once(TensorFlowTrainer, "_maybe_symbolic_build", _left_to_strategy)
 
 
 def _left_to_strategy(original: Callable[..., None]) -> Callable[..., None]:

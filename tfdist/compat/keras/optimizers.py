@@ -20,7 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import patching, replacing
+from tfdist.compat import patching
 from tfdist.compat.keras import placement
 from tfdist.compat.tensorflow import graphs, replicas
 
@@ -677,7 +677,7 @@ def _is_other_axis(operation: tf.Operation) -> bool:
 
 def allow_cross_replica_updates() -> None:
     """Makes `optimizer.apply` in cross-replica context update each replica's copy; see `scope` for its checks."""
-    replacing.once(tf.__internal__.distribute.interim, "maybe_merge_call", _merging)
+    patching.once(tf.__internal__.distribute.interim, "maybe_merge_call", _merging)
 
 
 def _merging(plain: Callable[..., Any]) -> Callable[..., Any]:

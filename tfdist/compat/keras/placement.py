@@ -15,7 +15,7 @@ import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import backprop
 
-from tfdist.compat import patching, replacing
+from tfdist.compat import patching
 from tfdist.compat.tensorflow import replicas, variables
 
 NEEDS = (
@@ -52,11 +52,11 @@ _thread = _Thread()
 def allow_placed_layers() -> None:
     """Makes layers that are created in `placed` from now on keep their part."""
     place_gradients()
-    replacing.once(keras.Layer, "__new__", _remembering)
-    replacing.once(keras.Layer, "__call__", _calling)
-    replacing.once(keras.Layer, "_open_name_scope", _opening)
-    replacing.once(keras.Variable, "__init__", _noting)
-    replacing.once(keras.Variable, "_initialize", _initializing)
+    patching.once(keras.Layer, "__new__", _remembering)
+    patching.once(keras.Layer, "__call__", _calling)
+    patching.once(keras.Layer, "_open_name_scope", _opening)
+    patching.once(keras.Variable, "__init__", _noting)
+    patching.once(keras.Variable, "_initialize", _initializing)
 
 
 @contextlib.contextmanager

@@ -42,7 +42,7 @@ from tensorflow.python.checkpoint import restore as checkpoint_restore
 from tensorflow.python.saved_model import loader_impl, save
 
 from tfdist import _log
-from tfdist.compat import patching, replacing
+from tfdist.compat import patching
 from tfdist.compat.tensorflow import variables
 
 NEEDS = (
@@ -130,7 +130,7 @@ def write_by_chief() -> None:
             f"Received: keras {keras.__version__}: {'; '.join(problems)}"
         )
     for owner, name, wrap, _ in _WRAPPED:
-        replacing.once(owner, name, wrap)
+        patching.once(owner, name, wrap)
 
 
 def check_writers() -> list[str]:
@@ -479,9 +479,9 @@ def wait_for_files(task: str, chief: str) -> None:
         return wrap
 
     for module in (saving_api, keras.saving, keras.models):
-        replacing.once(module, "load_model", waiting(os.path.exists))
-    replacing.once(keras.Model, "load_weights", waiting(os.path.exists, 1))
-    replacing.once(loader_impl, "parse_saved_model_with_debug_info", waiting(tf.saved_model.contains_saved_model))
+        patching.once(module, "load_model", waiting(os.path.exists))
+    patching.once(keras.Model, "load_weights", waiting(os.path.exists, 1))
+    patching.once(loader_impl, "parse_saved_model_with_debug_info", waiting(tf.saved_model.contains_saved_model))
 
 
 def _loaded(load: Callable[[], Any], path: Any, is_there: Callable[[str], bool], task: str, chief: str) -> Any:
@@ -528,7 +528,7 @@ _TASK = re.compile(r"/(job|replica|task):[^/]*")
 
 def clear_tasks() -> None:
     """Writes SavedModels without names of tasks; devices of a task, such as "/device:GPU:0", are kept."""
-    replacing.once(save, "_build_meta_graph", _clearing)
+    patching.once(save, "_build_meta_graph", _clearing)
 
 
 def _clearing(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -580,7 +580,7 @@ def export_shards(has_shards: Callable[[Any], bool]) -> None:
 
         return export
 
-    replacing.once(keras.Variable, "_export_to_saved_model_graph", wrap)
+    patching.once(keras.Variable, "_export_to_saved_model_graph", wrap)
 
 
 # Lets several workers write one `tf.train.Checkpoint` to one directory at once.
@@ -609,8 +609,8 @@ def share_checkpoints(task: str) -> None:
     Args:
       task: name of this worker, such as "worker:1".
     """
-    replacing.once(checkpoint.TrackableSaver, "save", lambda original: _staging_checkpoint(original, task))
-    replacing.once(checkpoint.TrackableSaver, "restore", _undisturbed)
+    patching.once(checkpoint.TrackableSaver, "save", lambda original: _staging_checkpoint(original, task))
+    patching.once(checkpoint.TrackableSaver, "restore", _undisturbed)
 
 
 def _staging_checkpoint(original: Callable[..., Any], task: str) -> Callable[..., Any]:
@@ -720,8 +720,8 @@ _WAITING = "_tfdist_waiting_restores"
 
 def wait_for_variables() -> None:
     """Makes restores wait for the variables that Keras has declared. The replaced methods stay replaced."""
-    replacing.once(checkpoint_restore.CheckpointPosition, "_single_restore", _restoring)
-    replacing.once(keras.Variable, "_deferred_initialize", _creating)
+    patching.once(checkpoint_restore.CheckpointPosition, "_single_restore", _restoring)
+    patching.once(keras.Variable, "_deferred_initialize", _creating)
 
 
 def _restoring(original: Any) -> Any:

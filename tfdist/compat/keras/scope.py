@@ -21,7 +21,7 @@ from tensorflow.python.distribute import values
 from tensorflow.python.eager import backprop
 from tensorflow.python.ops import resource_variable_ops
 
-from tfdist.compat import patching, replacing
+from tfdist.compat import patching
 from tfdist.compat.keras import optimizers, placement
 from tfdist.compat.tensorflow import graphs, replicas, variables
 
@@ -139,8 +139,8 @@ _GENERATED = ("<frozen", "__autograph_generated_file")
 
 def remember_lines() -> None:
     """Makes variables and layers remember the line of the program that creates them, from now on."""
-    replacing.once(resource_variable_ops.ResourceVariable, "__init__", _remembering_line)
-    replacing.once(keras.Layer, "__new__", _remembering_layer)
+    patching.once(resource_variable_ops.ResourceVariable, "__init__", _remembering_line)
+    patching.once(keras.Layer, "__new__", _remembering_layer)
 
 
 def line_of(variable: Any) -> str:
@@ -210,8 +210,8 @@ def build_in_scope(
       redirect: gives a context in which variables are made in the scope of the strategy that it is given.
     """
     _redirecting[strategy] = redirect
-    replacing.once(keras.Layer, "__new__", _remembering_scope)
-    replacing.once(keras.Layer, "_open_name_scope", _opening)
+    patching.once(keras.Layer, "__new__", _remembering_scope)
+    patching.once(keras.Layer, "_open_name_scope", _opening)
 
 
 def _remembering_scope(original: Any) -> Any:
@@ -309,7 +309,7 @@ _MARK_OF_SEED = "_tfdist_adopts_seed_generators"
 def adopt_seed_generators(strategy: tf.distribute.Strategy) -> None:
     """Replaces the variables of seed generators that replicas draw from by variables of the strategy."""
     vars(strategy)[_MARK_OF_SEED] = True
-    replacing.once(keras.random.SeedGenerator, "next", _drawing)
+    patching.once(keras.random.SeedGenerator, "next", _drawing)
 
 
 def _drawing(original: Any) -> Any:
@@ -369,11 +369,11 @@ def allow_loops_without_run(
     vars(strategy)[_SUM] = sum_over_workers
     optimizers.allow_cross_replica_updates()
     for owner in (BaseOptimizer, keras.optimizers.LossScaleOptimizer):
-        replacing.once(owner, "apply", _applying)
-    replacing.once(keras.optimizers.LossScaleOptimizer, "_tf_apply", _applying_if_finite)
-    replacing.once(keras.optimizers.LossScaleOptimizer, "scale_loss", _scaling)
-    replacing.once(keras.optimizers.LossScaleOptimizer, "build", _building)
-    replacing.once(backprop, "_handle_or_self", _handle_or_self)
+        patching.once(owner, "apply", _applying)
+    patching.once(keras.optimizers.LossScaleOptimizer, "_tf_apply", _applying_if_finite)
+    patching.once(keras.optimizers.LossScaleOptimizer, "scale_loss", _scaling)
+    patching.once(keras.optimizers.LossScaleOptimizer, "build", _building)
+    patching.once(backprop, "_handle_or_self", _handle_or_self)
 
 
 def mark_common(value: Any) -> Any:

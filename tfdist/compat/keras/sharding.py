@@ -18,10 +18,9 @@ from keras.src.saving import saving_lib
 from tensorflow.python.checkpoint import functional_saver, tensor_callable
 from tensorflow.python.training.saving import saveable_object_util
 
-from tfdist.compat import replacing
+from tfdist.compat import patching
 from tfdist.compat.keras import optimizers
 from tfdist.compat.tensorflow import variables
-from tfdist.tables import row_blocks
 
 NEEDS = (
     "keras:Variable._initialize_with_initializer",
@@ -50,7 +49,8 @@ NEEDS = (
     "tensorflow.python.training.saving.saveable_object_util:TrackableSaveable.restore",
 )
 
-
+# Bytes of the rows that are in memory besides the table, or shard, while it is read or written.
+BLOCK_BYTES = 16 << 20
 # Initializers that look at the shape alone.
 _CONSTANTS = (keras.initializers.Zeros, keras.initializers.Ones, keras.initializers.Constant)
 # Initializers whose elements are one draw each; classes that derive from these and call anything else are not meant.
@@ -137,7 +137,7 @@ class ShardInitial:
 
 def note_initializers() -> None:
     """Notes for each Keras variable that is made which initializer it begins with."""
-    replacing.once(keras.Variable, "_initialize_with_initializer", _noting)
+    patching.once(keras.Variable, "_initialize_with_initializer", _noting)
 
 
 def present_initializer() -> ShardInitial | None:
@@ -210,7 +210,7 @@ def replace_update(strategy: Any, wrap: Callable[[Any, Callable[[], bool]], Any]
       wrap: called with the strategy's own `_update`, and with a function that returns False within the update of an
         optimizer that needs the whole variable; returns what takes its place.
     """
-    replacing.once(_class_of_update(), optimizers.UPDATE, _noting_update)
+    patching.once(_class_of_update(), optimizers.UPDATE, _noting_update)
     strategy.extended._update = wrap(strategy.extended._update, lambda: _updating.is_elementwise)
 
 
@@ -284,7 +284,7 @@ def look_up_in_shards(has_shards: Callable[[Any], bool]) -> None:
         return found.sparse_read
 
     keras.Variable.sparse_read = property(sparse_read)
-    replacing.once(backend.numpy, "take", _looking_up(has_shards))
+    patching.once(backend.numpy, "take", _looking_up(has_shards))
 
 
 def _looking_up(has_shards: Callable[[Any], bool]) -> Callable[[Any], Any]:
@@ -376,11 +376,11 @@ def save_in_shards(has_shards: Callable[[Any], bool]) -> None:
         found = variables.tf_variable(variable) if isinstance(variable, keras.Variable) else None
         return found if has_shards(found) else None
 
-    replacing.once(saving_lib.H5IOStore, "__setitem__", _saving(rows_of))
-    replacing.once(saving_lib.H5IOStore, "__getitem__", _reading)
-    replacing.once(saving_lib, "is_memory_sufficient", _on_disk(rows_of))
-    replacing.once(keras.Variable, "assign", _assigning(rows_of))
-    replacing.once(keras.optimizers.Optimizer, "save_own_variables", _saving_slots(rows_of))
+    patching.once(saving_lib.H5IOStore, "__setitem__", _saving(rows_of))
+    patching.once(saving_lib.H5IOStore, "__getitem__", _reading)
+    patching.once(saving_lib, "is_memory_sufficient", _on_disk(rows_of))
+    patching.once(keras.Variable, "assign", _assigning(rows_of))
+    patching.once(keras.optimizers.Optimizer, "save_own_variables", _saving_slots(rows_of))
 
 
 def _saving(rows_of: Callable[[Any], Rows | None]) -> Callable[[Any], Any]:
@@ -394,7 +394,7 @@ def _saving(rows_of: Callable[[Any], Rows | None]) -> Callable[[Any], Any]:
             del store[key]
             shape, dtype = tuple(rows.shape), rows.dtype.as_numpy_dtype
             stored = store._h5_entry_group.create_dataset(key, shape=shape, dtype=dtype)
-            for first, last in row_blocks.ranges(shape, np.dtype(dtype).itemsize):
+            for first, last in row_blocks(shape, np.dtype(dtype).itemsize):
                 stored[first:last] = rows.read_rows(first, last)
             return None
 
@@ -410,7 +410,7 @@ def _reading(original: Any) -> Any:
     def get(store: Any, key: str) -> Any:
         if key in store:
             found = saving_lib.safe_get_h5_dataset(store._h5_entry_group, key)
-            is_large = hasattr(found, "nbytes") and found.nbytes > row_blocks.BLOCK_BYTES and found.ndim == 2
+            is_large = hasattr(found, "nbytes") and found.nbytes > BLOCK_BYTES and found.ndim == 2
             if is_large and "dtype" not in found.attrs:
                 return StoredArray(found)
         return original(store, key)
@@ -434,7 +434,7 @@ def _assigning(rows_of: Callable[[Any], Rows | None]) -> Callable[[Any], Any]:
             rows = rows_of(variable) if isinstance(value, StoredArray) else None
             if rows is None or tuple(variable.shape) != value.shape:
                 return original(variable, np.array(value) if isinstance(value, StoredArray) else value)
-            for first, last in row_blocks.ranges(value.shape, np.dtype(value.dtype).itemsize):
+            for first, last in row_blocks(value.shape, np.dtype(value.dtype).itemsize):
                 rows.write_rows(first, value[first:last])
             return value
 
@@ -485,8 +485,8 @@ class RowsOfShard(tensor_callable.Callable):
 
 def restore_in_slices() -> None:
     """Changes TensorFlow's restore, once."""
-    replacing.once(saveable_object_util.TrackableSaveable, "restore", _from_all_slices)
-    replacing.once(functional_saver, "_single_shard_restore", _one_by_one)
+    patching.once(saveable_object_util.TrackableSaveable, "restore", _from_all_slices)
+    patching.once(functional_saver, "_single_shard_restore", _one_by_one)
 
 
 def is_written(tensor: Any) -> bool:
@@ -521,3 +521,17 @@ def _one_by_one(original: Any) -> Any:
         return found
 
     return restore
+
+
+def row_blocks(shape: Sequence[int], item_bytes: int, aligned_bytes: int = 1) -> Iterator[tuple[int, int]]:
+    """Yields first row and end of each block of an array.
+
+    Args:
+      shape: of the array.
+      item_bytes: bytes of an element.
+      aligned_bytes: each block begins at a multiple of so many bytes.
+    """
+    row_bytes = max(1, math.prod(shape[1:]) * item_bytes)
+    multiple = aligned_bytes // math.gcd(aligned_bytes, row_bytes)
+    size = max(multiple, BLOCK_BYTES // row_bytes // multiple * multiple)
+    yield from ((first, min(shape[0], first + size)) for first in range(0, shape[0], size))

@@ -20,7 +20,7 @@ from tensorflow.python.eager import context, execute
 from tensorflow.python.framework import random_seed
 from tensorflow.python.ops import resource_variable_ops
 
-from tfdist.compat import replacing
+from tfdist.compat import patching
 from tfdist.compat.tensorflow.coordinator import CHIEF_JOB
 from tfdist.compat.tensorflow.variables import is_clock_variable
 
@@ -64,7 +64,7 @@ def set_drawn_seed(seed: int) -> None:
     """
     global _drawn_seed
     _drawn_seed = seed
-    replacing.once(random_seed, "get_seed", _without_drawn_seed)
+    patching.once(random_seed, "get_seed", _without_drawn_seed)
     if global_seed() != seed:
         tf.random.set_seed(seed)
 

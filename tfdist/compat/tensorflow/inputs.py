@@ -24,7 +24,7 @@ from tensorflow.python.eager.polymorphic_function import atomic_function, functi
 from tensorflow.python.framework import composite_tensor
 from tensorflow.python.ops import gen_dataset_ops
 
-from tfdist.compat import patching, replacing
+from tfdist.compat import patching
 from tfdist.compat.tensorflow import graphs, replicas
 
 NEEDS = (
@@ -232,9 +232,9 @@ _NAMES = ("init", "next", "finalize")
 
 def leave_untuned() -> None:
     """Replaces the three functions; does nothing if it was called before."""
-    replacing.once(multi_device_iterator_ops, "_create_device_dataset", _untuned)
-    replacing.once(multi_device_iterator_ops._PerDeviceGenerator, "__init__", _traced_once)
-    replacing.once(multi_device_iterator_ops.OwnedMultiDeviceIterator, "get_next", _one_after_the_other)
+    patching.once(multi_device_iterator_ops, "_create_device_dataset", _untuned)
+    patching.once(multi_device_iterator_ops._PerDeviceGenerator, "__init__", _traced_once)
+    patching.once(multi_device_iterator_ops.OwnedMultiDeviceIterator, "get_next", _one_after_the_other)
 
 
 def _one_after_the_other(get_next: Callable[..., Any]) -> Callable[..., Any]:
@@ -423,9 +423,9 @@ _note_read: contextvars.ContextVar[NoteRead | None] = contextvars.ContextVar("_n
 def note_input_times() -> None:
     """From now on `note_read` of an iterator's strategy, if it has one, is called with what reads."""
     for name in ("get_next", "get_next_as_optional"):
-        replacing.once(input_lib.DistributedIteratorBase, name, _noted_of_strategy)
+        patching.once(input_lib.DistributedIteratorBase, name, _noted_of_strategy)
     for name in ("get_next_as_list", "get_next_as_optional_list"):
-        replacing.once(input_lib._SingleWorkerDatasetIteratorBase, name, _noted)
+        patching.once(input_lib._SingleWorkerDatasetIteratorBase, name, _noted)
 
 
 def _noted_of_strategy(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -475,8 +475,8 @@ def signature_of(element_spec: Any, handle_type: tf.TypeSpec) -> Any:
     """
     if not tf.nest.is_nested(element_spec):
         return element_spec
-    replacing.once(function_type_utils, "make_function_type", _typing)
-    replacing.once(polymorphic_function.Function, "get_concrete_function", _concrete)
+    patching.once(function_type_utils, "make_function_type", _typing)
+    patching.once(polymorphic_function.Function, "get_concrete_function", _concrete)
     parts = []
     for index, spec in enumerate(tf.nest.flatten(element_spec)):
         parts.append(copy.copy(spec))
@@ -638,7 +638,7 @@ def count_single_batches(strategy: tf.distribute.Strategy) -> None:
         ("test_on_batch", _announced),
     ):
         owner: Any = next(base for base in keras.Model.__mro__ if name in vars(base))
-        replacing.once(owner, name, wrap)
+        patching.once(owner, name, wrap)
 
 
 def content_or(strategy: tf.distribute.Strategy, batch: Any, otherwise: int) -> tf.Tensor:

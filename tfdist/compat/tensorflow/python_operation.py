@@ -21,7 +21,7 @@ import tensorflow as tf
 from tfdist.compat import patching
 from tfdist.compat.tensorflow.graphs import enclosing
 
-_PACKAGE = str(pathlib.Path(__file__).resolve().parents[1])
+_PACKAGE = str(pathlib.Path(__file__).resolve().parents[2])
 # Code that is not the user's: this library, installed packages, and Python itself.
 _FOREIGN = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen", _PACKAGE)
 _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line \d+, in .*')

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO
 
-from tfdist import _line_server, _sockets
+from tfdist import _sockets
 from tfdist.launchers.requests import CAUSE_SECS, HOPELESS_EXIT_CODES, TRY_AGAIN_EXIT_CODE
 
 # Fails the Job of this pod regardless of its count of failures. It is no code of sysexits.h, and no signal.
@@ -242,7 +242,7 @@ class Leader:
     def _make_room(self) -> None:
         """Closes a connection without a complete handshake; a member that is closed so retries."""
         if self._strangers:
-            oldest = _line_server.to_give_way(self._strangers, self._strangers.values())
+            oldest = _sockets.to_give_way(self._strangers, self._strangers.values())
             del self._strangers[oldest]
             with contextlib.suppress(OSError):
                 oldest.shutdown(socket.SHUT_RDWR)  # Its thread closes it.

@@ -24,7 +24,7 @@ from typing import Any
 from absl import flags
 
 import tfdist
-from tfdist import _addresses
+from tfdist import _sockets
 from tfdist.cluster import DATA_SERVICE_VARIABLE, Task
 from tfdist.launchers import command_line, environment, local, shape, tools
 from tfdist.launchers.environment import VISIBLE
@@ -344,7 +344,7 @@ def _host(words: list[str], where: str) -> Host:
     if not (slots.isascii() and slots.isdigit() and len(slots) < 6 and 1 <= int(slots) <= _MAX_SLOTS):
         raise LaunchError(f"{where}: slots is no number from 1 to {_MAX_SLOTS}; {_EXAMPLE}. Received: {slots!r}")
     host = Host(login, int(slots), found.get("address", ""))
-    wrong = _addresses.problem(f"{host.address}:1")
+    wrong = _sockets.address_problem(f"{host.address}:1")
     if wrong:
         raise LaunchError(f"{where}: the address {wrong[0]}; {_EXAMPLE}. Received: {host.address!r}")
     return host

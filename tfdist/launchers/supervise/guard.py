@@ -3,7 +3,7 @@
 # ruff: noqa: PTH112, PTH123, PTH208, SIM105
 """Guard process of one task: ends all processes of the task when the task or the parent process has ended.
 
-Run by path, `python -I -S _guard.py PARENT_PID COMMAND...`, never imported; it imports as little as possible because it
+Run by path, `python -I -S guard.py PARENT_PID COMMAND...`, never imported; it imports as little as possible because it
 starts once per task. Standard input is a socket to the parent (see `processes.Process`):
 
     parent -> guard   one byte per signal to send to the task's process group; end of file means the parent is gone

@@ -24,7 +24,7 @@ GIVEN_UP = "given up "
 
 
 class Notices:
-    """Writer of the notices. If this process is killed, the guards of its tasks remove the file (`_guard.py`).
+    """Writer of the notices. If this process is killed, the guards of its tasks remove the file (`guard.py`).
 
     Attributes:
       env: variables with the paths, for the environment of a task; {} if the folder can't be created. A job runs

@@ -6,7 +6,7 @@
         supervisor.start("worker:1", [sys.executable, "train.py"], env)
         first = supervisor.wait_first_exit()
 
-Every task runs under a guard process (`_guard.py`) in a session of its own. When this process ends, also by SIGKILL,
+Every task runs under a guard process (`guard.py`) in a session of its own. When this process ends, also by SIGKILL,
 the guard ends the task and all of its descendants, including those in other process groups or sessions.
 """
 
@@ -51,7 +51,7 @@ _FLAGS = (
 _PROGRAM = (
     "import json, runpy, sys; sys.path[:] = json.loads(sys.argv.pop(1)); runpy.run_module({!r}, None, '__main__')"
 )
-_ROOT = str(pathlib.Path(__file__).resolve().parents[2])
+_ROOT = str(pathlib.Path(__file__).resolve().parents[3])
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
@@ -126,7 +126,7 @@ def _bound_socket() -> socket.socket:
     return held
 
 
-_GUARD = str(pathlib.Path(__file__).resolve().with_name("_guard.py"))
+_GUARD = str(pathlib.Path(__file__).resolve().with_name("guard.py"))
 _TAIL_LINES = 20
 # Time limit for reading output after the guard has ended. Only a surviving descendant of the task uses it up.
 _DRAIN_SECS = 2.0

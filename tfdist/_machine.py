@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of glibc's `malloc`: freed memory is kept for the next step. No TensorFlow import.
+"""CPUs and memory of this process: counts, busy time, and settings of glibc's `malloc`. No TensorFlow import.
 
 TensorFlow allocates the tensors of a step with the C library's `malloc` and frees them in the same step. glibc returns
 large blocks to the kernel at once. The next step gets them again, page by page and zeroed: with 25 million parameters
@@ -15,11 +15,13 @@ nothing is changed here.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import threading
 
-from tfdist.coordination import cpus
-
+# Columns of /proc/stat: user, nice, system, irq, softirq, and steal, which is the time of other virtual machines.
+_BUSY = (1, 2, 3, 6, 7, 8)
 # Set for every task that a launcher starts.
 _LAUNCHER = "TFDIST_LAUNCHER"
 # <malloc.h>, which Python has no names for; they are part of glibc's binary interface.
@@ -29,6 +31,39 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8
 _MMAP_THRESHOLDS = (1 << 30, 32 << 20)
 # As large as the heap of a thread, so that a heap without any used block is kept.
 _TOP_PAD = 64 << 20
+
+
+def usable_cpus() -> int:
+    """Returns the number of CPUs that this process may run on; all of the host's where there is no CPU affinity."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def busy_secs() -> float | None:
+    """Returns the CPU time of all programs on the CPUs of this process since the boot; None if it is unknown."""
+    if not hasattr(os, "sched_getaffinity"):
+        return None
+    names = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    try:
+        with open("/proc/stat", encoding="ascii") as file:  # noqa: PTH123 - the shortest way, many times
+            rows = [row for row in map(str.split, file) if row and row[0] in names]
+        ticks = sum(int(row[column]) for row in rows for column in _BUSY)
+    except (OSError, ValueError, IndexError):
+        return None
+    return ticks / os.sysconf("SC_CLK_TCK") if len(rows) == len(names) else None
+
+
+def runnable_threads() -> int:
+    """Returns the number of other threads of this process that run or wait for a CPU; 0 where there is no /proc."""
+    own, count = str(threading.get_native_id()), 0
+    try:
+        names = os.listdir("/proc/self/task")  # noqa: PTH208 - the shortest way, many times
+    except OSError:
+        return 0
+    for name in names:
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{name}/stat", "rb") as file:  # noqa: PTH123
+            # The name of a thread is in brackets, and may have spaces and brackets itself.
+            count += name != own and file.read().rpartition(b")")[2].split()[0] == b"R"
+    return count
 
 
 def keep_if_launched(few_arenas: bool) -> None:
@@ -60,5 +95,5 @@ def keep_freed_memory(few_arenas: bool = True) -> bool:
     mallopt(_M_TRIM_THRESHOLD, -1)
     mallopt(_M_TOP_PAD, _TOP_PAD)
     if few_arenas:
-        mallopt(_M_ARENA_MAX, cpus.usable())
+        mallopt(_M_ARENA_MAX, usable_cpus())
     return True
