@@ -181,6 +181,18 @@ def test_several_steps_per_execution(strategy: Any) -> None:
     assert min(report.staleness) >= 0
 
 
+def test_several_steps_per_execution_count_stale_gradients(strategy: Any) -> None:
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((256,)), *(keras.layers.Dense(256) for _ in range(3))])
+        model.compile("sgd", "mse", steps_per_execution=8)
+    x, before = np.ones((640, 256), np.float32), strategy.report().staleness
+    model.fit(x, x, batch_size=4, verbose=0)
+    after = strategy.report().staleness
+    assert sum(after.values()) - sum(before.values()) == 160
+    # Workers overlap: an update is counted once it is made, and not when its step begins.
+    assert after.get(0, 0) - before.get(0, 0) < 160
+
+
 @pytest.mark.parametrize(
     "steps_per_execution",
     # Within a pass with a remainder. `test_predict_gives_each_example_its_own_in_order` has more than a pass.

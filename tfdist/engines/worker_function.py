@@ -174,8 +174,9 @@ class Program:
         found = [self._count(0)]
         with coordinated_variable.postponed_additions(self._postponable()):
             for _ in range(count):
+                begin = _num_operations()
                 self._result_of(*inputs)
-                found.append(self._count(1))
+                found.append(self._count(1, begin))
         with tf.device(SERVER_DEVICE):
             tf.raw_ops.AssignVariableOp(resource=counts, value=tf.stack(found))
         return []
@@ -185,10 +186,18 @@ class Program:
         model: Any = keras_steps.model_of(self._fn)
         return model.metrics_variables if used_objects.has_keras_metrics_only(model) else []
 
-    def _count(self, more: int) -> tf.Tensor:
-        """Adds to the number of updates of all workers, on its parameter server, and returns it there."""
+    def _count(self, more: int, begin: int = 0) -> tf.Tensor:
+        """Adds to the number of updates of all workers, on its parameter server, and returns it there.
+
+        Args:
+          more: what is added.
+          begin: index of the step's first operation. The step counts once its writes on that server are made; to wait
+            for those on other servers would take signals between them.
+        """
         counter: Any = self._counter
-        with tf.device(SERVER_DEVICE):
+        operations = tf.compat.v1.get_default_graph().get_operations()[begin:] if more else []
+        writes = [each for each in operations if _writes(each) and each.device == counter.device]
+        with tf.device(SERVER_DEVICE), tf.control_dependencies(writes):
             # Read at once, and not where the value is used.
             return tf.convert_to_tensor(counter.assign_add(more)) if more else counter.read_value()
 
@@ -248,9 +257,10 @@ class Program:
         """Returns result and batch, and the numbers of all updates before and after this one, if they are counted."""
         if self._counter is None:
             return self._result_of(*inputs), []
-        before, result = self._count(0), self._result_of(*inputs)
+        before, begin = self._count(0), _num_operations()
+        result = self._result_of(*inputs)
         with tf.device(SERVER_DEVICE):
-            return result, [tf.stack([before, self._count(1)])]
+            return result, [tf.stack([before, self._count(1, begin)])]
 
     def _result_of(self, *inputs: Any) -> tuple[Any, Any]:
         """Returns the result of `fn`, and its batch."""
@@ -317,6 +327,15 @@ def _converted(fn: Callable[..., Any]) -> Callable[..., Any]:
     if keras_steps.classify(fn) != "other":
         return fn
     return graphs.converted(fn, by_default=True)
+
+
+def _num_operations() -> int:
+    return len(tf.compat.v1.get_default_graph().get_operations())
+
+
+def _writes(operation: tf.Operation) -> bool:
+    """Returns True for an operation that writes a variable: it takes a resource, and returns nothing."""
+    return not operation.outputs and any(each.dtype == tf.resource for each in operation.inputs)
 
 
 def _is_tensor(leaf: Any) -> bool:
