@@ -6,6 +6,7 @@ is compared with its neighbour. Of several workers all take turns alike, and the
 compares steps that take the times of input, computing and sum, without the callback, with steps that don't.
 
     python telemetry.py --strategy=multi_worker_clock --strategy=multi_worker   # these alone, 3 minutes
+    python telemetry.py --output=results/telemetry.json   # also writes medians, quartiles and all samples
 """
 
 from __future__ import annotations
@@ -69,6 +70,22 @@ def summary(report: dict[str, dict[str, list[float]]]) -> str:
             + f"<= {MOST_SHARE:.0%}{missed}"
         )
     return "\n".join(lines)
+
+
+def _figures(report: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
+    """Returns the figures of each strategy, and the samples that they are of."""
+    found = {}
+    for strategy, secs in report.items():
+        ratios = [a / b - 1 for a, b in zip(secs["with"], secs["without"], strict=True)]
+        found[strategy] = {
+            "step_ms": 1e3 * statistics.median(secs["without"]) / _STEPS_PER_EPOCH,
+            "longer_by_median": statistics.median(ratios),
+            "longer_by_quartiles": statistics.quantiles(ratios, n=4),
+            "within_callback": sum(secs["inside"]) / sum(secs["with"]) if secs["inside"] else None,
+            "target": MOST_SHARE,
+            "secs": secs,
+        }
+    return {"load_average": os.getloadavg(), "steps_per_epoch": _STEPS_PER_EPOCH, "strategies": found}
 
 
 def _run_workers(script: str, arguments: list[str], limit_secs: float) -> Any:
@@ -141,7 +158,7 @@ def _train(directory: str) -> dict[str, list[float]]:
             self.secs: dict[str, list[float]] = {"with": [], "without": [], "inside": []}
             self.is_on = False
             self.inside = self.began = 0.0
-            self.sink: Any = None
+            self.sinks: tuple[Any, Any] = (None, None)
 
         def _call(self, function: Callable[..., None], *arguments: Any) -> None:
             if self.is_on:
@@ -152,13 +169,15 @@ def _train(directory: str) -> dict[str, list[float]]:
         def on_train_begin(self, logs: Any = None) -> None:
             self.telemetry.set_model(self.model)
             self.telemetry.on_train_begin()
-            self.sink = strategy.distribution.recorder.sink
+            recorder = strategy.distribution.recorder
+            self.sinks = recorder.sink, recorder.step_sink
 
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
             # The first two epochs build graphs and warm up.
             self.is_on = epoch % 4 in (1, 2)
             # What engines hand over in their own threads.
-            strategy.distribution.recorder.sink = self.sink if self.is_on else None
+            recorder = strategy.distribution.recorder
+            recorder.sink, recorder.step_sink = self.sinks if self.is_on else (None, None)
             self.inside, self.began = 0.0, time.perf_counter()
             self._call(self.telemetry.on_epoch_begin, epoch)
 
@@ -190,7 +209,7 @@ def _train_with_clock() -> dict[str, list[float]]:
     import numpy as np
     import tensorflow as tf
 
-    from tfdist.engines import synchronous
+    from tfdist.step import step_times
 
     strategy = _strategy()
     x = np.ones((32 * _NUM_WORKERS, 10), np.float32)
@@ -219,7 +238,7 @@ def _train_with_clock() -> dict[str, list[float]]:
     times = strategy._times
     for index in range(2 + 2 * FLAGS.pairs):
         kind = "with" if index % 4 in (0, 3) else "without"
-        off = mock.patch.object(synchronous, "_timed", untimed) if kind == "without" else contextlib.nullcontext()
+        off = mock.patch.object(step_times, "timed", untimed) if kind == "without" else contextlib.nullcontext()
         strategy._times = times if kind == "with" else None
         ends = Ends()
         with off:
@@ -231,7 +250,10 @@ def _train_with_clock() -> dict[str, list[float]]:
 
 def _main(argv: list[str]) -> None:
     if FLAGS.result is None:
-        print(summary(measure(FLAGS.pairs, lambda text: print(text, flush=True), FLAGS.strategy)))
+        found = measure(FLAGS.pairs, lambda text: print(text, flush=True), FLAGS.strategy)
+        print(summary(found))
+        if FLAGS.output:
+            pathlib.Path(FLAGS.output).write_text(json.dumps(_figures(found), indent=1) + "\n")
         return
     with tempfile.TemporaryDirectory() as directory:
         result = _train_with_clock() if FLAGS.strategy[0] == CLOCK else _train(directory)
@@ -242,5 +264,6 @@ def _main(argv: list[str]) -> None:
 if __name__ == "__main__":
     flags.DEFINE_multi_enum("strategy", STRATEGIES, STRATEGIES, "What to train under.")
     flags.DEFINE_integer("pairs", 40, "Epochs with the callback, and as many without.")
+    flags.DEFINE_string("output", None, "File for figures and samples, as JSON.")
     flags.DEFINE_string("result", None, "File for the result of one strategy; all are run, and shown, without it.")
     app.run(_main)

@@ -45,7 +45,17 @@ ARROWS: dict[str, set[str]] = {
     # The kind and the model of a step: below the rest of `step`, which places replicas on devices.
     "step.keras_steps": {"compat"},
     "model_parallel": {"compat", "step.keras_steps"},
-    "step": {"_log", "compat", "model_parallel", "passes", "policies", "step.keras_steps", "transforms", "transport"},
+    "step": {
+        "_log",
+        "compat",
+        "model_parallel",
+        "passes",
+        "policies",
+        "step.keras_steps",
+        "telemetry.update_log",
+        "transforms",
+        "transport",
+    },
     "tables": {"compat", "step", "transport"},
     "engines": set(),
     "engines.base": {"policies"},

@@ -20,7 +20,7 @@ from tfdist.telemetry.histogram import Histogram
 from tfdist.telemetry.recorder import Recorder, Sums
 from tfdist.telemetry.report import Interval, Report, with_usage
 from tfdist.telemetry.session import LogSink
-from tfdist.telemetry.update_log import Header, LogWriter, read_logs
+from tfdist.telemetry.update_log import Contributions, Header, LogWriter, Updates, read_logs
 from tfdist.watching import snapshot
 from tfdist.watching.tensorboard import level_of_detail, worker_table
 
@@ -204,37 +204,39 @@ def test_the_transfer_is_shown_where_there_is_one() -> None:
 # Who is slow.
 
 
-def steps(own_secs: np.ndarray, input_share: float = 0.5, reduce_secs: float = 1 / 64) -> list[Update]:
+def steps(own_secs: np.ndarray, input_share: float = 0.5, reduce_secs: float = 1 / 64) -> tuple[Updates, Contributions]:
     """Synchronous steps in which worker i needs own_secs[step, i]; times that float32 holds exactly."""
-    found, now = [], 0.0
-    for number, row in enumerate(np.round(own_secs * 4096) / 4096, 1):
-        opened, now = now, now + float(row.max()) + reduce_secs
-        gradients = [
-            Contribution(int(i), opened, opened + secs, Outcome.ACCEPTED, 0, 1.0, 0.0, float(secs) * input_share)
-            for i, secs in sorted(enumerate(row.tolist()), key=lambda each: each[1])
-        ]
-        found.append(
-            Update(
-                number,
-                tuple(each.replica for each in gradients),
-                (),
-                (0,) * len(gradients),
-                wait_secs=float(row.max() - row.min()),
-                spread_secs=float(row.max() - row.min()),
-                changes=(),
-                contributions=tuple(gradients),
-                time=now,
-                opened_secs=now - opened,
-                reduce_secs=reduce_secs,
-            )
-        )
-    return found
+    own, count = np.round(own_secs * 4096) / 4096, len(own_secs)
+    last, late = own.max(1, keepdims=True), np.ptp(own, 1)
+    opened = last[:, 0] + reduce_secs
+    flat = np.zeros(count)
+    updates = Updates.of(
+        step=np.arange(count) + 1,
+        time=np.cumsum(opened),
+        opened=opened,
+        wait=late,
+        examples=flat,
+        phase=flat,
+        count=flat + own.shape[1],
+        reduce=flat + reduce_secs,
+    )
+    order = np.argsort(own, axis=1, kind="stable")
+    sorted_own, flat = np.take_along_axis(own, order, 1), np.zeros(own.size)
+    return updates, Contributions.of(
+        worker=order.ravel(),
+        start=flat - np.repeat(opened, own.shape[1]),
+        arrival=(sorted_own - opened[:, None]).ravel(),
+        outcome=flat,
+        staleness=flat,
+        weight=flat + 1,
+        held=flat,
+        input=sorted_own.ravel() * input_share,
+    )
 
 
 def report_of(own_secs: np.ndarray, **options: float) -> Report:
     recorder = Recorder([f"worker:{index}" for index in range(own_secs.shape[1])])
-    for each in steps(own_secs, **options):
-        recorder.record(each)
+    recorder.record_steps(*steps(own_secs, **options))
     return recorder.report()
 
 
@@ -285,21 +287,58 @@ def test_many_values_are_added_as_one_by_one(values: list[float]) -> None:
     assert (one.count, one.least, one.most) == (all_of_them.count, all_of_them.least, all_of_them.most)
 
 
-def test_few_values_bound_nothing() -> None:
+def test_few_values_have_no_upper_limit() -> None:
     few = Histogram()
-    for value in (1.0, 2.0, 3.0):
+    for value, low in ((2.0, 0.0), (3.0, 0.0), (2.0, 2.0)):
         few.add(value)
-    assert Interval.of_median(few) == Interval(0.0, pytest.approx(2.0, rel=0.02), math.inf)
+        assert Interval.of_median(few) == Interval(low, pytest.approx(2.0, rel=0.02), math.inf, few.percentile(95))
+    many = Histogram()
+    for _ in range(1000):
+        many.add(0.001)
+    # A thousand within a second are no more than ten.
+    assert Interval.of_median(many, 0.5).high == math.inf > Interval.of_median(many, 1.0).high
+    assert few and Interval.of_median(few).is_above(Interval.of_median(many))
+
+
+def late_of(counts: Sequence[int], secs: Sequence[float]) -> Report:
+    """Updates without the gradients of the last worker, which are dropped."""
+    recorder, now = Recorder([f"worker:{index}" for index in range(len(counts))], is_complete=True), 0.0
+    for number in range(max(counts)):
+        now += 1.0
+        ended = [
+            Contribution(index, now - secs[index], now, Outcome(index == len(counts) - 1), 0, 1.0, 0.5)
+            for index, count in reversed([*enumerate(counts)])
+            if number < count
+        ]
+        contributors = tuple(each.replica for each in ended if each.outcome is Outcome.ACCEPTED)
+        dropped = tuple(each.replica for each in ended if each.outcome is Outcome.DROPPED)
+        made = update(contributors, dropped)
+        recorder.record(dataclasses.replace(made, contributions=tuple(ended), time=now))
+    return recorder.report()
+
+
+@pytest.mark.parametrize(
+    ("count", "words"),
+    [
+        (0, "worker:2 has sent 0 gradients, the others 50 (median)"),
+        (1, "worker:2 has sent 1 gradient, the others 50 (median)"),
+        (3, "worker:2 is 30 times as slow as the median: 100 % of its gradients are dropped"),
+    ],
+)
+def test_worker_with_few_gradients_all_dropped_is_told(count: int, words: str) -> None:
+    assert late_of([50, 50, count], [0.01, 0.01, 0.3]).in_words == words
+    # One that came late, or comes back, is as fast as the others.
+    if count == 3:
+        assert late_of([50, 50, count], [0.01, 0.01, 0.01]).in_words == "no worker stands out"
 
 
 def test_report_watch_and_page_say_the_same_to_the_digit(tmp_path: pathlib.Path) -> None:
     names = ["worker:0", "worker:1", "worker:2"]
     recorder = Recorder(names, is_complete=True)
-    sink = LogSink(names, lambda: False, lambda kind, line: None, lambda update: 0)
+    sink = LogSink(names, lambda: False, lambda kind, line: None, lambda gradients: 0)
     sink.writer = LogWriter(str(tmp_path / "policy" / "updates"), Header("job", "worker:0", tuple(names)))
-    recorder.sink = sink.record
-    for each in steps(noisy(3, 300, [1.0, 5.0, 1.2])):
-        recorder.record(each)
+    recorder.step_sink = sink.record_steps
+    recorder.record_steps(*steps(noisy(3, 300, [1.0, 5.0, 1.2])))
     sink.close()
     report, timeline = recorder.report(), read_logs(tmp_path)
     of_log = worker_table.report_of(timeline)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import tfdist
 from tfdist.step.step_times import StepTimes
 from tfdist.telemetry.report import Report
-from tfdist.telemetry.update_log import read_logs
+from tfdist.telemetry.update_log import Contributions, Updates, read_logs
 from tfdist.watching import snapshot
 from tfdist.watching.tensorboard import worker_table
 
@@ -36,21 +36,38 @@ def test_waits_are_differences_of_durations_and_no_clock_is_compared(rows: list,
     for parts in rows:
         busy = [sum(each) for each in parts]
         end += max(busy) + reduce
-        read.append([end, max(busy) + reduce - busy[1], *np.ravel(parts)])
-    updates = times._updates(0, np.array(read))
-    assert [update.step for update in updates] == list(range(1, len(rows) + 1))
-    for number, (parts, update) in enumerate(zip(rows, updates, strict=True)):
+        read.append([end, max(busy) + reduce - busy[1], 1.0, *np.ravel(parts)])
+    updates, gradients = times._steps(np.array(read))
+    assert updates.step.tolist() == [*range(1, len(rows) + 1)]
+    for number, parts in enumerate(rows):
         busy = [sum(each) for each in parts]
-        assert update.wait_secs == pytest.approx(max(busy) - min(busy), abs=1e-6)
-        assert update.reduce_secs == pytest.approx(reduce, abs=1e-6)
-        summing = update.time - update.reduce_secs
-        for gradient in update.contributions:
-            _, read_secs, compute = parts[gradient.replica]
-            assert summing - gradient.arrival == pytest.approx(max(busy) - busy[gradient.replica], abs=1e-6)
-            assert gradient.arrival - gradient.start == pytest.approx(read_secs + compute, abs=1e-6)
-            assert gradient.input == pytest.approx(read_secs)
+        assert updates.wait[number] == pytest.approx(max(busy) - min(busy), abs=1e-6)
+        assert updates.reduce[number] == pytest.approx(reduce, abs=1e-6)
+        for worker, start, arrival, read_secs in zip(
+            *(getattr(gradients, name)[3 * number :][:3] for name in ("worker", "start", "arrival", "input")),
+            strict=True,
+        ):
+            _, reading, compute = parts[worker]
+            assert -updates.reduce[number] - arrival == pytest.approx(max(busy) - busy[worker], abs=1e-6)
+            assert arrival - start == pytest.approx(reading + compute, abs=1e-6)
+            assert read_secs == pytest.approx(reading)
         if number:
-            assert update.opened_secs == pytest.approx(max(busy) + reduce, abs=1e-6)
+            assert updates.opened[number] == pytest.approx(max(busy) + reduce, abs=1e-6)
+
+
+@given(st.lists(st.tuples(SECS, SECS, SECS), min_size=2, max_size=2), st.integers(1, 9), st.booleans())
+def test_steps_of_one_sum_share_its_times_equally(parts: list, steps: int, begins: bool) -> None:
+    times, busy = StepTimes(2, 0, "/device:CPU:0"), [sum(each) for each in parts]
+    in_sum = 0.5 + max(busy) - busy[0]
+    updates, gradients = times._steps(np.array([[1e6, in_sum, -steps if begins else steps, *np.ravel(parts)]]))
+    assert times.take()[0] == 0 and len(updates) == steps
+    np.testing.assert_allclose(updates.reduce, 0.5 / steps, atol=1e-6)
+    np.testing.assert_allclose(np.diff(updates.time), (max(busy) + 0.5) / steps, atol=1e-6)
+    # The last one waits for all.
+    assert not updates.wait[:-1].any() and updates.wait[-1] == pytest.approx(max(busy) - min(busy), abs=1e-6)
+    for worker, (_, reading, compute) in enumerate(parts):
+        own = gradients[gradients.worker == worker]
+        np.testing.assert_allclose(own.arrival - own.start, (reading + compute) / steps, atol=1e-6)
 
 
 def test_steps_that_the_graph_has_no_room_for_are_counted() -> None:
@@ -59,12 +76,12 @@ def test_steps_that_the_graph_has_no_room_for_are_counted() -> None:
     count, rows, *_ = times.variables()
     rows.assign(tf.ones_like(rows))
     count.assign(3)
-    untimed, updates = times.take()
+    untimed, updates, _ = times.take()
     assert (untimed, len(updates)) == (0, 3)
     count.assign(13)
-    untimed, updates = times.take()
-    assert (untimed, [update.step for update in updates]) == (6, [10, 11, 12, 13])
-    assert times.take() == (0, [])
+    untimed, updates, _ = times.take()
+    assert (untimed, updates.step.tolist()) == (6, [10, 11, 12, 13])
+    assert [len(each) for each in times.take()[1:]] == [0, 0]
 
 
 class Late(keras.layers.Layer):
@@ -88,9 +105,15 @@ class Late(keras.layers.Layer):
 
 
 def trained(
-    cpus: list[str], late: int = -1, input_secs: float = 0.0, callbacks: Sequence[Any] = (), **compiled: Any
+    cpus: list[str],
+    late: int = -1,
+    input_secs: float = 0.0,
+    callbacks: Sequence[Any] = (),
+    policies: Sequence[Any] = (),
+    steps: int = STEPS,
+    **compiled: Any,
 ) -> Report:
-    strategy = tfdist.MirroredStrategy(cpus[:2])
+    strategy = tfdist.MirroredStrategy(cpus[:2], policies=policies)
     with strategy.scope():
         model = keras.Sequential([keras.Input((4,)), Late(late), keras.layers.Dense(1)])
         model.compile("sgd", "mse", **compiled)
@@ -99,12 +122,12 @@ def trained(
         time.sleep(input_secs)
         return x
 
-    data = tf.data.Dataset.from_tensor_slices((X, Y)).repeat(STEPS).batch(8)
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).repeat(steps).batch(8)
     data = data.map(lambda x, y: (tf.ensure_shape(tf.numpy_function(read, [x], tf.float32), (8, 4)), y))
     model.fit(data, verbose=0, callbacks=[*callbacks])
     report = strategy.report()
-    assert report.updates == STEPS
-    assert report.accepted == {"worker:0": STEPS, "worker:1": STEPS}
+    assert report.updates == steps
+    assert report.accepted == {"worker:0": steps, "worker:1": steps}
     return report
 
 
@@ -126,20 +149,31 @@ def test_slow_replica_is_named_by_report_watch_and_page(
 
 
 @pytest.mark.devices
+def test_slow_replica_between_averages_is_named_without_telemetry(cpus: list[str]) -> None:
+    # The last average is of one step alone.
+    report = trained(cpus, late=1, policies=[tfdist.ParameterAveraging(2)], steps=81)
+    assert report.slow is not None and report.slow.names == ("worker:1",), str(report)
+    assert report.in_words.endswith("of its time is computing")
+    # Of each step.
+    assert 0.04 < report.compute_secs["worker:1"].p50 < 0.1
+    assert 0.04 * 81 < report.wait_secs < 0.1 * 81
+
+
+@pytest.mark.devices
 def test_two_threads_collect_each_step_once(cpus: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     strategy = tfdist.MirroredStrategy(cpus[:2])
     counted = strategy.report().updates
     inside: list[threading.Thread] = []
 
-    def take(times: StepTimes) -> tuple[int, list[Any]]:
+    def take(times: StepTimes) -> tuple[int, Updates, Contributions]:
         if inside:
-            return 0, []
+            return 0, Updates.empty(), Contributions.empty()
         inside.append(threading.Thread(target=strategy.distribution.collect))
         inside[0].start()
         inside[0].join(0.2)
         # The other thread waits until the steps are recorded.
         assert inside[0].is_alive()
-        return 3, []
+        return 3, Updates.empty(), Contributions.empty()
 
     monkeypatch.setattr(StepTimes, "take", take)
     strategy.distribution.collect()

@@ -39,7 +39,7 @@ from tfdist.passes import splitting
 from tfdist.passes.handle import BatchHandle, DistributedDataset
 from tfdist.passes.shares import Part, Sum
 from tfdist.policies.parameter_averaging import ParameterAveraging
-from tfdist.step import write_order
+from tfdist.step import step_times, write_order
 
 _AVERAGE = "_tfdist_average"
 # What reads a model's variables, where all workers must take part anyway.
@@ -56,6 +56,7 @@ class AveragingEngine(Engine):
       sum_over_workers: sums tensors over all workers, in cross-replica context.
       num_workers: on how many the replicas are.
       prepare: checks and builds a model before its step is traced.
+      times: takes the times of the steps.
       sum_differences: see `averaging_step.Average`.
     """
 
@@ -67,6 +68,7 @@ class AveragingEngine(Engine):
         sum_over_workers: Sum,
         num_workers: int,
         prepare: Callable[[keras.Model], None],
+        times: step_times.StepTimes,
         sum_differences: Callable[[], optimizers.SumGradients | None] | None = None,
     ) -> None:
         self._strategy = strategy
@@ -75,6 +77,7 @@ class AveragingEngine(Engine):
         self._sum_over_workers = sum_over_workers
         self._num_workers = num_workers
         self._prepare = prepare
+        self._times = times
         self._sum_differences = sum_differences
         self._model: keras.Model | None = None
         self._counts: list[Count] = []
@@ -96,6 +99,7 @@ class AveragingEngine(Engine):
         if fit is None:
             return None
         self._attend(fit)
+        self._times.begin_pass()
         return iter(dataset.own)
 
     def run(self, step: Callable[..., Any], handle: BatchHandle) -> Any:
@@ -115,7 +119,10 @@ class AveragingEngine(Engine):
             average = self._average_of(model)
             parts = parts_of_replicas(handle, self._replicas, num_replicas)
             average.begin_step()
-            results = averaging_step.step_alone(self._strategy, step, parts)
+            called, _, got = handle.content
+            timed = self._times.begin(tf.stack([called, got]))
+            results = averaging_step.step_alone(self._strategy, step, parts, timed.hand_in)
+            timed.keep(results)
             shares = [averaging_step.share(part, num_replicas) for part in parts]
             is_stock = getattr(step, "__func__", None) is keras.Model.train_step
             return average.end_step(results, shares, is_stock)
@@ -126,8 +133,8 @@ class AveragingEngine(Engine):
         return sum(count.bytes_sent for count in self._counts)
 
     def complete(self, report: Any) -> Any:
-        """A `tfdist.telemetry.Report`, of a warmup phase or of nothing, and what was counted here after it."""
-        steps = sum(int(count.steps.numpy()) for count in self._counts)
+        """A `tfdist.telemetry.Report`, and the steps since the last average, or whose times are not kept."""
+        steps = sum(int(count.steps.numpy()) for count in self._counts) - self._times.recorded
         added = lambda counts, number: {name: count + number for name, count in counts.items()}  # noqa: E731
         # Each replica's steps use its own gradients, none of which is ever stale.
         own = {0: report.staleness.get(0, 0) + steps * len(report.accepted)} if steps else {}
@@ -187,7 +194,7 @@ class AveragingEngine(Engine):
     def _average_of(self, model: keras.Model) -> Average:
         average = getattr(model, _AVERAGE, None)
         if average is None or not average.is_of(optimizers.optimizers_of(model)):
-            sums = self._sum_over_workers, self._num_workers, self._sum_differences
+            sums = self._sum_over_workers, self._num_workers, self._times, self._sum_differences
             average = Average(self._strategy, model, self._policy, *sums)
             self._counts.append(average.count)
             patching.put(model, _AVERAGE, average)
@@ -256,12 +263,13 @@ def whole_batches(engine: Any, dataset: tf.data.Dataset, num_replicas: int) -> t
       ValueError: the elements are not batches.
     """
     splitting.check_batched(dataset.element_spec, num_replicas)
-    return handles.in_handles(engine, dataset, _WHOLE)
+    return handles.in_handles(engine, step_times.timed(dataset), _WHOLE, prefetched=0)
 
 
 def own_parts(engine: Any, dataset: tf.data.Dataset, num_local_replicas: int) -> tf.data.Dataset:
     """The same from a data set of this worker's own, whose elements go to its replicas in turn."""
-    return handles.in_handles(engine, splitting.groups_of(dataset, num_local_replicas), _OWN)
+    groups = splitting.groups_of(dataset, num_local_replicas)
+    return handles.in_handles(engine, step_times.timed(groups), _OWN, prefetched=0)
 
 
 def is_plain(dataset: Any, options: Any) -> bool:
@@ -277,7 +285,7 @@ def parts_of_replicas(handle: handles.BatchHandle, replicas: Sequence[int], num_
       replicas: which parts of a whole batch they take.
       num_replicas: replicas on all workers.
     """
-    content = handles.without_optionals(handle.content)
+    content = handles.without_optionals(handle.content[1])
     if handle.kind.form == _WHOLE:
         with tf.device("/device:CPU:0"):
             total = splitting.rows(content)

@@ -32,7 +32,7 @@ from tfdist.compat.tensorflow import graphs, replicas
 from tfdist.passes import splitting
 from tfdist.passes.shares import Part, Sum
 from tfdist.policies.parameter_averaging import ParameterAveraging
-from tfdist.step import contribution, copies, empty_parts, global_losses, one_replica
+from tfdist.step import contribution, copies, empty_parts, global_losses, one_replica, step_times
 from tfdist.step.copies import copies_of
 from tfdist.step.replica_losses import ReplicaLosses
 from tfdist.transport import buckets
@@ -71,6 +71,7 @@ class Average:
       policy: says when, and what becomes of the optimizers' slots.
       sum_over_workers: sums tensors over all workers, in cross-replica context.
       num_workers: on how many the replicas are.
+      times: takes the times of the steps.
       sum_differences: returns what sums over all workers how far the parameters of an optimizer came since the last
         average, or None to sum parameters as they are; asked while an average is traced.
 
@@ -85,6 +86,7 @@ class Average:
         policy: ParameterAveraging,
         sum_over_workers: Sum,
         num_workers: int,
+        times: step_times.StepTimes,
         sum_differences: Callable[[], SumGradients | None] | None = None,
     ) -> None:
         self._strategy = strategy
@@ -92,6 +94,7 @@ class Average:
         self._policy = policy
         self._sum_over_workers = sum_over_workers
         self._num_workers = num_workers
+        self._times = times
         self._sum_differences = sum_differences
         self._optimizers = optimizers_of(model)
         self._state = sort_state(model, policy.optimizer_state)
@@ -197,12 +200,14 @@ class Average:
         logs = (self._counts() or [tf.identity(variable) for variable in self._last]) if shown else []
         own = [self._own_sum(variable) for variable in averaged]
         self.count.bytes_each = self._bytes_of([*own, *logs])
+        period = step_times.Period(self._times, [*own, *logs])
         sum_differences = None if as_they_are or self._sum_differences is None else self._sum_differences()
         if self._last_average is not None and sum_differences is not None:
             sums = self._sum_by_differences(sum_differences, own[:count], self._last_average)
-            sums += buckets.sum_in_buckets([*own[count:], *logs], self._sum_over_workers)
+            sums += buckets.sum_in_buckets([*own[count:], *logs, *period.vector], self._sum_over_workers)
         else:
-            sums = buckets.sum_in_buckets([*own, *logs], self._sum_over_workers)
+            sums = buckets.sum_in_buckets([*own, *logs, *period.vector], self._sum_over_workers)
+        period.end(sums[len(own) + len(logs) :], sums)
         means = [_divided(total, self._strategy.num_replicas_in_sync) for total in sums[: len(averaged)]]
         if self._outer is not None:
             means[:count] = self._outer.move(means[:count])
@@ -211,7 +216,8 @@ class Average:
         for variable, value in self._state.reset:
             copies.assign_all(variable, tf.fill(variable.shape, tf.cast(value, variable.dtype)))
         if shown:
-            for variable, value in zip(shown, tf.nest.flatten(self._logs(sums[len(averaged) :])), strict=True):
+            found = sums[len(averaged) : len(averaged) + len(logs)]
+            for variable, value in zip(shown, tf.nest.flatten(self._logs(found)), strict=True):
                 variable.assign(tf.cast(value, variable.dtype))
         self.count.alone.assign(0)
         self.count.averages.assign_add(1)
@@ -335,13 +341,16 @@ def _counters(model: keras.Model) -> list[Any] | None:
 #   to in one step of SGD is what synchronous SGD comes to.
 
 
-def step_alone(strategy: Any, step: Callable[..., Any], parts: Sequence[Part]) -> list[Any]:
+def step_alone(
+    strategy: Any, step: Callable[..., Any], parts: Sequence[Part], hand_in: Callable[[Sequence[Any], int], None]
+) -> list[Any]:
     """Makes a step on each replica of this worker; in cross-replica context, in a graph or eagerly.
 
     Args:
       strategy: the strategy.
       step: a model's bound `train_step`, whose optimizers were built.
       parts: what each of its replicas trains on.
+      hand_in: called with the gradients of each replica of this worker, and its index.
 
     Returns:
       What each step returns.
@@ -358,7 +367,8 @@ def step_alone(strategy: Any, step: Callable[..., Any], parts: Sequence[Part]) -
     with written_alone(_variables(model)):
         for index, part in enumerate(parts):
             with tf.device(strategy.extended.worker_devices[index]), context(strategy, index):
-                results.append(_step(strategy, step, model, part, index, batches[index], may_be_empty))
+                given = batches[index], may_be_empty, hand_in
+                results.append(_step(strategy, step, model, part, index, *given))
     return results
 
 
@@ -370,6 +380,7 @@ def _step(
     index: int,
     batch: Any,
     may_be_empty: bool,
+    hand_in: Callable[[Sequence[Any], int], None],
 ) -> Any:
     count = strategy.num_replicas_in_sync
     with global_losses.counted_as_one(strategy, step) as has_own_loss:
@@ -381,7 +392,7 @@ def _step(
             factor *= tf.cast(rows > 0, tf.float32)
         changed = losses.trackers(part.batch, part.total)
         for optimizer in optimizers_of(model):
-            changed += own_copy_patches(optimizer, factor)
+            changed += own_copy_patches(optimizer, factor, lambda gradients: hand_in(gradients, index))
         with patched_attributes(changed), _keeping(losses, part if may_be_empty else None, index):
             return step(batch)
 
@@ -396,18 +407,20 @@ def share(part: Part, num_replicas: int) -> tf.Tensor | float:
     return tf.cast(rows / tf.maximum(part.total, 1), tf.float32)
 
 
-def own_copy_patches(optimizer: Any, factor: tf.Tensor | float) -> list[tuple[Any, str, Any]]:
+def own_copy_patches(
+    optimizer: Any, factor: tf.Tensor | float, hand_in: Callable[[Sequence[Any]], None] = lambda gradients: None
+) -> list[tuple[Any, str, Any]]:
     """Returns patches by which `optimizer.apply`, called on a replica, updates its copies of the variables alone."""
     parts = parts_of(optimizer)
     return [
-        (optimizer, "apply", _scaled(optimizer, factor)),
+        (optimizer, "apply", _scaled(optimizer, factor, hand_in)),
         # Keras does this by the strategy, past the replica's context.
         *(ema_overwrite(part, _overwriting(part)) for part in parts),
         *without_merge_call(optimizer),
     ]
 
 
-def _scaled(optimizer: Any, factor: tf.Tensor | float) -> Callable[..., Any]:
+def _scaled(optimizer: Any, factor: tf.Tensor | float, hand_in: Callable[[Sequence[Any]], None]) -> Callable[..., Any]:
     apply = optimizer.apply
 
     def scaled(grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
@@ -416,6 +429,7 @@ def _scaled(optimizer: Any, factor: tf.Tensor | float) -> Callable[..., Any]:
                 f"policies: the optimizer {optimizer.name!r} must have its variables before a step is traced; call "
                 "optimizer.build(variables) after the model is built. Received: an optimizer that was not built"
             )
+        hand_in(grads)
         return apply([g if g is None else contribution.times(g, factor) for g in grads], trainable_variables)
 
     return scaled

@@ -22,11 +22,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.compat.tensorflow import inputs, replicas
+from tfdist.compat.tensorflow import replicas
 from tfdist.engines.base import Engine
 from tfdist.passes import handle as handles
 from tfdist.passes import splitting
 from tfdist.passes.shares import Shares
+from tfdist.step import step_times
 
 # Makes a Keras step on all replicas: (step, data, shares_of, limits of the read); see `replicated_step.run_step`, and
 # `StepTimes.begin`.
@@ -72,8 +73,8 @@ class SynchronousEngine(Engine):
         """
         size = splitting.static_size(element_spec)
         is_even = size is not None and size % self._num_replicas == 0
-        given = handles.in_handles(self, _timed(own), is_even, prefetched=0)
-        return handles.DistributedDataset(self, _not_in_advance(given), whole)
+        given = handles.in_handles(self, step_times.timed(own), is_even, prefetched=0)
+        return handles.DistributedDataset(self, given, whole)
 
     def open(self, dataset: handles.DistributedDataset, fit: Any) -> Iterator[Any] | None:
         """See `Engine.open`: a pass of `fit`; all others read the stock data set."""
@@ -95,17 +96,3 @@ class SynchronousEngine(Engine):
     def batch(self, handle: handles.BatchHandle) -> Any:
         """This worker's part of the batch, as distributed values."""
         return replicas.values_of_replicas([handles.without_optionals(handle.content[1][0])], always_wrap=False)
-
-
-def _timed(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Returns a data set of (time at which `next` was called, element, time at which it returned)."""
-    # The data sets of a zip are read in their order.
-    called = inputs.mapped_inline(tf.data.Dataset.from_tensors(0).repeat(), lambda _: tf.timestamp())
-    return inputs.mapped_inline(tf.data.Dataset.zip(called, dataset.prefetch(2)), lambda *each: (*each, tf.timestamp()))
-
-
-def _not_in_advance(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Returns the data set, whose times would be wrong if tf.data read it before it is asked."""
-    options = tf.data.Options()
-    options.experimental_optimization.inject_prefetch = False
-    return dataset.with_options(options)

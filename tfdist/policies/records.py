@@ -85,7 +85,6 @@ class Update:
         their start and arrival. The accepted ones are last, in the order of `contributors`.
       time: time at which the update was made, on the clock of the contributions.
       opened_secs: from the opening of the step to the update.
-      reduce_secs: from the last gradient to the end of the all-reduce, where that is measured.
     """
 
     step: int
@@ -101,7 +100,6 @@ class Update:
     contributions: tuple[Contribution, ...] = ()
     time: float = 0.0
     opened_secs: float = 0.0
-    reduce_secs: float = 0.0
 
     @staticmethod
     def of_one(step: int, contribution: Contribution, ended: tuple[Contribution, ...], opened_secs: float) -> Update:

@@ -13,6 +13,10 @@ The first three are durations on one worker. They ride in a sum that the step ma
 of a vector of zeros. The end of a sum is an event of all workers, so the worker with the largest total was the last
 one, and each other waited for the difference. No clock is compared with another, and nobody waits to measure.
 
+Where replicas train alone and average every H steps, a step ends with its gradients. Rests, inputs and computing of
+all steps up to the average are added up, and ride in the sum of the average. Each of these steps is recorded with an
+equal part of them, of the wait and of the sum.
+
 On GPUs the times are those at which the host has enqueued the work.
 """
 
@@ -27,8 +31,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat.keras import optimizers
-from tfdist.compat.tensorflow import replicas, variables
-from tfdist.policies.records import Contribution, Outcome, Update
+from tfdist.compat.tensorflow import inputs, replicas, variables
+from tfdist.policies.records import Outcome
+from tfdist.telemetry.update_log import Contributions, Updates
 
 # Of all steps that nobody has read yet; the oldest are left out.
 _RING_BYTES = 2**22
@@ -36,6 +41,9 @@ _LEAST_ROWS = 64
 # A time of 0 stands for one that was not measured.
 _LEAST_SECS = 1e-6
 _PARTS = 3
+# Columns of a row before the parts: the end of the sum, the time in it, and the number of steps; below 0 if a pass
+# began with them.
+_FIXED = 3
 
 
 class StepTimes:
@@ -45,27 +53,32 @@ class StepTimes:
       num_rows: number of workers, or of replicas if they are all in this process.
       own_row: index of this worker; None if the replicas are all in this process.
       device: CPU of this process.
+
+    Attributes:
+      recorded: number of steps that `take` has returned.
     """
 
     def __init__(self, num_rows: int, own_row: int | None, device: str) -> None:
         self.num_rows = num_rows
         self.own_row = own_row
         self._device = tf.DeviceSpec.from_string(device).replace(device_type="CPU", device_index=0).to_string()
-        self._width = 2 + _PARTS * num_rows
+        self._width = _FIXED + _PARTS * num_rows
         self.capacity = max(_LEAST_ROWS, _RING_BYTES // (8 * self._width))
-        self._variables: tuple[Any, Any, Any, Any] | None = None
-        self._read = 0
+        self._variables: tuple[Any, Any, Any, Any, Any] | None = None
+        self._read = self.recorded = 0
         self._last_end = 0.0
 
-    def variables(self) -> tuple[Any, Any, Any, Any]:
-        """Returns the variables: number of steps, their rows, end of the last sum, limits of the last read."""
+    def variables(self) -> tuple[Any, Any, Any, Any, Any]:
+        """Returns the variables: number of rows, the rows, end of the last sum, limits of the last read, `Period`."""
         if self._variables is None:
+            num_own = self.num_rows if self.own_row is None else 1
             with tf.init_scope(), tf.device(self._device):
                 self._variables = (
                     variables.clock_variable(tf.zeros([], tf.int64), "steps"),
                     variables.clock_variable(tf.zeros([self.capacity, self._width], tf.float64), "step_times"),
                     variables.clock_variable(tf.zeros([], tf.float64), "end_of_sum"),
                     variables.clock_variable(tf.zeros([2], tf.float64), "read"),
+                    variables.clock_variable(tf.zeros([2 + _PARTS * num_own], tf.float64), "period"),
                 )
         return self._variables
 
@@ -75,7 +88,7 @@ class StepTimes:
 
     def note_read(self, read: Callable[[], Any]) -> Any:
         """Reads a batch with `read`, in a graph or eagerly, and keeps the times before and after it."""
-        _, _, end, limits = self.variables()
+        _, _, end, limits, _ = self.variables()
         with self.on_cpu(), tf.control_dependencies([end.read_value()]):
             called = tf.timestamp()
         with tf.control_dependencies([called]):
@@ -98,66 +111,91 @@ class StepTimes:
         with self.on_cpu():
             return Step(self, self.variables()[3].read_value() if limits is None else limits)
 
-    def steps(self) -> int:
-        """Returns the number of steps so far."""
-        return int(self._variables[0].numpy()) if self._variables is not None else 0
+    def placed(self, parts: tf.Tensor) -> list[tf.Tensor]:
+        """Returns the vector that the workers sum, of this worker's parts, float32 [replicas, 3]; none in a process."""
+        own, flat = self.own_row, tf.reshape(parts, [-1])
+        if own is None:
+            return []
+        return [tf.pad(flat, [[_PARTS * own, _PARTS * (self.num_rows - 1 - own)]])]
 
-    def take(self) -> tuple[int, list[Update]]:
-        """Returns the steps since the last call: how many of them have no times any more, and the others."""
-        if self._variables is None:
-            return 0, []
-        count = self.steps()
+    def write(self, ended: tf.Tensor, in_sum: tf.Tensor, steps: Any, parts: tf.Tensor) -> None:
+        """Writes a row; its parts are those of all workers, float32 [3 * workers]."""
+        count, rows, last_end, *_ = self.variables()
+        row = tf.concat([[ended, in_sum, steps], tf.cast(parts, tf.float64)], 0)
+        number = count.read_value()
+        # A step that finds no more data counts as none, though some of its operations run.
+        with tf.control_dependencies([row]):
+            rows.scatter_update(tf.IndexedSlices(row[None], [number % self.capacity]))
+            last_end.assign(ended)
+            count.assign_add(1)
+
+    def take(self) -> tuple[int, Updates, Contributions]:
+        """Returns the steps since the last call: how many rows have been overwritten, and the others' steps.
+
+        Their times are on the monotonic clock.
+        """
+        count = int(self._variables[0].numpy()) if self._variables is not None else 0
         new = count - self._read
-        if not new:
-            return 0, []
+        if self._variables is None or not new:
+            return 0, Updates.empty(), Contributions.empty()
         kept = min(new, self.capacity)
         # These rows alone: the others are megabytes.
         rows = tf.gather(self._variables[1], np.arange(count - kept, count) % self.capacity).numpy()
-        first, self._read = count - kept, count
-        return new - kept, self._updates(first, rows)
+        self._read = count
+        self.recorded += new - kept
+        self._last_end = self._last_end if kept == new else 0.0
+        steps = self._steps(rows)
+        self.recorded += len(steps[0])
+        return new - kept, *steps
 
-    def _updates(self, first: int, rows: np.ndarray) -> list[Update]:
+    def _steps(self, rows: np.ndarray) -> tuple[Updates, Contributions]:
         offset = time.monotonic() - time.time()
         end, in_sum = rows[:, 0] + offset, rows[:, 1]
-        parts = rows[:, 2:].reshape(len(rows), self.num_rows, _PARTS)
+        parts = rows[:, _FIXED:].reshape(len(rows), self.num_rows, _PARTS)
         busy = parts.sum(2)
         waits = busy.max(1, keepdims=True) - busy
         own = waits[:, self.own_row] if self.own_row is not None else 0.0
         before = np.concatenate([[self._last_end + offset], end[:-1]])
         # The first step of a pass has no rest on any worker. All that no worker did itself is communication.
-        follows = (parts[:, :, 0] > 0).any(1) & (before > offset)
+        follows = (rows[:, 2] > 0) & (parts[:, :, 0] > 0).any(1) & (before > offset)
         reduce = np.maximum(_LEAST_SECS, np.where(follows, end - before - busy.max(1), in_sum - own))
-        arrival = (end - reduce)[:, None] - waits
-        start = arrival - parts[:, :, 1] - parts[:, :, 2]
-        opened = np.where(follows, end - before, end - start.min(1))
+        length = np.where(follows, end - before, busy.max(1) + reduce)
         self._last_end = float(rows[-1, 0])
+        # Of several steps with one sum, each has an equal part of all; the last one waits for the sum.
+        counts = np.abs(rows[:, 2]).astype(np.int64)
+        row = np.repeat(np.arange(len(rows)), counts)
+        left = np.cumsum(counts)[row] - 1 - np.arange(len(row))
+        counts, waits, parts = counts[row], waits[row], parts[row]
+        reduce, length = reduce[row] / counts, length[row] / counts
+        ended = end[row] - left * length
+        late = np.where(left > 0, 0.0, waits.max(1))
+        waits, parts = waits / counts[:, None], parts / counts[:, None, None]
+        arrival = (ended - reduce)[:, None] - waits
+        start = arrival - parts[:, :, 1] - parts[:, :, 2]
+        updates = Updates.of(
+            step=self.recorded + 1 + np.arange(len(row)),
+            time=ended,
+            opened=length,
+            wait=late,
+            examples=np.zeros(len(row)),
+            phase=np.zeros(len(row)),
+            count=np.full(len(row), self.num_rows),
+            reduce=reduce,
+        )
         order = np.argsort(arrival, axis=1, kind="stable")
-        spread = waits.max(1)
-        steps = zip(*(each.tolist() for each in (end, reduce, start, arrival, parts[:, :, 1], order)), strict=True)
-        more = zip(opened.tolist(), spread.tolist(), strict=True)
-        zeros, ones = (0,) * self.num_rows, (1.0,) * self.num_rows
-        return [
-            Update(
-                step=first + index + 1,
-                contributors=tuple(workers),
-                dropped=(),
-                staleness=zeros,
-                wait_secs=late,
-                spread_secs=late,
-                changes=(),
-                weights=ones,
-                held_secs=(),
-                contributions=tuple(
-                    Contribution(i, starts[i], arrivals[i], Outcome.ACCEPTED, 0, 1.0, 0.0, inputs[i]) for i in workers
-                ),
-                time=ended,
-                opened_secs=since,
-                reduce_secs=reducing,
-            )
-            for index, ((ended, reducing, starts, arrivals, inputs, workers), (since, late)) in enumerate(
-                zip(steps, more, strict=True)
-            )
-        ]
+        since = (each - ended[:, None] for each in (start, arrival))
+        starts, arrivals, reads = (np.take_along_axis(each, order, 1).ravel() for each in (*since, parts[:, :, 1]))
+        zeros = np.zeros(order.size)
+        return updates, Contributions.of(
+            worker=order.ravel(),
+            start=starts,
+            arrival=arrivals,
+            outcome=np.full(order.size, Outcome.ACCEPTED),
+            staleness=zeros,
+            weight=zeros + 1,
+            held=zeros,
+            input=reads,
+        )
 
 
 class Step:
@@ -228,25 +266,24 @@ class Step:
             self.hand_in(tensors)
         if not self._handed_in:
             return []
-        own = self._times.own_row
         with self._times.on_cpu():
-            last_end, (called, got) = self._times.variables()[2].read_value(), tf.unstack(self._limits)
-            # The first step of a pass follows no other.
-            rest = tf.where(last_end > 0.0, called - last_end, 0.0)
-            arrivals = [self._handed_in[replica] for replica in sorted(self._handed_in)]
-            count = self._times.num_rows if own is None else 1
-            # A replica that has handed in nothing was not late.
-            arrivals = (
-                [tf.reduce_max(arrivals)] if own is not None else arrivals + arrivals[:1] * (count - len(arrivals))
-            )
-            begun = got if self._begun is None else self._begun
-            parts = tf.stack([[rest, got - called, arrival - begun] for arrival in arrivals])
-            flat = tf.reshape(tf.maximum(tf.cast(parts, tf.float32), 0.0), [-1])
-            if own is None:
-                self._parts = flat
-                return []
-            before, after = _PARTS * own, _PARTS * (self._times.num_rows - 1 - own)
-            return [tf.concat([tf.zeros([before]), flat, tf.zeros([after])], 0)]
+            parts = self._own_parts()
+            self._parts = tf.reshape(parts, [-1])
+            return self._times.placed(parts)
+
+    def _own_parts(self) -> tf.Tensor:
+        """Returns the parts of this worker, or of each replica if all are in this process: float32 [replicas, 3]."""
+        own = self._times.own_row
+        last_end, (called, got) = self._times.variables()[2].read_value(), tf.unstack(self._limits)
+        # The first step of a pass follows no other.
+        rest = tf.where(last_end > 0.0, called - last_end, 0.0)
+        arrivals = [self._handed_in[replica] for replica in sorted(self._handed_in)]
+        count = self._times.num_rows if own is None else 1
+        # A replica that has handed in nothing was not late.
+        arrivals = [tf.reduce_max(arrivals)] if own is not None else arrivals + arrivals[:1] * (count - len(arrivals))
+        begun = got if self._begun is None else self._begun
+        parts = tf.stack([[rest, got - called, arrival - begun] for arrival in arrivals])
+        return tf.maximum(tf.cast(parts, tf.float32), 0.0)
 
     def end(self, vector: Sequence[tf.Tensor], sums: Sequence[Any]) -> None:
         """Writes the times of the step, in cross-replica context.
@@ -258,22 +295,75 @@ class Step:
         parts = vector[0] if vector else self._parts
         if parts is None:
             return
-        count, rows, last_end, _ = self._times.variables()
         with self._times.on_cpu():
             with tf.control_dependencies([*tensors_of(sums), *self._sums, parts]):
                 now = tf.timestamp()
             in_sum = now - tf.reduce_max(list(self._handed_in.values()))
-            row = tf.concat([[now, in_sum], tf.cast(parts, tf.float64)], 0)
-            number = count.read_value()
-            # A step that finds no more data counts as none, though some of its operations run.
-            with tf.control_dependencies([row]):
-                rows.scatter_update(tf.IndexedSlices(row[None], [number % self._times.capacity]))
-                last_end.assign(now)
-                count.assign_add(1)
+            self._times.write(now, in_sum, tf.constant(1.0, tf.float64), parts)
+
+    def keep(self, results: Sequence[Any]) -> None:
+        """Adds the step to its `Period`, in cross-replica context; `results` are handed in if nothing was before."""
+        if not self._handed_in:
+            self.hand_in(results)
+        if not self._handed_in:
+            return
+        _, _, last_end, _, period = self._times.variables()
+        with self._times.on_cpu():
+            parts = tf.reshape(tf.cast(self._own_parts(), tf.float64), [-1])
+            begins = tf.where(last_end.read_value() > 0.0, tf.zeros([], tf.float64), 1.0)
+            with tf.control_dependencies([parts, begins]):
+                period.assign_add(tf.concat([[1.0, begins], parts], 0))
+                last_end.assign(tf.reduce_max(list(self._handed_in.values())))
 
     def _is_here(self) -> bool:
         """Returns False inside of a conditional or a loop within the step, whose tensors are not to be had outside."""
         return tf.executing_eagerly() or tf.compat.v1.get_default_graph() is self._graph
+
+
+class Period:
+    """The steps from one average to the next, while the average is traced, or runs eagerly.
+
+    Args:
+      times: the clock.
+      tensors: what this worker has to sum.
+    """
+
+    def __init__(self, times: StepTimes, tensors: Sequence[Any]) -> None:
+        self._times = times
+        _, _, last_end, _, period = times.variables()
+        with times.on_cpu():
+            with tf.control_dependencies(tensors_of(tensors)):
+                self._handed_in = tf.timestamp()
+                kept, end = period.read_value(), last_end.read_value()
+            with tf.control_dependencies([kept]):
+                period.assign(tf.zeros_like(kept))
+            self._steps = tf.where(kept[1] > 0.0, -kept[0], kept[0])
+            rest = tf.where(end > 0.0, self._handed_in - end, 0.0)
+            parts = tf.reshape(kept[2:], [-1, _PARTS]) + tf.stack([rest, 0.0, 0.0])
+            parts = tf.cast(parts, tf.float32)
+            self._parts = tf.reshape(parts, [-1])
+            self.vector = times.placed(parts)
+
+    def end(self, vector: Sequence[tf.Tensor], sums: Sequence[Any]) -> None:
+        """Writes the times; see `Step.end`."""
+        parts = vector[0] if vector else self._parts
+        with self._times.on_cpu():
+            with tf.control_dependencies([*tensors_of(sums), parts]):
+                now = tf.timestamp()
+            self._times.write(now, now - self._handed_in, self._steps, parts)
+
+
+def timed(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns a data set of (time at which `next` was called, element, time at which it returned)."""
+    # The data sets of a zip are read in their order.
+    called = inputs.mapped_inline(tf.data.Dataset.from_tensors(0).repeat(), lambda _: tf.timestamp())
+    found = inputs.mapped_inline(
+        tf.data.Dataset.zip(called, dataset.prefetch(2)), lambda *each: (*each, tf.timestamp())
+    )
+    options = tf.data.Options()
+    # The times would be wrong if tf.data read before it is asked.
+    options.experimental_optimization.inject_prefetch = False
+    return found.with_options(options)
 
 
 def tensors_of(structure: Any) -> list[tf.Tensor]:

@@ -160,23 +160,24 @@ class KerasSteps(tf.distribute.Strategy, Closing):
         """Reads a batch and notes the times, or None: see `compat.tensorflow.inputs`."""
         return self._times.note_read if self._times else None
 
-    def _take_times(self, num_rows: int, own_row: int | None, device: str) -> None:
-        """Begins to take the times of train steps; see `StepTimes`."""
+    def _take_times(self, num_rows: int, own_row: int | None, device: str, averages: bool = False) -> StepTimes:
+        """Begins to take the times of train steps; see `StepTimes`. An engine that averages records them later."""
         times, recorder = StepTimes(num_rows, own_row, device), self.distribution.recorder
-        self._times, recorder.is_complete = times, True
-        inputs.note_input_times()
+        if not averages:
+            self._times, recorder.is_complete = times, True
+            inputs.note_input_times()
 
         # A monitor of the user's may ask for a report beside the callback of a fit.
         lock = threading.Lock()
 
         def collect() -> None:
             with lock:
-                untimed, updates = times.take()
+                untimed, *steps = times.take()
                 recorder.add_untimed(untimed)
-                for update in updates:
-                    recorder.record(update)
+                recorder.record_steps(*steps)
 
         self.distribution.collect, self.distribution.gradients_per_batch = collect, lambda: num_rows
+        return times
 
     def _run_stock(self, fn: Any, args: Any, kwargs: Any = None, options: Any = None, model: Any = None) -> Any:
         """Runs a function by the stock method; `model` is that of a step."""

@@ -99,7 +99,8 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
         self._engine = ThreadedEngine(self, policy, names, record, stall_timeout_secs) if policy else None
         if composed.averaging:
             replicas = range(self.num_replicas_in_sync)
-            averaging = composed.averaging, replicas, self._sum_over_workers, 1, self._prepare
+            times = self._take_times(self.num_replicas_in_sync, None, "/device:CPU:0", averages=True)
+            averaging = composed.averaging, replicas, self._sum_over_workers, 1, self._prepare, times
             self._averaging = AveragingEngine(self, *averaging)
         self._is_exclusive = bool(policies)
         if composed.warmup:

@@ -245,7 +245,9 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         if composed.averaging:
             compressed = self._compressed
             of_differences = (lambda: compressed.of_differences) if compressed else None
-            averaging = composed.averaging, parts, sum_up, num_workers, self._prepare, of_differences
+            own = replicas.worker_index(self), replicas.worker_device(self)
+            times = self._take_times(num_workers, *own, averages=True)
+            averaging = composed.averaging, parts, sum_up, num_workers, self._prepare, times, of_differences
             engine = self._averaging = AveragingEngine(self, *averaging)
             if not compressed:
                 self.distribution.bytes_sent = lambda: [engine.bytes_sent] * num_workers

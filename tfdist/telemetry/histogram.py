@@ -10,6 +10,7 @@ of it that telemetry needs.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -20,6 +21,7 @@ _PER_LOG = 1 / math.log(_GAMMA)
 LEAST, MOST = 1e-6, 1e7
 _ZERO = math.ceil(math.log(LEAST) * _PER_LOG)
 _MOST = math.ceil(math.log(MOST) * _PER_LOG)
+_SPAN = _MOST - _ZERO + 1
 
 
 class Histogram:
@@ -62,20 +64,7 @@ class Histogram:
 
     def add_all(self, values: np.ndarray) -> None:
         """Adds many values, each to the bucket to which `add` adds it."""
-        values = np.maximum(np.nan_to_num(values.astype(np.float64), nan=0.0), 0.0)
-        if not len(values):
-            return
-        exact = np.log(np.clip(values, LEAST, MOST)) * _PER_LOG
-        buckets = np.ceil(exact).astype(np.int64)
-        # NumPy's logarithm may differ from that of `math` in the last bit.
-        for index in np.flatnonzero(np.abs(exact - np.rint(exact)) < 1e-9):
-            buckets[index] = math.ceil(math.log(min(max(values[index], LEAST), MOST)) * _PER_LOG)
-        buckets = np.where(values <= LEAST, _ZERO, np.where(values >= MOST, _MOST, buckets))
-        for bucket, count in zip(*(each.tolist() for each in np.unique(buckets, return_counts=True)), strict=True):
-            self._buckets[bucket] = self._buckets.get(bucket, 0) + count
-        self.count += len(values)
-        self.total += float(values.sum())
-        self.least, self.most = min(self.least, float(values.min())), max(self.most, float(values.max()))
+        add_rows([self], np.zeros(len(values), np.int64), values)
 
     def merge(self, other: Histogram) -> None:
         """Adds all values of another histogram."""
@@ -109,6 +98,32 @@ class Histogram:
     def squares(self) -> float:
         """Sum of the squares of the values, within twice the error."""
         return sum(count * _middle(bucket) ** 2 for bucket, count in self._buckets.items())
+
+
+def add_rows(histograms: Sequence[Histogram], owners: np.ndarray, values: np.ndarray) -> None:
+    """Adds each value to the histogram of this index; a few calls of NumPy for all of them."""
+    if not len(values):
+        return
+    values = np.maximum(np.nan_to_num(values.astype(np.float64), nan=0.0), 0.0)
+    exact = np.log(np.clip(values, LEAST, MOST)) * _PER_LOG
+    buckets = np.ceil(exact).astype(np.int64)
+    # NumPy's logarithm may differ from that of `math` in the last bit.
+    for index in np.flatnonzero(np.abs(exact - np.rint(exact)) < 1e-9):
+        buckets[index] = math.ceil(math.log(min(max(values[index], LEAST), MOST)) * _PER_LOG)
+    buckets = np.where(values <= LEAST, _ZERO, np.where(values >= MOST, _MOST, buckets))
+    found, counts = np.unique(owners * _SPAN + buckets - _ZERO, return_counts=True)
+    for key, count in zip(found.tolist(), counts.tolist(), strict=True):
+        of_owner, bucket = histograms[key // _SPAN]._buckets, key % _SPAN + _ZERO
+        of_owner[bucket] = of_owner.get(bucket, 0) + count
+    total, least, most = np.zeros(len(histograms)), np.full(len(histograms), math.inf), np.zeros(len(histograms))
+    np.add.at(total, owners, values)
+    np.minimum.at(least, owners, values)
+    np.maximum.at(most, owners, values)
+    sums = np.bincount(owners, minlength=len(histograms)), total, least, most
+    for each, number, of_values, lowest, highest in zip(histograms, *(row.tolist() for row in sums), strict=True):
+        each.count += number
+        each.total += of_values
+        each.least, each.most = min(each.least, lowest), max(each.most, highest)
 
 
 def _middle(bucket: int) -> float:

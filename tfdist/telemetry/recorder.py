@@ -8,13 +8,18 @@ import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from tfdist.policies.records import Contribution, Outcome, Update
 from tfdist.telemetry import report
 from tfdist.telemetry.histogram import Histogram
 from tfdist.telemetry.report import Report, Times
+from tfdist.telemetry.update_log import Contributions, Updates
 
 # Called with an update, its number of examples, and the number of updates so far.
 Sink = Callable[[Update, int, int], None]
+# Called with synchronous steps, and the number of updates so far.
+StepSink = Callable[[Updates, Contributions, int], None]
 # Called with the index of a replica, and True if it was lost, False if it is back.
 LossSink = Callable[[int, bool], None]
 
@@ -32,7 +37,7 @@ class Sums:
       spread_secs: sum of the times from the first to the last gradient of an update.
       lost: number of gradients lost with their replica, by replica.
       staleness: sum of the staleness of the accepted gradients.
-      reduce_secs: sum of the updates' `reduce_secs`.
+      reduce_secs: sum of the times of the steps' all-reduces.
     """
 
     updates: int
@@ -73,9 +78,10 @@ class Recorder:
 
     Attributes:
       names: names of the replicas in reports.
-      is_complete: True if all updates are recorded. With averages alone they are not: each batch of
-        Keras' loop is an update then.
+      is_complete: True if each update is recorded when it is made. With averages alone, where each batch is an
+        update, those since the last average are recorded with the next one.
       sink: receives each update, under the recorder's lock; None to drop them.
+      step_sink: likewise receives synchronous steps.
       loss_sink: receives losses and returns of replicas.
       has_steps: True if steps were added that no policy has decided about.
     """
@@ -84,6 +90,7 @@ class Recorder:
         self.names = tuple(names)
         self.is_complete = is_complete
         self.sink: Sink | None = None
+        self.step_sink: StepSink | None = None
         self.loss_sink: LossSink | None = None
         self.has_steps = False
         self._lock = threading.RLock()
@@ -131,6 +138,23 @@ class Recorder:
             if self.sink is not None:
                 self.sink(update, examples, self._updates)
 
+    def record_steps(self, updates: Updates, rows: Contributions) -> None:
+        """Adds synchronous steps, each with a gradient of every replica."""
+        if not len(updates):
+            return
+        with self._lock:
+            self.add_untimed(len(updates))
+            self._wait_secs += float(updates.wait.sum(dtype=np.float64))
+            arrivals = rows.arrival.reshape(len(updates), -1)
+            self._spread_secs += float(np.ptp(arrivals, 1).sum(dtype=np.float64))
+            report.add_times(self._times, updates, rows)
+            self._reduce.add_all(updates.reduce)
+            delays, costs = report.costs_of(updates, rows, len(self.names))
+            self._delay_secs = [*map(float.__add__, self._delay_secs, delays.tolist())]
+            self._cost_secs = [*map(float.__add__, self._cost_secs, costs.tolist())]
+            if self.step_sink is not None:
+                self.step_sink(updates, rows, self._updates)
+
     def add_untimed(self, updates: int) -> None:
         """Adds updates of all replicas' gradients whose times are not known."""
         with self._lock:
@@ -147,8 +171,6 @@ class Recorder:
 
     def _add_costs(self, update: Update) -> None:
         """Adds the time for which others waited for the last gradient, and that of gradients without a use."""
-        if update.reduce_secs:
-            self._reduce.add(update.reduce_secs)
         for gradient in update.contributions:
             if gradient.outcome is not Outcome.ACCEPTED:
                 self._cost_secs[gradient.replica] += max(0.0, gradient.arrival - gradient.start)
@@ -162,16 +184,12 @@ class Recorder:
     def _add_times(
         self, contributions: Sequence[Contribution], update: Update | None = None, time: float = 0.0
     ) -> None:
-        opening, summed, first = None, time, 0.0
-        if update is not None:
-            summed = update.time - update.reduce_secs
-            if update.reduce_secs:
-                opening, first = update.time - update.opened_secs, min(each.arrival for each in contributions)
+        summed = time if update is None else update.time
         for gradient in contributions:
             times = self._times.get(gradient.replica)
             if times is None:
                 times = self._times[gradient.replica] = Times()
-            times.add(gradient, summed, opening, first)
+            times.add(gradient, summed)
             if gradient.outcome == Outcome.LOST:
                 self._lost[gradient.replica] += 1
 

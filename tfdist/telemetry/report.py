@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from tfdist.policies.records import Contribution, Outcome
-from tfdist.telemetry.histogram import Histogram
+from tfdist.telemetry.histogram import Histogram, add_rows
 from tfdist.telemetry.update_log import Contributions, Updates
 
 # Beyond so many workers or tasks a table shows some of them, and their number.
@@ -27,31 +27,52 @@ _MOST_STALENESS = 12
 # Two processes that run the same program differ by up to a tenth. A worker that is named is slower than the others by
 # this factor at least, and by this share of a step.
 _SLOW_FACTOR, _SLOW_SHARE = 1.2, 0.15
-# Intervals are of this many standard deviations; of that many gradients in a row the first says all.
-_DEVIATIONS, _CORRELATED = 2.5, 5
+# Intervals are of this many standard deviations. Of so many gradients in a row the first says all, and so it does of
+# those within so many seconds: other programs slow a worker down for that long.
+_DEVIATIONS, _CORRELATED, _CORRELATED_SECS = 2.5, 5, 0.1
+# Of fewer gradients than these nothing is said but their number.
+_FEWEST = 3
+_ENOUGH = 32
 # Shares of a step, and of gradients, that are told in words.
 _MUCH, _SOME_DROPPED = 0.5, 0.05
 
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-    """A median, and the interval in which the true one is."""
+    """A median, and the interval in which the true one is.
+
+    Attributes:
+      low, high: the limits. Of few values they are the least one and infinity, of fewer than three 0 and infinity.
+      middle: the median.
+      p95: the 95th percentile.
+    """
 
     low: float
     middle: float
     high: float
+    p95: float
 
     @staticmethod
-    def of_median(values: Histogram) -> Interval:
+    def of_median(values: Histogram, secs: float = math.inf) -> Interval:
         """Returns the interval between two order statistics, by the binomial distribution; for correlated values.
 
         Of n independent values, as many are below the median as heads fall in n throws: n/2 +- z sqrt(n)/2. Successive
-        gradients of a worker are not independent, so n is a fifth of their number. Few values bound nothing.
+        gradients of a worker are not independent, so n is a fifth of their number, and at most 10 for each second.
+
+        Args:
+          values: the values.
+          secs: in how much time they were measured.
         """
-        around = 50 * _DEVIATIONS * math.sqrt(_CORRELATED / max(1, values.count))
+        independent = min(values.count / _CORRELATED, secs / _CORRELATED_SECS)
+        around = 50 * _DEVIATIONS / math.sqrt(max(1e-9, independent))
+        middle, p95 = values.percentile(50), values.percentile(95)
         if around >= 50:
-            return Interval(0.0, values.percentile(50), math.inf)
-        return Interval(values.percentile(50 - around), values.percentile(50), values.percentile(50 + around))
+            return Interval(values.least if values.count >= _FEWEST else 0.0, middle, math.inf, p95)
+        return Interval(values.percentile(50 - around), middle, values.percentile(50 + around), p95)
+
+    def is_above(self, other: Interval) -> bool:
+        """Returns True if this median is above the other; if its values are few, each is above 95 % of the other's."""
+        return self.low > (other.high if self.high < math.inf else other.p95)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,15 +97,16 @@ def slow_workers(times: Mapping[str, Interval], late: Mapping[str, Interval], st
         in it. {} where gradients don't wait for each other: then `times` decide.
       step_secs: length of a step, with waits and all-reduces.
     """
+    apart = late if late.keys() == times.keys() else times
     ordered = sorted(times, key=lambda name: -times[name].middle)
     for count in range(1, max(2, (len(ordered) + 1) // 2)):
-        slow, others = ordered[:count], ordered[count:]
+        # A worker with few gradients is named, but says nothing of others.
+        slow, others = ordered[:count], [name for name in ordered[count:] if apart[name].high < math.inf]
         if not others:
             return None
         usual = statistics.median(times[name].middle for name in others)
         least = max(_SLOW_FACTOR * usual, usual + _SLOW_SHARE * step_secs)
-        apart = late if late.keys() == times.keys() else times
-        is_apart = min(apart[name].low for name in slow) > max(apart[name].high for name in others)
+        is_apart = all(apart[name].is_above(apart[other]) for name in slow for other in others)
         if is_apart and min(times[name].middle for name in slow) >= least:
             return Slow(tuple(slow), times[slow[0]].middle / usual if usual else math.inf)
     return None
@@ -100,7 +122,7 @@ class Times:
       wait: from the arrival of an accepted gradient to that of the last one that the update needs.
       rest: from the end of the last all-reduce to the start, where that is measured.
       own: all that the worker takes itself: rest and step.
-      late: from the first arrival of the same step to its own, where that is measured.
+      late: from the first arrival of the same step to its own, where that is measured and the update has waited.
       held: how long it was held back before the start.
     """
 
@@ -112,30 +134,14 @@ class Times:
             setattr(self, kind, Histogram())
         self.staleness: collections.Counter[int] = collections.Counter()
 
-    def add(
-        self, gradient: Contribution, summed_at: float, opened_at: float | None = None, first_at: float = 0.0
-    ) -> None:
-        """Adds a gradient; of a lost one no time is known.
-
-        Args:
-          gradient: the gradient.
-          summed_at: when the last gradient was there.
-          opened_at: when the last all-reduce ended; None where that is not measured.
-          first_at: when the first gradient of the step was there.
-        """
-        _, start, arrival, outcome, staleness, _, held, read = gradient
+    def add(self, gradient: Contribution, summed_at: float) -> None:
+        """Adds a gradient; the last one of its update was there at `summed_at`. Of a lost one no time is known."""
+        _, start, arrival, outcome, staleness, _, held, _ = gradient
         if outcome is Outcome.LOST:
             return
         self.step.add(arrival - start)
         self.held.add(held)
-        if opened_at is None:
-            self.own.add(arrival - start)
-        else:
-            self.input.add(read)
-            self.compute.add(arrival - start - read)
-            self.rest.add(start - opened_at)
-            self.own.add(arrival - opened_at)
-            self.late.add(arrival - first_at)
+        self.own.add(arrival - start)
         if outcome is Outcome.ACCEPTED:
             self.wait.add(summed_at - arrival)
             self.staleness[staleness] = self.staleness.get(staleness, 0) + 1
@@ -147,10 +153,10 @@ class Times:
         self.staleness.update(other.staleness)
 
 
-def of_log(updates: Updates, contributions: Contributions, names: Sequence[str]) -> Report:
-    """Returns the report of consecutive updates of a log; its counts are of these updates."""
+def add_times(times: dict[int, Times], updates: Updates, rows: Contributions) -> None:
+    """Adds the gradients of consecutive updates to the times of each worker, by its index."""
     update = np.repeat(np.arange(len(updates)), updates.count)
-    rows, reduce = contributions, updates.reduce[update].astype(np.float64)
+    reduce = updates.reduce[update].astype(np.float64)
     start, arrival = rows.start.astype(np.float64), rows.arrival.astype(np.float64)
     opened = -updates.opened[update].astype(np.float64)
     is_accepted, is_known = rows.outcome == Outcome.ACCEPTED, rows.outcome != Outcome.LOST
@@ -164,18 +170,23 @@ def of_log(updates: Updates, contributions: Contributions, names: Sequence[str])
         "compute": (is_known & is_timed, arrival - start - rows.input),
         "rest": (is_known & is_timed, start - opened),
         "own": (is_known, arrival - np.where(is_timed, opened, start)),
-        "late": (is_known & is_timed, arrival - first[update]),
+        "late": (is_known & is_timed & (updates.wait[update] > 0), arrival - first[update]),
         "wait": (is_accepted, -reduce - arrival),
     }
-    found: dict[str, Times] = {}
-    order = np.argsort(rows.worker, kind="stable")
-    limits = np.searchsorted(rows.worker[order], np.arange(len(names) + 1))
-    for worker, name in enumerate(names):
-        mine = order[limits[worker] : limits[worker + 1]]
-        if len(mine):
-            times = found[name] = Times()
-            for kind, (chosen, secs) in values.items():
-                getattr(times, kind).add_all(secs[mine[chosen[mine]]])
+    worker = rows.worker.astype(np.int64)
+    present = np.flatnonzero(np.bincount(worker))
+    place = np.searchsorted(present, worker)
+    all_of_them = [times.setdefault(each, Times()) for each in present.tolist()]
+    owners = [(place * len(values) + index)[chosen] for index, (chosen, _) in enumerate(values.values())]
+    secs = [each[chosen] for chosen, each in values.values()]
+    histograms = [getattr(each, kind) for each in all_of_them for kind in values]
+    add_rows(histograms, np.concatenate(owners), np.concatenate(secs))
+
+
+def of_log(updates: Updates, contributions: Contributions, names: Sequence[str]) -> Report:
+    """Returns the report of consecutive updates of a log; its counts are of these updates."""
+    rows, times = contributions, dict[int, Times]()
+    add_times(times, updates, rows)
     reduced = Histogram()
     reduced.add_all(updates.reduce[updates.reduce > 0])
     counts = {
@@ -183,8 +194,8 @@ def of_log(updates: Updates, contributions: Contributions, names: Sequence[str])
         for outcome in Outcome
         for found_of in [np.bincount(rows.worker[rows.outcome == outcome], minlength=len(names))]
     }
-    staleness = np.bincount(rows.staleness[is_accepted])
-    delays, costs = _costs(update, rows, len(names))
+    staleness = np.bincount(rows.staleness[rows.outcome == Outcome.ACCEPTED])
+    delays, costs = costs_of(updates, rows, len(names))
     return Report(
         updates=len(updates),
         accepted=counts[Outcome.ACCEPTED],
@@ -197,7 +208,7 @@ def of_log(updates: Updates, contributions: Contributions, names: Sequence[str])
         delay_secs=dict(zip(names, delays.tolist(), strict=True)),
         cost_secs=dict(zip(names, costs.tolist(), strict=True)),
         reduce_secs=percentiles_of(reduced),
-        **columns(found),
+        **columns({names[worker]: each for worker, each in sorted(times.items())}),
     )
 
 
@@ -208,14 +219,9 @@ def newest(updates: Updates, contributions: Contributions, most: int) -> tuple[U
     return updates[first:], contributions[int(offsets[first]) :]
 
 
-def _costs(update: np.ndarray, rows: Contributions, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns `delay_secs` and `cost_secs` of a `Report`, by worker.
-
-    Args:
-      update: index of the update of each gradient.
-      rows: the gradients.
-      count: number of workers.
-    """
+def costs_of(updates: Updates, rows: Contributions, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns `delay_secs` and `cost_secs` of a `Report`, by worker; `count` is the number of workers."""
+    update = np.repeat(np.arange(len(updates)), updates.count)
     is_accepted = rows.outcome == Outcome.ACCEPTED
     secs = np.maximum(rows.arrival.astype(np.float64) - rows.start, 0)
     costs = np.bincount(rows.worker, np.where(is_accepted, 0, secs), count)
@@ -240,9 +246,13 @@ def columns(times: Mapping[str, Times]) -> dict[str, Any]:
         field: {name: percentiles_of(getattr(each, kind)) for name, each in times.items()}
         for field, kind in fields.items()
     }
+    secs = max((each.own.total + each.wait.total + each.held.total for each in times.values()), default=0.0)
     for kind in ("own", "late"):
-        values = {name: getattr(each, kind) for name, each in times.items()}
-        found[f"{kind}_secs"] = {name: Interval.of_median(each) for name, each in values.items() if each.count}
+        found[f"{kind}_secs"] = {
+            name: Interval.of_median(getattr(each, kind), secs)
+            for name, each in times.items()
+            if getattr(each, kind).count
+        }
     return found
 
 
@@ -370,13 +380,22 @@ class Report:
             return ""
         slow, shares = self.slow, self._shares()
         if slow is None:
-            text = "no worker stands out" if len(self.accepted) > 1 else ""
+            text = (self._few() or "no worker stands out") if len(self.accepted) > 1 else ""
             of_all = [f"{_percent(share)} of a step is {what}" for what, share in shares.items() if share >= _MUCH]
             return "; ".join(each for each in (text, *of_all) if each)
         names = " and ".join(slow.names) if len(slow.names) < 3 else f"{slow.names[0]} and {len(slow.names) - 1} others"
         are = "are" if len(slow.names) > 1 else "is"
         factor = f"{slow.factor:.1f}" if slow.factor < 9.95 else f"{slow.factor:.0f}"
         return f"{names} {are} {factor} times as slow as the median{self._why(slow)}"
+
+    def _few(self) -> str:
+        """Returns a line on a worker that has sent hardly a gradient, and was not lost; "" if there is none."""
+        sent = {name: count + self.dropped.get(name, 0) for name, count in self.accepted.items()}
+        usual = int(statistics.median(sent.values()))
+        name = min(sent, key=lambda name: sent[name])
+        if sent[name] >= _FEWEST or self.lost.get(name) or usual < _ENOUGH:
+            return ""
+        return f"{name} has sent {sent[name]} gradient{'' if sent[name] == 1 else 's'}, the others {usual} (median)"
 
     def _shares(self) -> dict[str, float]:
         """Returns which shares of the mean step the input and the all-reduce take, where they are measured."""
@@ -416,7 +435,9 @@ class Report:
             more = f", ... up to {max(self.staleness)}" if len(counts) > _MOST_STALENESS else ""
             lines.append("gradients by staleness: " + ", ".join(counts[:_MOST_STALENESS]) + more)
         if any(self.held_secs.values()):
-            lines.append("held back: " + _listed({name: f"{secs:.2f} s" for name, secs in self.held_secs.items()}))
+            lines.append(
+                "idle between gradients: " + _listed({name: f"{secs:.2f} s" for name, secs in self.held_secs.items()})
+            )
         lines += self._tasks()
         kinds = {"lost": self.losses, "back": self.returns, "restarted": self.restarts}
         if any(kinds.values()):
@@ -441,7 +462,7 @@ class Report:
         kinds = {"step, ms p50/p95": self.step_secs}
         if any(each.count for each in self.input_secs.values()):
             kinds = {"input, ms p50/p95": self.input_secs, "compute, ms": self.compute_secs, "rest, ms": self.rest_secs}
-        kinds |= {"wait, ms": self.wait, "held, ms": self.held}
+        kinds |= {"wait, ms": self.wait, "idle, ms": self.held}
         kinds = {name: found for name, found in kinds.items() if any(each.most for each in found.values())}
         rows[0] += [*kinds, *(["lost"] if any(self.lost.values()) else [])]
         names = list(self.accepted)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdist import _log
@@ -21,7 +22,16 @@ from tfdist.coordination.usage import Usage
 from tfdist.policies.records import Change, Contribution, Update
 from tfdist.telemetry import scalar_files, summaries
 from tfdist.telemetry.recorder import Sums, Times
-from tfdist.telemetry.update_log import EventKind, Files, Header, LocalFiles, LogWriter, UpdateRecord
+from tfdist.telemetry.update_log import (
+    Contributions,
+    EventKind,
+    Files,
+    Header,
+    LocalFiles,
+    LogWriter,
+    UpdateRecord,
+    Updates,
+)
 
 # Files of an update log on an object store, by `tf.io.gfile`.
 
@@ -92,7 +102,7 @@ class LogSink:
       names: names of the replicas.
       is_warming: returns True during a warmup phase.
       on_event: receives changes of the policy, losses and returns.
-      examples_of: returns the number of examples in an update, where the engine doesn't know it.
+      examples_of: returns the number of examples in so many gradients, where the engine doesn't know it.
 
     Attributes:
       writer: writes the log; None writes none.
@@ -103,7 +113,7 @@ class LogSink:
         names: Sequence[str],
         is_warming: Callable[[], bool],
         on_event: OnEvent,
-        examples_of: Callable[[Update], int],
+        examples_of: Callable[[int], int],
     ) -> None:
         self._names = tuple(names)
         self._is_warming = is_warming
@@ -133,14 +143,29 @@ class LogSink:
                     update.time,
                     update.opened_secs,
                     update.wait_secs,
-                    examples or self._examples_of(update),
+                    examples or self._examples_of(len(update.contributors)),
                     int(self._is_warming()),
                     update.contributions,
-                    update.reduce_secs,
                 )
             )
         if update.changes:
             self._tell_changes(update.changes)
+        self._check_phase()
+
+    def record_steps(self, updates: Updates, rows: Contributions, count: int) -> None:
+        """See `recorder.StepSink`."""
+        writer = self.writer
+        if writer is not None:
+            made = count - self._updates - np.arange(len(updates))[::-1]
+            examples = self._examples_of(len(rows) // len(updates))
+            writer.add_columns(
+                updates.replace(
+                    step=self._iterations + made // self._per_iteration,
+                    examples=np.full(len(updates), examples),
+                    phase=np.full(len(updates), self._is_warming()),
+                ),
+                rows,
+            )
         self._check_phase()
 
     def step(self, iterations: int, examples: int, contributions: tuple[Contribution, ...]) -> None:
@@ -462,8 +487,8 @@ class Session:
         self._is_closed = False
         self._max_contributions = max_contributions
         # Last: from here on the recorder hands over.
-        if recorder.is_complete:
-            recorder.sink, recorder.loss_sink = self.sink.record, self.sink.lost
+        recorder.sink, recorder.step_sink = self.sink.record, self.sink.record_steps
+        recorder.loss_sink = self.sink.lost
         if self.is_chief:
             self._begin_session(hparams)
         self._is_begun = False
@@ -471,14 +496,11 @@ class Session:
 
     @property
     def times_steps(self) -> bool:
-        """True if the engine doesn't time the present update: without a policy, and in the phase of its own engine."""
-        is_in_phase = self._distribution.is_warming() and self._distribution.serving is None
-        return is_in_phase or not self._recorder.is_complete
+        """True in a phase of `Warmup` with an engine of its own, which times no update."""
+        return self._distribution.is_warming() and self._distribution.serving is None
 
     def replicas_in_step(self) -> Sequence[int]:
-        """Returns the replicas of this process that train in a step without a policy: not all in a warmup phase."""
-        if not self._distribution.is_warming():
-            return self._replicas
+        """Returns the replicas of this process that train in the warmup phase."""
         taking_part = self._strategy.replicas_to_aggregate
         return [replica for replica in self._replicas if replica < taking_part]
 
@@ -486,8 +508,8 @@ class Session:
         """Returns the number of examples in so many gradients; 0 if it isn't known."""
         return self._batch_size * gradients / self._gradients_per_batch if self._gradients_per_batch else 0.0
 
-    def _examples_of(self, update: Update) -> int:
-        return int(self.examples(len(update.contributors)))
+    def _examples_of(self, gradients: int) -> int:
+        return int(self.examples(gradients))
 
     def counted_bytes(self) -> Sequence[int]:
         """See `Distribution.bytes_sent`."""
@@ -505,11 +527,12 @@ class Session:
     ) -> None:
         """Hands a point to the writer's thread."""
         self._iteration = iteration
-        add, is_complete = self.events.add, self._recorder.is_complete
+        add = self.events.add
         if self.is_chief:
             has_policy = bool(self._distribution.policies) or self._distribution.serving is not None
-            settings, of_policy = self._settings() if has_policy else {}, sums if is_complete or sums.updates else None
-            given = secs, updates, examples, of_policy, times, settings, counted, has_policy
+            has_policy &= self._recorder.is_complete
+            settings = self._settings() if has_policy else {}
+            given = secs, updates, examples, sums, times, settings, counted, has_policy
             add("", iteration, lambda: summaries.job(*given))
         self._add_usage(iteration)
 
@@ -532,7 +555,7 @@ class Session:
         if ended and self.is_chief:
             self.sink.span(EventKind.FINISHED, ended, time.monotonic(), 0.0)
         if self._recorder.sink == self.sink.record:
-            self._recorder.sink = self._recorder.loss_sink = None
+            self._recorder.sink = self._recorder.step_sink = self._recorder.loss_sink = None
         if status == summaries.SUCCESS:
             if self.is_chief:
                 end = time.time()
@@ -575,12 +598,10 @@ class Session:
             self._note_restart()
 
     def _open_log(self, is_resumed: bool) -> None:
-        if not self._max_contributions or not (self.is_chief or not self._recorder.is_complete):
+        if not self._max_contributions or not self.is_chief:
             return
-        # A task that decides, or is alone, writes the log of all workers.
-        run = "policy" if self._recorder.is_complete else self._run_of(self._replicas[0])
         self.sink.writer = open_log(
-            os.path.join(self.events.directory, run),  # noqa: PTH118 - may be a gs:// path
+            os.path.join(self.events.directory, "policy"),  # noqa: PTH118 - may be a gs:// path
             is_resumed=is_resumed,
             job=self._distribution.job,
             task=self._distribution.task,

@@ -186,7 +186,7 @@ def job(
     secs: float,
     updates: float,
     examples: float,
-    sums: Sums | None,
+    sums: Sums,
     times: Mapping[int, Times],
     settings: Mapping[str, float],
     counted: Sequence[float],
@@ -198,7 +198,7 @@ def job(
       secs: length of the interval.
       updates: number of updates.
       examples: number of examples in their gradients; 0 if it isn't known.
-      sums: of the recorder; None if no policy decides about gradients.
+      sums: of the recorder.
       times: of the gradients of each worker that is known here.
       settings: settings of the policy.
       counted: bytes that each worker has sent for each update, where tfdist counts them.
@@ -213,8 +213,8 @@ def job(
     values += [scalar(f"policy/{name}", value) for name, value in settings.items()]
     if counted:
         values.append(scalar("network/counted_bytes_per_update", sum(counted) / len(counted)))
-    is_decided = sums is not None and sums.updates > 0
-    if sums is not None and is_decided:
+    is_decided = sums.updates > 0
+    if is_decided:
         values += [
             scalar("wait/per_update_secs", sums.wait_secs / sums.updates),
             scalar("wait/first_to_last_secs", sums.spread_secs / sums.updates),

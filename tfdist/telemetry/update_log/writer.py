@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -70,7 +71,7 @@ class LogWriter:
         self._warned = False
         # Guards what `add` and `event` append to.
         self._lock = threading.Lock()
-        self._records: list[UpdateRecord] = []
+        self._records: list[UpdateRecord | _Rows] = []
         self._gradients = 0
         self._events: list[tuple[float, int, int, str, float]] = []
         self._left_out = 0
@@ -90,6 +91,18 @@ class LogWriter:
         with self._lock:
             self._records.append(record)
             self._gradients += len(record.contributions)
+            if self._gradients > _MAX_PENDING:
+                self._leave_out()
+
+    def add_columns(self, updates: Updates, contributions: Contributions) -> None:
+        """Adds updates, each of equally many gradients; their times are on the clock of `add`."""
+        updates = updates.replace(time=updates.time - self._zero_secs)
+        count, width = len(updates), len(contributions) // max(1, len(updates))
+        cuts = [*range(0, count, max(1, _BLOCK // (width + 1))), count]
+        with self._lock:
+            for begin, end in itertools.pairwise(cuts):
+                self._records.append(_Rows(updates[begin:end], contributions[begin * width : end * width]))
+            self._gradients += len(contributions)
             if self._gradients > _MAX_PENDING:
                 self._leave_out()
 
@@ -164,9 +177,9 @@ class LogWriter:
         with self._lock:
             records, self._records, self._gradients = self._records, [], 0
             events, self._events = self._events, []
-        for rows in _blocks(records):
-            self._blocks.append(segments.Detail(self._num_updates, *_columns(rows, self._zero_secs), Events.empty()))
-            self._num_updates += len(rows)
+        for columns in _blocks(records, self._zero_secs):
+            self._blocks.append(segments.Detail(self._num_updates, *columns, Events.empty()))
+            self._num_updates += len(columns.updates)
         if events:
             columns = _events(events, self._zero_secs)
             nothing = segments.Detail(self._num_updates, Updates.empty(), Contributions.empty(), columns)
@@ -183,12 +196,28 @@ class LogWriter:
             self._warn(line)
 
 
-def _blocks(records: Sequence[UpdateRecord]) -> list[Sequence[UpdateRecord]]:
-    """Cuts records into blocks of about `_BLOCK` gradients."""
-    sizes = np.fromiter((len(each.contributions) + 1 for each in records), np.int64, len(records))
-    block = np.cumsum(sizes) // _BLOCK
-    cuts = [0, *(np.flatnonzero(np.diff(block)) + 1).tolist(), len(records)]
-    return [records[begin:end] for begin, end in itertools.pairwise(cuts) if end > begin]
+class _Rows(NamedTuple):
+    """Updates as columns, on the clock of the log."""
+
+    updates: Updates
+    contributions: Contributions
+
+
+def _blocks(records: Sequence[UpdateRecord | _Rows], zero_secs: float) -> list[_Rows]:
+    """Returns records as blocks of about `_BLOCK` gradients, in their order."""
+    found: list[_Rows] = []
+    for is_block, group in itertools.groupby(records, lambda each: isinstance(each, _Rows)):
+        given: Any = list(group)
+        if is_block:
+            found += given
+            continue
+        sizes = np.fromiter((len(each.contributions) + 1 for each in given), np.int64, len(given))
+        block = np.cumsum(sizes) // _BLOCK
+        cuts = [0, *(np.flatnonzero(np.diff(block)) + 1).tolist(), len(given)]
+        found += [
+            _Rows(*_columns(given[begin:end], zero_secs)) for begin, end in itertools.pairwise(cuts) if end > begin
+        ]
+    return found
 
 
 def _columns(records: Sequence[UpdateRecord], zero_secs: float) -> tuple[Updates, Contributions]:
