@@ -210,6 +210,7 @@ def test_data_of_which_nobody_knows_whose_they_are_are_refused(strategy: Any, do
         (lambda: with_policy(pairs().batch(4), "FILE"), "AutoShardPolicy.FILE needs a data set that reads files"),
         (lambda: with_policy(pairs().batch(4), "OFF" if index() else "AUTO"), "must be given the same data set"),
         (lambda: pairs().take(20 + index()).batch(4), "must be given the same data set"),
+        (lambda: pairs().shuffle(40, seed=index()).batch(4), "shuffle in different orders.* seeds .*/1 on worker:1"),
         (lambda: pairs().shard(2, index()).take(10).batch(4), "x in place of .* examples of checksum"),
         (lambda: tf.data.Dataset.from_tensor_slices([NUMBERS[index() : 20 : 2]] * 2).batch(4), "examples of checksum"),
         (lambda: tf.data.TextLineDataset([f"{index()}.txt"]).batch(4).map(lambda x: (x, x)), "examples of checksum"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers compare their calls, callbacks, models and weights before they begin."""
+"""Workers compare their calls, callbacks, models, weights and data before they begin."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tfdist.compat.keras import calls
-from tfdist.strategies import _shared_calls
+from tfdist.compat.tensorflow import inputs
+from tfdist.strategies import _shared_calls, _shared_datasets
 
 EARLY = keras.callbacks.EarlyStopping()
 
@@ -28,7 +30,7 @@ class Fake:
         traits = own and [
             _shared_calls._traits(other),
             _shared_calls._callbacks(other),
-            _shared_calls._values(other.model),
+            _shared_calls._values(other),
         ]
         return {"worker:0": [own, data], "worker:1": [traits, data]}
 
@@ -110,3 +112,55 @@ def test_numbers_that_are_not_finite_differ_from_finite_ones_only():
     assert _shared_calls._difference([[nan, nan], [nan, inf]]) is None
     assert _shared_calls._difference([[1.0, 1.0], [nan, inf]])
     assert _shared_calls._difference([[0.0, 0.0], [0.0, 0.0]]) is None
+
+
+class Worker:
+    """Agreement of one of two workers, of which the first one has come to the exchange before."""
+
+    tasks, count = ("worker:0", "worker:1"), 3
+
+    def __init__(self, index: int, store: dict[str, Any]) -> None:
+        self.task, self._store = self.tasks[index], store
+
+    def gather(self, value: Any, what: str) -> dict[str, Any]:
+        self._store[self.task] = value
+        return {task: self._store.get(task, value) for task in self.tasks}
+
+    def publish(self, key: str, value: str) -> None:
+        self._store[key] = value
+
+    def receive(self, key: str, timeout_secs: float) -> str | None:
+        return self._store.get(key)
+
+
+def compare_data(*datasets: tf.data.Dataset) -> None:
+    store: dict[str, Any] = {}
+    for index, dataset in enumerate(datasets):
+        agreement: Any = Worker(index, store)
+        _shared_datasets.compare(dataset, agreement, is_for_predict=False, is_apart=False)
+
+
+def test_map_on_one_worker_alone_is_a_warning():
+    rows = tf.data.Dataset.from_tensor_slices((np.zeros((8, 2)), np.zeros(8))).batch(4)
+    slow = rows.map(lambda x, y: tf.numpy_function(lambda *given: given, [x, y], [x.dtype, y.dtype]))
+    slow = slow.map(lambda x, y: (tf.ensure_shape(x, [None, 2]), y))
+    with pytest.warns(RuntimeWarning, match="functions of map or filter differ"):
+        compare_data(rows, slow)
+    with pytest.raises(ValueError, match=r"same structure, dtypes and shapes; .* worker:1: .*float32"):
+        compare_data(rows, rows.map(lambda x, y: (tf.cast(x, tf.float32), y)))
+
+
+def test_generators_that_differ_between_workers_are_said(capfd: pytest.CaptureFixture[str]):
+    inputs.note_generators()
+
+    def generated(first: int) -> tf.data.Dataset:
+        numbers = range(first, first + 20)
+        return tf.data.Dataset.from_generator(lambda: numbers, output_signature=tf.TensorSpec([], tf.int64)).batch(4)
+
+    for second, is_said in ((0, False), (1, True)):
+        datasets = generated(0), generated(second)
+        compare_data(*datasets)
+        for dataset in datasets:
+            assert len(list(dataset)) == 5
+        text = capfd.readouterr().err
+        assert ("generators, or PyDatasets, of worker:1 and worker:0 return different examples" in text) is is_said

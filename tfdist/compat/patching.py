@@ -10,6 +10,7 @@ until it is removed.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -54,4 +55,5 @@ def once(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
         # `wraps` takes over the marks of those who have wrapped the original.
         replacement = functools.wraps(original)(wrap(original))
         setattr(replacement, mark, True)
-        setattr(owner, name, replacement)
+        is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+        setattr(owner, name, staticmethod(replacement) if is_static else replacement)

@@ -140,6 +140,11 @@ class Agreement:
         """True on the chief."""
         return self.task == self.tasks[0]
 
+    @property
+    def count(self) -> int:
+        """Number of exchanges so far: the same on all workers between them."""
+        return self._count
+
     def start(self, has_gpus: bool) -> None:
         """Starts to look after the waits of this worker, until the program ends."""
         self.reporter.start()

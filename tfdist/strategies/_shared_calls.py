@@ -32,6 +32,8 @@ _CALLBACKS = (
 )
 # Numbers of a variable that are compared, and their relative difference that rounding can't make.
 _NUMBERS = 4
+# About so many weights are compared where only weights are, as by `predict`.
+_WEIGHTS = 8
 _TOLERANCE = 1e-2
 _REMEDY = "do it on every worker, and remove the `if` around it"
 
@@ -50,7 +52,7 @@ def gather(agreement: Agreement, value: Any, what: str, is_apart: bool = False) 
     """
     call = calls.current()
     is_compared = call is None or call.is_compared or call.kind not in ("fit", "evaluate", "predict")
-    own = None if is_compared else [_traits(call), _callbacks(call), [] if is_apart else _values(call.model)]
+    own = None if is_compared else [_traits(call), _callbacks(call), [] if is_apart else _values(call)]
     found = agreement.gather([own, value], what)
     if call is not None and all(traits is not None for traits, _ in found.values()):
         call.is_compared = True
@@ -77,17 +79,19 @@ def _callbacks(call: calls.Call) -> list[str]:
     return sorted(type(callback).__name__ for callback in each if isinstance(callback, _CALLBACKS))
 
 
-def _variables(model: keras.Model) -> list[Any]:
-    """Returns the variables that are equal on all workers."""
-    variables = list(model.trainable_variables) if model.built else []
-    for optimizer in optimizers_of(model):
+def _variables(call: calls.Call) -> list[Any]:
+    """Returns variables that are equal on all workers: all for `fit`, and some weights for others, often called."""
+    variables = list(call.model.trainable_variables) if call.model.built else []
+    if call.kind != "fit":
+        return variables[:: max(1, len(variables) // _WEIGHTS)]
+    for optimizer in optimizers_of(call.model):
         variables += optimizer.variables
     return variables
 
 
-def _values(model: keras.Model) -> list[list[float]]:
+def _values(call: calls.Call) -> list[list[float]]:
     """Returns, for each of these variables, the sum of a few of its numbers and that of their absolute values."""
-    return [_value(copies.copies_of(variable)[0]) for variable in _variables(model)]
+    return [_value(copies.copies_of(variable)[0]) for variable in _variables(call)]
 
 
 def _value(copy: tf.Variable) -> list[float]:
@@ -124,7 +128,7 @@ def _check(call: calls.Call, found: Mapping[str, Any]) -> None:
         )
     # Their names may differ: they have running numbers.
     values = {task: each[2] for task, each in found.items()}
-    for variable, *pairs in zip(_variables(call.model), *values.values(), strict=False):
+    for variable, *pairs in zip(_variables(call), *values.values(), strict=False):
         if difference := _difference(pairs):
             what, numbers = difference
             received = ", ".join(f"{number:g} on {task}" for task, number in zip(values, numbers, strict=True))

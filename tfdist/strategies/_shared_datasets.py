@@ -6,13 +6,15 @@ from __future__ import annotations
 import contextlib
 import enum
 import hashlib
+import itertools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
+from tfdist import _log
 from tfdist.compat.tensorflow import inputs
 from tfdist.engines.agreement import Agreement
 from tfdist.passes.dataset_graph import DatasetGraph, fingerprint_of
@@ -30,8 +32,18 @@ _UNORDERED = (
 _OTHER_FUNCTIONS = (
     "dataset: the functions of map or filter differ between the workers. Of each batch of its own data each worker "
     "uses its part, so of examples that only one worker has, some are never used: give all workers the same data set, "
-    "or shard it yourself with AutoShardPolicy.OFF"
+    "or shard it yourself with AutoShardPolicy.OFF. Functions that leave the examples as they are may differ"
 )
+_OTHER_ORDERS = (
+    "the workers shuffle in different orders, so that an epoch would have some examples twice and others never; call "
+    "dataset.shuffle(..., seed=...) with the same seed on all workers"
+)
+_OTHER_EXAMPLES = (
+    "dataset: the Python generators, or PyDatasets, of {own} and {others} return different examples. Of each batch of "
+    "its own each worker uses its part, and the rest is never used: return the same examples on all workers, or give "
+    "each its own with strategy.distribute_datasets_from_function. Examples that are drawn at random may differ"
+)
+_RECEIVE_SECS = 0.05
 
 
 class Division(enum.Enum):
@@ -69,23 +81,32 @@ def compare(dataset: tf.data.Dataset, agreement: Agreement | None, is_for_predic
             "tf.data.experimental.SHARD_HINT) all workers would use the same examples; leave the option away"
         )
     content = _content(dataset) if policy == _POLICY.OFF else _Content()
-    traits = [f"AutoShardPolicy.{policy.name}", *_sources(dataset), f"{int(dataset.cardinality())} batches"]
+    traits = [*_spec(dataset.element_spec), f"{int(dataset.cardinality())} batches", *_checksums(dataset)]
     functions = [] if policy == _POLICY.OFF else _functions(dataset)
-    found = _shared_calls.gather(agreement, [traits, functions, *content], "comparing the data sets", is_apart)
-    contents = {task: _Content(*others) for task, (_, _, *others) in found.items()}
-    _check_same({task: traits[:1] for task, (traits, *_) in found.items()})
+    own = [f"AutoShardPolicy.{policy.name}", traits, functions, _orders(dataset), *content]
+    found = _shared_calls.gather(agreement, own, "comparing the data sets", is_apart)
+    contents = {task: _Content(*others) for task, (_, _, _, _, *others) in found.items()}
+    _check_same({task: [name] for task, (name, *_) in found.items()})
     if policy == _POLICY.OFF and _are_own(contents):
         if is_for_predict:
             raise ValueError(f"predict: {_UNORDERED}. Received: AutoShardPolicy.OFF, and data sets that differ")
         return Division.OWN
-    _check_same({task: traits for task, (traits, *_) in found.items()})
-    if len({str(prints) for _, prints, *_ in found.values()}) > 1 and policy != _POLICY.HINT:
-        warnings.warn(_OTHER_FUNCTIONS, RuntimeWarning, stacklevel=2)
+    _check_specs({task: traits[:2] for task, (_, traits, *_) in found.items()})
+    _check_same({task: traits[2:] for task, (_, traits, *_) in found.items()})
     if policy == _POLICY.HINT and is_for_predict:
         raise ValueError(f"predict: {_UNORDERED}. Received: AutoShardPolicy.HINT")
+    if policy != _POLICY.HINT:
+        if len({str(prints) for _, _, prints, *_ in found.values()}) > 1:
+            warnings.warn(_OTHER_FUNCTIONS, RuntimeWarning, stacklevel=2)
+        _compare_generated(dataset, agreement)
     # Files have no order, so predictions need all of them on each worker.
-    is_by_tensorflow = policy == _POLICY.HINT or (policy == _POLICY.FILE and not is_for_predict)
-    return Division.TENSORFLOW if is_by_tensorflow else Division.DEALT
+    if policy == _POLICY.HINT or (policy == _POLICY.FILE and not is_for_predict):
+        return Division.TENSORFLOW
+    orders = {task: orders for task, (_, _, _, orders, *_) in found.items()}
+    if len(set(map(tuple, orders.values()))) > 1:
+        shown = ", ".join(f"seeds {' and '.join(each) or 'of no shuffle'} on {task}" for task, each in orders.items())
+        raise ValueError(f"dataset: {_OTHER_ORDERS}. Received: {shown}")
+    return Division.DEALT
 
 
 @contextlib.contextmanager
@@ -144,9 +165,9 @@ def _are_own(contents: Mapping[Any, _Content]) -> bool:
 
 
 def _check_same(traits: Mapping[Any, Sequence[str]]) -> None:
-    """Raises ValueError if the workers' data sets, or their sources, show different shapes, lengths or options."""
-    # Those of the sources show different lengths or shares of arrays, and numbers of files.
-    for each in zip(*traits.values(), strict=False):
+    """Raises ValueError if the workers' data sets, or their sources, show different lengths, examples or options."""
+    # Those of the sources show different shares of arrays, and numbers of files.
+    for each in itertools.zip_longest(*traits.values(), fillvalue="nothing"):
         if len(set(each)) > 1:
             shown = ", ".join(f"{task}: {trait}" for task, trait in zip(traits, each, strict=True))
             raise ValueError(
@@ -154,6 +175,32 @@ def _check_same(traits: Mapping[Any, Sequence[str]]) -> None:
                 "x in place of x[rank::n], seed what is drawn at random, or shard it yourself with "
                 f"AutoShardPolicy.OFF. Received: {shown}"
             )
+
+
+def _check_specs(specs: Mapping[Any, Sequence[Any]]) -> None:
+    """Raises ValueError if the workers' elements have different structures, dtypes or shapes.
+
+    A function of Python's on one worker alone, such as a map that waits, leaves shapes open.
+    """
+    (first, shapes), *_ = specs.values()
+    if all(
+        name == first
+        and all(tf.TensorShape(one).is_compatible_with(other) for one, other in zip(shapes, each, strict=True))
+        for name, each in specs.values()
+    ):
+        return
+    shown = ", ".join(f"{task}: {name} of shapes {each}" for task, (name, each) in specs.items())
+    raise ValueError(
+        "dataset: every worker must be given the same data set, whose elements have the same structure, dtypes and "
+        f"shapes; make it on every worker by the same lines. Received: {shown}"
+    )
+
+
+def _spec(element_spec: Any) -> tuple[str, list[Any]]:
+    """Returns the structure and dtypes of elements, and their shapes, with None for one that is not known."""
+    names = tf.nest.map_structure(lambda each: getattr(getattr(each, "dtype", None), "name", str(each)), element_spec)
+    shapes = [tf.TensorShape(getattr(each, "shape", None)) for each in tf.nest.flatten(element_spec)]
+    return str(names), [None if shape.rank is None else shape.as_list() for shape in shapes]
 
 
 def longest(steps: int, agreement: Agreement, has_policy: bool) -> int:
@@ -204,11 +251,40 @@ def _functions(dataset: tf.data.Dataset) -> list[str]:
     return [*own, *(text for source in inputs.inputs_of(dataset) for text in _functions(source))]
 
 
-def _sources(dataset: tf.data.Dataset) -> list[str]:
-    """Returns the element specs and checksums of a data set and of its sources."""
+def _checksums(dataset: tf.data.Dataset) -> list[str]:
+    """Returns checksums of what a data set and its sources were made with."""
     values = inputs.values_of_dataset(dataset)
-    own = [str(dataset.element_spec), *([f"examples of checksum {_checksum(values)}"] if values else [])]
-    return [*own, *(text for source in inputs.inputs_of(dataset) for text in _sources(source))]
+    own = [f"examples of checksum {_checksum(values)}"] if values else []
+    return [*own, *(text for source in inputs.inputs_of(dataset) for text in _checksums(source))]
+
+
+def _orders(dataset: tf.data.Dataset) -> list[str]:
+    """Returns the seeds by which a data set and its sources shuffle."""
+    own = inputs.seeds_of_dataset(dataset)
+    return [*own, *(text for source in inputs.inputs_of(dataset) for text in _orders(source))]
+
+
+def _compare_generated(dataset: tf.data.Dataset, agreement: Agreement) -> None:
+    """Says so in a line once the workers' generators have returned different elements; without a wait.
+
+    It is no error: elements may be drawn at random. Whichever worker reads last sees what the others have read.
+    """
+    # All workers come here after the same number of exchanges.
+    place, own = f"generated/{agreement.count}", str(agreement.task)
+
+    def compared_at(key: str) -> Callable[[str], None]:
+        def told(digest: str) -> None:
+            agreement.publish(f"{key}/{own}", digest)
+            with contextlib.suppress(ConnectionError):
+                others = {task: agreement.receive(f"{key}/{task}", _RECEIVE_SECS) for task in agreement.tasks}
+                differing = [str(task) for task, each in others.items() if each not in (None, digest)]
+                if differing:
+                    _log.say(_OTHER_EXAMPLES.format(own=own, others=" and ".join(differing)))
+
+        return told
+
+    for index, first in enumerate(inputs.generated_of(dataset)):
+        first.listen(compared_at(f"{place}/{index}"))
 
 
 def _checksum(values: Sequence[tf.Tensor]) -> str:

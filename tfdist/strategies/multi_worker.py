@@ -138,6 +138,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         with stalls.interrupt_ends_process(), _devices.of_worker(self, devices_per_replica):
             super().__init__(cluster_resolver, communication_options)
         collectives.broadcast_all_dtypes(self)
+        inputs.note_generators()
         _common.mend_keras(self)
         for policy in (composed.aggregation, composed.warmup, composed.compression):
             self._check_devices(policy)

@@ -8,11 +8,14 @@ import contextvars
 import copy
 import dataclasses
 import functools
+import hashlib
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
@@ -406,6 +409,82 @@ def values_of_dataset(dataset: tf.data.Dataset) -> list[tf.Tensor]:
         for each in (values_of_dataset(value) if isinstance(value, tf.data.Dataset) else [value])
     ]
     return [value for value in found if isinstance(value, tf.Tensor) and hasattr(value, "numpy")]
+
+
+def seeds_of_dataset(dataset: tf.data.Dataset) -> list[str]:
+    """Returns the two seeds of a data set that itself shuffles, as one text."""
+    seeds = [vars(dataset).get(name) for name in ("_seed", "_seed2") if "_buffer_size" in vars(dataset)]
+    return (
+        ["/".join(str(int(seed)) for seed in seeds)] if seeds and all(hasattr(seed, "numpy") for seed in seeds) else []
+    )
+
+
+# What Python generators return.
+#
+# A data set says nothing of the elements of its generator, which may be a worker's share. `PyDataset`s of Keras are
+# read through generators, too.
+
+_DIGESTED_ELEMENTS, _DIGESTED_NUMBERS = 8, 256
+
+
+class FirstElements:
+    """Checksum of the first elements of a generator, once an iterator of a data set has read them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._digest: str | None = None
+        self._listener: Callable[[str], None] | None = None
+
+    def listen(self, listener: Callable[[str], None]) -> None:
+        """Calls `listener` once with the checksum; in the thread that reads, unless it is known already."""
+        with self._lock:
+            self._listener, digest = listener, self._digest
+        if digest is not None:
+            self._tell(digest)
+
+    def read(self, elements: Iterator[Any]) -> Iterator[Any]:
+        """Returns the elements, of which it notes the first ones of the first iterator."""
+        digest, count = hashlib.blake2b(digest_size=8), 0
+        for element in elements:
+            if self._digest is None:
+                for leaf in tf.nest.flatten(element):
+                    numbers = np.ravel(np.asarray(leaf))[:_DIGESTED_NUMBERS]
+                    digest.update(repr(numbers.tolist()).encode() if numbers.dtype == object else numbers.tobytes())
+                count += 1
+                if count == _DIGESTED_ELEMENTS:
+                    self._tell(digest.hexdigest())
+            yield element
+        if self._digest is None:
+            self._tell(digest.hexdigest())
+
+    def _tell(self, digest: str) -> None:
+        with self._lock:
+            self._digest, (listener, self._listener) = digest, (self._listener, None)
+        if listener is not None:
+            listener(digest)
+
+
+def note_generators() -> None:
+    """From now on the first elements of `tf.data.Dataset.from_generator` are noted."""
+    patching.once(tf.data.Dataset, "from_generator", _noted_generator)
+
+
+def _noted_generator(original: Callable[..., Any]) -> Callable[..., Any]:
+    def from_generator(generator: Any, *args: Any, **kwargs: Any) -> Any:
+        if not callable(generator):
+            return original(generator, *args, **kwargs)
+        first = FirstElements()
+        dataset = original(lambda *given: first.read(iter(generator(*given))), *args, **kwargs)
+        dataset._tfdist_first_elements = first
+        return dataset
+
+    return from_generator
+
+
+def generated_of(dataset: tf.data.Dataset) -> list[FirstElements]:
+    """Returns those of the generators that a data set and its sources read."""
+    found = [dataset._tfdist_first_elements] if hasattr(dataset, "_tfdist_first_elements") else []
+    return found + [each for source in inputs_of(dataset) for each in generated_of(source)]
 
 
 # Observes how long a strategy's own iterators read.
