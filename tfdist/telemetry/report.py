@@ -27,9 +27,9 @@ _MOST_STALENESS = 12
 # Two processes that run the same program differ by up to a tenth. A worker that is named is slower than the others by
 # this factor at least, and by this share of a step.
 _SLOW_FACTOR, _SLOW_SHARE = 1.2, 0.15
-# Intervals are of this many standard deviations. Of so many gradients in a row the first says all, and so it does of
-# those within so many seconds: other programs slow a worker down for that long.
-_DEVIATIONS, _CORRELATED, _CORRELATED_SECS = 2.5, 5, 0.1
+# Intervals are of this many standard deviations. Of so many gradients in a row the first says all. Of who is last, it
+# does so for so many seconds: other programs slow a worker down for that long.
+_DEVIATIONS, _CORRELATED, _CORRELATED_SECS = 2.5, 5, 0.25
 # Of fewer gradients than these nothing is said but their number.
 _FEWEST = 3
 _ENOUGH = 32
@@ -57,11 +57,11 @@ class Interval:
         """Returns the interval between two order statistics, by the binomial distribution; for correlated values.
 
         Of n independent values, as many are below the median as heads fall in n throws: n/2 +- z sqrt(n)/2. Successive
-        gradients of a worker are not independent, so n is a fifth of their number, and at most 10 for each second.
+        gradients of a worker are not independent, so n is a fifth of their number, and at most 4 for each second.
 
         Args:
           values: the values.
-          secs: in how much time they were measured.
+          secs: in how much time they were measured, if that bounds n.
         """
         independent = min(values.count / _CORRELATED, secs / _CORRELATED_SECS)
         around = 50 * _DEVIATIONS / math.sqrt(max(1e-9, independent))
@@ -246,13 +246,10 @@ def columns(times: Mapping[str, Times]) -> dict[str, Any]:
         field: {name: percentiles_of(getattr(each, kind)) for name, each in times.items()}
         for field, kind in fields.items()
     }
-    secs = max((each.own.total + each.wait.total + each.held.total for each in times.values()), default=0.0)
-    for kind in ("own", "late"):
-        found[f"{kind}_secs"] = {
-            name: Interval.of_median(getattr(each, kind), secs)
-            for name, each in times.items()
-            if getattr(each, kind).count
-        }
+    secs = max((each.own.total + each.wait.total for each in times.values()), default=0.0)
+    for kind, bound in (("own", math.inf), ("late", secs)):
+        values = {name: getattr(each, kind) for name, each in times.items()}
+        found[f"{kind}_secs"] = {name: Interval.of_median(each, bound) for name, each in values.items() if each.count}
     return found
 
 
