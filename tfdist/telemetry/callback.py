@@ -34,8 +34,7 @@ class Telemetry(keras.callbacks.Callback):
 
     TensorBoard lists three runs: `log_dir` itself has the values of the job, `train` and `validation` have the logs.
     Points are at `optimizer.iterations`. Each worker is shown by the page and by `tfdist watch`. They read the update
-    log (docs/update_log.md) in `policy/updates`, or in `updates` of each worker, and the counters of processes in
-    `workers/worker_03` and `ps/ps_0`.
+    log (docs/update_log.md) in `policy/updates`, and the counters of processes in `workers/worker_03` and `ps/ps_0`.
 
     On several workers, each needs the callback, and writes its own directory: `log_dir` is a shared path, one of an
     object store, or a path of each machine. All is written by threads, every few seconds; an error of the disk is one
