@@ -122,6 +122,8 @@ def _listed(module: str) -> list[str]:
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return ast.literal_eval(node.value)
+        if isinstance(node, ast.ImportFrom) and any(each.name == "__all__" for each in node.names):
+            return _listed((node.module or "").removeprefix("tfdist.").replace(".", "/"))
     sys.exit(f"tfdist: {path.relative_to(ROOT)} has no __all__")
 
 

@@ -364,6 +364,8 @@ def test_site_has_every_public_name_and_every_page() -> None:
     site = _ci_module("site_pages")
     shown = {name for names in site.API.values() for name in names if not name.endswith(".*")}
     assert shown == set(tfdist.__all__) - {"__version__"}
+    # Modules that import their `__all__` list it, too.
+    assert "'read_logs'" in site.api_page("update_log")
     assert {name.partition(".")[0] for names in site.API.values() for name in names if name.endswith(".*")} == {
         "callbacks",
         "compression",
