@@ -32,9 +32,9 @@ from tfdist.compat.tensorflow import graphs, replicas
 from tfdist.passes import splitting
 from tfdist.passes.shares import Part, Sum
 from tfdist.policies.parameter_averaging import ParameterAveraging
-from tfdist.step import contribution, copies, empty_parts, global_losses, one_replica, step_times
+from tfdist.step import contribution, copies, empty_parts, losses, one_replica, step_times
 from tfdist.step.copies import copies_of
-from tfdist.step.replica_losses import ReplicaLosses
+from tfdist.step.losses import ReplicaLosses
 from tfdist.transport import buckets
 
 
@@ -383,17 +383,17 @@ def _step(
     hand_in: Callable[[Sequence[Any], int], None],
 ) -> Any:
     count = strategy.num_replicas_in_sync
-    with global_losses.counted_as_one(strategy, step) as has_own_loss:
+    with losses.counted_as_one(strategy, step) as has_own_loss:
         divisor = 1 if has_own_loss else count
-        losses = ReplicaLosses(model, count, divisor)
-        factor = float(count) if losses.are_sums else share(part, count) * count * divisor
+        of_replica = ReplicaLosses(model, count, divisor)
+        factor = float(count) if of_replica.are_sums else share(part, count) * count * divisor
         rows = splitting.rows(part.batch)
-        if losses.are_sums and may_be_empty and rows is not None:
+        if of_replica.are_sums and may_be_empty and rows is not None:
             factor *= tf.cast(rows > 0, tf.float32)
-        changed = losses.trackers(part.batch, part.total)
+        changed = of_replica.trackers(part.batch, part.total)
         for optimizer in optimizers_of(model):
             changed += own_copy_patches(optimizer, factor, lambda gradients: hand_in(gradients, index))
-        with patched_attributes(changed), _keeping(losses, part if may_be_empty else None, index):
+        with patched_attributes(changed), _keeping(of_replica, part if may_be_empty else None, index):
             return step(batch)
 
 

@@ -49,7 +49,7 @@ from tfdist.passes import splitting
 from tfdist.passes.handle import BatchHandle, CountedDataset, registry
 from tfdist.passes.shares import Sum
 from tfdist.policies.records import Contribution, Outcome, Update
-from tfdist.step import contribution, copies, global_losses, one_replica, write_order
+from tfdist.step import contribution, copies, losses, one_replica, write_order
 from tfdist.step import gradients as transforms
 from tfdist.step.split_train_step import SplitTrainStep
 from tfdist.step.step_calls import StepCalls
@@ -407,7 +407,7 @@ class QuorumStep:
         self._device = strategy.extended.worker_devices[0]
         count = strategy.num_replicas_in_sync
         self._user_step = step
-        divisor = 1 if global_losses.has_own_loss(step) else count
+        divisor = 1 if losses.has_own_loss(step) else count
         self._step = SplitTrainStep(step, count, divisor, transforms=transforms.of(strategy))
         self._template: contribution.Contribution | None = None
         specs = [tf.data.IteratorSpec(element_spec)]
@@ -512,7 +512,7 @@ class QuorumStep:
 
     def _contribute_next(self, iterator: Any) -> list[tf.Tensor]:
         batch, total = iterator.get_next()
-        with self._as_replica(), global_losses.counted_as_one(self._strategy, self._user_step):
+        with self._as_replica(), losses.counted_as_one(self._strategy, self._user_step):
             contribution = self._step.contribute(batch, total if tf.is_tensor(total) else None)
         # The shape of the table must not be summed.
         rows_only = [_without_shape(gradient) for gradient in contribution.gradients]

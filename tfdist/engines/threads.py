@@ -42,7 +42,7 @@ from tfdist.passes import replica_batches, splitting
 from tfdist.passes.handle import BatchHandle, registry
 from tfdist.passes.replica_batches import OwnParts, ReplicaIterator, WholeBatch
 from tfdist.policies.base import Aggregation, Update
-from tfdist.step import copies, global_losses, gradients, one_replica, replicated_step
+from tfdist.step import copies, gradients, losses, one_replica, replicated_step
 from tfdist.step.contribution import Contribution, add_up
 from tfdist.step.packing import Packing
 from tfdist.step.split_train_step import SplitTrainStep
@@ -270,7 +270,7 @@ class ThreadedStep:
         self._spec = element_spec
         self._is_whole = is_whole
         self._user_step = step
-        divisor = 1 if global_losses.has_own_loss(step) else len(self._devices)
+        divisor = 1 if losses.has_own_loss(step) else len(self._devices)
         self._step = SplitTrainStep(
             step, len(self._devices), divisor, can_take_maxima=True, transforms=gradients.of(strategy)
         )
@@ -324,7 +324,7 @@ class ThreadedStep:
             with (
                 tf.device(self._devices[replica]),
                 tf.distribute.ReplicaContext(self._strategy, replica),
-                global_losses.counted_as_one(self._strategy, self._user_step),
+                losses.counted_as_one(self._strategy, self._user_step),
             ):
                 compute = placement.followed_by_strategy(self._strategy, self._step.contribute)
                 contribution = self._template = compute(part, rows, whole)

@@ -32,21 +32,10 @@ from tfdist.compat.keras.scope import check_made_in_scope
 from tfdist.compat.tensorflow import replicas
 from tfdist.passes import splitting
 from tfdist.passes.shares import Shares, Sum
-from tfdist.step import (
-    copies,
-    empty_parts,
-    global_losses,
-    gradients,
-    loss_weights,
-    model_losses,
-    scope,
-    step_times,
-    used_objects,
-    write_order,
-)
+from tfdist.step import copies, empty_parts, gradients, losses, scope, step_times, used_objects, write_order
 from tfdist.step import logs as logs_of_metrics
 
-# One trace at a time: `global_losses.counted_as_one` sets an attribute of the strategy, and two threads may fit two
+# One trace at a time: `losses.counted_as_one` sets an attribute of the strategy, and two threads may fit two
 # models.
 _TRACING = threading.RLock()
 TRAIN, TEST = "train_step", "test_step"
@@ -97,13 +86,13 @@ def run_step(
     with write_order.writes_after_inputs(parts):
         batches = [*parts.values()]
         # No single weight of a gradient is right for sums and means: each replica counts its copy of a batch then.
-        counts_once = not loss_weights.has_both_kinds(model)
+        counts_once = not losses.has_both_kinds(model)
         given = strategy, data, batches, sum_over_workers, counts_once
         shares = shares_of(batches) if shares_of else Shares.of(*given)
         if times and shares and not shares_of and replicas.has_other_workers(strategy):
             times.start_computing(shares.total)
-        with _TRACING, global_losses.counted_as_one(strategy, step) as has_own_loss:
-            weights = loss_weights.LossWeights(model, shares, strategy.num_replicas_in_sync, has_own_loss)
+        with _TRACING, losses.counted_as_one(strategy, step) as has_own_loss:
+            weights = losses.LossWeights(model, shares, strategy.num_replicas_in_sync, has_own_loss)
             weigh, finish = _before_sum(strategy, weights, batches), _after_sum(strategy, weights, batches)
             postponed = None
             if training and _updates_last(strategy, step):
@@ -114,7 +103,7 @@ def run_step(
             patches = _patches(model, postponed, weigh, sum_up, finish) if training else contextlib.nullcontext()
             told = logs_of_metrics.MetricResults([metric for metric in model.metrics if copies.counts(metric)])
             written = _WrittenWeights(model)
-            noticed = model_losses.noticed(model, strategy.num_replicas_in_sync)
+            noticed = losses.noticed(model, strategy.num_replicas_in_sync)
             with (
                 patches,
                 optimizers.patched_attributes([*weights.of_losses(), *told.changes(), *written.changes(), *noticed]),
@@ -131,7 +120,7 @@ def _patches(model: keras.Model, postponed: Any, *given: Any) -> contextlib.Abst
     return optimizers.patched(optimizers.optimizers_of(model), *given)
 
 
-def _before_sum(strategy: Any, weights: loss_weights.LossWeights, batches: Sequence[Any]) -> Any:
+def _before_sum(strategy: Any, weights: losses.LossWeights, batches: Sequence[Any]) -> Any:
     """Returns what a replica does with its gradients before they are summed; None if they are summed as they are."""
     transforms, weigh, shares = gradients.of(strategy), weights.transform, weights.shares
     if not transforms.has(*gradients.ON_REPLICA):
@@ -155,7 +144,7 @@ def _before_sum(strategy: Any, weights: loss_weights.LossWeights, batches: Seque
     return on_replica
 
 
-def _after_sum(strategy: Any, weights: loss_weights.LossWeights, batches: Sequence[Any]) -> Any:
+def _after_sum(strategy: Any, weights: losses.LossWeights, batches: Sequence[Any]) -> Any:
     """Returns what is done with the sums of gradients before the update; None for nothing."""
     transforms, shares, count = gradients.of(strategy), weights.shares, weights.num_replicas
     if not transforms.has(gradients.UPDATE):
@@ -202,7 +191,7 @@ def _may_be_empty(strategy: Any, data: Any, parts: Sequence[Any]) -> bool:
 
 @contextlib.contextmanager
 def _filled(
-    strategy: Any, step: Any, data: Any, parts: dict[str, Any], weights: loss_weights.LossWeights
+    strategy: Any, step: Any, data: Any, parts: dict[str, Any], weights: losses.LossWeights
 ) -> Iterator[tuple[Any, Any]]:
     """Yields the step and its data with an example on every replica; counts of what does not count are removed."""
     shares, may_be_empty = weights.shares, _may_be_empty(strategy, data, [*parts.values()])

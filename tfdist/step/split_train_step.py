@@ -35,13 +35,13 @@ from tfdist.compat.keras import models, optimizers
 from tfdist.compat.tensorflow import variables
 from tfdist.passes import handle as handles
 from tfdist.passes import splitting
-from tfdist.step import empty_parts, global_losses, model_losses, one_replica, recording, states, value_changes
+from tfdist.step import empty_parts, losses, one_replica, recording, states, value_changes
 from tfdist.step import logs as logs_of_metrics
 from tfdist.step.captured_gradients import Applied, apply_if, capture
 from tfdist.step.contribution import Contribution, RowsByShard, add_up, times, weigh
 from tfdist.step.gradients import Transforms
+from tfdist.step.losses import ReplicaLosses
 from tfdist.step.recording import Findings, Recording, TraceAgain
-from tfdist.step.replica_losses import ReplicaLosses
 from tfdist.step.states import State
 from tfdist.transforms import ARRIVAL
 
@@ -157,14 +157,14 @@ class SplitTrainStep:
         scope = Recording(starts, self._findings)
         changed = [(o, "apply", capture(o, layout.applied, scope)) for o in optimizers.optimizers_of(self.model)]
         changed += self._losses.trackers(batch, batch_rows) + self._losses.penalties(batch, batch_rows)
-        if global_losses.has_own_loss(self._step):
+        if losses.has_own_loss(self._step):
             changed += self._losses.scalars(batch, batch_rows)
         told = logs_of_metrics.MetricResults(self.model.metrics)
         changed += told.changes()
         if self._total_num_replicas > 1:
             name = f"{type(self.model).__name__}.train_step"
             changed += one_replica.without_others(name, self._total_num_replicas, self._say_once)
-            changed += model_losses.noticed(self.model, self._total_num_replicas)
+            changed += losses.noticed(self.model, self._total_num_replicas)
         with optimizers.patched_attributes(changed), scope:
             models.forget_added(self.model)
             # Keras represents None as an empty Optional.
@@ -234,9 +234,9 @@ class SplitTrainStep:
         others = [variable for variable in metrics if id(variable) not in counted]
         if self._is_relative:
             others += self.model.non_trainable_variables
-        states = {id(variable): (variable, tf.identity(tf.convert_to_tensor(variable))) for variable in others}
+        kept = {id(variable): (variable, tf.identity(tf.convert_to_tensor(variable))) for variable in others}
         zeros = [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in counters]
-        return [*zeros, *states.values()], {key: start for key, (_, start) in states.items()}
+        return [*zeros, *kept.values()], {key: start for key, (_, start) in kept.items()}
 
     def _sort(
         self,

@@ -54,7 +54,7 @@ class KerasSteps(tf.distribute.Strategy, Closing):
     # Text on how a model that was made outside of the scope would be trained; for the refusal.
     _trained_alone = ""
 
-    # Set by `step/global_losses` while it traces a step with a loss of its own.
+    # Set by `step/losses` while it traces a step with a loss of its own.
     counts_as_one_replica = False
 
     def build_model(self, model: keras.Model, data: Any, step: str) -> None:
