@@ -4,7 +4,7 @@
 import pytest
 import tensorflow as tf
 
-from tfdist.step import value_changes
+from tfdist.step import recording
 
 
 @pytest.mark.timeout(60)
@@ -14,4 +14,4 @@ def test_a_long_chain_of_additions_is_an_addition() -> None:
         value = start
         for _ in range(60):
             value += tf.random.uniform([])
-        assert value_changes.kind(value, start) == value_changes.ADDITION
+        assert recording.kind(value, start) == recording.ADDITION

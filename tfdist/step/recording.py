@@ -10,16 +10,16 @@ step's first operation on. So a trace that finds such variables is discarded, an
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from tfdist import _log
 from tfdist.compat.keras import models, optimizers
-from tfdist.compat.tensorflow import variables
+from tfdist.compat.tensorflow import graphs, variables
 from tfdist.compat.tensorflow.variables import LocalVariable
-from tfdist.step import late_reads
 
 
 class TraceAgain(Exception):  # noqa: N818, it is no error
@@ -79,7 +79,7 @@ class Findings:
     def _warn(self) -> None:
         if self.late_reads and not self._has_warned:
             self._has_warned = True
-            _log.say(late_reads.message(self.late_reads))
+            _log.say(message(self.late_reads))
 
 
 class Write(NamedTuple):
@@ -115,7 +115,7 @@ class Recording(models.Reading):
         self._writes: list[Write] = []
         self._updated: dict[int, Any] = {}
         self._held: list[tuple[Any, Any, int]] = []
-        self._reads = late_reads.LateReads()
+        self._reads = LateReads()
         for variable in findings.stand_ins.values():
             value = tf.convert_to_tensor(self.state_mapping.pop(id(variable), variables.tf_variable(variable)))
             self.state_mapping[id(variable)] = LocalVariable(value, trainable=bool(variable.trainable))
@@ -199,3 +199,207 @@ class Recording(models.Reading):
 
 
 AGAIN = "policies: the step is traced again, with a stand-in for a variable that it writes"
+
+
+# Captured calls of `optimizer.apply` in a traced step: their gradients are kept, and nothing is applied.
+
+
+@dataclasses.dataclass
+class Applied:
+    """A call of `optimizer.apply`."""
+
+    optimizer: Any
+    variables: list[Any]
+    # For each variable: True if it has a gradient.
+    present: list[bool]
+    # Within a conditional: 1 if the branch was taken.
+    flag: LocalVariable | None = None
+    # The gradients that are not None; within a conditional, the variables that carry them out of it.
+    kept: list[Any] = dataclasses.field(default_factory=list)
+
+    def trained(self) -> list[Any]:
+        """Returns the variables that have a gradient."""
+        return [variable for variable, is_present in zip(self.variables, self.present, strict=True) if is_present]
+
+    def gradients(self) -> list[Any]:
+        """Returns the gradients as tensors of the graph of the step."""
+        return [each.read_value() if isinstance(each, LocalVariable) else each for each in self.kept]
+
+
+def capture(optimizer: Any, calls: list[Applied], scope: Recording) -> Callable[..., Any]:
+    """Returns a replacement of `optimizer.apply` that appends the call to `calls`."""
+
+    def apply(grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
+        grads = list(grads)
+        variables = list(optimizers.trained_by(optimizer) if trainable_variables is None else trainable_variables)
+        if not optimizer.built:
+            raise ValueError(
+                f"policies: the optimizer {optimizer.name!r} must have its variables before a step is traced; call "
+                "optimizer.build(variables) after the model is built. Received: an optimizer that was not built"
+            )
+        applied = Applied(optimizer, variables, [gradient is not None for gradient in grads])
+        present = [(gradient, v) for gradient, v in zip(grads, variables, strict=True) if gradient is not None]
+        if scope.is_at_the_top():
+            applied.kept = [gradient for gradient, _ in present]
+        else:
+            _keep(applied, present, scope)
+        calls.append(applied)
+        scope.applied(optimizer, variables)
+        return optimizer.iterations
+
+    return apply
+
+
+def _keep(applied: Applied, gradients: Sequence[tuple[Any, Any]], scope: Recording) -> None:
+    """Carries the gradients of an `apply` out of its conditional or function."""
+    if graphs.in_loop():
+        raise ValueError(
+            "policies: a train_step must not call optimizer.apply inside of a loop, because an update is made once per "
+            "step; sum the gradients in the loop and call it afterwards. Received: optimizer "
+            f"{applied.optimizer.name!r}"
+        )
+    with scope.at_the_top():
+        applied.flag = LocalVariable(tf.constant(0.0))
+        applied.kept = [LocalVariable(tf.zeros(variable.shape, gradient.dtype)) for gradient, variable in gradients]
+    applied.flag.assign(1.0, read_value=False)
+    for kept, (gradient, _) in zip(applied.kept, gradients, strict=True):
+        kept.assign(tf.convert_to_tensor(gradient), read_value=False)
+
+
+def apply_if(condition: tf.Tensor, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+    """Applies the gradients if the condition holds."""
+
+    def apply() -> tf.Tensor:
+        optimizer.apply(gradients, variables)
+        return tf.constant(True)
+
+    tf.cond(condition, apply, lambda: tf.constant(False))
+
+
+# Weights that a train step reads after it has called `optimizer.apply`, found in the graph of the step.
+#
+# Under policies the update is made after the step, so such a read gives the values before the update. Gradient
+# functions
+# use a variable's handle without a read, so reads are detected by the traced operations.
+
+
+_NO_READS = frozenset({"VariableShape", "VarIsInitializedOp"})
+
+
+class LateReads:
+    """Calls of `optimizer.apply` in one trace of a step, and the variables read after them."""
+
+    def __init__(self) -> None:
+        # (graph of the call, its number of operations, the variables).
+        self._calls: list[tuple[Any, int, Sequence[Any]]] = []
+
+    def applied(self, variables: Sequence[Any]) -> None:
+        """Notes that `optimizer.apply` was called for these Keras variables in the graph that is being traced."""
+        graph: Any = tf.compat.v1.get_default_graph()
+        self._calls.append((graph, len(graph.get_operations()), variables))
+
+    def paths(self) -> list[str]:
+        """Returns the paths of variables that the same graph reads after their call, once the step was traced."""
+        found = {v.path: v for graph, count, variables in self._calls for v in _read(graph, count, variables)}
+        return list(found)
+
+
+def message(paths: Sequence[str]) -> str:
+    """Returns a warning about such reads."""
+    others = f" and {len(paths) - 1} others" if len(paths) > 1 else ""
+    return (
+        "tfdist: policies: after optimizer.apply this train_step reads weights as they were before the update, which "
+        "is made later from several replicas' gradients; to have the updated ones, train without a policy, or read "
+        f"them in a callback's on_train_batch_end. Received: a read of {paths[0]!r}{others}"
+    )
+
+
+def _read(graph: Any, count: int, variables: Sequence[Any]) -> list[Any]:
+    operations = [operation for operation in graph.get_operations()[count:] if operation.type not in _NO_READS]
+    inputs = {tensor.name for operation in operations for tensor in operation.inputs}
+    captured = [outside for outside, inside in graph.captures if inside.name in inputs]
+    return [
+        variable
+        for variable in variables
+        if any(outside is each for outside in captured for each in _handles(variable))
+    ]
+
+
+def _handles(variable: Any) -> list[Any]:
+    """Returns the handles of a Keras variable's copies."""
+    value = variables.tf_variable(variable)
+    copies = getattr(value, "values", None) or [value]
+    return [copy.handle for copy in copies if hasattr(copy, "handle")]
+
+
+# Classification of a variable's write by the traced graph: addition, maximum, minimum, or a new value.
+
+
+ADDITION, MAXIMUM, MINIMUM, NEW, OTHER = "addition", "maximum", "minimum", "new", "other"
+
+_COPIES = frozenset({"Identity", "Snapshot", "EnsureShape", "StopGradient"})
+_ADDITIONS = frozenset({"AddV2", "Add"})
+_EXTREMES = {"Maximum": MAXIMUM, "Minimum": MINIMUM}
+_SCATTERS = frozenset({"TensorScatterAdd", "TensorScatterSub"})
+
+
+def kind(value: tf.Tensor, start: tf.Tensor) -> str:
+    """Returns the kind of change from `start` to `value`, two tensors of one graph.
+
+    Returns:
+      ADDITION: `start + x`; MAXIMUM, MINIMUM: of `start` and `x`; NEW: `x`, where x does not depend on `start`. OTHER:
+      not recognised.
+    """
+    if value is start:
+        return ADDITION
+    if not depends(value, [start]):
+        return NEW
+    operation = value.op
+    first, *rest = operation.inputs
+    if operation.type in _COPIES:
+        return kind(first, start)
+    if operation.type in _ADDITIONS and depends(rest[0], [start]):
+        first, rest = rest[0], [first]
+    if operation.type in _ADDITIONS | {"Sub"} | _SCATTERS and not any(depends(each, [start]) for each in rest):
+        return ADDITION if kind(first, start) == ADDITION else OTHER
+    if operation.type in _EXTREMES:
+        return _extreme(_EXTREMES[operation.type], list(operation.inputs), start)
+    if operation.type in ("SelectV2", "Select") and not depends(first, [start]):
+        kinds = {kind(each, start) for each in rest}
+        return kinds.pop() if len(kinds) == 1 else OTHER
+    return OTHER
+
+
+def _extreme(which: str, inputs: list[tf.Tensor], start: tf.Tensor) -> str:
+    dependent = [each for each in inputs if depends(each, [start])]
+    if len(dependent) == 1 and (_is_copy(dependent[0], start) or kind(dependent[0], start) == which):
+        return which
+    return OTHER
+
+
+def _is_copy(value: tf.Tensor, start: tf.Tensor) -> bool:
+    """Returns True if `value` is `start`, or `start + 0`, which is the usual read of a Keras variable."""
+    while value is not start:
+        first, *rest = value.op.inputs
+        zero = tf.get_static_value(rest[0]) if rest and value.op.type in _ADDITIONS else None
+        if value.op.type not in _COPIES and (zero is None or zero.any()):
+            return False
+        value = first
+    return True
+
+
+def depends(value: tf.Tensor, starts: Iterable[tf.Tensor]) -> bool:
+    """Returns True if `value` is computed from any of `starts`."""
+    wanted = {start.ref() for start in starts}
+    found, to_do = {value.op}, [value]
+    while to_do:
+        tensor = to_do.pop()
+        if tensor.ref() in wanted:
+            return True
+        for each in tensor.op.inputs:
+            if each.ref() in wanted:
+                return True
+            if each.op not in found:
+                found.add(each.op)
+                to_do.append(each)
+    return False

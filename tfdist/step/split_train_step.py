@@ -35,13 +35,12 @@ from tfdist.compat.keras import models, optimizers
 from tfdist.compat.tensorflow import variables
 from tfdist.passes import handle as handles
 from tfdist.passes import splitting
-from tfdist.step import empty_parts, losses, one_replica, recording, states, value_changes
+from tfdist.step import empty_parts, losses, one_replica, recording, states
 from tfdist.step import logs as logs_of_metrics
-from tfdist.step.captured_gradients import Applied, apply_if, capture
 from tfdist.step.contribution import Contribution, RowsByShard, add_up, times, weigh
 from tfdist.step.gradients import Transforms
 from tfdist.step.losses import ReplicaLosses
-from tfdist.step.recording import Findings, Recording, TraceAgain
+from tfdist.step.recording import Applied, Findings, Recording, TraceAgain, apply_if, capture
 from tfdist.step.states import State
 from tfdist.transforms import ARRIVAL
 
@@ -270,8 +269,8 @@ class SplitTrainStep:
                 counts.append(value)
                 continue
             self._layout.states.append(State(variable, mode, position))
-            if mode in (value_changes.MAXIMUM, value_changes.MINIMUM):
-                maxima.append(value if mode == value_changes.MAXIMUM else -value)
+            if mode in (recording.MAXIMUM, recording.MINIMUM):
+                maxima.append(value if mode == recording.MAXIMUM else -value)
             elif mode == "sum":
                 new_states.append(value)
             else:
@@ -287,15 +286,15 @@ class SplitTrainStep:
         is_sum, is_state = variable.aggregation == "sum", id(variable) in self._findings.states
         is_readable = id(variable) not in self._findings.stand_ins
         start = scope.start_of(variable)
-        kind = value_changes.kind(value, start) if is_readable and start is not None else value_changes.OTHER
-        if is_sum and kind == value_changes.NEW:
+        kind = recording.kind(value, start) if is_readable and start is not None else recording.OTHER
+        if is_sum and kind == recording.NEW:
             return "sum"
         if is_sum and not is_state:
-            if is_readable and kind == value_changes.ADDITION:
+            if is_readable and kind == recording.ADDITION:
                 return "count"
             self._findings.is_state(variable)
             raise TraceAgain(recording.AGAIN)
-        is_extreme = kind in (value_changes.MAXIMUM, value_changes.MINIMUM) and variable.dtype != "bool"
+        is_extreme = kind in (recording.MAXIMUM, recording.MINIMUM) and variable.dtype != "bool"
         if is_extreme and self._can_take_maxima:
             return kind
         if is_sum and self._total_num_replicas > 1:
@@ -455,13 +454,13 @@ class SplitTrainStep:
         values, maxima = iter(total.states), iter(total.maxima)
         new: list[tuple[State, tf.Tensor]] = []
         for state in self._layout.states:
-            is_extreme = state.mode in (value_changes.MAXIMUM, value_changes.MINIMUM)
+            is_extreme = state.mode in (recording.MAXIMUM, recording.MINIMUM)
             new.append((state, next(maxima) if is_extreme else next(values)))
 
         def value_of(state: State, value: tf.Tensor) -> tf.Tensor:
             if state.mode == "mean":
                 return (states.moved if self._is_relative else states.mean)(state.variable, value, total)
-            return tf.cast(-value if state.mode == value_changes.MINIMUM else value, state.variable.dtype)
+            return tf.cast(-value if state.mode == recording.MINIMUM else value, state.variable.dtype)
 
         def assign_at(position: int) -> None:
             for state, value in new:
