@@ -14,7 +14,7 @@ from training import build_metrics
 
 from tfdist.passes import splitting
 from tfdist.step.contribution import Contribution, add_up
-from tfdist.step.split_train_step import SplitTrainStep
+from tfdist.step.split import SplitTrainStep
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.random((30, 3), np.float32)

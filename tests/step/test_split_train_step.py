@@ -14,7 +14,7 @@ import tensorflow as tf
 from halves import NUM_PARTS, Halves, X, Y, assert_close, batches, dense, made, state
 from training import build_metrics
 
-from tfdist.step.split_train_step import SplitTrainStep
+from tfdist.step.split import SplitTrainStep
 
 pytestmark = pytest.mark.devices
 

@@ -51,7 +51,7 @@ from tfdist.passes.shares import Sum
 from tfdist.policies.records import Contribution, Outcome, Update
 from tfdist.step import contribution, copies, losses, one_replica, write_order
 from tfdist.step import gradients as transforms
-from tfdist.step.split_train_step import SplitTrainStep
+from tfdist.step.split import SplitTrainStep
 from tfdist.step.step_calls import StepCalls
 from tfdist.transport import buckets
 

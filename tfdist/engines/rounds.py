@@ -58,7 +58,7 @@ from tfdist.step import gradients as gradient_transforms
 from tfdist.step import one_replica, rehearsal
 from tfdist.step.contribution import Contribution, add_up, weigh
 from tfdist.step.packing import Packing
-from tfdist.step.split_train_step import SplitTrainStep
+from tfdist.step.split import SplitTrainStep
 from tfdist.tables import coordinated_variable
 from tfdist.tables.partitioned_variable import RowPieces
 from tfdist.transforms import ARRIVAL

@@ -45,7 +45,7 @@ from tfdist.policies.base import Aggregation, Update
 from tfdist.step import copies, gradients, losses, one_replica, replicated_step
 from tfdist.step.contribution import Contribution, add_up
 from tfdist.step.packing import Packing
-from tfdist.step.split_train_step import SplitTrainStep
+from tfdist.step.split import SplitTrainStep
 from tfdist.step.step_calls import StepCalls
 
 _CLOSING_SECS = 2.0

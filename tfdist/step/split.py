@@ -35,16 +35,16 @@ from tfdist.compat.keras import models, optimizers
 from tfdist.compat.tensorflow import variables
 from tfdist.passes import handle as handles
 from tfdist.passes import splitting
-from tfdist.step import empty_parts, losses, one_replica, recording, states
+from tfdist.step import empty_parts, losses, one_replica, recording
 from tfdist.step import logs as logs_of_metrics
 from tfdist.step.contribution import Contribution, RowsByShard, add_up, times, weigh
 from tfdist.step.gradients import Transforms
 from tfdist.step.losses import ReplicaLosses
 from tfdist.step.recording import Applied, Findings, Recording, TraceAgain, apply_if, capture
-from tfdist.step.states import State
 from tfdist.transforms import ARRIVAL
 
 __all__ = ["Contribution", "SplitTrainStep", "add_up", "weigh"]
+
 
 # Operations that write summaries, at once or under a condition.
 _SUMMARY = re.compile(r"^Write\w*Summary |summary_cond")
@@ -275,9 +275,7 @@ class SplitTrainStep:
                 new_states.append(value)
             else:
                 new_states.append(
-                    states.summable(
-                        states.change(value, begun_with.get(id(variable)) if self._is_relative else None), weight
-                    )
+                    summable(change(value, begun_with.get(id(variable)) if self._is_relative else None), weight)
                 )
         return counts, new_states, maxima
 
@@ -459,7 +457,7 @@ class SplitTrainStep:
 
         def value_of(state: State, value: tf.Tensor) -> tf.Tensor:
             if state.mode == "mean":
-                return (states.moved if self._is_relative else states.mean)(state.variable, value, total)
+                return (moved if self._is_relative else mean)(state.variable, value, total)
             return tf.cast(-value if state.mode == recording.MINIMUM else value, state.variable.dtype)
 
         def assign_at(position: int) -> None:
@@ -507,3 +505,48 @@ class SplitTrainStep:
 
 def _written_by(writes: Sequence[recording.Write], value: tf.Tensor) -> Any:
     return next(write.variable for write in writes if write.value is value)
+
+
+# Computes the values that an update assigns to non-trainable variables from the values on the replicas.
+
+
+@dataclasses.dataclass
+class State:
+    """Non-trainable variable, with the reduction of its values over replicas."""
+
+    variable: Any
+    # Reduction over replicas: "mean", "sum", "maximum" or "minimum".
+    mode: str
+    # Number of calls of `apply` before the write.
+    position: int
+
+
+def summable(value: tf.Tensor, weight: Any) -> tf.Tensor:
+    """Returns a value that can be summed over replicas."""
+    return times(value, weight) if value.dtype.is_floating else tf.cast(value, tf.int64)
+
+
+def change(value: tf.Tensor, before: tf.Tensor | None) -> tf.Tensor:
+    """Returns the new value of a state, or its difference from `before`."""
+    if before is None:
+        return value
+    return value - before if value.dtype.is_floating else tf.cast(value, tf.int64) - tf.cast(before, tf.int64)
+
+
+def moved(variable: Any, change: tf.Tensor, total: Contribution) -> tf.Tensor:
+    """Returns the new value of a state, from differences of replicas that began with different values."""
+    now = tf.convert_to_tensor(variable)
+    if change.dtype.is_floating:
+        return now + tf.cast(tf.math.divide_no_nan(change, tf.cast(total.weight, change.dtype)), now.dtype)
+    return tf.cast(tf.cast(now, tf.int64) + change // tf.cast(total.replicas, tf.int64), now.dtype)
+
+
+def mean(variable: Any, value: tf.Tensor, total: Contribution) -> tf.Tensor:
+    """Returns the mean of a state over the replicas' examples."""
+    dtype = tf.as_dtype(variable.dtype)
+    if value.dtype.is_floating:
+        average = tf.math.divide_no_nan(value, tf.cast(total.weight, value.dtype))
+        # Contributions without examples leave the value unchanged.
+        return tf.cast(tf.where(total.weight > 0, average, tf.cast(tf.convert_to_tensor(variable), value.dtype)), dtype)
+    # Seeds and counts: all replicas of a step begin with the same value, and end with the same value.
+    return tf.cast(value // tf.cast(total.replicas, value.dtype), dtype)
