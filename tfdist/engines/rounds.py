@@ -57,7 +57,7 @@ from tfdist.policies.warmup import Warmup
 from tfdist.step import gradients as gradient_transforms
 from tfdist.step import one_replica, rehearsal
 from tfdist.step.contribution import Contribution, add_up, weigh
-from tfdist.step.packing import Packing
+from tfdist.step.logs import Packing
 from tfdist.step.split import SplitTrainStep
 from tfdist.tables import coordinated_variable
 from tfdist.tables.partitioned_variable import RowPieces

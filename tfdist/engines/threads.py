@@ -44,7 +44,7 @@ from tfdist.passes.replica_batches import OwnParts, ReplicaIterator, WholeBatch
 from tfdist.policies.base import Aggregation, Update
 from tfdist.step import copies, gradients, losses, one_replica, replicated_step
 from tfdist.step.contribution import Contribution, add_up
-from tfdist.step.packing import Packing
+from tfdist.step.logs import Packing
 from tfdist.step.split import SplitTrainStep
 from tfdist.step.step_calls import StepCalls
 

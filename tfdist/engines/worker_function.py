@@ -32,7 +32,7 @@ from tfdist.step import (
     step_times,
     used_objects,
 )
-from tfdist.step.packing import Packing
+from tfdist.step.logs import Packing
 from tfdist.tables import coordinated_variable
 
 # About the operations of a perceptron of ten layers with Adam.
