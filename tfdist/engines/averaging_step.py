@@ -32,9 +32,9 @@ from tfdist.compat.tensorflow import graphs, replicas
 from tfdist.passes import splitting
 from tfdist.passes.shares import Part, Sum
 from tfdist.policies.parameter_averaging import ParameterAveraging
-from tfdist.step import contribution, copies, empty_parts, losses, one_replica, step_times
-from tfdist.step.copies import copies_of
+from tfdist.step import contribution, empty_parts, losses, one_replica, step_times
 from tfdist.step.losses import ReplicaLosses
+from tfdist.step.one_replica import copies_of
 from tfdist.transport import buckets
 
 
@@ -212,9 +212,9 @@ class Average:
         if self._outer is not None:
             means[:count] = self._outer.move(means[:count])
         for variable, mean in zip(averaged, means, strict=True):
-            copies.assign_all(variable, mean)
+            one_replica.assign_all(variable, mean)
         for variable, value in self._state.reset:
-            copies.assign_all(variable, tf.fill(variable.shape, tf.cast(value, variable.dtype)))
+            one_replica.assign_all(variable, tf.fill(variable.shape, tf.cast(value, variable.dtype)))
         if shown:
             found = sums[len(averaged) : len(averaged) + len(logs)]
             for variable, value in zip(shown, tf.nest.flatten(self._logs(found)), strict=True):
@@ -255,13 +255,13 @@ class Average:
             [self._own_sum(variable) for variable in self._state.local], self._sum_over_workers
         )
         for variable, total in zip(self._state.local, sums, strict=True):
-            copies.assign_all(variable, _divided(total, self._strategy.num_replicas_in_sync))
+            one_replica.assign_all(variable, _divided(total, self._strategy.num_replicas_in_sync))
         return tf.constant(0)
 
     def _own_sum(self, variable: Any) -> tf.Tensor:
         """The sum over this worker's replicas."""
         with tf.device(self._strategy.extended.worker_devices[0]):
-            return copies.own_sum(variable)
+            return one_replica.own_sum(variable)
 
     def _bytes_of(self, tensors: Sequence[Any]) -> int:
         size = sum(tf.TensorShape(each.shape).num_elements() * tf.as_dtype(each.dtype).size for each in tensors)
@@ -327,7 +327,11 @@ def _divided(total: tf.Tensor, count: int) -> tf.Tensor:
 def _counters(model: keras.Model) -> list[Any] | None:
     """The variables in which the model's metrics count, or None if sums over the replicas are not what they mean."""
     metrics = [metric for metric in model.metrics if metric.variables]
-    return [v for metric in metrics for v in metric.variables] if metrics and all(map(copies.counts, metrics)) else None
+    return (
+        [v for metric in metrics for v in metric.variables]
+        if metrics and all(map(one_replica.counts, metrics))
+        else None
+    )
 
 
 # A Keras train step that each replica makes alone: it updates its own copies of all variables, and nobody else's.
@@ -479,7 +483,7 @@ def _keeping(losses: ReplicaLosses, part: Part | None, index: int) -> Iterator[N
         return
     counted = empty_parts.counted_by(losses.model, losses.trackers_of_sums(part.total is not None))
     variables = [*models.statistics_of(losses.model), *counted]
-    kept = empty_parts.Kept(copies.copies_of(variable)[index] for variable in variables)
+    kept = empty_parts.Kept(one_replica.copies_of(variable)[index] for variable in variables)
     yield
     kept.restore_unless(splitting.rows(part.batch))
 

@@ -49,7 +49,7 @@ from tfdist.passes import splitting
 from tfdist.passes.handle import BatchHandle, CountedDataset, registry
 from tfdist.passes.shares import Sum
 from tfdist.policies.records import Contribution, Outcome, Update
-from tfdist.step import contribution, copies, losses, one_replica, write_order
+from tfdist.step import contribution, losses, one_replica, write_order
 from tfdist.step import gradients as transforms
 from tfdist.step.split import SplitTrainStep
 from tfdist.step.step_calls import StepCalls
@@ -449,7 +449,7 @@ class QuorumStep:
     def _update(self, flat: Sequence[tf.Tensor]) -> Any:
         own = self._pack(flat)
         # This worker's own counts so far: their sum over workers is part of the gradients' all-reduce.
-        counters = [copies.copies_of(variable)[0] for variable in self._step.counters]
+        counters = [one_replica.copies_of(variable)[0] for variable in self._step.counters]
         counts = [counter + tf.cast(count, counter.dtype) for counter, count in zip(counters, own.counts, strict=True)]
         own, sum_gradients = own._replace(counts=counts), self._sums.of_gradients()
         total = self._add_up_encoded(own, sum_gradients) if sum_gradients else self._add_up(own)

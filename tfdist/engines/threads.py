@@ -42,7 +42,7 @@ from tfdist.passes import replica_batches, splitting
 from tfdist.passes.handle import BatchHandle, registry
 from tfdist.passes.replica_batches import OwnParts, ReplicaIterator, WholeBatch
 from tfdist.policies.base import Aggregation, Update
-from tfdist.step import copies, gradients, losses, one_replica, replicated_step
+from tfdist.step import gradients, losses, one_replica, replicated_step
 from tfdist.step.contribution import Contribution, add_up
 from tfdist.step.logs import Packing
 from tfdist.step.split import SplitTrainStep
@@ -351,10 +351,10 @@ class ThreadedStep:
 
     def _apply(self, contributions: Sequence[Contribution]) -> list[tf.Tensor]:
         total = add_up(contributions)
-        self._step.update(total, num_contributions=len(contributions), assign=copies.assign_all)
+        self._step.update(total, num_contributions=len(contributions), assign=one_replica.assign_all)
         for variable, count in zip(self._step.counters, total.counts, strict=True):
             # A metric's value is the sum over its copies.
-            copies.copies_of(variable)[0].assign_add(tf.cast(count, variable.dtype))
+            one_replica.copies_of(variable)[0].assign_add(tf.cast(count, variable.dtype))
         return self._packing.pack(self._step.logs(total))
 
 

@@ -41,7 +41,7 @@ from tfdist.passes import splitting
 from tfdist.passes.shares import Sum
 from tfdist.policies.base import Update
 from tfdist.policies.warmup import Warmup
-from tfdist.step import copies, one_replica, replicated_step
+from tfdist.step import one_replica, replicated_step
 
 
 class WarmupEngine(Engine):
@@ -190,8 +190,8 @@ class WarmupEngine(Engine):
         # Callbacks may have stopped the first one, who alone has seen the logs, in mid-epoch.
         word = {"begun": self._warmup.begun, "ended": is_ended, "stopped": bool(getattr(model, "stop_training", False))}
         words = [*self._agreement.gather(word, self._what).values()] if self._agreement else [word]
-        variables = [variable for variable in one_replica.variables_of(model) if not copies.is_counter(variable)]
-        copies.broadcast(variables, 0 in self._replicas, self._sum_over_workers)
+        variables = [variable for variable in one_replica.variables_of(model) if not one_replica.is_counter(variable)]
+        one_replica.broadcast(variables, 0 in self._replicas, self._sum_over_workers)
         self._warmup.resume(words[0]["begun"])
         model.stop_training = any(word["stopped"] for word in words)
         self._ahead = None

@@ -23,15 +23,7 @@ from tfdist.engines.transfer.plan import TransferPlan
 from tfdist.passes import splitting, worker_batch
 from tfdist.passes.worker_batch import WorkerBatch, flat_specs, handles_in
 from tfdist.passes.worker_pass import Batch, Feed, WorkerIterator, find_batch
-from tfdist.step import (
-    function_keys,
-    gradients,
-    keras_steps,
-    one_replica,
-    rehearsal,
-    step_times,
-    used_objects,
-)
+from tfdist.step import function_keys, gradients, keras_steps, one_replica, rehearsal, step_times, used_objects
 from tfdist.step.logs import Packing
 from tfdist.tables import coordinated_variable
 

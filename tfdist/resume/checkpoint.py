@@ -32,7 +32,7 @@ from tfdist.compat.keras.optimizers import optimizers_of
 from tfdist.compat.tensorflow import variables
 from tfdist.passes import progress
 from tfdist.policies.saved_state import SavedState
-from tfdist.step import copies, one_replica
+from tfdist.step import one_replica
 
 # Files of NumPy arrays (`.npz`), of which those of tables are written and read a block of rows at a time.
 
@@ -335,7 +335,7 @@ def _in_shards(variable: Any) -> Any:
 
 def count_of(metric: Any, is_ahead: bool) -> np.ndarray:
     """Returns the value of a metric's variable over all replicas; of the first replica if `is_ahead` (warmup)."""
-    return np.asarray(tf.convert_to_tensor(copies.copies_of(metric)[0])) if is_ahead else to_array(metric)
+    return np.asarray(tf.convert_to_tensor(one_replica.copies_of(metric)[0])) if is_ahead else to_array(metric)
 
 
 def assign_metrics(model: keras.Model, arrays: Sequence[np.ndarray], agreement: Any) -> None:
@@ -344,10 +344,10 @@ def assign_metrics(model: keras.Model, arrays: Sequence[np.ndarray], agreement: 
     is_first = agreement is None or agreement.is_chief
     with model.distribute_strategy.scope():
         for metric, array in pairs:
-            if copies.is_counter(metric):
-                for index, copy in enumerate(copies.copies_of(metric)):
+            if one_replica.is_counter(metric):
+                for index, copy in enumerate(one_replica.copies_of(metric)):
                     copy.assign(array if is_first and not index else tf.zeros_like(copy))
-    others = [(metric, array) for metric, array in pairs if not copies.is_counter(metric)]
+    others = [(metric, array) for metric, array in pairs if not one_replica.is_counter(metric)]
     assign(model, [metric for metric, _ in others], [array for _, array in others], agreement)
 
 

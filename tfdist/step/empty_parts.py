@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfdist.compat.tensorflow import graphs, replicas
 from tfdist.passes import splitting
-from tfdist.step import copies
+from tfdist.step import one_replica
 
 _TENSORS = (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)
 
@@ -156,9 +156,9 @@ def counted_by(model: keras.Model, left_out: Sequence[Any] = ()) -> list[Any]:
     variables += [
         variable
         for variable in model.non_trainable_variables
-        if copies.is_counter(variable) and not tf.as_dtype(variable.dtype).is_floating
+        if one_replica.is_counter(variable) and not tf.as_dtype(variable.dtype).is_floating
     ]
-    return [variable for variable in {id(v): v for v in variables}.values() if copies.is_mirrored(variable)]
+    return [variable for variable in {id(v): v for v in variables}.values() if one_replica.is_mirrored(variable)]
 
 
 def without_terms(step: Callable[..., Any], rows: Sequence[tf.Tensor]) -> Callable[..., Any]:

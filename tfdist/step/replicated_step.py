@@ -32,7 +32,7 @@ from tfdist.compat.keras.scope import check_made_in_scope
 from tfdist.compat.tensorflow import replicas
 from tfdist.passes import splitting
 from tfdist.passes.shares import Shares, Sum
-from tfdist.step import copies, empty_parts, gradients, losses, scope, step_times, used_objects, write_order
+from tfdist.step import empty_parts, gradients, losses, one_replica, scope, step_times, used_objects, write_order
 from tfdist.step import logs as logs_of_metrics
 
 # One trace at a time: `losses.counted_as_one` sets an attribute of the strategy, and two threads may fit two
@@ -101,7 +101,7 @@ def run_step(
                 postponed = optimizers.Postponed(model.optimizer, handed_in, finish)
             sum_up = times.summing(sum_gradients) if times else sum_gradients
             patches = _patches(model, postponed, weigh, sum_up, finish) if training else contextlib.nullcontext()
-            told = logs_of_metrics.MetricResults([metric for metric in model.metrics if copies.counts(metric)])
+            told = logs_of_metrics.MetricResults([metric for metric in model.metrics if one_replica.counts(metric)])
             written = _WrittenWeights(model)
             noticed = losses.noticed(model, strategy.num_replicas_in_sync)
             with (
@@ -199,7 +199,8 @@ def _filled(
         yield step, data
         return
     counted = [
-        copies.copies_of(variable) for variable in empty_parts.counted_by(step.__self__, weights.trackers_of_sums())
+        one_replica.copies_of(variable)
+        for variable in empty_parts.counted_by(step.__self__, weights.trackers_of_sums())
     ]
     kept = [empty_parts.Kept(each[replica] for each in counted) for replica in range(len(parts))]
     if may_be_empty:
@@ -341,7 +342,7 @@ class _Results:
         sums_of_gradients, sums = self._sum_up_timed(postponed, dense, parts)
         counts, rest = sums[: len(counters)], sums[len(counters) :]
         for variable, mean in zip(statistics, rest[len(others) :], strict=True):
-            copies.assign_all(variable, mean)
+            one_replica.assign_all(variable, mean)
         if postponed:
             by_index = dict(zip(dense, sums_of_gradients, strict=True))
             postponed.update(self.strategy, [by_index.get(index, each) for index, each in enumerate(gradients)])

@@ -19,7 +19,7 @@ import tensorflow as tf
 from tfdist.compat.keras import calls, models, scope
 from tfdist.compat.keras.optimizers import optimizers_of
 from tfdist.compat.tensorflow import replicas
-from tfdist.step import copies
+from tfdist.step import one_replica
 
 _warned: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 
@@ -98,7 +98,7 @@ def _of_losses(model: keras.Model) -> Iterator[Any]:
 
 def _keep_in_first_copy(strategy: tf.distribute.Strategy, variable: Any) -> None:
     """Sets the other copies of a sum over copies to zero: each of them was given the whole value."""
-    if copies.is_mirrored(variable) and copies.is_counter(variable):
-        for index, copy in enumerate(copies.copies_of(variable)):
+    if one_replica.is_mirrored(variable) and one_replica.is_counter(variable):
+        for index, copy in enumerate(one_replica.copies_of(variable)):
             if replicas.in_sync_group(strategy, index) > 0:
                 copy.assign(tf.zeros_like(copy))

@@ -18,7 +18,7 @@ import tensorflow as tf
 from tfdist.compat.keras import calls, models
 from tfdist.compat.keras.optimizers import optimizers_of
 from tfdist.engines.agreement import Agreement
-from tfdist.step import copies
+from tfdist.step import one_replica
 
 # Arguments on which the number of steps, passes and collectives of a call depends, or what it trains.
 _ARGUMENTS = (
@@ -91,7 +91,7 @@ def _variables(call: calls.Call) -> list[Any]:
 
 def _values(call: calls.Call) -> list[list[float]]:
     """Returns, for each of these variables, the sum of a few of its numbers and that of their absolute values."""
-    return [_value(copies.copies_of(variable)[0]) for variable in _variables(call)]
+    return [_value(one_replica.copies_of(variable)[0]) for variable in _variables(call)]
 
 
 def _value(copy: tf.Variable) -> list[float]:

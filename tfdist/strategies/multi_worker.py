@@ -30,7 +30,7 @@ from tfdist.passes import progress, splitting
 from tfdist.passes import splitting as part_datasets
 from tfdist.policies import composition
 from tfdist.policies.base import Aggregation, Update
-from tfdist.step import copies, fixed_sizes, replicated_step
+from tfdist.step import fixed_sizes, one_replica, replicated_step
 from tfdist.step.gradients import ProcessMemory, Transforms
 from tfdist.strategies import _common, _communication, _devices, _multi_worker_cluster, _shared_calls, _shared_datasets
 from tfdist.strategies._compressed_sums import CompressedSums
@@ -416,4 +416,4 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         return self._sums(tensors)
 
     def _broadcast_from_chief(self, variables: Sequence[Any]) -> None:
-        copies.broadcast(variables, self._agreements().is_chief, self._sum_over_workers)
+        one_replica.broadcast(variables, self._agreements().is_chief, self._sum_over_workers)
