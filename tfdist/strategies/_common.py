@@ -30,7 +30,7 @@ from tfdist.passes import handle as handles
 from tfdist.passes.handle import BatchHandle, part_spec
 from tfdist.policies.base import Aggregation
 from tfdist.policies.warmup import Warmup
-from tfdist.step import in_scope, keras_steps, rehearsal, replicated_step, scope, used_objects
+from tfdist.step import keras_steps, rehearsal, replicated_step, scope, used_objects
 from tfdist.step.step_times import StepTimes
 from tfdist.strategies.distribution import Closing
 
@@ -284,10 +284,10 @@ def mend_keras(strategy: tf.distribute.Strategy) -> None:
     train_functions.ask_strategies()
     models.leave_building_to_strategy()
     replicas.give_keys(strategy)
-    build_in_scope(strategy, in_scope.redirected)
+    build_in_scope(strategy, scope.redirected)
     saving.wait_for_variables()
     inputs.count_single_batches(strategy)
-    variables.replace_colocation(strategy, lambda stock: in_scope.colocating(strategy, strategy.scope, stock))
+    variables.replace_colocation(strategy, lambda stock: scope.colocating(strategy, strategy.scope, stock))
     allow_loops_without_run(strategy, strategy._sum_over_workers)
     adopt_seed_generators(strategy)
     variables.define_numbers()

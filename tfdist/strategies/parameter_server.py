@@ -43,7 +43,7 @@ from tfdist.passes.worker_dataset import WorkerDataset
 from tfdist.passes.worker_pass import WorkerIterator, find_iterator
 from tfdist.policies import composition
 from tfdist.serving import embedded
-from tfdist.step import fixed_sizes, in_scope, keras_steps, scope
+from tfdist.step import fixed_sizes, keras_steps, scope
 from tfdist.step.gradients import Transforms
 from tfdist.strategies import _common, _devices, _parameter_server_arguments
 from tfdist.strategies.distribution import Closing, Distribution
@@ -169,10 +169,10 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         """Replaces what the stock strategy does otherwise, before the first variable is made."""
         # `run` and `reduce` of this class choose the worker themselves; the stock check would only warn.
         coordinator.allow_without_coordinator(self)
-        variables.replace_colocation(self, lambda stock: in_scope.colocating(self, self._scope, stock))
+        variables.replace_colocation(self, lambda stock: scope.colocating(self, self._scope, stock))
         scope_checks.check_colocation(self)
         allow_loops_without_run(self)
-        build_in_scope(self, in_scope.redirected)
+        build_in_scope(self, scope.redirected)
         saving.wait_for_variables()
         graphs.leave_library()
         saving.clear_tasks()
