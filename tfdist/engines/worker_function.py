@@ -23,7 +23,7 @@ from tfdist.engines.transfer.plan import TransferPlan
 from tfdist.passes import splitting, worker_batch
 from tfdist.passes.worker_batch import WorkerBatch, flat_specs, handles_in
 from tfdist.passes.worker_pass import Batch, Feed, WorkerIterator, find_batch
-from tfdist.step import function_keys, gradients, keras_steps, one_replica, rehearsal, step_times, used_objects
+from tfdist.step import function_keys, gradients, keras_steps, one_replica, rehearsal, step_times
 from tfdist.step.logs import Packing
 from tfdist.tables import coordinated_variable
 
@@ -176,7 +176,7 @@ class Program:
     def _postponable(self) -> list[Any]:
         """Returns the variables of metrics, if the steps do nothing with them but add."""
         model: Any = keras_steps.model_of(self._fn)
-        return model.metrics_variables if used_objects.has_keras_metrics_only(model) else []
+        return model.metrics_variables if rehearsal.has_keras_metrics_only(model) else []
 
     def _count(self, more: int, begin: int = 0) -> tf.Tensor:
         """Adds to the number of updates of all workers, on its parameter server, and returns it there.

@@ -19,7 +19,7 @@ from tfdist.compat.keras import models
 from tfdist.compat.tensorflow import replicas
 from tfdist.passes import splitting
 from tfdist.passes.shares import Shares
-from tfdist.step import contribution, used_objects
+from tfdist.step import contribution, rehearsal
 
 # Losses that a line was written for; the step may be traced several times.
 _noticed: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -141,10 +141,10 @@ def counted_as_one(strategy: Any, step: Callable[..., Any]) -> Iterator[bool]:
 @functools.cache
 def _adds_losses(kind: type) -> bool:
     """Returns True if a user's layer class calls `add_loss`."""
-    if used_objects.is_of_keras(kind):
+    if rehearsal.is_of_keras(kind):
         return False
     functions = [value for base in kind.__mro__ for value in vars(base).values() if _is_of_a_user(base, value)]
-    return any("add_loss" in used_objects.names_used_by(function) for function in functions)
+    return any("add_loss" in rehearsal.names_used_by(function) for function in functions)
 
 
 def _is_of_a_user(base: type, value: Any) -> bool:
@@ -155,7 +155,7 @@ def _is_of_users_code(loss: Any) -> bool:
     """Returns True if the user's code computes a loss. It may be one number per batch, which Keras doesn't divide."""
     if not isinstance(loss, keras.losses.Loss):
         return False
-    return not used_objects.is_all_of_keras(loss, getattr(loss, "fn", None))
+    return not rehearsal.is_all_of_keras(loss, getattr(loss, "fn", None))
 
 
 # Weights of each replica's gradients and losses, by which their sum is the gradient or loss of the global batch.

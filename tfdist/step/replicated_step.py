@@ -32,7 +32,7 @@ from tfdist.compat.keras.scope import check_made_in_scope
 from tfdist.compat.tensorflow import replicas
 from tfdist.passes import splitting
 from tfdist.passes.shares import Shares, Sum
-from tfdist.step import empty_parts, gradients, losses, one_replica, scope, step_times, used_objects, write_order
+from tfdist.step import empty_parts, gradients, losses, one_replica, rehearsal, scope, step_times, write_order
 from tfdist.step import logs as logs_of_metrics
 
 # One trace at a time: `losses.counted_as_one` sets an attribute of the strategy, and two threads may fit two
@@ -168,7 +168,7 @@ def _updates_last(strategy: Any, step: Any) -> bool:
     After `optimizer.apply`, Keras' own step updates the metrics only. A metric of the user's may read a weight.
     """
     is_one_per_worker = replicas.has_other_workers(strategy) and len(strategy.extended.worker_devices) == 1
-    return is_one_per_worker and used_objects.has_keras_metrics_only(step.__self__)
+    return is_one_per_worker and rehearsal.has_keras_metrics_only(step.__self__)
 
 
 def run_prediction(strategy: Any, run: Callable[[Any], Any], data: Any) -> Any:

@@ -30,7 +30,7 @@ from tfdist.passes import handle as handles
 from tfdist.passes.handle import BatchHandle, part_spec
 from tfdist.policies.base import Aggregation
 from tfdist.policies.warmup import Warmup
-from tfdist.step import keras_steps, rehearsal, replicated_step, scope, used_objects
+from tfdist.step import keras_steps, rehearsal, replicated_step, scope
 from tfdist.step.step_times import StepTimes
 from tfdist.strategies.distribution import Closing
 
@@ -200,7 +200,7 @@ class KerasSteps(tf.distribute.Strategy, Closing):
     def _build_for(self, fn: Any, data: Any) -> None:
         """Makes the variables of a Keras step that `fit` does not build: in a loop of the user's own."""
         model = replicated_step.model_of(fn)
-        if used_objects.is_built(model) and not models.has_unbuilt_metrics(model):
+        if rehearsal.is_built(model) and not models.has_unbuilt_metrics(model):
             return
         batch = self._of_first_replica(data)
         rehearsal.before(self, fn, [batch])
