@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from tfdist.step import write_order
+from tfdist.step import replicas
 
 DEVICE = "/job:localhost/replica:0/task:0/device:CPU:0"
 
@@ -54,7 +54,7 @@ def test_what_needs_no_data_is_not_written_at_their_end(how: Callable[..., tf.Te
 
     @tf.function(autograph=False)
     def step(data: Any) -> tf.Tensor:
-        with write_order.writes_after_inputs({DEVICE: data}):
+        with replicas.writes_after_inputs({DEVICE: data}):
             return added.assign_add(how(lambda: counted.assign_add(1), data))
 
     @tf.function(autograph=False)
@@ -77,7 +77,7 @@ def test_only_what_writes_and_needs_no_data_is_ordered():
 
     @tf.function
     def step(data: Any) -> tf.Tensor:
-        with write_order.writes_after_inputs({DEVICE: data}):
+        with replicas.writes_after_inputs({DEVICE: data}):
             counted.assign_add(1)
             return added.assign_add(data + 1.0) + tf.cast(counted, tf.float32)
 
@@ -91,7 +91,7 @@ def test_only_what_writes_and_needs_no_data_is_ordered():
 
 
 def test_outside_of_a_graph_it_does_nothing():
-    with write_order.writes_after_inputs({DEVICE: {"a": tf.constant(1), "b": None}}):
+    with replicas.writes_after_inputs({DEVICE: {"a": tf.constant(1), "b": None}}):
         assert tf.executing_eagerly()
 
 
@@ -100,7 +100,7 @@ def test_what_the_graph_did_not_make_has_come():
 
     @tf.function
     def step() -> tf.Tensor:
-        with write_order.writes_after_inputs({DEVICE: (data, counted)}):
+        with replicas.writes_after_inputs({DEVICE: (data, counted)}):
             return counted.assign_add(data)
 
     assert int(step()) == 1
@@ -111,7 +111,7 @@ def test_a_step_without_tensors_is_left_alone():
 
     @tf.function
     def step() -> tf.Tensor:
-        with write_order.writes_after_inputs({DEVICE: (1, None)}):
+        with replicas.writes_after_inputs({DEVICE: (1, None)}):
             return counted.assign_add(1)
 
     assert int(step()) == 1

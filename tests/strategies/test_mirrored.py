@@ -13,7 +13,7 @@ import tensorflow as tf
 from training import OPTIMIZERS, X, Y, dense_model, two_ends
 
 import tfdist
-from tfdist.step import empty_parts
+from tfdist.step import replicas
 
 pytestmark = pytest.mark.devices
 
@@ -203,8 +203,8 @@ def test_update_in_a_conditional_is_refused_in_one_line(strategy):
 
 
 def test_empty_parts_are_filled_only_if_the_batch_size_is_unknown(strategy, monkeypatch):
-    filled, calls = empty_parts.filled, []
-    monkeypatch.setattr(empty_parts, "filled", lambda *given: calls.append(1) or filled(*given))
+    filled, calls = replicas.filled, []
+    monkeypatch.setattr(replicas, "filled", lambda *given: calls.append(1) or filled(*given))
     with strategy.scope():
         model = dense_model()
         model.compile("sgd", "mse")

@@ -39,7 +39,7 @@ from tfdist.passes import splitting
 from tfdist.passes.handle import BatchHandle, DistributedDataset
 from tfdist.passes.shares import Part, Sum
 from tfdist.policies.parameter_averaging import ParameterAveraging
-from tfdist.step import step_times, write_order
+from tfdist.step import replicas, step_times
 
 _AVERAGE = "_tfdist_average"
 # What reads a model's variables, where all workers must take part anyway.
@@ -115,7 +115,7 @@ class AveragingEngine(Engine):
         model: keras.Model = getattr(step, "__self__")  # noqa: B009
         self._prepare(model)
         num_replicas = self._strategy.num_replicas_in_sync
-        with write_order.writes_after_inputs(dict.fromkeys(self._strategy.extended.worker_devices, handle.content)):
+        with replicas.writes_after_inputs(dict.fromkeys(self._strategy.extended.worker_devices, handle.content)):
             average = self._average_of(model)
             parts = parts_of_replicas(handle, self._replicas, num_replicas)
             average.begin_step()

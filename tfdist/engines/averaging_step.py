@@ -32,9 +32,10 @@ from tfdist.compat.tensorflow import graphs, replicas
 from tfdist.passes import splitting
 from tfdist.passes.shares import Part, Sum
 from tfdist.policies.parameter_averaging import ParameterAveraging
-from tfdist.step import contribution, empty_parts, losses, one_replica, step_times
+from tfdist.step import contribution, losses, one_replica, step_times
 from tfdist.step.losses import ReplicaLosses
 from tfdist.step.one_replica import copies_of
+from tfdist.step.replicas import KeptValues, counted_by, filled_on_devices, may_lack_examples
 from tfdist.transport import buckets
 
 
@@ -365,9 +366,9 @@ def step_alone(
     """
     model: keras.Model = getattr(step, "__self__")  # noqa: B009, Keras' wrapper has it too
     batches, results = [part.batch for part in parts], []
-    may_be_empty = strategy.num_replicas_in_sync > 1 and empty_parts.may_occur(batches)
+    may_be_empty = strategy.num_replicas_in_sync > 1 and may_lack_examples(batches)
     if may_be_empty:
-        batches = empty_parts.filled_on_devices(dict(zip(strategy.extended.worker_devices, batches, strict=True)))
+        batches = filled_on_devices(dict(zip(strategy.extended.worker_devices, batches, strict=True)))
     with written_alone(_variables(model)):
         for index, part in enumerate(parts):
             with tf.device(strategy.extended.worker_devices[index]), context(strategy, index):
@@ -481,9 +482,9 @@ def _keeping(losses: ReplicaLosses, part: Part | None, index: int) -> Iterator[N
     if part is None:
         yield
         return
-    counted = empty_parts.counted_by(losses.model, losses.trackers_of_sums(part.total is not None))
+    counted = counted_by(losses.model, losses.trackers_of_sums(part.total is not None))
     variables = [*models.statistics_of(losses.model), *counted]
-    kept = empty_parts.Kept(one_replica.copies_of(variable)[index] for variable in variables)
+    kept = KeptValues(one_replica.copies_of(variable)[index] for variable in variables)
     yield
     kept.restore_unless(splitting.rows(part.batch))
 

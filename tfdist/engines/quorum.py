@@ -49,8 +49,9 @@ from tfdist.passes import splitting
 from tfdist.passes.handle import BatchHandle, CountedDataset, registry
 from tfdist.passes.shares import Sum
 from tfdist.policies.records import Contribution, Outcome, Update
-from tfdist.step import contribution, losses, one_replica, write_order
+from tfdist.step import contribution, losses, one_replica
 from tfdist.step import gradients as transforms
+from tfdist.step.replicas import writes_after_inputs
 from tfdist.step.split import SplitTrainStep
 from tfdist.step.step_calls import StepCalls
 from tfdist.transport import buckets
@@ -443,7 +444,7 @@ class QuorumStep:
         for tensor, spec in zip(flat, self.specs, strict=True):
             if not tf.executing_eagerly():
                 tensor.set_shape(spec.shape)
-        with write_order.writes_after_inputs({self._device: list(flat)}):
+        with writes_after_inputs({self._device: list(flat)}):
             return self._update(flat)
 
     def _update(self, flat: Sequence[tf.Tensor]) -> Any:

@@ -29,7 +29,7 @@ from tfdist.passes import splitting
 from tfdist.passes.shares import Shares
 from tfdist.step import step_times
 
-# Makes a Keras step on all replicas: (step, data, shares_of, limits of the read); see `replicated_step.run_step`, and
+# Makes a Keras step on all replicas: (step, data, shares_of, limits of the read); see `replicas.run_step`, and
 # `StepTimes.begin`.
 RunStep = Callable[[Any, Any, Callable[[list[Any]], Shares | None], Any], Any]
 

@@ -42,9 +42,10 @@ from tfdist.passes import replica_batches, splitting
 from tfdist.passes.handle import BatchHandle, registry
 from tfdist.passes.replica_batches import OwnParts, ReplicaIterator, WholeBatch
 from tfdist.policies.base import Aggregation, Update
-from tfdist.step import gradients, losses, one_replica, replicated_step
+from tfdist.step import gradients, losses, one_replica
 from tfdist.step.contribution import Contribution, add_up
 from tfdist.step.logs import Packing
+from tfdist.step.replicas import build_optimizer
 from tfdist.step.split import SplitTrainStep
 from tfdist.step.step_calls import StepCalls
 
@@ -157,7 +158,7 @@ class ThreadedEngine(Engine):
         """Traces a model's `train_step` for batches like this one."""
         strategy, model = self._strategy(), getattr(step, "__self__")  # noqa: B009
         _check_xla(model)
-        replicated_step.prepare(strategy, model)
+        build_optimizer(strategy, model)
         _, is_whole = handle.kind.form
         traced = ThreadedStep(strategy, step, handle.kind.element_spec, is_whole)
         traced.prepare(self._policy.replicas_to_aggregate)

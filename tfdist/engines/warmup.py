@@ -41,7 +41,8 @@ from tfdist.passes import splitting
 from tfdist.passes.shares import Sum
 from tfdist.policies.base import Update
 from tfdist.policies.warmup import Warmup
-from tfdist.step import one_replica, replicated_step
+from tfdist.step import one_replica
+from tfdist.step.replicas import build_optimizer, check_model
 
 
 class WarmupEngine(Engine):
@@ -162,8 +163,8 @@ class WarmupEngine(Engine):
                 return tf.nest.map_structure(tf.convert_to_tensor, step(handles.without_optionals(part)))
 
         if count == 1:
-            replicated_step.check_model(self._strategy, model)
-            replicated_step.prepare(self._strategy, model)
+            check_model(self._strategy, model)
+            build_optimizer(self._strategy, model)
             if not content:
                 return one_replica.zeros_of(alone, handle.kind.element_spec[0])
         parts = parts_of(content, is_whole, self._replicas, total)

@@ -35,8 +35,8 @@ from tfdist.compat.keras import models, optimizers
 from tfdist.compat.tensorflow import variables
 from tfdist.passes import handle as handles
 from tfdist.passes import splitting
-from tfdist.step import empty_parts, losses, one_replica, recording
 from tfdist.step import logs as logs_of_metrics
+from tfdist.step import losses, one_replica, recording, replicas
 from tfdist.step.contribution import Contribution, RowsByShard, add_up, times, weigh
 from tfdist.step.gradients import Transforms
 from tfdist.step.losses import ReplicaLosses
@@ -167,7 +167,7 @@ class SplitTrainStep:
         with optimizers.patched_attributes(changed), scope:
             models.forget_added(self.model)
             # Keras represents None as an empty Optional.
-            batch_given = empty_parts.filled(batch, [] if whole is None else [whole]) if is_filled else batch
+            batch_given = replicas.filled(batch, [] if whole is None else [whole]) if is_filled else batch
             # As Keras traces it.
             result = tf.autograph.experimental.do_not_convert(self._step)(handles.without_optionals(batch_given))
             self._notice_summaries()
@@ -223,7 +223,7 @@ class SplitTrainStep:
             _log.say(line)
 
     def _may_be_empty(self, batch: Any) -> bool:
-        return self._total_num_replicas > 1 and empty_parts.may_occur([batch])
+        return self._total_num_replicas > 1 and replicas.may_lack_examples([batch])
 
     def _starts(self) -> tuple[list[tuple[Any, tf.Tensor]], dict[int, tf.Tensor]]:
         """Returns the initial values of the variables (zero for metrics' sums), and of other states by variable id."""

@@ -30,7 +30,17 @@ from tfdist.passes import handle as handles
 from tfdist.passes.handle import BatchHandle, part_spec
 from tfdist.policies.base import Aggregation
 from tfdist.policies.warmup import Warmup
-from tfdist.step import keras_steps, rehearsal, replicated_step, scope
+from tfdist.step import keras_steps, rehearsal, scope
+from tfdist.step.replicas import (
+    REDUCED,
+    build_optimizer,
+    check_model,
+    is_train_step,
+    mark_reduced,
+    model_of,
+    run_prediction,
+    run_step,
+)
 from tfdist.step.step_times import StepTimes
 from tfdist.strategies.distribution import Closing
 
@@ -110,21 +120,21 @@ class KerasSteps(tf.distribute.Strategy, Closing):
         fn = models.undecorated(fn)
         if any(isinstance(leaf, BatchHandle) for leaf in tf.nest.flatten((args, kwargs))):
             is_batch = len(args) == 1 and isinstance(args[0], BatchHandle) and not kwargs
-            if is_batch and replicated_step.is_train_step(fn):
-                return tf.nest.map_structure(replicated_step.mark, args[0].engine.run(fn, args[0]))
+            if is_batch and is_train_step(fn):
+                return tf.nest.map_structure(mark_reduced, args[0].engine.run(fn, args[0]))
             args, kwargs = tf.nest.map_structure(_distributed, (args, kwargs))
-        if replicated_step.model_of(fn) is None or len(args) != 1 or kwargs:
+        if model_of(fn) is None or len(args) != 1 or kwargs:
             return self._run_function(stock, fn, args, kwargs)
         if not tf.executing_eagerly():
             self._build_for(fn, args[0])
         times = None
-        if replicated_step.is_train_step(fn):
+        if is_train_step(fn):
             self._prepare(fn.__self__)
             times = self._times.begin() if self._is_timed else None
         else:
-            replicated_step.check_model(self, fn.__self__)
+            check_model(self, fn.__self__)
         sum_gradients = self._sum_gradients
-        return replicated_step.run_step(
+        return run_step(
             self,
             lambda step, given: self._run_stock(step, (given,), options=options, model=fn.__self__),
             fn,
@@ -141,7 +151,7 @@ class KerasSteps(tf.distribute.Strategy, Closing):
         the graph of the function that Keras has made.
         """
         step = models.undecorated(model.train_step)
-        if kind != "train" or not replicated_step.is_train_step(step):
+        if kind != "train" or not is_train_step(step):
             return stock
 
         def prepare(handle: BatchHandle) -> Callable[[Any, BatchHandle], Any]:
@@ -194,12 +204,12 @@ class KerasSteps(tf.distribute.Strategy, Closing):
             model = calls.predicting_model()
             if model is not None:
                 model_parallel.check(self, model)
-            return replicated_step.run_prediction(self, stock, args[0])
+            return run_prediction(self, stock, args[0])
         return stock()
 
     def _build_for(self, fn: Any, data: Any) -> None:
         """Makes the variables of a Keras step that `fit` does not build: in a loop of the user's own."""
-        model = replicated_step.model_of(fn)
+        model = model_of(fn)
         if rehearsal.is_built(model) and not models.has_unbuilt_metrics(model):
             return
         batch = self._of_first_replica(data)
@@ -235,7 +245,7 @@ class KerasSteps(tf.distribute.Strategy, Closing):
             value = value.value
         is_mean = str(getattr(reduce_op, "value", reduce_op)).upper() == "MEAN"
         # An unknown attribute of a variable that is averaged on read would be looked for on its mean: no end of it.
-        if is_mean and isinstance(value, tf.Tensor) and getattr(value, replicated_step.REDUCED, False):
+        if is_mean and isinstance(value, tf.Tensor) and getattr(value, REDUCED, False):
             return value
         return super().reduce(reduce_op, value, axis=None if self._is_scalar(value) else axis)
 
@@ -247,8 +257,8 @@ class KerasSteps(tf.distribute.Strategy, Closing):
 
     def _prepare(self, model: keras.Model) -> None:
         """Checks a model and builds its optimizer, before its train step is traced; all workers call it alike."""
-        replicated_step.check_model(self, model)
-        replicated_step.prepare(self, model)
+        check_model(self, model)
+        build_optimizer(self, model)
 
     @property
     def _sum_gradients(self) -> SumGradients | None:

@@ -22,8 +22,8 @@ from tfdist.passes.handle import BatchHandle
 from tfdist.passes.replica_batches import ReplicaDataset, ReplicaDatasetFromFunction
 from tfdist.policies import composition
 from tfdist.policies.base import Aggregation
-from tfdist.step import fixed_sizes
 from tfdist.step.gradients import ProcessMemory, Transforms
+from tfdist.step.replicas import check_fixed_sizes
 from tfdist.strategies import _common, _devices
 from tfdist.strategies.distribution import Distribution
 from tfdist.telemetry.recorder import Recorder
@@ -128,7 +128,7 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
         self.distribution.check_open()
         calls.refuse_overlap(self, self._is_exclusive)
         epoch_iterator = calls.epochs_being_made()
-        fixed_sizes.check(self, dataset, self.num_replicas_in_sync, self._aggregation is None)
+        check_fixed_sizes(self, dataset, self.num_replicas_in_sync, self._aggregation is None)
         dataset = inputs.untuned(dataset, epoch_iterator)
         distributed = inputs.unread_left_out(self._distributed(dataset, options), epoch_iterator)
         return distributed if options is not None else progress.remember(distributed, dataset, self._distributed)

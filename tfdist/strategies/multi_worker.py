@@ -30,8 +30,9 @@ from tfdist.passes import progress, splitting
 from tfdist.passes import splitting as part_datasets
 from tfdist.policies import composition
 from tfdist.policies.base import Aggregation, Update
-from tfdist.step import fixed_sizes, one_replica, replicated_step
+from tfdist.step import one_replica
 from tfdist.step.gradients import ProcessMemory, Transforms
+from tfdist.step.replicas import check_fixed_sizes, run_step
 from tfdist.strategies import _common, _communication, _devices, _multi_worker_cluster, _shared_calls, _shared_datasets
 from tfdist.strategies._compressed_sums import CompressedSums
 from tfdist.strategies.distribution import Distribution
@@ -160,7 +161,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
             self._compressed.prepare_in_fit(step.__self__)
         sum_gradients = self._compressed.in_step if self._compressed else None
         times = self._times.begin(limits) if self._is_timed else None
-        return replicated_step.run_step(self, run, step, data, self._sums.in_step, shares_of, sum_gradients, times)
+        return run_step(self, run, step, data, self._sums.in_step, shares_of, sum_gradients, times)
 
     def _prepare(self, model: keras.Model) -> None:
         super()._prepare(model)
@@ -293,7 +294,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         self.distribution.check_open()
         calls.refuse_overlap(self, self._is_exclusive)
         epoch_iterator = calls.epochs_being_made()
-        fixed_sizes.check(self, dataset, self.num_replicas_in_sync, self._aggregation is None)
+        check_fixed_sizes(self, dataset, self.num_replicas_in_sync, self._aggregation is None)
         dataset = inputs.untuned(dataset, epoch_iterator)
         if self._quorum or self._synchronous:
             # With an unknown size the end shows within a step, which ends an execution of several steps in the middle.

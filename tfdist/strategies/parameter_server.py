@@ -43,7 +43,7 @@ from tfdist.passes.worker_dataset import WorkerDataset
 from tfdist.passes.worker_pass import WorkerIterator, find_iterator
 from tfdist.policies import composition
 from tfdist.serving import embedded
-from tfdist.step import fixed_sizes, keras_steps, scope
+from tfdist.step import keras_steps, replicas, scope
 from tfdist.step.gradients import Transforms
 from tfdist.strategies import _common, _devices, _parameter_server_arguments
 from tfdist.strategies.distribution import Closing, Distribution
@@ -329,7 +329,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         coordinator.forget_scheduled(self)
         caller, call = calls.epochs_being_made(), calls.current()
         trains = call is not None and call.trains
-        fixed_sizes.check(self, dataset, self._training.num_parts if trains else 1, self._num_workers == 1)
+        replicas.check_fixed_sizes(self, dataset, self._training.num_parts if trains else 1, self._num_workers == 1)
         dataset = inputs.untuned(inputs.sized(dataset, caller), caller)
         described = self._training.distribute(dataset)
         if calls.iterating_fit() is not None:

@@ -201,7 +201,7 @@ def _all_reduce(values: Gradients) -> Sequence[Any]:
     context = tf.distribute.get_replica_context()
     check_can_meet()
     if not context.strategy.extended._use_merge_call():
-        # Past `empty_parts.without_terms`: gradients are weighted.
+        # Past `replicas.without_terms`: gradients are weighted.
         return type(context).all_reduce(context, tf.distribute.ReduceOp.SUM, values)
     # ReplicaContext.all_reduce does this too, but gives the sum a gradient of its own. TensorFlow never
     # frees this registration, nor the graph and the strategy that it references. No code needs that gradient.

@@ -19,20 +19,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfdist import model_parallel
+from tfdist import _log, model_parallel
 from tfdist.compat import patching
-from tfdist.compat.keras import models, optimizers
+from tfdist.compat.keras import calls, models, optimizers
 from tfdist.compat.keras.scope import check_made_in_scope
-from tfdist.compat.tensorflow import replicas
+from tfdist.compat.tensorflow import graphs, inputs, replicas
 from tfdist.passes import splitting
 from tfdist.passes.shares import Shares, Sum
-from tfdist.step import empty_parts, gradients, losses, one_replica, rehearsal, scope, step_times, write_order
+from tfdist.step import gradients, losses, one_replica, rehearsal, scope, step_times
 from tfdist.step import logs as logs_of_metrics
 
 # One trace at a time: `losses.counted_as_one` sets an attribute of the strategy, and two threads may fit two
@@ -83,7 +83,7 @@ def run_step(
     """
     model, training = step.__self__, step.__name__ == TRAIN
     parts = _local(strategy, data)
-    with write_order.writes_after_inputs(parts):
+    with writes_after_inputs(parts):
         batches = [*parts.values()]
         # No single weight of a gradient is right for sums and means: each replica counts its copy of a batch then.
         counts_once = not losses.has_both_kinds(model)
@@ -177,16 +177,14 @@ def run_prediction(strategy: Any, run: Callable[[Any], Any], data: Any) -> Any:
     if not _may_be_empty(strategy, data, [*parts.values()]):
         return run(data)
     rows = [splitting.rows(part) for part in parts.values()]
-    results = run(_distributed(data, empty_parts.filled_on_devices(parts)))
-    by_replica = [
-        empty_parts.only_with_examples(*each) for each in zip(rows, _local(strategy, results).values(), strict=True)
-    ]
+    results = run(_distributed(data, filled_on_devices(parts)))
+    by_replica = [only_with_examples(*each) for each in zip(rows, _local(strategy, results).values(), strict=True)]
     return _distributed(results, by_replica)
 
 
 def _may_be_empty(strategy: Any, data: Any, parts: Sequence[Any]) -> bool:
     """Returns True if a replica may have no examples."""
-    return strategy.num_replicas_in_sync > 1 and _is_divided(data, len(parts)) and empty_parts.may_occur(parts)
+    return strategy.num_replicas_in_sync > 1 and _is_divided(data, len(parts)) and may_lack_examples(parts)
 
 
 @contextlib.contextmanager
@@ -198,14 +196,11 @@ def _filled(
     if shares is None or not (may_be_empty or shares.holders is not None):
         yield step, data
         return
-    counted = [
-        one_replica.copies_of(variable)
-        for variable in empty_parts.counted_by(step.__self__, weights.trackers_of_sums())
-    ]
-    kept = [empty_parts.Kept(each[replica] for each in counted) for replica in range(len(parts))]
+    counted = [one_replica.copies_of(variable) for variable in counted_by(step.__self__, weights.trackers_of_sums())]
+    kept = [KeptValues(each[replica] for each in counted) for replica in range(len(parts))]
     if may_be_empty:
-        data = _distributed(data, empty_parts.filled_on_devices(parts))
-        yield empty_parts.without_terms(step, shares.rows), data
+        data = _distributed(data, filled_on_devices(parts))
+        yield without_terms(step, shares.rows), data
     else:
         yield step, data
     for before, rows in zip(kept, shares.rows, strict=True):
@@ -243,7 +238,7 @@ def check_model(strategy: Any, model: keras.Model) -> None:
         )
 
 
-def prepare(strategy: Any, model: keras.Model) -> None:
+def build_optimizer(strategy: Any, model: keras.Model) -> None:
     """Builds a model's optimizer before its train step is traced.
 
     Raises:
@@ -349,7 +344,7 @@ class _Results:
         means = iter(rest)
         with keras.StatelessScope(state_mapping=list(zip(counters, counts, strict=True))):
             merged = [self._merged(*each, means) for each in zip(first, formulas, strict=True)]
-        return tf.nest.map_structure(mark, tf.nest.pack_sequence_as(logs, merged))
+        return tf.nest.map_structure(mark_reduced, tf.nest.pack_sequence_as(logs, merged))
 
     def _formulas(self, values: Sequence[Any]) -> list[logs_of_metrics.Formula]:
         """Returns a formula for a log's value on each replica of this worker; none if it uses no result of a metric."""
@@ -402,8 +397,309 @@ def _like(mean: tf.Tensor, leaf: Any) -> tf.Tensor:
     return tf.cast(mean, tf.convert_to_tensor(leaf).dtype)
 
 
-def mark(value: Any) -> Any:
+def mark_reduced(value: Any) -> Any:
     """Marks a tensor as the same on all replicas; returns the value."""
     if isinstance(value, tf.Tensor):
         patching.put(value, REDUCED, True)
     return value
+
+
+# Control dependencies by which a step without an input batch writes to no variable.
+#
+# If the length of the data is unknown, Keras runs one more step at their end. TensorFlow executes the operations of
+# this
+# step that need no input until the iterator raises: `optimizer.iterations` would count a step that ran on no data, and
+# a
+# replica that meets the end later than another would count it alone. So every variable write that doesn't depend on
+# the
+# input batch is ordered behind it. Reads and constants are not: this would cost a small model a twentieth of its time.
+
+
+_READS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VarIsInitializedOp", "VariableShape"})
+# TensorFlow starts operations inside of these functions before all inputs of the call are there.
+_OF_FUNCTIONS = frozenset({"PartitionedCall", "StatefulPartitionedCall", "If", "StatelessIf", "While", "Case"})
+
+
+@contextlib.contextmanager
+def writes_after_inputs(data: Mapping[str, Any]) -> Iterator[None]:
+    """Orders the variable writes that are traced in this context behind the input batch of their device.
+
+    Outside of a graph the batch has arrived already, and this does nothing.
+
+    Args:
+      data: the step's input on each device, by the device's name: structures of the graph's tensors and composites, in
+        which anything else is ignored.
+    """
+    leaves = {device: _tensors(given) for device, given in data.items()}
+    if tf.executing_eagerly() or not any(leaves.values()):
+        yield
+        return
+    graph: Any = tf.compat.v1.get_default_graph()
+    ready = {device: _after(device, tensors) for device, tensors in leaves.items()}
+    (first, *_), made = ready.values(), len(graph.get_operations())
+    yield
+    behind = {*ready.values(), *(tensor.op for tensors in leaves.values() for tensor in tensors)}
+    for operation in graph.get_operations()[made:]:
+        needs = {*operation.control_inputs, *(tensor.op for tensor in operation.inputs)}
+        is_behind = not behind.isdisjoint(needs)
+        if _writes(operation) and (not is_behind or operation.type in _OF_FUNCTIONS):
+            graphs.wait_for_operation(operation, ready.get(operation.device, first))
+            is_behind = True
+        if is_behind:
+            behind.add(operation)
+
+
+def _tensors(given: Any) -> list[tf.Tensor]:
+    return [leaf for leaf in tf.nest.flatten(given, expand_composites=True) if tf.is_symbolic_tensor(leaf)]
+
+
+def _after(device: str, tensors: list[tf.Tensor]) -> tf.Operation:
+    # On the device of the waiting operation: a control dependency between two devices costs a message.
+    with tf.device(device), tf.control_dependencies(tensors):
+        return tf.no_op()
+
+
+def _writes(operation: tf.Operation) -> bool:
+    return operation.type not in _READS and any(tensor.dtype == tf.resource for tensor in operation.inputs)
+
+
+# Compares the batch size that a stateful RNN was built with to the size that each replica computes with.
+#
+# A stateful RNN keeps a state for each example of a batch, so its batches have one size. The rule is the same for all
+# strategies: the size is that of a replica's part.
+
+
+_TOLD = "_tfdist_told_of_states"
+
+
+def check_fixed_sizes(strategy: tf.distribute.Strategy, dataset: Any, num_parts: int, keeps_states: bool) -> None:
+    """Checks the data of the call of Keras that is running, before it does anything.
+
+    Args:
+      strategy: the strategy.
+      dataset: the data set of whole batches.
+      num_parts: number of parts that a batch is divided into.
+      keeps_states: True if each replica keeps the states of its own examples; otherwise one line says that it does not.
+
+    Raises:
+      ValueError: a replica's part has another size than a stateful RNN of the model.
+    """
+    call = calls.current()
+    if call is None or not isinstance(dataset, tf.data.Dataset):
+        return
+    fixed = {layer.name: size for layer in models.layers_of(call.model) if (size := _size(layer)) is not None}
+    if not fixed:
+        return
+    batch_size = inputs.batch_size(dataset)
+    for name, size in fixed.items():
+        if batch_size is not None and batch_size != size * num_parts:
+            part = f"{batch_size / num_parts:g}"
+            raise ValueError(
+                f"model.{call.kind}: layer {name!r} is stateful and was built for batches of {size}, but "
+                f"{type(strategy).__name__} gives each replica {part} of the {batch_size} examples of a batch; use "
+                f"batch_size={size * num_parts}, or build the model with keras.Input(batch_shape=({part}, ...)). "
+                f"Received: batch_size={batch_size}, divided by {num_parts}"
+            )
+    # With parts, a policy decides about updates alone.
+    if not keeps_states and (call.trains or num_parts == 1) and not patching.of(call.model, _TOLD):
+        patching.put(call.model, _TOLD, True)
+        _log.say(
+            f"{type(strategy).__name__}: replicas share the states of stateful RNNs here, as means, so the "
+            "numbers differ from one device; MirroredStrategy and MultiWorkerMirroredStrategy without a policy keep a "
+            f"state for each example. Received: layer {next(iter(fixed))!r}, model {call.model.name!r}"
+        )
+
+
+def _size(layer: Any) -> int | None:
+    """Returns the batch size of a stateful RNN that is built, else None."""
+    states = getattr(layer, "states", None) if getattr(layer, "stateful", False) else None
+    first = next((each for each in tf.nest.flatten(states) if each is not None), None)
+    return None if first is None or not getattr(first, "shape", None) else first.shape[0]
+
+
+# Steps of replicas without an example of the batch: they run on a stand-in example, and its results are left out.
+#
+# Layers and kernels may fail, or return wrong shapes, on a batch of no examples; oneDNN's convolutions do. The replica
+# can't skip the step either, since replicas wait for each other. So an empty part is filled with one example: a copy
+# of
+# another replica's where this process has one, else zeros. Its gradients, logs and statistics have weight 0, which
+# also
+# removes NaN; its metrics are restored after the step; its terms of sums over replicas are zero.
+
+
+_TENSORS = (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)
+
+
+def may_lack_examples(parts: Sequence[Any]) -> bool:
+    """Returns True if, by the static shapes, one of these parts of a batch may have no examples."""
+    sizes = {splitting.static_size(part) for part in parts}
+    return bool(sizes & {0, None}) and all(splitting.rows(part) is not None for part in parts)
+
+
+def filled(part: Any, sources: Sequence[Any] = ()) -> Any:
+    """Returns the part itself, or one example if it has none.
+
+    Args:
+      part: a replica's part of a batch.
+      sources: other parts of the same batch, or the first example of each; the first one that is not empty is copied.
+        If all are empty, the example is zeros.
+    """
+    rows = splitting.rows(part)
+    if rows is None or (splitting.static_size(part) or 0) > 0:
+        return part
+    leaves = tf.nest.flatten(part)
+    chosen = [index for index, leaf in enumerate(leaves) if _has_rows(leaf)]
+    candidates = [tf.nest.flatten(source) for source in sources]
+
+    def itself() -> list[Any]:
+        return [tf.nest.map_structure(tf.identity, leaves[index], expand_composites=True) for index in chosen]
+
+    def example() -> list[Any]:
+        return [_example(leaves[index], [each[index] for each in candidates]) for index in chosen]
+
+    # A list of one is returned as its element.
+    results = tf.nest.flatten(tf.cond(rows > 0, itself, example))
+    for index, leaf in zip(chosen, results, strict=True):
+        if isinstance(leaf, tf.Tensor):
+            leaf.set_shape([None, *leaves[index].shape[1:]])
+        leaves[index] = leaf
+    return tf.nest.pack_sequence_as(part, leaves)
+
+
+def filled_on_devices(parts: dict[str, Any]) -> list[Any]:
+    """Returns the parts of a process' replicas, by device, each with an example."""
+    devices, values = list(parts), list(parts.values())
+    sources = []
+    # One example is sent to the other devices instead of a whole part. Splitting leaves the last part an example.
+    for index in dict.fromkeys((len(values) - 1, 0)) if len(values) > 1 else ():
+        with tf.device(devices[index]):
+            sources.append(first_example(values[index]))
+    results = []
+    for device, part in zip(devices, values, strict=True):
+        with tf.device(device):
+            results.append(filled(part, sources))
+    return results
+
+
+def first_example(part: Any) -> Any:
+    """Returns the first example of a part; no example if it is empty."""
+    return tf.nest.map_structure(lambda leaf: _rows_up_to(leaf, 1) if _has_rows(leaf) else leaf, part)
+
+
+def only_with_examples(rows: tf.Tensor, result: Any) -> Any:
+    """Returns a replica's result, with no rows if the replica has no examples."""
+    return tf.nest.map_structure(
+        lambda leaf: _rows_up_to(leaf, tf.where(rows > 0, splitting.rows(leaf), 0)) if _has_rows(leaf) else leaf, result
+    )
+
+
+def _has_rows(leaf: Any) -> bool:
+    return isinstance(leaf, _TENSORS) and leaf.shape.rank != 0
+
+
+def _rows_up_to(leaf: Any, stop: Any) -> Any:
+    if isinstance(leaf, tf.SparseTensor):
+        size = tf.concat([[tf.minimum(tf.cast(stop, tf.int64), leaf.dense_shape[0])], leaf.dense_shape[1:]], 0)
+        return tf.sparse.slice(leaf, tf.zeros_like(size), size)
+    return leaf[:stop]
+
+
+def _example(leaf: Any, sources: Sequence[Any]) -> Any:
+    """Returns the first row of these sources, or zeros; `leaf` has no rows."""
+    if isinstance(leaf, tf.SparseTensor):
+        rows = tf.sparse.concat(0, [_rows_up_to(source, 1) for source in sources]) if sources else leaf
+        one = tf.concat([tf.ones([1], tf.int64), leaf.dense_shape[1:]], 0)
+        kept = rows.indices[:, 0] < 1
+        return tf.SparseTensor(rows.indices[kept], rows.values[kept], one)
+    if isinstance(leaf, tf.RaggedTensor):
+        return tf.concat([*(source[:1] for source in sources), _ragged_zeros(leaf)], 0)[:1]
+    zeros = tf.zeros(tf.concat([[1], tf.shape(leaf)[1:]], 0), leaf.dtype)
+    return tf.concat([*(source[:1] for source in sources), zeros], 0)[:1]
+
+
+def _ragged_zeros(leaf: tf.RaggedTensor) -> Any:
+    """Returns a row of one zero: a layer may fail on an empty row, too."""
+    if not isinstance(leaf, tf.RaggedTensor):
+        return tf.zeros(tf.concat([[1], tf.shape(leaf)[1:]], 0), leaf.dtype)
+    return tf.RaggedTensor.from_row_splits(_ragged_zeros(leaf.values), tf.constant([0, 1], leaf.row_splits.dtype))
+
+
+class KeptValues:
+    """The values of variables on a replica before a step.
+
+    Args:
+      copies: the variables of that replica's device.
+    """
+
+    def __init__(self, copies: Iterable[tf.Variable]) -> None:
+        self._before = []
+        for copy in copies:
+            with tf.device(copy.device):
+                self._before.append((copy, copy.read_value()))
+
+    def restore_unless(self, rows: tf.Tensor) -> None:
+        """Gives the variables these values again if the replica had no examples."""
+
+        def restore() -> tf.Tensor:
+            for copy, value in self._before:
+                with tf.device(copy.device):
+                    copy.assign(value)
+            return tf.constant(True)
+
+        if self._before:
+            tf.cond(rows > 0, lambda: tf.constant(False), restore)
+
+
+def counted_by(model: keras.Model, left_out: Sequence[Any] = ()) -> list[Any]:
+    """Returns the Keras variables in which each replica counts its own examples.
+
+    Statistics of layers, which are floats, are not among them: they are averaged by the numbers of examples.
+
+    Args:
+      model: the model.
+      left_out: metrics that count right without examples, too.
+    """
+    others = [metric for metric in model.metrics if not any(metric is each for each in left_out)]
+    variables = [variable for metric in others for variable in metric.variables]
+    variables += [
+        variable
+        for variable in model.non_trainable_variables
+        if one_replica.is_counter(variable) and not tf.as_dtype(variable.dtype).is_floating
+    ]
+    return [variable for variable in {id(v): v for v in variables}.values() if one_replica.is_mirrored(variable)]
+
+
+def without_terms(step: Callable[..., Any], rows: Sequence[tf.Tensor]) -> Callable[..., Any]:
+    """Returns a step in which a replica without examples adds zeros to sums over the replicas, forward and backward.
+
+    Synchronized BatchNormalization and users' losses call `ReplicaContext.all_reduce`, whose gradient calls it again.
+
+    Args:
+      step: called in replica context.
+      rows: the examples of each replica of this worker.
+    """
+    if isinstance(step, tf.types.experimental.PolymorphicFunction):
+        return step
+    step = graphs.converted(step)
+
+    def call(*args: Any) -> Any:
+        context = tf.distribute.get_replica_context()
+        all_reduce, own = context.all_reduce, rows[replicas.current()]
+
+        def masked(reduce_op: Any, value: Any, options: Any = None) -> Any:
+            is_sum = str(getattr(reduce_op, "value", reduce_op)).upper() == "SUM"
+            return all_reduce(reduce_op, tf.nest.map_structure(select, value) if is_sum else value, options)
+
+        def select(leaf: Any) -> Any:
+            if not tf.is_tensor(leaf) or isinstance(leaf, tf.IndexedSlices):
+                return leaf
+            value = tf.convert_to_tensor(leaf)
+            return tf.where(own > 0, value, tf.zeros_like(value))
+
+        context.all_reduce = masked
+        try:
+            return step(*args)
+        finally:
+            del context.all_reduce
+
+    return call
