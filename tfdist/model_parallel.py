@@ -17,7 +17,7 @@ import tensorflow as tf
 from tfdist.compat.keras import calls, models, optimizers, scope
 from tfdist.compat.keras import placement as places
 from tfdist.compat.tensorflow import replicas
-from tfdist.step import keras_steps
+from tfdist.step.step import classify, model_of
 
 
 def placement(part: int) -> contextlib.AbstractContextManager[None]:
@@ -134,8 +134,8 @@ def check(strategy: Any, model: keras.Model) -> None:
 
 def check_step(strategy: Any, fn: Any) -> None:
     """Calls `check` for the model of a train, test or predict step; does nothing for other functions."""
-    model = keras_steps.model_of(fn)
-    if model is None and keras_steps.classify(fn) == "predict":
+    model = model_of(fn)
+    if model is None and classify(fn) == "predict":
         # Keras hands over a function of its own.
         model = calls.predicting_model()
     if model is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tfdist.step import function_keys
+from tfdist.step.step import Traced, key_of
 
 SETTINGS = types.SimpleNamespace(scale=2.0)
 LIST = [1.0]
@@ -24,7 +24,7 @@ def other(*batch: Any) -> Any:
 
 
 def _twice(make: Callable[[Any], Callable[..., Any]], first: Any, second: Any) -> bool:
-    return function_keys.key_of(make(first)) == function_keys.key_of(make(second))
+    return key_of(make(first)) == key_of(make(second))
 
 
 def test_functions_that_call_the_same_are_the_same():
@@ -56,17 +56,17 @@ def test_functions_that_read_what_may_change_differ(make: Callable[[Any], Callab
 def test_a_name_that_is_rebound_makes_another_function():
     names: dict[str, Any] = {"called": step}
     function = eval("lambda batch: called(batch)", names)
-    before = function_keys.key_of(function)
-    assert before == function_keys.key_of(function)
+    before = key_of(function)
+    assert before == key_of(function)
     names["called"] = other
-    assert before != function_keys.key_of(function)
+    assert before != key_of(function)
 
 
 def test_functions_of_one_code_are_dropped_and_named_once(capfd: pytest.CaptureFixture[str]):
-    traced, programs = function_keys.Traced(), {}
+    traced, programs = Traced(), {}
     for number in range(30):
         function = (lambda _: lambda batch: step(batch, SETTINGS.scale))(number)
-        key = (function_keys.key_of(function), "float32")
+        key = (key_of(function), "float32")
         programs[key] = number
         traced.note(function, programs, key)
     assert sorted(programs.values()) == list(range(22, 30))

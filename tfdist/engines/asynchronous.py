@@ -47,7 +47,8 @@ from tfdist.passes.worker_batch import WorkerBatch
 from tfdist.passes.worker_dataset import WorkerDataset, WorkerDatasetFromFunction
 from tfdist.passes.worker_pass import Batch, ChiefFeed, Feed, WorkerFeed, WorkerIterator
 from tfdist.policies.base import Update
-from tfdist.step import keras_steps, one_replica
+from tfdist.step import one_replica
+from tfdist.step.step import classify
 
 # Those that a step raises for it; operations that call Python make the first of most others.
 _OF_A_LOST_SERVER = (
@@ -144,7 +145,7 @@ class AsynchronousEngine(Engine):
 
     def prepared(self, step: Callable[..., Any], handle: WorkerBatch) -> Callable[[WorkerIterator, WorkerBatch], Any]:
         """See `Engine.prepared`, also for a step that evaluates or predicts: the logs are the newest ones."""
-        kind, program_for = keras_steps.classify(step), self._programs_of(step, (handle,), {})
+        kind, program_for = classify(step), self._programs_of(step, (handle,), {})
         if kind == "predict":
             predicting = program_for(False, False)
             return lambda iterator, handle: predicting.rebuild(self._predict(predicting, iterator.feed))
@@ -185,7 +186,7 @@ class AsynchronousEngine(Engine):
             return fn(*args, **kwargs)
 
     def _run_eagerly(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        kind, handles = keras_steps.classify(fn), worker_batch.handles_in((args, kwargs))
+        kind, handles = classify(fn), worker_batch.handles_in((args, kwargs))
         numbers = [int(handle.content) for handle in handles]
         batch = worker_function.unused(numbers)
         in_parts, feed = batch is None and bool(handles), batch and worker_function.feed_for(kind, batch.iterator)
@@ -194,7 +195,7 @@ class AsynchronousEngine(Engine):
         return program.rebuild(self._dispatch(kind, program, parts + program.flatten_arguments(args, kwargs), batch))
 
     def _run_in_graph(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        kind, handles = keras_steps.classify(fn), worker_batch.handles_in((args, kwargs))
+        kind, handles = classify(fn), worker_batch.handles_in((args, kwargs))
         program_for = self._programs_of(fn, args, kwargs)
         program = program_for(bool(handles) and kind not in ("test", "predict"), False)
 
@@ -221,7 +222,7 @@ class AsynchronousEngine(Engine):
         """Queues or runs a step, by its kind; returns its flat result.
 
         Args:
-          kind: see `keras_steps.classify`.
+          kind: see `step.classify`.
           program: the traced step.
           tensors: arguments besides the batch.
           batch: the batch; None if the batch, or parts of several batches, are among the tensors.

@@ -53,7 +53,7 @@ from tfdist.step import contribution, losses, one_replica
 from tfdist.step import gradients as transforms
 from tfdist.step.replicas import writes_after_inputs
 from tfdist.step.split import SplitTrainStep
-from tfdist.step.step_calls import StepCalls
+from tfdist.step.step import StepCalls
 from tfdist.transport import buckets
 
 _POLL_SECS = 0.5

@@ -15,7 +15,7 @@ from tfdist.compat.keras.scope import check_made_in_scope
 from tfdist.compat.tensorflow import variables
 from tfdist.coordination.usage import Room, Usage
 from tfdist.step import scope
-from tfdist.step.keras_steps import classify
+from tfdist.step.step import classify
 
 
 def check_scope(strategy: tf.distribute.Strategy, fn: Callable[..., Any]) -> None:

@@ -47,7 +47,7 @@ from tfdist.step.contribution import Contribution, add_up
 from tfdist.step.logs import Packing
 from tfdist.step.replicas import build_optimizer
 from tfdist.step.split import SplitTrainStep
-from tfdist.step.step_calls import StepCalls
+from tfdist.step.step import StepCalls
 
 _CLOSING_SECS = 2.0
 

@@ -23,8 +23,9 @@ from tfdist.engines.transfer.plan import TransferPlan
 from tfdist.passes import splitting, worker_batch
 from tfdist.passes.worker_batch import WorkerBatch, flat_specs, handles_in
 from tfdist.passes.worker_pass import Batch, Feed, WorkerIterator, find_batch
-from tfdist.step import function_keys, gradients, keras_steps, one_replica, rehearsal, step_times
+from tfdist.step import gradients, one_replica, rehearsal, step_times
 from tfdist.step.logs import Packing
+from tfdist.step.step import Traced, accumulates, classify, key_of, model_of, steps_per_execution, traced_with
 from tfdist.tables import coordinated_variable
 
 # About the operations of a perceptron of ten layers with Adam.
@@ -83,7 +84,7 @@ class Program:
         self._batch_spec = (parts if in_parts else handles[0].whole_spec) if handles else None
         self._worker_fed = worker_fed and self._batch_spec is not None
         # A batch that a custom loop has taken on a worker may be given to a second function.
-        self._keeps_batch = self._worker_fed and keras_steps.classify(fn) == "other"
+        self._keeps_batch = self._worker_fed and classify(fn) == "other"
         self._packing = Packing()
         self._transfer = transfer or plan.plain()
         self.accumulation = accumulation
@@ -142,7 +143,7 @@ class Program:
         devices than the steps themselves have. Nor is there an output, which would wait for a signal from each write.
         The last step of an execution is made by itself (`run`).
         """
-        in_execution = keras_steps.steps_per_execution(self._fn) - 1
+        in_execution = steps_per_execution(self._fn) - 1
         count = min(in_execution, _SEVERAL_OPERATIONS // len(self.graph.get_operations()))
         if self._several is None and self._counter is not None and self.accumulation is None and count > 1:
             specs = [tf.TensorSpec([], tf.resource), *self._input_specs()]
@@ -175,7 +176,7 @@ class Program:
 
     def _postponable(self) -> list[Any]:
         """Returns the variables of metrics, if the steps do nothing with them but add."""
-        model: Any = keras_steps.model_of(self._fn)
+        model: Any = model_of(self._fn)
         return model.metrics_variables if rehearsal.has_keras_metrics_only(model) else []
 
     def _count(self, more: int, begin: int = 0) -> tf.Tensor:
@@ -285,9 +286,9 @@ class Program:
 
     def _call(self, args: tuple, kwargs: dict[str, Any], batch: Any) -> Any:
         # A device without a job is on the worker that runs the step.
-        worker, kind = self._strategy.extended.worker_devices[0], keras_steps.classify(self._fn)
+        worker, kind = self._strategy.extended.worker_devices[0], classify(self._fn)
         sending = {"train": self._transfer.training, "test": self._transfer.reading}.get(kind)
-        model = keras_steps.model_of(self._fn)
+        model = model_of(self._fn)
         transforms = gradients.of(self._strategy) if kind == "train" else None
         with (
             one_replica.replica_on(self._strategy, worker),
@@ -316,7 +317,7 @@ def _facts(batch: Any, optimizer: Any, grads: Sequence[Any]) -> dict[str, Any]:
 
 def _converted(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Converts a user's function by AutoGraph, so that Python's control flow on tensors works as it does eagerly."""
-    if keras_steps.classify(fn) != "other":
+    if classify(fn) != "other":
         return fn
     return graphs.converted(fn, by_default=True)
 
@@ -359,13 +360,13 @@ class Programs:
         self._coordinator = coordinator
         self._transfer = transfer
         self._of_loops: dict[Any, Any] = {}
-        self._functions = function_keys.Traced()
+        self._functions = Traced()
         self._counter: tf.Variable | None = None
         self.accumulates = True
 
     def kept_for(self, fn: Callable[..., Any]) -> dict[Any, Any]:
         """Returns the cache of traces of `fn`: the model's own for a step of Keras, else one for all custom loops."""
-        kept = keras_steps.traced_with(fn)
+        kept = traced_with(fn)
         return self._of_loops if kept is None else kept
 
     def find(
@@ -380,7 +381,7 @@ class Programs:
         """Returns the program for a call outside of graphs; traces it if it is new.
 
         Args:
-          kind: see `keras_steps.classify`.
+          kind: see `step.classify`.
           fn: the function.
           args: its positional arguments.
           kwargs: its keyword arguments.
@@ -389,8 +390,8 @@ class Programs:
         """
         worker_fed = feed is not None and feed.in_step
         specs = tf.nest.map_structure(spec_of, (args, kwargs))
-        programs, makes_several = self.kept_for(fn), keras_steps.steps_per_execution(fn) > 1
-        key = function_keys.key_of(fn), worker_fed, in_parts, repr(specs), makes_several
+        programs, makes_several = self.kept_for(fn), steps_per_execution(fn) > 1
+        key = key_of(fn), worker_fed, in_parts, repr(specs), makes_several
         if key not in programs:
             self.rehearse(fn, args, kwargs)
             programs[key] = self.trace(fn, args, kwargs, worker_fed, in_parts)
@@ -406,11 +407,11 @@ class Programs:
         self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], worker_fed: bool, in_parts: bool
     ) -> Program:
         """Traces `fn`; see `Program` for the arguments."""
-        optimizer, accumulation = keras_steps.accumulates(fn), None
+        optimizer, accumulation = accumulates(fn), None
         if optimizer is not None and self.accumulates:
             kept, key = self.kept_for(fn), ("accumulation", optimizer)
             accumulation = kept.get(key) or kept.setdefault(key, Accumulation(self._coordinator, optimizer))
-        counter = self._count_of_updates() if keras_steps.steps_per_execution(fn) > 1 else None
+        counter = self._count_of_updates() if steps_per_execution(fn) > 1 else None
         return Program(self._strategy, fn, args, kwargs, worker_fed, in_parts, accumulation, self._transfer, counter)
 
     def _count_of_updates(self) -> tf.Variable:

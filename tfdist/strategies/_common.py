@@ -30,7 +30,7 @@ from tfdist.passes import handle as handles
 from tfdist.passes.handle import BatchHandle, part_spec
 from tfdist.policies.base import Aggregation
 from tfdist.policies.warmup import Warmup
-from tfdist.step import keras_steps, rehearsal, scope
+from tfdist.step import rehearsal, scope
 from tfdist.step.replicas import (
     REDUCED,
     build_optimizer,
@@ -41,6 +41,7 @@ from tfdist.step.replicas import (
     run_prediction,
     run_step,
 )
+from tfdist.step.step import classify
 from tfdist.step.step_times import StepTimes
 from tfdist.strategies.distribution import Closing
 
@@ -200,7 +201,7 @@ class KerasSteps(tf.distribute.Strategy, Closing):
         """Runs a function that is no train or test step of Keras, by the stock method."""
         if not tf.executing_eagerly():
             rehearsal.before(self, fn, *self._of_first_replica((list(args), dict(kwargs or {}))))
-        if keras_steps.classify(fn) == "predict" and len(args) == 1:
+        if classify(fn) == "predict" and len(args) == 1:
             model = calls.predicting_model()
             if model is not None:
                 model_parallel.check(self, model)

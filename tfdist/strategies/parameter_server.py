@@ -43,8 +43,9 @@ from tfdist.passes.worker_dataset import WorkerDataset
 from tfdist.passes.worker_pass import WorkerIterator, find_iterator
 from tfdist.policies import composition
 from tfdist.serving import embedded
-from tfdist.step import keras_steps, replicas, scope
+from tfdist.step import replicas, scope
 from tfdist.step.gradients import Transforms
+from tfdist.step.step import check_for_workers, classify, make_predict_function, runs_eagerly
 from tfdist.strategies import _common, _devices, _parameter_server_arguments
 from tfdist.strategies.distribution import Closing, Distribution
 from tfdist.tables import partitioned_variable, sharded_tables
@@ -362,10 +363,10 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
             return super().run(fn, args, kwargs, options)
         args, kwargs = worker_function.in_tensors(args, kwargs or {})
         self._check_step(fn)
-        if tf.executing_eagerly() and keras_steps.runs_eagerly(fn):
+        if tf.executing_eagerly() and runs_eagerly(fn):
             scope_checks.check_shards(fn, has_shards)
             return self._engine.run_on_chief(fn, args, kwargs)
-        if keras_steps.classify(fn) == "train" and len(args) == 1 and isinstance(args[0], WorkerBatch) and not kwargs:
+        if classify(fn) == "train" and len(args) == 1 and isinstance(args[0], WorkerBatch) and not kwargs:
             return args[0].engine.run(fn, args[0])
         # Other functions, and steps of batches that the chief hands in whole, are one worker's matter.
         return self._engine.run_function(fn, args, kwargs)
@@ -373,7 +374,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
     def _check_step(self, fn: Callable[..., Any]) -> None:
         scope_checks.check_scope(self, fn)
         with tf.init_scope(), self.scope():  # `fit`, where optimizers are built, may be called outside of it.
-            keras_steps.check(fn, asynchronous=self._training is self._engine)
+            check_for_workers(fn, asynchronous=self._training is self._engine)
         model_parallel.check_step(self, fn)
 
     def function_of(self, model: keras.Model, kind: str, stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -395,7 +396,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
 
     def _predicting(self, model: keras.Model, stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Returns what makes an execution of `predict`, whose batches Keras takes itself."""
-        step, prepared = keras_steps.make_predict_function(model), dict[Any, Callable[..., Any]]()
+        step, prepared = make_predict_function(model), dict[Any, Callable[..., Any]]()
 
         @functools.wraps(stock)
         def function(batches: Sequence[Any]) -> Any:
