@@ -43,22 +43,22 @@ ARROWS: dict[str, set[str]] = {
     # Users' own transforms are like those: nothing of tfdist's is needed.
     "transforms": set(),
     # The kind and the model of a step: below the rest of `step`, which places replicas on devices.
-    "step.keras_steps": {"compat"},
-    "model_parallel": {"compat", "step.keras_steps"},
+    "step.step": {"_log", "compat", "passes"},
+    "model_parallel": {"compat", "step.step"},
     "step": {
         "_log",
         "compat",
         "model_parallel",
         "passes",
         "policies",
-        "step.keras_steps",
+        "step.step",
         "telemetry.update_log",
         "transforms",
         "transport",
     },
     "tables": {"compat", "step", "transport"},
     "engines": set(),
-    "engines.base": {"policies"},
+    "engines.base": {"policies", "step.step"},
     # Engines don't import each other.
     "engines.agreement": {*_ENGINES, "cluster"},
     "engines.threads": _ENGINES,

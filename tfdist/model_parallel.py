@@ -14,10 +14,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat.keras import calls, models, optimizers, scope
+from tfdist.compat.keras import models, optimizers, scope
 from tfdist.compat.keras import placement as places
 from tfdist.compat.tensorflow import replicas
-from tfdist.step.step import classify, model_of
+from tfdist.step.step import Step
 
 
 def placement(part: int) -> contextlib.AbstractContextManager[None]:
@@ -132,13 +132,9 @@ def check(strategy: Any, model: keras.Model) -> None:
         )
 
 
-def check_step(strategy: Any, fn: Any) -> None:
+def check_step(strategy: Any, step: Step) -> None:
     """Calls `check` for the model of a train, test or predict step; does nothing for other functions."""
-    model = model_of(fn)
-    if model is None and classify(fn) == "predict":
-        # Keras hands over a function of its own.
-        model = calls.predicting_model()
-    if model is not None:
+    if (model := step.model_in_use) is not None:
         check(strategy, model)
 
 

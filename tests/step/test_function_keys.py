@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tfdist.step.step import Traced, key_of
+from tfdist.step.step import Step, Traces, key_of
 
 SETTINGS = types.SimpleNamespace(scale=2.0)
 LIST = [1.0]
@@ -63,11 +63,11 @@ def test_a_name_that_is_rebound_makes_another_function():
 
 
 def test_functions_of_one_code_are_dropped_and_named_once(capfd: pytest.CaptureFixture[str]):
-    traced, programs = Traced(), {}
+    traces, functions = Traces(), []
     for number in range(30):
-        function = (lambda _: lambda batch: step(batch, SETTINGS.scale))(number)
-        key = (key_of(function), "float32")
-        programs[key] = number
-        traced.note(function, programs, key)
-    assert sorted(programs.values()) == list(range(22, 30))
+        functions.append((lambda _: lambda batch: step(batch, SETTINGS.scale))(number))
+        assert traces.find(Step(functions[-1]), ("float32",), lambda number=number: number) == number
+    newest = [traces.find(Step(each), ("float32",), lambda: pytest.fail("traced again")) for each in functions[22:]]
+    assert newest == list(range(22, 30))
+    assert traces.find(Step(functions[0]), ("float32",), lambda: "anew") == "anew"
     assert capfd.readouterr().err.count("define it once, outside of the loop") == 1

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.step.step import check_for_workers, classify
+from tfdist.step.step import Step, check_for_workers
 
 pytestmark = pytest.mark.devices
 
@@ -30,7 +30,7 @@ class Recorder:
         return getattr(self._strategy, name)
 
     def run(self, fn: Callable[..., Any], args: tuple = (), kwargs: Any = None) -> Any:
-        self.kinds.append(classify(fn))
+        self.kinds.append(Step(fn).kind)
         return self._strategy.run(fn, args, kwargs)
 
 
@@ -91,10 +91,10 @@ def test_what_keras_hands_in_is_recognised(make: Callable[[], keras.Model]) -> N
 
 def test_the_methods_of_a_model_are_told_apart() -> None:
     made = model()
-    assert classify(made.train_step) == "train"
-    assert classify(made.test_step) == "test"
-    assert classify(made.get_weights) == "other"
-    assert classify(tf.autograph.experimental.do_not_convert(made.train_step)) == "train"
+    assert Step(made.train_step).kind == "train"
+    assert Step(made.test_step).kind == "test"
+    assert Step(made.get_weights).kind == "other"
+    assert Step(tf.autograph.experimental.do_not_convert(made.train_step)).kind == "train"
 
 
 def train_step(data: Any) -> Any:
@@ -112,7 +112,7 @@ class NoModel:
     ids=["function", "method", "partial", "lambda", "built in", "text"],
 )
 def test_any_other_function_is_run_as_any_other(fn: Any) -> None:
-    assert classify(fn) == "other"
+    assert Step(fn).kind == "other"
 
 
 # What can't hold.
@@ -120,7 +120,7 @@ def test_any_other_function_is_run_as_any_other(fn: Any) -> None:
 
 def test_compiling_with_xla_is_refused_in_one_line() -> None:
     with pytest.raises(ValueError, match="jit_compile=True cannot hold under ParameterServerStrategy") as raised:
-        check_for_workers(model(jit_compile=True).train_step, asynchronous=True)
+        check_for_workers(Step(model(jit_compile=True).train_step), asynchronous=True)
     assert "\n" not in str(raised.value)
     assert "jit_compile=False" in str(raised.value)
 
@@ -129,14 +129,14 @@ def test_compiling_with_xla_is_refused_for_whatever_is_run() -> None:
     compiled = tf.function(train_step, jit_compile=True)
     for fn in (model(jit_compile=True).test_step, compiled, functools.wraps(compiled)(lambda data: compiled(data))):
         with pytest.raises(ValueError, match="jit_compile=True cannot hold"):
-            check_for_workers(fn, asynchronous=True)
-    check_for_workers(tf.function(train_step), asynchronous=True)
+            check_for_workers(Step(fn), asynchronous=True)
+    check_for_workers(Step(tf.function(train_step)), asynchronous=True)
 
 
 def test_gradient_accumulation_with_loss_scaling_is_refused_in_one_line() -> None:
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(gradient_accumulation_steps=4))
     with pytest.raises(ValueError, match="Received: gradient_accumulation_steps=4") as raised:
-        check_for_workers(model(optimizer=optimizer).train_step, asynchronous=True)
+        check_for_workers(Step(model(optimizer=optimizer).train_step), asynchronous=True)
     assert "\n" not in str(raised.value)
 
 
@@ -144,14 +144,14 @@ def test_gradient_accumulation_is_not_refused_otherwise() -> None:
     optimizer = keras.optimizers.SGD(gradient_accumulation_steps=4)
     accumulating, scaled = model(optimizer=optimizer), model(optimizer=keras.optimizers.LossScaleOptimizer(optimizer))
     for step in (accumulating.train_step, scaled.test_step):
-        check_for_workers(step, asynchronous=True)
-    check_for_workers(scaled.train_step, asynchronous=False)
+        check_for_workers(Step(step), asynchronous=True)
+    check_for_workers(Step(scaled.train_step), asynchronous=False)
 
 
 def test_the_optimizer_makes_its_variables_before_a_step_is_traced() -> None:
     made = model(optimizer="adam")
     assert not made.optimizer.built
-    check_for_workers(made.train_step, asynchronous=True)
+    check_for_workers(Step(made.train_step), asynchronous=True)
     assert made.optimizer.built
     assert len(made.optimizer.variables) > 2
 
@@ -159,8 +159,8 @@ def test_the_optimizer_makes_its_variables_before_a_step_is_traced() -> None:
 def test_a_model_without_an_optimizer_passes() -> None:
     made = model()
     made.optimizer = None
-    check_for_workers(made.train_step, asynchronous=True)
+    check_for_workers(Step(made.train_step), asynchronous=True)
 
 
 def test_other_functions_pass() -> None:
-    check_for_workers(train_step, asynchronous=True)
+    check_for_workers(Step(train_step), asynchronous=True)

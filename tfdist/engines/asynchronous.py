@@ -39,7 +39,8 @@ from tfdist.compat.tensorflow import coordinator, python_operation
 from tfdist.coordination import lost_servers, stalls
 from tfdist.engines import worker_function
 from tfdist.engines.base import Engine
-from tfdist.engines.step_queue import Step, StepQueue
+from tfdist.engines.step_queue import Step as QueuedStep
+from tfdist.engines.step_queue import StepQueue
 from tfdist.engines.transfer import plan
 from tfdist.engines.worker_function import Program, Programs
 from tfdist.passes import splitting, worker_batch
@@ -48,7 +49,7 @@ from tfdist.passes.worker_dataset import WorkerDataset, WorkerDatasetFromFunctio
 from tfdist.passes.worker_pass import Batch, ChiefFeed, Feed, WorkerFeed, WorkerIterator
 from tfdist.policies.base import Update
 from tfdist.step import one_replica
-from tfdist.step.step import classify
+from tfdist.step.step import Step
 
 # Those that a step raises for it; operations that call Python make the first of most others.
 _OF_A_LOST_SERVER = (
@@ -139,17 +140,17 @@ class AsynchronousEngine(Engine):
         del fit
         return WorkerIterator(self, dataset, by_execution=True)
 
-    def run(self, step: Callable[..., Any], handle: WorkerBatch) -> Any:
+    def run(self, step: Step, handle: WorkerBatch) -> Any:
         """Makes an update from the batch of a handle, on one worker; see `run_function`."""
         return self.run_function(step, (handle,), {})
 
-    def prepared(self, step: Callable[..., Any], handle: WorkerBatch) -> Callable[[WorkerIterator, WorkerBatch], Any]:
+    def prepared(self, step: Step, handle: WorkerBatch) -> Callable[[WorkerIterator, WorkerBatch], Any]:
         """See `Engine.prepared`, also for a step that evaluates or predicts: the logs are the newest ones."""
-        kind, program_for = classify(step), self._programs_of(step, (handle,), {})
-        if kind == "predict":
+        program_for = self._programs_of(step, (handle,), {})
+        if step.kind == "predict":
             predicting = program_for(False, False)
             return lambda iterator, handle: predicting.rebuild(self._predict(predicting, iterator.feed))
-        trains = kind == "train"
+        trains = step.kind == "train"
         # Before anything of the data is read: most passes that train are fed by the workers.
         program_for(trains, False)
         # The newest logs are the same for many steps.
@@ -170,33 +171,33 @@ class AsynchronousEngine(Engine):
 
         return make
 
-    def run_function(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def run_function(self, step: Step, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Runs any function on one worker; in a graph it leaves an operation that does so each time it runs.
 
         Returns:
           The function's result; of a train or test step of Keras the newest logs (see `step`).
         """
-        return (self._run_eagerly if tf.executing_eagerly() else self._run_in_graph)(fn, args, kwargs)
+        return (self._run_eagerly if tf.executing_eagerly() else self._run_in_graph)(step, args, kwargs)
 
-    def run_on_chief(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def run_on_chief(self, step: Step, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Runs a function untraced, with a batch brought to the chief: prints and breakpoints in it see values."""
         self.barrier(writes=True)
         args, kwargs = worker_batch.as_values(args, kwargs)
         with self._strategy.scope(), one_replica.replica_on(self._strategy, coordinator.CHIEF_DEVICE):
-            return fn(*args, **kwargs)
+            return step.function(*args, **kwargs)
 
-    def _run_eagerly(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        kind, handles = classify(fn), worker_batch.handles_in((args, kwargs))
+    def _run_eagerly(self, step: Step, args: tuple, kwargs: dict[str, Any]) -> Any:
+        kind, handles = step.kind, worker_batch.handles_in((args, kwargs))
         numbers = [int(handle.content) for handle in handles]
         batch = worker_function.unused(numbers)
         in_parts, feed = batch is None and bool(handles), batch and worker_function.feed_for(kind, batch.iterator)
-        program = self.programs.find(kind, fn, args, kwargs, feed, in_parts)
+        program = self.programs.find(step, args, kwargs, feed, in_parts)
         parts = worker_function.parts_on_chief(numbers, handles) if in_parts else []
         return program.rebuild(self._dispatch(kind, program, parts + program.flatten_arguments(args, kwargs), batch))
 
-    def _run_in_graph(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        kind, handles = classify(fn), worker_batch.handles_in((args, kwargs))
-        program_for = self._programs_of(fn, args, kwargs)
+    def _run_in_graph(self, step: Step, args: tuple, kwargs: dict[str, Any]) -> Any:
+        kind, handles = step.kind, worker_batch.handles_in((args, kwargs))
+        program_for = self._programs_of(step, args, kwargs)
         program = program_for(bool(handles) and kind not in ("test", "predict"), False)
 
         def queue(*inputs: tf.Tensor) -> list[np.ndarray]:
@@ -211,18 +212,18 @@ class AsynchronousEngine(Engine):
         inputs = [handle.content for handle in handles] + program.flatten_arguments(args, kwargs)
         return program.rebuild(python_operation.call(queue, inputs, program.dtypes))
 
-    def _programs_of(
-        self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
-    ) -> Callable[[bool, bool], Program]:
-        """Creates the variables of `fn`; returns what traces it, once for each `worker_fed` and `in_parts`."""
-        self.programs.rehearse(fn, args, kwargs)
-        return functools.cache(lambda worker_fed, in_parts: self.programs.trace(fn, args, kwargs, worker_fed, in_parts))
+    def _programs_of(self, step: Step, args: tuple, kwargs: dict[str, Any]) -> Callable[[bool, bool], Program]:
+        """Creates the variables of a function; returns what traces it, once for each `worker_fed` and `in_parts`."""
+        self.programs.rehearse(step, args, kwargs)
+        return functools.cache(
+            lambda worker_fed, in_parts: self.programs.trace(step, args, kwargs, worker_fed, in_parts)
+        )
 
     def _dispatch(self, kind: str, program: Program, tensors: list[tf.Tensor], batch: Batch | None) -> list[np.ndarray]:
         """Queues or runs a step, by its kind; returns its flat result.
 
         Args:
-          kind: see `step.classify`.
+          kind: see `Step`.
           program: the traced step.
           tensors: arguments besides the batch.
           batch: the batch; None if the batch, or parts of several batches, are among the tensors.
@@ -289,7 +290,7 @@ class AsynchronousEngine(Engine):
         if last:
             # Its result must include all earlier steps, which may finish in another order than they began.
             queue.wait_until(queue.is_empty)
-        step = Step(program, tensors, feed, is_update=is_update, batch=batch, count=count)
+        step = QueuedStep(program, tensors, feed, is_update=is_update, batch=batch, count=count)
         if isinstance(feed, WorkerFeed) and not feed.is_counted:
             step.took_batch = concurrent.futures.Future()
         if count > 1:
@@ -337,7 +338,7 @@ class AsynchronousEngine(Engine):
         result: concurrent.futures.Future = concurrent.futures.Future()
         if self.before_queueing is not None:
             self.before_queueing()
-        self._queue.put(Step(program, tensors, feed, result=result, batch=batch))
+        self._queue.put(QueuedStep(program, tensors, feed, result=result, batch=batch))
         return result
 
     def wait_for(self, result: concurrent.futures.Future) -> list[np.ndarray]:

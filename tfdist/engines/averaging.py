@@ -40,6 +40,7 @@ from tfdist.passes.handle import BatchHandle, DistributedDataset
 from tfdist.passes.shares import Part, Sum
 from tfdist.policies.parameter_averaging import ParameterAveraging
 from tfdist.step import replicas, step_times
+from tfdist.step.step import Step
 
 _AVERAGE = "_tfdist_average"
 # What reads a model's variables, where all workers must take part anyway.
@@ -102,17 +103,17 @@ class AveragingEngine(Engine):
         self._times.begin_pass()
         return iter(dataset.own)
 
-    def run(self, step: Callable[..., Any], handle: BatchHandle) -> Any:
+    def run(self, step: Step, handle: BatchHandle) -> Any:
         """Makes a step alone, and averages if it is time; in cross-replica context, in a graph or eagerly.
 
         Args:
-          step: a model's bound `train_step`.
+          step: a model's `train_step`.
           handle: of a data set of this engine.
 
         Returns:
           The logs: the same on all workers.
         """
-        model: keras.Model = getattr(step, "__self__")  # noqa: B009
+        model = step.model
         self._prepare(model)
         num_replicas = self._strategy.num_replicas_in_sync
         with replicas.writes_after_inputs(dict.fromkeys(self._strategy.extended.worker_devices, handle.content)):
@@ -124,8 +125,7 @@ class AveragingEngine(Engine):
             results = averaging_step.step_alone(self._strategy, step, parts, timed.hand_in)
             timed.keep(results)
             shares = [averaging_step.share(part, num_replicas) for part in parts]
-            is_stock = getattr(step, "__func__", None) is keras.Model.train_step
-            return average.end_step(results, shares, is_stock)
+            return average.end_step(results, shares, step.is_of_keras)
 
     @property
     def bytes_sent(self) -> int:

@@ -36,6 +36,7 @@ from tfdist.step import contribution, losses, one_replica, step_times
 from tfdist.step.losses import ReplicaLosses
 from tfdist.step.one_replica import copies_of
 from tfdist.step.replicas import KeptValues, counted_by, filled_on_devices, may_lack_examples
+from tfdist.step.step import Step
 from tfdist.transport import buckets
 
 
@@ -347,13 +348,13 @@ def _counters(model: keras.Model) -> list[Any] | None:
 
 
 def step_alone(
-    strategy: Any, step: Callable[..., Any], parts: Sequence[Part], hand_in: Callable[[Sequence[Any], int], None]
+    strategy: Any, step: Step, parts: Sequence[Part], hand_in: Callable[[Sequence[Any], int], None]
 ) -> list[Any]:
     """Makes a step on each replica of this worker; in cross-replica context, in a graph or eagerly.
 
     Args:
       strategy: the strategy.
-      step: a model's bound `train_step`, whose optimizers were built.
+      step: a model's `train_step`, whose optimizers were built.
       parts: what each of its replicas trains on.
       hand_in: called with the gradients of each replica of this worker, and its index.
 
@@ -364,7 +365,7 @@ def step_alone(
       ValueError: an optimizer was not built, or the losses are of two kinds.
       NotImplementedError: the step needs the other replicas.
     """
-    model: keras.Model = getattr(step, "__self__")  # noqa: B009, Keras' wrapper has it too
+    model = step.model
     batches, results = [part.batch for part in parts], []
     may_be_empty = strategy.num_replicas_in_sync > 1 and may_lack_examples(batches)
     if may_be_empty:
@@ -379,7 +380,7 @@ def step_alone(
 
 def _step(
     strategy: Any,
-    step: Callable[..., Any],
+    step: Step,
     model: keras.Model,
     part: Part,
     index: int,
@@ -399,7 +400,7 @@ def _step(
         for optimizer in optimizers_of(model):
             changed += own_copy_patches(optimizer, factor, lambda gradients: hand_in(gradients, index))
         with patched_attributes(changed), _keeping(of_replica, part if may_be_empty else None, index):
-            return step(batch)
+            return step.function(batch)
 
 
 def share(part: Part, num_replicas: int) -> tf.Tensor | float:

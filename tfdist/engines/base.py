@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tfdist.policies.saved_state import SavedState
+from tfdist.step.step import Step
 
 
 class Engine(SavedState, abc.ABC):
@@ -31,18 +32,18 @@ class Engine(SavedState, abc.ABC):
         """
 
     @abc.abstractmethod
-    def run(self, step: Callable[..., Any], handle: Any) -> Any:
-        """Runs a model's bound `train_step` on the batch of a handle; in cross-replica context, in a graph or eagerly.
+    def run(self, step: Step, handle: Any) -> Any:
+        """Runs a model's `train_step` on the batch of a handle; in cross-replica context, in a graph or eagerly.
 
         Returns:
           What the step returns, for all replicas of all workers together.
         """
 
-    def prepared(self, step: Callable[..., Any], handle: Any) -> Callable[[Any, Any], Any] | None:
+    def prepared(self, step: Step, handle: Any) -> Callable[[Any, Any], Any] | None:
         """Traces a model's train step for the handles of a kind, if this engine runs Python in each step.
 
         Args:
-          step: a model's bound `train_step`.
+          step: a model's `train_step`.
           handle: of the next batch.
 
         Returns:

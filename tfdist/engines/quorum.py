@@ -53,7 +53,7 @@ from tfdist.step import contribution, losses, one_replica
 from tfdist.step import gradients as transforms
 from tfdist.step.replicas import writes_after_inputs
 from tfdist.step.split import SplitTrainStep
-from tfdist.step.step import StepCalls
+from tfdist.step.step import Step, StepCalls
 from tfdist.transport import buckets
 
 _POLL_SECS = 0.5
@@ -154,7 +154,7 @@ class QuorumEngine(Engine):
         """See `CountedDataset.rest`."""
         return PartIterator(self, self._passes, iterators[0], dataset.own.element_spec, left)
 
-    def prepared(self, step: Callable[..., Any], handle: BatchHandle) -> Callable[[Any, BatchHandle], Any]:
+    def prepared(self, step: Step, handle: BatchHandle) -> Callable[[Any, BatchHandle], Any]:
         """See `Engine.prepared`."""
         traced = self.trace(step, handle)
         # Rows of tables differ in number from batch to batch.
@@ -167,11 +167,11 @@ class QuorumEngine(Engine):
 
         return make
 
-    def run(self, step: Callable[..., Any], handle: BatchHandle) -> Any:
+    def run(self, step: Step, handle: BatchHandle) -> Any:
         """Makes an update from one batch of all workers; in cross-replica context, in a graph or eagerly.
 
         Args:
-          step: a model's bound `train_step`.
+          step: a model's `train_step`.
           handle: of a data set of this engine.
 
         Returns:
@@ -184,9 +184,9 @@ class QuorumEngine(Engine):
         traced, flat = self._calls.run(step, handle)
         return traced.update(flat)
 
-    def trace(self, step: Callable[..., Any], handle: BatchHandle) -> QuorumStep:
+    def trace(self, step: Step, handle: BatchHandle) -> QuorumStep:
         """Traces a model's `train_step` for batches like this one."""
-        self._prepare(getattr(step, "__self__"))  # noqa: B009
+        self._prepare(step.model)
         return QuorumStep(self._strategy, step, handle.kind.element_spec, self._sums)
 
     # In Keras' step.
@@ -390,7 +390,7 @@ class QuorumStep:
 
     Args:
       strategy: the strategy.
-      step: a model's bound `train_step`, whose optimizers were built.
+      step: a model's `train_step`, whose optimizers were built.
       element_spec: of a worker's part of a batch, and the number of examples in all parts, or ().
       sums: over all workers.
 
@@ -399,9 +399,7 @@ class QuorumStep:
       specs: of a flat contribution.
     """
 
-    def __init__(
-        self, strategy: tf.distribute.Strategy, step: Callable[..., Any], element_spec: Any, sums: Sums
-    ) -> None:
+    def __init__(self, strategy: tf.distribute.Strategy, step: Step, element_spec: Any, sums: Sums) -> None:
         self._strategy = strategy
         self._sums = sums
         self._replica = replicas.in_sync_group(strategy, 0)

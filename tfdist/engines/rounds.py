@@ -59,6 +59,7 @@ from tfdist.step import one_replica, rehearsal
 from tfdist.step.contribution import Contribution, add_up, weigh
 from tfdist.step.logs import Packing
 from tfdist.step.split import SplitTrainStep
+from tfdist.step.step import Step
 from tfdist.tables import coordinated_variable
 from tfdist.tables.partitioned_variable import RowPieces
 from tfdist.transforms import ARRIVAL
@@ -154,11 +155,11 @@ class RoundEngine(Engine):
         del fit
         return WorkerIterator(self._engine, dataset)
 
-    def run(self, step: Callable[..., Any], handle: WorkerBatch) -> Any:
+    def run(self, step: Step, handle: WorkerBatch) -> Any:
         """Makes an update from the contributions of several workers; in a graph or eagerly.
 
         Args:
-          step: a model's bound `train_step`.
+          step: a model's `train_step`.
           handle: of a data set of this engine.
 
         Returns:
@@ -173,7 +174,7 @@ class RoundEngine(Engine):
 
         return traced.rebuild(python_operation.call(update, [handle.content], traced.dtypes))
 
-    def prepared(self, step: Callable[..., Any], handle: WorkerBatch) -> Callable[[WorkerIterator, WorkerBatch], Any]:
+    def prepared(self, step: Step, handle: WorkerBatch) -> Callable[[WorkerIterator, WorkerBatch], Any]:
         """See `Engine.prepared`."""
         traced = self._traced(step, handle)
 
@@ -182,16 +183,16 @@ class RoundEngine(Engine):
 
         return make
 
-    def _traced(self, step: Callable[..., Any], handle: WorkerBatch) -> RoundStep:
-        steps, key = self._engine.programs.kept_for(step), (step, "step", handle.kind)
-        if key not in steps:
+    def _traced(self, step: Step, handle: WorkerBatch) -> RoundStep:
+        def trace() -> RoundStep:
             spec, count = handle.element_spec, self.num_parts
-            rehearsal.before(self._strategy, step, [spec])
+            rehearsal.before(self._strategy, step.function, [spec])
             model_parallel.check_step(self._strategy, step)
-            steps[key] = self.prepare(step, splitting.part_spec(spec, count) if count > 1 else spec)
-        return steps[key]
+            return self.prepare(step, splitting.part_spec(spec, count) if count > 1 else spec)
 
-    def prepare(self, step: Callable[..., Any], element_spec: Any) -> RoundStep:
+        return self._engine.programs.traces.find(step, ("round", handle.kind), trace)
+
+    def prepare(self, step: Step, element_spec: Any) -> RoundStep:
         """Traces a model's `train_step` for the workers' batches of this structure."""
         return RoundStep(self._strategy, step, self._transfer, element_spec, self._count, self.replicas_to_aggregate)
 
@@ -340,7 +341,7 @@ class RoundStep:
 
     Args:
       strategy: the strategy in whose scope it is traced.
-      step: a model's bound `train_step`.
+      step: a model's `train_step`.
       transfer: how variables and gradients cross the network.
       element_spec: the structure of `tf.TypeSpec`s of a worker's batch.
       total_num_replicas: number of parts of a batch.

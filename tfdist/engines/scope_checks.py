@@ -15,31 +15,31 @@ from tfdist.compat.keras.scope import check_made_in_scope
 from tfdist.compat.tensorflow import variables
 from tfdist.coordination.usage import Room, Usage
 from tfdist.step import scope
-from tfdist.step.step import classify
+from tfdist.step.step import Step
 
 
-def check_scope(strategy: tf.distribute.Strategy, fn: Callable[..., Any]) -> None:
+def check_scope(strategy: tf.distribute.Strategy, step: Step) -> None:
     """Refuses a model that has variables of the chief's own, in which workers would overwrite each other's counts.
 
     Raises:
       ValueError: The model was made outside of the strategy's scope, or its optimizer was built there.
     """
-    if classify(fn) not in ("train", "test"):
+    if step.kind not in ("train", "test"):
         return
-    model: Any = getattr(fn, "__self__", None)
+    model = step.model
     scope.take_over(strategy, model)
     check_made_in_scope(strategy, (*model.variables, *model.metrics_variables))
 
 
-def check_shards(fn: Callable[..., Any], has_shards: Callable[[Any], bool]) -> None:
+def check_shards(step: Step, has_shards: Callable[[Any], bool]) -> None:
     """Refuses to train variables in shards untraced, where their gradients would be lost.
 
     Raises:
       ValueError: The model has such a variable.
     """
-    if classify(fn) != "train":
+    if step.kind != "train":
         return
-    for variable in getattr(fn, "__self__", None).trainable_variables:  # type: ignore[union-attr]
+    for variable in step.model.trainable_variables:
         if has_shards(variables.tf_variable(variable)):
             raise ValueError(
                 "run_eagerly=True can't train variables in shards, such as variable_partitioner has made of "
@@ -48,17 +48,18 @@ def check_shards(fn: Callable[..., Any], has_shards: Callable[[Any], bool]) -> N
             )
 
 
-def check_graph(fn: Callable[..., Any], traced: Any) -> None:
+def check_graph(step: Step, traced: Any) -> None:
     """Refuses a traced step that workers can't run.
 
     Args:
-      fn: the step, for the message.
+      step: for the message.
       traced: the concrete function that workers will run.
 
     Raises:
       ValueError: it uses a data set that was made outside of it.
     """
-    name = {"predict": "predict_step"}.get(classify(fn), getattr(fn, "__name__", str(fn)))
+    fn = step.function
+    name = {"predict": "predict_step"}.get(step.kind, getattr(fn, "__name__", str(fn)))
     if any(captured.dtype == tf.variant for captured in traced.captured_inputs):
         raise ValueError(
             f"ParameterServerStrategy: {name} uses a tf.data.Dataset that was made outside of it, where no "

@@ -28,6 +28,7 @@ from tfdist.passes import handle as handles
 from tfdist.passes import splitting
 from tfdist.passes.shares import Shares
 from tfdist.step import step_times
+from tfdist.step.step import Step
 
 # Makes a Keras step on all replicas: (step, data, shares_of, limits of the read); see `replicas.run_step`, and
 # `StepTimes.begin`.
@@ -83,7 +84,7 @@ class SynchronousEngine(Engine):
         self._begin_pass()
         return iter(dataset.own)
 
-    def run(self, step: Callable[..., Any], handle: handles.BatchHandle) -> Any:
+    def run(self, step: Step, handle: handles.BatchHandle) -> Any:
         """See `Engine.run`."""
 
         def shares_of(parts: list[Any]) -> Shares | None:

@@ -47,7 +47,7 @@ from tfdist.step.contribution import Contribution, add_up
 from tfdist.step.logs import Packing
 from tfdist.step.replicas import build_optimizer
 from tfdist.step.split import SplitTrainStep
-from tfdist.step.step import StepCalls
+from tfdist.step.step import Step, StepCalls
 
 _CLOSING_SECS = 2.0
 
@@ -116,11 +116,11 @@ class ThreadedEngine(Engine):
         del fit
         return dataset.iterate()
 
-    def run(self, step: Callable[..., Any], handle: BatchHandle) -> Any:
+    def run(self, step: Step, handle: BatchHandle) -> Any:
         """Makes an update from the batch that a handle stands for; in a graph or eagerly.
 
         Args:
-          step: a model's bound `train_step`.
+          step: a model's `train_step`.
           handle: of a data set of this engine.
 
         Returns:
@@ -133,7 +133,7 @@ class ThreadedEngine(Engine):
         traced, flat = self._calls.run(step, handle)
         return traced.rebuild(flat)
 
-    def prepared(self, step: Callable[..., Any], handle: BatchHandle) -> Callable[[Any, BatchHandle], Any]:
+    def prepared(self, step: Step, handle: BatchHandle) -> Callable[[Any, BatchHandle], Any]:
         """See `Engine.prepared`."""
         traced = self.trace(step, handle)
 
@@ -154,9 +154,9 @@ class ThreadedEngine(Engine):
         """Ends the threads; may be called again."""
         self._end_threads()
 
-    def trace(self, step: Callable[..., Any], handle: BatchHandle) -> ThreadedStep:
+    def trace(self, step: Step, handle: BatchHandle) -> ThreadedStep:
         """Traces a model's `train_step` for batches like this one."""
-        strategy, model = self._strategy(), getattr(step, "__self__")  # noqa: B009
+        strategy, model = self._strategy(), step.model
         _check_xla(model)
         build_optimizer(strategy, model)
         _, is_whole = handle.kind.form
@@ -258,14 +258,12 @@ class ThreadedStep:
 
     Args:
       strategy: the strategy in whose scope it is traced.
-      step: a model's bound `train_step`.
+      step: a model's `train_step`.
       element_spec: the structure of `tf.TypeSpec`s of a replica's input.
       is_whole: True if the input is the whole batch, from which the replica takes its part.
     """
 
-    def __init__(
-        self, strategy: tf.distribute.Strategy, step: Callable[..., Any], element_spec: Any, is_whole: bool = True
-    ) -> None:
+    def __init__(self, strategy: tf.distribute.Strategy, step: Step, element_spec: Any, is_whole: bool = True) -> None:
         self._strategy = strategy
         self._devices: Sequence[str] = strategy.extended.worker_devices
         self._spec = element_spec

@@ -43,6 +43,7 @@ from tfdist.policies.base import Update
 from tfdist.policies.warmup import Warmup
 from tfdist.step import one_replica
 from tfdist.step.replicas import build_optimizer, check_model
+from tfdist.step.step import Step
 
 
 class WarmupEngine(Engine):
@@ -145,22 +146,22 @@ class WarmupEngine(Engine):
             self._record(update, size * count // num_parts)
         return of.handle(self, count, is_read=count > 1 or 0 in self._replicas)
 
-    def run(self, step: Callable[..., Any], handle: handles.BatchHandle) -> Any:
+    def run(self, step: Step, handle: handles.BatchHandle) -> Any:
         """Makes an update; in a graph, or eagerly.
 
         Args:
-          step: a bound `train_step`.
+          step: a model's `train_step`.
           handle: of a data set of this engine.
 
         Returns:
           What the step returns; zeros where the process waits.
         """
         (count, is_whole), content, total = handle.kind.form, handle.content, self._warmup.total_num_replicas
-        model: keras.Model = getattr(step, "__self__")  # noqa: B009
+        model = step.model
 
         def alone(part: Any) -> Any:
             with one_replica.alone(model, self._device):
-                return tf.nest.map_structure(tf.convert_to_tensor, step(handles.without_optionals(part)))
+                return tf.nest.map_structure(tf.convert_to_tensor, step.function(handles.without_optionals(part)))
 
         if count == 1:
             check_model(self._strategy, model)
@@ -174,7 +175,7 @@ class WarmupEngine(Engine):
             # All processes must see from the shapes that replicas have different numbers of examples.
             pairs = zip(parts, self._replicas, strict=True)
             parts = [splitting.any_size(part) if number < count else splitting.empty(part) for part, number in pairs]
-        return self._strategy.run(step, (replicas.values_of_replicas(parts),))
+        return self._strategy.run(step.function, (replicas.values_of_replicas(parts),))
 
     def meet(self, is_ended: bool) -> bool:
         """Gives all replicas the state of the first one, unless they have it.

@@ -25,7 +25,7 @@ from tfdist.passes.worker_batch import WorkerBatch, flat_specs, handles_in
 from tfdist.passes.worker_pass import Batch, Feed, WorkerIterator, find_batch
 from tfdist.step import gradients, one_replica, rehearsal, step_times
 from tfdist.step.logs import Packing
-from tfdist.step.step import Traced, accumulates, classify, key_of, model_of, steps_per_execution, traced_with
+from tfdist.step.step import Step, Traces
 from tfdist.tables import coordinated_variable
 
 # About the operations of a perceptron of ten layers with Adam.
@@ -65,7 +65,7 @@ class Program:
     def __init__(
         self,
         strategy: tf.distribute.Strategy,
-        fn: Callable[..., Any],
+        step: Step | Callable[..., Any],
         args: tuple,
         kwargs: dict[str, Any],
         worker_fed: bool,
@@ -76,7 +76,10 @@ class Program:
     ):
         self._strategy = strategy
         self._counter = counter
-        self._fn = _converted(fn)
+        self._step = step = Step.of(step)
+        is_other = step.kind == "other"
+        # So that Python's control flow on tensors works as it does eagerly.
+        self._fn = graphs.converted(step.function, by_default=True) if is_other else step.function
         self._leaves = tf.nest.flatten((args, kwargs))
         self._arguments = (args, kwargs)
         handles, self._in_parts = handles_in(self._leaves), in_parts
@@ -84,7 +87,7 @@ class Program:
         self._batch_spec = (parts if in_parts else handles[0].whole_spec) if handles else None
         self._worker_fed = worker_fed and self._batch_spec is not None
         # A batch that a custom loop has taken on a worker may be given to a second function.
-        self._keeps_batch = self._worker_fed and classify(fn) == "other"
+        self._keeps_batch = self._worker_fed and is_other
         self._packing = Packing()
         self._transfer = transfer or plan.plain()
         self.accumulation = accumulation
@@ -143,7 +146,7 @@ class Program:
         devices than the steps themselves have. Nor is there an output, which would wait for a signal from each write.
         The last step of an execution is made by itself (`run`).
         """
-        in_execution = steps_per_execution(self._fn) - 1
+        in_execution = self._step.steps_per_execution - 1
         count = min(in_execution, _SEVERAL_OPERATIONS // len(self.graph.get_operations()))
         if self._several is None and self._counter is not None and self.accumulation is None and count > 1:
             specs = [tf.TensorSpec([], tf.resource), *self._input_specs()]
@@ -176,7 +179,7 @@ class Program:
 
     def _postponable(self) -> list[Any]:
         """Returns the variables of metrics, if the steps do nothing with them but add."""
-        model: Any = model_of(self._fn)
+        model = self._step.model
         return model.metrics_variables if rehearsal.has_keras_metrics_only(model) else []
 
     def _count(self, more: int, begin: int = 0) -> tf.Tensor:
@@ -223,7 +226,7 @@ class Program:
 
     def _trace(self, on_worker: Callable[..., list[tf.Tensor]]) -> Callable[..., list[tf.Tensor]]:
         traced = one_replica.trace(self._strategy, on_worker, self._input_specs())
-        scope_checks.check_graph(self._fn, traced)
+        scope_checks.check_graph(self._step, traced)
         return traced
 
     def _input_specs(self) -> list[Any]:
@@ -286,9 +289,9 @@ class Program:
 
     def _call(self, args: tuple, kwargs: dict[str, Any], batch: Any) -> Any:
         # A device without a job is on the worker that runs the step.
-        worker, kind = self._strategy.extended.worker_devices[0], classify(self._fn)
+        worker, kind = self._strategy.extended.worker_devices[0], self._step.kind
         sending = {"train": self._transfer.training, "test": self._transfer.reading}.get(kind)
-        model = model_of(self._fn)
+        model = self._step.model
         transforms = gradients.of(self._strategy) if kind == "train" else None
         with (
             one_replica.replica_on(self._strategy, worker),
@@ -313,13 +316,6 @@ def _facts(batch: Any, optimizer: Any, grads: Sequence[Any]) -> dict[str, Any]:
             return counter.stored.read_value() - begun
 
     return {"staleness": staleness, "examples": functools.partial(splitting.rows, batch)}
-
-
-def _converted(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Converts a user's function by AutoGraph, so that Python's control flow on tensors works as it does eagerly."""
-    if classify(fn) != "other":
-        return fn
-    return graphs.converted(fn, by_default=True)
 
 
 def _num_operations() -> int:
@@ -359,20 +355,13 @@ class Programs:
         self._strategy = strategy
         self._coordinator = coordinator
         self._transfer = transfer
-        self._of_loops: dict[Any, Any] = {}
-        self._functions = Traced()
+        self.traces = Traces()
         self._counter: tf.Variable | None = None
         self.accumulates = True
 
-    def kept_for(self, fn: Callable[..., Any]) -> dict[Any, Any]:
-        """Returns the cache of traces of `fn`: the model's own for a step of Keras, else one for all custom loops."""
-        kept = traced_with(fn)
-        return self._of_loops if kept is None else kept
-
     def find(
         self,
-        kind: str,
-        fn: Callable[..., Any],
+        step: Step,
         args: tuple,
         kwargs: dict[str, Any],
         feed: Feed | None,
@@ -381,8 +370,7 @@ class Programs:
         """Returns the program for a call outside of graphs; traces it if it is new.
 
         Args:
-          kind: see `step.classify`.
-          fn: the function.
+          step: the function.
           args: its positional arguments.
           kwargs: its keyword arguments.
           feed: of the pass that the batch is read from; None if the batch is among the arguments.
@@ -390,29 +378,26 @@ class Programs:
         """
         worker_fed = feed is not None and feed.in_step
         specs = tf.nest.map_structure(spec_of, (args, kwargs))
-        programs, makes_several = self.kept_for(fn), steps_per_execution(fn) > 1
-        key = key_of(fn), worker_fed, in_parts, repr(specs), makes_several
-        if key not in programs:
-            self.rehearse(fn, args, kwargs)
-            programs[key] = self.trace(fn, args, kwargs, worker_fed, in_parts)
-            self._functions.note(fn, programs, key)
-        return programs[key]
 
-    def rehearse(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
-        """Creates the variables that the first call of `fn` would create."""
-        rehearsal.before(self._strategy, fn, *worker_batch.as_specs(list(args), kwargs))
-        model_parallel.check_step(self._strategy, fn)
+        def trace() -> Program:
+            self.rehearse(step, args, kwargs)
+            return self.trace(step, args, kwargs, worker_fed, in_parts)
 
-    def trace(
-        self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], worker_fed: bool, in_parts: bool
-    ) -> Program:
-        """Traces `fn`; see `Program` for the arguments."""
-        optimizer, accumulation = accumulates(fn), None
+        return self.traces.find(step, (worker_fed, in_parts, repr(specs), step.steps_per_execution > 1), trace)
+
+    def rehearse(self, step: Step, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Creates the variables that the first call of a function would create."""
+        rehearsal.before(self._strategy, step.function, *worker_batch.as_specs(list(args), kwargs))
+        model_parallel.check_step(self._strategy, step)
+
+    def trace(self, step: Step, args: tuple, kwargs: dict[str, Any], worker_fed: bool, in_parts: bool) -> Program:
+        """Traces a function; see `Program` for the arguments."""
+        optimizer, accumulation = step.accumulating, None
         if optimizer is not None and self.accumulates:
-            kept, key = self.kept_for(fn), ("accumulation", optimizer)
-            accumulation = kept.get(key) or kept.setdefault(key, Accumulation(self._coordinator, optimizer))
-        counter = self._count_of_updates() if steps_per_execution(fn) > 1 else None
-        return Program(self._strategy, fn, args, kwargs, worker_fed, in_parts, accumulation, self._transfer, counter)
+            make = functools.partial(Accumulation, self._coordinator, optimizer)
+            accumulation = self.traces.shared(step, ("accumulation", optimizer), make)
+        counter = self._count_of_updates() if step.steps_per_execution > 1 else None
+        return Program(self._strategy, step, args, kwargs, worker_fed, in_parts, accumulation, self._transfer, counter)
 
     def _count_of_updates(self) -> tf.Variable:
         """Returns the number of updates of all workers, on a parameter server; made when it is first needed."""

@@ -20,6 +20,7 @@ from tfdist.compat.tensorflow import replicas
 from tfdist.passes import splitting
 from tfdist.passes.shares import Shares
 from tfdist.step import contribution, rehearsal
+from tfdist.step.step import Step
 
 # Losses that a line was written for; the step may be traced several times.
 _noticed: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -101,16 +102,16 @@ FLAG = "counts_as_one_replica"
 _STEPS = ("train_step", "test_step")
 
 
-def has_own_loss(step: Callable[..., Any]) -> bool:
+def has_own_loss(step: Step) -> bool:
     """Returns True if a Keras step may have a loss that Keras does not divide by the number of replicas.
 
     A loss with `reduction="sum"` is not divided on purpose: the step of such a model is left as it is.
 
     Args:
-      step: a bound `train_step` or `test_step`, or Keras' wrapper around it.
+      step: of a model.
     """
-    model: Any = getattr(step, "__self__", None)
-    if not models.is_trainer(model) or any(is_sum(loss) for loss in models.compiled_losses(model)):
+    model = step.model
+    if model is None or any(is_sum(loss) for loss in models.compiled_losses(model)):
         return False
     if not models.compiled_losses(model) or any(_adds_losses(type(layer)) for layer in models.layers_of(model)):
         # Keras divides losses of `add_loss` once, and a Keras loss that a layer computes for `add_loss` a second time.
@@ -124,7 +125,7 @@ def has_own_loss(step: Callable[..., Any]) -> bool:
 
 
 @contextlib.contextmanager
-def counted_as_one(strategy: Any, step: Callable[..., Any]) -> Iterator[bool]:
+def counted_as_one(strategy: Any, step: Step) -> Iterator[bool]:
     """Within this block, the losses of `step` are means over a replica's own examples, if it has its own loss.
 
     Yields:

@@ -25,7 +25,7 @@ from tfdist.compat.keras.optimizers import optimizers_of, parts_of, patched_attr
 from tfdist.compat.tensorflow import graphs
 from tfdist.compat.tensorflow.variables import tf_variable
 from tfdist.step import one_replica
-from tfdist.step.step import classify
+from tfdist.step.step import Step
 
 # Each pass creates variables that the previous one could not reach, such as slots of newly created weights.
 _MAX_PASSES = 6
@@ -141,7 +141,7 @@ def rehearse(
     optimizers = [each for each in optimizers if id(each) not in inner]
     # The traced function takes positional arguments only.
     specs = tuple(tf.nest.map_structure(_spec, argument) for argument in (*arguments, *named.values()))
-    if classify(function) == "other":
+    if Step.of(function).kind == "other":
         function = graphs.converted(function, by_default=True)
     else:
         # As Keras traces it: a Python loop over a data set would have no end in a graph, and no error.

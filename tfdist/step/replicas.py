@@ -34,43 +34,31 @@ from tfdist.passes import splitting
 from tfdist.passes.shares import Shares, Sum
 from tfdist.step import gradients, losses, one_replica, rehearsal, scope, step_times
 from tfdist.step import logs as logs_of_metrics
+from tfdist.step.step import Step
 
 # One trace at a time: `losses.counted_as_one` sets an attribute of the strategy, and two threads may fit two
 # models.
 _TRACING = threading.RLock()
-TRAIN, TEST = "train_step", "test_step"
 # Set on tensors that are the same on all replicas already.
 REDUCED = "_tfdist_reduced"
-
-
-def model_of(function: Any) -> keras.Model | None:
-    """Returns the model of a Keras step; None for any other function."""
-    model = getattr(function, "__self__", None)
-    is_step = models.is_trainer(model) and getattr(function, "__name__", "") in (TRAIN, TEST)
-    return model if is_step else None
-
-
-def is_train_step(function: Any) -> bool:
-    """Returns True for the `train_step` of a Keras model."""
-    return model_of(function) is not None and function.__name__ == TRAIN
 
 
 def run_step(
     strategy: Any,
     run: Callable[[Any, Any], Any],
-    step: Any,
+    step: Step,
     data: Any,
     sum_over_workers: Sum,
     shares_of: Callable[[list[Any]], Shares | None] | None = None,
     sum_gradients: optimizers.SumGradients | None = None,
-    times: step_times.Step | None = None,
+    times: step_times.TimedStep | None = None,
 ) -> Any:
     """Runs a Keras step on all replicas.
 
     Args:
       strategy: the strategy.
       run: runs a step on data as the stock strategy does and returns its logs per replica.
-      step: a bound `train_step` or `test_step`, of a model that `check_model` accepts; for the first, after `prepare`.
+      step: a bound `train_step`, after `build_optimizer`, or `test_step`, of a model that `check_model` accepts.
       data: the step's argument: distributed values, or a value for every replica.
       sum_over_workers: sums tensors over all workers.
       shares_of: returns the shares of the batch that this process' replicas have these parts of, None if they are
@@ -81,7 +69,7 @@ def run_step(
     Returns:
       The logs, equal on all replicas and workers.
     """
-    model, training = step.__self__, step.__name__ == TRAIN
+    model, training = step.model, step.kind == "train"
     parts = _local(strategy, data)
     with writes_after_inputs(parts):
         batches = [*parts.values()]
@@ -162,13 +150,13 @@ def _after_sum(strategy: Any, weights: losses.LossWeights, batches: Sequence[Any
     return at_update
 
 
-def _updates_last(strategy: Any, step: Any) -> bool:
+def _updates_last(strategy: Any, step: Step) -> bool:
     """Returns True if an update after the step is the same, and saves a reduction over the workers.
 
     After `optimizer.apply`, Keras' own step updates the metrics only. A metric of the user's may read a weight.
     """
     is_one_per_worker = replicas.has_other_workers(strategy) and len(strategy.extended.worker_devices) == 1
-    return is_one_per_worker and rehearsal.has_keras_metrics_only(step.__self__)
+    return is_one_per_worker and rehearsal.has_keras_metrics_only(step.model)
 
 
 def run_prediction(strategy: Any, run: Callable[[Any], Any], data: Any) -> Any:
@@ -189,20 +177,20 @@ def _may_be_empty(strategy: Any, data: Any, parts: Sequence[Any]) -> bool:
 
 @contextlib.contextmanager
 def _filled(
-    strategy: Any, step: Any, data: Any, parts: dict[str, Any], weights: losses.LossWeights
+    strategy: Any, step: Step, data: Any, parts: dict[str, Any], weights: losses.LossWeights
 ) -> Iterator[tuple[Any, Any]]:
     """Yields the step and its data with an example on every replica; counts of what does not count are removed."""
     shares, may_be_empty = weights.shares, _may_be_empty(strategy, data, [*parts.values()])
     if shares is None or not (may_be_empty or shares.holders is not None):
-        yield step, data
+        yield step.function, data
         return
-    counted = [one_replica.copies_of(variable) for variable in counted_by(step.__self__, weights.trackers_of_sums())]
+    counted = [one_replica.copies_of(variable) for variable in counted_by(step.model, weights.trackers_of_sums())]
     kept = [KeptValues(each[replica] for each in counted) for replica in range(len(parts))]
     if may_be_empty:
         data = _distributed(data, filled_on_devices(parts))
-        yield without_terms(step, shares.rows), data
+        yield without_terms(step.function, shares.rows), data
     else:
-        yield step, data
+        yield step.function, data
     for before, rows in zip(kept, shares.rows, strict=True):
         before.restore_unless(rows)
 
@@ -303,7 +291,7 @@ class _Results:
     sum_over_workers: Sum
     told: logs_of_metrics.MetricResults
     sum_gradients: optimizers.SumGradients | None
-    times: step_times.Step | None = None
+    times: step_times.TimedStep | None = None
 
     def merge(self, logs: Any, statistics: Sequence[Any], postponed: Any = None) -> Any:
         """Averages variables, makes a postponed update and finds the logs, with one reduction for all of them.

@@ -37,14 +37,12 @@ from tfdist.passes import handle as handles
 from tfdist.passes import splitting
 from tfdist.step import logs as logs_of_metrics
 from tfdist.step import losses, one_replica, recording, replicas
-from tfdist.step.contribution import Contribution, RowsByShard, add_up, times, weigh
+from tfdist.step.contribution import Contribution, RowsByShard, times
 from tfdist.step.gradients import Transforms
 from tfdist.step.losses import ReplicaLosses
 from tfdist.step.recording import Applied, Findings, Recording, TraceAgain, apply_if, capture
+from tfdist.step.step import Step
 from tfdist.transforms import ARRIVAL
-
-__all__ = ["Contribution", "SplitTrainStep", "add_up", "weigh"]
-
 
 # Operations that write summaries, at once or under a condition.
 _SUMMARY = re.compile(r"^Write\w*Summary |summary_cond")
@@ -76,7 +74,7 @@ class SplitTrainStep:
     """The two halves of a model's `train_step`.
 
     Args:
-      step: a bound `train_step`, or Keras' wrapper around it.
+      step: a model's `train_step`.
       total_num_replicas: largest number of replicas that contribute.
       loss_divisor: Keras' divisor of each replica's loss: `num_replicas_in_sync` of the strategy.
       is_relative: True if a contribution has the difference of each state, and not its new value: for replicas that
@@ -88,7 +86,7 @@ class SplitTrainStep:
 
     def __init__(
         self,
-        step: Callable[..., Any],
+        step: Step | Callable[..., Any],
         total_num_replicas: int,
         loss_divisor: int = 1,
         is_relative: bool = False,
@@ -96,8 +94,8 @@ class SplitTrainStep:
         transforms: Transforms | None = None,
         arrives_at_update: bool = False,
     ) -> None:
-        self._step = step
-        self.model: keras.Model = getattr(step, "__self__")  # noqa: B009, Keras' wrapper has it too
+        self._step = Step.of(step)
+        self.model: keras.Model = self._step.model
         self._total_num_replicas = total_num_replicas
         self._is_relative = is_relative
         self._can_take_maxima = can_take_maxima or total_num_replicas == 1
@@ -161,15 +159,16 @@ class SplitTrainStep:
         told = logs_of_metrics.MetricResults(self.model.metrics)
         changed += told.changes()
         if self._total_num_replicas > 1:
-            name = f"{type(self.model).__name__}.train_step"
-            changed += one_replica.without_others(name, self._total_num_replicas, self._say_once)
+            changed += one_replica.without_others(self._step.name, self._total_num_replicas, self._say_once)
             changed += losses.noticed(self.model, self._total_num_replicas)
         with optimizers.patched_attributes(changed), scope:
             models.forget_added(self.model)
             # Keras represents None as an empty Optional.
             batch_given = replicas.filled(batch, [] if whole is None else [whole]) if is_filled else batch
             # As Keras traces it.
-            result = tf.autograph.experimental.do_not_convert(self._step)(handles.without_optionals(batch_given))
+            result = tf.autograph.experimental.do_not_convert(self._step.function)(
+                handles.without_optionals(batch_given)
+            )
             self._notice_summaries()
         writes = scope.writes()
         weight, rows = self._weight(batch), splitting.rows(batch)
@@ -213,7 +212,7 @@ class SplitTrainStep:
             self._say_once(
                 "tfdist: policies: tf.summary in a train_step writes once for each replica, of its own part of the "
                 "batch, also where its gradient is dropped; return the value in the step's logs. "
-                f"Received: {type(self.model).__name__}.train_step, {self._total_num_replicas} replicas"
+                f"Received: {self._step.name}, {self._total_num_replicas} replicas"
             )
 
     def _say_once(self, line: str) -> None:

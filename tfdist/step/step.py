@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Distinguishes Keras' own steps from other functions given to `strategy.run`.
+"""What a function given to `strategy.run` is: a step of Keras, of which model and kind, and its traces; or any other.
 
 Keras hands in `model.train_step` and `model.test_step` as bound methods, and for `predict` a function of its own around
 `model.predict_step`. A recognised step may overlap with other steps. Any other function runs alone, so a step that is
@@ -22,27 +22,146 @@ import tensorflow as tf
 
 from tfdist import _log
 from tfdist.compat import patching
-from tfdist.compat.keras import models
+from tfdist.compat.keras import calls, models
 from tfdist.compat.tensorflow import graphs, python_operation
 from tfdist.passes import handle as handles
 
-
-def classify(fn: Callable[..., Any]) -> str:
-    """Returns "train", "test", "predict" or "other"."""
-    model, fn = model_of(fn), getattr(fn, "__wrapped__", fn)
-    if model is not None:
-        return {"train_step": "train", "test_step": "test"}.get(fn.__name__, "other")
-    return "predict" if "make_predict_function" in getattr(fn, "__qualname__", "") else "other"
+_KINDS = {"train_step": "train", "test_step": "test"}
 
 
-def model_of(fn: Callable[..., Any]) -> keras.Model | None:
-    """Returns the model that `fn` is a method of, or None."""
-    owner = getattr(getattr(fn, "__wrapped__", fn), "__self__", None)
-    return owner if models.is_trainer(owner) else None
+class Step:
+    """A function given to `strategy.run`; made by a strategy, of what Keras or a loop of the user's own hands in.
+
+    Args:
+      function: any function.
+
+    Attributes:
+      function: the same.
+      model: the model that it is a method of, or wraps a method of; else None.
+      kind: "train", "test" or "predict" for a step of Keras; "other".
+      is_bound: True for a bound `train_step` or `test_step`, which all replicas can run together.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        inner = getattr(function, "__wrapped__", function)
+        owner = getattr(inner, "__self__", None)
+        self.function = function
+        # Any: whoever asks a step of Keras for it knows that there is one.
+        self.model: Any = owner if models.is_trainer(owner) else None
+        if self.model is not None:
+            self.kind = _KINDS.get(inner.__name__, "other")
+        else:
+            self.kind = "predict" if "make_predict_function" in getattr(inner, "__qualname__", "") else "other"
+        is_method = self.model is not None and getattr(function, "__self__", None) is self.model
+        self.is_bound = is_method and self.kind in ("train", "test")
+
+    @classmethod
+    def of(cls, given: Any) -> Step:
+        """Returns the step of a function, or `given` if it is one."""
+        return given if isinstance(given, cls) else cls(given)
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        of = f"{type(self.model).__name__}." if self.model is not None else ""
+        return of + getattr(self.function, "__name__", str(self.function))
+
+    @property
+    def model_in_use(self) -> keras.Model | None:
+        """The model that it is a step of; for Keras' function of `predict` that of the call that is open."""
+        return calls.predicting_model() if self.kind == "predict" else self.model
+
+    @property
+    def is_of_keras(self) -> bool:
+        """True for Keras' own `train_step` or `test_step`, which no class or instance has replaced."""
+        name = getattr(self.function, "__name__", "")
+        return self.is_bound and getattr(self.function, "__func__", None) is getattr(keras.Model, name)
+
+    @property
+    def runs_eagerly(self) -> bool:
+        """True for a method of a model compiled with `run_eagerly=True`."""
+        return self.model is not None and self.model.run_eagerly
+
+    @property
+    def steps_per_execution(self) -> int:
+        """How many train steps of its model Keras asks for at a time; 1 for any other function."""
+        return int(getattr(self.model, "steps_per_execution", 1)) if self.kind == "train" else 1
+
+    @property
+    def accumulating(self) -> Any:
+        """The optimizer of a train step if it accumulates gradients, else None."""
+        optimizer = getattr(self.model, "optimizer", None) if self.kind == "train" else None
+        return optimizer if getattr(optimizer, "gradient_accumulation_steps", None) else None
+
+    @property
+    def traces(self) -> dict[Any, Any] | None:
+        """The cache of its traces, an attribute of the function that Keras has made of the step.
+
+        So the cache ends with the model, and when the model is compiled again: then Keras makes a new function of a
+        bound method that compares equal to the previous one. None if Keras has made nothing of it, as in a custom loop.
+        """
+        function = getattr(self.model, f"{self.kind}_function", None) if self.is_bound else None
+        return None if function is None else patching.setdefault(function, "_tfdist_traced", dict)
+
+
+class Traces:
+    """Traces of the steps of one engine, each made once for each key.
+
+    Those of a step of Keras' loops are with the step; of other functions, which a loop may make anew in each iteration,
+    a limited number is kept.
+
+    Args:
+      most_kept: functions of the same code whose traces are kept.
+    """
+
+    def __init__(self, most_kept: int = 8) -> None:
+        self._most_kept = most_kept
+        self._of_loops: dict[Any, Any] = {}
+        # By code: for each function, the keys of its traces.
+        self._of_code: dict[types.CodeType, dict[Hashable, list[Hashable]]] = {}
+        self._told: set[types.CodeType] = set()
+
+    def find(self, step: Step, key: tuple[Hashable, ...], trace: Callable[[], Any]) -> Any:
+        """Returns the trace of a step for this key, which `trace` makes if it is new."""
+        kept, key = step.traces, (key_of(step.function), *key)
+        traces = self._of_loops if kept is None else kept
+        if key not in traces:
+            traces[key] = trace()
+            if kept is None:
+                self._note(step.function, key)
+        return traces[key]
+
+    def shared(self, step: Step, key: Hashable, make: Callable[[], Any]) -> Any:
+        """Returns what belongs to all traces of a step's model, or of all custom loops."""
+        traces = step.traces
+        traces = self._of_loops if traces is None else traces
+        if key not in traces:
+            traces[key] = make()
+        return traces[key]
+
+    def _note(self, function: Callable[..., Any], key: tuple[Hashable, ...]) -> None:
+        """Notes a trace of a function; drops those of the oldest functions of the same code."""
+        code = getattr(function, "__code__", None)
+        if code is None:
+            return
+        functions = self._of_code.setdefault(code, {})
+        functions.setdefault(key[0], []).append(key)
+        if len(functions) <= self._most_kept:
+            return
+        for old in functions.pop(next(iter(functions))):
+            self._of_loops.pop(old, None)
+        # The methods of several models have one code.
+        if code not in self._told and isinstance(function, types.FunctionType):
+            self._told.add(code)
+            _log.say(
+                "strategy.run is given a new function of the same code each time, and traces each, which takes "
+                f"long; define it once, outside of the loop. Received: {code.co_name}, {code.co_filename}, line "
+                f"{code.co_firstlineno}"
+            )
 
 
 def make_predict_function(model: keras.Model) -> Callable[[Any], Any]:
-    """Returns the function of a batch that `predict` runs on a replica; `classify` knows it by its name, as Keras'."""
+    """Returns the function of a batch that `predict` runs on a replica; `Step` knows it by its name, as Keras'."""
 
     def predict(data: Any) -> Any:
         # Keras has empty Optionals for None.
@@ -52,48 +171,26 @@ def make_predict_function(model: keras.Model) -> Callable[[Any], Any]:
     return predict
 
 
-def runs_eagerly(fn: Callable[..., Any]) -> bool:
-    """Returns True if `fn` is a method of a model compiled with `run_eagerly=True`."""
-    model = model_of(fn)
-    return model is not None and model.run_eagerly
-
-
-def traced_with(fn: Callable[..., Any]) -> dict[Any, Any] | None:
-    """Returns the cache of a Keras step's traces, an attribute of the function that Keras has made of the step.
-
-    So the cache ends with the model, and when the model is compiled again: then Keras makes a new function of a bound
-    method that compares equal to the previous one.
-
-    Returns:
-      The same dictionary until then; None if `fn` is no step of Keras', or if Keras has made nothing of it, as in a
-      custom loop.
-    """
-    kind = classify(fn)
-    function = getattr(getattr(fn, "__self__", None), f"{kind}_function", None)
-    return None if function is None else patching.setdefault(function, "_tfdist_traced", dict)
-
-
-def check_for_workers(fn: Callable[..., Any], asynchronous: bool) -> None:
+def check_for_workers(step: Step, asynchronous: bool) -> None:
     """Refuses models that can't train on several workers, and builds the optimizer.
 
     Variables can't be created while a step is traced, so the optimizer creates its own before.
 
     Args:
-      fn: The function given to `strategy.run`.
+      step: the function given to `strategy.run`.
       asynchronous: True if each worker updates the model on its own.
 
     Raises:
       ValueError: The model was compiled with something that has no meaning here.
     """
-    model: Any = getattr(fn, "__self__", None)
-    kind = classify(fn)
-    if (kind in ("train", "test") and model.jit_compile) or graphs.is_compiled_by_xla(fn):
+    model, is_of_model = step.model, step.kind in ("train", "test")
+    if (is_of_model and model.jit_compile) or graphs.is_compiled_by_xla(step.function):
         raise ValueError(
             "jit_compile=True cannot hold under ParameterServerStrategy: the variables are on other machines, where "
             "XLA can't reach them. "
             "Use model.compile(..., jit_compile=False). Received: jit_compile=True"
         )
-    if kind != "train":
+    if step.kind != "train":
         return
     optimizer = model.optimizer
     inner = getattr(optimizer, "inner_optimizer", None)
@@ -105,17 +202,6 @@ def check_for_workers(fn: Callable[..., Any], asynchronous: bool) -> None:
         )
     if optimizer is not None and not optimizer.built:
         optimizer.build(model.trainable_variables)
-
-
-def steps_per_execution(fn: Callable[..., Any]) -> int:
-    """Returns how many train steps of its model Keras asks for at a time; 1 for any other function."""
-    return int(getattr(model_of(fn), "steps_per_execution", 1)) if classify(fn) == "train" else 1
-
-
-def accumulates(fn: Callable[..., Any]) -> Any:
-    """Returns the optimizer of a train step if it accumulates gradients, else None."""
-    optimizer = getattr(model_of(fn), "optimizer", None) if classify(fn) == "train" else None
-    return optimizer if getattr(optimizer, "gradient_accumulation_steps", None) else None
 
 
 # Keys of a user's functions, equal for equal functions, so that a new `lambda` in each iteration is traced once.
@@ -154,8 +240,6 @@ _UNCHANGING = (
     tf.types.experimental.PolymorphicFunction,
     tf.distribute.Strategy,
 )
-# Number of traced functions with the same code that are kept; one more logs a warning.
-_MOST_KEPT = 8
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 _COMPARED = (*_SCALARS, *_UNCHANGING)
 
@@ -192,34 +276,6 @@ def key_of(function: Callable[..., Any]) -> Hashable:
     return function.__code__, *map(_value, read)
 
 
-class Traced:
-    """Limits the number of traced functions that are kept, for loops that make a new function each time."""
-
-    def __init__(self) -> None:
-        # By code: for each function, the keys of its traces.
-        self._of_code: dict[types.CodeType, dict[Hashable, list[Hashable]]] = {}
-        self._told: set[types.CodeType] = set()
-
-    def note(self, function: Callable[..., Any], programs: dict[Any, Any], key: tuple[Hashable, ...]) -> None:
-        """Notes a trace of a function, `programs[key]` with `key[0] == key_of(function)`; drops the oldest traces."""
-        code = getattr(function, "__code__", None)
-        if code is None:
-            return
-        functions = self._of_code.setdefault(code, {})
-        functions.setdefault(key[0], []).append(key)
-        if len(functions) <= _MOST_KEPT:
-            return
-        for old in functions.pop(next(iter(functions))):
-            programs.pop(old, None)
-        if code not in self._told:
-            self._told.add(code)
-            _log.say(
-                "strategy.run is given a new function of the same code each time, and traces each, which takes "
-                f"long; define it once, outside of the loop. Received: {code.co_name}, {code.co_filename}, line "
-                f"{code.co_firstlineno}"
-            )
-
-
 def _value(value: Any) -> Hashable:
     # 1 == 1.0 == True, and 0.0 == -0.0.
     return (type(value), repr(value)) if isinstance(value, _SCALARS) else _Same(value)
@@ -237,45 +293,30 @@ class StepCalls:
     """Traces steps, and calls a Python function with the traced step for each batch.
 
     Args:
-      trace: traces a model's bound `train_step` for batches like the batch of a handle; its result has the attribute
+      trace: traces a model's `train_step` for batches like the batch of a handle; its result has the attribute
         `dtypes`, of the results of `make`.
       make: makes the next step, from the result of `trace` and a pass over the data. A bound method: neither this
         object nor a graph keeps its owner alive.
     """
 
     def __init__(
-        self, trace: Callable[[Callable[..., Any], handles.BatchHandle], Any], make: Callable[[Any, Any], list[Any]]
+        self, trace: Callable[[Step, handles.BatchHandle], Any], make: Callable[[Any, Any], list[Any]]
     ) -> None:
-        self._trace = weakref.WeakMethod(trace)
-        self._make = weakref.WeakMethod(make)
-        # The last step of a custom loop outside of graphs.
-        self._traced: dict[Any, Any] = {}
+        self._trace: Any = weakref.WeakMethod(trace)
+        self._make: Any = weakref.WeakMethod(make)
+        self._traces = Traces(most_kept=1)
 
-    def run(self, step: Callable[..., Any], handle: handles.BatchHandle) -> tuple[Any, list[Any]]:
+    def run(self, step: Step, handle: handles.BatchHandle) -> tuple[Any, list[Any]]:
         """Returns the results of `trace`, and of `make` for the batch of this handle."""
         if tf.executing_eagerly():
-            traced = self._outside_of_a_graph(step, handle)
-            return traced, self._of(self._make)(traced, handles.registry.find(handle.content))
-        traced = self._of(self._trace)(step, handle)
+            traced = self._traces.find(step, (handle.kind.number,), lambda: self._trace()(step, handle))
+            return traced, self._make()(traced, handles.registry.find(handle.content))
+        traced = self._trace()(step, handle)
         # TensorFlow never frees Python functions of operations, so they must not hold the model; the graph holds it.
         patching.setdefault(tf.compat.v1.get_default_graph(), "_tfdist_steps", list).append(traced)
-        make_of: Any = self._make
-        traced_of: Any = weakref.ref(traced)
+        make_of, traced_of = self._make, weakref.ref(traced)
 
         def call(number: tf.Tensor) -> list[Any]:
             return make_of()(traced_of(), handles.registry.find(number))
 
         return traced, python_operation.call(call, [handle.content], traced.dtypes)
-
-    def _outside_of_a_graph(self, step: Any, handle: handles.BatchHandle) -> Any:
-        kept, key = traced_with(step), (step, handle.kind.number)
-        if kept is None:
-            kept = self._traced
-            for other in kept.keys() - {key}:
-                del kept[other]
-        if key not in kept:
-            kept[key] = self._of(self._trace)(step, handle)
-        return kept[key]
-
-    def _of(self, method: Any) -> Any:
-        return method()

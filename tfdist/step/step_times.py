@@ -102,14 +102,14 @@ class StepTimes:
         if self._variables is not None:
             self._variables[2].assign(0.0)
 
-    def begin(self, limits: Any = None) -> Step:
+    def begin(self, limits: Any = None) -> TimedStep:
         """Begins a step, in a graph or eagerly, in cross-replica context.
 
         Args:
           limits: float64 [2], the times at which `next` was called and returned; those of `note_read` by default.
         """
         with self.on_cpu():
-            return Step(self, self.variables()[3].read_value() if limits is None else limits)
+            return TimedStep(self, self.variables()[3].read_value() if limits is None else limits)
 
     def placed(self, parts: tf.Tensor) -> list[tf.Tensor]:
         """Returns the vector that the workers sum, of this worker's parts, float32 [replicas, 3]; none in a process."""
@@ -198,7 +198,7 @@ class StepTimes:
         )
 
 
-class Step:
+class TimedStep:
     """One step while it is traced, or while it runs eagerly.
 
     Args:

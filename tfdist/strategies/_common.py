@@ -35,13 +35,11 @@ from tfdist.step.replicas import (
     REDUCED,
     build_optimizer,
     check_model,
-    is_train_step,
     mark_reduced,
-    model_of,
     run_prediction,
     run_step,
 )
-from tfdist.step.step import classify
+from tfdist.step.step import Step
 from tfdist.step.step_times import StepTimes
 from tfdist.strategies.distribution import Closing
 
@@ -119,26 +117,27 @@ class KerasSteps(tf.distribute.Strategy, Closing):
             return self._run_stock(fn, given or args, kwargs, options)
 
         fn = models.undecorated(fn)
+        step = Step(fn)
         if any(isinstance(leaf, BatchHandle) for leaf in tf.nest.flatten((args, kwargs))):
             is_batch = len(args) == 1 and isinstance(args[0], BatchHandle) and not kwargs
-            if is_batch and is_train_step(fn):
-                return tf.nest.map_structure(mark_reduced, args[0].engine.run(fn, args[0]))
+            if is_batch and step.is_bound and step.kind == "train":
+                return tf.nest.map_structure(mark_reduced, args[0].engine.run(step, args[0]))
             args, kwargs = tf.nest.map_structure(_distributed, (args, kwargs))
-        if model_of(fn) is None or len(args) != 1 or kwargs:
-            return self._run_function(stock, fn, args, kwargs)
+        if not step.is_bound or len(args) != 1 or kwargs:
+            return self._run_function(stock, step, args, kwargs)
         if not tf.executing_eagerly():
-            self._build_for(fn, args[0])
+            self._build_for(step, args[0])
         times = None
-        if is_train_step(fn):
-            self._prepare(fn.__self__)
+        if step.kind == "train":
+            self._prepare(step.model)
             times = self._times.begin() if self._is_timed else None
         else:
-            check_model(self, fn.__self__)
+            check_model(self, step.model)
         sum_gradients = self._sum_gradients
         return run_step(
             self,
-            lambda step, given: self._run_stock(step, (given,), options=options, model=fn.__self__),
-            fn,
+            lambda each, given: self._run_stock(each, (given,), options=options, model=step.model),
+            step,
             args[0],
             self._sum_over_workers,
             sum_gradients=sum_gradients,
@@ -151,8 +150,8 @@ class KerasSteps(tf.distribute.Strategy, Closing):
         Engines that run Python in each step of `fit` are called by a function in plain Python. All other steps are in
         the graph of the function that Keras has made.
         """
-        step = models.undecorated(model.train_step)
-        if kind != "train" or not is_train_step(step):
+        step = Step(models.undecorated(model.train_step))
+        if kind != "train" or not step.is_bound or step.kind != "train":
             return stock
 
         def prepare(handle: BatchHandle) -> Callable[[Any, BatchHandle], Any]:
@@ -197,24 +196,22 @@ class KerasSteps(tf.distribute.Strategy, Closing):
             on_replica = models.losses_kept_by_replica(model, on_replica)
         return super().run(on_replica, args=args, kwargs=kwargs, options=options)
 
-    def _run_function(self, stock: Callable[..., Any], fn: Any, args: Any, kwargs: Any) -> Any:
+    def _run_function(self, stock: Callable[..., Any], step: Step, args: Any, kwargs: Any) -> Any:
         """Runs a function that is no train or test step of Keras, by the stock method."""
         if not tf.executing_eagerly():
-            rehearsal.before(self, fn, *self._of_first_replica((list(args), dict(kwargs or {}))))
-        if classify(fn) == "predict" and len(args) == 1:
-            model = calls.predicting_model()
-            if model is not None:
-                model_parallel.check(self, model)
+            rehearsal.before(self, step.function, *self._of_first_replica((list(args), dict(kwargs or {}))))
+        if step.kind == "predict" and len(args) == 1:
+            model_parallel.check_step(self, step)
             return run_prediction(self, stock, args[0])
         return stock()
 
-    def _build_for(self, fn: Any, data: Any) -> None:
+    def _build_for(self, step: Step, data: Any) -> None:
         """Makes the variables of a Keras step that `fit` does not build: in a loop of the user's own."""
-        model = model_of(fn)
+        model = step.model
         if rehearsal.is_built(model) and not models.has_unbuilt_metrics(model):
             return
         batch = self._of_first_replica(data)
-        rehearsal.before(self, fn, [batch])
+        rehearsal.before(self, step.function, [batch])
         if models.has_unbuilt_metrics(model) and models.is_dense(batch):
             with tf.init_scope():
                 self._built(model, batch)

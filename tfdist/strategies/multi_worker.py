@@ -155,10 +155,10 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         atexit.register(self._agreements().end)
 
     def _run_synchronous(self, step: Any, data: Any, shares_of: Any, limits: Any) -> Any:
-        run = lambda each, given: self._run_stock(each, (given,), model=step.__self__)  # noqa: E731
-        super()._prepare(step.__self__)
+        run = lambda each, given: self._run_stock(each, (given,), model=step.model)  # noqa: E731
+        super()._prepare(step.model)
         if self._compressed:
-            self._compressed.prepare_in_fit(step.__self__)
+            self._compressed.prepare_in_fit(step.model)
         sum_gradients = self._compressed.in_step if self._compressed else None
         times = self._times.begin(limits) if self._is_timed else None
         return run_step(self, run, step, data, self._sums.in_step, shares_of, sum_gradients, times)

@@ -45,7 +45,7 @@ from tfdist.policies import composition
 from tfdist.serving import embedded
 from tfdist.step import replicas, scope
 from tfdist.step.gradients import Transforms
-from tfdist.step.step import check_for_workers, classify, make_predict_function, runs_eagerly
+from tfdist.step.step import Step, check_for_workers, make_predict_function
 from tfdist.strategies import _common, _devices, _parameter_server_arguments
 from tfdist.strategies.distribution import Closing, Distribution
 from tfdist.tables import partitioned_variable, sharded_tables
@@ -362,20 +362,21 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         if tf.distribute.in_cross_replica_context() and coordinator.is_scheduled_traced(self):
             return super().run(fn, args, kwargs, options)
         args, kwargs = worker_function.in_tensors(args, kwargs or {})
-        self._check_step(fn)
-        if tf.executing_eagerly() and runs_eagerly(fn):
-            scope_checks.check_shards(fn, has_shards)
-            return self._engine.run_on_chief(fn, args, kwargs)
-        if classify(fn) == "train" and len(args) == 1 and isinstance(args[0], WorkerBatch) and not kwargs:
-            return args[0].engine.run(fn, args[0])
+        step = Step(fn)
+        self._check_step(step)
+        if tf.executing_eagerly() and step.runs_eagerly:
+            scope_checks.check_shards(step, has_shards)
+            return self._engine.run_on_chief(step, args, kwargs)
+        if step.kind == "train" and len(args) == 1 and isinstance(args[0], WorkerBatch) and not kwargs:
+            return args[0].engine.run(step, args[0])
         # Other functions, and steps of batches that the chief hands in whole, are one worker's matter.
-        return self._engine.run_function(fn, args, kwargs)
+        return self._engine.run_function(step, args, kwargs)
 
-    def _check_step(self, fn: Callable[..., Any]) -> None:
-        scope_checks.check_scope(self, fn)
+    def _check_step(self, step: Step) -> None:
+        scope_checks.check_scope(self, step)
         with tf.init_scope(), self.scope():  # `fit`, where optimizers are built, may be called outside of it.
-            check_for_workers(fn, asynchronous=self._training is self._engine)
-        model_parallel.check_step(self, fn)
+            check_for_workers(step, asynchronous=self._training is self._engine)
+        model_parallel.check_step(self, step)
 
     def function_of(self, model: keras.Model, kind: str, stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Returns what makes an execution in plain Python; see `train_functions.ask_strategies`.
@@ -384,7 +385,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         """
         if kind == "predict":
             return stock if model.run_eagerly or model.jit_compile else self._predicting(model, stock)
-        step = model.train_step if kind == "train" else model.test_step
+        step = Step(model.train_step if kind == "train" else model.test_step)
 
         def prepare(handle: WorkerBatch) -> Callable[[WorkerIterator, WorkerBatch], Any]:
             if model.run_eagerly:
@@ -396,7 +397,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
 
     def _predicting(self, model: keras.Model, stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Returns what makes an execution of `predict`, whose batches Keras takes itself."""
-        step, prepared = make_predict_function(model), dict[Any, Callable[..., Any]]()
+        step, prepared = Step(make_predict_function(model)), dict[Any, Callable[..., Any]]()
 
         @functools.wraps(stock)
         def function(batches: Sequence[Any]) -> Any:
