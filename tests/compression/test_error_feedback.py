@@ -13,7 +13,7 @@ import simulated
 import tensorflow as tf
 
 from tfdist.compression import Codec, HalfPrecision, SignSGD, Threshold, TopK
-from tfdist.compression.error_feedback import DIFFERENCES, ErrorFeedback
+from tfdist.step.gradients import DIFFERENCES, ErrorFeedback
 
 SHAPES = ((4, 3), (3,))
 

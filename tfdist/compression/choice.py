@@ -30,9 +30,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat.keras.optimizers import loss_scale_of
+from tfdist.compat.keras.optimizers import loss_scale_of, sum_dense_by
 from tfdist.compat.tensorflow.variables import variable_of_process
-from tfdist.compression import error_feedback
 from tfdist.compression.codec import Codec, LocalTransport, State
 from tfdist.compression.half_precision import HalfPrecision
 from tfdist.compression.power_sgd import PowerSGD
@@ -81,7 +80,7 @@ class Trial:
 
     def sum_all(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Sums gradients as they are (`optimizers.SumGradients`), and keeps the dense ones."""
-        return error_feedback.sum_all(functools.partial(self._sum, optimizer), gradients, variables)
+        return sum_dense_by(functools.partial(self._sum, optimizer), gradients, variables)
 
     def after_call(self, secs: float) -> None:
         """Takes the time of a call of the train function, which may have made several steps."""

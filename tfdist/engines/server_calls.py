@@ -22,10 +22,10 @@ from tfdist.compat.keras.optimizers import optimizers_of
 from tfdist.compat.keras.sharding import BLOCK_BYTES
 from tfdist.compat.tensorflow import coordinator, graphs, servers
 from tfdist.compat.tensorflow.coordinator import CHIEF_DEVICE
-from tfdist.compression import error_feedback, on_servers
+from tfdist.compression import on_servers
 from tfdist.coordination.usage import USAGE_REQUEST, Usage
 from tfdist.engines.transfer.encoding import Encoding
-from tfdist.step.gradients import Kept, Memory
+from tfdist.step.gradients import Kept, Memory, say_begins_anew
 from tfdist.transforms import REPLICA
 
 
@@ -157,7 +157,7 @@ class CodecStates:
         optimizers = optimizers_of(model)
         count = len(optimizers)
         if described != {"codec": repr(self._encoding.codec), "optimizers": count}:
-            error_feedback.say_begins_anew(described["codec"], self._encoding.codec)
+            say_begins_anew(described["codec"], self._encoding.codec)
             return
         requests = [on_servers.restore_request(self._encoding.prefix_of(optimizer)) for optimizer in optimizers]
 
@@ -250,6 +250,11 @@ class ServerMemory(Memory):
             return
         for variable, value in zip(self._on_servers(state), values, strict=True):
             variable.assign(value, read_value=False)
+
+    @property
+    def num_replicas(self) -> int:
+        """See `Memory`."""
+        return self._num_workers
 
     def collect(self, states: Sequence[Kept]) -> list[list[np.ndarray]]:
         """See `Memory`: a worker that is lost has the state of the beginning."""

@@ -33,6 +33,7 @@ from tfdist.compat.keras.optimizers import (
     loss_scale_of,
     optimizers_of,
     patched_attributes,
+    sum_dense_by,
     trained_by,
 )
 from tfdist.compat.tensorflow import replicas
@@ -41,6 +42,8 @@ from tfdist.transforms import ARRIVAL, REPLICA, UPDATE, GradientTransform, Info
 
 # What a replica does by itself.
 ON_REPLICA = (REPLICA, ARRIVAL)
+# What a codec sums: what one leaves out is nothing that the other could send.
+GRADIENTS, DIFFERENCES = "gradients", "differences"
 
 
 class Memory(abc.ABC):
@@ -63,6 +66,11 @@ class Memory(abc.ABC):
           values: its new values.
           is_only: True if this is traced once for all replicas of the process, and not on each.
         """
+
+    @property
+    @abc.abstractmethod
+    def num_replicas(self) -> int:
+        """Number of replicas of the job."""
 
     @abc.abstractmethod
     def collect(self, states: Sequence[Kept]) -> list[list[np.ndarray]]:
@@ -259,33 +267,41 @@ class Transforms:
         by_replica = self.memory.collect(states)
         described = {
             "transforms": [repr(each) for each in self.list],
-            "replicas": len(by_replica) or 1,
+            "replicas": self.memory.num_replicas,
             "states": [state.described() for state in states],
         }
         return described, [array for arrays in by_replica for array in arrays]
 
     def distribute(self, model: keras.Model, described: Any, arrays: Sequence[np.ndarray]) -> None:
-        """See `WorkerState.distribute`.
-
-        On another number of replicas than before, each gets the mean over the replicas of a state of floats, so that
-        the mean over all replicas stays, and a copy of the first replica's state of other dtypes.
-        """
-        optimizers = optimizers_of(model)
-        states = self._again(optimizers, described["states"]) if described else []
-        if described and (described["transforms"] != [repr(each) for each in self.list] or None in states):
-            _log.say(
-                "transforms: the checkpoint has the state of other variables, or of other transforms, "
-                f"{', '.join(described['transforms'])}; it begins anew"
-            )
+        """See `WorkerState.distribute`. What the checkpoint does not have begins anew."""
+        is_of_these = described and described.get("transforms") == [repr(each) for each in self.list]
+        states = self._again(optimizers_of(model), described["states"]) if is_of_these else []
+        if described and (not is_of_these or None in states):
+            self._say_begins_anew(described)
             states = []
-        if not states:
-            begun = self._states_of(model)
+        begun = [state for state in self._states_of(model) if state not in states]
+        if begun:
             first = lambda: [value.numpy() for state in begun for value in state.initial()]  # noqa: E731
             self.memory.distribute(begun, lambda number: [first()] * number)
-            return
-        count = sum(len(state.specs) for state in states)
-        saved = [list(arrays[start : start + count]) for start in range(0, len(arrays), count)]
-        self.memory.distribute(states, lambda number: saved if number == len(saved) else [_mean(saved)] * number)
+        if states:
+            count = sum(len(state.specs) for state in states)
+            saved = [list(arrays[start : start + count]) for start in range(0, len(arrays), count)]
+            of = lambda number: saved if number == len(saved) else [self._shared(states, saved, number)] * number  # noqa: E731
+            self.memory.distribute(states, of)
+
+    def _shared(self, states: Sequence[Kept], saved: Sequence[Sequence[np.ndarray]], number: int) -> list[np.ndarray]:
+        """Returns the state of each of `number` replicas, made of that of another number of them.
+
+        It is the mean of floats, so that the mean over all replicas stays, and the first replica's of other dtypes.
+        """
+        del states, number
+        return _mean(saved)
+
+    def _say_begins_anew(self, described: Any) -> None:
+        _log.say(
+            "transforms: the checkpoint has the state of other variables, or of other transforms, "
+            f"{', '.join(described.get('transforms', ()))}; it begins anew"
+        )
 
     def _states_of(self, model: keras.Model) -> list[Kept]:
         found = []
@@ -336,12 +352,21 @@ class ProcessMemory(Memory):
         return replicas.current() if self._count > 1 and context is not None else 0
 
     @property
+    def _devices(self) -> Sequence[Any]:
+        return self._strategy.extended.worker_devices
+
+    @property
     def _count(self) -> int:
-        return len(self._strategy.extended.worker_devices)
+        return len(self._devices)
+
+    @property
+    def num_replicas(self) -> int:
+        """See `Memory`."""
+        return self._count * (self._exchange.num_workers if self._exchange else 1)
 
     def _variables(self, state: Kept, index: int) -> list[tf.Variable]:
         if index not in state.held:
-            with tf.init_scope(), tf.device(self._strategy.extended.worker_devices[index]):
+            with tf.init_scope(), replicas.on_device(self._devices[index]):
                 made = [variable_of_process(value, "transform") for value in state.initial()]
             state.held[index] = made
         return state.held[index]
@@ -389,7 +414,115 @@ class ProcessMemory(Memory):
                         variable.assign(array)
 
 
+class _WorkerMemory(ProcessMemory):
+    """State in the variables of this worker, one set, in any context."""
+
+    def __init__(self, exchange: Any) -> None:
+        self._exchange = exchange
+
+    _devices: Sequence[Any] = (None,)
+
+    def _index(self) -> int:
+        return 0
+
+
+class ErrorFeedback(Transforms):
+    """Sums gradients over workers by a codec, whose state on each worker is that of a transform.
+
+        gradients of this worker, weighed by its examples
+            --> codec.exchange(gradients, state, transport) --> sums over the workers, the same on all
+                                                            --> the new state, of this worker alone
+
+    What is in the state depends on the codec; most keep of each gradient what they have not sent so far. If there are
+    more or fewer workers than when a checkpoint was written, all get equal parts of that, so that nothing is lost.
+
+    Args:
+      codec: a `tfdist.compression.Codec`.
+      transport: carries the state of one worker to all; see `ProcessMemory` for what it has.
+
+    Attributes:
+      codec: the same.
+    """
+
+    def __init__(self, codec: Any, transport: Any) -> None:
+        def init(variables: Sequence[Any]) -> Any:
+            return codec.init([tf.TensorSpec(each.shape, each.dtype) for each in variables])
+
+        # Its third argument, which is `Info` elsewhere, is the transport.
+        both = [GradientTransform(init, codec.exchange, REPLICA, f"{codec!r}, {kind}") for kind in _KINDS]
+        super().__init__(both, _WorkerMemory(transport))
+        self.codec, self._transport = codec, transport
+
+    def sum(
+        self,
+        optimizer: Any,
+        gradients: Sequence[tf.Tensor],
+        variables: Sequence[Any],
+        transport: Any,
+        kind: str = GRADIENTS,
+    ) -> list[tf.Tensor]:
+        """Returns the sums over the workers; all call it with gradients of the same variables.
+
+        Args:
+          optimizer: the Keras optimizer that will apply the sums.
+          gradients: dense gradients of static shapes.
+          variables: the variable of each.
+          transport: of the codec's messages (`tfdist.compression.codec.Transport`).
+          kind: of `_KINDS`. While the optimizer scales the loss, the state is kept for gradients without the scale,
+            because it changes; differences have none.
+        """
+        if not gradients:
+            return []
+        indices, number = indices_of(optimizer, variables), _KINDS.index(kind)
+        # One state, also where another loop gives them in another order.
+        order = sorted(range(len(indices)), key=lambda position: indices[position])
+        scale = loss_scale_of(optimizer) if kind == GRADIENTS else None
+        given = _in_unit([gradients[each] for each in order], 1, scale)
+        of = [variables[each] for each in order]
+        sums = self._applied(number, self.list[number], optimizer, given, of, transport, False, None)
+        in_order = dict(zip(order, sums, strict=True))
+        return [_back(in_order[index], 1, scale, each.dtype, None) for index, each in enumerate(gradients)]
+
+    def sum_all(self, transport: Any, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Does the same where some gradients are None, which stays, or rows, which are sent as they are.
+
+        In replica context, or in cross-replica context if all gradients are dense.
+        """
+        return sum_dense_by(lambda dense, of: self.sum(optimizer, dense, of, transport), gradients, variables)
+
+    def collect(self, model: keras.Model) -> tuple[Any, list[np.ndarray]]:
+        """See `Transforms.collect`."""
+        described, arrays = super().collect(model)
+        return described and {**described, "codec": repr(self.codec)}, arrays
+
+    def _shared(self, states: Sequence[Kept], saved: Sequence[Sequence[np.ndarray]], number: int) -> list[np.ndarray]:
+        names = [(state.key[0], name.split("/")[0]) for state in states for name in sorted(state.structure)]
+        shared = []
+        for (kind, name), arrays in zip(names, zip(*saved, strict=True), strict=True):
+            # A gradient's sum must stay; the sum of differences is divided by the number of workers that there are.
+            parts = number if _KINDS[kind] == GRADIENTS else len(arrays)
+            is_unsent = name in self.codec.unsent
+            shared.append((np.sum(arrays, axis=0) / parts).astype(arrays[0].dtype) if is_unsent else arrays[0])
+        return shared
+
+    def _say_begins_anew(self, described: Any) -> None:
+        if not self._transport.index:
+            say_begins_anew(described["codec"], self.codec)
+
+
+_KINDS = (GRADIENTS, DIFFERENCES)
 _NONE = Transforms(())
+
+
+def say_begins_anew(saved: str, codec: Any) -> None:
+    """Writes that the state of a checkpoint is that of another codec, or of other variables, and is not used.
+
+    Args:
+      saved: repr of the codec of the checkpoint.
+      codec: begins with an empty state.
+    """
+    what = repr(codec) if repr(codec) != saved else "for other variables; it"
+    _log.say(f"Compression: the checkpoint has the state of {saved}, {what} begins anew")
 
 
 def _divided(arrays: Sequence[Any], count: int) -> list[list[Any]]:
@@ -446,7 +579,7 @@ def _back(gradient: Any, unit: Any, scale: Any, dtype: tf.DType, is_finite: Any)
     if scale is None:
         return gradient_transforms.map_values(lambda v: tf.math.divide_no_nan(v, tf.cast(unit, v.dtype)), gradient)
     factor = tf.math.divide_no_nan(tf.cast(scale, tf.float32), tf.cast(unit, tf.float32))
-    factor = tf.where(is_finite, factor, float("nan"))
+    factor = factor if is_finite is None else tf.where(is_finite, factor, float("nan"))
     return gradient_transforms.map_values(lambda v: tf.cast(v * factor, dtype), gradient)
 
 

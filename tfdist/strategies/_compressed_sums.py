@@ -22,9 +22,9 @@ from tfdist.compat.keras import models
 from tfdist.compat.keras.optimizers import SumGradients, optimizers_of, trained_by
 from tfdist.compression import choice
 from tfdist.compression.choice import Trial
-from tfdist.compression.error_feedback import DIFFERENCES, ErrorFeedback
 from tfdist.engines.agreement import Agreement
 from tfdist.policies.compression import AUTO, Compression
+from tfdist.step.gradients import DIFFERENCES, ErrorFeedback
 from tfdist.transport.sums import Messages, Traffic, WorkerSums
 
 

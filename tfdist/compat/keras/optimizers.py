@@ -174,6 +174,28 @@ def sum_over_replicas(gradients: Gradients) -> list[Any]:
     return sums
 
 
+def sum_dense_by(
+    sum_dense: Callable[[Sequence[tf.Tensor], Sequence[Any]], Sequence[tf.Tensor]],
+    gradients: Sequence[Any],
+    variables: Sequence[Any],
+) -> list[Any]:
+    """Sums dense gradients by a function of them and their variables, and rows as they are; None stays None.
+
+    In replica context, or in cross-replica context if all gradients are dense.
+    """
+    if tf.distribute.get_replica_context() is not None:
+        check_can_meet()
+    dense = [index for index, gradient in enumerate(gradients) if isinstance(gradient, tf.Tensor)]
+    sums = sum_over_replicas([None if i in dense else g for i, g in enumerate(gradients)])
+    for index in dense:
+        # Not known by the gradients of some operations on rows.
+        gradients[index].set_shape(variables[index].shape)
+    totals = sum_dense([gradients[index] for index in dense], [variables[index] for index in dense])
+    for index, total in zip(dense, totals, strict=True):
+        sums[index] = total
+    return sums
+
+
 def _num_replicas() -> int:
     return replicas.count(tf.distribute.get_strategy())
 
